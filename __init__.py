@@ -36,13 +36,18 @@ if TYPE_CHECKING:
     from .runtime.conversation import Session
     from .runtime.decode import FinishReason
     from .runtime.devices.power import Power
-    from .runtime.engine import Engine, load
+    from .runtime.engine import Engine
+    from .runtime.engine_loading import load
     from .runtime.options import GenerateOptions
     from .runtime.result import Chunk, Reply, Stats
     from .runtime.scheduling.answer_stream import AnswerStream
     from .runtime.speculation.choice import Speculation
     from .runtime.speculation.token_origin import OriginKind, TokenOrigin
-    from .runtime.token_logprobs import TokenLogprob
+    from .runtime.structure.response_format import ResponseFormat
+    from .runtime.text.token_logprobs import TokenLogprob
+    from .runtime.tools.calls import ToolCall, ToolCallDelta
+    from .runtime.tools.function_tools import FunctionTool
+    from .runtime.tools.tool_loop import ToolRun, run_tools
 
 __all__ = [
     "AnswerStream",
@@ -57,20 +62,26 @@ __all__ = [
     "Engine",
     "ExportError",
     "FinishReason",
+    "FunctionTool",
     "GenerateOptions",
     "HubError",
     "InputError",
     "OriginKind",
     "Power",
     "Reply",
+    "ResponseFormat",
     "Session",
     "Speculation",
     "Stats",
     "TemplateError",
     "TokenLogprob",
     "TokenOrigin",
+    "ToolCall",
+    "ToolCallDelta",
+    "ToolRun",
     "__version__",
     "load",
+    "run_tools",
 ]
 
 _MODULES = {
@@ -90,13 +101,18 @@ _MODULES = {
     ".runtime.conversation": ("Session",),
     ".runtime.decode": ("FinishReason",),
     ".runtime.devices.power": ("Power",),
-    ".runtime.engine": ("Engine", "load"),
+    ".runtime.engine": ("Engine",),
+    ".runtime.engine_loading": ("load",),
     ".runtime.options": ("GenerateOptions",),
     ".runtime.result": ("Chunk", "Reply", "Stats"),
     ".runtime.scheduling.answer_stream": ("AnswerStream",),
     ".runtime.speculation.choice": ("Speculation",),
-    ".runtime.token_logprobs": ("TokenLogprob",),
+    ".runtime.text.token_logprobs": ("TokenLogprob",),
     ".runtime.speculation.token_origin": ("OriginKind", "TokenOrigin"),
+    ".runtime.structure.response_format": ("ResponseFormat",),
+    ".runtime.tools.calls": ("ToolCall", "ToolCallDelta"),
+    ".runtime.tools.function_tools": ("FunctionTool",),
+    ".runtime.tools.tool_loop": ("ToolRun", "run_tools"),
 }
 """Names by the module that defines them, which is imported when one of them is first used (PEP 562)."""
 

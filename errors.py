@@ -7,6 +7,7 @@
     │   ├── TemplateError     a chat template cannot be read or rendered
     │   ├── ContextError      the prompt does not fit the model's context
     │   └── ConversationError a stored conversation is unknown, deleted, or cannot be read or written
+    │       └── UnknownIdError  nothing that is stored has the id
     ├── BusyError             the engine's queue is full
     ├── HubError              the Hugging Face Hub cannot be reached, or does not have the file
     ├── ExportError           an export failed after it had started; nothing was written
@@ -62,6 +63,14 @@ class ContextError(InputError):
 
 class ConversationError(InputError):
     """A stored conversation is unknown or deleted, or the file of conversations cannot be read or written."""
+
+
+class UnknownIdError(ConversationError):
+    """No conversation, message or preset has an id; `id` is the one that was asked for."""
+
+    def __init__(self, kind: str, id_: str, hint: str = "") -> None:
+        super().__init__(f"there is no {kind} {id_!r}", hint)
+        self.id = id_
 
 
 class BusyError(EdgeError):

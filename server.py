@@ -61,7 +61,7 @@ def app(
         from .edge.server.server_settings import ServerSettings  # noqa: PLC0415
     from .edge.service.model_pool import ModelPool  # noqa: PLC0415
     from .runtime.devices.providers import choose_device  # noqa: PLC0415
-    from .runtime.engine import load  # noqa: PLC0415
+    from .runtime.engine_loading import load  # noqa: PLC0415
 
     names = [models] if isinstance(models, str | os.PathLike) else list(models)
     settings = ServerSettings(

@@ -18,7 +18,7 @@ import onnx
 from safetensors.numpy import save_file
 
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
-from edgerun.export.checkpoint.layout import FINAL_NORM, fused_linears, layer_layout
+from edgerun.export.checkpoint.layout import final_norm, fused_linears, layer_layout
 from edgerun.export.quantization.codes import dequantize_rows
 from edgerun.models.bundle import TOKENIZER_AND_CONFIG_FILES, Bundle, open_bundle
 
@@ -78,7 +78,7 @@ def read_weights(bundle: Bundle, config: DecoderConfig) -> Tensors:
         for norm, name in ((layer.before_attention, before), (layer.before_mlp, f"layers.{index}.mlp_norm")):
             if norm is not None:
                 tensors[norm.weight] = stored[f"{name}.weight"]
-    tensors[FINAL_NORM] = stored[f"layers.{config.layers - 1}.next_norm.weight"]
+    tensors[final_norm(config).weight] = stored[f"layers.{config.layers - 1}.next_norm.weight"]
     return tensors
 
 

@@ -150,8 +150,9 @@ def _write_tokenizer(shape: Shape, folder: Path, given: Path | None) -> None:
                 shutil.copyfile(given / name, folder / name)
         return
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate([_END_OF_TEXT, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    merge = (alphabet[0], alphabet[1])  # llama.cpp cannot load a tokenizer without merges
+    vocab = {token: i for i, token in enumerate([_END_OF_TEXT, *alphabet, "".join(merge)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[merge]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([_END_OF_TEXT])

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 import edgerun
 from prompts import prompt_tokens
 
 
 class EdgeRunLoop:
-    """A loaded bundle and one cached sequence of at most `capacity` tokens."""
+    """A loaded bundle and one cached sequence of at most `capacity` tokens; `settings` go to `edgerun.load`."""
 
-    def __init__(self, model: Path, threads: int, capacity: int) -> None:
-        self._engine = edgerun.load(model, threads=threads, context=capacity, draft=None)
+    def __init__(self, model: Path, threads: int, capacity: int, **settings: Any) -> None:
+        self._engine = edgerun.load(model, threads=threads, context=capacity, draft=None, **settings)
         self._vocab = self._engine.graph_io.vocab_size
         self._sequence = self._engine.model.new_sequence()
 
-    def prefill(self, tokens: int) -> float:
+    def prefill(self, tokens: int, seed: int = 0) -> float:
         """Seconds to process a prompt of `tokens` tokens and choose the next one."""
-        return self._answer(tokens, 1).first_token_s
+        return self._answer(tokens, 1, seed).first_token_s
 
     def decode(self, context: int, tokens: int) -> float:
-        """Seconds per token of `tokens` greedy tokens after a prompt of `context` tokens."""
-        stats = self._answer(context, tokens + 1)
+        """Seconds per token of `tokens` greedy tokens after a prompt of `context` tokens, which is read once."""
+        stats = self._answer(context, tokens + 1, reuse=True)
         if stats.completion_tokens != tokens + 1 or stats.decode_passes != tokens:
             raise RuntimeError(f"not plain decoding of {tokens + 1} tokens: {stats}")
         return (stats.total_s - stats.first_token_s) / tokens
@@ -42,10 +47,19 @@ class EdgeRunLoop:
             seconds.append(time.perf_counter() - started)
         return statistics.median(seconds)
 
-    def _answer(self, context: int, tokens: int) -> edgerun.Stats:
-        self._sequence.continue_with([])  # drops all cached tokens
-        options = edgerun.GenerateOptions(max_tokens=tokens, temperature=0.0, speculation=edgerun.Speculation.OFF)
-        *_, last = self._engine.model.answer(self._sequence, prompt_tokens(context, self._vocab), options)
+    def logits(self, text: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Logits of every position of a text, float32 [tokens, vocabulary]; the text is read in one pass."""
+        self._sequence.continue_with([])
+        return self._sequence.bound.forward(text).copy()
+
+    def _answer(self, context: int, tokens: int, seed: int = 0, *, reuse: bool = False) -> edgerun.Stats:
+        """Answer a prompt of `context` tokens; `reuse` keeps the cache of an equal prompt."""
+        if not reuse:
+            self._sequence.continue_with([])  # drops all cached tokens
+        options = edgerun.GenerateOptions(
+            max_tokens=tokens, temperature=0.0, speculation=edgerun.Speculation.OFF, ignore_eos=True
+        )
+        *_, last = self._engine.model.answer(self._sequence, prompt_tokens(context, self._vocab, seed), options)
         if last.stats is None:
             raise RuntimeError("the answer has no statistics")
         return last.stats

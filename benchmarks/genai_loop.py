@@ -13,7 +13,7 @@ from prompts import prompt_tokens
 
 
 class GenaiLoop:
-    """A GenAI model; every measurement uses a new generator with a cache of `capacity` slots."""
+    """A GenAI model; a generator has a cache of `capacity` slots, and is kept for decoding after the same context."""
 
     def __init__(self, model: Path, threads: int, capacity: int) -> None:
         config = og.Config(str(model))
@@ -22,10 +22,12 @@ class GenaiLoop:
         self._capacity = capacity
         description = json.loads((model / "genai_config.json").read_text(encoding="utf-8"))
         self.vocab: Final[int] = description["model"]["vocab_size"]
+        self._decoding: tuple[int, Any] = 0, None
 
-    def prefill(self, tokens: int) -> float:
+    def prefill(self, tokens: int, seed: int = 0) -> float:
         """Seconds to process a prompt of `tokens` tokens and choose the next one."""
-        prompt = prompt_tokens(tokens, self.vocab)
+        prompt = prompt_tokens(tokens, self.vocab, seed)
+        self._decoding = 0, None
         generator = self._generator()
         started = time.perf_counter()
         generator.append_tokens(prompt)
@@ -34,9 +36,16 @@ class GenaiLoop:
         return time.perf_counter() - started
 
     def decode(self, context: int, tokens: int) -> float:
-        """Seconds per token of `tokens` greedy tokens after a prompt of `context` tokens."""
-        generator = self._generator()
-        generator.append_tokens(prompt_tokens(context, self.vocab))
+        """Seconds per token of `tokens` greedy tokens after a prompt of `context` tokens, which is read once."""
+        cached, generator = self._decoding
+        if cached != context:
+            self._decoding = 0, None  # a second cache would double the peak of memory
+            generator = self._generator()
+            generator.append_tokens(prompt_tokens(context, self.vocab))
+            self._decoding = context, generator
+        else:
+            generator.rewind_to(context - 1)
+            generator.append_tokens(prompt_tokens(context, self.vocab)[-1:])
         generator.generate_next_token()  # from the logits of the prompt
         started = time.perf_counter()
         for _ in range(tokens):

@@ -6,15 +6,22 @@ sequences, the other computes every prompt anew. A third request repeats the beg
 (an edited message). The first two requests are also sent to a server, to whose client the first token comes by HTTP.
 Prints times to the first token, the time of a decode pass and of reading the new tokens alone, and one JSON line.
 
+With `--disk`, fresh processes answer prompts of `--history` tokens and `--new` more, in turn with those tokens kept on
+disk and without; the time is that from the request to the first token in a process that has loaded the model.
+
 Example: python benchmarks/prefix_cache.py --history 2000 --tokenizer DIR/tokenizers/qwen2.5
+         python benchmarks/prefix_cache.py --disk --history 4096
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,6 +33,7 @@ import edgerun
 from artifacts import bundle
 from checkpoints import SHAPES
 from edgerun import Engine, GenerateOptions, Reply, Speculation, Stats
+from edgerun.models.cache import cache_folder
 from edgerun.runtime.generation import CachedSequence
 from server_overhead import Client, body, served
 
@@ -71,6 +79,50 @@ def measure_served(engine: Engine, client: Client, rng: random.Random, options: 
     return {"first, served": waits[0], "second, served": waits[1]}
 
 
+def answer_once(model: Path, kind: str, options: argparse.Namespace) -> dict[str, float]:
+    """Answer one prompt in this process, which is fresh: `kept` and `computed`, or `keep` the prefix for later."""
+    rng = random.Random(0)
+    started = time.monotonic()
+    disk = 0 if kind == "computed" else 64 << 30
+    with edgerun.load(model, context=options.history + 4 * options.new, prefix_disk=disk) as engine:
+        loaded_s = time.monotonic() - started
+        history = [rng.randrange(engine.graph_io.vocab_size) for _ in range(options.history)]
+        new = [rng.randrange(engine.graph_io.vocab_size) for _ in range(options.new)]
+        settings = GenerateOptions(
+            max_tokens=1, speculation=Speculation.OFF, ignore_eos=True, keep_prefix=kind == "keep"
+        )
+        stats = Reply.of(engine.model.answer(None, history if kind == "keep" else [*history, *new], settings)).stats
+        closing = time.monotonic()
+    return {
+        "load": loaded_s * 1e3,
+        "first token": stats.first_token_s * 1e3,
+        "closing": (time.monotonic() - closing) * 1e3,
+        "reused": stats.reused_tokens,
+    }
+
+
+def measure_disk(model: Path, options: argparse.Namespace) -> None:
+    """Let fresh processes answer in turn, with the prefix on disk and without, and print the medians."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "prepacked").symlink_to(cache_folder() / "prepacked")
+        environment = {**os.environ, "EDGERUN_CACHE": folder}
+
+        def run(kind: str) -> dict[str, float]:
+            command = [sys.executable, __file__, "--child", kind, str(model), *sys.argv[1:]]
+            printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+            found: dict[str, float] = json.loads(printed)
+            return found
+
+        first = run("keep")
+        run("kept")  # measures which graph runs the pass over the new tokens, once for a model
+        runs = [(run("kept"), run("computed")) for _ in range(options.rounds)]
+    medians = {
+        name: {key: round(statistics.median(each[key] for each in found), 1) for key in first}
+        for name, found in zip(("kept", "computed"), zip(*runs, strict=True), strict=True)
+    }
+    print(json.dumps({"shape": options.shape, "history": options.history, "keep": first, **medians}))
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -81,8 +133,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokenizer", type=Path, help="folder with a tokenizer.json of the shape")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edge-run-benchmarks")
+    parser.add_argument("--disk", action="store_true", help="measure prefixes on disk")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.child:
+        print(json.dumps(answer_once(Path(options.child[1]), options.child[0], options)))
+        return
     model = bundle(options.work, SHAPES[options.shape], 128, options.tokenizer)
+    if options.disk:
+        measure_disk(model, options)
+        return
     limit = options.history + 4 * options.answer + 2 * options.new
     runs: dict[str, list[dict[str, float]]] = {"with": [], "without": []}
     with (

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -22,11 +24,24 @@ class Worker:
     A worker computes only during a call, so several may be alive and be measured in turn.
     """
 
-    def __init__(self, label: str, engine: str, model: Path, *, python: str | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        label: str,
+        engine: str,
+        model: Path,
+        *,
+        python: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        **settings: Any,
+    ) -> None:
         """Start the process and load `model` with `engine` (see `worker.ENGINES`); `settings` go to its constructor."""
         self.label: Final = label
         self._process = subprocess.Popen(
-            [python or sys.executable, str(_WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
+            [python or sys.executable, str(_WORKER)],
+            env={**os.environ, **(environment or {})},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            encoding="utf-8",
         )
         self.loaded: Final[dict[str, Any]] = self.call("load", engine=engine, model=str(model), **settings)
 

@@ -163,17 +163,33 @@ def compare(exact: Path, rounded: Path, texts: Tokens) -> tuple[float, float]:
     max_length = max(map(len, texts))
     first, second = (ContractSession(bundle, read_config(bundle), max_length) for bundle in (exact, rounded))
     divergences, same = [], []
-    seen: set[bytes] = set()  # a prefix of several texts, such as the template's tokens, counts once
+    for tokens, new in zip(texts, new_positions(texts), strict=True):
+        first.length = second.length = 0
+        exact_logits, logits = (session.forward(tokens, np.arange(len(tokens)))[new] for session in (first, second))
+        kl, agrees = divergence(exact_logits, logits)
+        divergences.append(kl)
+        same.append(agrees)
+    return float(np.concatenate(divergences).mean()), float(np.concatenate(same).mean())
+
+
+def new_positions(texts: Tokens) -> list[npt.NDArray[np.bool_]]:
+    """Which positions of each text to count: a prefix of several texts, such as the template's tokens, counts once."""
+    seen: set[bytes] = set()
+    found = []
     for tokens in texts:
         prefixes = [tokens[: end + 1].tobytes() for end in range(len(tokens))]
-        new = np.array([prefix not in seen for prefix in prefixes])
+        found.append(np.array([prefix not in seen for prefix in prefixes]))
         seen.update(prefixes)
-        first.length = second.length = 0
-        logits = [session.forward(tokens, np.arange(len(tokens))) for session in (first, second)]
-        ours, theirs = (log_softmax(each[new]) for each in logits)
-        divergences.append((np.exp(ours) * (ours - theirs)).sum(axis=1))
-        same.append(ours.argmax(axis=1) == theirs.argmax(axis=1))
-    return float(np.concatenate(divergences).mean()), float(np.concatenate(same).mean())
+    return found
+
+
+def divergence(
+    exact: npt.NDArray[np.float32], rounded: npt.NDArray[np.float32]
+) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """KL(exact || rounded) in nats of each row of logits [m, vocabulary], and whether the top token is the same."""
+    ours, theirs = log_softmax(exact), log_softmax(rounded)
+    kl: Floats = (np.exp(ours) * (ours - theirs)).sum(axis=1)
+    return kl, ours.argmax(axis=1) == theirs.argmax(axis=1)
 
 
 def log_softmax(logits: npt.NDArray[np.float32]) -> Floats:

@@ -22,9 +22,10 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from artifacts import genai_model, optimum_model, upgraded
+from artifacts import upgraded
 from checkpoints import SHAPES
 from edgerun.export import INT4, ExportRecipe
+from peer_models import genai_model, optimum_model
 from processes import Worker
 from rounds import IdleLoad, Series, alternate, join, median_ratio, spread
 

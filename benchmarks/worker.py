@@ -13,12 +13,15 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import psutil
 
 ENGINES: Final = {
     "bare": ("bare_loop", "BareLoop"),
     "edge-run": ("edgerun_loop", "EdgeRunLoop"),
     "genai": ("genai_loop", "GenaiLoop"),
+    "llama": ("llama_loop", "LlamaLoop"),
+    "openvino": ("openvino_loop", "OpenvinoLoop"),
 }
 
 
@@ -66,6 +69,10 @@ def main() -> None:
             answer = {"seconds": time.perf_counter() - started, "before": before, "after": memory()}
         elif name == "memory":
             answer = memory()
+        elif name == "write_logits":
+            texts = json.loads(Path(arguments["texts"]).read_text(encoding="utf-8"))
+            np.save(arguments["out"], np.concatenate([engine.logits(text) for text in texts]))
+            answer = len(texts)
         elif name == "cpu_seconds":
             answer = time.process_time()
         else:

@@ -7,6 +7,7 @@ from .architectures.family import supported_families
 from .check.parity import Parity
 from .destination import ExportResult
 from .gguf import is_gguf
+from .npu.npu_request import NpuRequest
 from .pipeline import export_checkpoint, export_model, find_source, may_be_quantized
 from .plan_frontier import FrontierPlan, measure_frontier
 from .recipe import (
@@ -37,6 +38,7 @@ __all__ = [
     "FrontierPlan",
     "Method",
     "MixedPrecisionRequest",
+    "NpuRequest",
     "Parity",
     "Progress",
     "WeightFormat",

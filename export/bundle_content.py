@@ -8,6 +8,7 @@ from ..models.manifest import GraphLayout
 from .checkpoint.config import DecoderConfig
 from .checkpoint.layout import QuantPlan
 from .checkpoint.source import ModelSource
+from .npu.npu_request import NpuRequest
 
 
 @dataclass(frozen=True)
@@ -38,3 +39,5 @@ class BundleContent:
     """The command line, recorded in the manifest."""
     hidden_states: bool = False
     """Whether the graph gives the states before its LM head, for embeddings."""
+    npu: NpuRequest | None = None
+    """The static graphs for NPUs to write beside it; None for none."""

@@ -28,6 +28,7 @@ from .genai.genai_layout import write_genai_layout
 from .graph.decoder import build_graph
 from .graph.initializers import Initializers
 from .graph.weight_file import WeightFile
+from .npu.static_graphs import NPU_WEIGHTS_NAME, write_static_graphs
 
 PRODUCER: Final = "edge-run"
 
@@ -41,6 +42,8 @@ class WrittenBundle:
     """Stored bits, scales included, divided by the number of weights of all linears."""
     quality: Divergence | None = None
     """Quality on the sample text, if that was measured."""
+    notes: tuple[str, ...] = ()
+    """Messages for the user."""
 
 
 def write_bundle(
@@ -78,10 +81,21 @@ def write_bundle(
     quality = None
     if sample_text and any(weight_format.bits != 32 for weight_format in content.plan.values()):
         quality = quality_on_sample_text(folder, content)
+    static = None
+    if content.npu is not None:
+        static = write_static_graphs(folder, content, graph, content.npu, progress)
+        files[NPU_WEIGHTS_NAME] = static.data
     if content.layout is GraphLayout.GENAI:
         write_genai_layout(folder, config, content.context)
     progress("checking", 1.0)
-    names = (GRAPH_NAME, GENAI_CONFIG, POOLING_NAME, *TOKENIZER_AND_CONFIG_FILES)
+    variants = () if static is None else static.variants
+    names = (
+        GRAPH_NAME,
+        GENAI_CONFIG,
+        POOLING_NAME,
+        *TOKENIZER_AND_CONFIG_FILES,
+        *(variant.file for variant in variants),
+    )
     files |= {name: digest_file(folder / name) for name in names if (folder / name).is_file()}
     bits = sum(weights.linear_bits.values()) / total
     manifest = Manifest(
@@ -94,9 +108,10 @@ def write_bundle(
         producer=PRODUCER,
         command=content.command,
         layout=content.layout,
+        variants=variants,
     )
     (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-    return WrittenBundle(parity, bits, quality)
+    return WrittenBundle(parity, bits, quality, () if static is None else (static.note(),))
 
 
 def architecture_of(config: DecoderConfig, context: int) -> Architecture:

@@ -1,4 +1,4 @@
-"""Completing a calibrated bundle: quality, draft, plan file and report."""
+"""Completing a calibrated bundle: quality, scales of an int8 KV cache, draft, plan file and report."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from .allocation.sensitivity import Sensitivity
 from .bundle_content import BundleContent
 from .bundle_writer import WrittenBundle
 from .calibration.divergence import Divergence
+from .calibration.kv_calibration import store_cache_scales
 from .calibration.prepare import CalibratedModel
 from .checkpoint.layout import QuantPlan
 from .drafts.make_draft import make_draft
@@ -88,9 +89,15 @@ def complete_bundle(
     calibration_tokens, held_out_tokens = (sum(map(len, part)) for part in (text.calibration, text.held_out))
     calibration = Calibration(text.origin, calibration_tokens, held_out_tokens, awq=recipe.awq)
     _record(folder, calibration, shipped)
+    cache_quality = store_cache_scales(folder, text)
     (measured,) = BundleTimer().time_passes([folder], _WIDTHS, _ROUNDS)
     progress(_STAGE, 1.0)
     drafts, notes = [], _notes(content.plan)
+    if cache_quality is not None:
+        notes.append(
+            f"With --kv int8 the mean KL from a float cache is {cache_quality.mean_kl:#.3g}, and the most likely token "
+            f"the same at {cache_quality.top1_agreement:.1%} of {cache_quality.positions} held-out tokens."
+        )
     if recipe.draft is not None:
         made = make_draft(folder, content, text, recipe, progress)
         drafts = [] if made.figures is None else [made.figures]

@@ -22,6 +22,7 @@ from .completion import complete_bundle
 from .destination import ExportResult, bundle_written_whole, require_apart
 from .drafts.make_draft import require_draft
 from .gguf import is_gguf
+from .graph.gpu_variants import write_gpu_variants
 from .optimum_path import export_by_optimum, needs_optimum
 from .recipe import ExportRequest, with_methods
 from .upgrade import holds_graph, upgrade_model
@@ -65,8 +66,8 @@ def export_model(request: ExportRequest, progress: Progress = silent) -> ExportR
     checkpoint of another family to `export_by_optimum`.
 
     Raises:
-        InputError: calibration, mixed weights, a draft, a report or hidden states are requested, and the source is not
-            a checkpoint folder that is exported directly.
+        InputError: calibration, mixed weights, a draft, a report, hidden states or NPU graphs are requested, and the
+            source is not a checkpoint folder that is exported directly.
         EdgeError: whatever the function for the source raises.
     """
     source = request.source
@@ -75,9 +76,10 @@ def export_model(request: ExportRequest, progress: Progress = silent) -> ExportR
             "calibration, mixed weights, drafts and reports need a checkpoint of a family that edge-run exports itself",
             f"these are {', '.join(supported_families())}",
         )
-    if request.recipe.hidden_states and (holds_graph(source) or needs_optimum(source)):
+    option = "--hidden-states" if request.recipe.hidden_states else "--device npu" if request.recipe.npu else None
+    if option is not None and (holds_graph(source) or needs_optimum(source)):
         raise InputError(
-            "--hidden-states needs a checkpoint of a family that edge-run exports itself",
+            f"{option} needs a checkpoint of a family that edge-run exports itself",
             f"these are {', '.join(supported_families())}",
         )
     if holds_graph(source):
@@ -113,7 +115,10 @@ def export_checkpoint(request: ExportRequest, progress: Progress = silent) -> Ex
     with open_source(source) as (config, checkpoint):
         if recipe.hidden_states and (pooling := checkpoint.folder / SENTENCE_POOLING).is_file():
             Pooling.parse(read_json_object(pooling, CheckpointError, "download the checkpoint again"), str(pooling))
+        recipe.require_expressible(config)
         model = SourceModel(checkpoint, config, recipe.context_for(config))
+        if recipe.npu is not None:
+            recipe.npu.require_expressible(config, model.context)
         if recipe.draft is not None:
             require_draft(checkpoint.folder, recipe.draft)
         if recipe.data_free:
@@ -130,6 +135,7 @@ def _export_calibrated(
     with bundle_written_whole(request.destination) as staging:
         written = write_bundle(staging, prepared.content, progress)
         report = complete_bundle(staging, request, prepared, written, progress, started)
+        notes = write_gpu_variants(staging, progress) if request.recipe.gpu else []
         sizes = _file_sizes(staging)
     return ExportResult(
         request.destination,
@@ -137,6 +143,7 @@ def _export_calibrated(
         written.bits_per_weight,
         time.perf_counter() - started,
         written.parity,
+        notes=(*written.notes, *notes),
         report=report,
     )
 
@@ -147,14 +154,29 @@ def _export_data_free(request: ExportRequest, model: SourceModel, progress: Prog
     if not is_gguf(request.source):
         plan = with_methods(plan, recipe.methods)
     content = BundleContent(
-        checkpoint, checkpoint, model.config, plan, model.context, recipe.layout, request.command, recipe.hidden_states
+        checkpoint,
+        checkpoint,
+        model.config,
+        plan,
+        model.context,
+        recipe.layout,
+        request.command,
+        recipe.hidden_states,
+        recipe.npu,
     )
     with bundle_written_whole(request.destination) as staging:
         written = write_bundle(staging, content, progress, sample_text=True)
+        notes = write_gpu_variants(staging, progress) if recipe.gpu else []
         sizes = _file_sizes(staging)
     seconds = time.perf_counter() - started
     return ExportResult(
-        request.destination, sizes, written.bits_per_weight, seconds, written.parity, quality=written.quality
+        request.destination,
+        sizes,
+        written.bits_per_weight,
+        seconds,
+        written.parity,
+        quality=written.quality,
+        notes=(*written.notes, *notes),
     )
 
 

@@ -84,9 +84,10 @@ def measure_frontier(request: ExportRequest, progress: Progress = silent) -> tup
             searched = PlanEvaluator(model, text.calibration, store.weights, folder / "calibration")
             formats = format_candidates(
                 [recipe.methods],
-                mixed is not None and mixed.zero_points,
-                mixed is not None and mixed.powers_of_two,
-                mixed is not None and mixed.low_rank_correction,
+                zero_points=mixed is not None and mixed.zero_points,
+                powers_of_two=mixed is not None and mixed.powers_of_two,
+                half_scales=mixed is not None and mixed.half_scales,
+                low_rank=mixed is not None and mixed.low_rank_correction,
             )
             sensitivities = measure_sensitivities(
                 list(planned_linears(config)),

@@ -12,6 +12,7 @@ from ..models.manifest import MIN_CONTEXT, GraphLayout, Method, WeightFormat
 from .allocation.budget import Budget
 from .checkpoint.config import DecoderConfig
 from .checkpoint.layout import FusedLinear, QuantPlan, fused_linears
+from .npu.npu_request import NpuRequest
 
 FP32: Final = WeightFormat(32)
 INT8: Final = WeightFormat(8, 32)
@@ -76,6 +77,8 @@ class MixedPrecisionRequest:
     """Whether blocks have zero points."""
     powers_of_two: bool = False
     """Whether scales are powers of two."""
+    half_scales: bool = False
+    """Whether scales are stored in float16."""
     bandwidth: float | None = None
     """Memory bandwidth, in bytes a second, of another machine whose speed the report predicts."""
 
@@ -141,6 +144,10 @@ class ExportRecipe:
     """The draft model to export with the target; None for none."""
     hidden_states: bool = False
     """Whether the graph gives the states before its LM head too, for embeddings."""
+    npu: NpuRequest | None = None
+    """The static graphs for NPUs to write beside model.onnx; None for none."""
+    gpu: bool = False
+    """Whether to write the forms of the graph for GPUs beside model.onnx."""
     report: bool = False
     """Whether to write a report even if nothing else needs calibration text."""
     work_folder: Path | None = None
@@ -151,12 +158,36 @@ class ExportRecipe:
             raise InputError("calibration, mixed weights and drafts need edge-run's own layout", "leave --layout out")
         if self.layout is not GraphLayout.EDGE and self.hidden_states:
             raise InputError("--hidden-states needs edge-run's own layout", "leave --layout or --hidden-states out")
+        if self.layout is not GraphLayout.EDGE and (self.npu is not None or self.gpu):
+            kind = "gpu" if self.npu is None else "npu"
+            raise InputError(f"--device {kind} needs edge-run's own layout", "leave --layout or --device out")
         for weight_format in filter(None, (self.body, self.head_format)):
             _require_exportable(weight_format)
         if self.method is not None and {self.body, self.head_format} == {FP32}:
             raise InputError("--method has no effect on fp32 weights, which are not quantized", "leave --method out")
         if self.context is not None and self.context < MIN_CONTEXT:
             raise InputError(f"a context of {self.context} positions is too short", f"give at least {MIN_CONTEXT}")
+
+    def require_expressible(self, config: DecoderConfig) -> None:
+        """Refuse choices that a model with convolution layers cannot have.
+
+        Raises:
+            InputError: the recipe has one of them, and the model such layers.
+        """
+        if config.convolution is None:
+            return
+        asked = {
+            "calibration (--method gptq, --awq, --weights mixed)": self.calibrated,
+            "--draft": self.draft is not None,
+            "--report": self.report,
+            "--layout genai": self.layout is not GraphLayout.EDGE,
+            "--device npu": self.npu is not None,
+            "--device gpu": self.gpu,
+        }
+        for choice in (name for name, has in asked.items() if has):
+            raise InputError(
+                f"{choice}: not supported for {config.family} models, which have convolution layers", "leave it out"
+            )
 
     @property
     def calibrated(self) -> bool:
@@ -181,14 +212,18 @@ class ExportRecipe:
         return self.body if self.head is None else self.head
 
     def require_default_scales(self, source: str) -> None:
-        """Refuse zero points and power-of-two scales for a kind of source, such as "GGUF file".
+        """Refuse zero points and scales in another form for a kind of source, such as "GGUF file".
 
         Raises:
             InputError: the recipe has one of them.
         """
         for weight_format in filter(None, (self.body, self.head_format)):
-            if weight_format.zero_points or weight_format.powers_of_two:
-                option = "--zero-points" if weight_format.zero_points else "--powers-of-two"
+            asked = {
+                "--zero-points": weight_format.zero_points,
+                "--powers-of-two": weight_format.powers_of_two,
+                "--half-scales": weight_format.half_scales,
+            }
+            for option in (name for name, has in asked.items() if has):
                 raise InputError(f"{option} is not supported for a {source}", f"leave {option} out")
 
     def context_for(self, config: DecoderConfig) -> int:
@@ -226,10 +261,14 @@ class ExportRecipe:
                     f"which is not a multiple of the block size {weight_format.block}",
                     "choose smaller blocks, or fp32",
                 )
-            if linear.experts and weight_format.zero_points:
+            if linear.experts and (weight_format.zero_points or weight_format.half_scales):
+                lacks, option = (
+                    ("zero points", "--zero-points")
+                    if weight_format.zero_points
+                    else ("float16 scales", "--half-scales")
+                )
                 raise InputError(
-                    f"{linear.name} has experts, whose operator does not support zero points",
-                    "leave --zero-points out",
+                    f"{linear.name} has experts, whose operator does not support {lacks}", f"leave {option} out"
                 )
             plan[linear.name] = weight_format
         return plan

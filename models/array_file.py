@@ -87,6 +87,34 @@ def map_array(path: Path) -> npt.NDArray[Any]:
         return np.memmap(file, dtype, "r", file.tell(), shape, "F" if fortran_order else "C")
 
 
+def map_arrays(path: Path, count: int | None = None) -> list[npt.NDArray[Any]]:
+    """Map the arrays of a file that has several .npy arrays one after the other, read-only.
+
+    Args:
+        path: the file, as `numpy.save` writes it when it is called several times with one open file.
+        count: number of arrays to map, from the first on; None for all.
+
+    Raises:
+        OSError: the file cannot be read or is not a regular file.
+        ValueError: it has something else, or fewer arrays.
+    """
+    arrays: list[npt.NDArray[Any]] = []
+    with open_regular(path) as file:
+        size = path.stat().st_size
+        while file.tell() < size if count is None else len(arrays) < count:
+            shape, fortran_order, dtype = _read_header(file, size - file.tell())
+            begin = file.tell()
+            end = begin + math.prod(shape) * dtype.itemsize
+            if end > size:
+                raise ValueError("it ends too early")
+            if begin == end:  # nothing can be mapped
+                arrays.append(np.empty(shape, dtype))
+            else:
+                arrays.append(np.memmap(file, dtype, "r", begin, shape, "F" if fortran_order else "C"))
+            file.seek(end)
+    return arrays
+
+
 def _read(file: BufferedIOBase, size: int) -> npt.NDArray[Any]:
     """Read an array from a stream of `size` bytes, whose header may claim more."""
     shape, fortran_order, dtype = _read_header(file, size)

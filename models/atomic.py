@@ -45,7 +45,7 @@ def write_atomically(path: Path, content: bytes | Callable[[BinaryIO], object], 
         OSError: the file cannot be written; `path` is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned_files(path)
+    remove_abandoned_files(path.parent, re.escape(path.name))
     for attempt in range(_ATTEMPTS):
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(_TOKEN_BYTES)}")
         try:
@@ -160,11 +160,11 @@ def _write(temporary: Path, content: bytes | Callable[[BinaryIO], object], priva
         os.fsync(file.fileno())
 
 
-def _remove_abandoned_files(path: Path) -> None:
-    """Remove what killed processes left of the same file."""
-    own = re.compile(rf"\.{re.escape(path.name)}\.{_TOKEN}")
+def remove_abandoned_files(parent: Path, pattern: str = ".+") -> None:
+    """Remove what killed processes left of files in a folder whose names match a regular expression."""
+    own = re.compile(rf"\.{pattern}\.{_TOKEN}")
     with suppress(OSError):
-        for left in [path.with_name(name) for name in os.listdir(path.parent) if own.fullmatch(name)]:
+        for left in [parent / name for name in os.listdir(parent) if own.fullmatch(name)]:
             with suppress(OSError):
                 if not left.is_file():
                     continue

@@ -19,6 +19,7 @@ from .atomic import write_atomically
 from .cache import cache_folder
 from .device_kind import DeviceKind
 from .graph_files import find_graph
+from .graph_variant import is_variant_file
 from .json_file import is_whole, read_json_object
 from .manifest import MANIFEST_NAME, MIN_CONTEXT, FileDigest, Manifest
 from .onnx_file.external_data import check_external_data, external_files
@@ -33,6 +34,8 @@ REPORT_PAGE_NAME: Final = "report.html"
 """The same report for people."""
 PLAN_NAME: Final = "plan.toml"
 """The quantization plan of an export, which can be edited and used again."""
+CACHE_SCALES_NAME: Final = "kv_scales.json"
+"""Scales of an int8 KV cache (`--kv int8`), where the export measured them."""
 TARGET_IDS_NAME: Final = "d2t.npy"
 """The target's token ids of a draft's logits, unless a manifest names another file."""
 DRAFT_GRAPH_NAME: Final = "draft.onnx"
@@ -226,13 +229,13 @@ def holds_only_bundle_files(folder: Path) -> bool:
         POOLING_NAME,
         *TOKENIZER_AND_CONFIG_FILES,
     }
-    names |= {REPORT_DATA_NAME, REPORT_PAGE_NAME, PLAN_NAME}
+    names |= {REPORT_DATA_NAME, REPORT_PAGE_NAME, PLAN_NAME, CACHE_SCALES_NAME}
     entries = list(folder.iterdir())
     return folder / MANIFEST_NAME in entries and all(
         holds_only_bundle_files(entry)
         if entry.name == DRAFT_FOLDER and entry.is_dir()
         # A folder with the name of such a file belongs to somebody else.
-        else entry.name in names and entry.is_file()
+        else (entry.name in names or is_variant_file(entry.name)) and entry.is_file()
         for entry in entries
     )
 

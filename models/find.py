@@ -10,7 +10,8 @@ from ..errors import BundleError
 from .atomic import restore_folder
 from .device_kind import DeviceKind
 from .graph_files import find_graph
-from .hub.local_store import Store, read_downloaded
+from .hub.downloaded_model import read_downloaded
+from .hub.local_store import Store
 from .hub.model_id import looks_like_hub_id, parse_hub_id
 
 BUNDLED_MODEL: Final = "shell-helper"

@@ -10,6 +10,8 @@ from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, Final, TypeVar
 
 from ..errors import BundleError
+from .device_kind import DeviceKind
+from .graph_variant import VARIANT_CONTRACT, Precision, VariantFile
 from .json_file import is_finite, is_whole, parse_json_object, shown
 
 MANIFEST_NAME: Final = "edge.json"
@@ -74,6 +76,8 @@ class WeightFormat:
     """Whether each block has a zero point; if not, the middle code stands for 0."""
     powers_of_two: bool = False
     """Whether scales are powers of two (also negative ones), so that a shift replaces the multiplication."""
+    half_scales: bool = False
+    """Whether scales are stored in float16. The graph converts them to float32 once, when it is loaded."""
     rank: int = 0
     """Rank of the 8-bit low-rank correction that is added to the weights; 0 for none."""
     method: Method | None = field(default=None, compare=False)
@@ -84,7 +88,7 @@ class WeightFormat:
         if self.bits == 32:
             return "fp32"
         marks = {"+offsets": self.offsets, "+zero-points": self.zero_points, "+powers-of-two": self.powers_of_two}
-        marks[f"+rank{self.rank}"] = self.rank > 0
+        marks |= {"+half-scales": self.half_scales, f"+rank{self.rank}": self.rank > 0}
         return f"int{self.bits}/{self.block}" + "".join(mark for mark, has in marks.items() if has)
 
 
@@ -150,6 +154,9 @@ class Manifest:
     where nothing was calibrated: `mean_kl`, `p99_kl`, `top1_agreement`, `perplexity`, `float_perplexity`; empty where
     nothing was quantized, and for upgraded ONNX models."""
     draft: DraftPairing | None = None
+    variants: tuple[VariantFile, ...] = ()
+    """Variants of the graph for other devices. Those of devices, precisions or contracts that this program does not
+    know are left out: the others run without them."""
     layout: GraphLayout = GraphLayout.EDGE
     format: int = BUNDLE_FORMAT
     contract: int = GRAPH_CONTRACT
@@ -164,8 +171,12 @@ class Manifest:
             del data["draft"]
         else:
             data["draft"] = {name: value for name, value in data["draft"].items() if value}
+        if self.variants:
+            data["variants"] = [_variant_json(variant) for variant in self.variants]
+        else:
+            del data["variants"]
         for weight_format in data["weights"].values():
-            for name in ("offsets", "zero_points", "powers_of_two", "rank", "method"):
+            for name in ("offsets", "zero_points", "powers_of_two", "half_scales", "rank", "method"):
                 if not weight_format[name]:
                     del weight_format[name]
         return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
@@ -192,17 +203,20 @@ class Manifest:
             weights = data.each("weights", _weight_format)
             if "head" not in weights:
                 raise ValueError("lacks weights.head")
+            files = data.each("files", _file_digest)
+            variants = [_variant(each, files) for each in data.objects("variants")] if "variants" in data else []
             return cls(
                 architecture=_architecture(data.fields("architecture")),
                 weights=weights,
                 bits_per_weight=data.number("bits_per_weight"),
-                files=data.each("files", _file_digest),
+                files=files,
                 parity=data.numbers("parity") if "parity" in data else {},
                 producer=data.text("producer") if "producer" in data else "",
                 command=data.text("command") if "command" in data else "",
                 calibration=_calibration(data.fields("calibration")) if "calibration" in data else None,
                 quality=data.numbers("quality") if "quality" in data else {},
                 draft=_draft_pairing(data.fields("draft")) if "draft" in data else None,
+                variants=tuple(variant for variant in variants if variant is not None),
                 layout=data.choice("layout", GraphLayout) if "layout" in data else GraphLayout.EDGE,
                 format=version,
                 contract=contract,
@@ -211,6 +225,7 @@ class Manifest:
             raise BundleError(f"{where} cannot be read: it {error}", "export the model again") from error
 
 
+_DEVICES: Final = tuple(kind.value for kind in DeviceKind)
 _Value = TypeVar("_Value")
 _Choice = TypeVar("_Choice", GraphLayout, Method)
 
@@ -220,13 +235,14 @@ class _Fields:
 
     def __init__(self, data: Mapping[str, Any], path: str = "") -> None:
         self._data = data
-        self._path = path
+        self.path = path
+        """What precedes a field's name in messages."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._data
 
     def require(self, *names: str) -> None:
-        missing = [f"{self._path}{name}" for name in names if name not in self._data]
+        missing = [f"{self.path}{name}" for name in names if name not in self._data]
         if missing:
             raise ValueError(f"lacks {', '.join(missing)}")
 
@@ -271,7 +287,13 @@ class _Fields:
         value = self._data[name]
         if not isinstance(value, dict):
             raise self._wrong(name, "an object")
-        return _Fields(value, f"{self._path}{name}.")
+        return _Fields(value, f"{self.path}{name}.")
+
+    def objects(self, name: str) -> list[_Fields]:
+        value = self._data[name]
+        if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+            raise self._wrong(name, "a list of objects")
+        return [_Fields(each, f"{self.path}{name}.{index}.") for index, each in enumerate(value)]
 
     def each(self, name: str, read: Callable[[_Fields], _Value]) -> dict[str, _Value]:
         inner = self.fields(name)
@@ -282,7 +304,7 @@ class _Fields:
         return {key: inner.number(key) for key in inner._data}
 
     def _wrong(self, name: str, expected: str) -> ValueError:
-        return ValueError(f"has {self._path}{name} {shown(self._data[name])}, which must be {expected}")
+        return ValueError(f"has {self.path}{name} {shown(self._data[name])}, which must be {expected}")
 
 
 def _architecture(data: _Fields) -> Architecture:
@@ -326,6 +348,33 @@ def _draft_pairing(data: _Fields) -> DraftPairing:
     )
 
 
+def _variant(data: _Fields, files: Mapping[str, FileDigest]) -> VariantFile | None:
+    """Read one variant; None if this program does not know its device, precision or contract."""
+    data.require("device", "file", "precision")
+    contract = data.whole("contract", 1) if "contract" in data else VARIANT_CONTRACT
+    device, precision, file = data.text("device"), data.text("precision"), data.text("file")
+    if contract > VARIANT_CONTRACT or device not in _DEVICES or precision not in list(Precision):
+        return None
+    if file not in files:
+        raise ValueError(f"has {data.path}file {shown(file)}, which files lacks")
+    return VariantFile(
+        device=DeviceKind(device),
+        file=file,
+        precision=Precision(precision),
+        width=data.whole("width", 1) if "width" in data else None,
+        context=data.whole("context", 1) if "context" in data else None,
+        providers=data.texts("providers") if "providers" in data else (),
+        plain=data.flag("plain") if "plain" in data else False,
+        contract=contract,
+    )
+
+
+def _variant_json(variant: VariantFile) -> dict[str, Any]:
+    """A variant as JSON; what has its default is left out, except the contract."""
+    data = {**asdict(variant), "device": variant.device.value}
+    return {name: value for name, value in data.items() if value not in (None, (), False)}
+
+
 def _has_folder(name: str) -> bool:
     return PurePosixPath(name).name != name or PureWindowsPath(name).name != name
 
@@ -338,6 +387,7 @@ def _weight_format(data: _Fields) -> WeightFormat:
         offsets=data.flag("offsets") if "offsets" in data else False,
         zero_points=data.flag("zero_points") if "zero_points" in data else False,
         powers_of_two=data.flag("powers_of_two") if "powers_of_two" in data else False,
+        half_scales=data.flag("half_scales") if "half_scales" in data else False,
         rank=data.whole("rank", 0) if "rank" in data else 0,
         method=data.choice("method", Method) if "method" in data else None,
     )

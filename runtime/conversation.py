@@ -20,14 +20,18 @@ from ..models.bundle import Bundle
 from ..models.find import model_name
 from ..models.json_file import is_whole
 from .argument_types import checked_arguments
-from .decode import check_prompt_fits
+from .devices.providers import CPU_PROVIDER
 from .generation import CachedSequence
+from .kv.arena import KVArena
+from .kv.cache_scales import KVFormat, convert_snapshot
 from .loaded_model import LoadedModel
 from .options import GenerateOptions
 from .result import Chunk, Reply
 from .scheduling.answer_stream import AnswerStream
 from .text.answer_start import AnswerStart
 from .text.chat_template import Message
+from .text.messages import template_messages
+from .tools.calls import assistant_message, joined_calls
 
 _FORMAT: Final = 2
 _BYTES_PER_TOKEN: Final = 1 << 10
@@ -79,8 +83,9 @@ class Session:
             ContextError: with the first piece: the conversation does not fit the context any more.
         """
         chosen = (options or GenerateOptions()).changed(changes)
-        if chosen.n > 1:
-            raise InputError(f"n is {chosen.n}", "a conversation goes on from one answer; generate gives several")
+        if chosen.candidates > 1:
+            given = f"n is {chosen.n}" if chosen.n > 1 else f"best_of is {chosen.best_of}"
+            raise InputError(given, "a conversation goes on from one answer; generate gives several")
         if chosen.raw or chosen.system is not None:
             raise InputError("raw and system belong to a single answer", "give the session its system message instead")
         start = self._model.answer_start(chosen)
@@ -96,25 +101,27 @@ class Session:
     ) -> Generator[Chunk, None, None]:
         resets = self._resets
         messages = [*self.messages, {"role": "user", "content": text}]
-        request = options.request(self._model.encode_request(messages, options), self._model.defaults, start)
-        prompt_ids = request.prompt_ids
+        chat = self._model.chat_prompt(messages, options)
         try:
-            check_prompt_fits(prompt_ids, self._model.context)
+            request = self._model.request(chat.encode(messages), options, start, chat)
         except ContextError as error:
             raise ContextError(error.what, "start again with reset (/reset in the terminal)") from error
-        answer: list[str] = []
+        if request.chat is not None:
+            messages = list(request.chat.messages)
+        prompt_ids = request.prompt_ids
+        answer: list[Chunk] = []
         try:
             sequence = self._open_sequence()
             if not sequence.arena.length:
                 self._model.continue_prefix(sequence, prompt_ids)
             for chunk in self._model.generate(sequence, request, cancelled):
-                answer.append(chunk.text)
+                answer.append(chunk)
                 yield chunk
         finally:
             # A conversation that was reset in the meantime stays empty.
-            if any(answer) and resets == self._resets:
-                whole = "".join((*(() if start is None else (start.text,)), *answer))
-                self.messages = [*messages, {"role": "assistant", "content": whole}]
+            message = _message(answer, "" if start is None else start.text)
+            if message is not None and resets == self._resets:
+                self.messages = [*messages, message]
 
     @checked_arguments
     def continue_from(self, messages: Sequence[Message]) -> None:
@@ -162,18 +169,23 @@ class Session:
                 "name": model_name(self._model.bundle.folder),
                 "messages": self.messages,
                 "plain": arena.plain_length,
+                "device": self._model.device.provider,
             }
+            scales = _scales_by_type(self._model, arena)
+            if scales is not None:
+                about["kv"] = KVFormat.INT8
             arrays: dict[str, Any] = {
                 "about": np.frombuffer(json.dumps(about).encode(), np.uint8),
                 "tokens": np.asarray(sequence.token_ids[: arena.length], np.int64),
                 **{f"rows.{kind}": slots for kind, slots in enumerate(arena.snapshot())},
+                **{f"scales.{kind}": each for kind, each in enumerate(scales or ())},
             }
             np.savez(buffer, **arrays)
         write_atomically(Path(path), buffer.getvalue(), private=True)
 
     @classmethod
     def resume(cls, model: LoadedModel, path: Path) -> Session:
-        """Open the conversation that `save` wrote.
+        """Open the conversation that `save` wrote, also with a KV cache of another format.
 
         Raises:
             InputError: the file is missing, damaged, or of another model.
@@ -187,13 +199,17 @@ class Session:
         session = cls(model, system=system)
         sequence = session._open_sequence()
         arena = sequence.arena
+        scales = _scales_by_type(model, arena)
         try:
-            arena.restore(saved.cache)
+            arena.restore(convert_snapshot(saved.cache, saved.scales, scales, list(arena.groups)))
         except ValueError as error:
             raise InputError(f"{path} is damaged: {error}", _HINT) from error
         if arena.length != tokens.size:
             raise InputError(f"{path} is damaged: {tokens.size} tokens, {arena.length} cache slots", _HINT)
-        arena.plain_length = min(saved.plain, tokens.size)
+        # Converted slots are not those that plain decoding would have written, and another device computes other last
+        # bits.
+        is_same = saved.device == model.device.provider and _are_same(saved.scales, scales)
+        arena.plain_length = min(saved.plain, arena.plain_length) if is_same else 0
         sequence.token_ids = tokens.tolist()
         session.messages = messages
         return session
@@ -228,9 +244,13 @@ class _Saved:
     messages: list[Message]
     tokens: npt.NDArray[np.int64]
     cache: tuple[npt.NDArray[Any], ...]
+    scales: tuple[npt.NDArray[np.float32], ...] | None
+    """Scales of the arrays of an int8 cache; None of a float cache."""
     """Snapshot of the KV cache."""
     plain: int
     """Number of leading cache slots that plain decoding computed."""
+    device: str
+    """Execution provider that computed the cache; the CPU's in files of earlier versions."""
 
     @classmethod
     def read(cls, path: Path, max_bytes: int) -> _Saved:
@@ -245,6 +265,9 @@ class _Saved:
             tokens = stored["tokens"]
             cache = tuple(stored[name] for name in sorted(stored) if name.startswith("rows."))
             messages = _checked_messages(about["messages"])
+            scales = None
+            if about.get("kv") == KVFormat.INT8:
+                scales = tuple(stored[f"scales.{kind}"] for kind in range(len(cache)))
             saved = cls(
                 about["format"],
                 about["model"],
@@ -252,7 +275,9 @@ class _Saved:
                 messages,
                 tokens,
                 cache,
+                scales,
                 about.get("plain", 0),
+                about.get("device", CPU_PROVIDER),
             )
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror or error}", _HINT) from error
@@ -262,6 +287,7 @@ class _Saved:
             tokens.dtype != np.int64
             or tokens.ndim != 1
             or not all(array.dtype.kind in "fiu" and np.isfinite(array).all() for array in cache)
+            or not all(_are_scales(array) for array in scales or ())
             or not is_whole(saved.plain, 0)
         ):
             raise InputError(f"{path} is damaged", _HINT)
@@ -287,10 +313,46 @@ class _Saved:
         raise InputError(f"{path} was saved with the model {self.name:.100}, not {current}", f"load {self.name:.100}")
 
 
+def _message(answer: Sequence[Chunk], start: str) -> Message | None:
+    """The message that the pieces of an answer and its start make; None where there are none."""
+    text = "".join(chunk.text for chunk in answer)
+    reasoning = "".join(chunk.reasoning for chunk in answer)
+    calls = joined_calls(delta for chunk in answer for delta in chunk.tool_calls)
+    if not (text or reasoning or calls):
+        return None
+    return template_messages([assistant_message(start + text, reasoning, calls)])[0]
+
+
 def _largest_file(model: LoadedModel) -> int:
     """Size in bytes of the largest conversation that a model can save, also with a longer context than now."""
     context = max(model.context, model.bundle.context or 0)
-    return context * (model.graph_io.cache_bytes_per_token + _BYTES_PER_TOKEN) + _OTHER_BYTES
+    # A cache of float16 or int8 may continue one that was saved in float32.
+    values = sum(each.slot_bytes // each.dtype.itemsize for each in model.graph_io.tensor_types)
+    cache_bytes = max(values * np.dtype(np.float32).itemsize, model.graph_io.cache_bytes_per_token)
+    shape = model.graph_io.state_shape
+    states = 0 if shape is None else shape.largest_snapshot(context)
+    return context * (cache_bytes + _BYTES_PER_TOKEN) + states + _OTHER_BYTES
+
+
+def _scales_by_type(model: LoadedModel, arena: KVArena) -> list[npt.NDArray[np.float32]] | None:
+    """The scales of a model's int8 cache, as the arena's snapshots are arranged; None for a float cache."""
+    if model.kv_scales is None:
+        return None
+    names = [tensor.past for tensor in model.graph_io.cache]
+    return [model.kv_scales.stacked([names[index] for index in members]) for members in arena.groups.values()]
+
+
+def _are_same(
+    first: Sequence[npt.NDArray[np.float32]] | None, second: Sequence[npt.NDArray[np.float32]] | None
+) -> bool:
+    """Whether two caches are of float, or of int8 with the same scales."""
+    if first is None or second is None:
+        return first is second
+    return all(map(np.array_equal, first, second))
+
+
+def _are_scales(array: npt.NDArray[Any]) -> bool:
+    return array.dtype == np.float32 and bool(np.isfinite(array).all() and (array > 0).all())
 
 
 def _checked_messages(value: Any) -> list[Message]:

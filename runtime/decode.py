@@ -8,19 +8,21 @@ than there are tokens. Every round leaves the cache valid, so a consumer may sto
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
 from ..errors import ContextError, InputError
 from ..models.progress import Progress, silent
-from .graph.bound_session import BoundSession
+from .graph.bound_graph import BoundGraph
 from .prefill import Cancelled, never, prefill
 from .sampling.logprobs import LogSoftmax, PositionLogprobs
 from .sampling.sampler import Logits
+from .sampling.token_mask import TokenConstraint
 from .speculation.near_ties import NearTies
-from .speculation.speculator import Round, RoundTiming, Speculator
+from .speculation.rounds import Round, RoundTiming
+from .speculation.speculator import Speculator
 from .speculation.token_origin import DraftOrigin, OriginKind, origins_of
 from .speculation.verification import TokenSampler
 
@@ -33,8 +35,7 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """Result of one round."""
 
     tokens: tuple[int, ...]
@@ -47,14 +48,18 @@ class Step:
     round: Round | None = None
     """Statistics of a round in which drafting was enabled."""
     logprobs: tuple[PositionLogprobs, ...] = ()
-    """Log-probabilities at the position of each token, if they were asked for."""
+    """Log-probabilities at the position of each token, if they were asked for; an end-of-sequence token's come last."""
     origins: tuple[DraftOrigin, ...] = ()
     """How each token came to be, if log-probabilities were asked for."""
+    prompt_readers: Mapping[str, int] | None = None
+    """Number of prompt tokens that each graph read, by its name; None after the first round."""
+    closed: bool = False
+    """Whether the answer stops without an end-of-sequence token, because nothing else could follow."""
 
     @property
     def produced(self) -> int:
         """Number of tokens the model produced in the round, an end-of-sequence token included."""
-        return len(self.tokens) + (self.finish is FinishReason.STOP)
+        return len(self.tokens) + (self.finish is FinishReason.STOP and not self.closed)
 
 
 @dataclass(frozen=True)
@@ -88,13 +93,14 @@ def check_prompt_fits(prompt_ids: Sequence[int], context: int) -> None:
 
 
 def decode(
-    bound: BoundSession,
+    bound: BoundGraph,
     prompt_ids: Sequence[int],
     sampler: TokenSampler,
     limits: DecodeLimits,
     speculator: Speculator | None = None,
     near_ties: NearTies | None = None,
     log_softmax: LogSoftmax | None = None,
+    constraint: TokenConstraint | None = None,
     *,
     answer_length: int = 0,
 ) -> Generator[Step, None, None]:
@@ -109,6 +115,7 @@ def decode(
             wide passes compute the logits of narrow ones.
         near_ties: recomputes near ties, so that the text is the same even where wide passes differ.
         log_softmax: computes the log-probabilities of every step; None for none.
+        constraint: that of the sampler; its masks are computed while the passes run. None if any token may come.
         answer_length: number of tokens at the end of `prompt_ids` that belong to the answer, for its penalties.
 
     Raises:
@@ -121,28 +128,22 @@ def decode(
     if limits.max_tokens is not None:
         remaining = min(limits.max_tokens, remaining)
     eos, cancelled = limits.eos, limits.cancelled
-    # The last token has to run again even if its slot is cached, or there would be no logits to choose from.
-    arena.rewind_to(min(arena.length, len(prompt_ids) - 1))
     question = len(prompt_ids) - answer_length
-    sampler.observe_prompt(prompt_ids[:question])
-    if answer_length:
-        sampler.observe(prompt_ids[question:])
-    passes = 0
     try:
-        if near_ties is not None:
-            near_ties.reset(prompt_ids)
-            passes = near_ties.passes
-        logits, prefill_passes = prefill(bound, prompt_ids, cancelled, limits.progress)
+        recomputing_passes = _begin(bound, prompt_ids, question, sampler, near_ties, constraint)
+        logits, passes, readers = prefill(bound, prompt_ids, cancelled, limits.progress)
         first = sampler.choose(logits, len(prompt_ids))
-        emitted = _Emitted((first,), (logits,), passes + prefill_passes, kind=OriginKind.PREFILL)
+        passes += recomputing_passes
+        emitted = _Emitted((first,), (logits,), passes, kind=OriginKind.PREFILL, readers=readers)
         if speculator is not None:
-            speculator.reset([*prompt_ids, first])
+            speculator.reset([*prompt_ids, *emitted.tokens])
         while True:
             tokens = emitted.tokens
             remaining -= len(tokens)
             ended = tokens[-1] in eos
-            finish = FinishReason.STOP if ended else FinishReason.LENGTH if remaining <= 0 else None
-            yield emitted.step(finish, log_softmax)
+            closed = constraint is not None and not ended and constraint.ends_with(tokens[-1])
+            finish = FinishReason.STOP if ended or closed else FinishReason.LENGTH if remaining <= 0 else None
+            yield emitted.step(finish, log_softmax, closed=closed)
             if finish is not None:
                 return
             if cancelled():
@@ -150,13 +151,15 @@ def decode(
             sampler.observe(tokens[-1:])
             if near_ties is not None:
                 near_ties.append(tokens)
-            if speculator is not None and not speculator.disabled:
-                emitted = _speculate(bound, sampler, eos, remaining, speculator, near_ties)
+            if speculator is not None and _drafts(speculator, constraint):
+                emitted = _speculate(bound, sampler, eos, remaining, speculator, near_ties, constraint)
             else:
+                if constraint is not None:
+                    constraint.prepare()
                 started = time.perf_counter()
                 logits = bound.forward(tokens[-1:])[0]
                 arena.commit(1)
-                emitted = _choose_one(logits, arena.length, sampler, near_ties, started)
+                emitted = _chosen(logits, sampler, arena.length, near_ties, started)
                 if speculator is not None:
                     speculator.skip_round(emitted.tokens[0], emitted.target_s / emitted.passes)
     except Cancelled:
@@ -175,23 +178,59 @@ class _Emitted(NamedTuple):
     report: Round | None = None
     kind: OriginKind = OriginKind.DECODED
     """How the token of a pass without a report came to be."""
+    readers: Mapping[str, int] | None = None
+    """See `Step.prompt_readers`."""
 
-    def step(self, finish: FinishReason | None, log_softmax: LogSoftmax | None) -> Step:
+    def step(self, finish: FinishReason | None, log_softmax: LogSoftmax | None, *, closed: bool) -> Step:
         """The step of this round, with log-probabilities if there is a `log_softmax`."""
-        tokens = self.tokens[:-1] if finish is FinishReason.STOP else self.tokens
-        logprobs: tuple[PositionLogprobs, ...] = ()
-        origins: tuple[DraftOrigin, ...] = ()
-        if log_softmax is not None:
-            logprobs = tuple(log_softmax.at(*chosen) for chosen in zip(self.logits, tokens, strict=False))
-            every = (DraftOrigin(self.kind),) if self.report is None else origins_of(self.report, self.tokens)
-            origins = every[: len(tokens)]
-        return Step(tokens, finish, self.passes, self.target_s, self.report, logprobs, origins)
+        tokens = self.tokens[:-1] if finish is FinishReason.STOP and not closed else self.tokens
+        if log_softmax is None:
+            return Step(
+                tokens, finish, self.passes, self.target_s, self.report, prompt_readers=self.readers, closed=closed
+            )
+        logprobs = tuple(log_softmax.at(*chosen) for chosen in zip(self.logits, self.tokens, strict=False))
+        every = (DraftOrigin(self.kind),) if self.report is None else origins_of(self.report, self.tokens)
+        origins = every[: len(tokens)]
+        return Step(tokens, finish, self.passes, self.target_s, self.report, logprobs, origins, self.readers, closed)
 
 
-def _choose_one(
-    logits: Logits, position: int, sampler: TokenSampler, near_ties: NearTies | None, started: float
+def _begin(
+    bound: BoundGraph,
+    prompt_ids: Sequence[int],
+    question: int,
+    sampler: TokenSampler,
+    near_ties: NearTies | None,
+    constraint: TokenConstraint | None,
+) -> int:
+    """Show the prompt, whose first `question` tokens are not the answer's, to all that follow it.
+
+    Returns:
+        Number of passes that recomputed near ties.
+
+    Raises:
+        Cancelled: the caller cancelled.
+    """
+    # The last token has to run again even if its slot is cached, or there would be no logits to choose from.
+    bound.arena.rewind_to(min(bound.arena.length, len(prompt_ids) - 1))
+    sampler.observe_prompt(prompt_ids[:question])
+    sampler.observe(prompt_ids[question:])
+    if constraint is not None:
+        constraint.prepare()
+    if near_ties is None:
+        return 0
+    near_ties.reset(prompt_ids)
+    return near_ties.passes
+
+
+def _drafts(speculator: Speculator, constraint: TokenConstraint | None) -> bool:
+    """Whether the next round has a draft: while drafting is disabled, only one of tokens that the constraint forces."""
+    return not speculator.disabled or (constraint is not None and bool(constraint.forced()))
+
+
+def _chosen(
+    logits: Logits, sampler: TokenSampler, position: int, near_ties: NearTies | None, started: float
 ) -> _Emitted:
-    """Choose the token at `position` after a pass over one token that began at the time `started`."""
+    """The token chosen from the logits float32 `[V]` of a plain pass that started at a time of `time.perf_counter`."""
     passes = 1
     if near_ties is not None:
         before = near_ties.passes
@@ -202,31 +241,34 @@ def _choose_one(
 
 
 def _speculate(
-    bound: BoundSession,
+    bound: BoundGraph,
     sampler: TokenSampler,
     eos: frozenset[int],
     remaining: int,
     speculator: Speculator,
     near_ties: NearTies | None,
+    constraint: TokenConstraint | None,
 ) -> _Emitted:
     """Draft, verify in one pass, and keep the slots of the accepted tokens."""
     arena = bound.arena
     base = arena.length
     # Every node of the tree takes a cache slot, whether it is accepted or not.
-    draft = speculator.propose(base, remaining, arena.limit - base)
+    draft = speculator.propose(base, remaining, arena.limit - base, constraint)
     tree = draft.tree
+    if constraint is not None:
+        constraint.prepare(tree.token_ids, tree.parent_nodes)
     started = time.perf_counter()
     if tree.is_chain:
-        logits = bound.forward(tree.tokens)
+        logits = bound.forward(tree.token_ids)
     else:
-        logits = bound.forward(tree.tokens, positions=base + tree.depths, tree_mask=tree.mask)
+        logits = bound.forward(tree.token_ids, positions=base + tree.depths, tree_mask=tree.mask)
     ended = time.perf_counter()
     recomputed, recompute_s = 0, 0.0
     if near_ties is None:
         result = speculator.verify(draft, logits, sampler, base + 1, eos, remaining)
     else:
         before = near_ties.passes
-        result = near_ties.verify_tree(tree, logits, base + 1, eos, remaining)
+        result, logits = near_ties.verify_tree(tree, logits, base + 1, eos, remaining)
         recomputed = near_ties.passes - before
         recompute_s = time.perf_counter() - ended if recomputed else 0.0
     if not recomputed:  # otherwise the slots of the path were recomputed and committed

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ..errors import BundleError, ContextError, EdgeError, InputError
 from ..models.bundle import POOLING_NAME, SENTENCE_POOLING, Bundle
-from .graph.bound_session import BoundSession
+from .graph.bound_graph import BoundGraph
 from .loaded_model import LoadedModel
 from .prefill import PREFILL_TOKENS
 
@@ -105,7 +105,7 @@ def _check_fits(model: LoadedModel, index: int, token_ids: Sequence[int]) -> Non
 
 
 def _pooled(
-    bound: BoundSession, token_ids: Sequence[int], pooling: Pooling, turn: Turn, cancelled: Callable[[], bool]
+    bound: BoundGraph, token_ids: Sequence[int], pooling: Pooling, turn: Turn, cancelled: Callable[[], bool]
 ) -> npt.NDArray[np.floating[Any]]:
     """The pooled hidden states `[d]` of a text.
 
@@ -116,7 +116,8 @@ def _pooled(
     arena.rewind_to(0)
     total = np.zeros(bound.graph_io.hidden_size or 0, np.float64)
     hidden = np.empty((0, total.size), np.float32)
-    width = PREFILL_TOKENS if bound.graph_io.supports_wide_passes else 1
+    width = min(PREFILL_TOKENS, bound.graph_io.widest_pass or PREFILL_TOKENS)
+    width = width if bound.graph_io.supports_wide_passes else 1
     while arena.length < len(token_ids):
         if cancelled():
             raise EdgeError("the embedding was cancelled")

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
+from ..errors import ContextError, TemplateError
 from ..models.progress import Progress, silent
 from .decode import DecodeLimits, FinishReason, Step, decode
-from .graph.bound_session import BoundSession
+from .graph.bound_graph import BoundGraph
+from .graph.cache_shift import CacheShift
+from .graph.graph_io import GraphIO
 from .kv.arena import KVArena
 from .kv.prefix_cache import PrefixCache
 from .measure.exactness import SAMPLE_TEXT
 from .options import GenerationRequest
+from .overflow import Overflow, kept_first, trimmed, window
 from .result import Chunk, StatsRecorder
 from .sampling.logprobs import LogSoftmax
-from .sampling.sampler import Sampler
+from .sampling.sampler import Sampler, SamplingParams
 from .speculation.near_ties import NearTies
 from .speculation.pool import DrafterPool
 from .speculation.replay import ReplaySampler
@@ -23,15 +28,18 @@ from .speculation.speculator import Speculator
 from .speculation.verification import TokenSampler
 from .text.detokenizer import StreamDecoder
 from .text.stop_sequences import StopMatcher
+from .text.token_logprobs import AnswerTokens
 from .text.tokenizer import TextTokenizer
-from .token_logprobs import AnswerTokens
+
+if TYPE_CHECKING:  # llguidance is an extra
+    from .structure.grammar_state import GrammarState
 
 
 @dataclass(eq=False)
 class CachedSequence:
     """A token sequence and its KV cache, which never has more slots than there are tokens."""
 
-    bound: BoundSession
+    bound: BoundGraph
     token_ids: list[int] = field(default_factory=list)
     """Tokens whose slots are in the cache, and those after them that have not run yet."""
     progress: Progress = silent
@@ -45,9 +53,12 @@ class CachedSequence:
         return self.bound.arena
 
     @contextmanager
-    def lent_to_prefixes(self) -> Iterator[None]:
-        """Let other sequences copy from a single answer's cache during the block, and hand it on afterwards."""
-        prefixes = self.prefixes
+    def lent_to_prefixes(self, request: GenerationRequest) -> Iterator[None]:
+        """Let other sequences copy from a single answer's cache during the block, and hand it on afterwards.
+
+        Of nested blocks, the outermost one does this.
+        """
+        prefixes, self.prefixes = self.prefixes, None
         if prefixes is None:
             yield
             return
@@ -56,7 +67,14 @@ class CachedSequence:
             yield
         finally:
             prefixes.unwatch(self)
-            prefixes.keep(self.arena, self.token_ids)
+            prefixes.keep(self.arena, self.token_ids, request.kept_tokens(self.token_ids))
+
+    def rewind_to_last_prefill(self) -> None:
+        """Discard the slots from the beginning of the last prefill pass on, so that this pass runs again.
+
+        The same logits come out then, to the last bit; a narrower pass over the last token would differ.
+        """
+        self.arena.rewind_to(min(self.arena.last_prefill[0], self.arena.length))
 
     def continue_with(self, prompt_ids: Sequence[int]) -> int:
         """Replace the sequence by `prompt_ids`; keep and count the cached slots of their common prefix."""
@@ -81,6 +99,7 @@ class Generation:
             the cost of the model's.
         tokenizer: the model's.
         drafters: the model's.
+        shift: drops slots of the model's caches, for answers that outgrow the context.
         cancelled: called before every pass; True ends the answer.
     """
 
@@ -90,6 +109,7 @@ class Generation:
         request: GenerationRequest,
         tokenizer: TextTokenizer,
         drafters: DrafterPool,
+        shift: CacheShift,
         cancelled: Callable[[], bool],
     ) -> None:
         self._recorder = StatsRecorder(len(request.prompt_ids))
@@ -97,8 +117,19 @@ class Generation:
         self._request = request
         self._tokenizer = tokenizer
         self._drafters = drafters
+        self._shift = shift
         self._cancelled = cancelled
-        self._sampler = Sampler(request.sampling, sequence.bound.graph_io.vocab_size)
+        self._chat = request.chat
+        self._speculator: Speculator | None = None
+        self._constraint: GrammarState | None = None
+        """Where the answer is in its grammar."""
+        self._epsilon: float | None = None
+        """Largest difference of a near tie, for an exact answer."""
+        self._start_ids = () if request.start is None else tuple(request.start.token_ids)
+        self._question = len(request.prompt_ids) - len(self._start_ids)
+        """Number of tokens of the sequence that are not the answer's."""
+        self._answer_ids: list[int] = list(self._start_ids)
+        """The tokens of the answer, also those that a window has left out."""
         self._measured_before = drafters.measuring.seconds
         self._kept = 0
         """Number of tokens of the prompt whose slots were in the cache."""
@@ -115,75 +146,169 @@ class Generation:
         """
         sequence, request, tokenizer, recorder = self._sequence, self._request, self._tokenizer, self._recorder
         start = request.start
-        decoder = StreamDecoder(tokenizer) if start is None else start.decoder()
+        parser, marks = (None, None) if request.reading is None else request.reading.begin()
+        decoder = StreamDecoder(tokenizer, marks) if start is None else start.decoder(marks)
         matcher = StopMatcher(request.stop_sequences, "" if start is None else start.text)
         tokens = None if request.logprobs is None else AnswerTokens(tokenizer.token_bytes, decoder.held)
         finish = FinishReason.LENGTH
-        with sequence.lent_to_prefixes(), self._drafters.answering(request, sequence.arena) as speculator:
-            steps = self._decode(speculator)
-            with closing(steps):
-                for step in steps:
-                    recorder.add(step)
-                    sequence.token_ids.extend(step.tokens)
-                    produced, text = step.produced, ""
-                    for count, token in enumerate(step.tokens, 1):
-                        decoded = decoder.push((token,))
-                        text += matcher.push(decoded)
-                        if tokens is not None:
-                            tokens.add(step.logprobs[count - 1], decoded, step.origins[count - 1])
-                        if matcher.stopped:  # tokens after a stop sequence do not belong to the answer
-                            produced = count
+        with (
+            sequence.lent_to_prefixes(request),
+            self._drafters.answering(request, sequence.arena) as speculator,
+            closing(self),
+        ):
+            steps: Generator[Step, None, None] | None = self._decode(speculator)
+            while steps is not None:
+                with closing(steps):
+                    for step in steps:
+                        recorder.add(step)
+                        sequence.token_ids.extend(step.tokens)
+                        self._answer_ids.extend(step.tokens)
+                        produced, text = step.produced, ""
+                        for count, token in enumerate(step.tokens, 1):
+                            decoded = decoder.push((token,))
+                            text += matcher.push(decoded)
+                            if tokens is not None:
+                                tokens.add(step.logprobs[count - 1], decoded, step.origins[count - 1])
+                            if matcher.stopped:  # tokens after a stop sequence do not belong to the answer
+                                produced = count
+                                break
+                        recorder.completion_tokens += produced
+                        if step.logprobs:
+                            recorder.add_logprobs(each.logprob for each in step.logprobs[:produced])
+                        if matcher.stopped:
+                            finish = FinishReason.STOP
+                        elif step.finish is not None:
+                            finish = step.finish
+                        if text:
+                            listed = () if tokens is None else tokens.take(text)
+                            chunk = Chunk(
+                                text,
+                                logprobs=listed,
+                                completion_tokens=recorder.completion_tokens,
+                                logprob_totals=recorder.logprob_totals,
+                            )
+                            chunk = chunk if parser is None else chunk.with_parts(parser.push(text))
+                            yield chunk
+                            if chunk.tool_calls and request.ends_with_call:
+                                matcher.stop()
+                                finish = FinishReason.STOP
+                        if matcher.stopped:
                             break
-                    recorder.completion_tokens += produced
-                    if matcher.stopped:
-                        finish = FinishReason.STOP
-                    elif step.finish is not None:
-                        finish = step.finish
-                    if text:
-                        listed = () if tokens is None else tokens.take(text)
-                        yield Chunk(text, logprobs=listed, completion_tokens=recorder.completion_tokens)
-                    if matcher.stopped:
-                        break
+                steps = self._go_on() if finish is FinishReason.LENGTH and not matcher.stopped else None
             decoded = decoder.flush()
             remainder = matcher.push(decoded) + matcher.flush()
             rest = () if tokens is None else tokens.finish(decoded, remainder)
             stats = recorder.stats(keep_rounds=request.keep_rounds)
             self._drafters.store_conversation(sequence.token_ids[self._kept :])
-        yield Chunk(remainder, finish, stats, rest, completion_tokens=recorder.completion_tokens)
+        completed, totals = recorder.completion_tokens, recorder.logprob_totals
+        last = Chunk(remainder, finish, stats, rest, completion_tokens=completed, logprob_totals=totals)
+        yield last if parser is None else last.with_parts(parser.push(remainder), parser.finish())
+
+    def close(self) -> None:
+        """Give back what the answer's grammar uses."""
+        if self._constraint is not None:
+            self._constraint.end()
 
     def _decode(self, speculator: Speculator | None) -> Generator[Step, None, None]:
         """Begin to decode the sequence, which is the request's prompt from now on."""
-        sequence, request, sampler, recorder = self._sequence, self._request, self._sampler, self._recorder
-        prompt_ids = request.prompt_ids
-        near_ties = None
+        request, recorder = self._request, self._recorder
         if request.exact and request.recording is None:
-            speculator, near_ties = self._exact_verification(speculator)
+            speculator, self._epsilon = self._exact_verification(speculator)
+        self._speculator = speculator
+        self._sequence.bound.base_only = request.exact
         recorder.record_setup(measuring_s=self._drafters.measuring.seconds - self._measured_before)
-        self._kept = sequence.continue_with(prompt_ids)
+        self._kept = self._sequence.continue_with(request.prompt_ids)
         # The last token of a prompt always runs again.
-        recorder.reused_tokens = min(self._kept, len(prompt_ids) - 1)
+        recorder.reused_tokens = min(self._kept, len(request.prompt_ids) - 1)
+        return self._decode_once(request.sampling, request.max_tokens)
+
+    def _go_on(self) -> Generator[Step, None, None] | None:
+        """Make room in the full context and go on to decode; None if the answer ends here."""
+        request, recorder = self._request, self._recorder
+        left = None if request.max_tokens is None else request.max_tokens - recorder.completion_tokens
+        if request.overflow is Overflow.ERROR or request.recording is not None or left == 0:
+            return None
+        if not self._make_room(left):
+            return None
+        recorder.shifts += 1
+        sampling = request.sampling
+        if request.overflow is Overflow.WINDOW:
+            # Random numbers follow from the seed and the position, and positions are used again.
+            sampling = replace(sampling, seed=(sampling.seed + recorder.shifts) % (1 << 64))
+        return self._decode_once(sampling, left)
+
+    def _decode_once(self, sampling: SamplingParams, max_tokens: int | None) -> Generator[Step, None, None]:
+        """Continue the sequence up to the end of the context."""
+        sequence, request, speculator = self._sequence, self._request, self._speculator
+        bound, token_ids = sequence.bound, list(sequence.token_ids)
+        answer_length = len(token_ids) - self._question
+        sampler = self._sampler(sampling, bound.graph_io.vocab_size, answer_length)
+        near_ties = None if self._epsilon is None else NearTies(bound, sampler, self._epsilon, self._cancelled)
+        bound.whole_logits = _needs_whole_logits(request, speculator, bound.graph_io)
         token_sampler: TokenSampler = sampler
         eos = frozenset[int]() if request.ignore_eos else self._tokenizer.eos
         if request.recording is not None:
-            token_sampler = ReplaySampler(request.recording.answer, len(prompt_ids), sampler)
+            token_sampler = ReplaySampler(request.recording.answer, len(token_ids), sampler)
             eos = frozenset()  # a recording may hold any token, and ends where it ends
-        limits = DecodeLimits(request.max_tokens, eos, self._cancelled, sequence.progress)
-        vocab_size = sequence.bound.graph_io.vocab_size
-        log_softmax = None if request.logprobs is None else LogSoftmax(request.logprobs, vocab_size)
-        answer_length = 0 if request.start is None else len(request.start.token_ids)
+        limits = DecodeLimits(max_tokens, eos, self._cancelled, sequence.progress)
+        log_softmax = LogSoftmax(request.logprobs or 0, bound.graph_io.vocab_size) if request.needs_logprobs else None
         return decode(
-            sequence.bound,
-            prompt_ids,
+            bound,
+            token_ids,
             token_sampler,
             limits,
             speculator,
             near_ties,
             log_softmax,
+            self._constraint,
             answer_length=answer_length,
         )
 
-    def _exact_verification(self, speculator: Speculator | None) -> tuple[Speculator | None, NearTies]:
-        """The speculator if an exact answer can be verified, else None, and what recomputes near ties."""
+    def _sampler(self, sampling: SamplingParams, vocab_size: int, answer_length: int) -> Sampler:
+        """The sampler of an answer whose last `answer_length` tokens it is given to observe."""
+        self.close()
+        request = self._request
+        if request.grammar is None:
+            return Sampler(sampling, vocab_size)
+        earlier = self._answer_ids[: len(self._answer_ids) - answer_length]
+        self._constraint = request.grammar.start(earlier)
+        if request.futures is None:
+            return Sampler(sampling, vocab_size, self._constraint)
+        from .structure.grammar_aligned import AlignedSampler  # noqa: PLC0415 -- few answers need it
+
+        request.futures.begin(earlier)
+        return AlignedSampler(sampling, vocab_size, self._constraint, request.futures)
+
+    def _make_room(self, max_tokens: int | None) -> bool:
+        """Shorten the sequence, which fills the context, by its oldest turns or to a window; False if it cannot be."""
+        sequence, question, context = self._sequence, self._question, self._sequence.arena.limit
+        token_ids = sequence.token_ids
+        if self._request.overflow is Overflow.TRIM:
+            if self._chat is None:
+                return False
+            answer = token_ids[question:]
+            try:
+                self._chat, prompt_ids, left_out = trimmed(self._chat, len(answer), context, max_tokens)
+            except (ContextError, TemplateError):
+                return False
+            if not left_out:
+                return False
+            self._question = len(prompt_ids)
+            self._kept = sequence.continue_with([*prompt_ids, *answer])
+            return True
+        first = kept_first(self._chat, token_ids, context)
+        newest = window(len(token_ids), first, context)
+        kept = [*token_ids[:first], *token_ids[newest:]]
+        if self._shift.drop(sequence.bound, first, newest):
+            sequence.token_ids = kept
+        else:  # the slots of the window are computed
+            sequence.continue_with(kept)
+        self._kept = first
+        self._question = max(question - (newest - first), first)
+        return True
+
+    def _exact_verification(self, speculator: Speculator | None) -> tuple[Speculator | None, float]:
+        """The speculator if an exact answer can be verified, else None, and the largest difference of a near tie."""
         epsilon = 0.0
         if speculator is not None and self._request.sampling.greedy:
             report = self._drafters.exactness_report(self._tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True))
@@ -191,5 +316,15 @@ class Generation:
             speculator = speculator if report.noise.sound else None
         else:
             speculator = None
-        epsilon = epsilon if speculator is not None else 0.0
-        return speculator, NearTies(self._sequence.bound, self._sampler, epsilon, self._cancelled)
+        return speculator, epsilon if speculator is not None else 0.0
+
+
+def _needs_whole_logits(request: GenerationRequest, speculator: Speculator | None, graph_io: GraphIO) -> bool:
+    """Whether an answer needs more logits of a position than the best ones, which a device can give alone."""
+    sampling = request.sampling
+    if sampling.adjusts or request.needs_logprobs or request.grammar is not None:
+        return True
+    # Near ties are found by the difference of the best two.
+    needed = (1 + request.exact) if sampling.greedy else sampling.top_k
+    given = 1 if graph_io.top is None else graph_io.top.count
+    return not 0 < needed <= given or (speculator is not None and speculator.logits_needed > given)

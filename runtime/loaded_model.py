@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final
 
 from ..errors import BundleError, EdgeError, InputError, TemplateError
 from ..models.bundle import TARGET_IDS_NAME, Bundle
 from ..models.device_kind import DeviceKind
-from ..models.pairing import DraftPair
 from ..models.progress import Progress, silent
 from .decode import check_prompt_fits
-from .devices.processor import default_threads
+from .devices.drivers import device_identity
+from .devices.processor import default_threads, processor
 from .generation import CachedSequence, Generation
+from .graph.bound_graph import BoundGraph, DecoderGraph
+from .graph.cache_shift import CacheShift
 from .graph.graph_io import GraphIO
 from .graph.memory import trim_heap
 from .graph.open_graph import open_graph
-from .graph.session import GraphSession, SessionConfig
+from .graph.ort import RUNTIME_BUILD
+from .graph.session import SessionConfig
+from .int8_prompts.prompt_reading import PromptReading
 from .kv.arena import KVArena
 from .kv.prefix_cache import PrefixCache
+from .kv.prefix_files import PrefixFiles
+from .measure.measurement_store import model_id
 from .options import GenerateOptions, GenerationRequest, ModelDefaults, Persistence
+from .overflow import Overflow, fitted, overflow_of
+from .prefill import PrefillMode
 from .result import Chunk
-from .scheduling.alternating_choices import generate_choices
-from .scheduling.answer_stream import AnswerStream
+from .scheduling.answer_stream import AnswerStream, Cancelled
 from .scheduling.request_queue import RequestQueue
-from .speculation.draft_loading import share_cores
+from .scheduling.several_answers import EarlyStop, best_of, in_sequence, repeated
+from .speculation.draft_loading import PlacedDraft
 from .speculation.pool import DrafterPool
 from .speculation.replay import OracleMode, Recording
+from .structure.format_compiler import FormatCompiler
 from .text.answer_start import AnswerStart
+from .text.chat_prompt import ChatPrompt
 from .text.chat_template import ChatTemplate, Message, encode_chat, load_template
 from .text.tokenizer import TextTokenizer
+from .tools.answer_format import AnswerFormat
+from .tools.answer_parts import AnswerParts
+from .tools.template_signs import AUTO
 
 
 class LoadedModel:
@@ -41,14 +54,19 @@ class LoadedModel:
         bundle: the model's files.
         config: how the graph runs.
         context: largest number of tokens of prompt and answer together; None for what the model allows.
-        pair: the draft model; None for none.
+        draft: the draft model; None for none.
         persistence: what is read from disk and kept there.
         progress: receives the progress of what an answer waits for: measurements of a new model, long prompts.
         queue: the request queue of the engine; None for one of the usual size.
+        overflow: what happens where a conversation is longer than the context, unless an answer's options say so.
+        prefill: which graph reads prompts. `INT8` makes that graph now.
+        tool_format: how the model writes calls of functions: `auto`, the name of a form, or `none`.
 
     Raises:
-        BundleError: the model is damaged, or a draft model that cannot generate by itself.
-        InputError: `context` is more than the model allows, or nothing says what it allows.
+        BundleError: the model is damaged, a draft model that cannot generate by itself, or one that cannot have the
+            int8 prompt graph that was asked for by name.
+        InputError: `context` is more than the model allows, or nothing says what it allows; or the int8 prompt graph
+            was asked for by name where it cannot run; or there is no such form of calls.
     """
 
     def __init__(
@@ -56,34 +74,57 @@ class LoadedModel:
         bundle: Bundle,
         config: SessionConfig,
         context: int | None,
-        pair: DraftPair | None,
+        draft: PlacedDraft | None,
         persistence: Persistence,
         progress: Progress = silent,
         queue: RequestQueue | None = None,
+        overflow: Overflow | None = None,
+        *,
+        prefill: PrefillMode = PrefillMode.PLAIN,
+        tool_format: str = AUTO,
     ) -> None:
         self.bundle: Final = bundle
         self._progress = progress
-        draft_config = config
-        if pair is not None:
-            config, draft_config = share_cores(config, pair.draft)
-        graph = open_graph(bundle, config, cache=persistence.cache)
-        self._graph: GraphSession | None = graph
+        self._config = config
+        self._uses_cache = persistence.cache
+        graph = open_graph(bundle, config, cache=persistence.cache, prefill=prefill)
+        self._graph: DecoderGraph | None = graph
         self.graph_io: Final = graph.graph_io
         self.context: Final = _context_limit(bundle, graph.graph_io.capacity, context)
         """Largest number of tokens of prompt and answer together."""
         self.device: Final = config.device
+        self.assignments: Final = graph.assignments
+        """Which provider runs the nodes of the graph."""
         self.threads: Final = config.threads
         """Number of compute threads; 0 for `default_threads`."""
+        self.kv_scales: Final = config.kv_scales
+        """The scales of an int8 KV cache; None for a float cache."""
         self.power: Final = config.power
         """Whether the threads spin while they wait for work, or sleep."""
         _require_whole_head(bundle, graph.graph_io)
         self.tokenizer: Final = TextTokenizer(bundle, graph.graph_io.vocab_size)
         self.template: Final = load_template(bundle, self.tokenizer)
+        written = "" if self.template is None else self.template.written
+        self.answer_format: Final = AnswerFormat(written, tool_format, self.tokenizer)
+        """How reasoning and calls are found in answers."""
         self.defaults: Final = ModelDefaults.of(bundle)
-        self.drafters: Final = DrafterPool(graph, bundle, self.context, pair, draft_config, persistence, progress)
+        self.drafters: Final = DrafterPool(graph, bundle, self.context, draft, persistence, progress)
         self.queue: Final = RequestQueue() if queue is None else queue
-        self.prefixes: Final = PrefixCache(self._new_arena, persistence.prefix_bytes)
-        """KV caches of finished answers and conversations."""
+        self.overflow: Final = overflow
+        """What happens where a conversation is longer than the context; None for the default of the place."""
+        self._formats: Final = FormatCompiler(self.tokenizer, graph.graph_io.vocab_size)
+        self._shift: Final = CacheShift(bundle.graph, self.graph_io, self._new_arena)
+        files = None
+        # Files of prefixes have slots of the KV cache alone.
+        if persistence.cache and persistence.prefix_disk_bytes and not self.graph_io.states:
+            files = PrefixFiles(self._prefix_key, persistence.prefix_disk_bytes, self._reads_plainly)
+        self.prefixes: Final = PrefixCache(self._new_arena, persistence.prefix_bytes, files)
+        """KV caches of finished answers and conversations, and of chosen prefixes on disk."""
+        self.prompts: Final = PromptReading(
+            graph, bundle, self.tokenizer, self.context, self.queue, prefill, persistence
+        )
+        """Which graph reads prompts."""
+        self.prompts.prepare(progress)
         trim_heap()
 
     @property
@@ -94,8 +135,11 @@ class LoadedModel:
     def close(self) -> None:
         """End the answers being generated and free the memory; calling it again does nothing."""
         self.queue.close()
+        self.prompts.close()
         self.drafters.close()
+        self._formats.close()
         self._graph = None
+        self.prefixes.wait()
         self.prefixes.clear()
 
     def require_template(self) -> ChatTemplate:
@@ -138,7 +182,7 @@ class LoadedModel:
         return self.encode_chat(
             messages,
             special_tokens_in_messages=options.special_tokens_in_messages,
-            tools=list(options.tools) or None,
+            tools=list(options.offered_tools) or None,
             **(options.template_variables or {}),
         )
 
@@ -151,6 +195,15 @@ class LoadedModel:
         return CachedSequence(
             self._open_graph().bind(self._new_arena(), hidden_states=hidden_states), progress=self._progress
         )
+
+    def with_float_cache(self) -> BoundGraph:
+        """Load the graph once more, with a float cache, and bind it to one: what an int8 cache is compared with.
+
+        Raises:
+            BundleError: the graph cannot be loaded.
+        """
+        graph = open_graph(self.bundle, replace(self._config, kv_scales=None), cache=self._uses_cache)
+        return graph.bind(graph.arena(self.context))
 
     def continue_prefix(self, sequence: CachedSequence, prompt_ids: Sequence[int]) -> None:
         """Let an empty sequence start from the cache slots that an earlier one has of its prompt."""
@@ -170,8 +223,51 @@ class LoadedModel:
             options.answer_start, self.tokenizer, vocab_size=vocab_size, ignore_eos=options.ignore_eos
         )
 
+    def chat_prompt(self, messages: Sequence[Message], options: GenerateOptions) -> ChatPrompt:
+        """The conversation of an answer, from which its prompt is made."""
+        return ChatPrompt(messages, lambda chosen: self.encode_request(chosen, options))
+
+    def request(
+        self, prompt_ids: Sequence[int], options: GenerateOptions, start: AnswerStart | None, chat: ChatPrompt | None
+    ) -> GenerationRequest:
+        """The request of an answer whose prompt, without `start`, fits the context or has been made to fit.
+
+        Raises:
+            ContextError: it does not fit.
+            InputError: the prompt is empty, or cannot be shortened in this way.
+            TemplateError: the chat template refuses the messages that are left.
+        """
+        overflow = overflow_of(options.overflow, self.overflow, raw=chat is None, exact=options.exact)
+        chat, prompt_ids = fitted(
+            chat,
+            prompt_ids,
+            overflow,
+            self.context,
+            start_tokens=0 if start is None else len(start.token_ids),
+            max_tokens=options.max_tokens,
+        )
+        required = self.answer_format.required_calls(options, prompt_ids)
+        grammar = self._formats.compile(options.response_format if required is None else required)
+        if grammar is not None and start is not None:
+            grammar.start(start.token_ids).end()
+        reading = None
+        if chat is not None and options.parse_answer:
+            start_ids = () if start is None else start.token_ids
+            reading = self.answer_format.reading(
+                options.offered_tools, prompt_ids, start_ids, several=options.parallel_tool_calls
+            )
+        request = options.request(
+            prompt_ids, self.defaults, start, chat=chat, overflow=overflow, grammar=grammar, reading=reading
+        )
+        check_prompt_fits(request.prompt_ids, self.context)
+        return request
+
     def answer(
-        self, sequence: CachedSequence | None, prompt_ids: Sequence[int], options: GenerateOptions
+        self,
+        sequence: CachedSequence | None,
+        prompt_ids: Sequence[int],
+        options: GenerateOptions,
+        chat: ChatPrompt | None = None,
     ) -> AnswerStream:
         """Answer a prompt of token ids.
 
@@ -179,27 +275,30 @@ class LoadedModel:
             sequence: the cache to continue; None to start from an empty one.
             prompt_ids: the whole prompt, also the part that the cache holds, without the start of the answer.
             options: options of the answer. Several answers to the prompt need a `sequence` of None.
+            chat: the messages that the prompt was made of; None for a raw one.
 
         Raises:
             ContextError: the prompt does not fit the context.
             InputError: the prompt is empty, or the start of the answer has a token that it cannot have.
         """
         start = self.answer_start(options)
-        request = options.request(prompt_ids, self.defaults, start)
-        check_prompt_fits(request.prompt_ids, self.context)
+        request = self.request(prompt_ids, options, start, chat)
         start_text = "" if start is None else start.text
-        if options.n > 1:
+        start_parts = AnswerParts(start_text) if request.reading is None else request.reading.start_parts
+        if options.candidates > 1:
             return AnswerStream(
                 self.queue,
-                lambda cancelled: self._choices(request, options.n, cancelled),
+                lambda cancelled: self._several(request, options, cancelled),
                 choices=options.n,
                 start_text=start_text,
+                start_parts=start_parts,
             )
         return AnswerStream(
             self.queue,
             lambda cancelled: self.generate(sequence, request, cancelled),
             sequence,
             start_text=start_text,
+            start_parts=start_parts,
         )
 
     def replay(
@@ -235,7 +334,9 @@ class LoadedModel:
             raise InputError("the recorded answer has tokens that the model does not", "record it with this model")
         max_tokens = min(len(answer_ids), options.max_tokens or len(answer_ids))
         recording = Recording(tuple(answer_ids), oracle_mode)
-        request = options.changed({"max_tokens": max_tokens}).request(prompt_ids, self.defaults, recording=recording)
+        request = options.changed({"max_tokens": max_tokens}).request(
+            prompt_ids, self.defaults, recording=recording, grammar=self._formats.compile(options.response_format)
+        )
         return AnswerStream(self.queue, lambda cancelled: self.generate(sequence, request, cancelled), sequence)
 
     def generate(
@@ -245,26 +346,75 @@ class LoadedModel:
 
         An answer outside a conversation continues from the longest prefix that an earlier sequence shares with it.
         """
+        if request.samples > 1 and request.futures is None:
+            return self._aligned(sequence, request, cancelled)
         if sequence is None:
-            # What another request has computed may differ in the last bits, so exact answers start afresh.
-            arena = self.prefixes.take(() if request.exact else request.prompt_ids)
-            token_ids = list(request.prompt_ids[: arena.length])
-            bound = self._open_graph().bind(arena)
-            sequence = CachedSequence(bound, token_ids, self._progress, self.prefixes)
-        return Generation(sequence, request, self.tokenizer, self.drafters, cancelled).generate()
+            sequence = self._continued_prefix(request)
+        return Generation(sequence, request, self.tokenizer, self.drafters, self._shift, cancelled).generate()
 
-    def _choices(
-        self, request: GenerationRequest, count: int, cancelled: Callable[[], bool]
+    def _aligned(
+        self, sequence: CachedSequence | None, request: GenerationRequest, cancelled: Callable[[], bool]
     ) -> Generator[Chunk, None, None]:
-        """Generate several answers to a prompt, which differ in their seeds."""
-        seeds = [(request.sampling.seed + index) % (1 << 64) for index in range(count)]
-        requests = [replace(request, sampling=replace(request.sampling, seed=seed)) for seed in seeds]
-        return generate_choices([partial(self.generate, None, each, cancelled) for each in requests])
+        """Generate an answer after the samples that it is aligned with, which have caches of their own."""
+        from .structure.grammar_aligned import generate_aligned  # noqa: PLC0415 -- few answers need it
+
+        def generate(each: GenerationRequest, *, last: bool) -> Generator[Chunk, None, None]:
+            return self.generate(sequence if last else None, each, cancelled)
+
+        return generate_aligned(generate, request)
+
+    def _several(
+        self, request: GenerationRequest, options: GenerateOptions, cancelled: Cancelled
+    ) -> Generator[Chunk, None, None]:
+        """Generate several answers to a prompt, which differ in their seeds, over one KV cache."""
+        sequence = self._continued_prefix(request)
+        separate = not request.ranked and not request.sampling.greedy
+        seeds = [(request.sampling.seed + index) % (1 << 64) for index in range(options.candidates)]
+
+        def start(index: int) -> Generator[Chunk, None, None]:
+            if index:
+                sequence.rewind_to_last_prefill()
+            seeded = replace(request, sampling=replace(request.sampling, seed=seeds[index]))
+            return self.generate(sequence, seeded, lambda: cancelled(*([index] if separate else range(options.n))))
+
+        with sequence.lent_to_prefixes(request):
+            if request.sampling.greedy:
+                yield from repeated(start, options.n)
+            elif request.ranked:
+                early_stop = EarlyStop(options.n, options.early_stop, self._most_tokens(request))
+                yield from best_of(start, seeds, options.n, early_stop)
+            else:
+                yield from in_sequence(start, options.n)
+
+    def _continued_prefix(self, request: GenerationRequest) -> CachedSequence:
+        """A new sequence with what earlier ones have of the prompt."""
+        # What another request has computed may differ in the last bits, so exact answers start afresh.
+        arena = self.prefixes.take(() if request.exact else request.prompt_ids)
+        token_ids = list(request.prompt_ids[: arena.length])
+        return CachedSequence(self._open_graph().bind(arena), token_ids, self._progress, self.prefixes)
+
+    def _most_tokens(self, request: GenerationRequest) -> int | None:
+        """Largest number of tokens that an answer can have; None for no limit."""
+        if request.overflow is not Overflow.ERROR:
+            return request.max_tokens
+        room = self.context - len(request.prompt_ids)
+        return room if request.max_tokens is None else min(room, request.max_tokens)
+
+    def _prefix_key(self) -> str:
+        """What cache slots depend on besides the tokens and the graph that reads the prompt."""
+        scales = "" if self.kv_scales is None else json.dumps(self.kv_scales.to_json(), sort_keys=True)
+        types = [(str(each.dtype), each.shape_of(0)) for each in self.graph_io.tensor_types]
+        where = (*device_identity(self.device), RUNTIME_BUILD, processor())
+        return "\0".join(map(str, (model_id(self.bundle), *where, scales, types)))
+
+    def _reads_plainly(self) -> bool:
+        """Whether the model's own graph reads all prompts now."""
+        return self.prompts.refusal is not None
 
     def _new_arena(self) -> KVArena:
         return self._open_graph().arena(self.context)
 
-    def _open_graph(self) -> GraphSession:
+    def _open_graph(self) -> DecoderGraph:
         if self._graph is None:
             raise EdgeError("this engine is closed", "load the model again")
         return self._graph

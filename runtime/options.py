@@ -6,24 +6,38 @@ import dataclasses
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..errors import BundleError, InputError
+from ..errors import BundleError, InputError, TemplateError
 from ..models.bundle import Bundle
 from ..models.json_file import shown
 from ..models.variants import GENAI_CONFIG
 from .argument_types import check_fields
+from .kv.prefix_cache import shared_tokens
+from .overflow import Overflow
 from .sampling.logprobs import MAX_ALTERNATIVES
 from .sampling.sampler import SamplingParams
 from .speculation.choice import Speculation
 from .speculation.replay import Recording
 from .speculation.sampled_speculator import DraftSampling
+from .structure.response_format import ResponseFormat
 from .text.answer_start import AnswerStart
+from .text.chat_prompt import ChatPrompt
+from .tools.answer_format import AnswerReading
+from .tools.calls import check_tool_choice
+
+if TYPE_CHECKING:  # llguidance is an extra
+    from .structure.expected_futures import ExpectedFutures
+    from .structure.grammar import Grammar
 
 _Number = TypeVar("_Number", int, float)
 _LARGEST = 1e30
-_MOST_CHOICES = 128
-"""Largest number of answers to one prompt: each has a KV cache while it is generated."""
+MOST_ANSWERS = 128
+"""Largest number of answers to one prompt, as in OpenAI's API."""
+LEAST_CONFIDENCE = 0.5
+"""Smallest value of `GenerateOptions.early_stop`: below it, an answer would be stopped that probably is the best."""
+_MOST_SAMPLES = 10_000
+"""Largest number of answers that an aligned one is sampled after."""
 _OWN_VARIABLES = ("messages", "tools", "mark", "special_tokens_in_messages")
 _FILTERS = ("top_k", "top_p", "min_p")
 
@@ -53,7 +67,14 @@ class GenerateOptions:
     """Number of alternatives to list with every token, 0 to 20, besides its own log-probability; None to list none."""
     n: int = 1
     """Number of answers to the prompt, which `Chunk.index` and `Reply.choices` tell apart. Each has a seed of its own:
-    the first one that of a single answer, the next one 1 more, and so on."""
+    the first one that of a single answer, the next one 1 more, and so on. They are generated one after another, over
+    one KV cache. Without sampling all of them are equal, so one is generated."""
+    best_of: int | None = None
+    """Number of answers to generate, of which the `n` with the largest mean log-probability of their tokens are
+    returned, the best one first; None for `n`. Their text comes at the end."""
+    early_stop: float = 1.0
+    """Confidence, 0.5 to 1, at which one of the `best_of` answers is stopped because it will not be returned. At 1 it
+    is stopped when it cannot be any more, so the same answers are returned; less saves more tokens (`EarlyStop`)."""
     seed: int | None = None
     """The same seed gives the same text; None takes a random one."""
     raw: bool = False
@@ -67,7 +88,17 @@ class GenerateOptions:
     """Whether the text of a special token in a message becomes that token. By default it stays text: only the chat
     template writes control tokens."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """Functions that the model may call, for the chat template: `{"type": "function", "function": {"name": ...}}`."""
+    """Functions that the model may call, for the chat template: `{"type": "function", "function": {"name": ...}}`.
+    Its calls are in `Reply.tool_calls`."""
+    tool_choice: str | Mapping[str, Any] = "auto"
+    """Whether the model calls functions: `auto` leaves it to the model, `none` hides them, `required` makes it call one
+    or more, and `{"type": "function", "function": {"name": ...}}` that one. A grammar enforces the latter two (extra
+    `structured`), with arguments of the functions' schemas."""
+    parallel_tool_calls: bool = True
+    """Whether an answer may have several calls; otherwise it ends with its first one."""
+    parse_answer: bool = True
+    """Whether reasoning and calls of functions are taken out of the text, where the chat template has a form for them.
+    Otherwise the text is what the model writes, without its special tokens."""
     template_variables: Mapping[str, Any] | None = None
     """What the chat template reads besides, such as `enable_thinking` or `documents`."""
     speculation: Speculation = Speculation.AUTO
@@ -81,6 +112,20 @@ class GenerateOptions:
     temperatures, but a seed has no fixed text."""
     explain: bool = False
     """Whether to keep the statistics of every round, in `Stats.rounds`."""
+    overflow: str | None = None
+    """What happens where the conversation is longer than the context: `error`, `trim` (the oldest turns are left out,
+    also while a long answer is written) or `window` (the first tokens, the system message and the newest tokens stay).
+    None takes what the model was loaded with."""
+    keep_prefix: bool = False
+    """Whether to keep the KV cache of what the conversation begins with, its system messages and tools, on disk, where
+    later processes find it."""
+    response_format: ResponseFormat | None = None
+    """What the answer has to look like, its start included: a JSON schema, a regex or a grammar; None for free text.
+    Tokens that do not fit have no probability, and forced ones are drafted (needs the extra `structured`)."""
+    grammar_aligned: int = 0
+    """Number of answers to generate one after the other, the last of which is given, so that it comes closer to the
+    model's own distribution on condition of the format (adaptive sampling with approximate expected futures, Park et
+    al. 2024); 0 to renormalize token by token. It needs a temperature, and no filters."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -88,10 +133,16 @@ class GenerateOptions:
             raise InputError(f"max_tokens is {self.max_tokens}", "it must be 1 or more")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_ALTERNATIVES:
             raise InputError(f"logprobs is {self.logprobs}", f"it must be between 0 and {MAX_ALTERNATIVES}")
-        if not 1 <= self.n <= _MOST_CHOICES:
-            raise InputError(f"n is {self.n}", f"it must be between 1 and {_MOST_CHOICES}")
+        if not 1 <= self.n <= MOST_ANSWERS:
+            raise InputError(f"n is {self.n}", f"it must be between 1 and {MOST_ANSWERS}")
+        if self.best_of is not None and not self.n <= self.best_of <= MOST_ANSWERS:
+            hint = f"it must be between {self.n} (n) and {MOST_ANSWERS}"
+            raise InputError(f"best_of is {self.best_of}", hint)
+        if not LEAST_CONFIDENCE <= self.early_stop <= 1:
+            raise InputError(f"early_stop is {self.early_stop}", f"it must be between {LEAST_CONFIDENCE} and 1")
         if taken := [name for name in self.template_variables or {} if name in _OWN_VARIABLES]:
             raise InputError(f"template_variables has {taken[0]!r}", "give that with the prompt or as an option")
+        check_tool_choice(self.tool_choice)
         documents = (self.template_variables or {}).get("documents", ())
         if documents is not None and not (
             isinstance(documents, Sequence)
@@ -99,8 +150,47 @@ class GenerateOptions:
             and all(isinstance(each, Mapping) for each in documents)
         ):
             raise InputError(f"template_variables: documents is {shown(documents)}", "it must be a list of objects")
+        if self.overflow is not None:
+            Overflow.parse(self.overflow)
+        if self.response_format is not None and self.ignore_eos:
+            raise InputError(
+                "response_format and ignore_eos are both given", "an answer of a format ends where the format does"
+            )
+        self._check_alignment()
         if not all(self.stops):
             raise InputError(f"stop is {self.stop!r}", "it must be a non-empty string, or several")
+
+    def _check_alignment(self) -> None:
+        """Check that grammar-aligned sampling is possible.
+
+        Raises:
+            InputError: it is not.
+        """
+        if not self.grammar_aligned:
+            return
+        if not 0 <= self.grammar_aligned <= _MOST_SAMPLES:
+            raise InputError(
+                f"grammar_aligned is {self.grammar_aligned}", f"it must be a number of answers, 0 to {_MOST_SAMPLES}"
+            )
+        if self.response_format is None:
+            raise InputError("grammar_aligned is given without response_format", "give the format of the answer")
+        filters = [name for name in _FILTERS if getattr(self, name) not in (None, 0, 1.0 if name == "top_p" else 0)]
+        if filters or self.exact or self.draft_sampling is not DraftSampling.OFF:
+            other = [*filters, *(["exact"] if self.exact else []), "draft_sampling"][0]
+            raise InputError(
+                f"grammar_aligned and {other} are both given",
+                "aligned answers have the model's whole distribution: leave one of them out",
+            )
+
+    @property
+    def candidates(self) -> int:
+        """Number of answers to generate."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def offered_tools(self) -> Sequence[Mapping[str, Any]]:
+        """The functions that the model is told of."""
+        return () if self.tool_choice == "none" else self.tools
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -148,24 +238,43 @@ class GenerateOptions:
         defaults: ModelDefaults,
         start: AnswerStart | None = None,
         recording: Recording | None = None,
+        chat: ChatPrompt | None = None,
+        overflow: Overflow = Overflow.ERROR,
+        grammar: Grammar | None = None,
+        reading: AnswerReading | None = None,
     ) -> GenerationRequest:
         """The request that these options make of a prompt and the start of its answer, for a model with these defaults.
 
         `prompt_ids` does not have the tokens of `start` yet.
+
+        Raises:
+            InputError: the options do not fit the model's defaults.
         """
+        sampling = self.sampling(defaults)
+        if self.grammar_aligned:
+            if sampling.greedy:
+                raise InputError("grammar_aligned is given without a temperature", "give one above 0, such as 1")
+            sampling = dataclasses.replace(sampling, top_k=0, top_p=1.0, min_p=0.0)  # those of the model's defaults
         return GenerationRequest(
             prompt_ids=prompt_ids if start is None else [*prompt_ids, *start.token_ids],
             start=start,
-            sampling=self.sampling(defaults),
+            sampling=sampling,
             max_tokens=self.max_tokens,
             ignore_eos=self.ignore_eos,
             logprobs=self.logprobs,
+            ranked=self.candidates > self.n,
             stop_sequences=self.stops,
             speculation=self.speculation,
             draft_sampling=self.draft_sampling,
             exact=self.exact,
             recording=recording,
             keep_rounds=self.explain,
+            chat=chat,
+            overflow=overflow,
+            keep_prefix=self.keep_prefix,
+            grammar=grammar,
+            samples=max(self.grammar_aligned, 1),
+            reading=reading,
         )
 
 
@@ -183,6 +292,8 @@ class GenerationRequest:
     ignore_eos: bool = False
     logprobs: int | None = None
     """Number of alternatives to list with every token; None to list no tokens."""
+    ranked: bool = False
+    """Whether the answer is compared with others by its mean log-probability."""
     stop_sequences: tuple[str, ...] = ()
     speculation: Speculation = Speculation.AUTO
     draft_sampling: DraftSampling = DraftSampling.OFF
@@ -191,6 +302,39 @@ class GenerationRequest:
     """Recorded answer to give instead of the model's own; None to generate one."""
     keep_rounds: bool = False
     """Whether the statistics hold those of every round."""
+    chat: ChatPrompt | None = None
+    """The messages of the prompt; None for a raw one."""
+    overflow: Overflow = Overflow.ERROR
+    keep_prefix: bool = False
+    """Whether to keep the beginning of the conversation on disk, or the whole of a raw prompt."""
+    grammar: Grammar | None = None
+    """What the answer has to follow; None for free text."""
+    samples: int = 1
+    """Number of answers that are sampled one after the other, the last of which is given."""
+    futures: ExpectedFutures | None = None
+    """What the earlier ones have shown; None if the answer is not aligned with them."""
+    reading: AnswerReading | None = None
+    """How reasoning and calls are found in the answer; None where it is text alone."""
+
+    @property
+    def ends_with_call(self) -> bool:
+        """Whether the answer ends with its first call of a function."""
+        return self.reading is not None and not self.reading.several
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether the log-probabilities of the answer's tokens are computed."""
+        return self.ranked or self.logprobs is not None
+
+    def kept_tokens(self, token_ids: Sequence[int]) -> int:
+        """Number of tokens at the beginning of the answered sequence whose slots are to be kept on disk."""
+        if not self.keep_prefix:
+            return 0
+        try:
+            kept = self.prompt_ids if self.chat is None else self.chat.beginning()
+        except TemplateError:  # the template takes no such messages without others
+            return 0
+        return shared_tokens(kept, token_ids)
 
 
 @dataclass(frozen=True)
@@ -205,6 +349,8 @@ class Persistence:
     """Whether to keep in the cache what drafters learn from answers."""
     prefix_bytes: int = 0
     """Maximum memory for the KV caches of finished sequences, which later prompts continue; 0 for none."""
+    prefix_disk_bytes: int = 0
+    """Maximum size on disk of the KV caches of chosen prefixes, with `cache` alone; 0 for none."""
 
 
 @dataclass(frozen=True)

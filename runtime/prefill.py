@@ -2,21 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from ..models.progress import Progress, silent
-from .graph.bound_session import BoundSession
+from .graph.bound_graph import BoundGraph
 from .sampling.sampler import Logits
 
 PREFILL_TOKENS: Final = 128
 """Prompt tokens per pass: wide enough for efficient matrix products (256 gains under 2 %), small enough to bound the
 memory of the activations and to let a prompt be cancelled soon."""
 
+INT8_GRAPH: Final = "int8"
+"""Name of the int8 prompt graph in statistics; see `BoundGraph.last_graph`."""
+
 READING_PROMPT: Final = "reading the prompt"
 """Stage of the progress that a prefill reports."""
+
+
+class PrefillMode(StrEnum):
+    """Which graph reads prompts on the CPU."""
+
+    AUTO = "auto"
+    """The int8 prompt graph, where it was measured to be faster and as good; else the model's own graph."""
+    PLAIN = "plain"
+    """The model's own graph."""
+    INT8 = "int8"
+    """The int8 prompt graph for all passes that it can run."""
+
+
+class PrefillResult(NamedTuple):
+    """What a prefill found."""
+
+    logits: Logits
+    """Logits float32 `[V]` after the last token, valid until the next pass; empty if every slot was there already."""
+    passes: int
+    tokens_by_graph: Mapping[str, int]
+    """Number of tokens that each graph read, by its name (`BoundGraph.last_graph`)."""
 
 
 class Cancelled(Exception):  # noqa: N818  not an error
@@ -29,13 +54,13 @@ def never() -> bool:
 
 
 def prefill(
-    bound: BoundSession,
+    bound: BoundGraph,
     token_ids: Sequence[int],
     cancelled: Callable[[], bool] = never,
     progress: Progress = silent,
     *,
     width: int | None = None,
-) -> tuple[Logits, int]:
+) -> PrefillResult:
     """Compute the cache slots of `token_ids` that the arena does not hold yet.
 
     Args:
@@ -45,28 +70,29 @@ def prefill(
         progress: receives the share of the missing slots that are computed, before every pass and at the end.
         width: tokens per pass; `PREFILL_TOKENS`, or what suits the graph, when None.
 
-    Returns:
-        Logits float32 `[V]` after the last token, valid until the next pass (empty if every slot was there already),
-        and the number of passes.
-
     Raises:
         Cancelled: `cancelled` returned True.
         ContextError: the sequence does not fit the context.
         EdgeError: ONNX Runtime failed.
     """
     arena = bound.arena
+    arena.expect(len(token_ids) - arena.length)
     logits: Logits = np.empty(0, np.float32)
     passes = 0
+    tokens_by_graph: dict[str, int] = {}
     first = arena.length
     while arena.length < len(token_ids):
         if cancelled():
             raise Cancelled
         progress(READING_PROMPT, (arena.length - first) / (len(token_ids) - first))
-        chunk = token_ids[arena.length : arena.length + (width or bound.prefill_width(PREFILL_TOKENS))]
+        chosen = width or bound.prefill_width(PREFILL_TOKENS, len(token_ids) - arena.length)
+        chunk = token_ids[arena.length : arena.length + chosen]
         logits = bound.forward(chunk, logits_for=(len(chunk) - 1,))[0]
         arena.commit(len(chunk))
+        graph = bound.last_graph
+        tokens_by_graph[graph] = tokens_by_graph.get(graph, 0) + len(chunk)
         arena.last_prefill = (arena.length - len(chunk), arena.length)
         passes += 1
     if passes:
         progress(READING_PROMPT, 1.0)
-    return logits, passes
+    return PrefillResult(logits, passes, tokens_by_graph)

@@ -9,10 +9,13 @@ from itertools import zip_longest
 from typing import Any, Final
 
 from .decode import FinishReason, Step
-from .speculation.speculator import Round
+from .sampling.logprobs import NO_LOGPROBS, LogprobTotals
+from .speculation.rounds import Round
 from .speculation.token_origin import drafter_name
 from .speculation.tree import Source
-from .token_logprobs import TokenLogprob
+from .text.token_logprobs import TokenLogprob
+from .tools.answer_parts import AnswerParts
+from .tools.calls import ToolCall, ToolCallDelta, assistant_message, joined_calls
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,48 @@ class DraftCounts:
     def acceptance_rate(self) -> float:
         """Accepted draft tokens divided by verified ones; 0 when nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One of the answers that the best were chosen of."""
+
+    seed: int
+    tokens: int
+    """Number of tokens that were generated."""
+    mean_logprob: float
+    """Mean log-probability of these tokens."""
+    finish_reason: FinishReason | None
+    """Why it ended; None if it was stopped because it could not, or would not, be among the best."""
+    choice: int | None = None
+    """Its index among the answers that were returned; None if it was not."""
+
+
+@dataclass(frozen=True)
+class BestOf:
+    """What the choice of the best answers took."""
+
+    candidates: tuple[Candidate, ...]
+    """All answers that were generated, in the order of their seeds."""
+    most_tokens: int | None = None
+    """Largest number of tokens that each could have had; None for no limit."""
+
+    @property
+    def discarded_tokens(self) -> int:
+        """Number of tokens of the candidates that were not returned."""
+        return sum(each.tokens for each in self.candidates if each.choice is None)
+
+    @property
+    def stopped(self) -> int:
+        """Number of candidates that were stopped before their end."""
+        return sum(each.finish_reason is None for each in self.candidates)
+
+    @property
+    def saved_tokens(self) -> int | None:
+        """Number of tokens that the stopped candidates would have had at most; None where there is no limit."""
+        if self.most_tokens is None:
+            return None
+        return sum(self.most_tokens - each.tokens for each in self.candidates if each.finish_reason is None)
 
 
 @dataclass(frozen=True)
@@ -62,15 +107,30 @@ class Stats:
     by_depth: tuple[DraftCounts, ...] = ()
     """Draft tokens by their distance from the anchor; entry 0 is the token right after it."""
     draft_s: float = 0.0
-    """Seconds in forward passes of the draft model."""
+    """Seconds in forward passes of the draft model, without those in which it ran ahead."""
+    hidden_s: float = 0.0
+    """Seconds in which the draft model ran ahead: on another device, while the model verified."""
+    passes_ahead: int = 0
+    """Number of the draft model's passes then; those during the last pass of an answer are not counted."""
+    passes_kept: int = 0
+    """Number of those that agreed with what the model then produced; the others were dropped."""
     target_s: float = 0.0
     """Seconds in forward passes of the target after the first token."""
     host_s: float = 0.0
     """Seconds of rounds with drafting outside of forward passes: look-ups, pruning, choosing tokens, learning."""
     rounds: tuple[Round | None, ...] = ()
     """Statistics of every round after the first token, if they were kept; None for a round with drafting disabled."""
+    context_shifts: int = 0
+    """Number of times that the answer filled the context, and older tokens made room for it."""
     answers: int = 1
     """Number of answers that these statistics add up."""
+    prompt_readers: Mapping[str, int] = field(default_factory=dict)
+    """Number of prompt tokens that each graph read, those left out whose cache slots were there already: `base` is the
+    model's own graph, `int8` the int8 prompt graph."""
+    logprob_totals: LogprobTotals = NO_LOGPROBS
+    """Sums over the log-probabilities of the completion's tokens, if they were computed."""
+    best_of: BestOf | None = None
+    """How the best answers were chosen; only the first of them has this."""
 
     def __add__(self, other: Stats) -> Stats:
         """Add the statistics of two answers. Their rounds are not kept."""
@@ -81,12 +141,22 @@ class Stats:
             for name in dict.fromkeys((*self.by_source, *other.by_source))
         }
         depths = zip_longest(self.by_depth, other.by_depth, fillvalue=nothing)
-        return Stats(**sums, by_source=sources, by_depth=tuple(mine + its for mine, its in depths))
+        readers = dict(self.prompt_readers)
+        for name, tokens in other.prompt_readers.items():
+            readers[name] = readers.get(name, 0) + tokens
+        by_depth = tuple(mine + its for mine, its in depths)
+        totals = self.logprob_totals.joined(other.logprob_totals)
+        return Stats(**sums, by_source=sources, by_depth=by_depth, prompt_readers=readers, logprob_totals=totals)
 
     @classmethod
     def total(cls, answers: Iterable[Stats]) -> Stats:
         """Add the statistics of several answers; those of no answer are all 0."""
         return sum(answers, cls(answers=0))
+
+    @property
+    def mean_logprob(self) -> float | None:
+        """Mean log-probability of the completion's tokens; None if it was not computed."""
+        return self.logprob_totals.mean if self.logprob_totals.tokens else None
 
     @property
     def prefill_s(self) -> float:
@@ -121,8 +191,8 @@ class Stats:
 
 _SUMMED: Final = (
     *("prompt_tokens", "reused_tokens", "completion_tokens", "target_passes", "decode_passes", "answers"),
-    *("first_token_s", "measuring_s", "drafter_loading_s", "total_s"),
-    *("draft_s", "target_s", "host_s", "drafted", "accepted"),
+    *("context_shifts", "first_token_s", "measuring_s", "drafter_loading_s", "total_s"),
+    *("draft_s", "target_s", "host_s", "drafted", "accepted", "hidden_s", "passes_ahead", "passes_kept"),
 )
 
 
@@ -139,6 +209,8 @@ class StatsRecorder:
         self.prompt_tokens: Final = prompt_tokens
         self.reused_tokens = 0
         self.completion_tokens = 0
+        self.shifts = 0
+        self.logprob_totals = NO_LOGPROBS
         self._steps: list[Step] = []
         self._started = time.perf_counter()
         self._first_token: float | None = None
@@ -155,6 +227,10 @@ class StatsRecorder:
             self._first_token = time.perf_counter()
         self._steps.append(step)
 
+    def add_logprobs(self, logprobs: Iterable[float]) -> None:
+        """Record the log-probabilities of further tokens."""
+        self.logprob_totals = self.logprob_totals.plus(logprobs)
+
     def stats(self, *, keep_rounds: bool) -> Stats:
         """Statistics of the answer, which ends now; with those of every round if `keep_rounds`."""
         ended = time.perf_counter()
@@ -170,6 +246,7 @@ class StatsRecorder:
                 _add(accepted_at, (1,) * sum(one.accepted))
         accepted_at += [0] * (len(drafted_at) - len(accepted_at))
         passes = [step.target_passes for step in self._steps]
+        ahead = [one.ahead for one in rounds if one is not None]
         return Stats(
             prompt_tokens=self.prompt_tokens,
             reused_tokens=self.reused_tokens,
@@ -189,9 +266,15 @@ class StatsRecorder:
             },
             by_depth=tuple(DraftCounts(*counts) for counts in zip(drafted_at, accepted_at, strict=True)),
             draft_s=sum(one.draft_s for one in rounds if one is not None),
+            hidden_s=sum(each.hidden_s for each in ahead),
+            passes_ahead=sum(each.passes for each in ahead),
+            passes_kept=sum(each.kept for each in ahead),
             target_s=sum(step.target_s for step in self._steps),
             host_s=sum(one.host_s for one in rounds if one is not None),
             rounds=rounds if keep_rounds else (),
+            context_shifts=self.shifts,
+            prompt_readers=next((step.prompt_readers for step in self._steps if step.prompt_readers is not None), {}),
+            logprob_totals=self.logprob_totals,
         )
 
 
@@ -209,12 +292,30 @@ class Chunk:
     finish_reason: FinishReason | None = None
     stats: Stats | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
-    """If they were asked for, the tokens whose text this chunk completes. Tokens whose text is held back come with it
-    in a later chunk."""
+    """If they were asked for, the tokens whose text this chunk completes, those of reasoning and calls included. Tokens
+    whose text is held back come with it in a later chunk."""
     index: int = 0
     """Which answer it belongs to, if several to one prompt were asked for; every one has a last chunk."""
     completion_tokens: int = 0
     """Number of tokens that the model has produced for the answer so far, as `Stats` counts them."""
+    logprob_totals: LogprobTotals = NO_LOGPROBS
+    """Sums over the log-probabilities of these tokens, if they were computed."""
+    reasoning: str = ""
+    """A piece of what the model thinks before it answers, which is not part of the text."""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    """Pieces of calls of functions."""
+    unparsed: bool = False
+    """Whether some of the text begins like a call and is not one."""
+
+    def with_parts(self, *parts: AnswerParts) -> Chunk:
+        """The chunk with these parts of the answer instead of its text."""
+        return replace(
+            self,
+            text="".join(part.text for part in parts),
+            reasoning="".join(part.reasoning for part in parts),
+            tool_calls=tuple(call for part in parts for call in part.tool_calls),
+            unparsed=any(part.unparsed for part in parts),
+        )
 
 
 @dataclass(frozen=True)
@@ -228,6 +329,18 @@ class Reply:
     """The tokens of the text with their log-probabilities, if they were asked for."""
     alternatives: tuple[Reply, ...] = ()
     """Further answers to the prompt, if they were asked for."""
+    reasoning: str = ""
+    """What the model thought before it answered."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """The calls of functions that the model asks for."""
+    unparsed: bool = False
+    """Whether some of the text begins like a call and is not one: it is not complete, or of no function that was
+    offered."""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message of the conversation, to which the results of its calls are added."""
+        return assistant_message(self.text, self.reasoning, self.tool_calls)
 
     @property
     def choices(self) -> tuple[Reply, ...]:
@@ -256,4 +369,12 @@ class Reply:
             raise ValueError("the stream ended without a last chunk")
         text = "".join(chunk.text for chunk in chunks)
         logprobs = tuple(token for chunk in chunks for token in chunk.logprobs)
-        return cls(text, last.finish_reason, last.stats, logprobs)
+        return cls(
+            text,
+            last.finish_reason,
+            last.stats,
+            logprobs,
+            reasoning="".join(chunk.reasoning for chunk in chunks),
+            tool_calls=joined_calls(delta for chunk in chunks for delta in chunk.tool_calls),
+            unparsed=any(chunk.unparsed for chunk in chunks),
+        )

@@ -18,10 +18,14 @@ ROOMS = ("edge", "export", "runtime", "models")
 """From the top floor down."""
 GROUND = ("errors", "telemetry", "version")
 ONLY_IN = {
-    "onnxruntime": ("runtime/graph/", "runtime/devices/", "export/check/"),
+    "onnxruntime": (
+        *("runtime/graph/", "runtime/devices/", "export/check/"),
+        *("runtime/kv/slot_graphs.py", "runtime/kv/device_arena.py"),
+    ),
     "onnx": ("export/",),
     "huggingface_hub": ("models/hub/client.py",),
     "matplotlib": ("edge/bench/",),
+    "mcp": ("edge/app/tools/mcp_connection.py",),
     "msgspec": ("edge/service/", "edge/server/", "edge/rpc/", "edge/app/", "edge/conversations/"),
     "torch": (),
     "transformers": (),

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Final, TypeAlias, TypeVar
 
 import msgspec
@@ -15,7 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ...errors import EdgeError
+from ...errors import EdgeError, UnknownIdError
+from ...models.hub.client import ConnectionFailedError, OfflineError
 from ...runtime.graph.memory import trim_heap
 from ..server.error_objects import JsonResponse, RefusedError, UnreadBodyResponse, error_response
 from ..server.request_body import ClientGoneError, read_body
@@ -73,6 +75,23 @@ def api_route(settings: ServerSettings, method: str, path: str, handler: Handler
     return Route(path, _ApiEndpoint(settings, handler, _SLOW if slow else _QUICK), methods=[method])
 
 
+def not_found(what: str, hint: str = "") -> RefusedError:
+    """The error for a path that names what is not there."""
+    return RefusedError(HTTPStatus.NOT_FOUND, "not_found", what, hint)
+
+
+def _with_status(error: EdgeError, call: ApiCall) -> EdgeError:
+    """An error with the status that its reason has in the page's API."""
+    # In a body, an unknown id is an invalid value.
+    if isinstance(error, UnknownIdError) and error.id in call.path.values():
+        return not_found(error.what, error.hint)
+    if isinstance(error, OfflineError):
+        return RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "offline", error.what, error.hint)
+    if isinstance(error, ConnectionFailedError):
+        return RefusedError(HTTPStatus.BAD_GATEWAY, "hub_unreachable", error.what, error.hint)
+    return error
+
+
 class _ApiEndpoint:
     def __init__(self, settings: ServerSettings, handler: Handler, threads: ThreadPoolExecutor) -> None:
         self._settings: Final = settings
@@ -96,7 +115,7 @@ class _ApiEndpoint:
         try:
             result = self._handler(call)
         except EdgeError as error:
-            return error_response(error)
+            return error_response(_with_status(error, call))
         except Exception as error:  # noqa: BLE001  what it is goes to the log
             _log.error("a request failed: %s", type(error).__name__, exc_info=error)
             what = f"the app failed: {type(error).__name__}"

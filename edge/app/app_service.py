@@ -9,7 +9,7 @@ from .app_access import AppAccess
 from .app_context import AppContext
 from .background_answers import BackgroundAnswers
 from .change_events import ChangeEvents
-from .model_services import ModelServices
+from .models.model_services import ModelServices
 
 
 class AppService:
@@ -53,4 +53,5 @@ class AppService:
         self.context.events.close()
         self._changes.close()
         self.models.close()
+        self.context.tools.close()
         self.requests.close()

@@ -25,9 +25,10 @@ from .app_service import AppService
 from .conversation_endpoints import conversation_routes
 from .event_channel import EventsEndpoint
 from .message_endpoints import message_routes
-from .model_endpoints import model_routes
+from .models.model_endpoints import model_routes
 from .page_files import PageFiles, PageHeaders, entrance_page, index_page, passage_page
 from .state_endpoints import state_routes
+from .tools.tool_endpoints import tool_routes
 
 _OPENAI_API: Final = "/v1/"
 
@@ -56,6 +57,7 @@ def chat_app(service: AppService) -> ASGIApp:
             *conversation_routes(context, service.answers),
             *message_routes(context, service.answers),
             *model_routes(service.models),
+            *tool_routes(context),
         ],
         middleware=[
             Middleware(PageHeaders),

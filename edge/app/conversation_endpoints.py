@@ -17,7 +17,7 @@ from starlette.routing import Route
 from ...errors import ContextError
 from ...runtime.options import GenerateOptions
 from ..conversations.answering import generate_options
-from ..conversations.context_fit import fit_context
+from ..conversations.context_fit import fit_context, takes_calls
 from ..conversations.records import (
     MAX_ATTACHMENTS,
     Attachment,
@@ -54,6 +54,8 @@ class NewConversation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     system: str = ""
     sampling: dict[str, Any] = {}
     model: str | None = None
+    tools: list[str] = []
+    """Tools that its answers may call, by their ids."""
 
 
 class ConversationChange(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -65,6 +67,9 @@ class ConversationChange(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     system: str | UnsetType = UNSET
     sampling: dict[str, Any] | UnsetType = UNSET
     model: str | UnsetType | None = UNSET
+    tools: list[str] | UnsetType = UNSET
+    allowed_tools: list[str] | UnsetType = UNSET
+    """Those of them that are called without asking."""
     leaf: str | UnsetType = UNSET
     """A message whose branch is to be shown."""
 
@@ -212,8 +217,10 @@ class _ConversationEndpoints:
         branch = [] if conversation.leaf is None else self._store.branch(conversation.leaf)
         if body.content or body.attachments or not branch:
             branch.append(_draft(conversation, body))
-        options = generate_options(GenerateOptions(), conversation.sampling)
+        tools = [each.definition for each in self._context.tools.known(conversation.tools)]
         with self._context.pool.use(model) as engine:
+            offered = GenerateOptions(tools=tools if takes_calls(engine) else ())
+            options = generate_options(offered, conversation.sampling)
             if engine.template is None:
                 return {"tokens": None, "context": engine.context, "reserve": None, "trimmed": []}
             try:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final
 
-from ...runtime.result import Chunk
+from ..conversations.call_rounds import CallRound
 from ..conversations.records import MessageState, StoredMessage, as_object
 from ..service.cancellation import Cancellation
 from .event_channel import EventChannel
+from .tools.call_approvals import CallApprovals
 
 _PROGRESS_S: Final = 0.1
 """Least time between two events of progress of one stage, in seconds."""
@@ -33,10 +35,13 @@ class LiveAnswer:
         self.state_if_cancelled = MessageState.STOPPED
         """State of the answer if it is cancelled."""
         self.ended: Final = threading.Event()
+        self.approvals: Final = CallApprovals()
+        """What the user has decided about its calls of tools."""
         self._events: Final = events
         self._lock: Final = threading.Lock()
         """Guards all that follows, and the order of the events of this answer."""
         self._published = message.content
+        self._rounds = message.rounds
         self._pending = ""
         self._sequence = 0
         self._tokens = 0
@@ -53,18 +58,37 @@ class LiveAnswer:
         with self._lock:
             if content != self._published:
                 self._published = content
-                self._events.publish("message", message={**as_object(self.message), "content": content})
+                self._publish_message()
 
-    def add(self, chunk: Chunk) -> bool:
-        """Add a piece; returns whether there is something to publish now, and was not before."""
+    def show_rounds(self, rounds: Sequence[CallRound]) -> None:
+        """Say which calls of tools it has made; its content begins anew behind them."""
+        with self._lock:
+            self._rounds, self._published, self._pending, self._stage = tuple(rounds), "", "", {}
+            self._tokens, self._first_token = 0, None  # what it writes next has a rate of its own
+            self._publish_message()
+
+    def _publish_message(self) -> None:
+        """Tell the windows all of it; the lock is held."""
+        self._events.publish("message", message=self._as_known(self.message))
+
+    def _as_known(self, message: StoredMessage) -> dict[str, Any]:
+        return as_object(replace(message, content=self._published, rounds=self._rounds))
+
+    def add(self, text: str, tokens: int) -> bool:
+        """Add a piece; returns whether there is something to publish now, and was not before.
+
+        Args:
+            text: what it adds to the content.
+            tokens: number of tokens of the answer so far.
+        """
         with self._lock:
             if self._first_token is None:
                 self._first_token = time.monotonic()
-            self._tokens = chunk.completion_tokens
+            self._tokens = tokens
             first = not self._pending
-            self._pending += chunk.text
+            self._pending += text
             self._stage = {}
-            return first and bool(chunk.text)
+            return first and bool(text)
 
     def publish(self) -> None:
         """Tell the windows what has been added."""
@@ -83,11 +107,11 @@ class LiveAnswer:
                 rate=self._rate(),
             )
 
-    def progress(self, stage: str, fraction: float) -> None:
-        """Tell the windows what the answer waits for; a `Progress`."""
+    def progress(self, stage: str, fraction: float | None) -> None:
+        """Tell the windows what the answer waits for; a `Progress`, and None where nobody knows how far it is."""
         now = time.monotonic()
         with self._lock:
-            if stage == self._stage.get("stage") and fraction < 1 and now - self._stage_at < _PROGRESS_S:
+            if stage == self._stage.get("stage") and fraction != 1 and now - self._stage_at < _PROGRESS_S:
                 return
             self._stage, self._stage_at = {"stage": stage, "fraction": fraction}, now
             self._events.publish("progress", conversation=self.conversation, message=self.id, **self._stage)
@@ -96,8 +120,10 @@ class LiveAnswer:
     def snapshot(self, message: StoredMessage) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """The message as the windows know it, and how far that is; no further piece is published in the block."""
         with self._lock:
-            known = {**as_object(message), "content": self._published}
-            yield known, {"message": self.id, "sequence": self._sequence, "rate": self._rate(), **self._stage}
+            yield (
+                self._as_known(message),
+                {"message": self.id, "sequence": self._sequence, "rate": self._rate(), **self._stage},
+            )
 
     def _rate(self) -> dict[str, Any]:
         first, now = self._first_token, time.monotonic()

@@ -11,10 +11,15 @@ from starlette.routing import Route
 from ..conversations.records import MAX_ATTACHMENTS, MessageState, Role, StoredMessage, as_object
 from ..service.request_error import ErrorCode, RequestError
 from ..service.token_objects import chosen_object
+from .answer_work import AnswerStart, text_of
 from .api_endpoint import ApiCall, api_route
 from .app_context import AppContext
-from .background_answers import AnswerStart, BackgroundAnswers, text_of, writing_error
+from .background_answers import BackgroundAnswers, writing_error
 from .conversation_endpoints import AttachmentBody, attachments_of
+from .tools.call_approvals import Decision
+
+MAX_VARIANTS: Final = 8
+"""Largest number of answers that one request asks for."""
 
 
 class NewMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -33,6 +38,13 @@ class EditBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Whether the message stays as it is, and the text becomes another one beside it."""
 
 
+class RegenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of further answers to a message."""
+
+    count: Annotated[int, Meta(ge=1, le=MAX_VARIANTS)] = 1
+    """Number of answers."""
+
+
 class BranchBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of a branch at a token."""
 
@@ -40,6 +52,12 @@ class BranchBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Number of the token in the answer."""
     alternative: Annotated[int, Meta(ge=0)]
     """Id of the token that takes its place: one of its alternatives."""
+
+
+class DecisionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of a decision about a call of a tool."""
+
+    decision: Decision
 
 
 def message_routes(context: AppContext, answers: BackgroundAnswers) -> list[Route]:
@@ -53,6 +71,7 @@ def message_routes(context: AppContext, answers: BackgroundAnswers) -> list[Rout
         ("POST", f"{message}/continue", endpoints.resume),
         ("POST", f"{message}/branch", endpoints.branch),
         ("POST", f"{message}/stop", endpoints.stop),
+        ("POST", f"{message}/calls/{{call}}", endpoints.decide),
         ("DELETE", message, endpoints.delete),
         ("POST", f"{message}/restore", endpoints.restore),
         ("GET", f"{message}/tokens", endpoints.tokens),
@@ -88,15 +107,18 @@ class _MessageEndpoints:
             body.content,
             attachments=message.attachments,
             model=message.model,
+            rounds=message.rounds,
         )
         if message.role is Role.ASSISTANT:
             return {"message": as_object(beside)}
         return {"message": as_object(beside), "answer": as_object(self._answers.answer(beside))}
 
     def regenerate(self, call: ApiCall) -> dict[str, Any]:
+        body = call.body(RegenerateBody)
         message = self._store.message(call.path["id"])
         question = message if message.role is Role.USER else self._question(message)
-        return {"answer": as_object(self._answers.answer(question))}
+        answers = [as_object(answer) for answer in self._answers.answers(question, body.count)]
+        return {"answer": answers[0], "answers": answers}
 
     def resume(self, call: ApiCall) -> dict[str, Any]:
         message = self._ended(call)
@@ -115,11 +137,19 @@ class _MessageEndpoints:
                 param="index",
             )
         kept = [*tokens[: body.index], chosen_object(tokens[body.index], body.alternative)]
-        start = AnswerStart(text_of(kept), kept, message.model)
+        start = AnswerStart(text_of(kept), kept, message.model, message.rounds)
         return {"answer": as_object(self._answers.answer(question, start))}
 
     def stop(self, call: ApiCall) -> dict[str, Any]:
         self._answers.stop(self._store.message(call.path["id"]).id)
+        return {}
+
+    def decide(self, call: ApiCall) -> dict[str, Any]:
+        """Decide about a call of a tool that an answer waits with; one that has ended has none."""
+        body = call.body(DecisionBody)
+        live = self._answers.live(self._store.message(call.path["id"]).id)
+        if live is not None:
+            live.approvals.decide(call.path["call"], body.decision)
         return {}
 
     def delete(self, call: ApiCall) -> dict[str, Any]:

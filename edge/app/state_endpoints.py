@@ -16,7 +16,7 @@ from .api_endpoint import ApiCall, api_route
 from .app_context import AppContext
 from .app_settings import SettingsBody, change_settings, read_settings
 from .conversation_endpoints import checked_sampling
-from .model_services import ModelServices
+from .models.model_services import ModelServices
 
 
 class PresetBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

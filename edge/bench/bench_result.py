@@ -19,7 +19,7 @@ from .ratios import PLAIN, ModeResult, RoundTimes, compare_modes
 from .runner import Measurements
 
 REPLAY_NOTE: Final = (
-    "Replay: the tokens are those of a recording. Every pass over the weights was run at its full cost, and draft "
+    "Replay: the tokens are those of a recording. Every pass over the weights counts at its full cost, and draft "
     "tokens were accepted where they match the recorded answers."
 )
 SPEED_NOTE: Final = (

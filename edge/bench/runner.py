@@ -7,7 +7,7 @@ later turn contains the answers of plain decoding to the earlier turns or, in a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -78,6 +78,8 @@ class BenchSettings:
     raw: bool = False
     temperature: float = 0.0
     seed: int = 0
+    exact: bool = False
+    """Whether answers are exact; in a replay, whether the model's own graph runs all passes."""
 
     def measured_turns(self, conversation: Conversation) -> int:
         """How many turns of a conversation are measured."""
@@ -86,7 +88,11 @@ class BenchSettings:
     def generate_options(self, mode: DecodingMode, max_tokens: int) -> GenerateOptions:
         """The options of one answer."""
         return GenerateOptions(
-            max_tokens=max_tokens, temperature=self.temperature, seed=self.seed, speculation=mode.speculation
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            seed=self.seed,
+            speculation=mode.speculation,
+            exact=self.exact,
         )
 
 
@@ -97,6 +103,11 @@ class Measurements:
     turns: list[MeasuredTurn] = field(default_factory=list)
     shortened: int = 0
     """Number of prompts that were shortened to fit the context."""
+
+    def add(self, other: Measurements) -> None:
+        """Add what was measured of other turns."""
+        self.turns += other.turns
+        self.shortened += other.shortened
 
 
 @dataclass(frozen=True)
@@ -175,52 +186,71 @@ def measure_modes(
     Raises:
         ContextError: a prompt cannot be shortened enough to fit the context.
     """
-    return _Measuring(engine, (PLAIN_MODE, *modes), settings).run(conversations, progress)
+    runner = ConversationRunner(engine, modes, settings)
+    measured = Measurements()
+    total = sum(map(settings.measured_turns, conversations))
+    done = 0
+    progress("measuring", 0.0)
+    for number, conversation in enumerate(conversations):
+        for part in runner.measure(number, conversation):
+            measured.add(part)
+            done += 1
+            progress("measuring", done / total)
+    return measured
 
 
-class _Measuring:
-    """Answers turns in every mode, each with its cache."""
+class ConversationRunner:
+    """Answers the turns of conversations in every mode, each with its cache; plain decoding is the first mode.
+
+    Args:
+        engine: the model.
+        modes: decoding modes other than plain decoding.
+        settings: what is the same for all modes.
+    """
 
     def __init__(self, engine: Engine, modes: Sequence[DecodingMode], settings: BenchSettings) -> None:
         self._engine = engine
-        self._modes = modes
+        self._modes = (PLAIN_MODE, *modes)
         self._settings = settings
         self._encoder = PromptEncoder(engine, settings)
-        self._caches = {mode.name: engine.model.new_sequence() for mode in modes}
-        self._measured = Measurements()
+        self._caches = {mode.name: engine.model.new_sequence() for mode in self._modes}
+        self._done = 0
+        self._warm = False
 
-    def run(self, conversations: Sequence[Conversation], progress: Progress) -> Measurements:
-        total = sum(map(self._settings.measured_turns, conversations))
-        self._warm_up(conversations)
-        done = 0
-        progress("measuring", 0.0)
-        for number, conversation in enumerate(conversations):
-            history: list[Exchange] = []
-            turns = range(1, len(conversation.exchanges) + 1)
-            last = max((turn for turn in turns if turn in self._settings.turns), default=0)
-            for turn, exchange in enumerate(conversation.exchanges[:last], 1):
-                answer = ""
-                if turn in self._settings.turns:
-                    tokens = self._encoder.encode(history, exchange)
-                    self._measured.shortened += tokens.shortened
-                    if tokens.answer is None or tokens.answer:
-                        replies = self._replies(tokens, done)
-                        self._measured.turns.append(self._turn(conversation.category, number, turn, replies))
-                        answer = replies[PLAIN].text
-                    done += 1
-                    progress("measuring", done / total)
-                elif not self._settings.replay:
-                    tokens = self._encoder.encode(history, exchange)
-                    answer = self._answer(PLAIN_MODE, tokens, self._settings).text
-                history.append(exchange if self._settings.replay else Exchange(exchange.prompt, answer))
-        return self._measured
+    def measure(self, number: int, conversation: Conversation) -> Iterator[Measurements]:
+        """Measure one conversation, whose index is `number`; yields what was measured of each of its measured turns.
 
-    def _warm_up(self, conversations: Sequence[Conversation]) -> None:
+        Raises:
+            ContextError: a prompt cannot be shortened enough to fit the context.
+        """
+        if not self._warm:
+            self._warm_up(conversation)
+            self._warm = True
+        history: list[Exchange] = []
+        turns = range(1, len(conversation.exchanges) + 1)
+        last = max((turn for turn in turns if turn in self._settings.turns), default=0)
+        for turn, exchange in enumerate(conversation.exchanges[:last], 1):
+            answer = ""
+            if turn in self._settings.turns:
+                tokens = self._encoder.encode(history, exchange)
+                measured = Measurements(shortened=int(tokens.shortened))
+                if tokens.answer is None or tokens.answer:
+                    replies = self._replies(tokens, self._done)
+                    measured.turns.append(self._turn(conversation.category, number, turn, replies))
+                    answer = replies[PLAIN].text
+                self._done += 1
+                yield measured
+            elif not self._settings.replay:
+                tokens = self._encoder.encode(history, exchange)
+                answer = self._answer(PLAIN_MODE, tokens, self._settings).text
+            history.append(exchange if self._settings.replay else Exchange(exchange.prompt, answer))
+
+    def _warm_up(self, conversation: Conversation) -> None:
         """Answer briefly in every mode: the first passes allocate memory, and may measure the pass cost."""
         settings = BenchSettings(
             min(_WARM_UP_TOKENS, self._settings.max_tokens), replay=self._settings.replay, raw=self._settings.raw
         )
-        tokens = PromptEncoder(self._engine, settings).encode((), conversations[0].exchanges[0])
+        tokens = PromptEncoder(self._engine, settings).encode((), conversation.exchanges[0])
         if tokens.answer is None or tokens.answer:
             for mode in self._modes:
                 self._answer(mode, tokens, settings)

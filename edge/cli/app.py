@@ -14,13 +14,32 @@ import typer
 from ...errors import InputError
 from ...models.byte_sizes import parse_bytes
 from ...runtime.devices.power import Power
+from ...runtime.kv.cache_scales import KVFormat
+from ...runtime.prefill import PrefillMode
 from ...runtime.scheduling.request_queue import DEFAULT_PARALLEL
 from ..conversations.data_folder import data_folder
 from ..conversations.store import ConversationStore
 from ..server import missing_extra
 from ..terminal.output import showing_tracebacks, write_error
 from .pool_options import IdleUnload, Memory, OfferedModels, Parallel, PoolOptions
-from .shared_options import Cache, Context, Debug, Device, Draft, ModelOptions, Offline, PowerMode, PrefixCache, Threads
+from .shared_options import (
+    KV,
+    Cache,
+    Context,
+    Debug,
+    Device,
+    Draft,
+    DraftDevice,
+    ModelOptions,
+    Offline,
+    OverflowPolicy,
+    PowerMode,
+    Prefill,
+    PrefixCache,
+    PrefixDisk,
+    Threads,
+    prefix_disk_bytes,
+)
 
 if TYPE_CHECKING:
     import socket
@@ -60,11 +79,16 @@ def app(
     idle_unload: IdleUnload = None,
     memory: Memory = None,
     prefix_cache: PrefixCache = None,
+    overflow: OverflowPolicy = None,
+    prefix_disk: PrefixDisk = None,
     device: Device = "auto",
     threads: Threads = None,
     power: PowerMode = Power.AUTO,
     context: Context = None,
+    kv: KV = KVFormat.FLOAT,
+    prefill: Prefill = PrefillMode.AUTO,
     draft: Draft = "auto",
+    draft_device: DraftDevice = "auto",
     history: Annotated[
         bool, typer.Option("--history", help="Draft from earlier conversations, which are kept for it in the cache.")
     ] = False,
@@ -86,6 +110,7 @@ def app(
         from ..app.chat_app import chat_app
         from ..app.event_channel import EventChannel
         from ..app.running_app import announce, join_running_app, open_url
+        from ..app.tools.tool_servers import ToolServers
         from ..server.server_settings import ServerSettings
         from ..server.uvicorn_server import draining_server
     if window:
@@ -98,10 +123,15 @@ def app(
         threads,
         context,
         draft=draft,
+        draft_device=draft_device,
         cache=cache,
         history=history,
         prefix_cache=kept,
+        overflow=overflow,
+        prefix_disk=prefix_disk_bytes(prefix_disk),
         power=power,
+        kv=kv,
+        prefill=prefill,
         parallel=parallel,
     )
     with ExitStack() as stack:
@@ -116,7 +146,10 @@ def app(
         listening = stack.enter_context(_bound_socket(port))
         bound_port = listening.getsockname()[1]
         access = AppAccess(session_secret(folder), bound_port)
-        service = AppService(AppContext(store, pool, EventChannel(), settings), access)
+        events = EventChannel()
+        tools = ToolServers(folder, lambda: events.publish("tools"))
+        shared = AppContext(store, pool, events, settings, tools, each.for_another_process())
+        service = AppService(shared, access)
         server = draining_server(chat_app(service), service, settings, _DRAIN_S)
         announce(folder, bound_port, access)
         with showing_tracebacks(debug):

@@ -12,17 +12,22 @@ import typer
 from ...errors import InputError
 from ...models.pairing import find_draft
 from ...models.progress import ProgressDisplay
+from ...runtime.kv.cache_scales import KVFormat
+from ...runtime.prefill import PrefillMode
 from ...runtime.speculation.choice import Speculation
 from ..terminal.output import SafeConsole, write_json
 from .shared_options import (
+    KV,
     AsJson,
     Cache,
     Context,
     Debug,
     Device,
     Draft,
+    DraftDevice,
     ModelArgument,
     ModelOptions,
+    Prefill,
     Prompts,
     Raw,
     Threads,
@@ -56,6 +61,7 @@ class BenchOptions:
 def bench(
     model: ModelArgument = None,
     draft: Draft = "auto",
+    draft_device: DraftDevice = "auto",
     prompts: Prompts = None,
     replay: Annotated[
         Path | None,
@@ -96,6 +102,8 @@ def bench(
     device: Device = "auto",
     threads: Threads = None,
     context: Context = None,
+    kv: KV = KVFormat.FLOAT,
+    prefill: Prefill = PrefillMode.AUTO,
     cache: Cache = True,
     tokenizer: Tokenizer = None,
     report: Annotated[
@@ -118,7 +126,19 @@ def bench(
     write_report = _report_writer(report)
     options = BenchOptions(
         # Without the cache of what earlier answers taught, a measurement can be repeated.
-        model=ModelOptions(model, device, threads, context, tokenizer, draft, cache, learned=False),
+        model=ModelOptions(
+            model,
+            device,
+            threads,
+            context,
+            tokenizer,
+            draft,
+            cache,
+            learned=False,
+            kv=kv,
+            draft_device=draft_device,
+            prefill=prefill,
+        ),
         settings=BenchSettings(
             max_tokens or (_MAX_TOKENS if replay is None else _WHOLE_ANSWER),
             TurnRange.parse(turns),

@@ -76,6 +76,7 @@ Examples:
 
 \b
 edge-run -p "find files larger than 100 MB"
+edge-run app
 edge-run my-model
 edge-run onnx-community/Qwen2.5-0.5B-Instruct
 edge-run export Qwen2.5-0.5B-Instruct my-model --weights int4

@@ -2,39 +2,178 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
 from rich.table import Table
 
+from ...models.bundle import Bundle, open_bundle
+from ...models.find import find_model
+from ...runtime.devices.device_check import DEVICE_CHECKS, DeviceCheck, device_check_key
+from ...runtime.devices.hardware import seen_hardware, unused_hardware
+from ...runtime.devices.packages import package_of
+from ...runtime.devices.plugins import registered_plugins
 from ...runtime.devices.power import Power, choose_power, saver_threads
 from ...runtime.devices.processor import default_threads, usable_cores
-from ...runtime.devices.providers import available_devices, choose_device
+from ...runtime.devices.providers import CPU_PROVIDER, Device, available_devices, cpu_device, unusable_providers
+from ...runtime.graph.device_loading import Assignments
+from ...runtime.graph.ort import RUNTIME_VERSION
+from ...runtime.graph.session import SessionConfig
+from ...runtime.measure.fastest_device import FASTEST_DEVICES, FastestDevice, fastest_device_key, measured_device
 from ..terminal.output import SafeConsole, write_json
 from .shared_options import AsJson, Debug
 
+_SIMULATED = "simulated, for tests"
+
 
 def devices(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="Also show what was measured for this model.", show_default="none"),
+    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,  # noqa: ARG001  main reads it
 ) -> None:
-    """List the devices that --device accepts on this machine, and how many threads compute on the CPU.
+    """List the devices that --device accepts on this machine, and what it takes to use those that are missing.
 
-    Example: edge-run devices
+    With MODEL, also show how fast it was on each of them, and whether they compute what the CPU computes; edge-run tune
+    and the first load on a device measure that.
+
+    Examples: edge-run devices; edge-run devices my-model
     """
-    default = choose_device("auto")
+    cpu = cpu_device()
     found = available_devices()
+    bundle = None if model is None else open_bundle(find_model(model, cpu.kind), kind=cpu.kind)
+    default = cpu if bundle is None else measured_device(bundle)
+    choice = None if bundle is None else FASTEST_DEVICES.load(fastest_device_key(bundle))
+    checks = {} if bundle is None else _checks(bundle, found)
     if as_json:
-        described = [{"name": str(d), "kind": d.kind.value, "vendor": d.vendor, "default": d == default} for d in found]
-        threads_facts = {"default": default_threads(), "saver": saver_threads(), "processors": usable_cores()}
-        write_json({"devices": described, "threads": threads_facts, "power": choose_power(Power.AUTO).value})
+        facts: dict[str, Any] = {
+            "devices": [_facts(device, default) for device in found],
+            "unusable": [{"package": name, "reason": reason} for name, reason in _unusable(found)],
+            "unused_hardware": [
+                {"kind": each.kind.value, "vendor": each.vendor, "where": each.where, "install": list(each.installs)}
+                for each in unused_hardware(seen_hardware(), found)
+            ],
+            "threads": {"default": default_threads(), "saver": saver_threads(), "processors": usable_cores()},
+            "power": choose_power(Power.AUTO).value,
+        }
+        if bundle is not None:
+            facts["model"] = {
+                "model": str(bundle.folder),
+                "choice": None if choice is None else choice.to_json(),
+                "checks": {name: check.to_json() for name, check in checks.items()},
+            }
+        write_json(facts)
         return
-    table = Table("device", "kind", "vendor", "", box=None, pad_edge=False)
-    for device in found:
-        table.add_row(str(device), device.kind.value, device.vendor or "-", "default" if device == default else "")
     console = SafeConsole()
-    console.print(table)
+    console.print(_table(found, default))
+    for line in [*_missing_lines(found), *_processor_lines()]:
+        console.print(line, soft_wrap=True, highlight=False)
+    if bundle is not None:
+        console.print()
+        for line in _model_lines(bundle, choice, checks, default):
+            console.print(line, soft_wrap=True, highlight=False)
+
+
+def _facts(device: Device, default: Device) -> dict[str, Any]:
+    """A device as plain values."""
+    return {
+        "name": device.name,
+        "kind": device.kind.value,
+        "vendor": device.vendor,
+        "provider": device.provider,
+        "simulated": device.simulated,
+        "version": _version(device),
+        "default": device == default,
+    }
+
+
+def _version(device: Device) -> str:
+    """Version of the provider: of its package, or of ONNX Runtime."""
+    return device.plugin_version or RUNTIME_VERSION
+
+
+def _table(found: Sequence[Device], default: Device) -> Table:
+    table = Table("device", "kind", "vendor", "provider", "version", "", box=None, pad_edge=False)
+    for device in found:
+        notes = ["default"] if device == default else []
+        notes += [_SIMULATED] if device.simulated else []
+        table.add_row(
+            device.name, device.kind.value, device.vendor or "-", device.provider, _version(device), ", ".join(notes)
+        )
+    return table
+
+
+def _unusable(found: Sequence[Device]) -> list[tuple[str, str]]:
+    """Installed packages that bring no device here, and why."""
+    listed = {device.provider for device in found}
+    unusable = []
+    for plugin in registered_plugins():
+        package = package_of(plugin.provider)
+        if plugin.error:
+            unusable.append((plugin.module, f"it cannot be loaded: {plugin.error}"))
+        elif plugin.provider not in listed:
+            reason = "it finds no device" if package is None else package.without_device
+            unusable.append((plugin.module or plugin.provider, reason))
+    for provider in unusable_providers():
+        package = package_of(provider)
+        unusable.append((provider, "its libraries were not found" if package is None else package.without_device))
+    return unusable
+
+
+def _missing_lines(found: Sequence[Device]) -> list[str]:
+    """What is installed and not usable, and what the machine has and nothing uses."""
+    lines = [f"{name} is installed, but {reason}" for name, reason in _unusable(found)]
+    for hardware in unused_hardware(seen_hardware(), found):
+        use = " or ".join(hardware.installs)
+        advice = f"to use it: {use}" if use else "no package that edge-run knows can use it"
+        lines.append(f"{hardware} ({hardware.where}) is not used; {advice}")
+    return lines
+
+
+def _processor_lines() -> list[str]:
     threads, processors = default_threads(), usable_cores()
     saves = choose_power(Power.AUTO).saves
-    console.print(
+    return [
         f"threads on the CPU: {threads} by default, {saver_threads()} with --power saver, at most {processors}",
-        highlight=False,
-    )
-    console.print(f"--power auto: {'saver, on battery' if saves else 'performance'}", highlight=False)
+        f"--power auto: {'saver, on battery' if saves else 'performance'}",
+    ]
+
+
+def _checks(bundle: Bundle, found: Sequence[Device]) -> dict[str, DeviceCheck]:
+    """Results of comparing devices with the CPU, by name of the device."""
+    others = [device for device in found if device.provider != CPU_PROVIDER]
+    loaded = ((device.name, DEVICE_CHECKS.load(device_check_key(bundle, SessionConfig(device)))) for device in others)
+    return {name: check for name, check in loaded if check is not None}
+
+
+def _model_lines(
+    bundle: Bundle, choice: FastestDevice | None, checks: dict[str, DeviceCheck], default: Device
+) -> list[str]:
+    """What is known about a model on the devices, a line for each."""
+    lines = [f"{bundle.folder.name}: --device auto means {default.name}"]
+    if choice is None:
+        lines[0] += ", because nothing was measured yet; edge-run tune measures it"
+    seconds = {} if choice is None else choice.seconds
+    refused = {} if choice is None else choice.refused
+    for name in dict.fromkeys((*seconds, *checks, *refused)):
+        parts = [f"{seconds[name] * 1e3:.3g} ms a token"] if name in seconds else []
+        parts += _check_parts(checks[name]) if name in checks else []
+        parts += [f"not timed: {refused[name]}"] if name in refused else []
+        lines.append(f"{name}: {'; '.join(parts)}")
+    return lines
+
+
+def _check_parts(check: DeviceCheck) -> list[str]:
+    """How near a device is to the CPU, in words."""
+    if not check.plain_correct:
+        return ["it computes this model wrongly, and is refused"]
+    tree = "" if check.tree is None else f", of a token tree by {check.tree:.1g}"
+    parts = [f"logits differ from the CPU's by {check.plain:.1g} of their standard deviation{tree}"]
+    if not check.tree_correct:
+        parts.append("token trees cannot be used there, so drafts are chains")
+    if check.on_cpu:
+        parts.append(f"on the CPU: {Assignments(on_cpu=check.on_cpu).on_cpu_text()}")
+    return parts

@@ -12,7 +12,15 @@ from ...models.manifest import GraphLayout
 from ...models.progress import ProgressDisplay
 from ..terminal.output import SafeConsole
 from ..terminal.report_summary import show_export
-from .export_options import DEFAULT_BLOCK, CommandLine, ExportOptions, LayersChoice, MethodChoice, WeightChoice
+from .export_options import (
+    DEFAULT_BLOCK,
+    CommandLine,
+    DeviceChoice,
+    ExportOptions,
+    LayersChoice,
+    MethodChoice,
+    WeightChoice,
+)
 from .shared_options import Debug, Offline
 
 
@@ -52,6 +60,9 @@ def export(
         bool,
         typer.Option("--powers-of-two", help="Make all scales powers of two, for hardware that shifts."),
     ] = False,
+    half_scales: Annotated[
+        bool, typer.Option("--half-scales", help="Store scales in float16, as GGUF files do: smaller, equally fast.")
+    ] = False,
     longest: Annotated[
         int | None,
         typer.Option(
@@ -65,6 +76,24 @@ def export(
     layout: Annotated[
         GraphLayout, typer.Option(help="Graph layout: edge-run's own, or that of ONNX Runtime GenAI.")
     ] = GraphLayout.EDGE,
+    device: Annotated[
+        DeviceChoice | None,
+        typer.Option(
+            help="Also write graphs for a kind of device over the same weights: gpu, or npu with fixed shapes."
+        ),
+    ] = None,
+    widths: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,...", help="NPU: tokens of a pass, one graph for each.", show_default="1,4,128"),
+    ] = None,
+    contexts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            help="NPU: cached tokens, one graph of each width for each.",
+            show_default="512,2048,8192, as far as the model's context goes",
+        ),
+    ] = None,
     hidden_states: Annotated[
         bool,
         typer.Option("--hidden-states", help="Let the graph give hidden states too, for embeddings."),
@@ -76,7 +105,8 @@ def export(
     budget: Annotated[
         str | None,
         typer.Option(
-            metavar="BUDGET", help="Mixed weights: size or time that they may take, such as 3.5bpw, 300MB or 9ms."
+            metavar="BUDGET",
+            help="Mixed weights: size or time that they may take, such as 3.5bpw, 300MB, 300MB@file or 9ms.",
         ),
     ] = None,
     plan: Annotated[
@@ -157,7 +187,10 @@ def export(
     \b
     edge-run export Qwen2.5-0.5B-Instruct my-model --weights int4 --block 64 --head int8
     edge-run export Qwen2.5-0.5B-Instruct my-model --weights mixed --budget 3.5bpw
+    edge-run export Qwen2.5-0.5B-Instruct my-model --weights mixed --budget 280MB@file --half-scales --zero-points
     edge-run export Qwen2.5-1.5B-Instruct my-model --draft Qwen2.5-0.5B-Instruct
+    edge-run export Qwen2.5-0.5B-Instruct my-model --device gpu
+    edge-run export Qwen2.5-0.5B-Instruct my-model --device npu --widths 1,4,128 --contexts 512,2048
     edge-run export Phi-3-mini-4k-instruct-onnx/cpu-int4 my-model
     edge-run export optimum-export/model.onnx my-model --weights int4
     edge-run export Qwen/Qwen2.5-0.5B-Instruct my-model
@@ -175,8 +208,12 @@ def export(
         method=method,
         zero_points=zero_points,
         powers_of_two=powers_of_two,
+        half_scales=half_scales,
         context=longest,
         layout=layout,
+        device=device,
+        widths=widths,
+        contexts=contexts,
         hidden_states=hidden_states,
         report=report,
         budget=budget,

@@ -18,7 +18,7 @@ from ...models.hub.model_id import parse_hub_id
 from ...models.manifest import GraphLayout, Method, WeightFormat
 
 if TYPE_CHECKING:
-    from ...export import CalibrationRequest, DraftRequest, ExportRequest, MixedPrecisionRequest
+    from ...export import CalibrationRequest, DraftRequest, ExportRequest, MixedPrecisionRequest, NpuRequest
 
 DEFAULT_BLOCK: Final = 32
 """Weights that share a scale by default; also what GGUF files have."""
@@ -36,7 +36,9 @@ class WeightChoice(StrEnum):
     INT2 = "int2"
     MIXED = "mixed"
 
-    def weight_format(self, block: int, zero_points: bool = False, powers_of_two: bool = False) -> WeightFormat:
+    def weight_format(
+        self, block: int, *, zero_points: bool = False, powers_of_two: bool = False, half_scales: bool = False
+    ) -> WeightFormat:
         """The format with blocks of this many weights; fp32 has no blocks.
 
         Raises:
@@ -47,7 +49,7 @@ class WeightChoice(StrEnum):
         if self is WeightChoice.FP32:
             return WeightFormat(32)
         bits = int(self.value.removeprefix("int"))
-        return WeightFormat(bits, block, zero_points=zero_points, powers_of_two=powers_of_two)
+        return WeightFormat(bits, block, zero_points=zero_points, powers_of_two=powers_of_two, half_scales=half_scales)
 
 
 class MethodChoice(StrEnum):
@@ -76,6 +78,13 @@ class LayersChoice(StrEnum):
     """Values of `--draft-layers`."""
 
     AUTO = "auto"
+
+
+class DeviceChoice(StrEnum):
+    """Values of `--device`."""
+
+    GPU = "gpu"
+    NPU = "npu"
 
 
 class CommandLine:
@@ -131,8 +140,12 @@ class ExportOptions:
     method: MethodChoice | None
     zero_points: bool
     powers_of_two: bool
+    half_scales: bool
     context: int | None
     layout: GraphLayout
+    device: DeviceChoice | None
+    widths: str | None
+    contexts: str | None
     hidden_states: bool
     report: bool
     budget: str | None
@@ -181,6 +194,8 @@ class ExportOptions:
             method=None if self.method is None else self.method.rounding,
             layout=self.layout,
             hidden_states=self.hidden_states,
+            npu=self._npu(),
+            gpu=self.device is DeviceChoice.GPU,
             calibration=self._calibration(),
             awq=self.method is not None and self.method.awq,
             mixed_precision=self._mixed_precision() if self.mixed else None,
@@ -209,7 +224,14 @@ class ExportOptions:
             raise InputError(f"{unused[0]} has no effect without mixed weights", "add --weights mixed")
 
     def _format(self, choice: WeightChoice | None) -> WeightFormat | None:
-        return None if choice is None else choice.weight_format(self.block, self.zero_points, self.powers_of_two)
+        if choice is None:
+            return None
+        return choice.weight_format(
+            self.block,
+            zero_points=self.zero_points,
+            powers_of_two=self.powers_of_two,
+            half_scales=self.half_scales,
+        )
 
     def _mixed_precision(self) -> MixedPrecisionRequest:
         from ...export import MixedPrecisionRequest, parse_budget
@@ -221,7 +243,23 @@ class ExportOptions:
             low_rank_correction=self.low_rank,
             zero_points=self.zero_points,
             powers_of_two=self.powers_of_two,
+            half_scales=self.half_scales,
             bandwidth=None if self.bandwidth is None else self.bandwidth * 1e9,
+        )
+
+    def _npu(self) -> NpuRequest | None:
+        from ...export import NpuRequest
+
+        if self.device is not DeviceChoice.NPU:
+            for option, typed in (("--widths", self.widths), ("--contexts", self.contexts)):
+                if typed is not None:
+                    raise InputError(f"{option} has no effect without --device npu", "add --device npu")
+            return None
+        contexts = None if self.contexts is None else _numbers("--contexts", self.contexts)
+        return (
+            NpuRequest(contexts=contexts)
+            if self.widths is None
+            else NpuRequest(_numbers("--widths", self.widths), contexts)
         )
 
     def _calibration(self) -> CalibrationRequest | None:
@@ -262,6 +300,16 @@ def _vocabulary_size(typed: str) -> int:
             f"--draft-vocab must be a positive number of tokens, not {typed!r}", "give such a number, or auto"
         )
     return int(typed)
+
+
+def _numbers(option: str, typed: str) -> tuple[int, ...]:
+    """The numbers of a list such as `1,4,128`."""
+    words = [word.strip() for word in typed.split(",")]
+    if not all(word.isascii() and word.isdigit() and len(word) < 10 for word in words):
+        raise InputError(
+            f"{option} must be whole numbers with commas between them, not {typed!r}", "give 1,4,128 or so"
+        )
+    return tuple(map(int, words))
 
 
 def _on_disk(source: Path) -> Path:

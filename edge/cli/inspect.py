@@ -13,22 +13,29 @@ from rich.table import Table
 from ...models.bundle import Bundle, open_bundle
 from ...models.byte_sizes import format_bytes
 from ...models.find import find_model
+from ...models.graph_variant import VariantFile
 from ...models.manifest import Manifest, WeightFormat
 from ...models.pairing import find_draft
 from ...runtime.devices.providers import choose_device
 from ...runtime.graph.graph_io import CacheMode, GraphIO
-from ...runtime.graph.open_graph import open_graph
+from ...runtime.graph.open_graph import open_graph, prompt_graph_obstacle
 from ...runtime.graph.session import SessionConfig
+from ...runtime.int8_prompts.int8_graph_files import int8_graph_obstacle
+from ...runtime.kv.prefix_files import prefix_folder
 from ...runtime.measure.exactness import EXACTNESS_REPORTS
-from ...runtime.measure.measurement_store import model_key
+from ...runtime.measure.measurement_store import MeasurementKey, model_key
 from ...runtime.measure.pass_timing import PASS_COSTS
+from ...runtime.measure.prompt_choice import NOT_MADE, PROMPT_CHOICES
 from ...runtime.measure.thread_choice import chosen_threads
-from ...runtime.text.chat_template import load_template
+from ...runtime.prefill import PrefillMode
+from ...runtime.text.chat_template import ChatTemplate, load_template
 from ...runtime.text.tokenizer import TextTokenizer
+from ...runtime.tools.answer_format import AnswerFormat
+from ...runtime.tools.template_signs import AUTO
 from ..terminal.output import SafeConsole, figures_text, write_json
 from ..terminal.plan_table import plan_table
 from .shared_options import AsJson, Debug, ModelArgument, Tokenizer
-from .tune import context_label, describe_cost, doubt_text
+from .tune import context_label, describe_cost, doubt_text, prompt_facts, prompt_text
 from .verify import exactness_summary
 
 _FLOAT_BITS: Final = 16
@@ -54,8 +61,9 @@ def inspect(
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in facts.items():
-        # The plan is shown as a table of its own, and a doubt only where there is one.
-        if name != "quantization_plan" and (name, value) != ("pass_costs_doubt", None):
+        # The plan is shown as a table of its own.
+        hidden = name in _SHOWN_IF_ANY and value is None
+        if name != "quantization_plan" and not hidden:
             table.add_row(name.replace("_", " "), _FORMATTERS.get(name, _formatted)(value) or "-")
     console = SafeConsole()
     console.print(table)
@@ -75,7 +83,7 @@ class OpenedModel:
     """Largest number of tokens of a conversation; None where no file says so."""
     tokenizer: TextTokenizer | None
     """None without a tokenizer.json."""
-    has_template: bool
+    template: ChatTemplate | None
 
     @classmethod
     def of(cls, model: str | None, tokenizer: Path | None) -> OpenedModel:
@@ -98,7 +106,7 @@ class OpenedModel:
             graph_io=graph_io,
             context=min((each for each in (bundle.context, graph_io.capacity) if each is not None), default=None),
             tokenizer=text,
-            has_template=text is not None and load_template(bundle, text) is not None,
+            template=None if text is None else load_template(bundle, text),
         )
 
 
@@ -106,6 +114,9 @@ def describe(opened: OpenedModel) -> dict[str, Any]:
     """A model as plain values."""
     graph_io, bundle, tokenizer = opened.graph_io, opened.bundle, opened.tokenizer
     manifest = bundle.manifest
+    answers = None
+    if opened.template is not None and tokenizer is not None:
+        answers = AnswerFormat(opened.template.written, AUTO, tokenizer)
     facts: dict[str, Any] = {"model": str(bundle.folder), "graph": bundle.graph.name}
     if manifest is not None:
         architecture = manifest.architecture
@@ -117,14 +128,17 @@ def describe(opened: OpenedModel) -> dict[str, Any]:
             "tied_head": architecture.tied_head,
         }
     facts |= {
-        "layers": graph_io.layers,
+        "layers": graph_io.layers + len(graph_io.states),
         "cache": _cache(graph_io),
+        "state_layers": _states(graph_io),
         "vocabulary": graph_io.vocab_size,
         "context": opened.context,
         "cache_bytes_per_token": graph_io.cache_bytes_per_token,
         "token_trees": graph_io.supports_trees,
         "tokenizer": tokenizer is not None,
-        "chat_template": opened.has_template,
+        "chat_template": opened.template is not None,
+        "tool_format": None if answers is None or answers.tool_format is None else answers.tool_format.name,
+        "reasoning_tags": None if answers is None or answers.tags is None else asdict(answers.tags),
         "end_tokens": [] if tokenizer is None else sorted(tokenizer.eos),
     }
     if manifest is not None:
@@ -145,6 +159,7 @@ def describe(opened: OpenedModel) -> dict[str, Any]:
             "quality": dict(manifest.quality),
             "quality_measured_on": _quality_text_name(manifest),
             "parity": dict(manifest.parity),
+            "variants": [_variant(variant) for variant in manifest.variants],
             "files": {name: digest.bytes for name, digest in manifest.files.items()},
             "made_by": manifest.command or manifest.producer,
         }
@@ -152,10 +167,24 @@ def describe(opened: OpenedModel) -> dict[str, Any]:
     key = model_key(bundle, opened.config)
     cost = PASS_COSTS.load(key)
     facts["pass_costs"] = None if cost is None else describe_cost(cost)
+    facts["prompts"] = _prompts(opened, key)
     facts["pass_costs_doubt"] = None if cost is None or cost.doubt is None else cost.doubt.value
+    facts["prefixes_of_all_models"] = _prefixes()
     report = EXACTNESS_REPORTS.load(key)
     facts["exactness"] = None if report is None else {"summary": exactness_summary(report), **report.to_json()}
     return facts
+
+
+def _prefixes() -> dict[str, Any]:
+    """Where the KV caches of prefixes lie, and how many there are."""
+    sizes = [path.stat().st_size for path in prefix_folder().glob("*/*.kv")]
+    return {"folder": str(prefix_folder()), "number": len(sizes), "bytes": sum(sizes)}
+
+
+def _variant(variant: VariantFile) -> dict[str, Any]:
+    """A variant of the graph for another device, as plain values."""
+    values = {**asdict(variant), "device": variant.device.value, "providers": list(variant.providers)}
+    return {name: value for name, value in values.items() if value not in (None, [], False)}
 
 
 def _quality_text_name(manifest: Manifest) -> str | None:
@@ -201,6 +230,24 @@ def _cache(graph_io: GraphIO) -> str:
         sizes = ["slots" if axis == tensor_type.axis else str(size) for axis, size in enumerate(tensor_type.shape)]
         tensors.append(f"{tensor_type.dtype} [{', '.join(sizes)}]")
     return f"{', '.join(tensors)}, {'in place' if graph_io.cache_mode is CacheMode.IN_PLACE else 'growing'}"
+
+
+def _states(graph_io: GraphIO) -> str | None:
+    """The layers that keep a state beside the cache, by number, and its type and shape; None without them."""
+    shape = graph_io.state_shape
+    if shape is None:
+        return None
+    layers = ", ".join(tensor.past.rpartition(".")[2] for tensor in graph_io.states)
+    return f"{layers}: convolution, float32 [{shape.tokens}, {shape.channels}] each"
+
+
+def _prompts(opened: OpenedModel, key: MeasurementKey) -> dict[str, Any]:
+    """Which graph reads prompts with `--prefill auto`, as plain values."""
+    choice = PROMPT_CHOICES.load(key)
+    refusal = prompt_graph_obstacle(opened.bundle, opened.config, opened.graph_io, PrefillMode.AUTO, cache=True)
+    if refusal is None:
+        refusal = (int8_graph_obstacle(opened.bundle) or NOT_MADE) if choice is None else choice.refusal
+    return prompt_facts(choice, refusal)
 
 
 def _pass_costs(described: list[dict[str, Any]] | None) -> str:
@@ -251,6 +298,18 @@ def _files_text(files: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in files.items())
 
 
+def _variants_text(variants: list[dict[str, Any]]) -> str:
+    """A line for each variant of the graph: file, device, precision, and what is fixed about it."""
+    lines = []
+    for variant in variants:
+        parts = [variant["device"].upper(), variant["precision"]]
+        parts += [name.removesuffix("ExecutionProvider") for name in variant.get("providers", [])]
+        parts += [f"{name} {variant[name]}" for name in ("width", "context") if name in variant]
+        parts += ["passes of consecutive tokens only"] if variant.get("plain") else []
+        lines.append(f"{variant['file']}: {', '.join(parts)}")
+    return "\n".join(lines) or "none"
+
+
 def _draft_text(draft: Mapping[str, Any] | None) -> str:
     if draft is None:
         return "none"
@@ -266,16 +325,31 @@ def _draft_text(draft: Mapping[str, Any] | None) -> str:
     return ", ".join(parts)
 
 
+def _tags_text(tags: Mapping[str, str] | None) -> str:
+    return "" if tags is None else f"{tags['opening'].strip()} ... {tags['closing']}"
+
+
+def _prefixes_text(prefixes: Mapping[str, Any]) -> str:
+    number, size = prefixes["number"], format_bytes(prefixes["bytes"])
+    return f"{number} ({size}) in {prefixes['folder']}, which may be removed" if number else ""
+
+
+_SHOWN_IF_ANY: Final = frozenset(("state_layers", "pass_costs_doubt"))
+"""Facts that are shown only where they apply."""
 _FORMATTERS: Final[Mapping[str, Callable[[Any], str]]] = {
     "weights": _counts_text,
     "methods": _counts_text,
     "quality": figures_text,
     "parity": _parity_text,
+    "variants": _variants_text,
     "files": _files_text,
     "draft": _draft_text,
     "calibration": _calibration,
     "pass_costs": _pass_costs,
+    "prompts": prompt_text,
     "pass_costs_doubt": doubt_text,
     "exactness": _exactness,
+    "prefixes_of_all_models": _prefixes_text,
+    "reasoning_tags": _tags_text,
 }
 """Functions for the facts that are not printed as they are."""

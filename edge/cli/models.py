@@ -11,7 +11,8 @@ from rich.table import Table
 from ...errors import InputError
 from ...models.byte_sizes import format_bytes
 from ...models.find import BUNDLED_MODEL, bundled_folder
-from ...models.hub.local_store import DownloadedModel, Store, models_root, stores
+from ...models.hub.downloaded_model import DownloadedModel
+from ...models.hub.local_store import Store, models_root, stores
 from ...models.hub.model_id import HubId, parse_hub_id
 from ..terminal.output import SafeConsole, write_json, write_line
 from .shared_options import AsJson, Debug

@@ -14,6 +14,7 @@ from .shared_options import ModelOptions
 if TYPE_CHECKING:
     from ...models.progress import Progress
     from ...runtime.engine import Engine
+    from ..service.kept_prefixes import KeptPrefix
     from ..service.model_pool import ModelPool
 
 OfferedModels = Annotated[
@@ -44,6 +45,8 @@ class PoolOptions:
     """How each of them is opened; its model is not used."""
     idle_unload: float | None = None
     memory: str | None = None
+    prefixes: Sequence[KeptPrefix] = ()
+    """What requests begin with: every model reads it when it is loaded."""
 
     def open(self) -> ModelPool:
         """Offer the models; they are loaded when they are first used.
@@ -57,7 +60,16 @@ class PoolOptions:
         from ..service.model_pool import ModelPool
 
         def open_model(path: str, progress: Progress) -> Engine:
-            return replace(self.each, model=path).open(progress)
+            engine = replace(self.each, model=path).open(progress)
+            if self.prefixes:
+                from ..service.kept_prefixes import keep_prefixes
+
+                try:
+                    keep_prefixes(engine, self.prefixes)
+                except BaseException:
+                    engine.close()
+                    raise
+            return engine
 
         max_bytes = None if self.memory is None else parse_bytes(self.memory, "--memory")
         kind = choose_device(self.each.device).kind

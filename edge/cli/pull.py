@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from ...models.byte_sizes import format_bytes
-from ...models.hub.local_store import DownloadedModel, Store
+from ...models.hub.downloaded_model import DownloadedModel
+from ...models.hub.local_store import Store
 from ...models.hub.model_id import HubId, parse_hub_id
 from ...runtime.devices.providers import choose_device
 from ..terminal.output import write_json, write_line

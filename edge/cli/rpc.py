@@ -11,10 +11,28 @@ import typer
 from ...errors import InputError
 from ...models.byte_sizes import parse_bytes
 from ...runtime.devices.power import Power
+from ...runtime.kv.cache_scales import KVFormat
+from ...runtime.prefill import PrefillMode
 from ...runtime.scheduling.request_queue import DEFAULT_PARALLEL
 from ..terminal.output import write_out
 from .pool_options import IdleUnload, Memory, OfferedModels, Parallel, PoolOptions
-from .shared_options import Cache, Context, Debug, Device, Draft, ModelOptions, Offline, PowerMode, PrefixCache, Threads
+from .shared_options import (
+    KV,
+    Cache,
+    Context,
+    Debug,
+    Device,
+    Draft,
+    DraftDevice,
+    ModelOptions,
+    Offline,
+    OverflowPolicy,
+    PowerMode,
+    Prefill,
+    PrefixCache,
+    Threads,
+    ToolFormatName,
+)
 
 _STDIN: Final = 0
 _SHORTEST_LINE: Final = 1024
@@ -26,13 +44,18 @@ def rpc(
     idle_unload: IdleUnload = None,
     memory: Memory = None,
     prefix_cache: PrefixCache = None,
+    overflow: OverflowPolicy = None,
     max_line: Annotated[str, typer.Option(metavar="SIZE", help="Largest line of the client.")] = "16MiB",
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of the protocol, and exit.")] = False,
     device: Device = "auto",
     threads: Threads = None,
     power: PowerMode = Power.AUTO,
     context: Context = None,
+    kv: KV = KVFormat.FLOAT,
+    prefill: Prefill = PrefillMode.AUTO,
+    tool_format: ToolFormatName = "auto",
     draft: Draft = "auto",
+    draft_device: DraftDevice = "auto",
     cache: Cache = True,
     offline: Offline = False,  # noqa: ARG001  its callback acts
     debug: Debug = False,
@@ -64,9 +87,14 @@ def rpc(
         threads,
         context,
         draft=draft,
+        draft_device=draft_device,
         cache=cache,
         prefix_cache=kept,
+        overflow=overflow,
         power=power,
+        kv=kv,
+        prefill=prefill,
+        tool_format=tool_format,
         parallel=parallel,
         max_waiting=MAX_REQUESTS,
     )

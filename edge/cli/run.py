@@ -4,72 +4,57 @@ from __future__ import annotations
 
 import re
 import sys
-import time
 from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from ...errors import InputError
 from ...models.byte_sizes import parse_bytes
-from ...models.progress import Progress, ProgressDisplay
-from ...models.text_files import decode_text, unify_line_ends
-from ...runtime.decode import FinishReason
+from ...models.progress import Progress
+from ...models.text_files import decode_text, read_text, unify_line_ends
 from ...runtime.devices.power import Power
 from ...runtime.engine import Engine
-from ...runtime.options import GenerateOptions
-from ...runtime.result import Reply
+from ...runtime.kv.cache_scales import KVFormat
+from ...runtime.options import LEAST_CONFIDENCE, MOST_ANSWERS, GenerateOptions
+from ...runtime.prefill import PrefillMode
 from ...runtime.sampling.logprobs import MAX_ALTERNATIVES
 from ...runtime.speculation.choice import Speculation
 from ...runtime.speculation.sampled_speculator import DraftSampling
-from ..terminal.explain import show_rounds
-from ..terminal.interrupt import cancelling_on_interrupt
-from ..terminal.output import chunk_json, reply_json, stats_line, write_error, write_json, write_out
-from .ctrl_c import INTERRUPTED
+from .format_options import Choices, GrammarAligned, GrammarFile, JsonSchema, Regex, response_format_of
 from .shared_options import (
+    KV,
     AsJson,
     Cache,
     Context,
     Debug,
     Device,
     Draft,
+    DraftDevice,
     ModelArgument,
     ModelOptions,
     Offline,
+    OverflowPolicy,
     PowerMode,
+    Prefill,
     PrefixCache,
+    PrefixDisk,
     Raw,
     Threads,
     Tokenizer,
+    ToolFormatName,
+    prefix_disk_bytes,
 )
+from .single_answer import AnswerFormat, SinglePrompt, answer_prompt
+
+if TYPE_CHECKING:
+    from ..terminal.chat.opening import ChatSettings
 
 _MAX_PROMPT_BYTES: Final = 16 << 20
 """Largest prompt that is read from standard input, several times the text of the longest contexts."""
 _BIAS: Final = re.compile(r"([0-9]{1,9})=([+-]?[0-9]{1,9}(?:\.[0-9]{1,18})?)")
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """What to answer, and how to show it."""
-
-    model: ModelOptions
-    generate: GenerateOptions
-    prompt: str | None
-    """The prompt to answer; None for a chat."""
-    system: str | None
-    resume: Path | None
-    conversation: str | None
-    """Id of the stored conversation that a chat goes on with."""
-    latest: bool
-    """Whether a chat goes on with the latest conversation."""
-    saving: bool
-    """Whether a chat is kept."""
-    as_json: bool
-    json_stream: bool
-    stats: bool
 
 
 def run(
@@ -78,6 +63,15 @@ def run(
         str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="Answer this prompt, then exit.")
     ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
+    prefix: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Begin the conversation with the text of FILE, such as a long document: at the end of the system "
+            "message, or with --raw before the prompt. Its KV cache is kept on disk, so that the next start does not "
+            "read it again.",
+        ),
+    ] = None,
     raw: Raw = False,
     special_tokens_in_messages: Annotated[
         bool,
@@ -92,6 +86,11 @@ def run(
             "-n", "--max-tokens", metavar="N", min=1, help="Maximum tokens of an answer.", show_default="no limit"
         ),
     ] = None,
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
+    grammar: GrammarFile = None,
+    choice: Choices = None,
+    grammar_aligned: GrammarAligned = 0,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="End the answer before this text; may be repeated.")
     ] = None,
@@ -136,6 +135,31 @@ def run(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence tokens, up to --max-tokens.")
     ] = False,
+    answers: Annotated[
+        int,
+        typer.Option(
+            "--n",
+            "--answers",
+            metavar="N",
+            help=f"Number of answers to the prompt, 1 to {MOST_ANSWERS}. The first has the seed, the next 1 more, and "
+            "so on.",
+        ),
+    ] = 1,
+    best_of: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Generate N answers and print those with the largest mean log-probability, as many as --n says.",
+        ),
+    ] = None,
+    early_stop: Annotated[
+        float,
+        typer.Option(
+            metavar="P",
+            help="With --best-of, stop an answer once it will not be among the best, with confidence P, "
+            f"{LEAST_CONFIDENCE} to 1; at 1, once it cannot be.",
+        ),
+    ] = 1.0,
     seed: Annotated[
         int | None,
         typer.Option(
@@ -146,15 +170,21 @@ def run(
     threads: Threads = None,
     power: PowerMode = Power.AUTO,
     context: Context = None,
+    kv: KV = KVFormat.FLOAT,
+    prefill: Prefill = PrefillMode.AUTO,
+    tool_format: ToolFormatName = "auto",
     cache: Cache = True,
     prefix_cache: PrefixCache = None,
+    overflow: OverflowPolicy = None,
+    prefix_disk: PrefixDisk = None,
     tokenizer: Tokenizer = None,
     draft: Draft = "auto",
+    draft_device: DraftDevice = "auto",
     spec: Annotated[
         str,
         typer.Option(
             metavar="NAMES",
-            help="Drafters for speculative decoding: auto, off, or some of suffix,recycle,ngram,history,model.",
+            help="Drafters for speculative decoding: auto, off, or some of suffix,edit,recycle,ngram,history,model.",
         ),
     ] = "auto",
     draft_sampling: Annotated[
@@ -223,7 +253,9 @@ def run(
 
     A chat keeps its conversations, which edge-run app shows too, and takes commands: /help lists them.
 
-    Examples: edge-run my-model -p "Why is the sky blue?" -n 200 --stats; edge-run my-model --continue
+    Examples: edge-run my-model -p "Why is the sky blue?" -n 200 --stats; edge-run my-model --continue; edge-run
+    my-model --context 16384 --kv int8; edge-run my-model -p "Name a boat." -t 1 --n 3 --best-of 8; edge-run my-model
+    --prefix report.txt -p "What does it conclude?"; edge-run my-model --json-schema person.json -p "Who wrote Faust?"
     """
     if as_json and json_stream:
         raise InputError("--json and --json-stream are both given", "give one of them")
@@ -242,6 +274,9 @@ def run(
         logit_bias=_logit_bias(logit_bias or ()),
         ignore_eos=ignore_eos,
         logprobs=logprobs,
+        n=answers,
+        best_of=best_of,
+        early_stop=early_stop,
         seed=seed,
         raw=raw,
         special_tokens_in_messages=special_tokens_in_messages,
@@ -249,18 +284,26 @@ def run(
         exact=exact,
         draft_sampling=draft_sampling,
         explain=explain,
+        response_format=response_format_of(json_schema, regex, grammar, choice),
+        grammar_aligned=grammar_aligned,
     )
     chatting = prompt is None and sys.stdin is not None and sys.stdin.isatty()
     if chatting:
-        _check_chat(raw=raw, as_json=as_json, json_stream=json_stream)
+        _check_chat(raw=raw, as_json=as_json, json_stream=json_stream, several=options.candidates > 1)
     elif continue_ or conversation is not None:
         name = "--continue" if continue_ else "--conversation"
         raise InputError(f"{name} goes on with a chat, but there is a prompt to answer", f"leave out {name}")
     elif prompt is None:
         prompt = _read_standard_input()
     prompt, system = (None if text is None else unify_line_ends(text) for text in (prompt, system))
+    document = "" if prefix is None else read_text(prefix, "give a file with text")
+    if document and resume is not None:
+        raise InputError("a resumed conversation has its beginning already", "leave out --prefix or --resume")
+    if document and not raw:
+        system = document if system is None else f"{system}\n\n{document}"
     if prompt == "":
         raise InputError("the prompt is empty", "give -p TEXT, or text on standard input")
+    options = options.changed({"keep_prefix": (bool(document) and not raw) or (chatting and save)})
     # Without speculation a draft model would cost memory and processor time for nothing.
     used_draft = None if options.speculation == Speculation.OFF else draft
     prefix_bytes = None if prefix_cache is None else parse_bytes(prefix_cache, "--prefix-cache")
@@ -274,69 +317,34 @@ def run(
         cache,
         history,
         prefix_cache=prefix_bytes,
+        overflow=overflow,
+        prefix_disk=prefix_disk_bytes(prefix_disk),
         power=power,
+        kv=kv,
+        prefill=prefill,
+        tool_format=tool_format,
+        draft_device=draft_device if used_draft is not None else "auto",
     )
-    request = RunOptions(
-        opened, options, prompt, system, resume, conversation, continue_, save, as_json, json_stream, stats
-    )
-    return _chat(request) if chatting else _answer(request)
+    if not chatting:
+        asked = SinglePrompt(prompt or "", system, document if raw else "", resume, options)
+        return answer_prompt(opened, asked, AnswerFormat(as_json, json_stream, stats))
+    from ..terminal.chat.opening import ChatSettings
+
+    settings = ChatSettings(options, system, resume, conversation, latest=continue_, saving=save, show_stats=stats)
+    return _chat(opened, settings)
 
 
-def _chat(options: RunOptions) -> int:
-    from ..terminal.chat.opening import ChatSettings, open_chat
+def _chat(options: ModelOptions, settings: ChatSettings) -> int:
+    from ..terminal.chat.opening import open_chat
 
     def open_model(name: str | None, progress: Progress) -> Engine:
-        named = options.model
+        named = options
         if name != named.model:  # these belong to the model that was named with them
             draft = None if named.draft is None else "auto"
             named = replace(named, model=name, tokenizer=None, draft=draft)
         return named.open(progress)
 
-    settings = ChatSettings(
-        options.generate,
-        options.system,
-        options.resume,
-        options.conversation,
-        latest=options.latest,
-        saving=options.saving,
-        show_stats=options.stats,
-    )
-    return open_chat(open_model, options.model.model, settings)
-
-
-def _answer(options: RunOptions) -> int:
-    """Answer the prompt once; Ctrl-C keeps what was written."""
-    prompt = options.prompt or ""
-    started = time.perf_counter()
-    progress = ProgressDisplay(transient=True)
-    engine = options.model.open(progress)
-    load_s = time.perf_counter() - started
-    pieces = []
-    wanted = options.generate.logprobs is not None
-    with engine:
-        if options.resume is not None:
-            session = engine.session(system=options.system, resume=options.resume)
-            chunks = session.stream(prompt, options.generate)
-        else:
-            chunks = engine.stream(prompt, options.generate, system=options.system)
-        with progress, closing(chunks), cancelling_on_interrupt(chunks.cancel) as interrupted:
-            for chunk in chunks:
-                pieces.append(chunk)
-                if options.json_stream:
-                    if chunk.text or chunk.logprobs:
-                        write_json(chunk_json(chunk, with_logprobs=wanted))
-                elif not options.as_json:
-                    write_out(chunk.text)
-        reply = Reply.of(pieces)
-        if options.as_json or options.json_stream:
-            write_json(reply_json(reply, engine, options.generate.speculation, load_s, with_logprobs=wanted))
-        elif not reply.text.endswith("\n") and (reply.text or not interrupted()):
-            write_out("\n")
-        if options.generate.explain:
-            show_rounds(reply.stats.rounds, engine.graph_io)
-        if options.stats:
-            write_error(stats_line(reply.stats, engine, load_s))
-    return INTERRUPTED if interrupted() and reply.finish_reason is FinishReason.CANCELLED else 0
+    return open_chat(open_model, options.model, settings)
 
 
 def _logit_bias(given: Sequence[str]) -> dict[int, float] | None:
@@ -354,8 +362,9 @@ def _logit_bias(given: Sequence[str]) -> dict[int, float] | None:
     return biases or None
 
 
-def _check_chat(*, raw: bool, as_json: bool, json_stream: bool) -> None:
-    for option, given in (("--raw", raw), ("--json", as_json), ("--json-stream", json_stream)):
+def _check_chat(*, raw: bool, as_json: bool, json_stream: bool, several: bool) -> None:
+    options = {"--raw": raw, "--json": as_json, "--json-stream": json_stream, "--n or --best-of": several}
+    for option, given in options.items():
         if given:
             raise InputError(f"{option} needs a prompt", "give -p TEXT, or text on standard input")
     if not sys.stdout.isatty():

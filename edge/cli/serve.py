@@ -14,11 +14,31 @@ from ...models.byte_sizes import parse_bytes
 from ...models.progress import ProgressDisplay
 from ...models.text_files import decode_text
 from ...runtime.devices.power import Power
+from ...runtime.kv.cache_scales import KVFormat
+from ...runtime.prefill import PrefillMode
 from ...runtime.scheduling.request_queue import DEFAULT_MAX_WAITING, DEFAULT_PARALLEL
 from ..server import missing_extra
 from ..terminal.output import showing_tracebacks, write_error
 from .pool_options import IdleUnload, Memory, OfferedModels, Parallel, PoolOptions
-from .shared_options import Cache, Context, Debug, Device, Draft, ModelOptions, Offline, PowerMode, PrefixCache, Threads
+from .shared_options import (
+    KV,
+    Cache,
+    Context,
+    Debug,
+    Device,
+    Draft,
+    DraftDevice,
+    ModelOptions,
+    Offline,
+    OverflowPolicy,
+    PowerMode,
+    Prefill,
+    PrefixCache,
+    PrefixDisk,
+    Threads,
+    ToolFormatName,
+    prefix_disk_bytes,
+)
 
 _KEY_VARIABLE: Final = "EDGERUN_API_KEY"
 _MAX_KEY_BYTES: Final = 4096
@@ -60,6 +80,17 @@ def serve(
     idle_unload: IdleUnload = None,
     memory: Memory = None,
     prefix_cache: PrefixCache = None,
+    prefix: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="What many requests begin with: a text file with their system message, or a .json file with the body "
+            "of a chat completion (messages, tools). Every model reads it when it is loaded, and its KV cache is kept "
+            "on disk for the next start; may be repeated.",
+        ),
+    ] = None,
+    prefix_disk: PrefixDisk = None,
+    overflow: OverflowPolicy = None,
     max_body: Annotated[str, typer.Option(metavar="SIZE", help="Largest body of a request.")] = "32MiB",
     drain: Annotated[
         float,
@@ -71,7 +102,11 @@ def serve(
     threads: Threads = None,
     power: PowerMode = Power.AUTO,
     context: Context = None,
+    kv: KV = KVFormat.FLOAT,
+    prefill: Prefill = PrefillMode.AUTO,
+    tool_format: ToolFormatName = "auto",
     draft: Draft = "auto",
+    draft_device: DraftDevice = "auto",
     history: Annotated[
         bool, typer.Option("--history", help="Keep conversations on disk, and draft from earlier ones.")
     ] = False,
@@ -83,13 +118,14 @@ def serve(
 
     Only programs of this machine reach the server, unless --host says otherwise. The guide is docs/server.md.
 
-    Example: edge-run serve my-model --port 8080
+    Examples: edge-run serve my-model --port 8080; edge-run serve my-model --prefix instructions.txt
     """
     with missing_extra():
         from ..server.answer_service import AnswerService
         from ..server.asgi_app import asgi_app
         from ..server.server_settings import ServerSettings
         from ..server.uvicorn_server import bound_socket, draining_server
+        from ..service.kept_prefixes import KeptPrefix
 
     settings = ServerSettings(
         host=host,
@@ -106,14 +142,22 @@ def serve(
         threads,
         context,
         draft=draft,
+        draft_device=draft_device,
         cache=cache,
         history=history,
         prefix_cache=kept,
+        prefix_disk=prefix_disk_bytes(prefix_disk),
+        overflow=overflow,
         power=power,
+        kv=kv,
+        prefill=prefill,
+        tool_format=tool_format,
         parallel=parallel,
         max_waiting=max_waiting,
     )
-    with PoolOptions(models or [], each, idle_unload, memory).open() as pool, bound_socket(host, port) as listening:
+    prefixes = [KeptPrefix.read(path) for path in prefix or ()]
+    offered = PoolOptions(models or [], each, idle_unload, memory, prefixes)
+    with offered.open() as pool, bound_socket(host, port) as listening:
         if models:
             # What is wrong with the model that most requests will use is said now.
             with ProgressDisplay(transient=True) as progress:

@@ -15,16 +15,20 @@ from ...models.find import find_model
 from ...models.progress import ProgressDisplay
 from ...models.text_files import read_text
 from ...runtime.devices.processor import default_threads
-from ...runtime.devices.providers import choose_device
+from ...runtime.devices.providers import choose_device, cpu_device
 from ...runtime.engine import Engine
+from ...runtime.engine_loading import usable_threads
 from ...runtime.graph.session import SessionConfig
+from ...runtime.measure.fastest_device import FastestDevice, measure_fastest_device
 from ...runtime.measure.measurement_store import model_key
 from ...runtime.measure.pass_timing import PASS_COSTS, WIDTHS, measure_pass_cost
-from ...runtime.measure.thread_choice import ThreadChoice, choose_threads
+from ...runtime.measure.prompt_choice import PromptChoice
+from ...runtime.measure.thread_choice import ThreadChoice, choose_threads, chosen_threads
+from ...runtime.prefill import PrefillMode
 from ...runtime.speculation.drafters.ngram_table import write_bundle_table
 from ...runtime.speculation.pass_cost import BUCKET_ENDS, Doubt, PassCost
 from ..terminal.output import SafeConsole, write_json, write_warning
-from .shared_options import AsJson, Debug, Device, ModelArgument, ModelOptions, Threads, Tokenizer
+from .shared_options import AsJson, Debug, Device, ModelArgument, ModelOptions, Prefill, Threads, Tokenizer
 
 _CONTEXTS: Final = (384, 1536, 6144, 24576, 98304)
 """One context length in each bucket, near its end, where a conversation spends most of its time."""
@@ -47,6 +51,7 @@ def tune(
             metavar="N", min=2, help="Longest context to measure, in tokens.", show_default="what fits in 512 MB"
         ),
     ] = None,
+    prefill: Prefill = PrefillMode.AUTO,
     text: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE", help="Count this text into the n-gram table; may be repeated."),
@@ -62,6 +67,11 @@ def tune(
     again. This takes about two seconds for each context length, and longer for large models or on a busy machine.
 
     Without --threads it first finds the number of threads that is fastest, and every command uses that from then on.
+    Without --device it then decodes on every GPU and NPU that computes the whole model, in turns with the CPU, and
+    --device auto means the fastest one from then on.
+
+    It also makes the int8 prompt graph of the model, checks its quality and measures whether it reads prompts faster
+    here; every command with --prefill auto does as was found. --prefill plain leaves that out.
 
     --text counts the n-grams of text files into a table that drafts where the conversation does not repeat itself. The
     new table replaces the old one and serves all models with the same tokenizer.
@@ -70,7 +80,10 @@ def tune(
     """
     texts = [read_text(path, "give a file with text") for path in text or ()]
     choice = _choose_threads(model, device, tokenizer) if threads is None else None
-    with ModelOptions(model, device, threads, context, tokenizer).open() as engine:
+    fastest = _choose_device(model, threads, tokenizer) if device.lower() == "auto" else None
+    # A graph that is asked for by name would be used whatever is measured, but this is to find out.
+    reader = PrefillMode.PLAIN if prefill is PrefillMode.PLAIN else PrefillMode.AUTO
+    with ModelOptions(model, device, threads, context, tokenizer, prefill=reader).open() as engine:
         contexts = _contexts(engine, limited=context is None)
         with ProgressDisplay() as progress:
             cost = measure_pass_cost(
@@ -79,16 +92,20 @@ def tune(
                 threads=engine.model.threads,
                 progress=lambda fraction: progress("timing passes", fraction),
             )
+            choice_of_graph = engine.model.prompts.tune(progress)
         file = PASS_COSTS.save(model_key(engine.bundle, SessionConfig(engine.device, engine.model.threads)), cost)
         sequences = (engine.tokenizer.encode(text, add_special_tokens=False) for text in texts)
         prior_bytes = write_bundle_table(engine.bundle, sequences, engine.graph_io.vocab_size) if texts else 0
+        prompts = prompt_facts(choice_of_graph, engine.model.prompts.refusal)
         facts = {
             "model": str(engine.bundle.folder),
             "device": str(engine.device),
+            "devices": None if fastest is None else fastest.to_json(),
             "threads": _threads_facts(engine.model.threads, choice),
             "file": None if file is None else str(file),
             "doubt": None if cost.doubt is None else cost.doubt.value,
             "contexts": describe_cost(cost),
+            "prompts": prompts,
             "ngram_bytes": prior_bytes,
         }
     if as_json:
@@ -97,7 +114,11 @@ def tune(
     console = SafeConsole()
     if choice is not None and choice.seconds:
         console.print(_threads_text(choice), soft_wrap=True)
+    if fastest is not None and (fastest.seconds or fastest.refused):
+        console.print("\n".join(fastest_device_lines(fastest)), soft_wrap=True, highlight=False)
     console.print(_table(cost))
+    if prefill is not PrefillMode.PLAIN:
+        console.print(prompt_text(prompts), soft_wrap=True, highlight=False)
     if cost.doubt is not None:
         console.print(doubt_text(cost.doubt.value), soft_wrap=True)
     if prior_bytes:
@@ -114,6 +135,55 @@ def _choose_threads(model: str | None, device: str, tokenizer: Path | None) -> T
     bundle = open_bundle(find_model(model, chosen.kind), kind=chosen.kind, tokenizer=tokenizer)
     with ProgressDisplay() as progress:
         return choose_threads(bundle, SessionConfig(chosen), progress)
+
+
+def _choose_device(model: str | None, threads: int | None, tokenizer: Path | None) -> FastestDevice:
+    """Measure on which device the model decodes fastest."""
+    cpu = cpu_device()
+    bundle = open_bundle(find_model(model, cpu.kind), kind=cpu.kind, tokenizer=tokenizer)
+    config = SessionConfig(cpu, usable_threads(threads) or chosen_threads(bundle, SessionConfig(cpu)))
+    with ProgressDisplay() as progress:
+        return measure_fastest_device(bundle, config, progress)
+
+
+def fastest_device_lines(choice: FastestDevice) -> list[str]:
+    """What each device takes for a token, why others were not timed, and which one is used from now on."""
+    times = ", ".join(f"{name}: {value * 1e3:.3g} ms" for name, value in choice.seconds.items())
+    lines = [f"{name} was not timed: {reason}" for name, reason in choice.refused.items()]
+    if choice.busy:
+        return [*lines, f"devices: {times} a token; not stored, because other programs used the processor"]
+    return [
+        *lines,
+        *([f"devices: {times} a token"] if times else []),
+        f"--device auto means {choice.device} for this model",
+    ]
+
+
+def prompt_facts(choice: PromptChoice | None, refusal: str | None) -> dict[str, Any]:
+    """Which graph reads prompts, and what was measured of the int8 prompt graph, as plain values."""
+    facts: dict[str, Any] = {"int8_used": refusal is None, "reason": refusal}
+    if choice is not None and choice.int8_s:
+        facts["speedup"] = round(choice.speedup, 3)
+        facts["mean_kl"], facts["kl_limit"] = choice.mean_kl, choice.kl_limit
+        facts["load_milliseconds"], facts["tokens_to_load"] = round(choice.load_s * 1e3, 3), choice.tokens_to_load
+        for name, times in (("plain", choice.plain_s), ("int8", choice.int8_s)):
+            facts[f"{name}_milliseconds"] = {
+                str(width): round(seconds * 1e3, 3) for width, seconds in sorted((times or {}).items())
+            }
+    return facts
+
+
+def prompt_text(facts: Mapping[str, Any]) -> str:
+    """Which graph reads prompts, in a sentence."""
+    if not facts["int8_used"]:
+        return f"int8 prompt graph: {facts['reason']}"
+    if "speedup" not in facts:
+        return "int8 prompt graph: reads prompts, without having been measured"
+    return (
+        f"int8 prompt graph: reads prompts at {facts['speedup']:.2f} times the speed, "
+        f"mean KL {facts['mean_kl']:.2g} (limit {facts['kl_limit']:.2g}); "
+        f"loaded for prompts of {facts['tokens_to_load']} tokens and more, or after shorter ones"
+    )
 
 
 def _threads_facts(threads: int, choice: ThreadChoice | None) -> dict[str, Any]:

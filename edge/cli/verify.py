@@ -12,14 +12,19 @@ from rich.table import Table
 from ...models.pairing import find_draft
 from ...models.progress import ProgressDisplay
 from ...runtime.engine import Engine
+from ...runtime.kv.cache_scales import KVFormat
+from ...runtime.measure.cache_quality import CacheQuality, measure_cache_quality
 from ...runtime.measure.exactness import ComparisonCounts, Counterexample, ExactnessReport
+from ...runtime.prefill import PrefillMode
 from ..terminal.output import SafeConsole, write_json
 from .shared_options import (
+    KV,
     AsJson,
     Context,
     Debug,
     Device,
     Draft,
+    DraftDevice,
     ModelArgument,
     ModelOptions,
     Prompts,
@@ -33,6 +38,7 @@ _KINDS: Final = {"greedy": "greedy", "sampled": "sampled", "exact": "greedy with
 def verify(
     model: ModelArgument = None,
     draft: Draft = "auto",
+    draft_device: DraftDevice = "auto",
     prompts: Prompts = None,
     limit: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of prompts of each category.")] = 3,
     max_tokens: Annotated[
@@ -41,6 +47,7 @@ def verify(
     device: Device = "auto",
     threads: Threads = None,
     context: Context = None,
+    kv: KV = KVFormat.FLOAT,
     tokenizer: Tokenizer = None,
     as_json: AsJson = False,
     debug: Debug = False,  # noqa: ARG001  main reads it
@@ -51,27 +58,41 @@ def verify(
     drafts of every kind, with texts of plain decoding. Texts may differ only from a near tie on: a position whose two
     best logits are closer than the passes differ. With --exact they may not differ at all. The report is stored for
     --exact, and edge-run inspect shows it. The exit code is 1 if a text differs anywhere else. Of weights that are
-    packed for this machine in the cache, all bytes are compared with their checksums.
+    packed for this machine in the cache, and of the int8 prompt graph, all bytes are compared with their checksums.
+    Prompts are read by the model itself (--prefill plain).
 
-    Example: edge-run verify my-model --prompts spec_bench.jsonl --limit 10
+    With --kv int8 all this is done with an int8 cache, and its logits are compared with those of a float cache.
+
+    Examples: edge-run verify my-model --prompts spec_bench.jsonl --limit 10; edge-run verify my-model --kv int8
     """
     from ...runtime.graph.prepacked import verify_prepacked
+    from ...runtime.int8_prompts.int8_graph_files import verify_int8_graph
     from ...runtime.measure.comparison import Comparison
     from ..bench.prompt_sets import bundled_prompts, limit_per_category, read_prompts
     from ..bench.runner import BenchSettings, PromptEncoder
 
     read = bundled_prompts(for_shell=model is None) if prompts is None else read_prompts(prompts)
     conversations = limit_per_category(read, limit)
-    with ModelOptions(model, device, threads, context, tokenizer, draft).open() as engine:
+    opened = ModelOptions(
+        model, device, threads, context, tokenizer, draft, kv=kv, draft_device=draft_device, prefill=PrefillMode.PLAIN
+    )
+    with opened.open() as engine:
         pair = find_draft(engine.bundle, draft)
         bundles = [engine.bundle, *([] if pair is None or pair.layer_skip else [pair.draft])]
-        packed = sum(map(verify_prepacked, bundles)) > 0
+        packed = sum(map(verify_prepacked, bundles)) + verify_int8_graph(engine.bundle) > 0
         encoder = PromptEncoder(engine, BenchSettings(max_tokens))
         prompt_ids = [encoder.encode((), each.exchanges[0]).prompt for each in conversations]
+        quality = None
         with ProgressDisplay() as progress:
-            report = Comparison(engine, max_tokens).report(
-                prompt_ids, lambda fraction: progress("comparing texts", fraction)
-            )
+            comparison = Comparison(engine, max_tokens)
+            report = comparison.report(prompt_ids, lambda fraction: progress("comparing texts", fraction))
+            if kv is KVFormat.INT8:
+                quality = measure_cache_quality(
+                    engine.model.new_sequence().bound,
+                    engine.model.with_float_cache(),
+                    comparison.texts,
+                    lambda fraction: progress("comparing the int8 cache with a float cache", fraction),
+                )
         engine.model.drafters.store_exactness_report(report)
         if as_json:
             facts = {
@@ -79,11 +100,12 @@ def verify(
                 "device": str(engine.device),
                 "packed_weights": "intact" if packed else None,
                 "summary": exactness_summary(report),
+                **({} if quality is None else {"int8_cache": quality.to_json()}),
                 **report.to_json(),
             }
             write_json(facts)
         else:
-            _show(engine, report, packed, [each.exchanges[0].prompt for each in conversations])
+            _show(engine, report, quality, packed, [each.exchanges[0].prompt for each in conversations])
     return 0 if report.passed else 1
 
 
@@ -104,7 +126,9 @@ def exactness_summary(report: ExactnessReport) -> str:
     return f"{ties} ({tied} of {texts} texts differ{', each at a tie' if tied else ''})"
 
 
-def _show(engine: Engine, report: ExactnessReport, packed: bool, prompts: Sequence[str]) -> None:
+def _show(
+    engine: Engine, report: ExactnessReport, quality: CacheQuality | None, packed: bool, prompts: Sequence[str]
+) -> None:
     noise = report.noise
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
@@ -115,6 +139,8 @@ def _show(engine: Engine, report: ExactnessReport, packed: bool, prompts: Sequen
         table.add_row("packed weights", "all bytes in the cache are as they were written")
     table.add_row("wider passes", f"logits differ by at most {widths} (tokens of a pass: difference)")
     table.add_row("token trees", f"logits differ by at most {noise.trees:.2g}")
+    if noise.long_context:
+        table.add_row("long contexts", f"logits differ by at most {noise.long_context:.2g} in the graph that runs them")
     table.add_row("perturbed cache", f"logits differ by at most {noise.perturbed:.2g} when its last bits change")
     table.add_row("logits", f"standard deviation {noise.spread:.2g}")
     table.add_row("tree branches", leak)
@@ -122,11 +148,21 @@ def _show(engine: Engine, report: ExactnessReport, packed: bool, prompts: Sequen
         count = getattr(report, kind)
         if count is not None:
             table.add_row(name, _counted(count))
+    if quality is not None:
+        table.add_row("int8 cache", _cache_quality(quality))
     console = SafeConsole()
     console.print(table)
     if report.counterexample is not None:
         console.print(_described(engine, report.counterexample, prompts))
     console.print(exactness_summary(report), style="bold")
+
+
+def _cache_quality(quality: CacheQuality) -> str:
+    return (
+        f"mean KL {quality.mean_kl:.2g} from a float cache (99 % of positions below {quality.p99_kl:.2g}), the same "
+        f"most likely token at {quality.top1_agreement:.1%} of {quality.positions} positions of texts of up to "
+        f"{quality.longest} tokens"
+    )
 
 
 def _counted(count: ComparisonCounts) -> str:

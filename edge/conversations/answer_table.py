@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ...errors import ConversationError
+from .call_rounds import CallRound
 from .conversation_table import as_json, insert_row
-from .message_table import checked_content, read_message, touch
+from .message_table import checked_content, encoded_rounds, read_message, touch
 from .records import MessageState, Role, StoredMessage, valid_text
 from .writers import Writer
 
@@ -23,6 +24,7 @@ def write_answer(
     content: str,
     tokens: Sequence[Mapping[str, Any]] | None,
     writer: Writer,
+    rounds: Sequence[CallRound] | None = None,
 ) -> None:
     """Store an answer as far as it is written.
 
@@ -32,6 +34,7 @@ def write_answer(
         content: the whole text so far.
         tokens: all tokens so far, of which those that are stored are not written again; None to leave them.
         writer: who writes it.
+        rounds: its calls of tools so far; None to leave them.
 
     Raises:
         ConversationError: the message is unknown, deleted, not an answer, or written by another process.
@@ -42,6 +45,8 @@ def write_answer(
         "UPDATE message SET content = ?, state = 'writing', writer = ?, error = NULL WHERE id = ?",
         (checked_content(content), str(writer), message_id),
     )
+    if rounds is not None:
+        database.execute("UPDATE message SET rounds = ? WHERE id = ?", (encoded_rounds(rounds), message_id))
     if tokens is not None:
         (stored,) = database.execute(
             "SELECT ifnull(sum(count), 0) FROM token_part WHERE message = ?", (message_id,)

@@ -8,8 +8,10 @@ from typing import Any, Final
 
 from ...runtime.decode import FinishReason
 from ...runtime.options import GenerateOptions
+from ...runtime.prefill import INT8_GRAPH
 from ...runtime.result import Chunk, Stats
 from ..service.token_objects import token_object
+from .call_rounds import CallRound
 from .records import MessageState, StoredMessage
 from .store import ConversationStore
 
@@ -30,6 +32,7 @@ class AnswerWriter:
         message_id: the answer, a message in the state `writing` or one that goes on.
         content: its text so far.
         tokens: its tokens so far; None to keep none.
+        rounds: its calls of tools so far.
     """
 
     def __init__(
@@ -38,25 +41,41 @@ class AnswerWriter:
         message_id: str,
         content: str = "",
         tokens: Sequence[Mapping[str, Any]] | None = (),
+        rounds: Sequence[CallRound] = (),
     ) -> None:
         self.message_id: Final = message_id
         self.content = content
         self.tokens: list[Mapping[str, Any]] | None = None if tokens is None else list(tokens)
+        self.rounds: tuple[CallRound, ...] = tuple(rounds)
         self._store: Final = store
         self._due = time.monotonic() + CHECKPOINT_S
 
-    def add(self, chunk: Chunk) -> None:
+    def add(self, chunk: Chunk, text: str | None = None) -> None:
         """Add a piece, and write a checkpoint if the last one is some time ago.
+
+        Args:
+            chunk: the piece.
+            text: what it adds to the content; None for its text.
 
         Raises:
             ConversationError: the answer was deleted, or the file cannot be written.
         """
-        self.content += chunk.text
+        self.content += chunk.text if text is None else text
         if self.tokens is not None:
             self.tokens += map(token_object, chunk.logprobs)
         if time.monotonic() >= self._due:
             self._store.write_answer(self.message_id, self.content, self.tokens)
             self._due = time.monotonic() + CHECKPOINT_S
+
+    def begin_round(self, rounds: Sequence[CallRound]) -> None:
+        """Keep calls of tools and their results; the content begins anew behind them.
+
+        Raises:
+            ConversationError: the answer was deleted, or the file cannot be written.
+        """
+        self.content, self.rounds = "", tuple(rounds)
+        self.tokens = None if self.tokens is None else []
+        self._store.write_answer(self.message_id, "", [], self.rounds)
 
     def finish(
         self, state: MessageState, stats: Mapping[str, Any] | None = None, error: str | None = None
@@ -94,6 +113,7 @@ def stats_object(stats: Stats, trimmed: Sequence[str] = ()) -> dict[str, Any]:
         "total_s": stats.total_s,
         "prompt_tokens": stats.prompt_tokens,
         "reused_tokens": stats.reused_tokens,
+        "int8_prompt_tokens": stats.prompt_readers.get(INT8_GRAPH, 0),
         "tokens_per_pass": stats.tokens_per_pass,
         "drafted": stats.drafted,
         "accepted": stats.accepted,

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 from ...errors import ContextError
 from ...runtime.engine import Engine
 from ...runtime.options import GenerateOptions
+from ...runtime.overflow import Overflow, answer_reserve, most_turns, turns_of
+from .reasoning_text import split_reasoning
 from .records import Role, StoredMessage, message_text
-
-_RESERVE: Final = 1024
-"""Tokens kept free for an answer without a largest number of tokens."""
-_RESERVE_SHARE: Final = 4
-"""At most this part of the context is kept free for the answer: one in so many."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ def fit_context(engine: Engine, system: str, messages: Sequence[StoredMessage], 
     """Leave out the oldest turns of a branch until the prompt and some room for the answer fit the context.
 
     A turn is a message of the user with the answers to it. The system message and the last message of the user always
-    stay. Few turns are tokenized that do not fit, however long the conversation is.
+    stay. With the overflow `window`, which cuts the prompt, or `error`, all messages stay.
 
     Args:
         engine: the model.
@@ -46,61 +43,72 @@ def fit_context(engine: Engine, system: str, messages: Sequence[StoredMessage], 
         options: options of the answer.
 
     Raises:
-        ContextError: the last message does not fit, even alone.
+        ContextError: the last message does not fit, even alone, or with the overflow `error` the conversation.
         TemplateError: the model has no chat template, or it failed.
     """
+    overflow = Overflow.parse(options.overflow or engine.overflow or Overflow.TRIM)
     options = replace(options, system=None)
     context = engine.context
-    reserve = min(_RESERVE if options.max_tokens is None else options.max_tokens, context // _RESERVE_SHARE)
-    turns = _turns(messages)
+    reserve = answer_reserve(context, options.max_tokens)
+    turns = turns_of(messages, lambda message: message.role)
 
     def tokens_of(kept: int) -> int:
         last = [message for turn in turns[len(turns) - kept :] for message in turn]
-        return engine.count_tokens(model_messages(system, last), options)
+        return engine.count_tokens(model_messages(system, last, calls=takes_calls(engine)), options)
 
-    # Twice as many turns each time until they do not fit, then the number between by bisection.
-    kept, tokens = 1, tokens_of(1)
-    if tokens >= context:
-        raise ContextError(
-            f"the last message does not fit the context: {tokens} of {context} tokens",
-            "shorten it or its attachments, or load the model with a longer context",
-        )
-    reserve = min(reserve, context - tokens)
-    too_many = len(turns) + 1
-    while too_many - kept > 1:
-        attempt = min(2 * kept, len(turns)) if too_many > len(turns) else (kept + too_many) // 2
-        if (count := tokens_of(attempt)) + reserve <= context:
-            kept, tokens = attempt, count
-        else:
-            too_many = attempt
+    if overflow is Overflow.TRIM:
+        kept, tokens = most_turns(len(turns), tokens_of, context, reserve)
+    else:
+        kept, tokens = len(turns), tokens_of(len(turns))
+        if overflow is Overflow.ERROR and tokens >= context:
+            raise ContextError(
+                f"the conversation has {tokens} tokens and the model's context is {context}",
+                "start another, or use the overflow trim or window",
+            )
+    reserve = max(min(reserve, context - tokens), 0)
     left_out = tuple(message.id for turn in turns[: len(turns) - kept] for message in turn)
     chosen = tuple(message for turn in turns[len(turns) - kept :] for message in turn)
     return ContextFit(chosen, tokens, context, reserve, left_out)
 
 
-def model_messages(system: str, messages: Sequence[StoredMessage]) -> list[dict[str, Any]]:
+def takes_calls(engine: Engine) -> bool:
+    """Whether a model's chat template has a form for calls of tools."""
+    return engine.model.answer_format.tool_format is not None
+
+
+def model_messages(system: str, messages: Sequence[StoredMessage], *, calls: bool = True) -> list[dict[str, Any]]:
     """Messages in the form of OpenAI's chat API.
 
     Chat templates take turns of user and assistant, so empty answers are left out, and messages of one role that
-    follow each other then are joined by an empty line.
+    follow each other then are joined by an empty line. Of answers that begin with reasoning, templates choose what the
+    model reads again.
+
+    Args:
+        system: system message; empty for none.
+        messages: a branch, from its first message on.
+        calls: whether calls of tools and their results are among them; otherwise only what was written.
     """
     objects: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    for message in messages:
-        text = message_text(message)
-        if message.role is Role.ASSISTANT and not text:
-            continue
-        if objects and objects[-1]["role"] == message.role:
+
+    def add(role: Role, text: str, reasoning: str = "") -> None:
+        if role is Role.ASSISTANT and not text:
+            return
+        if objects and objects[-1]["role"] == role and "tool_calls" not in objects[-1]:
             objects[-1]["content"] += f"\n\n{text}"
         else:
-            objects.append({"role": message.role.value, "content": text})
-    return objects
+            objects.append(
+                {"role": role.value, "content": text, **({"reasoning_content": reasoning} if reasoning else {})}
+            )
 
-
-def _turns(messages: Sequence[StoredMessage]) -> list[list[StoredMessage]]:
-    """The messages by turns; answers before the first message of the user are a turn of their own."""
-    turns: list[list[StoredMessage]] = []
     for message in messages:
-        if message.role is Role.USER or not turns:
-            turns.append([])
-        turns[-1].append(message)
-    return turns
+        for each in message.rounds:
+            if calls:
+                objects += each.messages()
+            else:
+                add(message.role, split_reasoning(each.text)[1])
+        if message.role is Role.ASSISTANT:
+            reasoning, text = split_reasoning(message_text(message))
+            add(message.role, text, reasoning)
+        else:
+            add(message.role, message_text(message))
+    return objects

@@ -5,14 +5,28 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
-from ...errors import ConversationError, InputError
-from .records import MAX_TEXT, MAX_TITLE, SAMPLING_FIELDS, Conversation, Preset, new_id, title_of, valid_text
+from ...errors import ConversationError, InputError, UnknownIdError
+from .records import (
+    MAX_TEXT,
+    MAX_TITLE,
+    MAX_TOOLS,
+    SAMPLING_FIELDS,
+    Conversation,
+    Preset,
+    new_id,
+    title_of,
+    valid_text,
+)
 
-_COLUMNS: Final = "id, title, titled_by_user, folder, pinned, system, sampling, model, leaf, created, updated, deleted"
-_FIELDS: Final = ("title", "folder", "pinned", "system", "sampling", "model")
+_COLUMNS: Final = (
+    "id, title, titled_by_user, folder, pinned, system, sampling, tools, allowed_tools, model, leaf, created, updated, "
+    "deleted"
+)
+_FIELDS: Final = ("title", "folder", "pinned", "system", "sampling", "model", "tools", "allowed_tools")
 """Fields that users set."""
 _MAX_SETTING: Final = 1_000_000
 
@@ -47,7 +61,7 @@ def read_conversation(database: sqlite3.Connection, conversation_id: str, *, liv
         (conversation_id,),
     ).fetchone()
     if row is None:
-        raise ConversationError(f"there is no conversation {conversation_id!r}", "it may have been deleted")
+        raise UnknownIdError("conversation", conversation_id, "it may have been deleted")
     if live and row[-1] is not None:
         raise ConversationError(f"the conversation {conversation_id!r} is deleted", "restore it first")
     return _conversation(row)
@@ -124,7 +138,7 @@ def remove_preset(database: sqlite3.Connection, name: str) -> None:
         ConversationError: there is none of that name.
     """
     if not database.execute("DELETE FROM preset WHERE name = ?", (valid_text(name),)).rowcount:
-        raise ConversationError(f"there is no preset {name!r}")
+        raise UnknownIdError("preset", name)
 
 
 def read_setting(database: sqlite3.Connection, name: str, default: Any) -> Any:
@@ -189,6 +203,8 @@ def checked_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
             if not isinstance(value, bool):
                 raise ConversationError(f"pinned is {value!r}", "it must be true or false")
             values[name] = value
+        elif name in {"tools", "allowed_tools"}:
+            values[name] = _tools(value, name)
         elif name in {"folder", "model"}:
             values[name] = None if value is None else checked_line(value, name) or None
         else:
@@ -235,6 +251,16 @@ def _sampling(value: Any) -> str:
     return as_json(given, "sampling")
 
 
+def _tools(value: Any, name: str) -> str:
+    """Ids of tools as JSON text."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ConversationError(f"{name} is {type(value).__name__}", "it must be a list of ids of tools")
+    ids = list(dict.fromkeys(checked_line(each, name) for each in value))
+    if len(ids) > MAX_TOOLS:
+        raise ConversationError(f"{name} has {len(ids)} tools", f"at most {MAX_TOOLS} are offered to a model")
+    return as_json(ids, name)
+
+
 def _automatic_title(database: sqlite3.Connection, conversation_id: str) -> str:
     row = database.execute(
         "SELECT content FROM message WHERE conversation = ? AND role = 'user' AND deleted IS NULL ORDER BY number",
@@ -244,5 +270,8 @@ def _automatic_title(database: sqlite3.Connection, conversation_id: str) -> str:
 
 
 def _conversation(row: tuple[Any, ...]) -> Conversation:
-    ident, title, titled, folder, pinned, system, sampling, *rest = row
-    return Conversation(ident, title, bool(titled), folder, bool(pinned), system, parsed(sampling, {}), *rest)
+    ident, title, titled, folder, pinned, system, sampling, tools, allowed, *rest = row
+    conversation = Conversation(ident, title, bool(titled), folder, bool(pinned), system, parsed(sampling, {}), *rest)
+    if not tools:
+        return conversation
+    return replace(conversation, tools=tuple(parsed(tools, ())), allowed_tools=tuple(parsed(allowed, ())))

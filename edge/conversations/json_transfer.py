@@ -12,8 +12,9 @@ from msgspec import UNSET, Meta, UnsetType
 
 from ...errors import ConversationError
 from .answer_table import insert_tokens, read_tokens
+from .call_rounds import CallState, rounds_of
 from .conversation_table import as_json, checked_fields, insert_row, read_conversation
-from .message_table import checked_content, encoded_attachments, list_messages, newest_leaf
+from .message_table import checked_content, encoded_attachments, encoded_rounds, list_messages, newest_leaf
 from .records import MAX_TEXT, MAX_TITLE, Attachment, MessageState, Role, as_object, new_id, valid_text
 
 _FORMAT: Final = "edge-run conversations"
@@ -25,7 +26,7 @@ _Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
 _Measure = Annotated[float, Meta(ge=0)]
 _Time = Annotated[float, Meta(ge=0, le=1e11)]
-_NOT_EXPORTED: Final = {"conversation": ("id", "deleted"), "message": ("conversation", "has_tokens")}
+_NOT_EXPORTED: Final = {"conversation": ("id", "deleted", "allowed_tools"), "message": ("conversation", "has_tokens")}
 
 
 class _Attachment(msgspec.Struct, forbid_unknown_fields=True):
@@ -61,11 +62,27 @@ class _Stats(msgspec.Struct, forbid_unknown_fields=True):
     total_s: _Measure | UnsetType = UNSET
     prompt_tokens: _Count | UnsetType = UNSET
     reused_tokens: _Count | UnsetType = UNSET
+    int8_prompt_tokens: _Count | UnsetType = UNSET
     tokens_per_pass: _Measure | UnsetType = UNSET
     drafted: _Count | UnsetType = UNSET
     accepted: _Count | UnsetType = UNSET
     drafters: dict[_Line, _DraftCounts] | UnsetType = UNSET
     trimmed: list[_Id] | UnsetType = UNSET
+    small_talk: bool | UnsetType = UNSET
+    tools_ignored: bool | UnsetType = UNSET
+
+
+class _Call(msgspec.Struct, forbid_unknown_fields=True):
+    id: _Line
+    name: _Line
+    arguments: _Text
+    state: CallState
+    result: _Text | None
+
+
+class _Round(msgspec.Struct, forbid_unknown_fields=True):
+    text: _Text
+    calls: list[_Call]
 
 
 class _Message(msgspec.Struct, forbid_unknown_fields=True):
@@ -80,6 +97,7 @@ class _Message(msgspec.Struct, forbid_unknown_fields=True):
     error: _Text | None = None
     stats: _Stats | None = None
     tokens: list[_Token] = []
+    rounds: list[_Round] = []
 
 
 class _Conversation(msgspec.Struct, forbid_unknown_fields=True):
@@ -94,6 +112,7 @@ class _Conversation(msgspec.Struct, forbid_unknown_fields=True):
     sampling: dict[str, Any] = {}
     model: _Line | None = None
     leaf: _Id | None = None
+    tools: list[_Line] = []
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -151,7 +170,8 @@ def _without(fields: dict[str, Any], kind: str) -> dict[str, Any]:
 
 def _insert(database: sqlite3.Connection, conversation: _Conversation, where: str) -> str:
     fields = {
-        name: getattr(conversation, name) for name in ("title", "folder", "pinned", "system", "sampling", "model")
+        name: getattr(conversation, name)
+        for name in ("title", "folder", "pinned", "system", "sampling", "model", "tools")
     }
     values = checked_fields(fields) | {
         "id": new_id(),
@@ -193,6 +213,7 @@ def _insert_message(database: sqlite3.Connection, conversation_id: str, message:
         "state": state.value,
         "error": message.error,
         "stats": None if message.stats is None else as_json(_stats(message.stats, ids), "stats"),
+        "rounds": encoded_rounds([each.undecided() for each in rounds_of(msgspec.to_builtins(message.rounds))]),
     }
     insert_row(database, "message", values)
     insert_tokens(database, values["id"], 0, msgspec.to_builtins(message.tokens))

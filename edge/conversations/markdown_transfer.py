@@ -14,6 +14,7 @@ and so does one that has backslashes there already.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from pathlib import Path
 from typing import Final
 
 from ...errors import ConversationError
-from .records import MAX_TITLE, Conversation, Role, StoredMessage, message_text
+from .call_rounds import CallRound
+from .records import MAX_TITLE, Conversation, Role, StoredMessage, fenced, message_text
 
 _FLAGS: Final = re.IGNORECASE | re.MULTILINE | re.ASCII
 _HEADING: Final = re.compile(r"^## (System|User|Assistant)(?: \((.{1,200})\))?[ \t]*$", _FLAGS)
@@ -58,8 +60,27 @@ def as_markdown(conversation: Conversation, branch: Sequence[StoredMessage]) -> 
         heading = f"## {message.role.value.capitalize()}"
         if message.model:
             heading += f" ({_shown_model(message.model)})"
-        parts += [heading, _escaped(message_text(message))]
+        parts += [heading, *(_escaped(_shown_round(each)) for each in message.rounds)]
+        if message.content or not message.rounds:
+            parts.append(_escaped(message_text(message)))
     return "\n\n".join(parts) + "\n"
+
+
+def _shown_round(round_of_calls: CallRound) -> str:
+    """What an answer wrote and the calls that it made then, as Markdown."""
+    parts = [round_of_calls.text.strip()] if round_of_calls.text.strip() else []
+    for call in round_of_calls.calls:
+        parts += [f"**Call of {call.name}** ({call.state.value})", fenced(_pretty(call.arguments), "json")]
+        if call.result is not None:
+            parts += ["**Result**", fenced(call.result)]
+    return "\n\n".join(parts)
+
+
+def _pretty(arguments: str) -> str:
+    try:
+        return json.dumps(json.loads(arguments), ensure_ascii=False, indent=2)
+    except ValueError:
+        return arguments
 
 
 def _shown_model(model: str) -> str:

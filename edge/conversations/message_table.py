@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from ...errors import ConversationError
-from .conversation_table import checked_line, insert_row, parsed, read_conversation
+from ...errors import ConversationError, UnknownIdError
+from .call_rounds import CallRound, rounds_object, rounds_of
+from .conversation_table import as_json, checked_line, insert_row, parsed, read_conversation
 from .records import (
     MAX_ATTACHMENTS,
     MAX_TEXT,
@@ -26,7 +27,7 @@ from .records import (
 from .writers import Writer
 
 COLUMNS: Final = (
-    "id, conversation, parent, role, content, attachments, created, model, state, error, stats, "
+    "id, conversation, parent, role, content, attachments, created, model, state, error, stats, rounds, "
     "EXISTS (SELECT 1 FROM token_part WHERE token_part.message = message.id)"
 )
 _BRANCH: Final = f"""
@@ -61,7 +62,7 @@ def read_message(database: sqlite3.Connection, message_id: str, *, live: bool = 
         (message_id,),
     ).fetchone()
     if row is None:
-        raise ConversationError(f"there is no message {message_id!r}", "it may have been deleted")
+        raise UnknownIdError("message", message_id, "it may have been deleted")
     if live and row[-1]:
         raise ConversationError(f"the message {message_id!r} is deleted", "restore it first")
     return as_message(row[:-1])
@@ -101,6 +102,7 @@ def insert_message(
     attachments: Sequence[Attachment] = (),
     model: str | None = None,
     state: MessageState = MessageState.COMPLETE,
+    rounds: Sequence[CallRound] = (),
     writer: Writer | None = None,
 ) -> StoredMessage:
     """Add a message, make it the leaf, and title an untitled conversation after it.
@@ -125,6 +127,7 @@ def insert_message(
         "created": time.time(),
         "model": None if model is None else checked_line(model, "model"),
         "state": state.value,
+        "rounds": encoded_rounds(rounds),
         "writer": str(writer) if state is MessageState.WRITING else None,
     }
     insert_row(database, "message", values)
@@ -212,7 +215,9 @@ def purge(database: sqlite3.Connection, before: float) -> bool:
 
 def as_message(row: Sequence[Any]) -> StoredMessage:
     """The message of a row of `COLUMNS`."""
-    ident, conversation, parent, role, content, attachments, created, model, state, error, stats, has_tokens = row
+    ident, conversation, parent, role, content, attachments, created, model, state, error, stats, rounds, has_tokens = (
+        row
+    )
     return StoredMessage(
         ident,
         conversation,
@@ -226,6 +231,7 @@ def as_message(row: Sequence[Any]) -> StoredMessage:
         error,
         parsed(stats, None),
         bool(has_tokens),
+        rounds_of(parsed(rounds, ())),
     )
 
 
@@ -238,6 +244,22 @@ def checked_content(content: str) -> str:
     if len(content) > MAX_TEXT:
         raise ConversationError(f"the message has {len(content)} characters", f"at most {MAX_TEXT} are kept")
     return valid_text(content)
+
+
+def encoded_rounds(rounds: Sequence[CallRound]) -> str | None:
+    """Rounds of calls as they are stored.
+
+    Raises:
+        ConversationError: they are too long.
+    """
+    if not rounds:
+        return None
+    text = as_json(rounds_object(rounds), "the calls of tools")
+    if len(text) > MAX_TEXT:
+        raise ConversationError(
+            f"the calls of tools and their results have {len(text)} characters", f"at most {MAX_TEXT} are kept"
+        )
+    return text
 
 
 def encoded_attachments(attachments: Iterable[Attachment]) -> str | None:

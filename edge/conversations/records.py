@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
+from .call_rounds import CallRound
+
 SAMPLING_FIELDS: Final = (
     "temperature",
     "top_k",
@@ -19,6 +21,7 @@ SAMPLING_FIELDS: Final = (
     "max_tokens",
     "seed",
     "stop",
+    "overflow",
 )
 """Fields of `GenerateOptions` that a conversation or a preset may set."""
 MAX_TITLE: Final = 200
@@ -27,6 +30,8 @@ MAX_TEXT: Final = 4_000_000
 """Most characters of a message, of a system message, or of all attachments of a message together."""
 MAX_ATTACHMENTS: Final = 32
 """Most attachments of one message."""
+MAX_TOOLS: Final = 128
+"""Most tools of one conversation."""
 _TITLE_LENGTH: Final = 60
 _ID_BYTES: Final = 8
 _MARKS: Final = "#>*-_` \t"
@@ -86,6 +91,10 @@ class Conversation:
     """When a message was last written."""
     deleted: float | None
     """When it was deleted; None if it was not."""
+    tools: tuple[str, ...] = ()
+    """Tools that its answers may call, by their ids: `server/tool`."""
+    allowed_tools: tuple[str, ...] = ()
+    """Those of them that are called without asking the user."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,9 @@ class StoredMessage:
     stats: Mapping[str, Any] | None = None
     """Statistics of an answer: a JSON object."""
     has_tokens: bool = False
-    """Whether `ConversationStore.tokens` has its tokens."""
+    """Whether `ConversationStore.tokens` has its tokens: those of its content."""
+    rounds: tuple[CallRound, ...] = ()
+    """Calls of tools that an answer made before it wrote its content."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +169,7 @@ def as_object(record: Conversation | StoredMessage | Preset | SearchHit) -> dict
 
 def message_text(message: StoredMessage) -> str:
     """The text of a message as the model reads it: its attachments, each in a fence with its name, then the content."""
-    parts = [_fenced(each) for each in message.attachments]
+    parts = [f"{each.name}\n{fenced(each.text)}" for each in message.attachments]
     return "\n\n".join([*parts, message.content] if message.content or not parts else parts)
 
 
@@ -188,11 +199,11 @@ def title_of(text: str) -> str:
     return cut.rstrip(" ,;:.-") + "…"
 
 
-def _fenced(attachment: Attachment) -> str:
-    """An attachment in a fence that is longer than any in its text."""
-    fence, longest, run = "```", 0, 0
-    for character in attachment.text:
+def fenced(text: str, language: str = "") -> str:
+    """A text in a fence that is longer than any in it."""
+    longest, run = 0, 0
+    for character in text:
         run = run + 1 if character == "`" else 0
         longest = max(longest, run)
     fence = "`" * max(3, longest + 1)
-    return f"{attachment.name}\n{fence}\n{attachment.text.removesuffix(chr(10))}\n{fence}"
+    return f"{fence}{language}\n{text.removesuffix(chr(10))}\n{fence}"

@@ -92,6 +92,11 @@ STEPS: Final[tuple[tuple[str, ...], ...]] = (
         END
         """,
     ),
+    (
+        "ALTER TABLE conversation ADD COLUMN tools TEXT",
+        "ALTER TABLE conversation ADD COLUMN allowed_tools TEXT",
+        "ALTER TABLE message ADD COLUMN rounds TEXT",
+    ),
 )
 """Statements that bring a database from each version to the next; the first step begins with an empty one."""
 VERSION: Final = len(STEPS)

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from . import answer_table, conversation_table, message_table
+from .call_rounds import CallRound
 from .data_folder import data_folder
 from .database import ConversationDatabase, MemoryDatabase
 from .markdown_transfer import as_markdown, read_markdown
@@ -106,7 +107,7 @@ class ConversationStore:
 
         Args:
             **fields: any of `title` (without one, the first message of the user gives it), `folder`, `pinned`,
-                `system`, `sampling`, `model`.
+                `system`, `sampling`, `model`, `tools`, `allowed_tools`.
         """
         conversation = self._database.write(lambda database: conversation_table.create_conversation(database, fields))
         self._tell(ChangeKind.CONVERSATION, conversation.id)
@@ -162,6 +163,7 @@ class ConversationStore:
         attachments: Sequence[Attachment] = (),
         model: str | None = None,
         state: MessageState = MessageState.COMPLETE,
+        rounds: Sequence[CallRound] = (),
     ) -> StoredMessage:
         """Add a message, which becomes the leaf; the first one of the user titles an untitled conversation.
 
@@ -173,6 +175,7 @@ class ConversationStore:
             attachments: text files that belong to it.
             model: the model that writes it.
             state: `writing` for an answer that this store will write with `write_answer` and `finish_answer`.
+            rounds: calls of tools that an answer begins with.
         """
         message = self._database.write(
             lambda database: message_table.insert_message(
@@ -184,6 +187,7 @@ class ConversationStore:
                 attachments=attachments,
                 model=model,
                 state=state,
+                rounds=rounds,
                 writer=self._writer,
             )
         )
@@ -220,7 +224,13 @@ class ConversationStore:
 
     # Answers
 
-    def write_answer(self, message_id: str, content: str, tokens: Sequence[Mapping[str, Any]] | None = None) -> None:
+    def write_answer(
+        self,
+        message_id: str,
+        content: str,
+        tokens: Sequence[Mapping[str, Any]] | None = None,
+        rounds: Sequence[CallRound] | None = None,
+    ) -> None:
         """Keep an answer as far as it is written. One that was finished is `writing` again.
 
         Listeners are not told: what is new in an answer goes to windows by another way.
@@ -229,12 +239,13 @@ class ConversationStore:
             message_id: the answer.
             content: its whole text so far.
             tokens: all of its tokens so far, of which those that are stored are not written again; None leaves them.
+            rounds: its calls of tools so far; None leaves those that are stored.
 
         Raises:
             ConversationError: also if the answer has been deleted, or another process writes it.
         """
         self._database.write(
-            lambda database: answer_table.write_answer(database, message_id, content, tokens, self._writer)
+            lambda database: answer_table.write_answer(database, message_id, content, tokens, self._writer, rounds)
         )
 
     def finish_answer(

@@ -12,8 +12,8 @@ import psutil
 from msgspec import UNSET
 
 from ...models.device_kind import DeviceKind
+from ...models.hub.downloaded_model import DownloadedModel
 from ...models.hub.fetch import fetch_model
-from ...models.hub.local_store import DownloadedModel
 from ...models.hub.model_id import parse_hub_id
 from ...runtime.devices.power import Power, choose_power
 from ...runtime.devices.providers import available_devices

@@ -209,6 +209,7 @@ class PromptResult(Result):
     finish_reason: Annotated[str, Meta(description="stop, length, or cancelled by session/cancel.")]
     usage: Usage
     timing: Timing
+    reasoning: Annotated[str | UnsetType, Meta(description="What the model thought before it answered.")] = UNSET
 
 
 class SessionIdParams(Params):
@@ -334,6 +335,7 @@ class SessionUpdate(Result):
     session_id: str
     request_id: RequestId
     text: str
+    reasoning: Annotated[str | UnsetType, Meta(description="A piece of what the model thinks.")] = UNSET
 
 
 @dataclass(frozen=True)

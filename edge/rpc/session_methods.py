@@ -9,6 +9,8 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
+from msgspec import UNSET
+
 from ...models.find import path_of_user
 from ...runtime.conversation import Session
 from ...runtime.engine import Engine
@@ -123,8 +125,13 @@ class SessionMethods:
             with closing(stream), call.cancellation.calling(stream.cancel), stop.calling(stream.cancel):
                 for chunk in stream:
                     chunks.append(chunk)
-                    if chunk.text:
-                        update = SessionUpdate(session_id=fields.session_id, request_id=call.id, text=chunk.text)
+                    if chunk.text or chunk.reasoning:
+                        update = SessionUpdate(
+                            session_id=fields.session_id,
+                            request_id=call.id,
+                            text=chunk.text,
+                            reasoning=chunk.reasoning or UNSET,
+                        )
                         call.notify("session/update", update)
             call.cancellation.check()
         return _result(Reply.of(chunks))
@@ -224,4 +231,5 @@ def _result(reply: Reply) -> PromptResult:
             total_s=stats.total_s,
             tokens_per_second=stats.decode_tokens_per_second,
         ),
+        reasoning=reply.reasoning or UNSET,
     )

@@ -12,7 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from ...runtime.result import Stats
-from ..service.model_pool import ModelStatus
+from ..service.pooled_model import ModelStatus
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -83,7 +83,8 @@ class ServerMetrics:
             self._prompt_tokens.labels(model).inc(stats.prompt_tokens)
             self._reused_tokens.labels(model).inc(stats.reused_tokens)
             self._cache_hits.labels(model).inc(stats.reused_tokens > 0)
-        self._completion_tokens.labels(model).inc(stats.completion_tokens)
+        discarded = 0 if stats.best_of is None else stats.best_of.discarded_tokens
+        self._completion_tokens.labels(model).inc(stats.completion_tokens + discarded)
         if stats.completion_tokens:
             self._first_token.labels(model).observe(stats.first_token_s)
         if stats.decode_tokens:

@@ -36,8 +36,8 @@ _WORDS: Final = {
 }
 _TAGS: Final = {
     "role": "roles are system, developer, user, assistant and tool",
-    "text.format.type": 'edge-run generates text: {"type": "text"}',
-    "response_format.type": 'edge-run generates text: {"type": "text"}',
+    "text.format.type": "formats are text, json_object and json_schema",
+    "response_format.type": "formats are text, json_object and json_schema",
     "input.type": "items are messages, function_call and function_call_output",
     "output.type": 'models here read text: {"type": "input_text", "text": ...}',
     "input.content.type": 'models here read text: {"type": "input_text", "text": ...}',
@@ -48,7 +48,7 @@ _TAGS: Final = {
 _FOREIGN_TAGS: Final = frozenset(
     (
         *("file", "function", "image_url", "input_audio", "input_file", "input_image", "refusal"),
-        *("custom", "grammar", "json_object", "json_schema"),
+        *("custom", "grammar"),
         *("code_interpreter", "computer", "computer_use_preview", "file_search", "image_generation", "local_shell"),
         *("mcp", "shell", "web_search", "web_search_preview"),
         *("code_interpreter_call", "computer_call", "computer_call_output", "custom_tool_call", "file_search_call"),

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta
 
 from ...runtime.options import GenerateOptions
@@ -15,21 +14,20 @@ from .body_decoder import decode_body
 from .generation_fields import (
     AccountFields,
     Alternatives,
-    Choices,
+    BestOfField,
+    ChoicesField,
+    EarlyStopField,
     PositiveInt,
     StreamOptions,
     generate_options,
     same,
+    several_answers,
     wanted_logprobs,
     wants_usage,
 )
 from .message_fields import AnyMessage, FunctionTool, conversation, tool_mappings
 from .request_error import ErrorCode, RequestError
 from .strict_json import RequestLimits
-
-
-class TextFormat(msgspec.Struct, kw_only=True, tag_field="type", tag="text", forbid_unknown_fields=True):
-    """Answers are text."""
 
 
 class ChatBody(AccountFields, kw_only=True, forbid_unknown_fields=True):
@@ -42,9 +40,9 @@ class ChatBody(AccountFields, kw_only=True, forbid_unknown_fields=True):
         Meta(description="Largest number of tokens to generate; the default is the rest of the context."),
     ] = None
     max_completion_tokens: Annotated[PositiveInt | None, Meta(description="Another name of max_tokens.")] = None
-    n: Annotated[
-        Choices | None, Meta(description="Number of answers, 1 to 16; the first has the seed, the next 1 more.")
-    ] = None
+    n: ChoicesField = None
+    best_of: BestOfField = None
+    early_stop: EarlyStopField = None
     logprobs: Annotated[bool | None, Meta(description="Whether to return the log-probabilities of the tokens.")] = None
     top_logprobs: Annotated[
         Alternatives | None,
@@ -58,11 +56,10 @@ class ChatBody(AccountFields, kw_only=True, forbid_unknown_fields=True):
     tool_choice: Annotated[
         str | dict[str, Any] | None,
         Meta(
-            description="auto shows the tools to the model, none does not.",
-            extra_json_schema={"enum": ["auto", "none", None]},
+            description="auto shows the tools to the model, none does not; required makes it call one, and the name of "
+            "a function that one. A grammar enforces it, with arguments of the schema (extra structured)."
         ),
     ] = None
-    response_format: Annotated[TextFormat | None, Meta(description="Answers are text.")] = None
     chat_template_kwargs: Annotated[
         dict[str, Any] | None,
         Meta(description="Extension. What the chat template reads besides, such as enable_thinking."),
@@ -119,10 +116,12 @@ class ChatRequest:
         options = generate_options(
             fields,
             {
-                "n": fields.n,
+                **several_answers(fields.n, fields.best_of, fields.early_stop),
                 "logprobs": wanted_logprobs(fields.top_logprobs, "logprobs", wanted=bool(fields.logprobs)),
                 "max_tokens": same(fields, "max_tokens", "max_completion_tokens"),
                 "tools": tools if fields.tool_choice != "none" else (),
+                "tool_choice": fields.tool_choice,
+                "parallel_tool_calls": fields.parallel_tool_calls,
                 "template_variables": fields.chat_template_kwargs,
                 "answer_start": answer_start,
             },

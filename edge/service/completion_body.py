@@ -9,14 +9,17 @@ from typing import Annotated, Any, Final
 from msgspec import Meta
 
 from ...runtime.options import GenerateOptions
-from .body_decoder import decode_body, unsupported
+from .body_decoder import decode_body
 from .generation_fields import (
     Alternatives,
-    Choices,
+    BestOfField,
+    ChoicesField,
+    EarlyStopField,
     PositiveInt,
     SamplingFields,
     StreamOptions,
     generate_options,
+    several_answers,
     wants_usage,
 )
 from .strict_json import RequestLimits
@@ -31,10 +34,9 @@ class CompletionBody(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     max_tokens: Annotated[
         PositiveInt | None, Meta(description="Largest number of tokens to generate; 16 by default, as OpenAI's API.")
     ] = None
-    n: Annotated[
-        Choices | None, Meta(description="Number of answers, 1 to 16; the first has the seed, the next 1 more.")
-    ] = None
-    best_of: Annotated[PositiveInt | None, Meta(description="The same number as n: answers are not ranked.")] = None
+    n: ChoicesField = None
+    best_of: BestOfField = None
+    early_stop: EarlyStopField = None
     logprobs: Annotated[
         Alternatives | None,
         Meta(description="Return the log-probabilities of the tokens and of this number of likely ones, 0 to 20."),
@@ -68,18 +70,13 @@ class CompletionRequest:
         """Decode a body; arguments and errors as for `ChatRequest.parse`."""
         limits = limits or RequestLimits()
         fields = decode_body(body, CompletionBody, limits)
-        n = fields.n or 1
-        if fields.best_of not in (None, n):
-            raise unsupported(
-                "best_of", f"best_of is {fields.best_of}, and n is {n}", "answers are not ranked: leave best_of out"
-            )
         return cls(
             model=fields.model,
             prompts=texts_or_ids("prompt", fields.prompt, limits),
             options=generate_options(
                 fields,
                 {
-                    "n": n,
+                    **several_answers(fields.n, fields.best_of, fields.early_stop),
                     "max_tokens": fields.max_tokens or _DEFAULT_TOKENS,
                     "logprobs": fields.logprobs,
                     "raw": True,

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from ...errors import InputError
 from ...runtime.options import GenerateOptions, ModelDefaults
+from .format_fields import FormatFields, response_format
 from .request_error import ErrorCode, RequestError
 
 _SEED_BITS: Final = 64
@@ -20,6 +21,23 @@ _FIELDS: Final = {"template_variables": "chat_template_kwargs"}
 PositiveInt: TypeAlias = Annotated[int, Meta(ge=1)]
 Choices: TypeAlias = Annotated[int, Meta(ge=1, le=16)]
 """Number of answers to one prompt."""
+ChoicesField: TypeAlias = Annotated[
+    Choices | None, Meta(description="Number of answers, 1 to 16; the first has the seed, the next 1 more.")
+]
+BestOfField: TypeAlias = Annotated[
+    Annotated[int, Meta(ge=1, le=20)] | None,
+    Meta(
+        description="Number of answers to generate, up to 20, of which the n with the largest mean log-probability are "
+        "returned, the best one first. A stream has them at its end."
+    ),
+]
+EarlyStopField: TypeAlias = Annotated[
+    float | None,
+    Meta(
+        description="Extension. Confidence at which an answer of best_of is stopped because it will not be returned, "
+        "0.5 to 1. The default is 1: when it cannot be any more."
+    ),
+]
 Alternatives: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
 """Number of likely tokens to return at each position."""
 
@@ -34,8 +52,8 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = None
 
 
-class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are chosen, and when an answer ends."""
+class SamplingFields(FormatFields, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are chosen, what the answer has to look like, and when it ends."""
 
     temperature: Annotated[
         float | None,
@@ -74,6 +92,14 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: Annotated[
         bool | None, Meta(description="Extension. Go on after end-of-sequence tokens, up to the largest length.")
     ] = None
+    overflow: Annotated[
+        str | None,
+        Meta(
+            description="Extension. Where the conversation is longer than the context: an error, without its oldest "
+            "turns, or with its first and newest tokens. The default is the server's.",
+            extra_json_schema={"enum": ["error", "trim", "window", None]},
+        ),
+    ] = None
     exact: Annotated[
         bool | None,
         Meta(description="Extension. The text of plain decoding, whatever runs besides and was asked before; slower."),
@@ -102,12 +128,15 @@ class AccountFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
         bool | None, Meta(description="Answers are not stored.", extra_json_schema={"enum": [False, None]})
     ] = None
     parallel_tool_calls: Annotated[
-        bool | None,
-        Meta(description="Calls are not restricted to one at a time.", extra_json_schema={"enum": [True, None]}),
+        bool | None, Meta(description="Whether an answer may have several calls; false ends it with the first one.")
     ] = None
 
 
-_SAMPLING: Final = tuple(name for name in SamplingFields.__struct_fields__ if name != "repetition_penalty")
+_SAMPLING: Final = tuple(
+    name
+    for name in SamplingFields.__struct_fields__
+    if name not in ("repetition_penalty", *FormatFields.__struct_fields__)
+)
 
 
 def generate_options(fields: SamplingFields, others: Mapping[str, Any]) -> GenerateOptions:
@@ -122,12 +151,30 @@ def generate_options(fields: SamplingFields, others: Mapping[str, Any]) -> Gener
     """
     given = {name: getattr(fields, name) for name in _SAMPLING} | dict(others)
     given["repeat_penalty"] = same(fields, "repeat_penalty", "repetition_penalty")
+    if given.get("response_format") is None:
+        given["response_format"] = response_format(fields)
     values = {name: value for name, value in given.items() if value is not None}
     if "seed" in values and values["seed"] < 0:
         values["seed"] += 1 << _SEED_BITS  # seeds of OpenAI's API have a sign
     for name, value in values.items():
         check_option(name, value)
     return GenerateOptions(**values)
+
+
+def several_answers(n: int | None, best_of: int | None, early_stop: float | None) -> dict[str, Any]:
+    """The options that say how many answers a prompt gets.
+
+    Raises:
+        RequestError: fewer are to be generated than returned.
+    """
+    if best_of is not None and best_of < (n or 1):
+        raise RequestError(
+            f"best_of is {best_of}, and n is {n}",
+            "best_of is the number of answers to generate, n that of the best to return",
+            code=ErrorCode.INVALID_VALUE,
+            param="best_of",
+        )
+    return {"n": n, "best_of": best_of, "early_stop": early_stop}
 
 
 def wants_usage(options: StreamOptions | None, *, stream: bool) -> bool:

@@ -74,6 +74,7 @@ class ToolCall(
 
     function: CalledFunction
     id: str | None = None
+    index: Annotated[int | None, Meta(description="Accepted; the pieces of a stream have it.")] = None
 
 
 class AssistantMessage(_Message, tag="assistant"):
@@ -161,6 +162,8 @@ def _as_mapping(message: AnyMessage) -> dict[str, Any]:
     fields: dict[str, Any] = msgspec.to_builtins(message)
     for unused in ("annotations", "provider_specific_fields"):
         fields.pop(unused, None)
+    for call in fields.get("tool_calls") or ():
+        call.pop("index", None)
     if isinstance(parts := fields.get("content"), list):
         fields["content"] = [{"type": part["type"], "text": part["text"]} for part in parts]
     return fields

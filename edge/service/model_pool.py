@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, TypeAlias
@@ -18,38 +17,16 @@ from typing import Any, Final, TypeAlias
 from ...models.byte_sizes import format_bytes
 from ...models.device_kind import DeviceKind
 from ...models.progress import Progress, silent
-from ...runtime.engine import Engine, EngineLoad
+from ...runtime.engine import Engine
 from .cancellation import Cancellation, CancelledError
 from .offered_models import ModelEntry, OfferedModels
+from .pooled_model import LoadAttempt, ModelStatus, PooledModel
 from .request_error import ErrorCode, RequestError
 
 OpenModel: TypeAlias = Callable[[str, Progress], Engine]
 """Loads the model at a path; the engine reports what its answers wait for to the given `Progress`."""
 
 _LOADING: Final = "loading the model"
-
-
-@dataclass(frozen=True)
-class ModelStatus:
-    """A model that is in memory, or is being loaded."""
-
-    id: str
-    loaded: bool
-    """False while it is being loaded."""
-    users: int
-    """Number of requests and sessions that use it or wait for it."""
-    bytes: int
-    """Bytes of its graph and weights on disk, which are about those in memory."""
-    cached_bytes: int
-    """Bytes of the KV caches of earlier answers."""
-    active: int
-    """Number of answers that are being generated."""
-    waiting: int
-    """Number of requests that wait for the others' end."""
-    load_s: float
-    """Seconds that loading took, a download included; 0 while it lasts."""
-    last_used: float
-    """Time at which it was last in use, in seconds since 1970."""
 
 
 class ModelPool:
@@ -83,7 +60,7 @@ class ModelPool:
         self._idle_s: Final = idle_s
         self._changed: Final = threading.Condition()
         """Guards all that follows, and is notified of every change."""
-        self._models: Final[dict[str, _PooledModel]] = {}
+        self._models: Final[dict[str, PooledModel]] = {}
         self._uses = 0
         self._threads: Final[set[threading.Thread]] = set()
         self._timer: threading.Thread | None = None
@@ -133,7 +110,7 @@ class ModelPool:
         token = cancellation or Cancellation()
         reader = threading.get_ident()
         with token.calling(self._notify), self._changed:
-            model = self._models.setdefault(entry.id, _PooledModel(entry))
+            model = self._models.setdefault(entry.id, PooledModel(entry))
             model.waiting += 1
             model.listeners[reader] = progress
             try:
@@ -222,9 +199,9 @@ class ModelPool:
     ) -> None:
         self.close()
 
-    def _loaded(self, model: _PooledModel, token: Cancellation) -> Engine:
+    def _loaded(self, model: PooledModel, token: Cancellation) -> Engine:
         """Wait for the engine of a model, which a thread loads if none does; the lock is held."""
-        attempt: _Attempt | None = None
+        attempt: LoadAttempt | None = None
         while True:
             token.check()
             self._check_open()
@@ -233,12 +210,12 @@ class ModelPool:
             if attempt is not None and attempt.error is not None and not isinstance(attempt.error, CancelledError):
                 raise attempt.error
             if model.attempt is None:
-                model.attempt = _Attempt()
+                model.attempt = LoadAttempt()
                 self._start(self._load, model, model.attempt)
             attempt = model.attempt
             self._changed.wait()
 
-    def _load(self, model: _PooledModel, attempt: _Attempt) -> None:
+    def _load(self, model: PooledModel, attempt: LoadAttempt) -> None:
         """Load a model, in a thread of its own."""
         started = time.monotonic()
         engine: Engine | None = None
@@ -276,7 +253,7 @@ class ModelPool:
             self._threads.discard(threading.current_thread())
             self._changed.notify_all()
 
-    def _make_room(self, model: _PooledModel, needed: int) -> None:
+    def _make_room(self, model: PooledModel, needed: int) -> None:
         """Wait until a model fits the budget, and unload those that are not in use for it.
 
         Raises:
@@ -299,17 +276,17 @@ class ModelPool:
                 else:
                     self._changed.wait()
 
-    def _fits(self, needed: int, others: Sequence[_PooledModel]) -> bool:
+    def _fits(self, needed: int, others: Sequence[PooledModel]) -> bool:
         return self.max_bytes is None or needed + sum(other.bytes for other in others) <= self.max_bytes
 
-    def _no_room(self, model: _PooledModel, needed: int, kept: Sequence[_PooledModel], code: ErrorCode) -> RequestError:
+    def _no_room(self, model: PooledModel, needed: int, kept: Sequence[PooledModel], code: ErrorCode) -> RequestError:
         what = f"{model.entry.id} takes {format_bytes(needed)} of memory, and models may take {_shown(self.max_bytes)}"
         if not kept:
             return RequestError(what, "choose a smaller model, or raise the limit", code=code, param="model")
         held = ", ".join(f"{other.entry.id} ({format_bytes(other.bytes)})" for other in kept)
         return RequestError(f"{what}, of which open sessions hold {held}", "close sessions", code=code, param="model")
 
-    def _check_wanted(self, model: _PooledModel) -> None:
+    def _check_wanted(self, model: PooledModel) -> None:
         """Raise if nobody waits for a model that is being loaded, so that loading ends; the lock is held."""
         if self._closed or not model.waiting:
             raise CancelledError("nobody waits for the model any more")
@@ -318,7 +295,7 @@ class ModelPool:
         if self._closed:
             raise RequestError("the models are unloaded, because the program is ending", code=ErrorCode.BUSY)
 
-    def _unload(self, model: _PooledModel) -> None:
+    def _unload(self, model: PooledModel) -> None:
         """Unload a model that is not in use; the lock is held."""
         if model.engine is not None:
             model.engine.close()
@@ -336,7 +313,7 @@ class ModelPool:
                 ends = [each.idle_since + idle_s for each in self._models.values() if each.idle]
                 self._changed.wait(min(ends) - now if ends else None)
 
-    def _touch(self, model: _PooledModel) -> None:
+    def _touch(self, model: PooledModel) -> None:
         """Note that the use of a model begins or ends now; the lock is held."""
         self._uses += 1
         model.used_at, model.last_used, model.idle_since = self._uses, time.time(), time.monotonic()
@@ -351,57 +328,6 @@ class ModelPool:
         self._threads.add(thread)
         thread.start()
         return thread
-
-
-@dataclass
-class _Attempt:
-    """One attempt to load a model."""
-
-    error: Exception | None = None
-
-
-@dataclass
-class _PooledModel:
-    """A model with what the pool knows of it; the pool's lock guards it."""
-
-    entry: ModelEntry
-    engine: Engine | None = None
-    attempt: _Attempt | None = None
-    """The attempt to load it that is in progress."""
-    waiting: int = 0
-    """Number of threads that wait for it to be loaded."""
-    users: int = 0
-    """Number of uses, those that are kept included."""
-    kept: int = 0
-    """Number of uses without an end of their own."""
-    bytes: int = 0
-    """Its share of the budget."""
-    load_s: float = 0.0
-    used_at: int = 0
-    """Number of the last use, counted over all models."""
-    last_used: float = 0.0
-    idle_since: float = 0.0
-    listeners: dict[int, Progress] = field(default_factory=dict)
-    """Receivers of progress by the thread that waits for the model or uses it."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether it is in memory and may be unloaded."""
-        return self.engine is not None and not self.users and not self.waiting
-
-    def status(self) -> ModelStatus:
-        now = EngineLoad(0, 0, 0) if self.engine is None else self.engine.load_now()
-        return ModelStatus(
-            id=self.entry.id,
-            loaded=self.engine is not None,
-            users=self.users + self.waiting,
-            bytes=self.bytes,
-            cached_bytes=now.cached_bytes,
-            active=now.active,
-            waiting=now.waiting,
-            load_s=self.load_s,
-            last_used=self.last_used,
-        )
 
 
 def _shown(size: int | None) -> str:

@@ -12,7 +12,8 @@ from ...models.bundle import GRAPH_NAME
 from ...models.device_kind import DeviceKind
 from ...models.find import BUNDLED_MODEL, bundled_folder, find_model, is_on_hub
 from ...models.graph_files import find_graph
-from ...models.hub.local_store import DownloadedModel, Store, read_downloaded, stores
+from ...models.hub.downloaded_model import DownloadedModel, read_downloaded
+from ...models.hub.local_store import Store, stores
 from ...models.hub.model_id import parse_hub_id
 from ...models.onnx_file.external_data import external_files
 from .request_error import ErrorCode, RequestError

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ...runtime.decode import FinishReason
 from ...runtime.result import Chunk, Reply, Stats
-from ...runtime.token_logprobs import TokenLogprob
+from ...runtime.text.token_logprobs import TokenLogprob
 from ...version import __version__
 from .chat_body import ChatRequest
 from .completion_body import CompletionRequest
@@ -36,9 +36,40 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{uuid.uuid4().hex}"
 
 
-def _finish_reason(reason: FinishReason | None) -> str | None:
-    """Why an answer ended, in OpenAI's words; None where it goes on."""
+def _finish_reason(reason: FinishReason | None, *, called: bool = False) -> str | None:
+    """Why an answer ended, in OpenAI's words; None where it goes on. `called` says that it has calls of functions."""
+    if called and reason is FinishReason.STOP:
+        return "tool_calls"
     return None if reason is None else _FINISH_REASONS[reason]
+
+
+def _message(reply: Reply) -> dict[str, Any]:
+    """An answer as a message of the assistant."""
+    message = {**reply.message, "refusal": None}
+    if reply.tool_calls and not reply.text:
+        message["content"] = None
+    return message
+
+
+def _deltas(chunk: Chunk) -> list[dict[str, Any]]:
+    """What a chunk adds to the message; at least one where it has tokens."""
+    deltas: list[dict[str, Any]] = []
+    if chunk.reasoning:
+        deltas.append({"reasoning_content": chunk.reasoning})
+    if chunk.text:
+        deltas.append({"content": chunk.text})
+    for call in chunk.tool_calls:
+        if call.name:
+            begun = {"name": call.name, "arguments": ""}
+            deltas.append({"tool_calls": [{"index": call.index, "id": call.id, "type": "function", "function": begun}]})
+        if call.arguments:
+            deltas.append({"tool_calls": [{"index": call.index, "function": {"arguments": call.arguments}}]})
+    return deltas or ([{"content": ""}] if chunk.logprobs else [])
+
+
+def _unparsed(unparsed: bool) -> dict[str, bool]:
+    """Extension of a choice: that its text has something in it that began like a call of a function."""
+    return {"unparsed_tool_calls": True} if unparsed else {}
 
 
 def _usage(prompts: Iterable[Sequence[Stats]]) -> dict[str, Any]:
@@ -53,6 +84,8 @@ def _usage(prompts: Iterable[Sequence[Stats]]) -> dict[str, Any]:
         # All but one of several answers take over the prompt from that one.
         cached_tokens += min(stats.reused_tokens for stats in answers)
         completion_tokens += sum(stats.completion_tokens for stats in answers)
+        # Of several candidates, those count too that are not returned.
+        completion_tokens += sum(stats.best_of.discarded_tokens for stats in answers if stats.best_of is not None)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -122,6 +155,10 @@ class ChatCompletionObjects:
         self._head = {"id": completion_id, "created": created, "model": model, "system_fingerprint": _FINGERPRINT}
         self._finished: list[Stats] = []
         self._begun: set[int] = set()
+        self._called: set[int] = set()
+        """Answers with calls of functions."""
+        self._unparsed: set[int] = set()
+        """Answers whose text has something in it that began like a call."""
 
     def chunk(self, chunk: Chunk) -> list[dict[str, Any]]:
         """The objects to send for one chunk of the stream, in order; there may be none."""
@@ -130,11 +167,18 @@ class ChatCompletionObjects:
         if index not in self._begun:
             self._begun.add(index)
             objects.append(self._streamed(index, {"role": "assistant", "content": ""}, None))
-        if chunk.text or chunk.logprobs:
-            objects.append(self._streamed(index, {"content": chunk.text}, None, chunk.logprobs))
+        tokens = chunk.logprobs
+        for delta in _deltas(chunk):
+            objects.append(self._streamed(index, delta, None, tokens))
+            tokens = ()
+        if chunk.tool_calls:
+            self._called.add(index)
+        if chunk.unparsed:
+            self._unparsed.add(index)
         if chunk.finish_reason is not None and chunk.stats is not None:
             self._finished.append(chunk.stats)
-            objects.append(self._streamed(index, {}, _finish_reason(chunk.finish_reason)))
+            reason = _finish_reason(chunk.finish_reason, called=index in self._called)
+            objects.append(self._streamed(index, {}, reason, unparsed=index in self._unparsed))
             if self._request.include_usage and len(self._finished) == self._request.options.n:
                 objects.append(self._chunk_object([], _usage([self._finished])))
         return objects
@@ -144,9 +188,10 @@ class ChatCompletionObjects:
         choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "message": _message(choice),
                 "logprobs": self._logprobs(choice.logprobs),
-                "finish_reason": _finish_reason(choice.finish_reason),
+                "finish_reason": _finish_reason(choice.finish_reason, called=bool(choice.tool_calls)),
+                **_unparsed(choice.unparsed),
             }
             for index, choice in enumerate(reply.choices)
         ]
@@ -154,12 +199,17 @@ class ChatCompletionObjects:
         return {"object": "chat.completion", **self._head, "choices": choices, "usage": used}
 
     def _streamed(
-        self, index: int, delta: dict[str, Any], reason: str | None, tokens: Sequence[TokenLogprob] = ()
+        self,
+        index: int,
+        delta: dict[str, Any],
+        reason: str | None,
+        tokens: Sequence[TokenLogprob] = (),
+        *,
+        unparsed: bool = False,
     ) -> dict[str, Any]:
         logprobs = self._logprobs(tokens) if tokens else None
-        return self._chunk_object(
-            [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}], None
-        )
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return self._chunk_object([{**choice, **_unparsed(unparsed)}], None)
 
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if self._request.options.logprobs is None:

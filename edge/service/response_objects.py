@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from ...runtime.decode import FinishReason
 from ...runtime.result import Chunk, Reply, Stats
+from ...runtime.tools.calls import ToolCall, joined_calls
 from .openai_objects import logprob_object, new_id
 from .request_error import ErrorCode, RequestError
 from .responses_body import ResponsesRequest
@@ -25,7 +26,7 @@ _ERROR_CODES: Final = {
 
 
 class ResponseObjects:
-    """The objects of one response, which has one message with one text.
+    """The objects of one response: reasoning, a message with one text, and calls of functions.
 
     Args:
         request: what was asked for.
@@ -42,12 +43,16 @@ class ResponseObjects:
             "model": model,
             **request.repeated,
             "background": False,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": request.options.parallel_tool_calls,
             "previous_response_id": None,
             "text": {"format": {"type": "text"}},
             "truncation": "disabled",
         }
-        self._item_id: Final = new_id("msg_")
+        self._items: list[dict[str, Any]] = []
+        """The items of the output that are complete."""
+        self._kind: str | None = None
+        """The kind of the item that is being written, `message` or `reasoning`; None for none."""
+        self._item_id = ""
         self._texts: list[str] = []
         self._tokens: list[dict[str, Any]] = []
         self._events = 0
@@ -58,28 +63,25 @@ class ResponseObjects:
         return [
             self._event("response.created", response=response),
             self._event("response.in_progress", response=response),
-            self._event("response.output_item.added", output_index=0, item=self._message("in_progress", [])),
-            self._text_event("response.content_part.added", part=_text_part("", [])),
         ]
 
     def chunk(self, chunk: Chunk) -> list[dict[str, Any]]:
         """The events of one chunk of the stream, in order; there may be none."""
-        events = []
-        if chunk.text or chunk.logprobs:
-            self._texts.append(chunk.text)
-            tokens = [logprob_object(token) for token in chunk.logprobs]
-            self._tokens += tokens
-            events.append(self._text_event("response.output_text.delta", delta=chunk.text, logprobs=tokens))
+        events: list[dict[str, Any]] = []
+        if chunk.reasoning:
+            events += self._write("reasoning", chunk.reasoning)
+        if chunk.text or (chunk.logprobs and not chunk.reasoning and not chunk.tool_calls):
+            events += self._write("message", chunk.text, [logprob_object(token) for token in chunk.logprobs])
+        for call in joined_calls(chunk.tool_calls):
+            events += self._close("completed")
+            events += self._call_events(call)
         if chunk.finish_reason is not None and chunk.stats is not None:
-            part = _text_part("".join(self._texts), self._tokens)
             status = _STATUS[chunk.finish_reason]
-            response = self._ended(part, chunk.finish_reason, chunk.stats)
-            events += [
-                self._text_event("response.output_text.done", text=part["text"], logprobs=self._tokens),
-                self._text_event("response.content_part.done", part=part),
-                self._event("response.output_item.done", output_index=0, item=self._message(status, [part])),
-                self._event(f"response.{status}", response=response),
-            ]
+            if self._kind is None and not any(item["type"] == "message" for item in self._items):
+                events += [] if _has_calls(self._items) else self._open("message")
+            events += self._close(status)
+            response = self._ended(self._items, chunk.finish_reason, chunk.stats)
+            events.append(self._event(f"response.{status}", response=response))
         return events
 
     def failed(self, error: RequestError) -> list[dict[str, Any]]:
@@ -89,15 +91,82 @@ class ResponseObjects:
 
     def whole(self, reply: Reply) -> dict[str, Any]:
         """The object of the whole answer."""
-        part = _text_part(reply.text, [logprob_object(token) for token in reply.logprobs])
-        return self._ended(part, reply.finish_reason, reply.stats)
+        status = _STATUS[reply.finish_reason]
+        items = [_reasoning(new_id("rs_"), status, reply.reasoning)] if reply.reasoning else []
+        if reply.text or not reply.tool_calls:
+            part = _text_part(reply.text, [logprob_object(token) for token in reply.logprobs])
+            items.append(_message(new_id("msg_"), status, [part]))
+        items += [_call(new_id("fc_"), call, "completed") for call in reply.tool_calls]
+        return self._ended(items, reply.finish_reason, reply.stats)
 
-    def _ended(self, part: dict[str, Any], reason: FinishReason, stats: Stats) -> dict[str, Any]:
+    def _write(self, kind: str, text: str, tokens: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+        """The events of a piece of a message or of reasoning."""
+        events: list[dict[str, Any]] = []
+        if self._kind != kind:
+            events = [*self._close("completed"), *self._open(kind)]
+        self._texts.append(text)
+        if kind == "reasoning":
+            return [*events, self._part_event("response.reasoning_text.delta", delta=text)]
+        self._tokens += tokens or []
+        return [*events, self._part_event("response.output_text.delta", delta=text, logprobs=tokens or [])]
+
+    def _open(self, kind: str) -> list[dict[str, Any]]:
+        """The events with which an item begins."""
+        self._kind, self._texts, self._tokens = kind, [], []
+        self._item_id = new_id("msg_" if kind == "message" else "rs_")
+        item = (
+            _message(self._item_id, "in_progress", [])
+            if kind == "message"
+            else _reasoning(self._item_id, "in_progress", "")
+        )
+        part = _text_part("", []) if kind == "message" else _reasoning_part("")
+        return [
+            self._event("response.output_item.added", output_index=len(self._items), item=item),
+            self._part_event("response.content_part.added", part=part),
+        ]
+
+    def _close(self, status: str) -> list[dict[str, Any]]:
+        """The events with which the item that is being written ends."""
+        kind, text = self._kind, "".join(self._texts)
+        if kind is None:
+            return []
+        if kind == "message":
+            part = _text_part(text, self._tokens)
+            done = self._part_event("response.output_text.done", text=text, logprobs=self._tokens)
+            item = _message(self._item_id, status, [part])
+        else:
+            part = _reasoning_part(text)
+            done = self._part_event("response.reasoning_text.done", text=text)
+            item = _reasoning(self._item_id, status, text)
+        events = [
+            done,
+            self._part_event("response.content_part.done", part=part),
+            self._event("response.output_item.done", output_index=len(self._items), item=item),
+        ]
+        self._items.append(item)
+        self._kind = None
+        return events
+
+    def _call_events(self, call: ToolCall) -> list[dict[str, Any]]:
+        """The events of a call of a function."""
+        item_id, index = new_id("fc_"), len(self._items)
+        begun = _call(item_id, ToolCall(call.id, call.name, ""), "in_progress")
+        item = _call(item_id, call, "completed")
+        place = {"item_id": item_id, "output_index": index}
+        self._items.append(item)
+        return [
+            self._event("response.output_item.added", output_index=index, item=begun),
+            self._event("response.function_call_arguments.delta", **place, delta=call.arguments),
+            self._event("response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments),
+            self._event("response.output_item.done", output_index=index, item=item),
+        ]
+
+    def _ended(self, items: list[dict[str, Any]], reason: FinishReason, stats: Stats) -> dict[str, Any]:
         status = _STATUS[reason]
         return {
             **self._response(status),
             "incomplete_details": _INCOMPLETE.get(reason),
-            "output": [self._message(status, [part])],
+            "output": items,
             "usage": {
                 "input_tokens": stats.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": stats.reused_tokens, "cache_write_tokens": 0},
@@ -118,17 +187,44 @@ class ResponseObjects:
             "usage": None,
         }
 
-    def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
-
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         event = {"type": kind, "sequence_number": self._events, **fields}
         self._events += 1
         return event
 
-    def _text_event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        return self._event(kind, item_id=self._item_id, output_index=0, content_index=0, **fields)
+    def _part_event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """An event of the only part of the item that is being written."""
+        place = {"item_id": self._item_id, "output_index": len(self._items), "content_index": 0}
+        return self._event(kind, **place, **fields)
+
+
+def _has_calls(items: list[dict[str, Any]]) -> bool:
+    return any(item["type"] == "function_call" for item in items)
+
+
+def _message(item_id: str, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": content}
 
 
 def _text_part(text: str, tokens: list[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": tokens}
+
+
+def _reasoning(item_id: str, status: str, text: str) -> dict[str, Any]:
+    content = [_reasoning_part(text)] if text else []
+    return {"id": item_id, "type": "reasoning", "status": status, "summary": [], "content": content}
+
+
+def _reasoning_part(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
+
+
+def _call(item_id: str, call: ToolCall, status: str) -> dict[str, Any]:
+    return {
+        "id": item_id,
+        "type": "function_call",
+        "status": status,
+        "call_id": call.id,
+        "name": call.name,
+        "arguments": call.arguments,
+    }

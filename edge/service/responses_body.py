@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from ...runtime.options import GenerateOptions
 from .body_decoder import decode_fields
-from .chat_body import TextFormat
+from .format_fields import FlatJsonSchemaFormat, JsonObjectFormat, TextFormat, response_format
 from .generation_fields import AccountFields, Alternatives, PositiveInt, generate_options, wanted_logprobs
 from .message_fields import CacheBreakpoint, check_count, checked_messages
 from .request_error import ErrorCode, RequestError
@@ -69,6 +69,22 @@ class CallOutputItem(
     status: str | None = None
 
 
+class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text", forbid_unknown_fields=True):
+    """A part of what the model thought."""
+
+    text: str
+
+
+class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning", forbid_unknown_fields=True):
+    """What the model thought before the assistant's next message or call."""
+
+    content: list[ReasoningText] | None = None
+    summary: list[Any] | None = None
+    encrypted_content: None = None
+    id: str | None = None
+    status: str | None = None
+
+
 class ResponseTool(msgspec.Struct, kw_only=True, tag_field="type", tag="function", forbid_unknown_fields=True):
     """A function that the model may call."""
 
@@ -84,7 +100,7 @@ class ResponseTool(msgspec.Struct, kw_only=True, tag_field="type", tag="function
 class TextConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The form of the answer."""
 
-    format: TextFormat | None = None
+    format: TextFormat | JsonObjectFormat | FlatJsonSchemaFormat | None = None
     verbosity: Annotated[None, Meta(description="Not supported.")] = None
 
 
@@ -101,7 +117,7 @@ class ResponsesBody(AccountFields, kw_only=True, forbid_unknown_fields=True):
     """Body of a response."""
 
     input: Annotated[
-        str | list[MessageItem | CallItem | CallOutputItem],
+        str | list[MessageItem | CallItem | CallOutputItem | ReasoningItem],
         Meta(description="What the user says, or the conversation: messages, function calls and their results."),
     ]
     model: Annotated[str | None, Meta(description="Name of the model; null for the one that the server has.")] = None
@@ -118,11 +134,11 @@ class ResponsesBody(AccountFields, kw_only=True, forbid_unknown_fields=True):
     tool_choice: Annotated[
         str | dict[str, Any] | None,
         Meta(
-            description="auto shows the tools to the model, none does not.",
-            extra_json_schema={"enum": ["auto", "none", None]},
+            description="auto shows the tools to the model, none does not; required makes it call one, and the name of "
+            "a function that one. A grammar enforces it, with arguments of the schema (extra structured)."
         ),
     ] = None
-    text: Annotated[TextConfig | None, Meta(description="Answers are text.")] = None
+    text: Annotated[TextConfig | None, Meta(description="The form of the answer.")] = None
     include: Annotated[
         list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None,
         Meta(description="Log-probabilities of the tokens; encrypted reasoning is accepted, there is none."),
@@ -188,7 +204,10 @@ class ResponsesRequest:
                 "logprobs": wanted_logprobs(fields.top_logprobs, f"include {_LOGPROBS}", wanted=_LOGPROBS in included),
                 "max_tokens": fields.max_output_tokens,
                 "tools": tuple(_chat_tool(tool) for tool in shown_tools),
+                "tool_choice": fields.tool_choice,
+                "parallel_tool_calls": fields.parallel_tool_calls,
                 "template_variables": fields.chat_template_kwargs,
+                "response_format": response_format(fields, None if fields.text is None else fields.text.format),
             },
         )
         return cls(
@@ -220,6 +239,7 @@ def _conversation(fields: ResponsesBody, limits: RequestLimits) -> Sequence[Mapp
     """
     messages: list[dict[str, Any]] = []
     places: list[str] = []
+    reasoning = ""
     if fields.instructions is not None:
         messages.append({"role": "system", "content": fields.instructions})
         places.append("instructions")
@@ -228,10 +248,17 @@ def _conversation(fields: ResponsesBody, limits: RequestLimits) -> Sequence[Mapp
     if not items:
         raise RequestError("input is empty", "give a text or items", code=ErrorCode.INVALID_VALUE, param="input")
     for index, item in enumerate(items):
-        if isinstance(item, CallItem) and messages and messages[-1].get("tool_calls"):
-            messages[-1]["tool_calls"].append(_chat_call(item))  # calls of one turn are one message
+        if isinstance(item, ReasoningItem):
+            reasoning = "".join(part.text for part in item.content or ())
+            continue
+        if isinstance(item, CallItem) and messages and messages[-1]["role"] == "assistant" and not reasoning:
+            # What the assistant says and calls in one turn is one message.
+            messages[-1].setdefault("tool_calls", []).append(_chat_call(item))
             continue
         messages.append(_chat_message(item))
+        if reasoning and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"] = reasoning
+        reasoning = ""
         places.append("input" if isinstance(fields.input, str) else f"input[{index}]")
     return checked_messages(messages, "input", places)
 

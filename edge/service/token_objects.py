@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from ...errors import InputError
 from ...runtime.speculation.token_origin import OriginKind
-from ...runtime.token_logprobs import TokenLogprob
+from ...runtime.text.token_logprobs import TokenLogprob
 
 _IMPOSSIBLE: Final = -9999.0
 """Stands for the log-probability of an impossible token, as in OpenAI's API: JSON has no infinite number."""

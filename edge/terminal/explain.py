@@ -9,7 +9,7 @@ from rich.table import Table
 
 from ...runtime.graph.graph_io import GraphIO, LogitsMode
 from ...runtime.speculation.choice import SOURCE_NAMES
-from ...runtime.speculation.speculator import Round
+from ...runtime.speculation.rounds import Round
 from ...runtime.speculation.tree import Source
 from .output import SafeConsole
 
@@ -34,11 +34,15 @@ def show_rounds(rounds: Sequence[Round | None], graph_io: GraphIO) -> None:
     if not rounds:
         console.print("no rounds: the answer ended with its first token, or speculation is off")
         return
+    ahead = any(each is not None and each.ahead.passes for each in rounds)
     table = Table(title="rounds after the first token", box=None, pad_edge=False, header_style="bold")
     table.add_column("round", justify="right")
     table.add_column("candidates")
     for name in ("expected\ntokens", "pass\nwidth", "draft tokens\naccepted", "draft\nms", "target\nms", "host\nms"):
         table.add_column(name, justify="right")
+    if ahead:
+        table.add_column("ahead\nkept", justify="right")
+        table.add_column("hidden\nms", justify="right")
     table.add_column("")
     number = 0
     for kind, group in groupby(rounds, key=_kind):
@@ -47,10 +51,11 @@ def show_rounds(rounds: Sequence[Round | None], graph_io: GraphIO) -> None:
             for each in members:
                 number += 1
                 assert each is not None  # noqa: S101  only rounds have kind None
-                table.add_row(str(number), *_cells(each))
+                table.add_row(str(number), *_cells(each, ahead=ahead))
         else:
             first, number = number + 1, number + len(members)
-            table.add_row(f"{first}-{number}" if number > first else f"{first}", "", "1", "1", "", "", "", "", kind)
+            empty = [""] * (6 if ahead else 4)
+            table.add_row(f"{first}-{number}" if number > first else f"{first}", "", "1", "1", *empty, kind)
     console.print(table)
 
 
@@ -58,12 +63,14 @@ def _kind(round_: Round | None) -> str | None:
     """Why a plain round drafted nothing; None for a round that gets a line of its own."""
     if round_ is None:
         return "plain: drafting is disabled for a while, because it cost more than it gained"
-    if round_.width == 1 and not any(round_.candidates) and not round_.draft_passes:
+    if round_.width == 1 and not any(round_.candidates) and not round_.draft_passes and not round_.ahead.passes:
         return f"plain: {round_.note or 'no candidates'}"
     return None
 
 
-def _cells(round_: Round) -> tuple[str, ...]:
+def _cells(round_: Round, *, ahead: bool) -> tuple[str, ...]:
+    before = round_.ahead
+    ran = (f"{before.kept}/{before.passes}", f"{before.hidden_s * 1e3:.2f}") if before.passes else ("", "")
     note = round_.note
     if round_.width == 1 and not note:
         note = "no candidate is worth its cost"
@@ -72,9 +79,10 @@ def _cells(round_: Round) -> tuple[str, ...]:
         f"{round_.expected_tokens:.2f}",
         str(round_.width),
         f"{sum(round_.accepted)}/{round_.width - 1} {_sources(round_.accepted)}".strip() if round_.width > 1 else "",
-        f"{round_.draft_s * 1e3:.2f}" if round_.draft_passes else "",
+        f"{round_.draft_s * 1e3:.2f}" if round_.draft_passes or before.passes else "",
         f"{round_.target_s * 1e3:.2f}",
         f"{round_.host_s * 1e3:.2f}",
+        *(ran if ahead else ()),
         note,
     )
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import math
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
@@ -27,17 +25,10 @@ from rich.theme import Theme
 
 from ...models.safe_text import for_terminal, on_one_line
 
-if TYPE_CHECKING:  # `--version`, `--help` and errors in options need no runtime, and only a chat has a prompt
+if TYPE_CHECKING:  # only a chat has a prompt
     from prompt_toolkit.output import Output
     from rich.live import Live
 
-    from ...runtime.engine import Engine
-    from ...runtime.result import Chunk, Reply, Stats
-    from ...runtime.speculation.choice import Speculation
-    from ...runtime.token_logprobs import TokenLogprob
-
-_SHORTEST_SHOWN_S: Final = 0.0005
-"""Shorter parts of the time to the first token would be shown as 0 ms."""
 _PIPE_WIDTH: Final = 110
 """Width of tables where standard output is not a terminal, at least."""
 _PATIENCE_S: Final = 0.3
@@ -190,6 +181,13 @@ def write_out(text: str) -> None:
     sys.stdout.flush()
 
 
+def write_reasoning(text: str) -> None:
+    """Show what a model thinks before it answers: faint, on a terminal, and nowhere else."""
+    if text and sys.stderr is not None and sys.stderr.isatty() and sys.stdout.isatty():
+        sys.stderr.write(f"\x1b[2m{for_terminal(text)}\x1b[0m")
+        sys.stderr.flush()
+
+
 def write_line(line: str) -> None:
     """Write a line to standard output."""
     print(on_one_line(line))  # noqa: T201
@@ -263,47 +261,6 @@ def _escaped(encoded: str) -> str:
     return "".join(char if char == replaced else f"\\u{ord(char):04x}" for char, replaced in pairs)
 
 
-def stats_line(stats: Stats, engine: Engine, load_s: float | None = None) -> str:
-    """The statistics of an answer on one line, for `--stats` and `/stats`.
-
-    Args:
-        stats: the statistics.
-        engine: what gave the answer.
-        load_s: seconds that loading the model took; None to leave it out.
-    """
-    parts = [
-        f"prompt {stats.prompt_tokens} tokens" + (f" ({stats.reused_tokens} reused)" if stats.reused_tokens else ""),
-        f"first token after {_ms(stats.first_token_s)}{_before_first_token(stats)}",
-        f"{stats.completion_tokens} tokens at {stats.decode_tokens_per_second:.1f} tokens/s",
-        f"{stats.tokens_per_pass:.2f} tokens per pass",
-        f"{_ms(stats.total_s)} in all",
-    ]
-    if stats.drafted:
-        sources = ", ".join(f"{name} {count.accepted}/{count.drafted}" for name, count in stats.by_source.items())
-        parts.append(f"draft tokens accepted: {sources}")
-    if (threads := engine.model.compute_threads) is not None:
-        saving = " (power saver)" if engine.model.power.saves else ""
-        parts.append(f"{threads} thread{'s' if threads > 1 else ''}{saving}")
-    if load_s is not None:
-        parts.append(f"loaded in {_ms(load_s)}")
-    return ", ".join(parts)
-
-
-def _before_first_token(stats: Stats) -> str:
-    """What the time to the first token consists of, where that is more than the prefill."""
-    parts = {
-        "measuring this model": stats.measuring_s,
-        "loading the drafters": stats.drafter_loading_s,
-        "reading the prompt": stats.prefill_s,
-    }
-    shown = [f"{_ms(seconds)} {name}" for name, seconds in parts.items() if seconds >= _SHORTEST_SHOWN_S]
-    return f" ({', '.join(shown)})" if len(shown) > 1 else ""
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.0f} ms"
-
-
 def figures_text(figures: Mapping[str, float]) -> str:
     """The figures of a model's quality in words, such as `mean KL 0.0012`."""
     return ", ".join(
@@ -311,58 +268,3 @@ def figures_text(figures: Mapping[str, float]) -> str:
         f"{_FIGURE_NAMES.get(name, name)} {value:{'.6g' if name.endswith('perplexity') else '.4g'}}"
         for name, value in figures.items()
     )
-
-
-def reply_json(
-    reply: Reply, engine: Engine, speculation: Speculation, load_s: float, *, with_logprobs: bool
-) -> dict[str, Any]:
-    """The object that `--json` prints; docs/user-guide.md describes its fields."""
-    stats = reply.stats
-    described: dict[str, Any] = {
-        "text": reply.text,
-        "finish_reason": reply.finish_reason.value,
-        "usage": {"prompt_tokens": stats.prompt_tokens, "completion_tokens": stats.completion_tokens},
-        "timing": {
-            "load_ms": round(load_s * 1e3, 3),
-            "ttft_ms": round(stats.first_token_s * 1e3, 3),
-            "measuring_ms": round(stats.measuring_s * 1e3, 3),
-            "drafter_loading_ms": round(stats.drafter_loading_s * 1e3, 3),
-            "prefill_ms": round(stats.prefill_s * 1e3, 3),
-            "decode_tokens_per_second": round(stats.decode_tokens_per_second, 3),
-            "total_ms": round(stats.total_s * 1e3, 3),
-        },
-        "speculation": {
-            "mode": str(speculation),
-            "target_passes": stats.target_passes,
-            "drafted": stats.drafted,
-            "accepted": stats.accepted,
-            "tokens_per_pass": round(stats.tokens_per_pass, 3),
-            "by_source": {name: asdict(count) for name, count in stats.by_source.items()},
-        },
-        "model": str(engine.bundle.folder),
-        "device": str(engine.device),
-        "threads": engine.model.compute_threads,
-        "power": engine.model.power.value,
-    }
-    if with_logprobs:
-        described["logprobs"] = [_token_json(token) for token in reply.logprobs]
-    return described
-
-
-def chunk_json(chunk: Chunk, *, with_logprobs: bool) -> dict[str, Any]:
-    """The object that `--json-stream` prints for a piece of an answer."""
-    described: dict[str, Any] = {"delta": chunk.text}
-    if with_logprobs:
-        described["logprobs"] = [_token_json(token) for token in chunk.logprobs]
-    return described
-
-
-def _token_json(token: TokenLogprob) -> dict[str, Any]:
-    """A token with its log-probability, and those of its alternatives."""
-    return {
-        "token_id": token.token_id,
-        "text": token.text,
-        "bytes": list(token.bytes),
-        "logprob": token.logprob if math.isfinite(token.logprob) else None,
-        "top": [_token_json(other) for other in token.top],
-    }

@@ -16,9 +16,9 @@ from .budget import Budget, Measure, require_reachable
 from .choices import KnapsackProblem, LinearChoice, PlanDivergence, Selection, linear_choices, plan_of, total_costs
 from .evolutionary_search import CachedDivergence, SearchSettings, evolve
 from .format_candidates import is_allowed, planned_linears, with_embedding
-from .lagrange import cheapest_selection, lagrangian_selection
+from .lagrange import cheapest_selection, first_selection, lagrangian_selection
 from .local_search import local_search, lower_useless_options
-from .plan_costs import ByteCosts, Costs
+from .plan_costs import ByteCosts, Costs, FileCosts
 from .sensitivity import Sensitivity, measure_sensitivities
 
 SENSITIVITY_FILE: Final = "sensitivities.json"
@@ -97,6 +97,8 @@ def cost_limits(budget: Budget, config: DecoderConfig, times: Sequence[Costs] = 
             limit, and keep options that are faster without being smaller.
     """
     limit = budget.limit(config)
+    if budget.in_file:
+        return [CostLimit(FileCosts(config), limit), CostLimit(ByteCosts()), *(CostLimit(costs) for costs in times)]
     if budget.measure is not Measure.MILLISECONDS:
         return [CostLimit(ByteCosts(), limit), *(CostLimit(costs) for costs in times)]
     return [CostLimit(times[0], limit), CostLimit(ByteCosts()), *(CostLimit(costs) for costs in times[1:])]
@@ -166,10 +168,10 @@ def allocate(
         leading = replace(leading, measured_ratio=measured)
         return abs(measured / assumed - 1) > _TIME_TOLERANCE
 
-    start = lagrangian_selection(knapsack())
+    start = first_selection(knapsack())
     if corrected(start):
         require_feasible(config, budget, leading, problem.formats)
-        start = lagrangian_selection(knapsack())
+        start = first_selection(knapsack())
     found = evolve(knapsack(), start, divergence, settings, folder / f"{budget}-{SEARCH_FILE}", progress)
     seconds = _LOCAL_SEARCH_SHARE * settings.seconds
     best = local_search(knapsack(), found.selection, divergence, seconds, progress)

@@ -1,4 +1,4 @@
-"""Budgets as users write them: `3.5bpw`, `300MB`, `9ms`, `20ms@4`."""
+"""Budgets as users write them: `3.5bpw`, `300MB`, `300MB@file`, `9ms`, `20ms@4`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ class Measure(StrEnum):
     """What a budget limits; each value is the suffix that users write."""
 
     BITS = "bpw"
-    """Mean bits per weight that a pass reads."""
+    """Mean bits per weight that a pass reads, or in the file."""
     MEGABYTES = "MB"
-    """Megabytes that a pass reads."""
+    """Megabytes that a pass reads, or in the file."""
     MILLISECONDS = "ms"
     """Time of a pass."""
 
 
-_PATTERN: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(bpw|mb|ms)(?:@(\d{1,3}))?\s*", re.IGNORECASE)
+_PATTERN: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(bpw|mb|ms)(?:@(\d{1,3}|file))?\s*", re.IGNORECASE)
 _MEASURES: Final = {measure.value.lower(): measure for measure in Measure}
 _HINT: Final = (
-    "write 3.5bpw (bits per weight), 300MB, or 9ms (a pass over one token; 20ms@4 for a pass over four tokens)"
+    "write 3.5bpw (bits per weight) or 300MB, both as a pass reads them, 3.5bpw@file or 300MB@file, "
+    "or 9ms (a pass over one token; 20ms@4 for a pass over four tokens)"
 )
 
 
@@ -39,9 +40,12 @@ class Budget:
     measure: Measure
     width: int = 1
     """Number of tokens in the pass whose time is limited."""
+    in_file: bool = False
+    """Whether bytes are those that the linears take in the file, instead of those that a pass reads."""
 
     def __str__(self) -> str:
-        return f"{self.amount:g}{self.measure.value}" + (f"@{self.width}" if self.width != 1 else "")
+        place = "@file" if self.in_file else f"@{self.width}" if self.width != 1 else ""
+        return f"{self.amount:g}{self.measure.value}{place}"
 
     def limit(self, config: DecoderConfig) -> float:
         """The limit for a model, in bytes or milliseconds."""
@@ -55,11 +59,12 @@ class Budget:
 
     def spelled(self, cost: float, config: DecoderConfig) -> str:
         """Write a cost, in bytes or milliseconds, as a budget of this measure."""
+        place = "@file" if self.in_file else ""
         match self.measure:
             case Measure.BITS:
-                return f"{cost * 8 / weight_count(config):.3f}bpw"
+                return f"{cost * 8 / weight_count(config):.3f}bpw{place}"
             case Measure.MEGABYTES:
-                return f"{cost / 1e6:.2f}MB"
+                return f"{cost / 1e6:.2f}MB{place}"
             case Measure.MILLISECONDS:
                 return f"{cost:.2f}ms"
 
@@ -73,12 +78,15 @@ def parse_budget(text: str) -> Budget:
     found = _PATTERN.fullmatch(text)
     if found is None:
         raise InputError(f"{text!r} is not a budget", _HINT)
-    amount, measure, width = float(found[1]), _MEASURES[found[2].lower()], int(found[3] or 1)
+    amount, measure, place = float(found[1]), _MEASURES[found[2].lower()], (found[3] or "1").lower()
+    in_file = place == "file"
+    width = 1 if in_file else int(place)
     if not 0 < amount < math.inf or width < 1:
         raise InputError(f"{text!r} is not a budget: it must be positive", _HINT)
-    if found[3] is not None and measure is not Measure.MILLISECONDS:
-        raise InputError(f"{text!r} is not a budget: @{width} goes with a time only", _HINT)
-    return Budget(amount, measure, width)
+    if found[3] is not None and in_file is (measure is Measure.MILLISECONDS):
+        wanted = "a size" if in_file else "a time"
+        raise InputError(f"{text!r} is not a budget: @{place} goes with {wanted} only", _HINT)
+    return Budget(amount, measure, width, in_file)
 
 
 def require_reachable(budget: Budget, config: DecoderConfig, cheapest: float, dearest: float) -> None:

@@ -3,12 +3,16 @@
 The divergences of linears are assumed to add up. For a given Lagrange multiplier each linear independently takes the
 option with the least divergence plus multiplier times cost. Bisection finds the smallest multiplier whose selection
 fits the limits; the rest of the limits is spent greedily.
+
+No multiplier spends the limits well where one linear is a large part of the model, as the LM head of a small model is:
+its options are far apart in cost. `first_selection` therefore tries each option of the largest linear.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from .choices import FormatOption, KnapsackProblem, Selection
@@ -37,6 +41,24 @@ def lagrangian_selection(problem: KnapsackProblem) -> Selection:
         else:
             low = middle
     return _spend_remainder(problem, _at_multiplier(problem, high))
+
+
+def first_selection(problem: KnapsackProblem) -> Selection:
+    """The best of the Lagrangian selections for each option of the largest linear; `cheapest_selection` must fit."""
+    largest = max(range(len(problem.choices)), key=lambda index: problem.choices[index].options[-1].costs[0])
+    found = [lagrangian_selection(problem)]
+    for number, option in enumerate(problem.choices[largest].options):
+        fixed = replace(problem.choices[largest], options=(option,))
+        part = replace(problem, choices=(*problem.choices[:largest], fixed, *problem.choices[largest + 1 :]))
+        if part.fits(cheapest_selection(part)):
+            selection = lagrangian_selection(part)
+            found.append((*selection[:largest], number, *selection[largest + 1 :]))
+
+    def divergence(selection: Selection) -> float:
+        chosen = zip(problem.choices, selection, strict=True)
+        return sum(choice.options[number].divergence for choice, number in chosen)
+
+    return min(found, key=divergence)
 
 
 def _spend_remainder(problem: KnapsackProblem, selection: Selection) -> Selection:

@@ -15,10 +15,9 @@ from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layout import FusedLinear, embedding_layout, fused_linears
 from ..quantization.codes import blocks_of, factor_format
-from .format_candidates import EMBEDDING_LINEAR, planned_linears
+from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, planned_linears
 
 _PACKED_BLOCK_BYTES: Final = 8
-_STORED_BLOCK_BYTES: Final = 4
 
 
 class Costs(Protocol):
@@ -44,6 +43,20 @@ class ByteCosts:
         return float(bytes_read(linear, weight_format))
 
 
+class FileCosts:
+    """Bytes in the file, as `bytes_stored` counts them."""
+
+    fixed = 0.0
+
+    def __init__(self, config: DecoderConfig) -> None:
+        """`config` says whether the head is the embedding's matrix too."""
+        self._tied = config.tied_head
+
+    def of(self, linear: FusedLinear, weight_format: WeightFormat) -> float:
+        """Bytes of a linear in that format."""
+        return float(bytes_stored(linear, weight_format, tied_head=self._tied))
+
+
 def plan_cost(plan: Mapping[str, WeightFormat], costs: Costs, config: DecoderConfig) -> float:
     """Total cost of a plan in one measure."""
     return costs.fixed + sum(costs.of(linear, plan[linear.name]) for linear in planned_linears(config))
@@ -58,15 +71,36 @@ def bytes_read(linear: FusedLinear, weight_format: WeightFormat) -> int:
     rows, columns = linear.shape
     if weight_format.bits == 32:
         return 4 * rows * columns
-    if linear.name != EMBEDDING_LINEAR:
+    if linear.name == EMBEDDING_LINEAR:
+        return _stored_bytes(rows, columns, weight_format)
+    factors = factor_format(weight_format)
+    down = _packed_bytes(weight_format.rank, columns, factors)
+    up = _packed_bytes(rows, weight_format.rank, factors)
+    return _packed_bytes(rows, columns, weight_format) + down + up
+
+
+def bytes_stored(linear: FusedLinear, weight_format: WeightFormat, *, tied_head: bool) -> int:
+    """Bytes of a linear in the file, low-rank factors included.
+
+    Zero points of an embedding take a byte each there, and those of a tied head are stored in both ways.
+
+    Args:
+        linear: The linear.
+        weight_format: Its format.
+        tied_head: Whether the head shares the matrix of the embedding.
+    """
+    rows, columns = linear.shape
+    if weight_format.bits == 32:
+        return 4 * rows * columns
+    stored = _stored_bytes(rows, columns, weight_format)
+    if weight_format.rank:
         factors = factor_format(weight_format)
-        down = _packed_bytes(weight_format.rank, columns, factors)
-        up = _packed_bytes(rows, weight_format.rank, factors)
-        return _packed_bytes(rows, columns, weight_format) + down + up
-    blocks = blocks_of(columns, weight_format)
-    codes = blocks * weight_format.block * weight_format.bits // 8
-    zero_points = -(-blocks * weight_format.bits // 8) if weight_format.zero_points else 0
-    return rows * (codes + blocks * _STORED_BLOCK_BYTES + zero_points)
+        stored += _stored_bytes(weight_format.rank, columns, factors) + _stored_bytes(rows, weight_format.rank, factors)
+    if weight_format.zero_points and (linear.name == EMBEDDING_LINEAR or (tied_head and linear.name == HEAD_LINEAR)):
+        stored += rows * blocks_of(columns, weight_format)
+        if linear.name == EMBEDDING_LINEAR:
+            stored -= rows * _zero_point_bytes(columns, weight_format)
+    return stored
 
 
 def weight_count(config: DecoderConfig) -> int:
@@ -79,3 +113,17 @@ def _packed_bytes(rows: int, columns: int, weight_format: WeightFormat) -> int:
     """Bytes of a packed matrix [rows, columns]; 0 where it has no columns."""
     block_bytes = weight_format.block * weight_format.bits // 8 + _PACKED_BLOCK_BYTES
     return rows * blocks_of(columns, weight_format) * block_bytes
+
+
+def _stored_bytes(rows: int, columns: int, weight_format: WeightFormat) -> int:
+    """Bytes of codes, scales and zero points of a matrix [rows, columns] in the file."""
+    blocks = blocks_of(columns, weight_format)
+    codes = blocks * weight_format.block * weight_format.bits // 8
+    scales = blocks * (2 if weight_format.half_scales else 4)
+    return rows * (codes + scales + _zero_point_bytes(columns, weight_format))
+
+
+def _zero_point_bytes(columns: int, weight_format: WeightFormat) -> int:
+    """Bytes of the packed zero points of a row."""
+    blocks = blocks_of(columns, weight_format)
+    return -(-blocks * weight_format.bits // 8) if weight_format.zero_points else 0

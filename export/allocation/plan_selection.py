@@ -101,7 +101,11 @@ class PlanSearch:
             budget,
             cost_limits(budget, self._config, [self.times.costs(width) for width in widths]),
             format_candidates(
-                [recipe.methods], request.zero_points, request.powers_of_two, request.low_rank_correction
+                [recipe.methods],
+                zero_points=request.zero_points,
+                powers_of_two=request.powers_of_two,
+                half_scales=request.half_scales,
+                low_rank=request.low_rank_correction,
             ),
             self._measured_ratio if timed else None,
         )

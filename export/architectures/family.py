@@ -16,12 +16,13 @@ from typing import Any, Final
 
 from ...errors import CheckpointError
 from .. import architectures
-from ..checkpoint.json_fields import number
+from ..checkpoint.json_fields import count, number
+from .short_convolution import ShortConvolution
 from .sliding_windows import Never, Windows
 
 OPTIMUM: Final = 'pip install "edge-run[optimum]"'
 """How to install the exporter of other families."""
-_SHARED_MODULES: Final = frozenset(("family", "sliding_windows"))
+_SHARED_MODULES: Final = frozenset(("family", "short_convolution", "sliding_windows"))
 """Modules of `architectures` that are not named like a `model_type`."""
 
 
@@ -117,6 +118,36 @@ class Experts:
     """Setting that lists layers without experts."""
 
 
+@dataclass(frozen=True)
+class FeedForwardSize:
+    """Number of channels between the projections of a dense feed-forward, by the names of settings in config.json."""
+
+    names: tuple[str, ...] = ("intermediate_size",)
+    """Settings of the number; the first that is present applies."""
+    adjusted: str | None = None
+    """Setting, true when absent, by which two thirds of the number are meant, multiplied and rounded up."""
+    factor: str = "block_ffn_dim_multiplier"
+    multiple: str = "block_multiple_of"
+
+    def read(self, config: Mapping[str, Any]) -> int:
+        """Return the number of channels for a parsed config.json.
+
+        Raises:
+            CheckpointError: a setting is not a positive number.
+        """
+        size = count(config, first_present(config, self.names))
+        if self.adjusted is None or not config.get(self.adjusted, True):
+            return size
+        multiple = count(config, self.multiple, default=256)
+        size = int(number(config, self.factor, default=1.0) * int(2 * size / 3))
+        return -(-size // multiple) * multiple
+
+
+def first_present(config: Mapping[str, Any], names: tuple[str, ...]) -> str:
+    """Return the first of several names of a setting that config.json has; the last one if it has none."""
+    return next((name for name in names if config.get(name) is not None), names[-1])
+
+
 class HeadNorm(Enum):
     """How queries and keys are RMS-normalized before rotation (`q_norm`, `k_norm`)."""
 
@@ -141,6 +172,24 @@ class Family:
     """Modules of the query, key and value projections: one each, or one for all."""
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     """Modules of the gate and up projections: one each, or one for both."""
+    output: str = "o_proj"
+    """Module of the output projection of attention."""
+    down: str = "down_proj"
+    """Module of the down projection."""
+    mlp: str = "mlp"
+    """Module of a layer's feed-forward."""
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    """Modules of the norms of queries and keys, see `head_norm`."""
+    tied_head: tuple[str, ...] = ("tie_word_embeddings",)
+    """Settings of whether the LM head is the embedding; the first that is present applies."""
+    final_norm: str = "norm"
+    """Module of the norm before the LM head."""
+    norm_epsilon: str = "rms_norm_eps"
+    """Setting of the constant that norms add to the mean square."""
+    intermediate_size: FeedForwardSize = field(default_factory=FeedForwardSize)
+    """How many channels the feed-forward has between its projections."""
+    convolution: ShortConvolution | None = None
+    """The layers with a short convolution in place of attention; None for a family without them."""
     experts: Experts | None = None
     """None for a dense feed-forward."""
     quant_method: str | None = None
@@ -163,6 +212,8 @@ class Family:
     """Whether `partial_rotary_factor` is supported, which leaves channels unrotated."""
     attention_scale: Power | None = None
     """Factor on the attention scores; None for 1 / sqrt(head_dim)."""
+    query_scaling: bool = False
+    """Whether queries grow with their position where the rotary settings have `llama_4_scaling_beta`."""
     attention_softcap: str | None = None
     """Setting of the soft cap on attention scores, cap * tanh(score / cap)."""
     logits_softcap: str | None = None
@@ -175,6 +226,8 @@ class Family:
     """Factor on the logits."""
     nested: str | None = None
     """Setting of a multimodal config.json that nests the settings of the text model; None for text models."""
+    nested_type: str | None = None
+    """The `model_type` that these have to have."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of settings that config.json may omit, where they differ from the common ones."""
 

@@ -5,4 +5,4 @@ from typing import Final
 
 from . import gemma3_text
 
-FAMILY: Final = replace(gemma3_text.FAMILY, nested="text_config")
+FAMILY: Final = replace(gemma3_text.FAMILY, nested="text_config", nested_type="gemma3_text")

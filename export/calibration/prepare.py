@@ -102,6 +102,7 @@ def prepare(model: SourceModel, request: ExportRequest, folder: Path, progress: 
             recipe.layout,
             request.command,
             recipe.hidden_states,
+            recipe.npu,
         ),
         text=text,
         evaluator=PlanEvaluator(model, text.held_out, store.weights, folder / "held-out"),
@@ -120,7 +121,9 @@ def settings_of(recipe: ExportRecipe, context: int) -> str:
         about = request.file.stat()
         file = (request.file.name, about.st_size, about.st_mtime_ns)
     mixed = recipe.mixed_precision
-    formats = None if mixed is None else (mixed.zero_points, mixed.powers_of_two, mixed.low_rank_correction)
+    formats = None
+    if mixed is not None:
+        formats = (mixed.zero_points, mixed.powers_of_two, mixed.half_scales, mixed.low_rank_correction)
     return repr(
         (file, request.max_tokens, request.seed, recipe.method, recipe.awq, recipe.calibrated, formats, context)
     )

@@ -50,7 +50,7 @@ class CacheShape(Protocol):
 
     @property
     def layers(self) -> int:
-        """Number of layers, each with a key and a value cache."""
+        """Number of layers; those with attention have a key and a value cache."""
         ...
 
     @property
@@ -78,15 +78,24 @@ class ContractSession:
         self._session = _load(str(bundle / GRAPH_NAME) if graph is None else graph, bundle)
         shape = (1, config.kv_heads, capacity, config.head_dim)
         input_types = {value.name: value.type for value in self._session.get_inputs()}
-        dtype = np.float16 if input_types.get(inputs_outputs.past_key(0)) == "tensor(float16)" else np.float32
+        cached = [layer for layer in range(config.layers) if inputs_outputs.past_key(layer) in input_types]
+        dtype = np.float16 if input_types[inputs_outputs.past_key(cached[0])] == "tensor(float16)" else np.float32
         self.buffers: list[tuple[str, str, npt.NDArray[Any]]] = [
             (past, present, np.zeros(shape, dtype))
-            for layer in range(config.layers)
+            for layer in cached
             for past, present in (
                 (inputs_outputs.past_key(layer), inputs_outputs.present_key(layer)),
                 (inputs_outputs.past_value(layer), inputs_outputs.present_value(layer)),
             )
         ]
+        self._states = {
+            value.name: np.zeros(value.shape, np.float32)
+            for value in self._session.get_inputs()
+            if value.name.startswith(inputs_outputs.PAST_CONV)
+        }
+        """The last inputs of each convolution before the next token, `[1, kernel - 1, channels]`."""
+        self._new_states: list[npt.NDArray[np.float32]] = []
+        """Those and the inputs of the last pass."""
         self.length = 0
         self._options = run_options()
 
@@ -101,6 +110,8 @@ class ContractSession:
         bias = np.where(np.arange(total) <= positions[:, None], np.float32(0), _BLOCKED)
         logits = self.run(tokens, positions, bias, logits_for)
         self.length = total
+        for (name, state), new in zip(self._states.items(), self._new_states, strict=True):
+            self._states[name] = np.ascontiguousarray(new[:, -state.shape[1] :])
         return logits
 
     def forward_counting_expansions(
@@ -144,6 +155,7 @@ class ContractSession:
             "seqlens_k": np.array([total - 1], np.int32),
             "total_sequence_length": np.array(total, np.int32),
             "logit_rows": logits_for,
+            **self._states,
             **(extra_inputs or {}),
         }
         binding = self._session.io_binding()
@@ -151,6 +163,8 @@ class ContractSession:
         for name, value in values.items():
             binding.bind_ortvalue_input(name, value)
         binding.bind_output(inputs_outputs.LOGITS)
+        for name in self._states:
+            binding.bind_output(inputs_outputs.present_of(name))
         for past, present, buffer in self.buffers:
             shared = ort.OrtValue.ortvalue_from_numpy(buffer)
             binding.bind_ortvalue_input(past, shared)
@@ -159,7 +173,9 @@ class ContractSession:
             self._session.run_with_iobinding(binding, self._options)
         except ORT_ERRORS as error:
             raise ExportError(f"the graph cannot be run: {error_reason(error)}", _HINT) from error
-        logits: npt.NDArray[np.float32] = binding.get_outputs()[0].numpy()
+        outputs = binding.get_outputs()
+        self._new_states = [output.numpy() for output in outputs[1 : 1 + len(self._states)]]
+        logits: npt.NDArray[np.float32] = outputs[0].numpy()
         return logits
 
 

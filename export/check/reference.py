@@ -15,7 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checkpoint.source import RowRange
-from .reference_positions import Float64Array, Settings, has_rotary, head_dim, masked_positions, rotation
+from .reference_positions import (
+    Float64Array,
+    Settings,
+    has_attention,
+    has_rotary,
+    head_dim,
+    masked_positions,
+    query_scales,
+    rotation,
+)
 
 TokenArray = npt.NDArray[np.int64]
 
@@ -54,6 +63,8 @@ def reference_logits(
     """
     if config["model_type"] == "gemma3":
         config = _gemma3_text(config)
+    elif config["model_type"] == "mistral3":
+        config = {"tie_word_embeddings": False, **config, **config["text_config"]}
     rows = [RowRange("model.embed_tokens.weight", token, token + 1) for token in tokens.tolist()]
     hidden = np.concatenate([weights.read_rows(row) for row in rows]).astype(np.float64)
     if config["model_type"] in _GEMMA:
@@ -61,8 +72,9 @@ def reference_logits(
     hidden = hidden * _granite(config, "embedding_multiplier")
     for layer in range(config["num_hidden_layers"]):
         hidden = _layer(weights, config, layer, hidden, context)
-    hidden = _norm(weights, config, "model.norm", hidden)
-    tied = config.get("tie_word_embeddings", config["model_type"] in (*_GEMMA, "smollm3"))
+    hidden = _norm(weights, config, "model.embedding_norm" if config["model_type"] == "lfm2" else "model.norm", hidden)
+    tied = config.get("tie_word_embeddings", config["model_type"] in (*_GEMMA, "smollm3", "lfm2"))
+    tied = config.get("tie_embedding", tied) if config["model_type"] == "lfm2" else tied
     logits = _linear(weights, "model.embed_tokens" if tied else "lm_head", hidden, biased=False)
     logits = logits / _granite(config, "logits_scaling")
     return _soft_capped(logits, _cap(config, "final_logit_softcapping", {"gemma2": 30.0}))
@@ -86,6 +98,11 @@ def _layer(weights: WeightSource, config: Settings, layer: int, hidden: Float64A
     if kind == "olmo2":
         hidden = hidden + norm("post_attention_layernorm", attention(hidden))
         return hidden + norm("post_feedforward_layernorm", feed_forward(hidden))
+    if kind == "lfm2":
+        normed = norm("operator_norm", hidden)
+        mixed = attention(normed) if has_attention(config, layer) else _convolution(weights, config, name, normed)
+        hidden = hidden + mixed
+        return hidden + _lfm2_feed_forward(weights, name, norm("ffn_norm", hidden))
     if kind in _GEMMA:
         attended = attention(norm("input_layernorm", hidden))
         hidden = hidden + norm("post_attention_layernorm", attended)
@@ -107,17 +124,20 @@ def _attention(weights: WeightSource, config: Settings, layer: int, normed: Floa
     else:
         query, key, value = (_linear(weights, f"{name}.{each}_proj", normed, biased) for each in "qkv")
 
+    suffix = "layernorm" if kind == "lfm2" else "norm"
+
     def normed_heads(query: Float64Array, key: Float64Array) -> tuple[Float64Array, Float64Array]:
-        return _norm(weights, config, f"{name}.q_norm", query), _norm(weights, config, f"{name}.k_norm", key)
+        return _norm(weights, config, f"{name}.q_{suffix}", query), _norm(weights, config, f"{name}.k_{suffix}", key)
 
     if kind == "olmo2":
         query, key = normed_heads(query, key)
     query, key, value = (each.reshape(length, -1, dim) for each in (query, key, value))
-    if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
+    if kind in ("qwen3", "qwen3_moe", "gemma3_text", "lfm2"):
         query, key = normed_heads(query, key)
     if has_rotary(config, layer):
         angles = rotation(config, layer, np.arange(length), context)
         query, key = _rotate(query, *angles), _rotate(key, *angles)
+    query = query * query_scales(config, np.arange(length))[:, None, None]
     attended = np.empty_like(query)
     masked = masked_positions(config, layer, length)
     sinks = weights.read(f"{name}.sinks") if kind == "gpt_oss" else None
@@ -129,7 +149,25 @@ def _attention(weights: WeightSource, config: Settings, layer: int, normed: Floa
         if sinks is not None:
             scores = np.concatenate([scores, np.full((length, 1), sinks[head])], axis=-1)
         attended[:, head] = _softmax(scores)[:, :length] @ value[:, group]
-    return _linear(weights, f"{name}.o_proj", attended.reshape(length, -1), biased and not qkv_only)
+    output = "out_proj" if kind == "lfm2" else "o_proj"
+    return _linear(weights, f"{name}.{output}", attended.reshape(length, -1), biased and not qkv_only)
+
+
+def _convolution(weights: WeightSource, config: Settings, layer: str, normed: Float64Array) -> Float64Array:
+    """LFM2's gated short convolution: every channel's inputs at the last few tokens, weighted by its kernel."""
+    name, biased, kernel = f"{layer}.conv", bool(config.get("conv_bias")), config.get("conv_L_cache") or 3
+    gate_in, gate_out, value = np.split(_linear(weights, f"{name}.in_proj", normed, biased), 3, axis=-1)
+    inputs = np.concatenate([np.zeros((kernel - 1, value.shape[-1])), gate_in * value])
+    taps = weights.read(f"{name}.conv.weight").astype(np.float64)[:, 0]
+    convolved = np.stack([(inputs[token : token + kernel] * taps.T).sum(axis=0) for token in range(len(value))])
+    if biased:
+        convolved = convolved + weights.read(f"{name}.conv.bias")
+    return _linear(weights, f"{name}.out_proj", gate_out * convolved, biased)
+
+
+def _lfm2_feed_forward(weights: WeightSource, layer: str, normed: Float64Array) -> Float64Array:
+    gate, up = (_linear(weights, f"{layer}.feed_forward.{each}", normed, biased=False) for each in ("w1", "w3"))
+    return _linear(weights, f"{layer}.feed_forward.w2", gate / (1 + np.exp(-gate)) * up, biased=False)
 
 
 def _attention_scale(config: Settings) -> float:
@@ -208,8 +246,8 @@ def _linear(weights: WeightSource, name: str, value: Float64Array, biased: bool)
 
 
 def _norm(weights: WeightSource, config: Settings, name: str, value: Float64Array) -> Float64Array:
-    default = 1e-5 if config["model_type"] in ("phi3", "olmo2", "gpt_oss") else 1e-6
-    epsilon = float(config.get("rms_norm_eps") or default)
+    default = 1e-5 if config["model_type"] in ("phi3", "olmo2", "gpt_oss", "lfm2") else 1e-6
+    epsilon = float(config.get("norm_eps" if config["model_type"] == "lfm2" else "rms_norm_eps") or default)
     scaled: Float64Array = value / np.sqrt(np.mean(value**2, axis=-1, keepdims=True) + epsilon)
     weight = weights.read(f"{name}.weight").astype(np.float64)
     return scaled * (1 + weight if config["model_type"] in _GEMMA else weight)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 Float64Array = npt.NDArray[np.float64]
 Settings = Mapping[str, Any]
 
-WITHOUT_WINDOWS = ("llama", "granite", "olmo2")
+WITHOUT_WINDOWS = ("llama", "granite", "olmo2", "lfm2")
 
 
 def has_window(config: Settings, layer: int) -> bool:
@@ -20,7 +20,7 @@ def has_window(config: Settings, layer: int) -> bool:
     kind = config["model_type"]
     if kind in WITHOUT_WINDOWS:
         return False
-    if kind in ("mistral", "phi3"):
+    if kind in ("mistral", "ministral3", "phi3"):
         return config.get("sliding_window", 4096 if kind == "mistral" else None) is not None
     if kind == "smollm3" and not config.get("use_sliding_window"):
         return False
@@ -39,6 +39,13 @@ def _has_optional_window(config: Settings, layer: int) -> bool:
     if config["model_type"] == "smollm3":
         return not has_rotary(config, layer)
     return bool(layer >= (config.get("max_window_layers") or 0))
+
+
+def has_attention(config: Settings, layer: int) -> bool:
+    """Whether a layer of an LFM2 model has attention, and not a convolution."""
+    if config.get("layer_types"):
+        return bool(config["layer_types"][layer] == "full_attention")
+    return config.get("full_attn_idxs") is None or layer in config["full_attn_idxs"]
 
 
 def masked_positions(config: Settings, layer: int, length: int) -> npt.NDArray[np.bool_]:
@@ -94,6 +101,15 @@ def rotation(
     return np.cos(angles) * attention_factor, np.sin(angles) * attention_factor
 
 
+def query_scales(config: Settings, positions: npt.NDArray[np.int64]) -> Float64Array:
+    """Factor [n] on the query of every position, as in Llama 4; 1 for models without it."""
+    settings = config.get("rope_parameters") or {}
+    if config["model_type"] != "ministral3" or not settings.get("llama_4_scaling_beta"):
+        return np.ones(len(positions))
+    turns = np.floor(positions / settings["original_max_position_embeddings"])
+    return np.asarray(1 + settings["llama_4_scaling_beta"] * np.log(1 + turns))
+
+
 def _rotary_settings(config: Settings, layer: int) -> tuple[Settings, float]:
     """RoPE scaling settings and theta of a layer."""
     settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -104,7 +120,7 @@ def _rotary_settings(config: Settings, layer: int) -> tuple[Settings, float]:
             "original_max_position_embeddings": 4096,
             "truncate": False,
         }
-    default = {"smollm3": 2e6, "gemma3_text": 1e6, "gpt_oss": 1.5e5}.get(config["model_type"], 1e4)
+    default = {"smollm3": 2e6, "gemma3_text": 1e6, "gpt_oss": 1.5e5, "lfm2": 1e6}.get(config["model_type"], 1e4)
     theta = config.get("rope_theta") or default
     if config["model_type"] == "gemma3_text":
         is_local = has_window(config, layer)

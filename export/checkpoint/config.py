@@ -8,13 +8,16 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from ...errors import CheckpointError
 from ...models.json_file import shown
-from ..architectures.family import Experts, Family, Power, find_family
+from ..architectures.family import Experts, Family, Power, find_family, first_present
+from ..architectures.short_convolution import ConvolutionConfig
 from ..architectures.sliding_windows import rotated_layers
-from ..graph.rope import LongRope, Rope
+from ..graph.rope import LongRope, QueryScaling, Rope
 from .json_fields import count, number, optional_number, read_json
-from .rope_settings import max_positions, read_rotations
+from .rope_settings import max_positions, read_query_scaling, read_rotations
 
 MAX_LAYERS: Final = 10_000
 MAX_EXPERTS: Final = 10_000
@@ -81,6 +84,8 @@ class DecoderConfig:
     attention: tuple[LayerAttention, ...]
     """One entry per layer."""
     experts: ExpertsConfig | None
+    convolution: ConvolutionConfig | None
+    """The layers with a convolution in place of attention; None for a model without them."""
     max_positions: int
     default_positions: int
     """Longest context of the default rotary table; LongRoPE has another table for longer contexts."""
@@ -92,11 +97,24 @@ class DecoderConfig:
     mlp_bias: bool
     attention_scale: float | None
     """Factor on the attention scores; None for 1 / sqrt(head_dim)."""
+    query_scaling: QueryScaling | None
+    """How queries grow with their position; None if they do not."""
     attention_softcap: float | None
     logits_softcap: float | None
     embedding_scale: float
     residual_scale: float
     logits_scale: float
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with attention, which have key and value caches."""
+        convolution = self.convolution
+        return tuple(index for index in range(self.layers) if convolution is None or not convolution.layers[index])
+
+    @property
+    def convolution_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with a convolution in place of attention."""
+        return () if self.convolution is None else tuple(np.flatnonzero(self.convolution.layers).tolist())
 
     @property
     def query_width(self) -> int:
@@ -134,7 +152,8 @@ def read_config(folder: Path) -> DecoderConfig:
         )
     layers = count(config, "num_hidden_layers", maximum=MAX_LAYERS)
     rotations = read_rotations(config, family, head_dim)
-    windows = family.windows.of_layers(config, layers)
+    convolution = None if family.convolution is None else family.convolution.read(config, layers)
+    windows = [None] * layers if convolution is not None else family.windows.of_layers(config, layers)
     rotated = rotated_layers(config, layers) if family.unrotated else [True] * layers
     scaling = rotations.rope.scaling
     return DecoderConfig(
@@ -142,7 +161,7 @@ def read_config(folder: Path) -> DecoderConfig:
         traits=family,
         vocab_size=count(config, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=count(config, "intermediate_size"),
+        intermediate_size=family.intermediate_size.read(config),
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
@@ -153,15 +172,17 @@ def read_config(folder: Path) -> DecoderConfig:
             for window, is_rotated in zip(windows, rotated, strict=True)
         ),
         experts=_read_experts(config, family.experts, layers) if family.experts else None,
+        convolution=convolution,
         max_positions=max_positions(config),
         default_positions=scaling.original_positions if isinstance(scaling, LongRope) else max_positions(config),
-        norm_epsilon=number(config, "rms_norm_eps", default=1e-6),
+        norm_epsilon=number(config, family.norm_epsilon, default=1e-6),
         activation=_activation(config, family),
-        tied_head=bool(config.get("tie_word_embeddings", False)),
+        tied_head=bool(config.get(first_present(config, family.tied_head), False)),
         qkv_bias=family.qkv_bias.read(config),
         output_bias=family.output_bias.read(config),
         mlp_bias=family.mlp_bias.read(config),
         attention_scale=family.attention_scale.read(config) if family.attention_scale else None,
+        query_scaling=read_query_scaling(config, family),
         attention_softcap=_softcap(config, family.attention_softcap),
         logits_softcap=_softcap(config, family.logits_softcap),
         embedding_scale=_scale(config, family.embedding_scale),
@@ -177,6 +198,12 @@ def _text_settings(config: Mapping[str, Any], family: Family) -> Mapping[str, An
     nested = config.get(family.nested)
     if not isinstance(nested, Mapping):
         raise CheckpointError(f"config.json: {family.nested} must be an object, found {shown(nested)}")
+    found = nested.get("model_type", family.nested_type)
+    if found != family.nested_type:
+        raise CheckpointError(
+            f"the language model of this checkpoint has the model_type {shown(found)}",
+            f"supported is {family.nested_type}",
+        )
     # tie_word_embeddings is only ever set outside the nested object.
     return {**{name: config[name] for name in ("tie_word_embeddings",) if name in config}, **nested}
 
@@ -198,8 +225,7 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
 
 
 def _read_experts(config: Mapping[str, Any], settings: Experts, layers: int) -> ExpertsConfig:
-    setting = next((name for name in settings.count if config.get(name) is not None), settings.count[0])
-    experts_count = count(config, setting, maximum=MAX_EXPERTS)
+    experts_count = count(config, first_present(config, settings.count), maximum=MAX_EXPERTS)
     period = count(config, settings.period, default=1)
     dense = config.get(settings.dense_layers) or []
     if not isinstance(dense, list):

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from ...models.manifest import WeightFormat
 from ..architectures.family import HeadNorm
 from .config import DecoderConfig
 
 EMBEDDING: Final = "model.embed_tokens.weight"
-FINAL_NORM: Final = "model.norm.weight"
 HEAD: Final = "lm_head.weight"
 
 QuantPlan: TypeAlias = Mapping[str, WeightFormat]
@@ -75,11 +74,32 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Convolution:
+    """The weights of a short convolution, see `architectures.short_convolution`."""
+
+    weight: str
+    """Checkpoint name of the kernels, `[channels, 1, kernel]`."""
+    bias: str | None
+    channels: int
+    kernel: int
+
+    @property
+    def tensors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Names and shapes of the checkpoint's tensors."""
+        bias = () if self.bias is None else ((self.bias, (self.channels,)),)
+        return ((self.weight, (self.channels, 1, self.kernel)), *bias)
+
+
+@dataclass(frozen=True)
 class Layer:
     """The linears and norms of one decoder layer; None for a norm that the layer lacks."""
 
     qkv: FusedLinear
+    """Queries, keys and values; in a layer with a convolution its three inputs B, C and x."""
     output: FusedLinear
+    """The output projection of attention, or of the convolution."""
+    convolution: Convolution | None
+    """None for a layer with attention."""
     gate_up: FusedLinear
     down: FusedLinear
     router: FusedLinear | None
@@ -108,45 +128,87 @@ class Layer:
 
 def layer_layout(config: DecoderConfig, index: int) -> Layer:
     """Return the linears and norms of layer `index`."""
-    linear, module, traits = f"layers.{index}", f"model.layers.{index}", config.traits
+    module, traits = f"model.layers.{index}", config.traits
     attention, hidden = f"{module}.self_attn", config.hidden_size
+    mixer = _convolution(config, index) or _attention(config, index)
     router, gate_up, down = _feed_forward(config, index)
 
     def norm(name: str | None) -> Norm | None:
         return None if name is None else Norm(f"{module}.{name}.weight", hidden)
 
     return Layer(
-        qkv=_fused(
-            f"{linear}.qkv",
-            tuple(f"{attention}.{name}" for name in traits.qkv),
-            (config.query_width, config.kv_width, config.kv_width),
-            hidden,
-            config.qkv_bias,
-        ),
-        output=FusedLinear(f"{linear}.o", (f"{attention}.o_proj",), (hidden,), config.query_width, config.output_bias),
+        qkv=mixer.inputs,
+        output=mixer.output,
+        convolution=mixer.convolution,
         gate_up=gate_up,
         down=down,
         router=router,
         sinks=f"{attention}.sinks" if traits.sinks else None,
         before_attention=norm(traits.norms.before_attention),
-        query_norm=_head_norm(config, f"{attention}.q_norm.weight", config.query_width),
-        key_norm=_head_norm(config, f"{attention}.k_norm.weight", config.kv_width),
+        query_norm=mixer.query_norm,
+        key_norm=mixer.key_norm,
         after_attention=norm(traits.norms.after_attention),
         before_mlp=norm(traits.norms.before_mlp),
         after_mlp=norm(traits.norms.after_mlp),
     )
 
 
+class _Mixer(NamedTuple):
+    """The part of a layer that mixes tokens."""
+
+    inputs: FusedLinear
+    output: FusedLinear
+    convolution: Convolution | None = None
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+
+
+def _attention(config: DecoderConfig, index: int) -> _Mixer:
+    linear, traits, hidden = f"layers.{index}", config.traits, config.hidden_size
+    attention = f"model.layers.{index}.self_attn"
+    inputs = _fused(
+        f"{linear}.qkv",
+        tuple(f"{attention}.{name}" for name in traits.qkv),
+        (config.query_width, config.kv_width, config.kv_width),
+        hidden,
+        config.qkv_bias,
+    )
+    output = FusedLinear(
+        f"{linear}.o", (f"{attention}.{traits.output}",), (hidden,), config.query_width, config.output_bias
+    )
+    query_norm, key_norm = (f"{attention}.{name}.weight" for name in traits.head_norms)
+    return _Mixer(
+        inputs,
+        output,
+        query_norm=_head_norm(config, query_norm, config.query_width),
+        key_norm=_head_norm(config, key_norm, config.kv_width),
+    )
+
+
+def _convolution(config: DecoderConfig, index: int) -> _Mixer | None:
+    """The convolution of a layer; None for a layer with attention."""
+    convolution, traits = config.convolution, config.traits.convolution
+    if convolution is None or traits is None or not convolution.layers[index]:
+        return None
+    linear, module, hidden = f"layers.{index}", f"model.layers.{index}.{traits.module}", config.hidden_size
+    biased = convolution.biased
+    inputs = FusedLinear(f"{linear}.conv_in", (f"{module}.in_proj",), (3 * hidden,), hidden, biased)
+    output = FusedLinear(f"{linear}.conv_out", (f"{module}.out_proj",), (hidden,), hidden, biased)
+    bias = f"{module}.conv.bias" if biased else None
+    return _Mixer(inputs, output, Convolution(f"{module}.conv.weight", bias, hidden, convolution.kernel))
+
+
 def _feed_forward(config: DecoderConfig, index: int) -> tuple[FusedLinear | None, FusedLinear, FusedLinear]:
     """Return the router, if there is one, gate_up and down of layer `index`."""
-    linear, mlp, hidden, experts = f"layers.{index}", f"model.layers.{index}.mlp", config.hidden_size, config.experts
+    linear, hidden, experts = f"layers.{index}", config.hidden_size, config.experts
+    mlp = f"model.layers.{index}.{config.traits.mlp}"
     if experts is None or config.traits.experts is None or not experts.layers[index]:
         wide, biased = config.intermediate_size, config.mlp_bias
         modules = tuple(f"{mlp}.{name}" for name in config.traits.gate_up)
         return (
             None,
             _fused(f"{linear}.gate_up", modules, (wide, wide), hidden, biased),
-            FusedLinear(f"{linear}.down", (f"{mlp}.down_proj",), (hidden,), wide, biased),
+            FusedLinear(f"{linear}.down", (f"{mlp}.{config.traits.down}",), (hidden,), wide, biased),
         )
     experts_count, wide, traits = experts.count, experts.intermediate_size, config.traits.experts
     # A quantized router selects other experts, and it is only a thousandth of their size.
@@ -190,7 +252,7 @@ def _head_norm(config: DecoderConfig, weight: str, width: int) -> Norm | None:
 
 def final_norm(config: DecoderConfig) -> Norm:
     """The norm before the LM head."""
-    return Norm(FINAL_NORM, config.hidden_size)
+    return Norm(f"model.{config.traits.final_norm}.weight", config.hidden_size)
 
 
 def embedding_layout(config: DecoderConfig) -> FusedLinear:
@@ -223,8 +285,10 @@ def expected_tensors(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ..
             yield norm.weight, (norm.width,)
         if layer.sinks is not None:
             yield layer.sinks, (config.heads,)
+        if layer.convolution is not None:
+            yield from layer.convolution.tensors
     yield from _tensors_of(head_layout(config))
-    yield FINAL_NORM, (config.hidden_size,)
+    yield final_norm(config).weight, (config.hidden_size,)
 
 
 def _tensors_of(linear: FusedLinear) -> Iterator[tuple[str, tuple[int, ...]]]:

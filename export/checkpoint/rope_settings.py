@@ -14,7 +14,7 @@ from ...errors import CheckpointError
 from ...models.json_file import shown
 from ...models.manifest import MIN_CONTEXT
 from ..architectures.family import Family
-from ..graph.rope import Dynamic, Linear, Llama3, LongRope, Rope, RopeScaling, Unscaled, Yarn
+from ..graph.rope import Dynamic, Linear, Llama3, LongRope, QueryScaling, Rope, RopeScaling, Unscaled, Yarn
 from .json_fields import count, number, optional_list, optional_number
 
 SUPPORTED_SCALINGS: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -64,6 +64,19 @@ def read_rotations(config: Mapping[str, Any], family: Family, head_dim: int) -> 
     channels = _rotated_channels(config, settings, family, head_dim)
     rope = _read_rope(config, settings, channels)
     return Rotations(channels, rope, rope if family.local_rope_base is None else _read_rope(config, local, channels))
+
+
+def read_query_scaling(config: Mapping[str, Any], family: Family) -> QueryScaling | None:
+    """Read how queries grow with their position; None if they do not.
+
+    Raises:
+        CheckpointError: the settings are malformed.
+    """
+    settings = _settings(config)
+    beta = optional_number(settings, "llama_4_scaling_beta") if family.query_scaling else None
+    if beta is None:
+        return None
+    return QueryScaling(beta, count(settings, "original_max_position_embeddings"))
 
 
 def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -120,7 +120,8 @@ class Checkpoint:
         if self._has(f"{name}{_MXFP4_SUFFIX}"):
             return self._mxfp4(name)
         tensor = self._find(name)
-        if len(tensor.shape) != 3 or tensor.dtype not in _ITEM_BYTES:
+        # A tensor of stacked experts is named like a module, a convolution's kernels like a weight.
+        if len(tensor.shape) != 3 or name.endswith(".weight") or tensor.dtype not in _ITEM_BYTES:
             return None
         experts, columns, rows = tensor.shape
         return FloatStack(experts, rows, columns, lambda start, count: self._read_items(name, tensor, start, count))

@@ -39,11 +39,16 @@ def require_draft(target: Path, request: DraftRequest) -> None:
 
     Raises:
         CheckpointError: The draft's checkpoint is damaged, incomplete or not supported.
-        InputError: The draft has another vocabulary.
+        InputError: The draft has another vocabulary, or convolution layers.
     """
     if request.source is None:
         return
-    with open_source(request.source) as (_, draft):
+    with open_source(request.source) as (config, draft):
+        if config.convolution is not None:
+            raise InputError(
+                f"the draft {request.source} is a {config.family} model, whose convolution states cannot draft yet",
+                "give a draft whose layers are all attention",
+            )
         difference = vocabulary_difference(target, draft.folder)
     if difference:
         raise InputError(

@@ -86,13 +86,16 @@ def head_tokens(graph: EditableGraph) -> int:
 def _take(graph: EditableGraph, node: Node, index: int, kept: TokenIds, tokens: int, axis: int) -> None:
     """Replace an initializer that a node reads by its part for the kept tokens."""
     name = node.input(index)
-    array = graph.array(name)
+    converted = graph.producer_of(name, "Cast")  # scales stored in float16
+    array = graph.array(name if converted is None else converted.input(0))
     if array is None:
         raise ExportError(f"a head whose input {name} is computed cannot be trimmed", "leave --draft-vocab out")
     if array.shape[axis] != tokens:  # scales and zero points may be stored flat
         array = array.reshape(tokens, -1)
-    part = np.take(array, kept, axis)
-    graph.set_input(node, index, graph.add_tensor(f"head.{name.rpartition('.')[2]}.kept", part))
+    taken = graph.add_tensor(f"head.{name.rpartition('.')[2]}.kept", np.take(array, kept, axis))
+    if converted is not None:
+        taken = graph.add("Cast", [taken], name=f"{taken}.converted", to=converted.attribute("to")).output(0)
+    graph.set_input(node, index, taken)
 
 
 def write_trimmed(whole: Bundle, folder: Path, kept: TokenIds) -> None:

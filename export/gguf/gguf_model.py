@@ -15,7 +15,7 @@ import numpy as np
 
 from ...errors import CheckpointError, InputError
 from ...models.manifest import WeightFormat
-from ..checkpoint.layout import EMBEDDING, FINAL_NORM, HEAD
+from ..checkpoint.layout import EMBEDDING, HEAD
 from ..checkpoint.prefetch import in_order
 from ..checkpoint.source import Float32Array, ModelSource, QuantizedRows, RowRange, UInt8Array
 from .config_json import architecture, config_settings
@@ -28,7 +28,11 @@ from .tensor_types import TENSOR_TYPES, TensorType, type_name
 
 _CHUNK_WEIGHTS: Final = 1 << 20
 _PART: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
-_OUTER_TENSORS: Final = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
+_OUTER_TENSORS: Final = {
+    "token_embd.weight": EMBEDDING,
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": HEAD,
+}
 _LAYER_TENSORS: Final = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",

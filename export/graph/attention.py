@@ -34,6 +34,7 @@ class Attention:
                 nodes.weights.constant(f"{name}.cos", cosines),
                 nodes.weights.constant(f"{name}.sin", sines),
             )
+        self._query_scales = self._append_query_scales(context)
         rotates_inside = config.head_dim % _ROTARY_MULTIPLE == 0 and config.rotated_channels % _ROTARY_MULTIPLE == 0
         self._rotates_inside = rotates_inside
 
@@ -44,12 +45,14 @@ class Attention:
         table = None if settings.rope is None else self._tables[settings.rope]
         inside = table if self._rotates_inside else None
         query, key, value = nodes.linear(layer.qkv, normed), "", ""
-        if layer.query_norm is not None or table is not inside:
+        if layer.query_norm is not None or table is not inside or self._query_scales is not None:
             query, key, value = nodes.split(query, [f"{name}.query", f"{name}.key", f"{name}.value"], self._widths())
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = self._norm_heads(query, layer.query_norm), self._norm_heads(key, layer.key_norm)
         if table is not None and inside is None:
             query, key = self._rotate(query, config.heads, table), self._rotate(key, config.kv_heads, table)
+        if self._query_scales is not None:
+            query = nodes.add("Mul", [query, self._query_scales], f"{name}.query.scaled")
         rotary = ["", "", ""] if inside is None else [*inside, "position_ids"]
         bias = "attention_bias" if settings.window is None else self._window_bias(settings.window)
         attended = f"{name}.attended"
@@ -71,6 +74,14 @@ class Attention:
             **self._score_attributes(),
         )
         return attended
+
+    def _append_query_scales(self, context: int) -> str | None:
+        """Append the factors of the M new tokens' queries, [1, M, 1]; None if all are 1 within the context."""
+        nodes, scaling = self._nodes, self._nodes.config.query_scaling
+        if scaling is None or context <= scaling.original_positions:
+            return None
+        factors = nodes.weights.constant("query.factors", scaling.table(context))
+        return nodes.add("Gather", [factors, "position_ids"], "query.scales", axis=0)
 
     def _score_attributes(self) -> dict[str, float]:
         config = self._nodes.config

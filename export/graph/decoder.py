@@ -15,6 +15,7 @@ from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layout import Norm, QuantPlan, final_norm, layer_layout
 from . import inputs_outputs
 from .attention import Attention
+from .convolution import append_convolution
 from .embedding_head import EmbeddingAndHead
 from .feed_forward import append_feed_forward
 from .initializers import Initializers
@@ -49,7 +50,7 @@ def build_graph(
         nodes.add("Identity", [head_input], inputs_outputs.HIDDEN_STATES)
     graph = GraphProto(
         name="decoder",
-        node=nodes.protos,
+        node=[*weights.conversions, *nodes.protos],
         initializer=weights.protos,
         input=inputs_outputs.graph_inputs(config),
         output=inputs_outputs.graph_outputs(config, hidden_states),
@@ -71,7 +72,10 @@ def _append_decoder(nodes: Nodes, context: int) -> str:
     normed = residual if first is None else nodes.norm(residual, first, "layers.0.input_norm")
     for index, layer in enumerate(layers):
         name, last = f"layers.{index}", index == config.layers - 1
-        attended = attention.append(index, layer, normed)
+        if layer.convolution is None:
+            attended = attention.append(index, layer, normed)
+        else:
+            attended = append_convolution(nodes, index, layer, layer.convolution, normed)
         if last:
             # Nothing after this point mixes positions, so those without requested logits are dropped here.
             attended = nodes.add("Gather", [attended, "logit_rows"], "asked.attended", axis=1)

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from onnx import TensorProto, helper, numpy_helper
+from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from ...models.manifest import WeightFormat
 from ..checkpoint.layout import FusedLinear
@@ -19,6 +19,9 @@ from .weight_file import WeightFile
 
 _INLINE_BELOW: Final = 1024
 """Smaller constants, in bytes, are stored in the .onnx file itself, where shape inference can see them."""
+
+HALF_SCALES: Final = "half_scales"
+"""Last part of the name of scales that are stored in float16."""
 
 
 class _QuantizationParameters(NamedTuple):
@@ -60,6 +63,8 @@ class Initializers:
     def __init__(self, checkpoint: ModelSource, data: WeightFile, report_weights: Callable[[int], None]) -> None:
         """`report_weights` is called with the number of weights just written."""
         self.protos: list[TensorProto] = []
+        self.conversions: list[NodeProto] = []
+        """Nodes that convert scales stored in float16 to float32; ONNX Runtime folds them when it loads the graph."""
         self.linear_bits: dict[str, int] = {}
         """Stored bits by linear, including scales and padding; a shared matrix counts once."""
         self._checkpoint = checkpoint
@@ -79,6 +84,11 @@ class Initializers:
         """Add concatenated checkpoint vectors (norms, biases) in float32; `plus` is added to each element."""
         value = np.concatenate([self._checkpoint.read(source) for source in sources])
         return self.constant(name, value + np.float32(plus) if plus else value)
+
+    def taps(self, name: str, source: str, kernel: int) -> list[str]:
+        """Add the kernels `[channels, 1, kernel]` of a convolution, as one vector of float32 for each of its tokens."""
+        kernels = self._checkpoint.read(source)
+        return [self.constant(f"{name}.{tap}", np.ascontiguousarray(kernels[:, 0, tap])) for tap in range(kernel)]
 
     def float32(self, linear: FusedLinear) -> str:
         """Add the matrix [N, K] of a linear in float32."""
@@ -104,7 +114,8 @@ class Initializers:
 
         Returns:
             Names of codes, uint8 [N, blocks, block * bits / 8], scales, float32 [N, blocks], and zero points,
-            uint8 [N, ceil(blocks * bits / 8)].
+            uint8 [N, ceil(blocks * bits / 8)]. Scales may be stored in float16: then the name is that of the converted
+            ones.
         """
         return self._quantized(linear, weight_format)[0]
 
@@ -128,7 +139,8 @@ class Initializers:
     ) -> tuple[StoredMatrix, _QuantizationParameters]:
         codes, parameters = self._codes(linear, weight_format)
         zero_points = self._add(linear, "zero_points", parameters.zero_points) if weight_format.zero_points else ""
-        return StoredMatrix(codes, self._add(linear, "scales", parameters.scales), zero_points), parameters
+        scales = self._add_scales(linear, parameters.scales, weight_format)
+        return StoredMatrix(codes, scales, zero_points), parameters
 
     def _add_factor(self, linear: FusedLinear, name: str, codes: UInt8Array, scales: Float32Array) -> StoredMatrix:
         stored = self._add(linear, f"{name}_codes", codes)
@@ -150,13 +162,13 @@ class Initializers:
             scales; zero points are stored once more, packed.
         """
         codes, parameters = self._codes(linear, weight_format)
-        scales = self._add(linear, "scales", parameters.scales[..., None])
+        scales = self._add_scales(linear, parameters.scales[..., None], weight_format)
         zero_points = packed = ""
         if weight_format.zero_points:
             unpacked = unpack_zero_points(parameters.zero_points, parameters.scales.shape[1], weight_format.bits)
             zero_points = self._add(linear, "gathered_zero_points", unpacked[..., None])
             packed = self._add(linear, "zero_points", parameters.zero_points) if head else ""
-        flat = self._reshaped(scales, f"{head}.scales", parameters.scales.shape) if head else ""
+        flat = self._reshaped_scales(linear, head, parameters.scales.shape, weight_format) if head else ""
         return StoredMatrix(codes, scales, zero_points), StoredMatrix(codes, flat, packed)
 
     def quantized_with_offsets(self, linear: FusedLinear, weight_format: WeightFormat) -> tuple[str, str, str, str]:
@@ -204,11 +216,31 @@ class Initializers:
         all_points = np.concatenate(zero_points) if zero_points else np.empty((0, 0), np.uint8)
         return name, _QuantizationParameters(np.concatenate(scales), np.concatenate(offsets), all_points, factors)
 
-    def _add(self, linear: FusedLinear, kind: str, value: Float32Array | UInt8Array) -> str:
+    def _add(self, linear: FusedLinear, kind: str, value: Float32Array | npt.NDArray[np.float16] | UInt8Array) -> str:
         """Add an array that belongs to a linear."""
         name = f"{linear.name}.{kind}"
         self._begin(name, value.dtype, value.shape, linear)
         self._data.append(value)
+        return name
+
+    def _add_scales(self, linear: FusedLinear, scales: Float32Array, weight_format: WeightFormat) -> str:
+        """Add the scales of a linear, in float16 if the format says so; returns the name of the float32 scales."""
+        if not weight_format.half_scales:
+            return self._add(linear, "scales", scales)
+        stored = self._add(linear, HALF_SCALES, scales.astype(np.float16))
+        return self._converted(stored, f"{linear.name}.scales")
+
+    def _reshaped_scales(
+        self, linear: FusedLinear, alias: str, shape: Sequence[int], weight_format: WeightFormat
+    ) -> str:
+        """Add the scales of another linear that share the bytes of this one's; returns the name of float32 scales."""
+        if not weight_format.half_scales:
+            return self._reshaped(f"{linear.name}.scales", f"{alias}.scales", shape)
+        stored = self._reshaped(f"{linear.name}.{HALF_SCALES}", f"{alias}.{HALF_SCALES}", shape)
+        return self._converted(stored, f"{alias}.scales")
+
+    def _converted(self, stored: str, name: str) -> str:
+        self.conversions.append(helper.make_node("Cast", [stored], [name], name=name, to=TensorProto.FLOAT))
         return name
 
     def experts(self, linear: FusedLinear, weight_format: WeightFormat) -> tuple[str, str]:

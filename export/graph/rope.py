@@ -161,6 +161,23 @@ class Rope:
         return cosines, (np.sin(angles) * rotation.attention_factor).astype(np.float32)
 
 
+@dataclass(frozen=True)
+class QueryScaling:
+    """Growth of queries with their position, which keeps attention sharp over long contexts.
+
+    Every query is multiplied by `1 + beta * log(1 + floor(position / original_positions))`. Source: Llama 4's
+    temperature of attention, in Hugging Face transformers as `get_llama_4_attn_scale`.
+    """
+
+    beta: float
+    original_positions: int
+
+    def table(self, context: int) -> npt.NDArray[np.float32]:
+        """The factors of all positions, computed in float64; float32 [context, 1]."""
+        steps = np.arange(context, dtype=np.int64)[:, None] // self.original_positions
+        return (1 + self.beta * np.log1p(steps)).astype(np.float32)
+
+
 def _frequencies(base: float, dim: int) -> Frequencies:
     return np.asarray(base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim))
 

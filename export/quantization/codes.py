@@ -16,7 +16,8 @@ included:
     scale = (largest - smallest) / (2 ** bits - 1)
     w ~ (code - zero) * scale
 
-Scales may also be powers of two, possibly negative (`powers_of_two`). They are rounded to such before codes are chosen.
+Scales may also be powers of two, possibly negative (`powers_of_two`), or float16 numbers (`half_precision`). They are
+rounded to such before codes are chosen.
 
 Blocks of GGUF types with a minimum have an offset beside the scale, w ~ (code - half) * scale + offset. Integer zero
 points cannot represent it. But what the offsets add to a product is another product: the block sums of the inputs times
@@ -34,6 +35,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ...errors import InputError
 from ...models.manifest import WeightFormat
 from ..checkpoint.source import LowRankFactors, QuantizedRows
 
@@ -88,6 +90,8 @@ def default_scales(grouped: Float32Array, weight_format: WeightFormat) -> tuple[
         scales = extremes(grouped) * np.float32(-1 / (1 << (weight_format.bits - 1)))
     if weight_format.powers_of_two:
         scales = powers_of_two(scales, _ROUND_UP_ABOVE[weight_format.bits])
+    if weight_format.half_scales:
+        scales = half_precision(scales)
     return scales, centered_zeros(grouped, scales, weight_format.bits) if weight_format.zero_points else None
 
 
@@ -102,6 +106,18 @@ def powers_of_two(scales: Float32Array, round_up_above: float = 0.75) -> Float32
     nearest: Float32Array = np.copysign(np.ldexp(np.float32(0.5), exponent + upper), scales)
     nearest[scales == 0] = 0
     return nearest
+
+
+def half_precision(scales: Float32Array) -> Float32Array:
+    """Round scales to float16 numbers.
+
+    Raises:
+        InputError: a scale is beyond the range of float16.
+    """
+    largest = np.abs(scales).max(initial=0)
+    if largest > np.finfo(np.float16).max:
+        raise InputError(f"a scale of {largest:.3g} is beyond the range of float16", "leave --half-scales out")
+    return scales.astype(np.float16).astype(np.float32)
 
 
 def _steps(grouped: Float32Array, steps: int) -> Float32Array:

@@ -15,7 +15,15 @@ import numpy as np
 from ...errors import InputError
 from ...models.manifest import WeightFormat
 from ..checkpoint.source import QuantizedRows
-from .codes import Float32Array, default_scales, in_blocks, nearest_codes, pack_zero_points, powers_of_two
+from .codes import (
+    Float32Array,
+    default_scales,
+    half_precision,
+    in_blocks,
+    nearest_codes,
+    pack_zero_points,
+    powers_of_two,
+)
 from .input_statistics import InputStatistics
 
 _CHUNK_WEIGHTS: Final = 1 << 16
@@ -91,6 +99,8 @@ def search_scales(
         if zeros is not None:
             zeros[part] = candidates.zeros
     found = scales.reshape(default.shape)
+    if weight_format.half_scales:
+        found = half_precision(found)
     if zeros is None:
         return QuantizedRows(nearest_codes(grouped, found, weight_format.bits), found)
     points = zeros.reshape(default.shape)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from onnx import TensorProto
+
 from ...models.manifest import Architecture, WeightFormat
 from .contract_inputs import AttentionShape
 from .decoder_io import TOKENS, embedding_lookup
@@ -29,6 +31,8 @@ _WEIGHT_INPUTS: Final[Mapping[str, int]] = {
     "GatherBlockQuantized": 0,
 }
 """Operators that read a weight matrix, and the index of that input."""
+_SCALES: Final = 2
+"""Index of the scales among the inputs of MatMulNBits and of GatherBlockQuantized."""
 _ZERO_POINTS: Final = 3
 """Index of the zero points among the inputs of MatMulNBits."""
 _BIAS: Final = 5
@@ -169,14 +173,18 @@ def _matrix(graph: EditableGraph, node: Node, name: str, weights: Tensor) -> Wei
     if bits is None:
         rows, columns = _float_shape(graph, node, weights)
         return WeightMatrix(name, WeightFormat(8 * weights.nbytes // weights.size), rows, columns, stored)
+    half_scales = False
     for index in range(1, len(node.inputs)):
-        tensor = graph.tensors.get(node.input(index))
+        converted = graph.producer_of(node.input(index), "Cast")
+        tensor = graph.tensors.get(node.input(index) if converted is None else converted.input(0))
+        half_scales |= index == _SCALES and tensor is not None and tensor.element_type == TensorProto.FLOAT16
         if tensor is not None and index != _BIAS:
             stored[tensor.source] = tensor.nbytes
     columns = node.attribute("K", weights.size * 8 * weights.nbytes // weights.size // int(bits) // weights.shape[0])
     rows = node.attribute("N", weights.shape[0])
     zero_points = node.op == "MatMulNBits" and bool(node.input(_ZERO_POINTS))
-    weight_format = WeightFormat(int(bits), node.attribute("block_size", 0), zero_points=zero_points)
+    block = node.attribute("block_size", 0)
+    weight_format = WeightFormat(int(bits), block, zero_points=zero_points, half_scales=half_scales)
     return WeightMatrix(name, weight_format, rows, columns, stored)
 
 

@@ -18,6 +18,7 @@ from ..check.parity import Parity
 from ..checkpoint.tokenizer_files import require_config_files, require_tokenizer
 from ..destination import ExportResult, bundle_written_whole, require_apart
 from ..graph import inputs_outputs
+from ..graph.gpu_variants import write_gpu_variants
 from ..graph.weight_file import WeightFile
 from ..recipe import DEFAULT_CONTEXT_LIMIT, FP32, INT4, LONGEST_CONTEXT, ExportRecipe, ExportRequest
 from .contract_inputs import AttentionShape, declare_cache_shape, wire_attention
@@ -84,6 +85,8 @@ def upgrade_model(request: ExportRequest, progress: Progress = silent) -> Export
                 f"({type(error).__name__}: {str(error)[:_SHOWN_CHARACTERS]})",
                 "run it as it is",
             ) from error
+        if recipe.gpu:
+            upgrade.notes += write_gpu_variants(staging, progress)
         sizes = {file.name: file.stat().st_size for file in sorted(staging.iterdir())}
     seconds = time.perf_counter() - started
     return ExportResult(destination, sizes, upgrade.bits_per_weight, seconds, parity, notes=tuple(upgrade.notes))

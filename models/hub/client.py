@@ -42,6 +42,10 @@ class ConnectionFailedError(HubError):
     """The connection failed, so another attempt may succeed."""
 
 
+class OfflineError(HubError):
+    """The environment forbids requests to the hub."""
+
+
 def is_offline() -> bool:
     """Return whether the environment forbids requests to the hub (`HF_HUB_OFFLINE`, which `--offline` sets)."""
     return any(os.environ.get(name, "").upper() in _TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Final, TypeAlias
 
-from ...errors import BundleError, HubError
+from ...errors import BundleError
 from ..bundle import GRAPH_NAME, TOKENIZER_AND_CONFIG_FILES
 from ..device_kind import DeviceKind
 from ..json_file import read_json_object
@@ -23,17 +23,9 @@ from ..progress import ProgressDisplay
 from ..regular_file import MAX_JSON_BYTES, read_regular
 from ..variants import GENAI_CONFIG, GraphFiles, choose_graph, variant_of
 from . import client as hub_client
+from .downloaded_model import CHECKPOINT, DownloadedModel, is_safe_path
 from .downloads import PartialDownloads, disk_errors_explained
-from .local_store import (
-    CHECKPOINT,
-    DownloadedModel,
-    Listing,
-    RepoFile,
-    Store,
-    hub_library_cache,
-    is_safe_path,
-    listing_of,
-)
+from .local_store import Listing, RepoFile, Store, hub_library_cache, listing_of
 from .model_id import HubId
 
 DownloadProgress: TypeAlias = Callable[[str, int, int], None]
@@ -127,7 +119,7 @@ def _listing(id_: HubId, *, newest: bool) -> Listing:
     if hub_client.is_offline():
         if (known := known or _library_listing(id_)) is not None:
             return known
-        raise HubError(
+        raise hub_client.OfflineError(
             f"{id_} is not downloaded, and edge-run is offline",
             f"run edge-run pull {id_} with a connection first",
         )

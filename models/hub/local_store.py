@@ -26,26 +26,24 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, Final
+from pathlib import Path, PurePosixPath
+from typing import Final
 from urllib.parse import quote
 
 from ...errors import BundleError, HubError
 from ..atomic import folder_written_atomically, write_atomically
-from ..bundle import mark_verified, verify_file
+from ..bundle import mark_verified
 from ..file_system import move, remove
 from ..json_file import is_whole, read_json_object
 from ..lock import locked
 from ..manifest import FileDigest
 from ..regular_file import MAX_JSON_BYTES, read_regular
+from .downloaded_model import CHECKPOINT, RECORD_NAME, DownloadedModel, is_safe_path, read_downloaded
 
-RECORD_NAME: Final = "hub.json"
 MAIN: Final = "main"
 _LISTING_NAME: Final = "files.json"
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _DIGEST: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-CHECKPOINT: Final = "."
-"""The `source` of a whole checkpoint, in place of a file."""
 _FORMAT: Final = 1
 _LOCK_NAME: Final = "lock"
 _ID_NAME: Final = "id"
@@ -86,62 +84,6 @@ class Listing:
     """File name of the decoder's graph by folder, where a `genai_config.json` has several graphs beside it."""
 
 
-@dataclass(frozen=True)
-class DownloadedModel:
-    """A model folder that was downloaded from the hub."""
-
-    folder: Path
-    repo: str
-    commit: str
-    variant: str
-    """The variant in `org/name:variant`; empty if the repository has only one graph."""
-    source: str
-    """The file of the repository that the folder is for: a graph or a GGUF file; or `CHECKPOINT`."""
-    files: Mapping[str, FileDigest]
-    """Digest by path relative to the folder."""
-
-    @property
-    def path(self) -> Path:
-        """Path to open: a GGUF file, or the folder."""
-        return self.folder / PurePosixPath(self.source).name if self.source.endswith(".gguf") else self.folder
-
-    @property
-    def id(self) -> str:
-        """The id of the model, as long as its branch refers to the same commit."""
-        return self.name(self.repo, self.variant if self.source != CHECKPOINT else "")
-
-    @staticmethod
-    def name(repo: str, variant: str) -> str:
-        """Join a repository and a variant."""
-        return f"{repo}:{variant}" if variant else repo
-
-    @property
-    def bytes(self) -> int:
-        """Total size of the files in bytes."""
-        return sum(digest.bytes for digest in self.files.values())
-
-    @property
-    def last_used(self) -> float:
-        """Time at which it was last opened, in seconds since 1970."""
-        return (self.folder / RECORD_NAME).stat().st_mtime
-
-    def verify(self) -> None:
-        """Check that the files are unchanged, and record the time of use; large files are hashed once.
-
-        Raises:
-            BundleError: a file is missing or damaged.
-        """
-        try:
-            for name, digest in self.files.items():
-                verify_file(self.folder / name, digest)
-        except BundleError as error:
-            raise BundleError(error.what, f"download it again: edge-run pull {self.id}") from error
-        try:
-            os.utime(self.folder / RECORD_NAME)
-        except OSError:  # the cache is read-only
-            return
-
-
 def models_root() -> Path:
     """Return the folder of all models from the hub, which may not exist."""
     given = os.environ.get("HF_ASSETS_CACHE") or os.environ.get("HUGGINGFACE_ASSETS_CACHE")
@@ -162,13 +104,6 @@ def hugging_face_home() -> Path:
 
 def _expanded(text: str) -> Path:
     return Path(os.path.expandvars(os.path.expanduser(text)))
-
-
-def is_safe_path(path: str) -> bool:
-    """Return whether a path stays inside the folder that it is relative to, on every operating system."""
-    windows = PureWindowsPath(path)
-    inside = not (windows.drive or windows.root or "\\" in path or ":" in path or "\0" in path)
-    return bool(path) and inside and ".." not in windows.parts
 
 
 class Store:
@@ -243,14 +178,7 @@ class Store:
         """
         folder = self._model_folder(commit, source)
         digests = {name: digest for name, (_, digest) in files.items()}
-        record = {
-            "format": _FORMAT,
-            "id": self.repo,
-            "commit": commit,
-            "variant": variant,
-            "source": source,
-            "files": {name: vars(digest) for name, digest in digests.items()},
-        }
+        model = DownloadedModel(folder, self.repo, commit, variant, source, digests)
         with folder_written_atomically(folder, lambda _: True) as staging:
             paths = [path for path, _ in files.values()]
             for name, (path, _) in files.items():
@@ -258,11 +186,11 @@ class Store:
                 # A draft inside its target's folder has the same tokenizer, which is downloaded once.
                 place = shutil.copyfile if paths.count(path) > 1 else move
                 place(path, staging / name)
-            (staging / RECORD_NAME).write_text(json.dumps(record, indent=1), encoding="utf-8")
+            (staging / RECORD_NAME).write_text(json.dumps(model.record(), indent=1), encoding="utf-8")
         for name, (path, digest) in files.items():
             remove(path)
             mark_verified(folder / name, digest)
-        return DownloadedModel(folder, self.repo, commit, variant, source, digests)
+        return model
 
     def all_downloaded(self) -> list[DownloadedModel]:
         """List the model folders of the repository."""
@@ -391,22 +319,3 @@ def _is_valid(file: RepoFile) -> bool:
         and is_whole(file.bytes, 0)
         and all(isinstance(digest, str) and _DIGEST.fullmatch(digest) for digest in digests)
     )
-
-
-def read_downloaded(folder: Path) -> DownloadedModel | None:
-    """Read a model folder's record; None if it is missing or damaged."""
-    path = folder / RECORD_NAME
-    if not path.is_file():
-        return None
-    try:
-        data: dict[str, Any] = read_json_object(path, BundleError, "")
-        files = {name: FileDigest(each["bytes"], each["sha256"]) for name, each in data["files"].items()}
-        repo, commit, variant, source = (data[name] for name in ("id", "commit", "variant", "source"))
-    except (BundleError, LookupError, TypeError, AttributeError):
-        return None
-    if not all(isinstance(text, str) for text in (repo, commit, variant, source)) or not all(
-        is_safe_path(name) and is_whole(digest.bytes, 0) and isinstance(digest.sha256, str)
-        for name, digest in files.items()
-    ):
-        return None
-    return DownloadedModel(folder, repo, commit, variant, source, files)

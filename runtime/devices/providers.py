@@ -1,85 +1,239 @@
-"""Lists this machine's execution providers and adds one to session options.
+"""The devices that can run a session: execution providers on pieces of hardware.
 
-Devices come from ONNX Runtime's list (`get_ep_devices`), which includes those of plugin providers. A provider that is
-compiled in but lists no device is available by its name.
+Devices come from ONNX Runtime's list (`get_ep_devices`), to which the plugins of installed packages add theirs. A
+provider that is compiled in but lists no device is available by its name, if a session on it is not one on the CPU.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import importlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Final
 
+import numpy as np
 import onnxruntime as ort
 
 from ...errors import DeviceError
 from ...models.device_kind import DeviceKind
+from ..graph.ort import ORT_ERRORS
+from .chip import running_architecture
+from .packages import missing_device
+from .plugins import SUFFIX, registered_plugins
 
-_SUFFIX = "ExecutionProvider"
-
-_COMPILED_IN = {
+CPU_PROVIDER: Final = f"CPU{SUFFIX}"
+_KINDS: Final = {
     "CPU": DeviceKind.CPU,
     "CUDA": DeviceKind.GPU,
     "Dml": DeviceKind.GPU,
     "WebGpu": DeviceKind.GPU,
     "MIGraphX": DeviceKind.GPU,
     "NvTensorRTRTX": DeviceKind.GPU,
-    "Tensorrt": DeviceKind.GPU,
     "CoreML": DeviceKind.NPU,
     "OpenVINO": DeviceKind.NPU,
     "QNN": DeviceKind.NPU,
     "VitisAI": DeviceKind.NPU,
 }
 """Kind of device of the providers that run language models, by provider name without its suffix."""
+_SIMULATING: Final = ("WebGpu", "QNN")
+"""Providers whose device is simulated where it lies on the CPU: a Vulkan driver in software, Qualcomm's simulator."""
+_MEMORY: Final = {"WebGpu": "webgpu", "CUDA": "cuda", "Dml": "dml"}
+"""ONNX Runtime's names of memory on devices where a KV cache can lie, by provider."""
+_SILENT: Final = 4
+_DEFAULT_SEVERITY: Final = 2
+"""Severities of ONNX Runtime's log: nothing, and warnings."""
+_SIMULATED_SOC: Final = {"soc_model": "60", "htp_arch": "73"}
+"""The chip that Qualcomm's simulator stands for; on real hardware the plugin asks the driver."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One execution provider on one piece of hardware."""
+    """One execution provider on one piece of hardware; two of one provider and index are equal."""
 
     provider: str
-    kind: DeviceKind
-    vendor: str
-    handle: Any = None
+    """Name of the execution provider, which ends with `ExecutionProvider`."""
+    kind: DeviceKind = field(compare=False)
+    """The class of the device, which decides which graph it gets."""
+    vendor: str = field(default="", compare=False)
+    handle: Any = field(default=None, compare=False)
     """ONNX Runtime's `OrtEpDevice`; None for a provider known by its name only."""
+    index: int = 0
+    """Number among the devices of its provider."""
+    simulated: bool = field(default=False, compare=False)
+    """Whether software stands for the hardware: good for tests, never for speed."""
 
     def __str__(self) -> str:
-        return self.provider.removesuffix(_SUFFIX)
+        name = self.provider.removesuffix(SUFFIX)
+        return f"{name}:{self.index}" if self.index else name
+
+    @property
+    def name(self) -> str:
+        """The name that asks for this very device, such as `WebGpu:0`; `CPU` for the CPU."""
+        return "CPU" if self.provider == CPU_PROVIDER else f"{self.provider.removesuffix(SUFFIX)}:{self.index}"
+
+    @property
+    def plugin_version(self) -> str:
+        """Version of the provider; empty for one that is part of ONNX Runtime."""
+        metadata = {} if self.handle is None else self.handle.ep_metadata
+        packages = (plugin.version for plugin in registered_plugins() if plugin.provider == self.provider)
+        return "" if self.provider == CPU_PROVIDER else next(packages, "") or str(metadata.get("version", ""))
+
+    @property
+    def provider_options(self) -> Mapping[str, str]:
+        """Options of the provider for a session; ONNX Runtime ignores names that a provider does not know."""
+        name = self.provider.removesuffix(SUFFIX)
+        if name == "WebGpu":
+            # Without it, the few nodes over positions and slots that compute with int64 run on the CPU.
+            return {"enableInt64": "1"}
+        if name == "QNN":
+            backend = str(importlib.import_module("onnxruntime_qnn").get_qnn_htp_path())
+            options = {"backend_path": backend, "enable_htp_fp16_precision": "1"}
+            return {**options, **_SIMULATED_SOC} if self.simulated else options
+        return {}
+
+    @property
+    def session_entries(self) -> Mapping[str, str]:
+        """Configuration entries of a session on this device."""
+        # An NPU gets graphs that it runs wholly; a graph of which it takes less is an error, and never a slow surprise.
+        return {"session.disable_cpu_ep_fallback": "1"} if self.kind is DeviceKind.NPU else {}
+
+    @property
+    def memory(self) -> tuple[str, int] | None:
+        """Type and id of its memory for `OrtValue`s; None where the KV cache is NumPy's."""
+        memory = _MEMORY.get(self.provider.removesuffix(SUFFIX))
+        return None if memory is None else (memory, self.index)
+
+
+def cpu_device() -> Device:
+    """The CPU, without looking for other devices."""
+    return Device(CPU_PROVIDER, DeviceKind.CPU)
 
 
 def available_devices() -> list[Device]:
-    """All devices that can run a session, the CPU first."""
-    devices = [
-        Device(d.ep_name, DeviceKind[d.device.type.name], d.device.vendor or d.ep_vendor, d)
-        for d in ort.get_ep_devices()
-    ]
+    """All devices that can run a session, in the order of `preferred_first`. Registers the installed plugins."""
+    registered_plugins()
+    devices: list[Device] = []
+    for handle in ort.get_ep_devices():
+        device = _described(handle, sum(other.provider == handle.ep_name for other in devices))
+        if device is not None:
+            devices.append(device)
     listed = {device.provider for device in devices}
-    for provider in ort.get_available_providers():
-        kind = _COMPILED_IN.get(provider.removesuffix(_SUFFIX))
-        if kind is not None and provider not in listed:
-            devices.append(Device(provider, kind, ""))
-    return sorted(devices, key=lambda device: device.kind is not DeviceKind.CPU)
+    named = [provider for provider in _compiled_in() if provider not in listed and _works(provider)]
+    devices += [Device(provider, _KINDS[provider.removesuffix(SUFFIX)]) for provider in named]
+    return preferred_first(devices)
+
+
+def preferred_first(devices: Iterable[Device]) -> list[Device]:
+    """Sort devices: the CPU, then those that `gpu` and `npu` should mean, simulated ones last."""
+
+    def rank(device: Device) -> tuple[bool, bool, bool]:
+        # WebGPU runs on every GPU, so a provider made for one make of them has the faster kernels.
+        general = device.provider.removesuffix(SUFFIX) == "WebGpu"
+        return device.kind is not DeviceKind.CPU, device.simulated, general
+
+    return sorted(devices, key=rank)
+
+
+def unusable_providers() -> list[str]:
+    """Providers that are part of ONNX Runtime here, but would run on the CPU: the libraries they need are missing."""
+    listed = {handle.ep_name for handle in ort.get_ep_devices()}
+    return [provider for provider in _compiled_in() if provider not in listed and not _works(provider)]
+
+
+def _compiled_in() -> list[str]:
+    """Providers of language models that are part of ONNX Runtime.
+
+    A plugin without a device is among the available providers too; asking for it by name would run on the CPU.
+    """
+    plugins = {plugin.provider for plugin in registered_plugins()}
+    names = ort.get_available_providers()
+    return [name for name in names if name.removesuffix(SUFFIX) in _KINDS and name not in plugins]
+
+
+@cache
+def _works(provider: str) -> bool:
+    """Whether a session that asks for a provider by its name gets it: without its libraries it gets the CPU."""
+    from ...models.onnx_file.model_messages import GraphProto, model, node, value_info  # noqa: PLC0415 -- protobuf
+
+    values = [value_info(name, np.float32, [1]) for name in ("x", "y")]
+    graph = GraphProto(name="works", node=[node("Neg", ["x"], ["y"])], input=values[:1], output=values[1:])
+    # Missing libraries are reported to ONNX Runtime's own log, as several lines on standard error. Its level cannot be
+    # asked for, so the default is set again.
+    ort.set_default_logger_severity(_SILENT)
+    try:
+        options = ort.SessionOptions()
+        options.log_severity_level = _SILENT
+        names = [provider, CPU_PROVIDER]
+        session = ort.InferenceSession(
+            model(graph, opset=21).SerializeToString(), options, providers=names, enable_fallback=0
+        )
+    except ORT_ERRORS:
+        return False
+    finally:
+        ort.set_default_logger_severity(_DEFAULT_SEVERITY)
+    return bool(session.get_providers()[0] == provider)
+
+
+def _described(handle: Any, index: int) -> Device | None:
+    """The device of one of ONNX Runtime's handles; None for one that runs no language model."""
+    provider, name = handle.ep_name, handle.ep_name.removesuffix(SUFFIX)
+    hardware = DeviceKind[handle.device.type.name]
+    kind = hardware if hardware is not DeviceKind.CPU else _KINDS.get(name)
+    if kind is None:
+        return None
+    if name == "QNN" and hardware is not DeviceKind.NPU and running_architecture().lower() in ("arm64", "aarch64"):
+        # Beside the NPU of a real chip, the plugin lists a reference implementation on the CPU, and the GPU.
+        return None
+    simulated = hardware is DeviceKind.CPU and name in _SIMULATING
+    vendor = "" if simulated else str(handle.device.vendor or handle.ep_vendor)
+    return Device(provider, kind, vendor, handle, index, simulated)
 
 
 def choose_device(request: str) -> Device:
-    """Find a device by `auto` (the CPU), `cpu`, `gpu`, `npu`, or a provider's name with or without its suffix.
+    """Find a device by what a user asks for.
+
+    Args:
+        request: `auto` (here the CPU; `runtime.measure.fastest_device` knows what was measured to be faster), `cpu`,
+            `gpu`, `npu`, or the name of a provider with or without its suffix; each may have an index, as in
+            `webgpu:1`. Only names other than `auto` and `cpu` register plugins.
 
     Raises:
-        DeviceError: this machine has no such device; the hint lists the available ones.
+        DeviceError: this machine has no such device; the hint says what is missing, or lists the available ones.
     """
+    name, colon, number = request.lower().partition(":")
+    wanted = name.removesuffix(SUFFIX.lower())
+    if colon and not (number.isdecimal() and number.isascii() and len(number) < 5):
+        raise DeviceError(f"device is {request!r:.60}", "the part after the colon must be a number, as in webgpu:0")
+    index = int(number) if colon else 0
+    if wanted in ("auto", "cpu"):
+        if index:
+            raise DeviceError(f"this machine has no device {request!r:.60}", "the CPU is one device: cpu")
+        return cpu_device()
     devices = available_devices()
-    wanted = "cpu" if request.lower() == "auto" else request.lower().removesuffix(_SUFFIX.lower())
-    for device in devices:
-        if wanted in (device.kind.value, str(device).lower()):
-            return device
-    names = ", ".join(sorted({str(device) for device in devices}))
-    raise DeviceError(f"this machine has no device {request!r}", f"available: {names}; see edge-run devices")
+    by_name = [device for device in devices if device.provider.removesuffix(SUFFIX).lower() == wanted]
+    found = by_name or [device for device in devices if device.kind.value == wanted]
+    if index < len(found):
+        return found[index]
+    if found:
+        names = ", ".join(device.name for device in found)
+        raise DeviceError(f"this machine has no device {request!r:.60}", f"it has {names}; see edge-run devices")
+    available = ", ".join(dict.fromkeys(map(str, devices)))
+    hint = (
+        missing_device(wanted, registered_plugins(), unusable_providers())
+        or f"available: {available}; see edge-run devices"
+    )
+    raise DeviceError(f"this machine has no device {request!r:.60}", hint)
 
 
 def add_device(options: ort.SessionOptions, device: Device) -> list[str]:
     """Add `device` to session options; returns the provider names with which to create the session."""
-    if device.kind is DeviceKind.CPU:
+    for name, value in device.session_entries.items():
+        options.add_session_config_entry(name, value)
+    if device.provider == CPU_PROVIDER:
         return [device.provider]
     if device.handle is None:
-        return [device.provider, f"CPU{_SUFFIX}"]
-    options.add_provider_for_devices([device.handle], {})
+        # Naming the CPU would contradict `session_entries`, which allow no node there.
+        return [device.provider] if device.kind is DeviceKind.NPU else [device.provider, CPU_PROVIDER]
+    options.add_provider_for_devices([device.handle], dict(device.provider_options))
     return []

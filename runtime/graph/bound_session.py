@@ -1,15 +1,14 @@
 """A graph session bound to a KV arena: passes that read and extend its cache.
 
-Everything that a pass reads or writes is bound once where possible: token, position and length buffers are rewritten in
-place, and a cache that is extended in place is the arena itself. Only arrays whose shape changes (a bias that grows
-with the sequence, another pass width, a growing cache) are bound again. What a graph cannot do in one pass runs token
-by token: some graphs compute only the last token's logits, some let new tokens after a cache attend to each other.
+A cache that is extended in place is the arena itself, bound once; `pass_inputs.py` and `pass_outputs.py` have the other
+inputs and outputs. What a graph cannot do in one pass runs token by token: some graphs compute only the last token's
+logits, some let new tokens after a cache attend to each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,18 +17,19 @@ import onnxruntime as ort
 from ...errors import EdgeError
 from ..kv.arena import InPlaceArena, KVArena
 from ..kv.borrowed import BorrowedArena
+from ..kv.buffers import CacheBuffers, NumpyBuffers
 from ..kv.growing import GrowingArena
-from .graph_io import GraphIO, GraphValue, InputRole, LogitsMode, element_type
+from .graph_io import BASE_GRAPH, GraphIO, LogitsMode
 from .ort import ORT_ERRORS, error_reason, run_options
+from .pass_inputs import Floats, PassInputs, wrapped
+from .pass_outputs import HiddenStatesOutput, LogitsOutput
 
-Floats: TypeAlias = npt.NDArray[np.float32]
-
-_BLOCKED: Final = np.float32(np.finfo(np.float32).min)
+_SEQUENCES: Final = (tuple, list)
+_IN_PLACE: Final = (InPlaceArena, BorrowedArena)
+_FIRST_INDICES: Final = 32
+"""Width of passes for which the indices of all tokens are kept."""
 _FIRST_PASS_WIDTH: Final = 512
 """Width of the first prefill pass if later tokens run one by one; it may return as many rows of logits."""
-_KEPT_LOGIT_ROWS: Final = 32
-"""Largest number of rows of a logits buffer that is kept for later passes. A prefill by a graph that computes all
-logits needs far more, and its buffer is released."""
 
 
 class BoundSession:
@@ -60,46 +60,44 @@ class BoundSession:
         # No graph capture. Without this entry, every pass throws and catches an exception looking for it: 29 us.
         self._run_options.add_run_config_entry("gpu_graph_id", "-1")
         self.graph_io: Final = graph_io
-        self.arena = arena
-        """The cache that passes read and extend; see `use`."""
-        self._bound_generation = -1
-        self._hidden_output = graph_io.hidden_states if hidden_states else None
-        self._hidden: npt.NDArray[Any] = np.empty((0, 0), np.float32)
-        """Hidden states of the last pass."""
-        self._width = 0
-        self._num_logits = 0
-        self._tokens = np.zeros((1, 0), _dtype(graph_io.inputs[InputRole.TOKENS]))
-        self._positions = np.zeros(0, np.int64)
-        self._logit_positions = np.zeros(0, np.int64)
-        self._logits = np.zeros((0, graph_io.vocab_size), _dtype(graph_io.logits))
-        self._zero_bias = np.zeros(0, np.float32)
-        self._mask_bias = np.zeros(0, np.float32)
-        self._bias: npt.NDArray[Any] = self._mask_bias
-        """The bound array, which the binding does not keep alive."""
-        mask = graph_io.inputs.get(InputRole.MASK)
-        self._ones = np.ones((1, 0), np.int64 if mask is None else _dtype(mask))
-        # The width changes from pass to pass; wrapping an array takes longer than binding it.
-        self._inputs_by_width: dict[int, tuple[npt.NDArray[Any], list[tuple[str, ort.OrtValue]]]] = {}
-        self._logits_by_count: dict[int, tuple[ort.OrtValue, ort.OrtValue]] = {}
-        self._scalars: dict[InputRole, npt.NDArray[Any]] = {
-            role: np.zeros(tuple(1 for _ in value.shape), _dtype(value))
-            for role, value in graph_io.inputs.items()
-            if role in (InputRole.LAST_SLOT, InputRole.TOTAL_LENGTH, InputRole.LOGITS_TO_KEEP, InputRole.USE_CACHE)
-        }
-        for role, array in self._scalars.items():
-            self._bind_input(graph_io.inputs[role].name, array)
+        self._vocab: Final = graph_io.input_vocab
+        self._indices = np.arange(_FIRST_INDICES)
+        self._indices.flags.writeable = False
+        self.use(arena)
+        self.base_only = False
+        """See `BoundGraph`; there is no other graph."""
+        self.last_graph: Final = BASE_GRAPH
+        """See `BoundGraph`."""
+        self._inputs: Final = PassInputs(self._io, graph_io)
+        self._logits: LogitsOutput = self._logits_output()
+        self._hidden: Final = HiddenStatesOutput(self._io, graph_io) if hidden_states else None
+        self.whole_logits = True
+        """Whether all logits are wanted. A session in this process's memory gives them in any case."""
+        self.host_bytes = 0
+        """Bytes of logits and hidden states that were copied from a device; 0 in this process's memory."""
 
     def use(self, arena: KVArena) -> None:
         """Run over another arena of the same tensor types from now on."""
         self.arena = arena
+        """The cache that passes read and extend."""
+        # Between two passes, asking for the class of an object with an abstract base takes 20 us.
+        self._growing = arena if isinstance(arena, GrowingArena) else None
+        self._in_place = arena if isinstance(arena, _IN_PLACE) else None
         self._bound_generation = -1
 
-    def prefill_width(self, preferred: int) -> int:
-        """Number of prompt tokens to run in the next pass, given the `preferred` number.
+    def observe(self, name: str, array: npt.NDArray[Any]) -> None:
+        """Let every pass also write an output of the graph, whose shape does not change, to `array`."""
+        self._io.bind_ortvalue_output(name, wrapped(array))
+
+    def prefill_width(self, preferred: int, remaining: int) -> int:
+        """Number of prompt tokens to run in the next pass, given the `preferred` number and those that are left.
 
         Larger if new tokens after cached ones run one by one: then the first pass, which may be wide, should read as
         much of the prompt as possible.
         """
+        del remaining
+        if self.graph_io.widest_pass is not None:
+            preferred = min(preferred, self.graph_io.widest_pass)
         is_limited = not self.graph_io.supports_wide_passes and not self.arena.length
         return max(preferred, _FIRST_PASS_WIDTH) if is_limited else preferred
 
@@ -129,18 +127,19 @@ class BoundSession:
             ContextError: the tokens do not fit the context.
             EdgeError: ONNX Runtime failed; the arena is unchanged.
         """
-        ids = np.asarray(tokens, np.int64)
+        # Between two passes, the first call of each NumPy function takes many times as long as in a loop.
+        ids: list[int] = list(tokens) if isinstance(tokens, _SEQUENCES) else np.asarray(tokens, np.int64).tolist()
         # For an id outside the vocabulary the operator would return zeros instead of an error.
-        if ids.min() < 0 or ids.max() >= self.graph_io.input_vocab:
-            raise ValueError(
-                f"token ids must lie between 0 and {self.graph_io.input_vocab - 1}, found {ids.min()} to {ids.max()}"
-            )
+        lowest, highest = min(ids), max(ids)
+        if lowest < 0 or highest >= self._vocab:
+            raise ValueError(f"token ids must lie between 0 and {self._vocab - 1}, found {lowest} to {highest}")
         if tree_mask is not None and not self.graph_io.supports_trees:
             raise ValueError("this graph cannot verify trees")
-        wanted = np.arange(ids.size) if logits_for is None else np.asarray(logits_for, np.int64)
-        self.arena.reserve(ids.size)
-        if ids.size > 1 and not self._fits_one_pass(ids.size, wanted):
-            return self._run_one_by_one(ids, wanted)
+        width = len(ids)
+        wanted = self._all_of(width) if logits_for is None else np.asarray(logits_for, np.int64)
+        self.arena.reserve(width)
+        if width > 1 and (part := self._part_width(width, wanted)) < width:
+            return self._run_in_parts(ids, wanted, positions, tree_mask, part)
         return self._run_pass(ids, wanted, positions, tree_mask)
 
     def hidden_states(self, tokens: npt.ArrayLike, wanted: Sequence[int]) -> Floats:
@@ -153,29 +152,50 @@ class BoundSession:
             ContextError: as `forward`.
             EdgeError: as `forward`.
         """
-        if self._hidden_output is None:
+        if self._hidden is None:
             raise ValueError("this session was bound without hidden states")
         selected = self.graph_io.logits_mode is LogitsMode.SELECTED
         self.forward(tokens, logits_for=wanted if selected else (np.size(tokens) - 1,))
-        return (self._hidden if selected else self._hidden[0][list(wanted)]).astype(np.float32)
+        return self._hidden.select(wanted, selected=selected)
 
-    def _fits_one_pass(self, width: int, wanted: npt.NDArray[np.int64]) -> bool:
-        """Whether one pass over several tokens can return the wanted logits."""
-        if self.arena.length and not self.graph_io.supports_wide_passes:
-            return False
-        return self.graph_io.logits_mode is not LogitsMode.LAST or (wanted.size == 1 and wanted[0] == width - 1)
+    def _all_of(self, width: int) -> npt.NDArray[np.int64]:
+        """The indices of all tokens of a pass, read-only."""
+        return self._indices[:width] if width <= _FIRST_INDICES else np.arange(width)
 
-    def _run_one_by_one(self, ids: npt.NDArray[np.int64], wanted: npt.NDArray[np.int64]) -> Floats:
-        """Run a pass for each token, which sees the ones before."""
+    def _part_width(self, width: int, wanted: npt.NDArray[np.int64]) -> int:
+        """Number of tokens of a pass over `width` ones that can run at a time and return the wanted logits."""
+        graph_io = self.graph_io
+        if self.arena.length and not graph_io.supports_wide_passes:
+            return 1
+        if graph_io.logits_mode is LogitsMode.LAST and not (wanted.size == 1 and wanted[0] == width - 1):
+            return 1
+        return width if graph_io.widest_pass is None else min(width, graph_io.widest_pass)
+
+    def _run_in_parts(
+        self,
+        ids: list[int],
+        wanted: npt.NDArray[np.int64],
+        positions: npt.ArrayLike | None,
+        tree_mask: npt.NDArray[np.bool_] | None,
+        width: int,
+    ) -> Floats:
+        """Run passes over `width` tokens, each of which sees those before as committed."""
         arena, base = self.arena, self.arena.length
         plain_length = arena.plain_length
+        places = None if positions is None else np.broadcast_to(np.asarray(positions, np.int64), len(ids))
         logits_by_index: dict[int, Floats] = {}
         try:
-            for index in range(ids.size):
-                logits = self._run_pass(ids[index : index + 1], np.zeros(1, np.int64), None, None)
-                arena.commit(1)
-                if index in wanted:
-                    logits_by_index[index] = logits[0].copy()
+            for start in range(0, len(ids), width):
+                stop = min(start + width, len(ids))
+                inside = wanted[(wanted >= start) & (wanted < stop)]
+                mask = None
+                if tree_mask is not None:
+                    mask = tree_mask[start:stop, : tree_mask.shape[1] - len(ids) + stop]
+                # A pass gives at least one row of logits.
+                rows = inside - start if inside.size else np.array([stop - start - 1])
+                logits = self._run_pass(ids[start:stop], rows, None if places is None else places[start:stop], mask)
+                arena.commit(stop - start)
+                logits_by_index.update((int(index), logits[row].copy()) for row, index in enumerate(inside))
         finally:
             arena.rewind_to(base)
             arena.plain_length = plain_length
@@ -183,47 +203,34 @@ class BoundSession:
 
     def _run_pass(
         self,
-        ids: npt.NDArray[np.int64],
+        ids: list[int],
         wanted: npt.NDArray[np.int64],
         positions: npt.ArrayLike | None,
         tree_mask: npt.NDArray[np.bool_] | None,
     ) -> Floats:
-        base, width = self.arena.length, ids.size
-        total = base + width
+        arena, inputs = self.arena, self._inputs
+        base, width = arena.length, len(ids)
         self._bind_cache(width)
-        if width != self._width:
-            self._bind_width(width)
-        self._tokens[0, :width] = ids
-        self._positions[...] = np.arange(base, total) if positions is None else positions
-        if base == 0 and positions is not None and self._positions.flat[-1] != width - 1:
-            raise ValueError("a token tree needs a committed slot before it")
-        first_logits = self._bind_logits(width, wanted)
-        if self.graph_io.has_bias_input:
-            self._bind_bias(width, total, tree_mask)
-        if InputRole.MASK in self.graph_io.inputs:
-            self._bind_mask(total)
-        if self._hidden_output is not None:
-            self._bind_hidden_states(self._hidden_output, width)
-        scalars = self._scalars
-        for role, value in (
-            (InputRole.LAST_SLOT, total - 1),
-            (InputRole.TOTAL_LENGTH, total),
-            (InputRole.USE_CACHE, base > 0),
-        ):
-            if role in scalars:
-                scalars[role][...] = value
+        inputs.write_tokens(ids, base, positions)
+        first_logits = self._logits.bind(width, wanted)
+        if self._hidden is not None:
+            self._hidden.bind(width, self._logits.count)
+        inputs.write_attention(base, arena.capacity, tree_mask)
         try:
             if base or self._first_session is None:
-                self._session.run_with_iobinding(self._io, self._run_options)
+                self._run_session()
             else:
                 self._run_first_session(width)
         except ORT_ERRORS as error:
             raise EdgeError(
                 f"the model failed to run: {error_reason(error)}", "run again with --debug and report it"
             ) from error
-        if isinstance(self.arena, GrowingArena):
-            self.arena.finish_pass(width)
-        return self._select_logits(first_logits, wanted)
+        if self._growing is not None:
+            self._growing.finish_pass(width)
+        return self._logits.select(first_logits, wanted)
+
+    def _run_session(self) -> None:
+        self._session.run_with_iobinding(self._io, self._run_options)
 
     def _run_first_session(self, width: int) -> None:
         """Run the graph without cache inputs: the same inputs except the past."""
@@ -232,168 +239,37 @@ class BoundSession:
         names = {node.name for node in self._first_session.get_inputs()}
         self._first_io.clear_binding_inputs()
         self._first_io.clear_binding_outputs()
-        arrays: dict[InputRole, npt.NDArray[Any]] = {
-            InputRole.TOKENS: self._tokens[:, :width],
-            InputRole.MASK: self._ones[:, :width],
-        }
-        if InputRole.POSITIONS in self.graph_io.inputs:
-            arrays[InputRole.POSITIONS] = self._positions
-        if self.graph_io.has_bias_input:
-            arrays[InputRole.BIAS] = self._bias
-        for role, array in {**arrays, **self._scalars}.items():
-            if role in self.graph_io.inputs and self.graph_io.inputs[role].name in names:
-                self._first_io.bind_ortvalue_input(self.graph_io.inputs[role].name, _value(array))
+        self._inputs.bind_without_cache(self._first_io, names)
         self._bind_growing(self._first_io, width, with_past=False)
-        self._first_io.bind_ortvalue_output(self.graph_io.logits.name, _value(self._logits_view(self._num_logits)))
-        if self._hidden_output is not None:
-            self._first_io.bind_ortvalue_output(self._hidden_output.name, _value(self._hidden))
+        self._logits.bind_to(self._first_io)
+        if self._hidden is not None:
+            self._hidden.bind_to(self._first_io)
         self._first_session.run_with_iobinding(self._first_io, self._run_options)
 
-    def _bind_input(self, name: str, array: npt.NDArray[Any]) -> None:
-        self._io.bind_ortvalue_input(name, _value(array))
+    def _logits_output(self) -> LogitsOutput:
+        return LogitsOutput(self._io, self.graph_io, self._inputs)
 
     def _bind_cache(self, width: int) -> None:
-        arena = self.arena
-        if isinstance(arena, GrowingArena):
+        in_place = self._in_place
+        if self._growing is not None:
             self._bind_growing(self._io, width, with_past=True)
-        elif isinstance(arena, InPlaceArena | BorrowedArena) and self._bound_generation != (now := arena.generation):
-            # The graph writes new slots in place: every tensor's slice of the arena is both past and present.
-            for array, tensor in zip(arena.tensors(), self.graph_io.cache, strict=True):
-                value = _value(array)
+        elif in_place is not None and self._bound_generation != (now := in_place.generation):
+            # The graph writes new slots in place: the buffer of every tensor is both past and present.
+            for value, tensor in zip(self._cache_values(in_place.buffers), self.graph_io.cache, strict=True):
                 self._io.bind_ortvalue_input(tensor.past, value)
                 self._io.bind_ortvalue_output(tensor.present, value)
             self._bound_generation = now
 
+    def _cache_values(self, buffers: CacheBuffers) -> Sequence[ort.OrtValue]:
+        if not isinstance(buffers, NumpyBuffers):
+            raise TypeError("the buffers of the cache are not in this process's memory")
+        return [wrapped(array) for array in buffers.arrays]
+
     def _bind_growing(self, io: Any, width: int, *, with_past: bool) -> None:
-        if not isinstance(self.arena, GrowingArena):
+        if self._growing is None:
             raise TypeError("only the tensors of a growing arena are bound again for every pass")
-        pasts = self.arena.past()
-        for past, present, tensor in zip(pasts, self.arena.present(width), self.graph_io.cache, strict=True):
+        pasts = self._growing.past()
+        for past, present, tensor in zip(pasts, self._growing.present(width), self.graph_io.cache, strict=True):
             if with_past:
-                io.bind_ortvalue_input(tensor.past, _value(past))
-            io.bind_ortvalue_output(tensor.present, _value(present))
-
-    def _bind_width(self, width: int) -> None:
-        if width > self._tokens.shape[1]:
-            self._tokens = np.zeros((1, width), self._tokens.dtype)
-            self._inputs_by_width.clear()
-        if width not in self._inputs_by_width:
-            positions = self.graph_io.inputs.get(InputRole.POSITIONS)
-            values = [(self.graph_io.inputs[InputRole.TOKENS].name, _value(self._tokens[:, :width]))]
-            array = np.zeros((1, width), np.int64) if positions is None else _positions_array(positions, width)
-            if positions is not None:
-                values.append((positions.name, _value(array)))
-            self._inputs_by_width[width] = array, values
-        self._positions, values = self._inputs_by_width[width]
-        for name, value in values:
-            self._io.bind_ortvalue_input(name, value)
-        self._width = width
-
-    def _bind_logits(self, width: int, wanted: npt.NDArray[np.int64]) -> int:
-        """Bind the logits of a pass; returns the index of the first token whose logits it gives."""
-        mode = self.graph_io.logits_mode
-        if mode is LogitsMode.SELECTED:
-            if wanted.size != self._num_logits:
-                self._bind_logits_buffer(wanted.size)
-            self._logit_positions[: wanted.size] = wanted
-            return 0
-        count = width
-        if mode is LogitsMode.LAST:
-            count = 1
-        elif mode is LogitsMode.LAST_N:
-            count = width - int(wanted.min())
-            self._scalars[InputRole.LOGITS_TO_KEEP][...] = count
-        if count != self._num_logits:
-            self._bind_logits_buffer(count)
-        return width - count
-
-    def _bind_hidden_states(self, output: GraphValue, width: int) -> None:
-        rows = (1, width) if len(output.shape) == 3 else (self._num_logits,)
-        self._hidden = np.empty((*rows, self.graph_io.hidden_size or 0), _dtype(output))
-        self._io.bind_ortvalue_output(output.name, _value(self._hidden))
-
-    def _bind_logits_buffer(self, count: int) -> None:
-        if count > len(self._logits) or len(self._logits) > max(count, _KEPT_LOGIT_ROWS):
-            self._logit_positions = np.zeros(count, np.int64)
-            self._logits = np.empty((count, self.graph_io.vocab_size), self._logits.dtype)
-            self._logits_by_count.clear()
-        values = self._logits_by_count.get(count)
-        if values is None:
-            values = self._logits_by_count[count] = (
-                _value(self._logit_positions[:count]),
-                _value(self._logits_view(count)),
-            )
-        if self.graph_io.logits_mode is LogitsMode.SELECTED:
-            self._io.bind_ortvalue_input(self.graph_io.inputs[InputRole.LOGIT_POSITIONS].name, values[0])
-        self._io.bind_ortvalue_output(self.graph_io.logits.name, values[1])
-        self._num_logits = count
-
-    def _logits_view(self, count: int) -> npt.NDArray[Any]:
-        """The first rows of the logits buffer, with as many dimensions as the graph's output."""
-        logits = self._logits[:count]
-        return logits[None] if len(self.graph_io.logits.shape) == 3 else logits
-
-    def _select_logits(self, first: int, wanted: npt.NDArray[np.int64]) -> Floats:
-        """The wanted logits of a pass that gave those of the tokens from index `first` on, or just the wanted ones."""
-        logits = self._logits[: self._num_logits]
-        if self.graph_io.logits_mode is not LogitsMode.SELECTED and not (
-            wanted.size == self._num_logits and np.array_equal(wanted, np.arange(first, first + self._num_logits))
-        ):
-            logits = logits[wanted - first]
-        return logits.astype(np.float32, copy=False)
-
-    def _bind_mask(self, total: int) -> None:
-        if total > self._ones.shape[1]:
-            self._ones = np.ones((1, max(total, self.arena.capacity)), self._ones.dtype)
-        self._bind_input(self.graph_io.inputs[InputRole.MASK].name, self._ones[:, :total])
-
-    def _bind_bias(self, width: int, total: int, tree_mask: npt.NDArray[np.bool_] | None) -> None:
-        """Bind `[1, 1, width, total]`: zeros if the graph is causal itself, else which tokens attend to which."""
-        value = self.graph_io.inputs[InputRole.BIAS]
-        cells = width * total
-        if tree_mask is None and self.graph_io.causal:
-            if cells > self._zero_bias.size:
-                self._zero_bias = np.zeros(cells + width * self.arena.capacity, np.float32)
-            self._bias = self._zero_bias[:cells].reshape(1, 1, width, total)
-            self._bind_input(value.name, self._bias)
-            return
-        if tree_mask is None:
-            tree_mask = np.tri(width, dtype=np.bool_)
-        if cells > self._mask_bias.size:
-            self._mask_bias = np.empty(cells + width * self.arena.capacity, np.float32)
-        bias = self._mask_bias[:cells].reshape(1, 1, width, total)
-        masked = tree_mask.shape[1]
-        bias[..., : total - masked] = 0
-        bias[0, 0, :, total - masked :] = np.where(tree_mask, np.float32(0), _BLOCKED)
-        self._bias = _as_graph_type(bias, value)
-        self._bind_input(value.name, self._bias)
-
-
-def _as_graph_type(bias: Floats, value: GraphValue) -> npt.NDArray[Any]:
-    """Convert the bias to the input's type: booleans say which tokens are attended to, numbers are added to scores."""
-    dtype = _dtype(value)
-    if dtype == np.float32:
-        return bias
-    mask: npt.NDArray[Any] = bias == 0
-    if dtype == np.float16:
-        mask = np.maximum(bias, np.finfo(np.float16).min)
-    return mask.astype(dtype)
-
-
-def _dtype(value: GraphValue) -> np.dtype[Any]:
-    dtype = element_type(value)
-    if dtype is None:
-        raise TypeError(f"{value.name} is {value.type}")
-    return dtype
-
-
-def _positions_array(value: GraphValue, width: int) -> npt.NDArray[Any]:
-    """A buffer for positions in the shape of the graph's input: `[1, n]`, or `[k, 1, n]`."""
-    copies = value.shape[0] if len(value.shape) == 3 else None
-    shape = (1, width) if len(value.shape) != 3 else (copies if isinstance(copies, int) else 3, 1, width)
-    return np.zeros(shape, _dtype(value))
-
-
-def _value(array: npt.NDArray[Any]) -> ort.OrtValue:
-    """The array as an OrtValue that shares its memory."""
-    return ort.OrtValue.ortvalue_from_numpy(array)
+                io.bind_ortvalue_input(tensor.past, wrapped(past))
+            io.bind_ortvalue_output(tensor.present, wrapped(present))

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from typing import Final, NamedTuple
 
 from ...errors import BundleError
-from ..kv.arena import CacheTensorType
+from ..kv.buffers import CacheTensorType
 from .graph_io import CacheTensor, GraphValue, element_type
 
 _WORD: Final = re.compile(r"[a-z]+|\d+")

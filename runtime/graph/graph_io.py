@@ -8,13 +8,17 @@ compute more logits than needed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-from ..kv.arena import CacheTensorType
+from ..kv.buffers import CacheTensorType
+from ..kv.hybrid_arena import StateShape
+
+BASE_GRAPH: Final = "base"
+"""Name of the model's own graph, which runs every pass that no further graph takes; see `graph_choice.py`."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,8 @@ class CacheMode(Enum):
     """Past and present are one buffer with free slots after the cached ones."""
     GROWING = auto()
     """Present is a new tensor: past followed by the new slots."""
+    NEW_SLOTS = auto()
+    """Present holds the new slots only, which the caller stores. All shapes are fixed."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,27 @@ class CacheTensor:
     present: str
     """Name of the output."""
     tensor_type: CacheTensorType
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """The convolution state of one layer: its inputs at the last tokens; see `state_io`."""
+
+    past: str
+    """Name of the input."""
+    present: str
+    """Name of the output."""
+
+
+@dataclass(frozen=True)
+class TopOutputs:
+    """Outputs with the highest logits of each row, highest first; of equal ones the lowest id comes first."""
+
+    ids: GraphValue
+    """Token ids, `[R, count]`."""
+    values: GraphValue
+    """Their logits, `[R, count]`."""
+    count: int
 
 
 @dataclass(frozen=True)
@@ -103,9 +130,26 @@ class GraphIO:
     supports_wide_passes: bool = True
     """Whether a pass may have several new tokens after cached ones. Some graphs were traced with a single new token
     and let new tokens attend to each other in both directions."""
+    window_biases: Mapping[int, GraphValue] = field(default_factory=dict)
+    """Biases of layers with a sliding window, by its size in tokens: that of `InputRole.BIAS`, which also hides what
+    lies at least so many positions back."""
     hidden_states: GraphValue | None = None
     """The states that the LM head reads, where the graph gives them: `[1, M, d]` of all new tokens, or `[R, d]` of
     those in `InputRole.LOGIT_POSITIONS`."""
+    widths: tuple[int, ...] | None = None
+    """Numbers of new tokens that passes may have if shapes are fixed, ascending: a pass over fewer tokens than its
+    width is padded and takes as long as a full one. None if any number is possible."""
+
+    states: tuple[StateTensor, ...] = ()
+    """States of layers without attention, in the order of the layers; empty for a model with attention alone."""
+    state_shape: StateShape | None = None
+    """Size of these states; None without them."""
+    top: TopOutputs | None = None
+    """The highest logits, where the graph gives them of the tokens in `InputRole.LOGIT_POSITIONS`."""
+    widest_pass: int | None = None
+    """Number of tokens above which the device was seen to compute passes wrongly; wider ones run in parts."""
+    trees_correct: bool = True
+    """False where the device was seen to compute token trees wrongly, for example because it ignores positions."""
 
     @property
     def hidden_size(self) -> int | None:
@@ -131,7 +175,8 @@ class GraphIO:
     @property
     def supports_trees(self) -> bool:
         """Whether the draft tokens of a pass may form a tree."""
-        return self.supports_verification and self.has_bias_input and self.has_position_input
+        inputs = self.has_bias_input and self.has_position_input
+        return self.supports_verification and inputs and self.trees_correct and not self.states
 
     @property
     def tensor_types(self) -> tuple[CacheTensorType, ...]:

@@ -7,14 +7,18 @@ graph to find out what neither says.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
+
+import numpy as np
 
 from ...errors import BundleError
 from ...models.json_file import is_whole
 from .cache_io import EXPORT_HINT, CachePart, cache_part, find_cache, fixed_slots
-from .graph_io import CacheMode, CacheTensor, GraphIO, GraphValue, InputRole, LogitsMode, element_type
+from .graph_io import CacheMode, CacheTensor, GraphIO, GraphValue, InputRole, LogitsMode, TopOutputs, element_type
 from .model_metadata import ModelMetadata
+from .state_io import find_states
 from .unsupported import reject_inputs
 
 MIN_CAPACITY: Final = 8
@@ -30,6 +34,7 @@ _ROLES_BY_NAME: Final[Mapping[str, InputRole]] = {
     **dict.fromkeys(("num_logits_to_keep", "logits_to_keep"), InputRole.LOGITS_TO_KEEP),
     "use_cache_branch": InputRole.USE_CACHE,
 }
+_WINDOW_BIAS: Final = re.compile("attention_bias_([1-9][0-9]{0,8})")
 _HIDDEN_STATES: Final = ("hidden_states", "last_hidden_state")
 """Names of an output with hidden states: of edge-run and of GenAI's model builder, and of transformers."""
 _RANKS: Final[Mapping[InputRole, tuple[int, ...]]] = {
@@ -83,10 +88,14 @@ def introspect(
     Raises:
         BundleError: the graph is not a decoder that edge-run can run; names the input or output that shows it.
     """
-    reject_inputs(inputs, where)
+    states = find_states(inputs, outputs, where)
+    state_names = {tensor.past for tensor in states.tensors}
+    reject_inputs([value for value in inputs if value.name not in state_names], where)
     renamed, known_parts = _names_in_genai(metadata.genai, inputs, outputs)
     cache = find_cache(inputs, outputs, where, known_parts, _sizes_in_config(metadata))
-    roles = _roles(inputs, where, renamed, {tensor.past for tensor in cache})
+    window_biases = _window_biases(inputs)
+    known = {*(tensor.past for tensor in cache), *(value.name for value in window_biases.values()), *state_names}
+    roles = _roles(inputs, where, renamed, known)
     if not cache:
         raise BundleError(
             f"{where} has no key/value cache among its inputs: it processes the whole text for every token, or keeps "
@@ -99,6 +108,10 @@ def introspect(
     logits = _logits(outputs, where, renamed, {tensor.present for tensor in cache})
     vocab_size = _vocab_size(logits, where, metadata)
     capacity = _capacity(cache, inputs, outputs, where)
+    if states.tensors and InputRole.LOGIT_POSITIONS not in roles:
+        raise BundleError(
+            f"{where} keeps convolution state ({states.tensors[0].past}), and has no input logit_rows", EXPORT_HINT
+        )
     # Only GroupQueryAttention, which works in place, takes lengths as inputs.
     has_lengths = InputRole.LAST_SLOT in roles and InputRole.TOTAL_LENGTH in roles
     is_fused = metadata.operators is not None and "GroupQueryAttention" in metadata.operators
@@ -113,7 +126,11 @@ def introspect(
         logits=logits,
         logits_mode=_logits_mode(roles, logits),
         causal=has_lengths or is_fused,
+        window_biases=window_biases,
         hidden_states=_hidden_states(outputs, selected=InputRole.LOGIT_POSITIONS in roles),
+        states=states.tensors,
+        state_shape=states.shape,
+        top=_top_outputs(outputs) if InputRole.LOGIT_POSITIONS in roles else None,
     )
 
 
@@ -145,12 +162,13 @@ def _names_in_genai(
 
 
 def _roles(
-    inputs: Sequence[GraphValue], where: str, renamed: Mapping[str, InputRole | None], cache: set[str]
+    inputs: Sequence[GraphValue], where: str, renamed: Mapping[str, InputRole | None], others: set[str]
 ) -> dict[InputRole, GraphValue]:
+    """The inputs by their roles; `others` are known to have none."""
     roles: dict[InputRole, GraphValue] = {}
     unknown = []
     for value in inputs:
-        if value.name in cache:
+        if value.name in others:
             continue
         role = renamed.get(value.name) or _ROLES_BY_NAME.get(value.name)
         if role is InputRole.MASK and len(value.shape) == 4:
@@ -166,6 +184,16 @@ def _roles(
     if unknown:
         raise BundleError(f"{where} has inputs that edge-run does not know: {', '.join(sorted(unknown))}", EXPORT_HINT)
     return roles
+
+
+def _window_biases(inputs: Sequence[GraphValue]) -> dict[int, GraphValue]:
+    """Biases of layers with a sliding window, by its size; see `GraphIO.window_biases`."""
+    found = {}
+    for value in inputs:
+        match = _WINDOW_BIAS.fullmatch(value.name)
+        if match and len(value.shape) == 4 and element_type(value) == np.float32:
+            found[int(match[1])] = value
+    return found
 
 
 def _check_inputs(roles: Mapping[InputRole, GraphValue], where: str) -> None:
@@ -225,6 +253,19 @@ def _hidden_states(outputs: Sequence[GraphValue], *, selected: bool) -> GraphVal
         ),
         None,
     )
+
+
+def _top_outputs(outputs: Sequence[GraphValue]) -> TopOutputs | None:
+    """The outputs with the highest logits of the selected positions; see `TopOutputs`."""
+    by_name = {value.name: value for value in outputs}
+    ids, values = by_name.get("top_ids"), by_name.get("top_logits")
+    if ids is None or values is None or len(ids.shape) != 2 or ids.shape != values.shape:
+        return None
+    count = ids.shape[1]
+    dtypes = element_type(ids), element_type(values)
+    if not isinstance(count, int) or any(dtype is None for dtype in dtypes):
+        return None
+    return TopOutputs(ids, values, count) if [dtype.kind for dtype in dtypes if dtype] == ["i", "f"] else None
 
 
 def _vocab_size(logits: GraphValue, where: str, metadata: ModelMetadata) -> int:

@@ -1,4 +1,4 @@
-"""Opens a model's graph, using prepacked weights and probe results from the cache."""
+"""Opens a model's graph in the form that suits the device, using what the cache has of it."""
 
 from __future__ import annotations
 
@@ -7,35 +7,169 @@ from pathlib import Path
 from typing import Final
 
 from ...models.bundle import Bundle
+from ...models.byte_sizes import format_bytes
 from ...models.device_kind import DeviceKind
+from ..devices.providers import CPU_PROVIDER
+from ..kv.cache_scales import KVFormat
 from ..measure.measurement_store import MeasurementStore, model_key
-from .model_metadata import metadata_of
+from ..prefill import PrefillMode
+from .bound_graph import DecoderGraph
+from .graph_choice import ChosenGraphs, FurtherGraph
+from .graph_io import CacheMode, GraphIO
+from .model_metadata import ModelMetadata, metadata_of
 from .prepacked import prepacked_graph
 from .probe import ProbeResult
 from .session import GraphSession, SessionConfig
 
+_HELD_TWICE_BYTES: Final = 64 << 20
+"""Weights of models that are not packed, below which a second graph may hold its own copy of them."""
+_SMALL_MODEL_BYTES: Final = 64 << 20
+"""Smaller models read a thousand tokens in a fraction of a second."""
 _PROBES: Final = MeasurementStore("probes", 2, ProbeResult.from_json)
 
 
-def open_graph(bundle: Bundle, config: SessionConfig, *, cache: bool) -> GraphSession:
+def open_graph(
+    bundle: Bundle, config: SessionConfig, *, cache: bool, prefill: PrefillMode = PrefillMode.PLAIN
+) -> DecoderGraph:
     """Load the graph of a model.
 
     Args:
         bundle: the model.
         config: how to run it.
-        cache: whether to keep weights packed for this machine, and the result of probing the graph, on disk.
+        cache: whether to keep on disk weights packed for this machine, the GPU's form of the graph, the result of
+            probing it, and that of comparing a device with the CPU.
+        prefill: which graph reads prompts, where the model can have one for them; see `prompt_graph_obstacle`.
 
     Raises:
         BundleError: it is not a model that edge-run can decode with.
+        DeviceError: the device cannot run the model, or runs it wrongly.
     """
-    graph = graph_to_load(bundle, config, cache=cache)
+    if config.device.kind is DeviceKind.NPU:
+        from .static_variants import StaticGraphs  # noqa: PLC0415 -- as below
+
+        static = StaticGraphs(bundle, config, cache=cache)
+        _check(static, bundle, config, cache=cache)
+        return static
     metadata = metadata_of(bundle)
     key = model_key(bundle, config)
     stored = _PROBES.load(key) if cache and metadata.operators is not None else None
-    session = GraphSession(graph, config, replace(metadata, probe_result=stored))
-    if cache and session.probe_result is not None and session.probe_result != stored:
-        _PROBES.save(key, session.probe_result)
-    return session
+    metadata = replace(metadata, probe_result=stored)
+    graph: DecoderGraph
+    if config.device.kind is DeviceKind.GPU:
+        graph = open_gpu_form(bundle, config, metadata, cache=cache)
+    else:
+        file = graph_to_load(bundle, config, cache=cache)
+        own = GraphSession(file, config, metadata)
+        graph = _with_further_graphs(own, file, bundle, metadata, prefill, cache)
+    if cache and graph.probe_result is not None and graph.probe_result != stored:
+        _PROBES.save(key, graph.probe_result)
+    if config.device.provider != CPU_PROVIDER:
+        _check(graph, bundle, config, cache=cache)
+    return graph
+
+
+def prompt_graph_obstacle(
+    bundle: Bundle, config: SessionConfig, graph_io: GraphIO, prefill: PrefillMode, *, cache: bool
+) -> str | None:
+    """Why a model does not have an int8 prompt graph beside its own, before any is made; None if it may.
+
+    Args:
+        bundle: the model.
+        config: how its graph is run.
+        graph_io: inputs and outputs of its graph.
+        prefill: which graph is to read prompts.
+        cache: whether anything may be kept in the cache folder.
+    """
+    small = prefill is PrefillMode.AUTO and bundle.weight_bytes < _SMALL_MODEL_BYTES
+    found = {
+        "not asked for": prefill is PrefillMode.PLAIN,
+        f"runs on the CPU alone, not on {config.device}": config.device.provider != CPU_PROVIDER,
+        "runs with a float cache alone, not with --kv int8": config.kv is not KVFormat.FLOAT,
+        "needs a cache that is extended in place": graph_io.cache_mode is not CacheMode.IN_PLACE,
+        "is not made of models with convolution layers": bool(graph_io.states),
+        "is kept in the cache folder, and --no-cache was given": not cache,
+        f"is not needed by a model below {format_bytes(_SMALL_MODEL_BYTES)}": small,
+    }
+    return next((reason for reason, applies in found.items() if applies), None)
+
+
+def _with_further_graphs(
+    base: GraphSession, file: Path, bundle: Bundle, metadata: ModelMetadata, prefill: PrefillMode, cache: bool
+) -> DecoderGraph:
+    """The model's own graph on the CPU, loaded from `file`, with the further graphs that it can have."""
+    further: list[FurtherGraph] = []
+    if prompt_graph_obstacle(bundle, base.config, base.graph_io, prefill, cache=cache) is None:
+        from ..int8_prompts.prompt_graph import PromptGraph  # noqa: PLC0415 -- most commands need none
+
+        # Its cache works as that of the graph it was made from. Rounding to 8 bits would hide that from a probe.
+        probed = replace(metadata, probe_result=base.probe_result)
+        further.append(PromptGraph(bundle, base.config, probed, prefill))
+    if _may_run_long_contexts(base, file, bundle):
+        # It measures, and what measures is imported after the graphs.
+        from ..long_context.long_graph import LEAST_CONTEXT, LongContextGraph  # noqa: PLC0415 -- see above
+
+        if bundle.context is None or bundle.context > LEAST_CONTEXT:
+            further.append(LongContextGraph(bundle, file, base, metadata, cache=cache))
+    return ChosenGraphs(base, further) if further else base
+
+
+def _may_run_long_contexts(base: GraphSession, file: Path, bundle: Bundle) -> bool:
+    """Whether a graph for long contexts may run beside a model's own.
+
+    It maps the weights that were packed for this machine. Without those it would hold a second copy of all weights,
+    which only a small model can afford.
+    """
+    config, graph_io = base.config, base.graph_io
+    if config.device.provider != CPU_PROVIDER or config.kv is not KVFormat.FLOAT:
+        return False
+    if graph_io.cache_mode is not CacheMode.IN_PLACE or not graph_io.supports_wide_passes or graph_io.states:
+        return False
+    return file.parent != bundle.graph.parent or bundle.weight_bytes < _HELD_TWICE_BYTES
+
+
+def _check(graph: DecoderGraph, bundle: Bundle, config: SessionConfig, *, cache: bool) -> None:
+    """Compare a device with the CPU; see `check_device`. A graph that only the comparison needed is released."""
+    from ..devices.device_check import check_device  # noqa: PLC0415 -- as below
+
+    check_device(graph, bundle, config, cache=cache)
+    if isinstance(graph, ChosenGraphs):
+        for further in graph.further:
+            graph.release(further.name)
+
+
+def open_gpu_form(bundle: Bundle, config: SessionConfig, metadata: ModelMetadata, *, cache: bool) -> DecoderGraph:
+    """Load the form of a model's graph that a GPU takes, and beside it the one without a bias if that is faster.
+
+    Args:
+        bundle: the model.
+        config: how to run it.
+        metadata: what the files beside its graph say.
+        cache: whether to keep forms that are made here on disk.
+
+    Raises:
+        BundleError: it is not a model that edge-run can decode with.
+        DeviceError: the device cannot run the model.
+    """
+    # What other devices take would add a fifth to the time in which the package is imported: protobuf, for one.
+    from ..gpu_graph.gpu_variant import has_plain_form, variant_for  # noqa: PLC0415 -- see above
+
+    def form(*, plain: bool = False) -> tuple[Path, bytes | None]:
+        variant = variant_for(bundle, config, cache=cache, plain=plain)
+        return (variant, None) if isinstance(variant, Path) else (bundle.graph, variant)
+
+    def load(graph: Path, model: bytes | None) -> GraphSession:
+        return GraphSession(graph, config, metadata, model=model)
+
+    if not has_plain_form(config):
+        return load(*form())
+    from .plain_passes import plain_and_tree_graphs, read_graph_io, runs_trees_beside  # noqa: PLC0415 -- see above
+
+    trees, plain = form(), form(plain=True)
+    tree_io = read_graph_io(*trees, metadata)
+    if not runs_trees_beside(read_graph_io(*plain, metadata), tree_io):
+        return load(*trees)
+    # The form is looked up again for the first tree: until then, one with its weights inside would take memory.
+    return plain_and_tree_graphs(load(*plain), tree_io, lambda: load(*form()))
 
 
 def graph_to_load(bundle: Bundle, config: SessionConfig, *, cache: bool) -> Path:

@@ -10,14 +10,18 @@ import hashlib
 import json
 import random
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
 from ...errors import BundleError
+from ...models.atomic import discard_folder
 from ...models.bundle import digest_file
 from ...models.json_file import read_json_object
 
+RECORD_NAME: Final = "digests.json"
+"""Name of the record in a folder of packed files."""
 _FORMAT: Final = 2
 _PAGE: Final = 4096
 _PAGES: Final = 64
@@ -70,6 +74,42 @@ def read_record(record: Path) -> Mapping[str, PackedFile]:
     raise BundleError(f"{record} was written by another version of edge-run", _HINT)
 
 
+def check_samples(folder: Path) -> None:
+    """Compare the sizes and the samples of a folder's files with its record.
+
+    Raises:
+        BundleError: one of them differs, or the record is missing or damaged.
+        OSError: a file cannot be read.
+    """
+    for name, expected in read_record(folder / RECORD_NAME).items():
+        check_sample(folder / name, expected)
+
+
+def verify_folder(folder: Path) -> bool:
+    """Compare all bytes of a folder's files with its record; a damaged folder is not used again.
+
+    Returns:
+        Whether there is a record.
+
+    Raises:
+        BundleError: a file is damaged.
+        OSError: a file cannot be read.
+    """
+    record = folder / RECORD_NAME
+    if not record.is_file():
+        return False
+    try:
+        for name, expected in read_record(record).items():
+            check_whole(folder / name, expected)
+    except (OSError, BundleError):
+        # Windows keeps files that this process maps, but without a record the next one removes them.
+        with suppress(OSError):
+            record.unlink()
+        discard_folder(folder)
+        raise
+    return True
+
+
 def check_sample(path: Path, expected: PackedFile) -> None:
     """Compare the size and the sample of a file.
 
@@ -110,3 +150,25 @@ def sample_digest(path: Path) -> str:
             file.seek(start)
             sha.update(file.read(_PAGE))
     return sha.hexdigest()
+
+
+def make_room(parent: Path, needed: int, most: int) -> None:
+    """Remove folders without a record, and then the least recently used ones until `needed` bytes fit.
+
+    Args:
+        parent: a folder of folders that each have a record.
+        needed: bytes that are about to be written.
+        most: largest number of bytes of all folders together.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+    entries = [entry for entry in parent.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+    kept = [entry for entry in entries if (entry / RECORD_NAME).is_file() or not discard_folder(entry)]
+    sizes = {entry: sum(file.stat().st_size for file in entry.iterdir()) for entry in kept}
+    total = sum(sizes.values())
+    for entry in sorted(kept, key=lambda entry: entry.stat().st_mtime):
+        if total + needed <= most:
+            return
+        if discard_folder(entry):
+            total -= sizes[entry]

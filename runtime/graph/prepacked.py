@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -23,10 +22,9 @@ from ...models.cache import cache_folder
 from ...models.onnx_file.splice import with_tensors_of
 from ..devices.processor import processor
 from .ort import ORT_ERRORS, RUNTIME_BUILD, error_reason, load_session, session_options
-from .packed_files import check_sample, check_whole, read_record, write_record
+from .packed_files import RECORD_NAME, check_samples, make_room, verify_folder, write_record
 
 _FORMAT: Final = 2
-_RECORD_NAME: Final = "digests.json"
 _MIN_WEIGHT_BYTES: Final = 64 << 20
 """Smaller models load fast enough without."""
 _SIZE_RATIO: Final = 2.5
@@ -64,8 +62,7 @@ def prepacked_graph(bundle: Bundle) -> Path:
     try:
         if not folder.is_dir():
             _write(folder, bundle)
-        for name, expected in read_record(folder / _RECORD_NAME).items():
-            check_sample(folder / name, expected)
+        check_samples(folder)
         os.utime(folder)
     except (OSError, BundleError):
         discard_folder(folder)
@@ -82,19 +79,7 @@ def verify_prepacked(bundle: Bundle) -> bool:
     Raises:
         BundleError: the copy is damaged.
     """
-    folder = _folder_of(bundle)
-    if not should_prepack(bundle) or not (folder / _RECORD_NAME).is_file():
-        return False
-    try:
-        for name, expected in read_record(folder / _RECORD_NAME).items():
-            check_whole(folder / name, expected)
-    except (OSError, BundleError):
-        # Windows keeps files that this process maps, but without a record the next one removes them.
-        with suppress(OSError):
-            (folder / _RECORD_NAME).unlink()
-        discard_folder(folder)
-        raise
-    return True
+    return should_prepack(bundle) and verify_folder(_folder_of(bundle))
 
 
 def should_prepack(bundle: Bundle) -> bool:
@@ -132,22 +117,9 @@ def _folder_of(bundle: Bundle) -> Path:
 def _write(folder: Path, bundle: Bundle) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     needed = int(bundle.weight_bytes * _SIZE_RATIO)
-    _make_room(folder.parent, needed)
+    make_room(folder.parent, needed, _MAX_CACHE_BYTES)
     if shutil.disk_usage(folder.parent).free < 2 * needed:
         raise OSError("too little free space on the disk")
     with folder_written_atomically(folder, lambda _: True) as staging:
         write_prepacked(bundle.graph, staging / GRAPH_NAME)
-        write_record(staging, staging / _RECORD_NAME)
-
-
-def _make_room(folder: Path, needed: int) -> None:
-    """Remove copies without a record, and then the least recently used ones until `needed` bytes fit."""
-    entries = [entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
-    kept = [entry for entry in entries if (entry / _RECORD_NAME).is_file() or not discard_folder(entry)]
-    sizes = {entry: sum(file.stat().st_size for file in entry.iterdir()) for entry in kept}
-    total = sum(sizes.values())
-    for entry in sorted(kept, key=lambda entry: entry.stat().st_mtime):
-        if total + needed <= _MAX_CACHE_BYTES:
-            return
-        if discard_folder(entry):
-            total -= sizes[entry]
+        write_record(staging, staging / RECORD_NAME)

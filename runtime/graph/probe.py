@@ -16,8 +16,9 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from ...errors import BundleError, EdgeError
-from .bound_session import BoundSession, Floats
+from .bound_session import BoundSession
 from .graph_io import CacheMode, GraphIO, LogitsMode
+from .pass_inputs import Floats
 
 _NUM_TOKENS: Final = 6
 _CONTEXT: Final = 64

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import onnxruntime as ort
 
 from ...errors import BundleError
 from ...models.onnx_file.external_data import external_files
+from ..devices.device_lock import device_lock
 from ..devices.power import Power
-from ..devices.providers import Device, add_device
+from ..devices.providers import CPU_PROVIDER, Device, add_device
 from ..kv.arena import InPlaceArena, KVArena
+from ..kv.cache_scales import CacheScales, KVFormat
+from ..kv.device_arena import DeviceArena
 from ..kv.growing import GrowingArena
+from ..kv.hybrid_arena import HybridArena
+from ..kv.slot_graphs import SlotGraphs
 from .bound_session import BoundSession
+from .cache_io import EXPORT_HINT
+from .device_loading import Assignments, load_on_device
+from .device_session import DeviceSession
 from .graph_io import CacheMode, GraphIO, GraphValue, InputRole
+from .hybrid_session import HybridSession
 from .introspection import introspect
 from .memory import drop_file_pages
 from .model_metadata import ModelMetadata
-from .ort import ORT_ERRORS, error_reason, load_session, session_options
+from .ort import ORT_ERRORS, error_reason, session_options
 from .probe import ProbeResult, graph_io_key, probe
 from .unsupported import reject_operators
 
@@ -41,6 +51,13 @@ class SessionConfig:
     which takes the cores from the other session: a target of 17 ms a pass beside a draft model then takes 31 ms."""
     profile: Path | None = None
     """Prefix of the path of a file to which ONNX Runtime writes the time of every node; see `read_profile`."""
+    kv_scales: CacheScales | None = None
+    """The scales of an int8 KV cache; None for a float cache."""
+
+    @property
+    def kv(self) -> KVFormat:
+        """Element type of the KV cache."""
+        return KVFormat.FLOAT if self.kv_scales is None else KVFormat.INT8
 
 
 class GraphSession:
@@ -49,23 +66,44 @@ class GraphSession:
     Attributes:
         config: how the graph is run.
         graph_io: its inputs and outputs.
+        assignments: which provider runs its nodes.
         probe_result: what probing the graph showed; None if its inputs and outputs say everything.
     """
 
-    def __init__(self, graph: Path, config: SessionConfig, metadata: ModelMetadata | None = None) -> None:
-        """Load `graph`; `metadata` is what the files beside it say.
+    def __init__(
+        self,
+        graph: Path,
+        config: SessionConfig,
+        metadata: ModelMetadata | None = None,
+        *,
+        model: bytes | None = None,
+    ) -> None:
+        """Load a graph.
+
+        Args:
+            graph: its file.
+            config: how to run it.
+            metadata: what the files beside it say.
+            model: the serialized graph where it differs from the file, beside which the weights are.
 
         Raises:
             BundleError: the file is not a model, or edge-run cannot decode with it on this machine.
+            DeviceError: the device cannot run it.
         """
         metadata = metadata or ModelMetadata()
         if metadata.operators is not None:
             reject_operators(metadata.operators, str(graph))
-        self._session = _load(graph, config)
-        self._first_session = None if metadata.first_pass_graph is None else _load(metadata.first_pass_graph, config)
+        self._session, self.assignments = _load(graph, config, model)
+        first = metadata.first_pass_graph
+        self._first_session = None if first is None else _load(first, config)[0]
         self.config: Final = config
+        device = config.device
+        self._lock: Final = device_lock(device.memory)
+        self._slot_graphs: Final = (
+            None if device.memory is None else SlotGraphs(device.memory, lambda options: add_device(options, device))
+        )
         try:
-            inputs, outputs = _values(self._session.get_inputs()), _values(self._session.get_outputs())
+            inputs, outputs = graph_values(self._session.get_inputs()), graph_values(self._session.get_outputs())
         except UnicodeDecodeError as error:
             raise BundleError(
                 f"{graph} is damaged: the name of an input or output is not UTF-8", "copy the model again"
@@ -74,15 +112,31 @@ class GraphSession:
         stored = metadata.probe_result
         is_current = stored is not None and stored.key == graph_io_key(graph_io)
         self.probe_result: Final = stored if is_current else self._probe(graph_io, metadata, str(graph))
-        self.graph_io: Final = graph_io if self.probe_result is None else self.probe_result.apply_to(graph_io)
+        self.graph_io = graph_io if self.probe_result is None else self.probe_result.apply_to(graph_io)
+        _require_format(self.graph_io, config.kv, graph)
+        _require_cpu_for_states(self.graph_io, device, graph)
+
+    def __del__(self) -> None:
+        """Free the session while nothing runs on its device."""
+        sessions = [self.__dict__.pop(name, None) for name in ("_session", "_first_session")]
+        if "_lock" in self.__dict__:
+            self._lock.free(sessions)
 
     def arena(self, limit: int) -> KVArena:
         """An empty KV cache of this graph's tensor types, for a context of `limit` tokens."""
-        return _arena(self.graph_io, limit)
+        return self._arena(self.graph_io, limit)
 
     def bind(self, arena: KVArena, *, hidden_states: bool = False) -> BoundSession:
         """Bind the session to `arena`, over which it then runs passes, with `hidden_states` if the graph gives them."""
-        return BoundSession(self._session, self.graph_io, arena, self._first_session, hidden_states=hidden_states)
+        return self._bind(self.graph_io, arena, hidden_states=hidden_states)
+
+    def disable_trees(self) -> None:
+        """Let drafts be chains from now on, because the device computes trees wrongly."""
+        self.graph_io = replace(self.graph_io, trees_correct=False)
+
+    def limit_width(self, tokens: int) -> None:
+        """Run passes over at most that many tokens from now on, because the device computes wider ones wrongly."""
+        self.graph_io = replace(self.graph_io, widest_pass=tokens)
 
     def end_profile(self) -> Path:
         """Write the node times since the graph was loaded (see `SessionConfig.profile`) and return the file."""
@@ -94,7 +148,7 @@ class GraphSession:
             return None
 
         def bind(assumed: GraphIO, limit: int) -> BoundSession:
-            return BoundSession(self._session, assumed, _arena(assumed, limit), self._first_session)
+            return self._bind(assumed, self._arena(assumed, limit))
 
         return probe(
             graph_io,
@@ -104,14 +158,59 @@ class GraphSession:
             shared_scales=any(name in operators for name in _SHARED_SCALE_OPERATORS),
         )
 
+    def _arena(self, graph_io: GraphIO, limit: int) -> KVArena:
+        if graph_io.cache_mode is CacheMode.GROWING:
+            return GrowingArena(graph_io.tensor_types, limit)
+        if graph_io.state_shape is not None:
+            return HybridArena(graph_io.tensor_types, limit, graph_io.state_shape, graph_io.capacity)
+        if self._slot_graphs is None:
+            return InPlaceArena(graph_io.tensor_types, limit, graph_io.capacity)
+        return DeviceArena(graph_io.tensor_types, limit, graph_io.capacity, self._slot_graphs)
 
-def _arena(graph_io: GraphIO, limit: int) -> KVArena:
-    if graph_io.cache_mode is CacheMode.GROWING:
-        return GrowingArena(graph_io.tensor_types, limit)
-    return InPlaceArena(graph_io.tensor_types, limit, graph_io.capacity)
+    def _bind(self, graph_io: GraphIO, arena: KVArena, *, hidden_states: bool = False) -> BoundSession:
+        session, first = self._session, self._first_session
+        if graph_io.states:
+            return HybridSession(session, graph_io, arena, first, hidden_states=hidden_states)
+        if self.config.device.provider == CPU_PROVIDER:
+            return BoundSession(session, graph_io, arena, first, hidden_states=hidden_states)
+        return DeviceSession(session, graph_io, arena, first, self._lock, hidden_states=hidden_states)
 
 
-def _load(graph: Path, config: SessionConfig) -> ort.InferenceSession:
+def _require_format(graph_io: GraphIO, kv: KVFormat, graph: Path) -> None:
+    """Check that an int8 cache is one as a whole, and extended in place.
+
+    Raises:
+        BundleError: it is not.
+    """
+    if kv is KVFormat.FLOAT:
+        return
+    if graph_io.states:
+        raise BundleError(f"{graph} keeps convolution states beside its cache, which cannot be int8", "leave --kv out")
+    others = [each.past for each in graph_io.cache if each.tensor_type.dtype != np.int8]
+    if others or graph_io.cache_mode is not CacheMode.IN_PLACE:
+        what = f"of {others[0]}" if others else "that grows with every pass"
+        raise BundleError(f"{graph} has a cache {what}, which cannot be int8", "leave --kv out")
+
+
+def _require_cpu_for_states(graph_io: GraphIO, device: Device, graph: Path) -> None:
+    """Check that a graph with convolution states runs on the CPU, with a cache that is extended in place.
+
+    Raises:
+        BundleError: it does not.
+    """
+    if not graph_io.states:
+        return
+    name = graph_io.states[0].past
+    if device.provider != CPU_PROVIDER:
+        raise BundleError(
+            f"{graph} keeps convolution states ({name}), which works on the CPU alone, not on {device}",
+            "add --device cpu",
+        )
+    if graph_io.cache_mode is not CacheMode.IN_PLACE:
+        raise BundleError(f"{graph} keeps convolution states ({name}) beside a growing cache", EXPORT_HINT)
+
+
+def _load(graph: Path, config: SessionConfig, model: bytes | None = None) -> tuple[ort.InferenceSession, Assignments]:
     options = session_options(config.threads)
     options.inter_op_num_threads = 1
     # The bias changes shape with every token; remembering an allocation plan per shape would only grow.
@@ -121,8 +220,14 @@ def _load(graph: Path, config: SessionConfig) -> ort.InferenceSession:
     if config.profile is not None:
         options.enable_profiling = True
         options.profile_file_prefix = str(config.profile)
+    if config.kv_scales is not None:
+        from .int8_cache import with_int8_cache  # noqa: PLC0415 -- importing protobuf takes 28 ms
+
+        model = with_int8_cache(graph, config.kv_scales)
+    if model is not None:
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(graph.parent))
     try:
-        session = load_session(str(graph), options, add_device(options, config.device))
+        session, assignments = load_on_device(model or str(graph), options, config.device, graph)
     except ORT_ERRORS as error:
         raise BundleError(
             f"{graph} cannot be loaded: {error_reason(error)}", "give a complete model, such as edge-run export makes"
@@ -130,8 +235,9 @@ def _load(graph: Path, config: SessionConfig) -> ort.InferenceSession:
     # Loading has read all weights to pack them; afterwards only rows of the embedding are read from the file.
     for name in external_files(graph):
         drop_file_pages(graph.parent / name)
-    return session
+    return session, assignments
 
 
-def _values(nodes: Sequence[ort.NodeArg]) -> list[GraphValue]:
+def graph_values(nodes: Sequence[ort.NodeArg]) -> list[GraphValue]:
+    """Inputs or outputs of a session."""
     return [GraphValue(node.name, node.type, tuple(node.shape)) for node in nodes]

@@ -59,8 +59,8 @@ _UNSUPPORTED_KINDS: Final = (
     ),
     _kind(
         r".*(conv|ssm|recurrent|rwkv|mamba).*|cache_params\b.*|(.*[._])?state[._]?\d*",
-        "keeps convolution or recurrent state ({}), which cannot be rewound",
-        "choose a model whose layers are all attention",
+        "keeps convolution or recurrent state ({}) in a form that edge-run does not know",
+        "export the checkpoint with edge-run export (LFM2), or choose a model whose layers are all attention",
     ),
     _kind(
         r"beam_idx",

@@ -1,53 +1,26 @@
 """The KV arena: buffers that hold the KV cache of one token sequence.
 
 Rewinding moves an integer, and accepting a branch of a token tree is one indexed copy, so a rejected draft costs next
-to nothing. The arena uses NumPy only; the session wraps its arrays without copying them.
+to nothing. What holds the slots is in `buffers.py`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from ...errors import ContextError
-
-Array: TypeAlias = npt.NDArray[Any]
-CacheSnapshot: TypeAlias = tuple[Array, ...]
-"""Copy of cached slots: for every cache tensor type one array `[tensors, ...]`, slots along the type's `axis` + 1."""
+from .buffers import Array, CacheBuffers, CacheSnapshot, CacheTensorType, StackedBuffers, grouped
 
 _FIRST_CAPACITY: Final = 256
-
-
-@dataclass(frozen=True)
-class CacheTensorType:
-    """Element type and shape of a cache tensor; dimension `axis` counts slots, and its size in `shape` is ignored."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    axis: int
-
-    def shape_of(self, slots: int) -> tuple[int, ...]:
-        """The shape of a tensor with that many slots."""
-        return (*self.shape[: self.axis], slots, *self.shape[self.axis + 1 :])
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes per slot."""
-        return int(np.prod(self.shape_of(1))) * self.dtype.itemsize
-
-    def index(self, slots: slice | npt.NDArray[np.intp]) -> tuple[slice | npt.NDArray[np.intp], ...]:
-        """Index of `slots` in one such tensor."""
-        return (*[slice(None)] * self.axis, slots)
-
-    def stacked_index(self, slots: slice | npt.NDArray[np.intp]) -> tuple[slice | npt.NDArray[np.intp], ...]:
-        """Index of `slots` in a stack of such tensors, `[tensors, *shape]`."""
-        return (*[slice(None)] * (self.axis + 1), slots)
+_DOUBLED_UP_TO: Final = 2048
+"""Capacity beyond which an arena in this process's memory grows by an eighth: memory is not held for a context twice as
+long, and attention that runs over the whole capacity has little to skip (runtime/long_context)."""
+_STEP: Final = 128
 
 
 class KVArena(ABC):
@@ -59,11 +32,12 @@ class KVArena(ABC):
     Attributes:
         limit: largest number of tokens of the context.
         tensor_types: types of the graph's cache tensors, in their order.
-        groups: indices into `tensor_types` by type, in order of appearance; tensors of one type share an array.
+        groups: indices into `tensor_types` by type, in order of appearance.
         length: number of committed slots.
         plain_length: number of leading slots that equal those of plain decoding bit for bit: all before the first slot
             that a pass over draft tokens wrote.
         last_prefill: first slot that the last prefill pass of the prompt wrote, and the slot after its last one.
+        is_plain: whether the graph of plain decoding wrote the slots that are not committed yet.
     """
 
     def __init__(self, tensor_types: Sequence[CacheTensorType], limit: int) -> None:
@@ -71,26 +45,26 @@ class KVArena(ABC):
             raise ValueError(f"arena dimensions must be positive: {tensor_types}, {limit}")
         self.limit: Final = limit
         self.tensor_types: Final = tuple(tensor_types)
-        self.groups: Final[dict[CacheTensorType, list[int]]] = {}
-        for index, tensor_type in enumerate(tensor_types):
-            self.groups.setdefault(tensor_type, []).append(index)
+        self.groups: Final = grouped(tensor_types)
         self.length = 0
         self.plain_length = 0
         self.last_prefill = (0, 0)
+        self.is_plain = True
 
     @property
     @abstractmethod
     def capacity(self) -> int:
         """Number of slots that fit before the buffers have to grow."""
 
-    @abstractmethod
-    def tensors(self) -> list[Array]:
-        """The buffer of every cache tensor, in the order of the tensor types."""
-
     @property
     @abstractmethod
+    def buffers(self) -> CacheBuffers:
+        """The buffers of the cache tensors, in the order of the tensor types."""
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the buffers."""
+        return self.buffers.nbytes
 
     @abstractmethod
     def reserve(self, tokens: int) -> None:
@@ -99,6 +73,9 @@ class KVArena(ABC):
         Raises:
             ContextError: they do not fit the context.
         """
+
+    def expect(self, tokens: int) -> None:  # noqa: B027 -- only buffers that are replaced when they grow gain by it
+        """Prepare for `tokens` more slots after the committed ones, which several passes are going to write."""
 
     @property
     @abstractmethod
@@ -109,7 +86,7 @@ class KVArena(ABC):
         """Commit the `tokens` slots after the committed ones, which a pass has just written."""
         if not 0 <= tokens <= self.written - self.length:
             raise ValueError(f"cannot commit {tokens} slots at {self.length} of {self.written}")
-        if self.plain_length == self.length:
+        if self.is_plain and self.plain_length == self.length:
             self.plain_length += tokens
         self.length += tokens
 
@@ -135,7 +112,7 @@ class KVArena(ABC):
         if path[-1] >= len(path):
             nodes = np.asarray(path, np.intp)
             moved = np.flatnonzero(nodes != np.arange(nodes.size))
-            self._move(base + nodes[moved], base + moved)
+            self.buffers.move(base + nodes[moved], base + moved)
         self.length = base + len(path)
 
     def pad_to(self, length: int, value: float) -> None:
@@ -146,23 +123,22 @@ class KVArena(ABC):
         """
         self.reserve(length - self.length)
         self._resize(length)
-        for tensor, tensor_type in zip(self.tensors(), self.tensor_types, strict=True):
-            tensor[tensor_type.index(slice(self.length, length))] = value
+        if length > self.length:
+            self.buffers.fill(self.length, length, value)
         self.length = length
 
     def snapshot(self) -> CacheSnapshot:
         """Copy the committed slots."""
-        tensors = self.tensors()
-        return tuple(
-            np.stack([tensors[member][tensor_type.index(slice(self.length))] for member in members])
-            for tensor_type, members in self.groups.items()
-        )
+        return self.buffers.read(self.length)
 
     def restore(self, snapshot: CacheSnapshot) -> None:
         """Replace the committed slots by those of a `snapshot`.
 
+        Numbers of another floating-point type, which a cache on another device has, are converted; then no slot counts
+        as plain decoding's.
+
         Raises:
-            ValueError: the snapshot is of a model with other cache tensors.
+            ValueError: the snapshot is of a model with other cache tensors, or has numbers that the type cannot hold.
             ContextError: it holds more slots than the context allows.
         """
         if len(snapshot) != len(self.groups):
@@ -171,18 +147,22 @@ class KVArena(ABC):
         slots = snapshot[0].shape[axis] if snapshot[0].ndim > axis else 0
         for array, (tensor_type, members) in zip(snapshot, self.groups.items(), strict=True):
             expected = (len(members), *tensor_type.shape_of(slots))
-            if array.shape != expected or array.dtype != tensor_type.dtype:
+            # Devices keep 16-bit or 32-bit floats, and nothing else stands for another type.
+            floats = array.dtype.kind == tensor_type.dtype.kind == "f" and array.dtype.itemsize <= 4
+            same = array.dtype == tensor_type.dtype or floats
+            if array.shape != expected or not same:
                 raise ValueError(
                     f"expected {tensor_type.dtype} slots {list(expected)}, found {array.dtype} {list(array.shape)}"
                 )
+        converted = tuple(
+            _converted(array, tensor_type.dtype) for array, tensor_type in zip(snapshot, self.groups, strict=True)
+        )
         self.length = 0
         self.reserve(slots)
         self._resize(slots)
-        tensors = self.tensors()
-        for stack, (tensor_type, members) in zip(snapshot, self.groups.items(), strict=True):
-            for member, new in zip(members, stack, strict=True):
-                tensors[member][tensor_type.index(slice(slots))] = new
-        self.length = self.plain_length = slots
+        self.buffers.write(converted, slots)
+        same_types = all(array is before for array, before in zip(converted, snapshot, strict=True))
+        self.length, self.plain_length = slots, slots if same_types else 0
 
     def copy_from(self, source: KVArena, slots: int) -> None:
         """Replace the committed slots by the first `slots` of another arena of the same tensor types.
@@ -195,9 +175,7 @@ class KVArena(ABC):
         self.length = 0
         self.reserve(slots)
         self._resize(slots)
-        for tensor, other, tensor_type in zip(self.tensors(), source.tensors(), self.tensor_types, strict=True):
-            index = tensor_type.index(slice(slots))
-            tensor[index] = other[index]
+        self.buffers.copy(source.buffers, slots)
         self.length = slots
         self.plain_length = min(source.plain_length, slots)
 
@@ -217,11 +195,20 @@ class KVArena(ABC):
     def _resize(self, slots: int) -> None:  # noqa: B027 -- only growing tensors have no free slots
         """Give the tensors `slots` slots; there is room for them."""
 
-    def _move(self, sources: npt.NDArray[np.intp], targets: npt.NDArray[np.intp]) -> None:
-        """Copy slots of all tensors to other slots, as if all were read before any is written."""
-        for tensor, tensor_type in zip(self.tensors(), self.tensor_types, strict=True):
-            # The right-hand side is gathered before anything is written, so overlapping slots are safe.
-            tensor[tensor_type.index(targets)] = tensor[tensor_type.index(sources)]
+
+def _converted(array: Array, dtype: np.dtype[Any]) -> Array:
+    """The array with elements of another type; itself if it has that type.
+
+    Raises:
+        ValueError: a number is too large for the type.
+    """
+    if array.dtype == dtype:
+        return array
+    with np.errstate(over="ignore"):
+        converted = array.astype(dtype)
+    if not np.isfinite(converted).all():
+        raise ValueError(f"a number of the cache is too large for {dtype}")
+    return converted
 
 
 class InPlaceArena(KVArena):
@@ -233,15 +220,15 @@ class InPlaceArena(KVArena):
         capacity: number of slots if the graph fixes it; otherwise the buffers grow.
 
     Attributes:
-        data: for every tensor type an array `[tensors, *shape]`. Growing replaces the arrays.
-        generation: number of replacements, so that holders of slices know when to take new ones.
+        generation: number of times that growing has replaced the buffers, so that their users know when to take new
+            ones.
     """
 
     def __init__(self, tensor_types: Sequence[CacheTensorType], limit: int, capacity: int | None = None) -> None:
         super().__init__(tensor_types, limit if capacity is None else min(limit, capacity))
         self.generation = 0
         self._capacity = min(_FIRST_CAPACITY, limit) if capacity is None else capacity
-        self.data: CacheSnapshot = self._empty()
+        self._buffers = self._new_buffers(self._capacity)
 
     @property
     def capacity(self) -> int:
@@ -254,40 +241,34 @@ class InPlaceArena(KVArena):
         return self._capacity
 
     @property
-    def nbytes(self) -> int:
-        """See `KVArena.nbytes`."""
-        return sum(array.nbytes for array in self.data)
-
-    def tensors(self) -> list[Array]:
-        """See `KVArena.tensors`."""
-        buffers: dict[int, Array] = {}
-        for array, members in zip(self.data, self.groups.values(), strict=True):
-            buffers.update(zip(members, array, strict=True))
-        return [buffers[index] for index in range(len(buffers))]
+    def buffers(self) -> CacheBuffers:
+        """See `KVArena.buffers`."""
+        return self._buffers
 
     def reserve(self, tokens: int) -> None:
-        """See `KVArena.reserve`. The capacity doubles up to the limit."""
+        """See `KVArena.reserve`. The capacity grows up to the limit."""
         needed = self.length + tokens
         if needed <= self._capacity and needed <= self.limit:
             return
         self.check_fits(tokens)
-        while self._capacity < needed:
-            self._capacity *= 2
-        self._capacity = min(self._capacity, self.limit)
-        grown = self._empty()
-        for new, old, tensor_type in zip(grown, self.data, self.groups, strict=True):
-            # Slots after the committed ones may hold what a `BorrowedArena` wrote, so all are copied.
-            new[tensor_type.stacked_index(slice(old.shape[tensor_type.axis + 1]))] = old
-        self.data = grown
+        self._capacity = min(self._grown(needed), self.limit)
+        # Slots after the committed ones may hold what a `BorrowedArena` wrote, so all are kept.
+        self._buffers = self._buffers.resized(self._capacity)
         self.generation += 1
 
-    def _empty(self) -> CacheSnapshot:
-        return tuple(
-            np.zeros((len(members), *tensor_type.shape_of(self._capacity)), tensor_type.dtype)
-            for tensor_type, members in self.groups.items()
-        )
+    def expect(self, tokens: int) -> None:
+        """See `KVArena.expect`; otherwise a long prompt would replace the buffers again and again."""
+        self.reserve(max(min(tokens, self.limit - self.length), 0))
 
-    def _move(self, sources: npt.NDArray[np.intp], targets: npt.NDArray[np.intp]) -> None:
-        # One indexed copy per type is faster than one per tensor.
-        for array, tensor_type in zip(self.data, self.groups, strict=True):
-            array[tensor_type.stacked_index(targets)] = array[tensor_type.stacked_index(sources)]
+    def _grown(self, needed: int) -> int:
+        """The next capacity: doubled while it is small, then larger by an eighth, and at least `needed` slots."""
+        grown = self._capacity
+        while grown < needed and grown < _DOUBLED_UP_TO:
+            grown *= 2
+        if grown < needed:
+            grown = max(needed, grown + grown // 8)
+            grown += -grown % _STEP
+        return grown
+
+    def _new_buffers(self, slots: int) -> CacheBuffers:
+        return StackedBuffers(self.tensor_types, slots)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
-from .arena import Array, CacheTensorType, InPlaceArena, KVArena
+from .arena import InPlaceArena, KVArena
+from .buffers import CacheBuffers, CacheTensorType
 
 
 class BorrowedArena(KVArena):
@@ -55,15 +56,10 @@ class BorrowedArena(KVArena):
             self._generation += 1
         return self._generation
 
-    def tensors(self) -> list[Array]:
-        """See `KVArena.tensors`."""
-        tensors = self._current_owner().tensors()
-        return [tensors[index] for index in self._indices]
-
     @property
-    def nbytes(self) -> int:
-        """Bytes of the borrowed buffers."""
-        return sum(tensor.nbytes for tensor in self.tensors())
+    def buffers(self) -> CacheBuffers:
+        """See `KVArena.buffers`."""
+        return self._current_owner().buffers.select(self._indices)
 
     @property
     def capacity(self) -> int:

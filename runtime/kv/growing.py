@@ -12,7 +12,8 @@ from typing import Final
 
 import numpy as np
 
-from .arena import Array, CacheTensorType, KVArena
+from .arena import KVArena
+from .buffers import Array, CacheTensorType, NumpyBuffers
 
 _FIRST_CAPACITY: Final = 64
 
@@ -25,7 +26,7 @@ class GrowingArena(KVArena):
         self._capacity = min(_FIRST_CAPACITY, limit)
         self._slots = 0
         """Number of slots of the tensors in their current layout."""
-        self._past, self._spare = self._buffers(), self._buffers()
+        self._past, self._spare = self._new_buffers(), self._new_buffers()
 
     @property
     def capacity(self) -> int:
@@ -42,9 +43,10 @@ class GrowingArena(KVArena):
         """See `KVArena.nbytes`."""
         return sum(buffer.nbytes for buffers in (self._past, self._spare) for buffer in buffers)
 
-    def tensors(self) -> list[Array]:
-        """See `KVArena.tensors`."""
-        return self._views(self._past, self._slots)
+    @property
+    def buffers(self) -> NumpyBuffers:
+        """See `KVArena.buffers`; without the spare ones."""
+        return NumpyBuffers(self.tensor_types, self._views(self._past, self._slots))
 
     def reserve(self, tokens: int) -> None:
         """See `KVArena.reserve`. The capacity doubles up to the limit."""
@@ -55,11 +57,10 @@ class GrowingArena(KVArena):
             self._capacity *= 2
         self._capacity = min(self._capacity, self.limit)
         self._slots = min(self._slots, self._capacity)
-        kept = self.tensors()
-        self._past = self._buffers()
-        for old, new in zip(kept, self.tensors(), strict=True):
-            new[...] = old
-        self._spare = self._buffers()
+        kept = self.buffers
+        self._past = self._new_buffers()
+        self.buffers.copy(kept, self._slots)
+        self._spare = self._new_buffers()
 
     def past(self) -> list[Array]:
         """The committed slots, as the graph's inputs."""
@@ -76,7 +77,7 @@ class GrowingArena(KVArena):
         self._past, self._spare = self._spare, self._past
         self._slots = self.length + tokens
 
-    def _buffers(self) -> list[Array]:
+    def _new_buffers(self) -> list[Array]:
         return [np.zeros(int(np.prod(each.shape_of(self._capacity))), each.dtype) for each in self.tensor_types]
 
     def _views(self, buffers: Sequence[Array], slots: int) -> list[Array]:

@@ -2,7 +2,7 @@
 
 A stateless request repeats its whole conversation, and conversations often share a system prompt. The slots of a token
 depend on the tokens before it only, so a new sequence takes over those of the longest prefix that it shares with an
-earlier one, and only the rest of its prompt is computed.
+earlier one, and only the rest of its prompt is computed. Chosen prefixes are also kept on disk (`PrefixFiles`).
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeAlias
+from typing import Final, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from .arena import KVArena
-
-TokenIds: TypeAlias = npt.NDArray[np.int64]
+from .prefix_files import PrefixFiles, TokenIds, common_prefix
 
 MIN_SHARED: Final = 16
 """Number of shared tokens below which a sequence starts afresh: computing so few takes one pass in any case."""
@@ -59,10 +57,12 @@ class PrefixCache:
     Args:
         new_arena: makes an empty arena.
         max_bytes: maximum size of the buffers of all kept sequences together; 0 keeps none.
+        files: the prefixes on disk; None for none.
     """
 
-    def __init__(self, new_arena: Callable[[], KVArena], max_bytes: int) -> None:
+    def __init__(self, new_arena: Callable[[], KVArena], max_bytes: int, files: PrefixFiles | None = None) -> None:
         self.max_bytes: Final = max_bytes
+        self._files: Final = files
         self._new_arena = new_arena
         self._kept: list[_Kept] = []
         """The least recently used first."""
@@ -92,7 +92,8 @@ class PrefixCache:
         """Return an arena with the slots of the longest known prefix of `token_ids`, to be continued by the caller.
 
         A kept sequence that the new one continues, or leaves only near its end, is taken over as it is. From others,
-        and from those that are in use, the shared slots are copied, if the budget allows both.
+        and from those that are in use, the shared slots are copied, if the budget allows both. Where a file has more of
+        them, they are read from there.
 
         Where `token_ids` is a prompt that was answered before, the slots of its last prefill pass are left out. That
         pass runs again as it ran then, so that the same logits come out, to the last bit, and the same answer.
@@ -104,42 +105,66 @@ class PrefixCache:
             # Of equal prefixes the most recently used is taken.
             least = wanted.itemsize * max(shared, MIN_SHARED)
             if len(content) >= least and kept.content.startswith(content[:least]):
-                shared, source = _common_prefix(kept.token_ids, wanted), kept
+                shared, source = common_prefix(kept.token_ids, wanted), kept
         owned_shared, owner = 0, None
         with self._open_lock:
             open_sequences = tuple(self._open)
         for sequence in open_sequences:
             cached = np.asarray(sequence.token_ids[: sequence.arena.length], np.int64)
-            if (length := _common_prefix(cached, wanted)) > owned_shared:
+            if (length := common_prefix(cached, wanted)) > owned_shared:
                 owned_shared, owner = length, sequence.arena
+        if (stored := self._from_disk(wanted, max(shared, owned_shared))) is not None:
+            return stored
         if owner is not None and owned_shared > shared and owned_shared >= MIN_SHARED:
             return self._copy(owner, _reusable(owner, owned_shared, wanted))
         if source is None:
             return self._new_arena()
         shared = _reusable(source.arena, shared, wanted)
+        if self._files is not None and self._files.reads(source.arena):
+            return self._copy(source.arena, shared)
         if source.arena.length - shared > _KEPT_BRANCH and self._has_room_beside(source):
             return self._copy(source.arena, shared)
         self._kept.remove(source)
         source.arena.rewind_to(shared)
         return source.arena
 
-    def keep(self, arena: KVArena, token_ids: Sequence[int]) -> None:
+    def keep(self, arena: KVArena, token_ids: Sequence[int], on_disk: int = 0) -> None:
         """Keep a finished sequence; the caller no longer uses its arena.
 
         Args:
             arena: the cache.
             token_ids: the tokens of its slots, and perhaps further ones.
+            on_disk: number of tokens, from the first on, whose slots are to be kept on disk too.
         """
         new = _Kept.of(arena, np.array(token_ids[: arena.length], np.int64))
+        if on_disk and self._files is not None:
+            self._files.keep(arena, new.token_ids[:on_disk])
         if any(kept.content.startswith(new.content) for kept in self._kept):
             return
         self._kept = [kept for kept in self._kept if not new.content.startswith(kept.content)]
         self._kept.append(new)
         self._evict(self.max_bytes)
 
+    def wait(self) -> None:
+        """Wait until the prefixes that are being kept on disk are written."""
+        if self._files is not None:
+            self._files.wait()
+
     def clear(self) -> None:
-        """Drop all kept sequences."""
+        """Drop all kept sequences in memory."""
         self._kept.clear()
+
+    def _from_disk(self, wanted: TokenIds, known: int) -> KVArena | None:
+        """A new arena with slots from a file that has more of them than the `known` in memory; None if none has."""
+        if self._files is None or wanted.size - known < MIN_SHARED:
+            return None
+        while True:
+            shared, stored = self._files.find(wanted)
+            if stored is None or shared - known < MIN_SHARED:
+                return None
+            arena = self._new_arena()
+            if self._files.restore(stored, shared, arena):
+                return arena
 
     def _copy(self, source: KVArena, slots: int) -> KVArena:
         arena = self._new_arena()
@@ -168,8 +193,9 @@ def _reusable(arena: KVArena, shared: int, wanted: TokenIds) -> int:
     return start if shared == end == wanted.size else shared
 
 
-def _common_prefix(first: TokenIds, second: TokenIds) -> int:
+def shared_tokens(first: Sequence[int], second: Sequence[int]) -> int:
     """Number of equal tokens at the beginning of both sequences."""
-    size = min(first.size, second.size)
-    different = np.flatnonzero(first[:size] != second[:size])
-    return int(different[0]) if different.size else size
+    for index, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return index
+    return min(len(first), len(second))

@@ -14,8 +14,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..engine import Engine
-from ..graph.bound_session import BoundSession, Floats
+from ..graph.bound_graph import BoundGraph
+from ..graph.pass_inputs import Floats
+from ..loaded_model import LoadedModel
 from ..prefill import prefill
 from ..sampling.sampler import Sampler, SamplingParams
 
@@ -54,16 +55,16 @@ class BatchedSampler:
     """Samples continuations of prompts, as many in a pass as the context has room for.
 
     Args:
-        engine: the model.
+        model: the model.
         max_text_tokens: most tokens of any text.
         sliding_windows: whether some layers attend to a sliding window; then every text is sampled by itself.
     """
 
-    def __init__(self, engine: Engine, max_text_tokens: int, *, sliding_windows: bool) -> None:
-        self._bound: BoundSession = engine.model.new_sequence().bound
+    def __init__(self, model: LoadedModel, max_text_tokens: int, *, sliding_windows: bool) -> None:
+        self._bound: BoundGraph = model.new_sequence().bound
         self._cached_prefix: list[int] = []
-        batched = engine.graph_io.supports_trees and not sliding_windows
-        self.batch_size: Final = max(1, min(_MAX_BATCH, engine.context // max_text_tokens if batched else 1))
+        batched = model.graph_io.supports_trees and not sliding_windows
+        self.batch_size: Final = max(1, min(_MAX_BATCH, model.context // max_text_tokens if batched else 1))
         """How many prompts to continue at a time."""
 
     def sample(
@@ -106,7 +107,7 @@ class BatchedSampler:
         arena = self._bound.arena
         kept = len(_common_prefix([self._cached_prefix, prefix[:-1]]))
         arena.rewind_to(min(kept, arena.length))
-        logits, _ = prefill(self._bound, prefix)
+        logits = prefill(self._bound, prefix).logits
         self._cached_prefix = prefix
         return np.array(logits)
 

@@ -27,7 +27,7 @@ from ...models.bundle import GRAPH_NAME, Bundle, open_bundle
 from ...models.cache import cache_folder
 from ..devices.processor import machine
 from ..devices.providers import choose_device
-from ..graph.bound_session import BoundSession
+from ..graph.bound_graph import BoundGraph, DecoderGraph
 from ..graph.model_metadata import metadata_of
 from ..graph.ort import RUNTIME_VERSION
 from ..graph.prepacked import should_prepack, write_prepacked
@@ -140,7 +140,7 @@ def packed_graphs(bundles: Sequence[Path]) -> Iterator[list[tuple[Bundle, Path]]
         yield graphs
 
 
-def bind_filled(session: GraphSession, bundle: Bundle) -> BoundSession:
+def bind_filled(session: DecoderGraph, bundle: Bundle) -> BoundGraph:
     """Bind a session to a KV cache filled as in a usual conversation."""
     bound = session.bind(session.arena(bundle.context or 2 * TYPICAL_CONTEXT))
     pad_cache(bound, min(TYPICAL_CONTEXT, bound.arena.limit // 2))
@@ -170,7 +170,7 @@ def _node_seconds(
         return [_nodes_by_width(read_profile(session.end_profile()), widths) for session in sessions]
 
 
-def take_turns(bound: Sequence[BoundSession], widths: Sequence[int], rounds: int) -> list[dict[int, list[float]]]:
+def take_turns(bound: Sequence[BoundGraph], widths: Sequence[int], rounds: int) -> list[dict[int, list[float]]]:
     """Run `rounds` turns of each session and return the seconds of their timed passes by width.
 
     Raises:

@@ -22,6 +22,8 @@ import numpy as np
 
 from ..decode import DecodeLimits, FinishReason, decode
 from ..engine import Engine
+from ..graph.graph_choice import ChosenSession
+from ..long_context.long_graph import LongContextGraph
 from ..options import GenerationRequest
 from ..prefill import prefill
 from ..result import DraftCounts
@@ -123,6 +125,8 @@ class Comparison:
     ) -> None:
         self._engine = engine
         self._bound = engine.model.new_sequence().bound
+        # Exact answers run in the model's own graph, and all answers to a prompt share the slots of one prefill.
+        self._bound.base_only = True
         self._cached_prompt: tuple[int, ...] = ()
         """The prompt whose slots, except for the last token's, are in the arena."""
         self._limits = DecodeLimits(max_tokens, engine.tokenizer.eos)
@@ -130,6 +134,8 @@ class Comparison:
         self._sampled = [SamplingParams(temperature=temperature, seed=seed) for seed in seeds]
         self._trees = engine.graph_io.supports_trees
         self._counts: dict[str, ComparisonCounts] = {}
+        self.texts: list[list[int]] = []
+        """Token ids of the prompts of the last report, each with its plain greedy answer."""
         self._counterexample: Counterexample | None = None
 
     def report(self, prompts: Sequence[Sequence[int]], progress: Callable[[float], None]) -> ExactnessReport:
@@ -147,7 +153,8 @@ class Comparison:
         for prompt in prompts:
             plain.append(self.plain(prompt, self._greedy))
             progress(len(plain) / steps)
-        noise = self._noise(prompts, plain)
+        self.texts = [[*prompt, *answer.token_ids] for prompt, answer in zip(prompts, plain, strict=True)]
+        noise = self._noise()
         progress((len(plain) + 1) / steps)
         for number, (prompt, answer) in enumerate(zip(prompts, plain, strict=True)):
             self._compare_prompt(number, prompt, answer, noise.epsilon)
@@ -158,12 +165,13 @@ class Comparison:
         """Answer a prompt without speculation."""
         return self._decode(prompt, sampling, None, None)
 
-    def _noise(self, prompts: Sequence[Sequence[int]], answers: Sequence[Answer]) -> WidthNoise:
-        """Measure noise over the first prompts and answers."""
-        texts = [[*prompt, *answer.token_ids] for prompt, answer in zip(prompts, answers, strict=True)]
-        chosen = [text[-_NOISE_TOKENS:] for text in texts[:_NOISE_TEXTS] if len(text) > 1]
+    def _noise(self) -> WidthNoise:
+        """Measure noise over the first texts."""
+        chosen = [text[-_NOISE_TOKENS:] for text in self.texts[:_NOISE_TEXTS] if len(text) > 1]
         self._cached_prompt = ()
-        return measure_width_noise(self._bound, chosen)
+        bound = self._bound
+        long = bound.further(LongContextGraph.name) if isinstance(bound, ChosenSession) else None
+        return measure_width_noise(bound, chosen, long_context=long)
 
     def _compare_prompt(self, index: int, prompt: Sequence[int], greedy: Answer, epsilon: float) -> None:
         for sampling in (self._greedy, *self._sampled):

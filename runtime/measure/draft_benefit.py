@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from ...errors import InputError
-from ..engine import Engine, load
+from ..engine import Engine
+from ..engine_loading import load
 from ..generation import CachedSequence
-from ..graph.bound_session import BoundSession
+from ..graph.bound_graph import BoundGraph
 from ..options import GenerateOptions
 from ..result import Reply, Stats
 from ..speculation.choice import Speculation
@@ -91,7 +92,7 @@ def measure_draft_benefit(
     )
 
 
-def count_agreement(bound: BoundSession, draft: DraftModel, text: Sequence[int], start: int = 0) -> int:
+def count_agreement(bound: BoundGraph, draft: DraftModel, text: Sequence[int], start: int = 0) -> int:
     """Count the tokens of a text, from index `start` on, after which target and draft prefer the same next token.
 
     Both read the text token by token, as in decoding. A draft on the target's cache finds the target's slots there, and

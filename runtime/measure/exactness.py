@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ...models.json_file import is_finite, is_whole
-from ..graph.bound_session import BoundSession
+from ..graph.bound_graph import BoundGraph
 from ..result import DraftCounts
 from .measurement_store import MeasurementStore
 from .width_noise import WidthNoise, measure_width_noise
@@ -166,7 +166,7 @@ EXACTNESS_REPORTS: Final = MeasurementStore("exactness", 2, ExactnessReport.from
 """Exactness reports of models on this machine."""
 
 
-def measure_exactness(bound: BoundSession, text: Sequence[int]) -> ExactnessReport:
+def measure_exactness(bound: BoundGraph, text: Sequence[int]) -> ExactnessReport:
     """Measure little more than the noise over one text of at least two tokens, in about a second.
 
     Raises:

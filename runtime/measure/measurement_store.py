@@ -15,9 +15,11 @@ from ...models.cache import cache_folder
 from ...models.file_system import remove
 from ...models.json_file import parse_json_object
 from ...models.regular_file import MAX_JSON_BYTES, read_regular
+from ..devices.drivers import device_identity
 from ..devices.processor import default_threads, machine
 from ..graph.ort import RUNTIME_VERSION
 from ..graph.session import SessionConfig
+from ..kv.cache_scales import KVFormat
 
 _MAX_FILES: Final = 200
 """Files of one kind; beyond it the oldest are deleted. Each takes a kilobyte or two."""
@@ -49,8 +51,9 @@ def model_key(bundle: Bundle, config: SessionConfig) -> MeasurementKey:
     # The default depends on how much of the machine this process may use.
     threads = config.threads or f"{default_threads()} by default"
     power = (config.power.value,) if config.power.saves else ()
+    kv = () if config.kv is KVFormat.FLOAT else (f"kv {config.kv.value}",)
     return MeasurementKey(
-        (_model_id(bundle), config.device.provider, threads, RUNTIME_VERSION, machine(), *power),
+        (model_id(bundle), *device_identity(config.device), threads, RUNTIME_VERSION, machine(), *power, *kv),
         {"model": bundle.folder.name, "device": str(config.device), "threads": config.threads or default_threads()},
     )
 
@@ -93,7 +96,7 @@ class MeasurementStore(Generic[MeasurementT]):
         return file
 
 
-def _model_id(bundle: Bundle) -> str:
+def model_id(bundle: Bundle) -> str:
     """Return the manifest's fingerprint; without a manifest, path, size and time, to avoid reading gigabytes."""
     if bundle.manifest is not None:
         return bundle.fingerprint

@@ -21,9 +21,10 @@ from typing import Final
 import numpy as np
 
 from ...models.bundle import Bundle
-from ..graph.bound_session import BoundSession
+from ..graph.bound_graph import BoundGraph
 from ..graph.session import SessionConfig
-from ..speculation.pass_cost import POSITION_COST, Doubt, PassCost, is_plausible
+from ..speculation.pass_cost import Doubt, PassCost
+from ..speculation.plausible_costs import POSITION_COST, is_plausible
 from .measurement_store import MeasurementStore, model_key
 from .measuring_time import MeasuringTime
 from .system_load import LoadMeter
@@ -42,6 +43,13 @@ TYPICAL_CONTEXT: Final = 256
 
 _FEWER_WIDTHS: Final = ((1, 2, 3, 4, 6, 8, 16), (1, 2, 4, 8))
 """Widths for slow models, whose passes of all widths would not fit the time budget."""
+_FEWEST_WIDTHS: Final = ((1, 2, 4), (1, 2))
+"""Widths for devices that would take longer than `_LONGEST_S` for those."""
+_LONGEST_S: Final = 10.0
+"""Seconds after which a measurement ends with the turns that it has: a pass on a slow device, such as an emulated GPU,
+takes seconds, and longer when the device compiles for a width."""
+_SLOW_PASS_S: Final = 0.5
+"""Seconds of a pass of width 1 above which a device counts as slow."""
 _MIN_TURNS: Final = 2
 _MAX_TURNS: Final = 60
 """Enough for models whose passes take less than a millisecond, where one interruption costs ten of them."""
@@ -72,7 +80,7 @@ class TimingExtent:
 def load_or_measure_pass_cost(
     bundle: Bundle,
     config: SessionConfig,
-    bound: BoundSession,
+    bound: BoundGraph,
     measuring: MeasuringTime | None = None,
     meter: LoadMeter | None = None,
     extent: TimingExtent = TimingExtent(),
@@ -95,6 +103,8 @@ def load_or_measure_pass_cost(
     """
     key = model_key(bundle, config)
     stored = PASS_COSTS.load(key)
+    if stored is not None and stored.stairs != _stairs_of(bound, extent.widths):
+        stored = None  # of graphs of other widths
     doubt = None
     if stored is not None:
         doubt = _doubt_of(stored)
@@ -140,7 +150,7 @@ def _measured_again(stored: PassCost, cost: PassCost) -> PassCost:
             end: {width: min(seconds, before.get(end, {}).get(width, seconds)) for width, seconds in times.items()}
             for end, times in measured.items()
         }
-    return PassCost(measured, cost.doubt, stored.measurements + 1)
+    return PassCost(measured, cost.doubt, stored.measurements + 1, stairs=cost.stairs is not None)
 
 
 def _all_plausible(measured: Mapping[int, Mapping[int, float]]) -> bool:
@@ -148,7 +158,7 @@ def _all_plausible(measured: Mapping[int, Mapping[int, float]]) -> bool:
 
 
 def measure_pass_cost(
-    bound: BoundSession,
+    bound: BoundGraph,
     *,
     seconds_budget: float = SECONDS_BUDGET,
     widths: Sequence[int] = WIDTHS,
@@ -166,7 +176,8 @@ def measure_pass_cost(
         bound: the session and the arena to run over.
         seconds_budget: approximate seconds for each context; slow models take as long as a few passes need. A
             measurement that other programs disturb is repeated, which takes as long again at most.
-        widths: numbers of positions of the passes, 1 among them; those that do not fit the context are left out.
+        widths: numbers of positions of the passes, 1 among them; those that do not fit the context are left out. Where
+            shapes are fixed, the graph's own widths up to the largest of these are measured instead.
         contexts: numbers of filled slots to measure at, none below the arena's length; by default the arena's length,
             or a typical one if that is larger.
         threads: number of threads of the session; 0 for the default.
@@ -183,6 +194,7 @@ def measure_pass_cost(
     wanted = [typical] if contexts is None else sorted(contexts)
     if wanted[0] < length or 1 not in widths:
         raise ValueError(f"contexts {wanted} must not be below {length}, and widths {widths} must contain 1")
+    stairs = _stairs_of(bound, widths)
     measured = {}
     doubts: list[Doubt] = []
     try:
@@ -193,15 +205,23 @@ def measure_pass_cost(
 
             arena.reserve(context - arena.length + 1)
             pad_cache(bound, context)
-            measured[context], doubt = _measure(bound, widths, seconds_budget, threads, believe_implausible, report)
+            measured[context], doubt = _measure(
+                bound, stairs or widths, seconds_budget, threads, believe_implausible, report
+            )
             if doubt is not None:
                 doubts.append(doubt)
     finally:
         arena.rewind_to(length)
-    return PassCost(measured, doubts[0] if doubts else None)
+    return PassCost(measured, doubts[0] if doubts else None, stairs=stairs is not None)
 
 
-def pad_cache(bound: BoundSession, slots: int) -> None:
+def _stairs_of(bound: BoundGraph, widths: Sequence[int]) -> tuple[int, ...] | None:
+    """The widths to measure where shapes are fixed: the graph's own up to the largest of `widths`; else None."""
+    own = bound.graph_io.widths
+    return None if own is None else tuple(width for width in own if width <= max(widths))
+
+
+def pad_cache(bound: BoundGraph, slots: int) -> None:
     """Fill the cache with arbitrary values up to `slots`.
 
     Slots that were never written lie in one page of zeros that the whole cache shares, and would be read too fast.
@@ -209,7 +229,7 @@ def pad_cache(bound: BoundSession, slots: int) -> None:
     bound.arena.pad_to(slots, _FILLER)
 
 
-def time_pass(bound: BoundSession, width: int) -> float:
+def time_pass(bound: BoundGraph, width: int) -> float:
     """Return the seconds of a pass as verification runs it: logits of all positions, with a tree mask if supported."""
     tokens = np.arange(width) % bound.graph_io.input_vocab
     mask = np.tri(width, dtype=np.bool_) if width > 1 and bound.graph_io.supports_trees else None
@@ -219,7 +239,7 @@ def time_pass(bound: BoundSession, width: int) -> float:
 
 
 def _measure(
-    bound: BoundSession,
+    bound: BoundGraph,
     widths: Sequence[int],
     seconds_budget: float,
     threads: int,
@@ -247,12 +267,14 @@ def _measure(
         elif doubt is None:
             doubt = Doubt.IMPLAUSIBLE
         times |= {width: min(seconds, times.get(width, seconds)) for width, seconds in found.items()}
+        if found[1] > _SLOW_PASS_S:
+            break
     progress(1.0)
     return times, doubt
 
 
 def _take_turns(
-    bound: BoundSession,
+    bound: BoundGraph,
     widths: Sequence[int],
     seconds_budget: float,
     pause_s: float,
@@ -260,17 +282,35 @@ def _take_turns(
 ) -> dict[int, float]:
     """Return the seconds by width of one attempt."""
     room = bound.arena.limit - bound.arena.length
+    is_fixed = bound.graph_io.widths is not None
     chosen = [width for width in sorted(widths) if width <= room]
-    started = time.perf_counter()
-    time_pass(bound, chosen[-1])  # the widest first, so that buffers are allocated once
-    single = min(time_pass(bound, 1) for _ in range(3))
-    for fewer in _FEWER_WIDTHS:
-        if _expected_turn_seconds(chosen, single) * (_MIN_TURNS + 1) > seconds_budget:
-            chosen = [width for width in chosen if width in fewer]
+    if is_fixed:
+        for width in chosen:
+            time_pass(bound, width)  # loads its graph
+    started, passes_s = time.perf_counter(), 0.0
+
+    def run(width: int) -> float:
+        nonlocal passes_s
+        seconds = time_pass(bound, width)
+        passes_s += seconds
+        return seconds
+
+    single = run(1)
+    if single > _SLOW_PASS_S:  # once more: the device may have compiled
+        single = min(single, run(1))
+    if not is_fixed:
+        chosen = _affordable(chosen, single, seconds_budget)
+    run(chosen[-1])  # the widest first, so that buffers are allocated once
+    if single <= _SLOW_PASS_S:
+        single = min(run(1) for _ in range(3))
+        if not is_fixed:
+            chosen = _affordable(chosen, single, seconds_budget)
     turns: list[list[float]] = []
     while len(turns) < _MAX_TURNS:
-        spent = time.perf_counter() - started
+        spent = max(time.perf_counter() - started, passes_s)
         if len(turns) >= _MIN_TURNS and spent + _expected_turn_seconds(chosen, single) > seconds_budget:
+            break
+        if turns and spent > _LONGEST_S:
             break
         progress(max(len(turns) / _MAX_TURNS, min(spent / max(seconds_budget, 1e-9), 1.0)))
         # Back and forth, so that no width always follows the same one.
@@ -279,10 +319,20 @@ def _take_turns(
         for width in order:
             if pause_s:
                 time.sleep(pause_s)
-            times[width] = time_pass(bound, width)
+            times[width] = run(width)
         turns.append([times[width] for width in chosen])
     progress(1.0)
     return dict(zip(chosen, np.quantile(turns, _QUANTILE, axis=0).tolist(), strict=True))
+
+
+def _affordable(widths: Sequence[int], single: float, seconds_budget: float) -> list[int]:
+    """Those of the widths that are measured where a pass of width 1 takes `single` seconds."""
+    chosen = list(widths)
+    for tiers, limit in ((_FEWER_WIDTHS, seconds_budget), (_FEWEST_WIDTHS, _LONGEST_S)):
+        for fewer in tiers:
+            if _expected_turn_seconds(chosen, single) * (_MIN_TURNS + 1) > limit:
+                chosen = [width for width in chosen if width in fewer]
+    return chosen
 
 
 def _expected_turn_seconds(widths: Sequence[int], single: float) -> float:

@@ -11,7 +11,7 @@ from ...models.device_kind import DeviceKind
 from ...models.json_file import is_finite, is_whole
 from ...models.progress import Progress, silent
 from ..devices.processor import default_threads, usable_cores, usable_physical_cores
-from ..graph.bound_session import BoundSession
+from ..graph.bound_graph import BoundGraph
 from ..graph.open_graph import open_graph
 from ..graph.session import SessionConfig
 from .bundle_timing import bind_filled, mean_of_fastest, take_turns
@@ -118,11 +118,11 @@ def _key(bundle: Bundle, config: SessionConfig) -> MeasurementKey:
     return replace(key, parts=(*key.parts, default_threads(), usable_cores()))
 
 
-def _open(bundle: Bundle, config: SessionConfig) -> BoundSession:
+def _open(bundle: Bundle, config: SessionConfig) -> BoundGraph:
     return bind_filled(open_graph(bundle, config, cache=True), bundle)
 
 
-def _compare(sessions: list[BoundSession]) -> list[float]:
+def _compare(sessions: list[BoundGraph]) -> list[float]:
     """Seconds of passes of all widths together, for each session."""
     single = min(time_pass(session, 1) for session in sessions for _ in range(3))
     rounds = int(_SECONDS_BUDGET / (_PASSES_PER_ROUND * single))

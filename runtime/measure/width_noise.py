@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...models.json_file import is_finite, is_whole, shown
-from ..graph.bound_session import BoundSession
-from ..kv.arena import CacheSnapshot
+from ..graph.bound_graph import BoundGraph
+from ..kv.buffers import CacheSnapshot
 from ..prefill import prefill
 from ..speculation.tree import Source, Tree
 
@@ -54,6 +54,9 @@ class WidthNoise:
     """Standard deviation of the logits."""
     positions: int
     """Number of positions that were compared for each kind of pass."""
+    long_context: float = 0.0
+    """With one token per pass, in the graph for long contexts; 0 if there is none. It is not part of `largest`: shorter
+    texts, and exact ones, do not run in it."""
 
     @property
     def largest(self) -> float:
@@ -96,6 +99,7 @@ class WidthNoise:
             {int(width): _difference(value) for width, value in chains.items()},
             **{name: _difference(data.get(name)) for name in ("trees", "perturbed", "leak", "spread")},
             positions=data["positions"],
+            long_context=_difference(data.get("long_context", 0.0)),
         )
 
 
@@ -106,10 +110,11 @@ def _difference(value: Any) -> float:
 
 
 def measure_width_noise(
-    bound: BoundSession,
+    bound: BoundGraph,
     texts: Sequence[Sequence[int]],
     *,
     widths: Sequence[int] = WIDTHS,
+    long_context: BoundGraph | None = None,
     progress: Callable[[float], None] = lambda _: None,
 ) -> WidthNoise:
     """Measure the noise over texts.
@@ -120,6 +125,7 @@ def measure_width_noise(
         bound: the session and its arena, whose contents are lost.
         texts: token ids, each of at least two tokens; those longer than the context are cut.
         widths: widths of the chains.
+        long_context: the model's graph for long contexts, over the same arena, if it has one.
         progress: receives the fraction done, 0 to 1.
 
     Raises:
@@ -131,7 +137,7 @@ def measure_width_noise(
     if not cut or min(map(len, cut)) < 2:
         raise ValueError("noise is measured over texts of at least two tokens")
     chains = dict.fromkeys(widths, 0.0)
-    trees = perturbed = leak = spread = 0.0
+    trees = perturbed = leak = spread = other_graph = 0.0
     positions = 0
     for number, text in enumerate(cut):
         context, rest = text[: len(text) // 2], text[len(text) // 2 :]
@@ -143,6 +149,8 @@ def measure_width_noise(
         spread = max(spread, float(expected.std()))
         for width in widths:
             chains[width] = max(chains[width], _largest_difference(_run_chains(bound, start, rest, width), expected))
+        if long_context is not None:
+            other_graph = max(other_graph, _largest_difference(_run_chains(long_context, start, rest, 1), expected))
         found = _run_chains(bound, _perturb(start, number), rest, 1)
         perturbed = max(perturbed, _largest_difference(found, expected))
         if bound.graph_io.supports_trees:
@@ -150,7 +158,7 @@ def measure_width_noise(
         leak = max(leak, _leak(bound, start, rest))
         progress((number + 1) / len(cut))
     arena.rewind_to(0)
-    return WidthNoise(chains, trees, perturbed, leak, spread, positions)
+    return WidthNoise(chains, trees, perturbed, leak, spread, positions, other_graph)
 
 
 def _largest_difference(first: Floats, second: Floats) -> float:
@@ -160,15 +168,21 @@ def _largest_difference(first: Floats, second: Floats) -> float:
 
 
 def _perturb(cache: CacheSnapshot, seed: int) -> CacheSnapshot:
-    """Multiply every cached value by a random factor close to 1."""
+    """Multiply every cached value by a random factor close to 1; of a quantized cache, the values before rounding."""
     random = np.random.default_rng(seed)
-    return tuple(
-        (array * random.uniform(1 - _PERTURBATION, 1 + _PERTURBATION, array.shape)).astype(array.dtype)
-        for array in cache
-    )
+    perturbed = []
+    for array in cache:
+        factor = random.uniform(1 - _PERTURBATION, 1 + _PERTURBATION, array.shape)
+        if array.dtype.kind == "f":
+            perturbed.append((array * factor).astype(array.dtype))
+        else:
+            values = np.rint((array + random.uniform(-0.5, 0.5, array.shape)) * factor)
+            limits = np.iinfo(array.dtype)
+            perturbed.append(np.clip(values, limits.min, limits.max).astype(array.dtype))
+    return tuple(perturbed)
 
 
-def _run_chains(bound: BoundSession, start: CacheSnapshot, text: Sequence[int], width: int) -> Floats:
+def _run_chains(bound: BoundGraph, start: CacheSnapshot, text: Sequence[int], width: int) -> Floats:
     """Return logits float32 `[n, V]` of the text, run `width` tokens per pass after the cache contents `start`."""
     bound.arena.restore(start)
     parts = []
@@ -178,7 +192,7 @@ def _run_chains(bound: BoundSession, start: CacheSnapshot, text: Sequence[int], 
     return np.concatenate(parts)
 
 
-def _run_trees(bound: BoundSession, start: CacheSnapshot, text: Sequence[int]) -> Floats:
+def _run_trees(bound: BoundGraph, start: CacheSnapshot, text: Sequence[int]) -> Floats:
     """Return logits like `_run_chains`, of trees in which the text's nodes lie scattered among false branches."""
     arena = bound.arena
     arena.restore(start)
@@ -190,7 +204,7 @@ def _run_trees(bound: BoundSession, start: CacheSnapshot, text: Sequence[int]) -
     return np.concatenate(parts)
 
 
-def _forward_tree(bound: BoundSession, tree: Tree) -> Floats:
+def _forward_tree(bound: BoundGraph, tree: Tree) -> Floats:
     return bound.forward(tree.tokens, positions=bound.arena.length + tree.depths, tree_mask=tree.mask)
 
 
@@ -208,7 +222,7 @@ def _trees(text: Sequence[int], vocab_size: int) -> Iterator[tuple[Tree, list[in
         yield Tree.of(tokens, parents, [1.0] * len(tokens), [Source.OTHER] * len(tokens)), path
 
 
-def _leak(bound: BoundSession, start: CacheSnapshot, text: Sequence[int]) -> float:
+def _leak(bound: BoundGraph, start: CacheSnapshot, text: Sequence[int]) -> float:
     """Return how far logits move when tokens that their positions must not see are replaced."""
     vocab_size = bound.graph_io.vocab_size
     bound.arena.restore(start)
@@ -221,7 +235,7 @@ def _leak(bound: BoundSession, start: CacheSnapshot, text: Sequence[int]) -> flo
         tree, path = next(_trees(text, vocab_size))
         tokens = (tree.tokens + 7) % vocab_size
         tokens[path] = tree.tokens[path]
-        changed = Tree(tokens, tree.parents, tree.path_prob, tree.source)
+        changed = Tree(tokens.tolist(), tree.parent_nodes, tree.path_probs, tree.sources)
         before = _forward_tree(bound, tree)[path].copy()
         moved = max(moved, _largest_difference(before, _forward_tree(bound, changed)[path]))
     return moved

@@ -60,6 +60,11 @@ class Distribution:
         probs = self.probs[kept]
         return Distribution(self.ids[kept], probs / probs.sum())
 
+    def among(self, kept: npt.NDArray[np.bool_]) -> Distribution | None:
+        """The distribution conditional on being one of the tokens of the mask `[k]`; None if that is impossible."""
+        total = self.probs[kept].sum()
+        return Distribution(self.ids[kept], self.probs[kept] / total) if total > 0 else None
+
 
 def _shared(
     ids: npt.NDArray[np.intp], others: npt.NDArray[np.intp]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -11,6 +12,8 @@ from .sampler import Logits, largest_indices
 
 MAX_ALTERNATIVES: Final = 20
 """Largest number of alternatives per token, as in OpenAI's API."""
+_LEAST: Final = -9999.0
+"""Stands for the log-probability of an impossible token, as in OpenAI's API, so that sums are finite."""
 
 
 class PositionLogprobs(NamedTuple):
@@ -22,6 +25,40 @@ class PositionLogprobs(NamedTuple):
     """Natural logarithm of its probability."""
     top: tuple[tuple[int, float], ...]
     """The most probable token ids and their log-probabilities, the most probable first."""
+
+
+class LogprobTotals(NamedTuple):
+    """Sums over the log-probabilities of tokens."""
+
+    tokens: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def plus(self, logprobs: Iterable[float]) -> LogprobTotals:
+        """The sums with those of further tokens."""
+        tokens, total, squares = self
+        for logprob in logprobs:
+            finite = max(logprob, _LEAST)
+            tokens, total, squares = tokens + 1, total + finite, squares + finite * finite
+        return LogprobTotals(tokens, total, squares)
+
+    def joined(self, other: LogprobTotals) -> LogprobTotals:
+        """The sums over the tokens of both."""
+        return LogprobTotals(self.tokens + other.tokens, self.total + other.total, self.squares + other.squares)
+
+    @property
+    def mean(self) -> float:
+        """Mean log-probability of a token; minus infinity without tokens."""
+        return self.total / self.tokens if self.tokens else -math.inf
+
+    @property
+    def variance(self) -> float:
+        """Variance of the log-probabilities; 0 without tokens."""
+        return max(self.squares / self.tokens - self.mean**2, 0.0) if self.tokens else 0.0
+
+
+NO_LOGPROBS: Final = LogprobTotals()
+"""The sums over no tokens."""
 
 
 class LogSoftmax:

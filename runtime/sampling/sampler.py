@@ -8,7 +8,8 @@ once.
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, TypeAlias
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from ...errors import EdgeError, InputError
 from .distribution import Distribution
 from .logit_adjustments import LogitAdjustments, LogitParams
+from .token_mask import TokenConstraint, TokenMask
 
 _GROUP: Final = 64
 _USUAL_NUCLEUS: Final = 1024
@@ -107,10 +109,13 @@ class Sampler:
     Args:
         params: how tokens are chosen.
         vocab_size: number of logits.
+        constraint: which tokens may come, applied after penalties and biases; None for all.
     """
 
-    def __init__(self, params: SamplingParams, vocab_size: int) -> None:
+    def __init__(self, params: SamplingParams, vocab_size: int, constraint: TokenConstraint | None = None) -> None:
         self.params = params
+        self._constraint = constraint
+        self._masked = np.empty(0 if constraint is None else vocab_size, np.float32)
         self._ids = np.arange(vocab_size) if not params.greedy else np.empty(0, np.intp)
         self._weights = np.empty(vocab_size if not params.greedy else 0, np.float64)
         self._cumulative = np.empty(vocab_size if not params.greedy else 0, np.float64)
@@ -126,10 +131,20 @@ class Sampler:
         """Add tokens of the answer to the sequence."""
         if self._adjustments is not None:
             self._adjustments.observe(tokens)
+        if self._constraint is not None:
+            self._constraint.observe(np.asarray(tokens, np.intp).ravel().tolist())
 
-    def rollback(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def rollback(self) -> Iterator[None]:
         """A context that forgets the tokens observed within it when it ends."""
-        return nullcontext() if self._adjustments is None else self._adjustments.rollback()
+        constraint = self._constraint
+        size = 0 if constraint is None else constraint.size
+        with nullcontext() if self._adjustments is None else self._adjustments.rollback():
+            try:
+                yield
+            finally:
+                if constraint is not None:
+                    constraint.shorten(size)
 
     def choose(self, logits: Logits, position: int) -> int:
         """Choose a token; of equal logits, greedy decoding takes the lowest id.
@@ -142,19 +157,25 @@ class Sampler:
             EdgeError: some logits are NaN, or the largest is infinite.
         """
         if self.params.greedy:
-            scores = self._adjusted(logits)
-            token = int(scores.argmax())  # that of the first NaN, if there is one
+            scores, mask = self._adjusted(logits), self._mask_here()
+            # That of the first NaN, if there is one.
+            token = int(scores.argmax()) if mask is None else mask.largest(scores, self._masked)
             _require_finite(scores.item(token))
             return token
         ids, probabilities = self.probabilities(logits)
         cumulative = np.cumsum(probabilities, out=self._cumulative[: probabilities.size])
         drawn = uniform_at(self.params.seed, position) * cumulative[-1]
-        # A product rounded up to the total would be out of range.
-        return int(ids[min(int(np.searchsorted(cumulative, drawn, side="right")), ids.size - 1)])
+        # A product rounded up to the total would lie beyond the last token of positive probability.
+        last = np.searchsorted(cumulative, cumulative[-1])
+        return int(ids[min(np.searchsorted(cumulative, drawn, side="right"), last)])
 
     def top_two_margin(self, logits: Logits) -> float:
-        """Difference of the two largest of `logits` `[V]`, after penalties and biases."""
-        scores = self._adjusted(logits)
+        """Difference of the two largest of `logits` `[V]`, after penalties and biases and of tokens that may come."""
+        scores, mask = self._adjusted(logits), self._mask_here()
+        if mask is not None:
+            if mask.single is not None:
+                return math.inf
+            scores = mask.apply(scores, self._masked)
         groups = scores.size // _GROUP
         if groups > 2:
             # Both are in the two groups with the highest maxima, or in the values behind the last whole group.
@@ -167,8 +188,8 @@ class Sampler:
     def probabilities(self, logits: Logits) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
         """Probabilities of the next token; undefined for greedy parameters.
 
-        Temperature, top-k, top-p and min-p apply in this order, each to the tokens that the one before has kept. Equal
-        logits at a filter's edge are kept together.
+        Tokens that may not come have probability 0. Temperature, top-k, top-p and min-p apply in this order, each to
+        the tokens that the one before has kept. Equal logits at a filter's edge are kept together.
 
         Args:
             logits: float32 `[V]`; not modified.
@@ -180,13 +201,17 @@ class Sampler:
             EdgeError: some logits are NaN, or the largest is infinite.
         """
         params = self.params
-        scores = self._adjusted(logits)
+        ids, scores, mask = self._ids, self._adjusted(logits), self._mask_here()
+        if mask is not None and mask.ids is not None:
+            ids = mask.ids
+            scores = scores[ids]
+        elif mask is not None:
+            scores = mask.apply(scores, self._masked)
         largest = scores.max()
         _require_finite(float(largest))
-        ids = self._ids
         if 0 < params.top_k < scores.size:
-            ids = self._largest(scores, params.top_k)
-            scores = scores[ids]
+            kept = self._largest(scores, params.top_k)
+            ids, scores = ids[kept], scores[kept]
         weights = self._weights[: ids.size]
         np.subtract(scores, largest, out=weights)
         weights /= params.temperature
@@ -209,6 +234,10 @@ class Sampler:
     def _adjusted(self, logits: Logits) -> Logits:
         """The logits after penalties and biases, valid until the next call."""
         return logits if self._adjustments is None else self._adjustments.apply(logits)
+
+    def _mask_here(self) -> TokenMask | None:
+        """The tokens that may come after those observed; None for all."""
+        return None if self._constraint is None else self._constraint.mask()
 
     def _nucleus(
         self, ids: npt.NDArray[np.intp], weights: npt.NDArray[np.float64], top_p: float

@@ -10,18 +10,27 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
+from ...errors import InputError
 from ..decode import FinishReason
 from ..result import Chunk, Stats
+from ..tools.answer_parts import AnswerParts
 from .request_queue import Chunks, Reader, RequestQueue, Ticket
 
 if TYPE_CHECKING:
     from asyncio import Task
 
-Generate: TypeAlias = Callable[[Callable[[], bool]], Chunks]
-"""Begins to generate an answer. The given function is to be called before every pass: it lets other answers run theirs,
-and returns whether to stop."""
+
+class Cancelled(Protocol):
+    """To be called before every pass: lets other answers run theirs, and returns whether to stop."""
+
+    def __call__(self, *indices: int) -> bool:
+        """Return whether to stop: because the request was cancelled, or one of these answers of several."""
+
+
+Generate: TypeAlias = Callable[[Cancelled], Chunks]
+"""Begins to generate an answer."""
 
 
 class AnswerStream(Iterator[Chunk]):
@@ -33,6 +42,7 @@ class AnswerStream(Iterator[Chunk]):
         owner: what only one answer may use at a time; see `Ticket`.
         choices: number of answers to the prompt, each of which has a last chunk.
         start_text: see the attribute.
+        start_parts: see the attribute; None for text alone.
     """
 
     def __init__(
@@ -43,13 +53,19 @@ class AnswerStream(Iterator[Chunk]):
         *,
         choices: int = 1,
         start_text: str = "",
+        start_parts: AnswerParts | None = None,
     ) -> None:
         self.start_text: Final = start_text
         """Text of the tokens that the answer begins with (`GenerateOptions.answer_start`), which the chunks do not
         repeat. Of a character at its end that is not complete the chunks have the whole."""
+        self.start_parts: Final = start_parts or AnswerParts(start_text)
+        """The parts of that text, as the chunks have those of what follows."""
         self._queue = queue
         self._generate = generate
         self._ticket = Ticket(self, owner)
+        self._choices: Final = choices
+        self._cancelled: Final[set[int]] = set()
+        """The answers that are to end, of several."""
         self._unfinished = choices
         self._chunks: Chunks | None = None
         self._entered = False
@@ -93,8 +109,11 @@ class AnswerStream(Iterator[Chunk]):
                     self._chunks = _nothing(self._unfinished)
             with self._queue.turn_of(self._ticket):
                 if self._chunks is None:
-                    queue, ticket = self._queue, self._ticket
-                    self._chunks = self._generate(lambda: queue.pass_turn(ticket))
+                    # What generates must not refer to this stream, which is dropped with its last reference.
+                    queue, ticket, ended = self._queue, self._ticket, self._cancelled
+                    self._chunks = self._generate(
+                        lambda *indices: queue.pass_turn(ticket) or not ended.isdisjoint(indices)
+                    )
                 chunk = next(self._chunks)
         except BaseException:
             self._end()
@@ -105,9 +124,22 @@ class AnswerStream(Iterator[Chunk]):
                 self.close()
         return chunk
 
-    def cancel(self) -> None:
-        """End the answer after its current pass; what was generated stays."""
-        self._ticket.cancel()
+    def cancel(self, index: int | None = None) -> None:
+        """End the answer after its current pass; what was generated stays.
+
+        Args:
+            index: which one of several answers to end; None for all of them. The next one begins then. What is
+                generated for `best_of`, or once for several equal answers, ends as a whole.
+
+        Raises:
+            InputError: there is no such answer.
+        """
+        if index is not None and not 0 <= index < self._choices:
+            raise InputError(f"there is no answer {index}", f"the request has {self._choices}, counted from 0")
+        if index is None or self._choices == 1:
+            self._ticket.cancel()
+        else:
+            self._cancelled.add(index)
 
     def close(self) -> None:
         """Abandon the answer and give up its place; does nothing when the answer has ended."""

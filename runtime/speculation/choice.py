@@ -10,13 +10,14 @@ from .tree import Source
 
 _NAMES = {
     "suffix": Source.SUFFIX,
+    "edit": Source.EDIT,
     "history": Source.HISTORY,
     "ngram": Source.NGRAM,
     "recycle": Source.RECYCLED,
     "model": Source.MODEL,
 }
-SOURCE_NAMES = {source: name for name, source in _NAMES.items()}
-"""The user-visible name of each drafter."""
+SOURCE_NAMES = {source: name for name, source in _NAMES.items()} | {Source.GRAMMAR: "grammar"}
+"""The user-visible name of each drafter, and of the grammar that an answer follows."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,13 @@ class Speculation:
     OFF: ClassVar[Speculation]
     """Plain decoding: one token per pass."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.sources, frozenset):
+            raise InputError(
+                f"Speculation({self.sources!r:.60}) is not a choice of drafters",
+                "give Speculation.AUTO, Speculation.OFF, or Speculation.parse('suffix,model')",
+            )
+
     @classmethod
     def of(cls, *sources: Source) -> Speculation:
         """Choose some drafters only.
@@ -39,7 +47,7 @@ class Speculation:
         Raises:
             InputError: a source is not a drafter of edge-run.
         """
-        if unknown := [source for source in sources if source not in SOURCE_NAMES]:
+        if unknown := [source for source in sources if source not in _NAMES.values()]:
             raise InputError(f"{unknown[0]!r} is not a drafter", f"drafters are: {', '.join(_NAMES)}")
         return cls(frozenset(sources))
 
@@ -66,5 +74,5 @@ class Speculation:
         return ",".join(name for name, source in _NAMES.items() if source in self.sources) or "off"
 
 
-Speculation.AUTO = Speculation(frozenset(SOURCE_NAMES), automatic=True)
+Speculation.AUTO = Speculation(frozenset(_NAMES.values()), automatic=True)
 Speculation.OFF = Speculation(frozenset())

@@ -1,7 +1,8 @@
-"""Loads draft models beside their targets, both on the same CPU cores.
+"""Loads draft models beside their targets, on the same device or on another one.
 
-The two run alternately, and threads of a session that spin while they wait for its next pass slow down the other one.
-Measured on 2 cores, three draft passes to one target pass, milliseconds per round (ONNX Runtime 1.31):
+On another device, the draft runs while the target verifies (`draft_ahead`). On the same CPU cores the two take turns,
+and threads of a session that spin while they wait for its next pass slow down the other one. Measured on 2 cores, three
+draft passes to one target pass, milliseconds per round (ONNX Runtime 1.31):
 
 | target + draft, threads of the draft | 0.5B + bundled draft | bundled pair | 1.5B + 0.5B |
 |---|---|---|---|
@@ -18,16 +19,18 @@ faster, and in ONNX Runtime it is per process: all other sessions of the program
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
-from ...errors import BundleError
+from ...errors import BundleError, InputError
 from ...models.bundle import Bundle
+from ...models.device_kind import DeviceKind
 from ...models.pairing import DraftPair
-from ..graph.bound_session import BoundSession
+from ..devices.providers import choose_device, cpu_device
+from ..graph.bound_graph import BoundGraph, DecoderGraph
 from ..graph.graph_io import CacheMode, GraphIO
 from ..graph.model_metadata import ModelMetadata
-from ..graph.open_graph import graph_to_load, open_graph
+from ..graph.open_graph import graph_to_load, open_gpu_form, open_graph
 from ..graph.prepacked import prepacked_draft_graph
 from ..graph.session import GraphSession, SessionConfig
 from ..kv.borrowed import BorrowedArena
@@ -46,6 +49,44 @@ _ONE_THREAD_BELOW: Final = 16 << 20
 two, at 270 MB 14 and 10."""
 _EXTENT: Final = TimingExtent("measuring the speed of the draft model", 0.3, (1, 2, 4, 8))
 _HINT: Final = "restore it or export the draft again"
+
+
+@dataclass(frozen=True)
+class PlacedDraft:
+    """A draft model, and how it runs beside its target."""
+
+    pair: DraftPair
+    config: SessionConfig
+    overlaps: bool = False
+    """Whether it runs while the target does: on another device."""
+
+
+def place_draft(pair: DraftPair, config: SessionConfig, device: str = "auto") -> tuple[SessionConfig, PlacedDraft]:
+    """Choose how a draft model runs; returns the target's configuration beside it too.
+
+    Args:
+        pair: see `find_draft`.
+        config: the configuration of the target alone.
+        device: as for `choose_device`; `auto` for the CPU, or the target's device if the draft is made of its layers.
+
+    Raises:
+        DeviceError: this machine has no such device.
+        InputError: a draft of the target's own layers cannot run on another device.
+    """
+    if device != "auto":
+        chosen = choose_device(device)
+    else:
+        at_target = pair.layer_skip or config.device.kind is DeviceKind.CPU
+        chosen = config.device if at_target else cpu_device()
+    if chosen == config.device:
+        config, draft_config = share_cores(config, pair.draft)
+        return config, PlacedDraft(pair, draft_config)
+    if pair.layer_skip:
+        what = f"a draft of the model's own layers runs on its device, {config.device}, and not on {chosen}"
+        raise InputError(what, "leave the draft device out")
+    threads = 1 if pair.draft.weight_bytes < _ONE_THREAD_BELOW else config.threads
+    # Idle threads that spin would take the cores from what drives the other device.
+    return config, PlacedDraft(pair, replace(config, device=chosen, threads=threads, shares_cores=True), overlaps=True)
 
 
 def share_cores(config: SessionConfig, draft: Bundle) -> tuple[SessionConfig, SessionConfig]:
@@ -82,7 +123,13 @@ def load_draft(
             its tokens to the target's.
     """
     bundle = pair.draft
+    config = replace(config, kv_scales=None)  # the scales are those of the target's cache, and a draft's is small
     session = open_graph(bundle, config, cache=cache)
+    if session.graph_io.states:
+        raise BundleError(
+            f"the draft {bundle.folder} keeps convolution states, with which a model cannot draft yet",
+            "give another --draft, or --draft none",
+        )
     head = session.graph_io.vocab_size
     if pair.target_ids is not None:
         _check_ids(pair, pair.target_ids, head, target_vocab)
@@ -122,8 +169,13 @@ def load_layer_skip_draft(
     Raises:
         BundleError: the graph cannot be loaded, or does not match the target's cache or vocabulary.
     """
-    graph = prepacked_draft_graph(pair.draft.graph, graph_to_load(target, config, cache=cache))
-    session = GraphSession(graph, config, ModelMetadata(input_vocab=target.input_vocab))
+    metadata = ModelMetadata(input_vocab=target.input_vocab)
+    session: DecoderGraph
+    if config.device.kind is DeviceKind.GPU:
+        session = open_gpu_form(pair.draft, config, metadata, cache=cache)
+    else:
+        graph = prepacked_draft_graph(pair.draft.graph, graph_to_load(target, config, cache=cache))
+        session = GraphSession(graph, config, metadata)
     own, target_places = session.graph_io, {tensor.past: place for place, tensor in enumerate(graph_io.cache)}
     places = [target_places.get(tensor.past, -1) for tensor in own.cache]
     same = all(
@@ -160,7 +212,7 @@ def _check_ids(pair: DraftPair, target_ids: Int32, head: int, target_vocab: int)
 
 
 def _pass_cost(
-    bundle: Bundle, config: SessionConfig, bound: BoundSession, measuring: MeasuringTime | None, *, cache: bool
+    bundle: Bundle, config: SessionConfig, bound: BoundGraph, measuring: MeasuringTime | None, *, cache: bool
 ) -> PassCost:
     """Cost of the draft's passes, stored or measured now."""
     if cache:

@@ -10,12 +10,15 @@ from ...errors import InputError
 from ..kv.arena import KVArena
 from ..options import GenerationRequest
 from ..sampling.sampler import SamplingParams
+from ..scheduling.work_thread import WorkThread
 from .choice import SOURCE_NAMES
+from .draft_ahead import DraftAhead
 from .drafters.interface import Drafter
 from .drafters.layer_skip import LayerSkipDraft
 from .drafters.model import ModelDrafter
 from .drafters.oracle import OracleDrafter
 from .drafters.sampled import AcceptanceEstimate
+from .kept_rates import RatesStore
 from .pass_cost import PassCost
 from .replay import OracleMode, Recording
 from .sampled_speculator import DraftSampling, SampledSpeculator
@@ -30,6 +33,7 @@ _HINTS: Final = {
     Source.HISTORY: "keep conversations with --history",
     Source.NGRAM: "make a table with edge-run tune --text",
     Source.SUFFIX: "leave it out",
+    Source.EDIT: "leave it out",
     Source.RECYCLED: "leave it out",
 }
 """How to get a drafter that is not available."""
@@ -42,6 +46,8 @@ class SharedLearning:
     cost: PassCost
     """Cost of target passes."""
     rates: dict[_SpeculatorKey, LearnedRates] = field(default_factory=dict)
+    stored: RatesStore | None = None
+    """Where rates are kept between runs; None for nowhere."""
     estimate: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
     """Acceptance of sampled draft tokens."""
 
@@ -55,6 +61,7 @@ class DrafterSet:
         shared: what is learned together with other sets.
         vocab_size: vocabulary size of the target.
         trees: whether the target can verify trees.
+        thread: where the draft model runs ahead; None to take turns with the target.
     """
 
     def __init__(
@@ -65,8 +72,11 @@ class DrafterSet:
         *,
         vocab_size: int,
         trees: bool,
+        thread: WorkThread | None = None,
     ) -> None:
         self.model: Final = model
+        self.ahead: Final = None if model is None or thread is None else DraftAhead(model, thread)
+        """Runs the draft model while the target verifies; None if they take turns."""
         self.prompt_ids: Sequence[int] = ()
         """The prompt of the latest answer."""
         self._drafters = drafters
@@ -106,6 +116,11 @@ class DrafterSet:
             chosen -= {Source.RECYCLED}
         return self._speculator((chosen, recording is not None, request.exact)) if chosen else None
 
+    def end_answer(self) -> None:
+        """Wait until the draft model is free again: the answer has ended."""
+        if self.ahead is not None:
+            self.ahead.end()
+
     def oracle_speculator(self, recording: Recording, start: int) -> Speculator:
         """The speculator whose only drafter knows the recorded answer, which begins at index `start`."""
         if recording.oracle_mode not in self._oracles:
@@ -121,9 +136,17 @@ class DrafterSet:
             drafters = [drafter for source, drafter in self._drafters.items() if source in key[0]]
             model = self.model if Source.MODEL in key[0] else None
             if key not in self._shared.rates:
-                self._shared.rates[key] = LearnedRates([*drafters, *([] if model is None else [model])])
+                everyone = [*drafters, *([] if model is None else [model])]
+                self._shared.rates[key] = LearnedRates(everyone)
+                if self._shared.stored is not None and not key[1]:
+                    self._shared.stored.restore(self._shared.rates[key], everyone, exact=key[2])
             self._speculators[key] = Speculator(
-                drafters, self._shared.cost, model=model, trees=self._trees, learned=self._shared.rates[key]
+                drafters,
+                self._shared.cost,
+                model=model,
+                trees=self._trees,
+                learned=self._shared.rates[key],
+                ahead=None if model is None else self.ahead,
             )
         return self._speculators[key]
 
@@ -132,7 +155,12 @@ class DrafterSet:
             raise InputError("there is no draft model to sample draft tokens from", _HINTS[Source.MODEL])
         if draft_sampling not in self._sampled:
             self._sampled[draft_sampling] = SampledSpeculator(
-                self.model.model, self._shared.cost, draft_sampling, trees=self._trees, estimate=self._shared.estimate
+                self.model.model,
+                self._shared.cost,
+                draft_sampling,
+                trees=self._trees,
+                estimate=self._shared.estimate,
+                ahead=self.ahead,
             )
         speculator = self._sampled[draft_sampling]
         speculator.start_answer(sampling)

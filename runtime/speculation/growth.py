@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Final
 
-import numpy as np
-
+from ..sampling.token_mask import TokenConstraint
 from .draft_value import DraftModelValue
-from .drafters.interface import CostlyDrafter, Drafter, State
+from .drafters.interface import Candidate, CostlyDrafter, Drafter, State
 from .mixing import Mixer, Prediction
 from .tree import Source, Tree
 
@@ -51,11 +50,19 @@ class TreeGrowth:
         model: draft model, run where it pays.
         mixer: turns the drafters' evidence into probabilities.
         model_value: decides where the draft model runs.
+        constraint: what the answer has to follow. Its forced tokens come before all candidates, and those that it
+            forbids are left out. None if any token may come.
     """
 
     def __init__(
-        self, drafters: Sequence[Drafter], model: CostlyDrafter | None, mixer: Mixer, model_value: DraftModelValue
+        self,
+        drafters: Sequence[Drafter],
+        model: CostlyDrafter | None,
+        mixer: Mixer,
+        model_value: DraftModelValue,
+        constraint: TokenConstraint | None = None,
     ) -> None:
+        self._constraint = constraint
         self._drafters = drafters
         self._model = model
         self._mixer = mixer
@@ -82,6 +89,8 @@ class TreeGrowth:
         self._depths = [0]
         self._states: list[list[State]] = [[drafter.state() for drafter in self._drafters]]
         self._model_states: list[State] = [None if self._model is None else self._model.state()]
+        self._paths: list[tuple[int, ...]] = [()]
+        self._forced: dict[int, Sequence[int]] = {}
         if self._max_depth:
             self._expand(0)
         positions, heap = prices.positions, self._heap
@@ -93,16 +102,15 @@ class TreeGrowth:
                 continue
             self._add(parent, token, -negative, source)
         # The tree is valid by construction, so the checks of `Tree.of` are skipped.
-        self.tree = Tree(
-            np.array(self._tokens, np.int32),
-            np.array(self._parents, np.int32),
-            np.array(self._probs, np.float32),
-            np.array(self._sources, np.uint8),
-        )
+        self.tree = Tree(self._tokens, self._parents, self._probs, self._sources)
         return self.tree
 
     def _add(self, parent: int, token: int, probability: float, source: int) -> None:
         node = len(self._tokens)
+        if self._constraint is not None:
+            self._paths.append((*self._paths[parent], token))
+            if rest := self._forced.get(parent, ())[1:]:
+                self._forced[node] = rest
         self._tokens.append(token)
         self._parents.append(parent)
         self._probs.append(probability)
@@ -120,11 +128,13 @@ class TreeGrowth:
 
     def _expand(self, node: int) -> None:
         """Push the candidates for the children of a node on the heap."""
+        if self._constraint is not None and self._push_forced(node, self._constraint):
+            return
         mixer, model = self._mixer, self._model
         probability = self._probs[node]
         proposals: list[tuple[int, int, dict[int, int]]] = []
         for drafter, state in zip(self._drafters, self._states[node], strict=True):
-            candidates = drafter.candidates(state)
+            candidates = self._possible(node, drafter.candidates(state))
             if candidates:
                 source, bucket = int(drafter.source), candidates[0].bucket
                 proposals.append((source, mixer.objection_cell(source, bucket), dict(candidates)))
@@ -138,7 +148,7 @@ class TreeGrowth:
             free_prob = max((prediction.probability for _, prediction, _ in mixed), default=0.0)
             cost = model.seconds(state) * self._prices.second
             if self._model_value.pays(probability, free_prob, price, cost, at_anchor=node == 0):
-                candidates = model.candidates(state)
+                candidates = self._possible(node, model.candidates(state))
                 self.model_passes += 1
                 source = int(model.source)
                 if candidates:
@@ -153,6 +163,23 @@ class TreeGrowth:
         for token, prediction, source in mixed:
             self._pushed += 1
             heappush(self._heap, (-scale * prediction.probability, self._pushed, node, token, source))
+
+    def _push_forced(self, node: int, constraint: TokenConstraint) -> bool:
+        """Push the token that has to come behind a node, as probable as the node itself; False if several may."""
+        forced = self._forced.get(node) or constraint.forced(self._paths[node])
+        if not forced:
+            return False
+        self._forced[node] = forced
+        self._pushed += 1
+        heappush(self._heap, (-self._probs[node], self._pushed, node, forced[0], int(Source.GRAMMAR)))
+        return True
+
+    def _possible(self, node: int, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """Those of the candidates behind a node that the constraint allows."""
+        if self._constraint is None or not candidates:
+            return candidates
+        allowed = self._constraint.allows(self._paths[node], [candidate.token for candidate in candidates])
+        return [candidate for candidate, may_come in zip(candidates, allowed, strict=True) if may_come]
 
     def _mix(self, proposals: Sequence[tuple[int, int, dict[int, int]]]) -> list[tuple[int, Prediction, int]]:
         """Every proposed token, its probability, and the source with the strongest evidence for it."""

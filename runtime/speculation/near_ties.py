@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from ..graph.bound_session import BoundSession
+from ..graph.bound_graph import BoundGraph
 from ..prefill import Cancelled, prefill
 from ..sampling.sampler import Logits, Sampler
 from .tree import Tree
@@ -30,7 +30,7 @@ class NearTies:
         cancelled: called before every pass; returns whether to stop.
     """
 
-    def __init__(self, bound: BoundSession, sampler: Sampler, epsilon: float, cancelled: Callable[[], bool]) -> None:
+    def __init__(self, bound: BoundGraph, sampler: Sampler, epsilon: float, cancelled: Callable[[], bool]) -> None:
         penalty = sampler.params.repeat_penalty
         self._bound = bound
         self._sampler = sampler
@@ -71,37 +71,40 @@ class NearTies:
 
     def verify_tree(
         self, tree: Tree, logits: Logits, position: int, ends: frozenset[int], max_tokens: int
-    ) -> VerifyResult:
+    ) -> tuple[VerifyResult, Logits]:
         """`verification.verify_tree`, except that the walk ends at a near tie, which is recomputed.
 
         After a near tie, the slots of the accepted path are committed; otherwise that is left to the caller.
 
         Args:
             tree: as for `verification.verify_tree`.
-            logits: as for `verification.verify_tree`, of a pass over `tree` behind the arena's committed slots. Those
-                of a near tie are replaced by the recomputed ones.
+            logits: as for `verification.verify_tree`, of a pass over `tree` behind the arena's committed slots.
             position: as for `verification.verify_tree`.
             ends: as for `verification.verify_tree`.
             max_tokens: as for `verification.verify_tree`.
+
+        Returns:
+            The result, and the logits that it was chosen from: after a near tie a copy with its recomputed ones.
 
         Raises:
             Cancelled: the caller cancelled.
         """
         last = set(ends)
+        decisive = logits
 
         def choose(node: int, at: int) -> int:
             if not self._is_near_tie(logits[node], len(tree)):
                 return self._sampler.choose(logits[node], at)
+            nonlocal decisive
             self.found += 1
-            first = logits[0].copy()
-            decisive = self._recompute(tree.tokens[list(tree.path_to(node)[1:])].tolist())
-            token = self._sampler.choose(decisive, at)
-            # A pass over one token leaves its logits in the first row, which are those of the last token of the path.
-            logits[0], logits[node] = first, decisive.copy()
+            decisive = logits.copy()  # the passes that recompute overwrite the original
+            decisive[node] = self._recompute([tree.token_ids[each] for each in tree.path_to(node)[1:]])
+            token = self._sampler.choose(decisive[node], at)
             last.add(token)  # recomputing has overwritten the slots behind this one, so the walk ends here
             return token
 
-        return walk_tree(tree, choose, self._sampler, position, last, max_tokens)
+        result = walk_tree(tree, choose, self._sampler, position, last, max_tokens)
+        return result, decisive
 
     def _is_near_tie(self, logits: Logits, width: int) -> bool:
         """Whether `logits` `[V]`, of a pass over `width` tokens, may lead to another choice than plain decoding's."""
@@ -115,7 +118,7 @@ class NearTies:
         arena = self._bound.arena
         arena.rewind_to(arena.plain_length)
         try:
-            logits, passes = prefill(self._bound, [*self._token_ids, *path], self._cancelled, width=1)
+            logits, passes, _ = prefill(self._bound, [*self._token_ids, *path], self._cancelled, width=1)
         except Cancelled:
             # The draft tokens of the path are not emitted, so their slots must not stay.
             arena.rewind_to(min(arena.length, len(self._token_ids)))

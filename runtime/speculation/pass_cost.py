@@ -5,6 +5,9 @@ memory bus, with steps that no formula has. So t(m) is measured (`measure.pass_t
 machine also changes speed as a whole, when it gets hot or busy; that is separated from the shape of the curve,
 otherwise a slow minute at one width would make the other widths look cheap.
 
+A graph of fixed shapes takes as long for fewer tokens as for its whole width: its curve is a staircase over the widths
+for which there are graphs.
+
 Costs that were measured while other programs used the processor, or that passes contradict, are doubtful: they follow
 the passes that run quickly, until they are measured again.
 """
@@ -23,6 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...models.json_file import is_finite, is_whole
+from .cost_knots import MAX_WEIGHT, Knot, count_strays, interpolated, staircase
+from .plausible_costs import made_plausible
 
 MAX_OBSERVED_WIDTH: Final = 256
 """Maximum width of a pass that is observed; prefill passes are wider and not relevant for drafts."""
@@ -32,29 +37,18 @@ last one, has its own t(m)."""
 
 _WINDOW: Final = 15
 _MIDDLE: Final = _WINDOW // 2
-_CLIP: Final = 0.15
-"""Limit of the difference that a single pass contributes, in log seconds."""
-_MAX_WEIGHT: Final = 20
-"""Number of passes that a running estimate averages over at most."""
 _INHERITED_WEIGHT: Final = 4
 """Number of passes that an estimate interpolated from its neighbours counts for."""
 _QUARTER: Final = _WINDOW // 4
 """Place of the lower quartile of the passes, which is taken while costs are doubtful: on a busy machine half of the
 passes may be disturbed, and a disturbance makes a pass slower, never faster."""
-_FIRST_PASSES: Final = 7
-"""Number of passes whose lower quartile replaces a doubtful estimate; later ones are averaged with it."""
-_FEWEST_PASSES: Final = 3
-"""Number of passes from which it does: of one or two, each may be a disturbed one."""
-POSITION_COST: Final = 0.3
-"""Upper estimate of what each further position of a pass costs, in passes of width 1, where nothing better is known."""
-_DISAGREEMENT: Final = math.log(1.5)
-"""Difference, in log seconds, from which passes contradict what was measured, if many in a row do."""
 _STRAY_PASSES: Final = 12
 """Passes in a row of one width that must contradict its cost relative to the other widths."""
 _STRAY_SPEEDS: Final = 64
 """Passes in a row that must contradict the measured speed."""
 TOLERANCE: Final = 0.02
 """Change of speed, in log seconds, below which the curves are not updated: too small to change a decision."""
+_NO_CURVE: Final = 0.0, np.empty(0)
 _SHAPE_TOLERANCE: Final = 0.06
 """Sum of the changes of the estimates after which a curve is made again, which takes 50 us."""
 
@@ -71,41 +65,10 @@ class Doubt(Enum):
 
 
 @dataclass
-class _Knot:
-    """The estimate for one width: log seconds, and the number of passes it averages over."""
-
-    log: float
-    passes: int
-    first: list[float] | None = None
-    """Log seconds of the first passes, at the measured speed, which replace a doubtful estimate."""
-    strays: int = 0
-    """Number of passes in a row that contradict the estimate, negative if they were faster."""
-
-    def learn(self, log: float) -> float:
-        """Learn from a pass that takes `log` log seconds at the measured speed; returns the change of the estimate."""
-        before, residual = self.log, log - self.log
-        if self.first is not None:
-            self.first.append(log)
-            if len(self.first) >= _FEWEST_PASSES:
-                self.log, self.passes = sorted(self.first)[(len(self.first) - 1) // 4], len(self.first)
-            if len(self.first) == _FIRST_PASSES:
-                self.first = None
-            return self.log - before
-        self.strays = _count_strays(self.strays, residual)
-        self.passes = min(self.passes + 1, _MAX_WEIGHT)
-        self.log += max(-_CLIP, min(_CLIP, residual)) / self.passes
-        return self.log - before
-
-    def distrust(self) -> None:
-        """Let the next passes replace the estimate."""
-        self.passes, self.first, self.strays = 1, [], 0
-
-
-@dataclass
 class _Bucket:
     """The estimates of one context bucket."""
 
-    knots: dict[int, _Knot]
+    knots: dict[int, Knot]
     first_residuals: list[float] | None = None
     """Residuals of the first passes in a bucket that was not measured; None in all others."""
     moved: float = 0.0
@@ -113,12 +76,12 @@ class _Bucket:
 
     def inherited(self) -> _Bucket:
         """A bucket of the same shape whose level is not known yet."""
-        return _Bucket({width: _Knot(knot.log, _INHERITED_WEIGHT) for width, knot in self.knots.items()}, [])
+        return _Bucket({width: Knot(knot.log, _INHERITED_WEIGHT) for width, knot in self.knots.items()}, [])
 
 
 class _Pass(NamedTuple):
     bucket: _Bucket
-    knot: _Knot
+    knot: Knot
     log: float
 
     @property
@@ -139,15 +102,25 @@ class PassCost:
         measured: seconds by context length and width; one context per bucket, width 1 among the widths.
         doubt: why the measurements may be wrong; None if nothing is known against them.
         measurements: how often the costs have been measured, this time included.
+        stairs: whether passes have the measured widths only, and fewer tokens are padded. Otherwise the costs of other
+            widths lie between.
 
     Raises:
-        ValueError: there are no measurements, two contexts in a bucket, no width 1, or a value that is not a time.
+        ValueError: there are no measurements, two contexts in a bucket, no width 1, a value that is not a time, or
+            stairs of different widths.
     """
 
     def __init__(
-        self, measured: Mapping[int, Mapping[int, float]], doubt: Doubt | None = None, measurements: int = 1
+        self,
+        measured: Mapping[int, Mapping[int, float]],
+        doubt: Doubt | None = None,
+        measurements: int = 1,
+        *,
+        stairs: bool = False,
     ) -> None:
         self.measurements: Final = measurements
+        self.stairs: Final = tuple(sorted(next(iter(measured.values())))) if stairs and measured else None
+        """Widths of the passes if there are no others, ascending."""
         self._doubt = doubt
         self._speed_strays = 0
         self._buckets: dict[int, _Bucket] = {}
@@ -155,11 +128,13 @@ class PassCost:
             index = _bucket_of(context)
             if index in self._buckets or 1 not in times:
                 raise ValueError(f"context {context}: its bucket was measured twice, or not at width 1")
+            if self.stairs is not None and tuple(sorted(times)) != self.stairs:
+                raise ValueError(f"context {context}: passes have the widths {self.stairs}, not {sorted(times)}")
             for width, seconds in times.items():
                 if not 1 <= width <= MAX_OBSERVED_WIDTH or not 0 < seconds < math.inf:
                     raise ValueError(f"{seconds} s for a pass of width {width}")
-            believed = times if doubt is None else _plausible(times)
-            knots = {width: _Knot(math.log(believed[width]), _MAX_WEIGHT) for width in sorted(believed)}
+            believed = times if doubt is None else made_plausible(times)
+            knots = {width: Knot(math.log(believed[width]), MAX_WEIGHT) for width in sorted(believed)}
             self._buckets[index] = _Bucket(knots)
             if doubt is not None:
                 for knot in knots.values():
@@ -167,9 +142,10 @@ class PassCost:
         if not self._buckets:
             raise ValueError("there are no measurements")
         self._speed = 0.0
-        nothing = _Pass(_Bucket({}), _Knot(0.0, 1), 0.0)
+        nothing = _Pass(_Bucket({}), Knot(0.0, 1), 0.0)
         self._recent = deque([nothing] * _WINDOW, _WINDOW)
-        self._curves: dict[int, npt.NDArray[np.float64]] = {}
+        self._curves: dict[int, tuple[float, npt.NDArray[np.float64]]] = {}
+        """By context bucket: a curve, and the speed that it was made for."""
         self.observed = 0
         """Number of passes observed since this object was made."""
 
@@ -209,6 +185,11 @@ class PassCost:
             if bucket.first_residuals is None
         }
 
+    @property
+    def max_width(self) -> int:
+        """Largest number of tokens of one pass whose cost is known, or can be estimated."""
+        return MAX_OBSERVED_WIDTH if self.stairs is None else self.stairs[-1]
+
     def seconds(self, width: int, context: int) -> float:
         """Seconds of a pass over `width` tokens after `context` cached ones."""
         return float(self.curve(context, width)[width - 1])
@@ -216,17 +197,22 @@ class PassCost:
     def curve(self, context: int, max_width: int) -> npt.NDArray[np.float64]:
         """Seconds of passes over 1 to `max_width` tokens, float64 `[max_width]`, read-only."""
         index = _bucket_of(context)
-        curve = self._curves.get(index)
-        if curve is None or curve.size < max_width:
+        speed, curve = self._curves.get(index, _NO_CURVE)
+        if curve.size < max(max_width, 1):
             if max_width < 1:
                 raise ValueError(f"a pass has at least one token, not {max_width}")
-            curve = self._curves[index] = self._make_curve(index, max(max_width, 32))
+            curve = self._make_curve(index, max(max_width, 32))
+        elif speed != self._speed:
+            curve = _frozen(curve * math.exp(self._speed - speed))
+        self._curves[index] = self._speed, curve
         return curve[:max_width]
 
     def observe(self, width: int, context: int, seconds: float) -> None:
         """Learn that a pass over `width` tokens after `context` cached ones took `seconds`."""
-        if not 1 <= width <= MAX_OBSERVED_WIDTH or not 0 < seconds < math.inf:
+        if not 1 <= width <= self.max_width or not 0 < seconds < math.inf:
             return
+        if self.stairs is not None:
+            width = self.stairs[bisect_left(self.stairs, width)]
         self.observed += 1
         index = _bucket_of(context)
         bucket = self._buckets.get(index)
@@ -234,23 +220,19 @@ class PassCost:
             bucket = self._buckets[index] = self._nearest(index).inherited()
         knot = bucket.knots.get(width)
         if knot is None:
-            knot = bucket.knots[width] = _Knot(math.log(_interpolated(bucket.knots, width)), _INHERITED_WEIGHT)
+            knot = bucket.knots[width] = Knot(math.log(interpolated(bucket.knots, width)), _INHERITED_WEIGHT)
         seen = _Pass(bucket, knot, math.log(seconds))
         if bucket.first_residuals is not None:
             self._learn_level(index, bucket, seen.residual - self._speed)
             return
         self._recent.append(seen)
         place = _MIDDLE if self._doubt is None else _QUARTER
-        speed = sorted(entry.residual for entry in self._recent)[place]
+        # Without calling a property of each: between two passes, every further piece of code takes its time.
+        speed = sorted([entry.log - entry.knot.log for entry in self._recent])[place]
         if abs(speed - self._speed) > TOLERANCE:
-            self._change_speed(speed)
-        self._speed_strays = _count_strays(self._speed_strays, speed)
+            self._speed = speed
+        self._speed_strays = count_strays(self._speed_strays, speed)
         self._learn_shape(self._recent[_MIDDLE], speed)
-
-    def _change_speed(self, speed: float) -> None:
-        factor = math.exp(speed - self._speed)
-        self._curves = {index: _frozen(curve * factor) for index, curve in self._curves.items()}
-        self._speed = speed
 
     def _learn_shape(self, seen: _Pass, speed: float) -> None:
         """Attribute to a pass's width what the speed of the passes around it does not explain."""
@@ -287,12 +269,14 @@ class PassCost:
     def _make_curve(self, index: int, max_width: int) -> npt.NDArray[np.float64]:
         bucket = self._nearest(index)
         level = self._speed + (_median(bucket.first_residuals) if bucket.first_residuals else 0.0)
-        return _frozen(_interpolated(bucket.knots, np.arange(1, max_width + 1)) * math.exp(level))
+        curve = interpolated if self.stairs is None else staircase
+        return _frozen(curve(bucket.knots, np.arange(1, max_width + 1)) * math.exp(level))
 
     def to_json(self) -> dict[str, Any]:
         """The measurements as a JSON object that `from_json` reads."""
         times = self.measured
         return {
+            **({} if self.stairs is None else {"stairs": True}),
             "doubt": None if self._doubt is None else self._doubt.value,
             "measurements": self.measurements,
             "seconds": {str(end): {str(width): t for width, t in row.items()} for end, row in times.items()},
@@ -318,44 +302,8 @@ class PassCost:
         doubt, measurements = data.get("doubt"), data.get("measurements", 1)
         if not is_whole(measurements, 1):
             raise ValueError(f"{measurements} is not a number of measurements")
-        return cls(measured, None if doubt is None else Doubt(doubt), measurements)
-
-
-def is_plausible(times: Mapping[int, float]) -> bool:
-    """Whether costs by width can be those of an undisturbed machine.
-
-    A pass over m tokens can do no more work than m passes over one, and no less than a narrower pass. Kernels and
-    disturbances may double that.
-    """
-    least = times[1] / 2
-    for width in sorted(times):
-        if not least <= times[width] <= 2 * width * times[1]:
-            return False
-        least = max(least, times[width] / 2)
-    return True
-
-
-def _plausible(times: Mapping[int, float]) -> dict[int, float]:
-    """Doubtful costs without what cannot be: a disturbed pass took too long, never too short.
-
-    Too high a cost would keep passes of that width from ever being run, and the cost from being corrected.
-    """
-    found: dict[int, float] = {}
-    least = math.inf
-    for width in sorted(times, reverse=True):
-        least = found[width] = min(least, times[width])
-    single = found[1]
-    return {
-        width: seconds if seconds <= 2 * width * single else single * (1 + POSITION_COST * (width - 1))
-        for width, seconds in found.items()
-    }
-
-
-def _count_strays(strays: int, residual: float) -> int:
-    """Count the passes in a row that were much slower, or as a negative number much faster."""
-    if abs(residual) < _DISAGREEMENT:
-        return 0
-    return max(strays, 0) + 1 if residual > 0 else min(strays, 0) - 1
+        stairs = data.get("stairs") is True
+        return cls(measured, None if doubt is None else Doubt(doubt), measurements, stairs=stairs)
 
 
 def _bucket_of(context: int) -> int:
@@ -374,31 +322,3 @@ def _frozen(curve: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 def _median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
-
-
-def _interpolated(knots: Mapping[int, _Knot], width: Any) -> Any:
-    """Seconds at `width` (a number or an array): linear between the knots, which are first made not to fall.
-
-    Beyond the last knot the slope of the upper half continues, which is less noisy than that of the last piece. If
-    only width 1 is known, a pass over m tokens is assumed to cost m passes: no draft pays until more is known.
-    """
-    widths = sorted(knots)
-    times = _not_falling([math.exp(knots[width].log) for width in widths], [knots[width].passes for width in widths])
-    if len(widths) == 1:
-        return times[0] * width
-    half = min(bisect_left(widths, (widths[-1] + 1) // 2), len(widths) - 2)
-    slope = (times[-1] - times[half]) / (widths[-1] - widths[half])
-    return np.interp(width, widths, times) + slope * np.maximum(width - np.asarray(widths[-1]), 0)
-
-
-def _not_falling(values: list[float], weights: list[int]) -> list[float]:
-    """The nearest sequence that never falls, by weighted least squares (pool adjacent violators)."""
-    pools: list[tuple[float, int, int]] = []
-    for value, weight in zip(values, weights, strict=True):
-        pool = (value, weight, 1)
-        while pools and pools[-1][0] > pool[0]:
-            below = pools.pop()
-            total = below[1] + pool[1]
-            pool = ((below[0] * below[1] + pool[0] * pool[1]) / total, total, below[2] + pool[2])
-        pools.append(pool)
-    return [value for value, _, count in pools for _ in range(count)]

@@ -1,8 +1,8 @@
 """The drafters of one engine, with their persistent state, for the answers that it generates.
 
 Everything is made when it is first needed. Every answer that is being generated has a set of drafters of its own, and
-what they learn about the model is shared. It lasts as long as the engine; the pass cost and the recycled candidates are
-saved to the cache folder when the engine closes.
+what they learn about the model is shared. It lasts as long as the engine; the pass cost, the recycled candidates and
+the acceptance rates are saved to the cache folder when the engine closes.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from typing import Final
 from ...errors import EdgeError
 from ...models.bundle import Bundle
 from ...models.cache import cache_folder
-from ...models.pairing import DraftPair
 from ...models.progress import Progress, silent
-from ..graph.bound_session import BoundSession
-from ..graph.session import GraphSession, SessionConfig
+from ..graph.bound_graph import BoundGraph, DecoderGraph
 from ..kv.arena import KVArena
+from ..kv.prefix_cache import shared_tokens
 from ..measure.exactness import EXACTNESS_REPORTS, ExactnessReport, measure_exactness
-from ..measure.measurement_store import model_key
+from ..measure.measurement_store import model_id, model_key
 from ..measure.measuring_time import MeasuringTime
 from ..measure.pass_timing import MEASURING_SPEED, PASS_COSTS, load_or_measure_pass_cost, measure_pass_cost
 from ..measure.system_load import LoadMeter
 from ..options import GenerationRequest, Persistence
+from ..scheduling.work_thread import WorkThread
 from .choice import Speculation
-from .draft_loading import NewDraftModel, load_draft, load_layer_skip_draft
+from .draft_loading import NewDraftModel, PlacedDraft, load_draft, load_layer_skip_draft
 from .drafter_set import DrafterSet, SharedLearning
 from .drafters.draft_model import DraftModel
+from .drafters.edit import EditDrafter
 from .drafters.history import HistoryDrafter
 from .drafters.history_indexing import HistoryIndexer
 from .drafters.history_store import HistoryStore
@@ -42,6 +43,7 @@ from .drafters.ngram import NgramDrafter
 from .drafters.ngram_table import NgramTable, open_bundle_table
 from .drafters.recycling import RecycledTable, RecyclingDrafter
 from .drafters.suffix import SuffixDrafter
+from .kept_rates import RatesStore
 from .pass_cost import PassCost
 from .replay import OracleMode
 from .speculator import Speculator
@@ -60,27 +62,25 @@ class DrafterPool:
         graph: session of the target.
         bundle: bundle of the target.
         context: maximum number of tokens of a sequence.
-        pair: the draft model; None for none.
-        draft_config: configuration of the draft model's session.
+        draft: the draft model; None for none.
         persistence: what is read from disk and kept there.
         progress: receives the progress of measurements.
     """
 
     def __init__(
         self,
-        graph: GraphSession,
+        graph: DecoderGraph,
         bundle: Bundle,
         context: int,
-        pair: DraftPair | None,
-        draft_config: SessionConfig,
+        draft: PlacedDraft | None,
         persistence: Persistence,
         progress: Progress = silent,
     ) -> None:
-        self._open_graph: GraphSession | None = graph
+        self._open_graph: DecoderGraph | None = graph
         self._bundle = bundle
         self._context = context
-        self._pair = pair
-        self._draft_config = draft_config
+        self._draft = draft
+        self._draft_thread = WorkThread("edge-run draft") if draft is not None and draft.overlaps else None
         self._persistence = persistence
         self.measuring: Final = MeasuringTime(progress)
         """The time that measurements took."""
@@ -125,7 +125,9 @@ class DrafterPool:
             self._exactness_report = EXACTNESS_REPORTS.load(key) if self._persistence.cache else None
             if self._exactness_report is None:
                 with self.measuring.stage("measuring how far passes differ"):
-                    self.store_exactness_report(measure_exactness(self._bind(), token_ids))
+                    bound = self._bind()
+                    bound.base_only = True
+                    self.store_exactness_report(measure_exactness(bound, token_ids))
         assert self._exactness_report is not None  # noqa: S101  stored or measured
         return self._exactness_report
 
@@ -163,8 +165,11 @@ class DrafterPool:
                 else:
                     yield drafters.speculator(request, arena)
             finally:
+                drafters.end_answer()
                 self._idle.append(drafters)
             self._end_answer(meter)
+            if self._resources is not None and self._resources.learning.stored is not None:
+                self._resources.learning.stored.save_soon()
 
     def _end_answer(self, meter: LoadMeter) -> None:
         cost = self._pass_cost
@@ -187,14 +192,18 @@ class DrafterPool:
         if self._open_graph is None:
             return
         recycled = None if self._resources is None else self._resources.recycled
-        if recycled is not None and self._keeps_recycled and recycled.changed:
+        if recycled is not None and self._keeps_learned and recycled.changed:
             with suppress(OSError):
                 recycled.save(self._recycled_file)
+        if self._resources is not None and self._resources.learning.stored is not None:
+            self._resources.learning.stored.close()
         cost = self._pass_cost
         if cost is not None and cost.observed >= _MIN_OBSERVED and not self._disturbed:
             self._save_pass_cost(cost)
         if self._indexer is not None:
             self._indexer.close()
+        if self._draft_thread is not None:
+            self._draft_thread.close()
         self._open_graph = self._resources = None
         self._idle.clear()
 
@@ -203,17 +212,20 @@ class DrafterPool:
             PASS_COSTS.save(model_key(self._bundle, self._graph.config), cost)
 
     @property
-    def _graph(self) -> GraphSession:
+    def _graph(self) -> DecoderGraph:
         if self._open_graph is None:
             raise EdgeError("this engine is closed", "load the model again")
         return self._open_graph
 
-    def _bind(self) -> BoundSession:
+    def _bind(self) -> BoundGraph:
         """The target's session over a new arena."""
         return self._graph.bind(self._graph.arena(self._context))
 
+    def _rates_store(self) -> RatesStore:
+        return RatesStore(self._model_key, "" if self._draft is None else model_id(self._draft.pair.draft))
+
     @property
-    def _keeps_recycled(self) -> bool:
+    def _keeps_learned(self) -> bool:
         return self._persistence.cache and self._persistence.learned
 
     @property
@@ -228,13 +240,14 @@ class DrafterPool:
         if not self._idle:
             return self._new_set()
         best = max(
-            range(len(self._idle)), key=lambda index: (_common_prefix(self._idle[index].prompt_ids, prompt_ids), index)
+            range(len(self._idle)), key=lambda index: (shared_tokens(self._idle[index].prompt_ids, prompt_ids), index)
         )
         return self._idle.pop(best)
 
     def _new_set(self) -> DrafterSet:
         resources, graph_io = self._load_resources(), self._graph.graph_io
-        drafters: list[Drafter] = [SuffixDrafter()]
+        # The edit drafter is silent in most texts. Where it is sure of the next token, no other one is asked.
+        drafters: list[Drafter] = [EditDrafter(), SuffixDrafter()]
         if self._store is not None:
             drafters.append(HistoryDrafter(self._store, graph_io.vocab_size))
         if resources.table is not None:
@@ -247,22 +260,23 @@ class DrafterPool:
             resources.learning,
             vocab_size=graph_io.vocab_size,
             trees=graph_io.supports_trees,
+            thread=self._draft_thread,
         )
 
     def _load_resources(self) -> _Resources:
         if self._resources is None:
             vocab_size = self._graph.graph_io.vocab_size
-            learning = SharedLearning(self.pass_cost())
+            learning = SharedLearning(self.pass_cost(), stored=self._rates_store() if self._keeps_learned else None)
             table = open_bundle_table(self._bundle, vocab_size, _log.warning) if self._persistence.cache else None
-            new_draft_model = None if self._pair is None else self._load_draft_model(self._pair)
+            new_draft_model = None if self._draft is None else self._load_draft_model(self._draft)
             recycled = RecycledTable(vocab_size)
-            if self._keeps_recycled:
+            if self._keeps_learned:
                 recycled.load(self._recycled_file)
             self._resources = _Resources(learning, table, recycled, new_draft_model)
         return self._resources
 
-    def _load_draft_model(self, pair: DraftPair) -> NewDraftModel:
-        graph_io, config = self._graph.graph_io, self._draft_config
+    def _load_draft_model(self, draft: PlacedDraft) -> NewDraftModel:
+        graph_io, pair, config = self._graph.graph_io, draft.pair, draft.config
         cache, measuring, context = self._persistence.cache, self.measuring, self._context
         if pair.layer_skip:
             return load_layer_skip_draft(
@@ -283,11 +297,3 @@ class _Resources:
     recycled: RecycledTable
     new_draft_model: NewDraftModel | None
     """None if there is no draft model."""
-
-
-def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Number of equal tokens at the beginning of both sequences."""
-    for index, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
-            return index
-    return min(len(first), len(second))

@@ -13,11 +13,8 @@ good. The empty draft is allowed, and usual when no candidate is probable.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
-
-import numpy as np
+from typing import Final, NamedTuple
 
 from .tree import Tree
 
@@ -25,8 +22,7 @@ MIN_ADVANTAGE: Final = 0.02
 """Tokens per round that a draft must gain beyond its cost; otherwise the round is a plain step."""
 
 
-@dataclass(frozen=True)
-class PrunedDraft:
+class PrunedDraft(NamedTuple):
     """The part of a draft that pays."""
 
     tree: Tree
@@ -47,13 +43,13 @@ def prune(tree: Tree, curve: Sequence[float], rate: float, max_width: int) -> Pr
     """
     if len(tree) == 1:
         return PrunedDraft(tree, 1.0, 0.0)
-    probabilities = tree.path_prob.tolist()
+    probabilities = tree.path_probs
     in_order = all(first >= second for first, second in pairwise(probabilities))
     order: list[int] = []
     if not in_order:
         # A stable sort keeps parents before children of the same probability.
-        order = np.argsort(-tree.path_prob, kind="stable").tolist()
-        probabilities = tree.path_prob[order].tolist()
+        order = sorted(range(len(tree)), key=lambda node: -probabilities[node])
+        probabilities = [probabilities[node] for node in order]
     width, advantage, expected = best_width(probabilities[1:], curve, rate, max_width)
     if width == 1:
         return PrunedDraft(tree.first(1), 1.0, 0.0)

@@ -12,12 +12,15 @@ from enum import Enum
 from typing import Final
 
 from ..sampling.sampler import Logits, Sampler, SamplingParams
+from ..sampling.token_mask import TokenConstraint
+from .draft_ahead import Continuation, DraftAhead
 from .drafters.draft_model import DraftModel
-from .drafters.sampled import AcceptanceEstimate, SampledDrafter
+from .drafters.sampled import AcceptanceEstimate, SampledContinuation, SampledDrafter
 from .growth import TokenPrices
 from .pass_cost import PassCost
+from .rounds import Draft
 from .sampled_verification import SampledDraft, verify_block, verify_recursive
-from .speculator import Draft, Speculator
+from .speculator import Speculator
 from .verification import TokenSampler, VerifyResult
 
 
@@ -41,6 +44,7 @@ class SampledSpeculator(Speculator):
         draft_sampling: CHAIN or TREE.
         trees: whether the target can verify trees.
         estimate: what is known about the acceptance of such draft tokens; None for nothing yet.
+        ahead: as for `Speculator`.
     """
 
     def __init__(
@@ -51,13 +55,16 @@ class SampledSpeculator(Speculator):
         *,
         trees: bool,
         estimate: AcceptanceEstimate | None = None,
+        ahead: DraftAhead | None = None,
     ) -> None:
-        super().__init__((), cost, trees=trees)
+        super().__init__((), cost, trees=trees, ahead=ahead)
         self._draft_model: Final = model
         self._estimate: Final = AcceptanceEstimate() if estimate is None else estimate
         self._chain: Final = draft_sampling is DraftSampling.CHAIN or not trees
         self._drafter = SampledDrafter(model, SamplingParams(), self._estimate)
         self._sampled: SampledDraft | None = None
+        self._constrained = False
+        """Whether the draft follows the constraint of an answer."""
 
     def start_answer(self, params: SamplingParams) -> None:
         """Draft for a target that is sampled with `params`."""
@@ -81,15 +88,27 @@ class SampledSpeculator(Speculator):
             self._drafter.reset(self._token_ids)
         self._synced = len(self._token_ids)
 
-    def _grow_draft(self, anchor: int, prices: TokenPrices, max_depth: int) -> Draft:
+    def _grow_draft(
+        self, anchor: int, prices: TokenPrices, max_depth: int, constraint: TokenConstraint | None
+    ) -> Draft:
         before = self._draft_model.passes
+        self._constrained = constraint is not None
         # The draft is verified as it was sampled: pruning by the sampled tokens would change their distribution.
-        self._sampled = sampled = self._drafter.sample(anchor, prices, max_depth, chain=self._chain)
+        self._sampled = sampled = self._drafter.sample(
+            anchor, prices, max_depth, chain=self._chain, constraint=constraint
+        )
         expected = float(sampled.tree.path_prob.sum())
         price = sum(prices.positions[: len(sampled.tree) - 1])
         passes = self._draft_model.passes - before
         seconds = self._draft_model.take_seconds_spent()
         return Draft(sampled.tree, None, expected, expected - 1 - price, seconds, draft_passes=passes)
+
+    def _continuation(self, draft: Draft, ahead: DraftAhead) -> Continuation | None:
+        del draft, ahead
+        # A thread that runs ahead would ask about paths behind tokens that are being verified.
+        if self._sampled is None or self._constrained:
+            return None
+        return SampledContinuation(self._sampled, self._drafter)
 
     def _learn(self, draft: Draft, result: VerifyResult, logits: Logits) -> None:
         del draft, logits

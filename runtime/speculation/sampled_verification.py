@@ -37,8 +37,8 @@ class SampledDraft:
     """For every node whose children were sampled, the distribution of the first child; see `sample_children`."""
 
     def __post_init__(self) -> None:
-        for node, parent in enumerate(self.tree.parents.tolist()):
-            token = int(self.tree.tokens[node])
+        for node, parent in enumerate(self.tree.parent_nodes):
+            token = self.tree.token_ids[node]
             if parent in self.distributions and not self.distributions[parent].probability(token) > 0:
                 raise ValueError(f"node {node} has token {token}, which has no probability in its distribution")
 
@@ -86,7 +86,7 @@ def verify_block(
     if not tree.is_chain or any(node not in draft.distributions for node in range(len(tree) - 1)):
         raise ValueError("block verification needs a chain with the distribution of every draft token")
     # Draft tokens beyond the limit, or beyond an end of the sequence, count as never sampled.
-    tokens: list[int] = tree.tokens[1:max_tokens].tolist()
+    tokens: list[int] = list(tree.token_ids[1:max_tokens])
     tokens = tokens[: next((count for count, token in enumerate(tokens, 1) if token in ends), None)]
     ended = bool(tokens) and tokens[-1] in ends
 
@@ -161,7 +161,7 @@ def verify_recursive(
         if node not in draft.distributions:
             return sampler.choose(logits[node], at)
         rest, proposal = sampler.distribution(logits[node]), draft.distributions[node]
-        children: list[int] = tree.tokens[tree.parents == node].tolist()
+        children = [token for token, parent in zip(tree.token_ids, tree.parent_nodes, strict=True) if parent == node]
         for token, uniform in zip(children, uniforms_at(seed, at, len(children), Purpose.ACCEPT), strict=True):
             if uniform < acceptance_probability(rest, proposal, token):
                 return token

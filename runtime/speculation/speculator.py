@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import Final
 
 from ..sampling.sampler import Logits
+from ..sampling.token_mask import TokenConstraint
 from .backoff import DraftingBalance
+from .draft_ahead import NOTHING_AHEAD, Continuation, DraftAhead, LikelyContinuation
 from .draft_value import DraftModelValue
 from .drafters.interface import CostlyDrafter, Drafter
-from .drafters.recycling import RecyclingDrafter
+from .drafters.recycling import CANDIDATES, RecyclingDrafter
 from .drafters.suffix import SuffixDrafter
 from .growth import TokenPrices, TreeGrowth
 from .mixing import Mixer
 from .pass_cost import PassCost
 from .pruning import prune
-from .tree import Source, Tree
+from .rounds import Draft, Round, RoundTiming
+from .tree import Tree
 from .verification import TokenSampler, VerifyResult, verify_tree
 
 MAX_DRAFT_WIDTH: Final = 16
@@ -42,87 +41,13 @@ _CHEAP: Final = 0.08
 a tenth of a lookup."""
 _WAKING_MATCH: Final = 4
 """Length of a repetition at the end of the sequence that ends the backoff of such a speculator."""
+_LEAST_GAIN: Final = 0.05
+"""Tokens that a pass of the draft model must be expected to gain for it to run ahead: otherwise it would take power for
+nothing."""
 _DOUBTFUL_WAIT: Final = 64
 """Longest wait in rounds for which drafting is disabled while the pass cost is doubtful."""
 _PLAIN_OBSERVED_EVERY: Final = 8
 """One of this many plain passes refines the pass cost: there are many, and the bookkeeping takes time too."""
-
-
-@dataclass(frozen=True)
-class Round:
-    """Statistics of one round. Counts are computed on access, not between two passes."""
-
-    tree: Tree
-    """The tree that was verified."""
-    grown: Tree
-    """The tree before pruning."""
-    accepted_path: tuple[int, ...]
-    """Accepted nodes of `tree`, the anchor first."""
-    expected_tokens: float
-    """Number of tokens the round was expected to produce; 1 for a plain step."""
-    draft_passes: int
-    draft_s: float
-    target_s: float
-    host_s: float
-    """Seconds spent on lookups, choosing tokens and learning."""
-    note: str = ""
-    """Reason why nothing was drafted, or why the round took longer; may be empty."""
-
-    @property
-    def width(self) -> int:
-        """Number of token positions of the target pass, the anchor's included."""
-        return len(self.tree)
-
-    @property
-    def emitted(self) -> int:
-        """Number of tokens the round produced."""
-        return len(self.accepted_path)
-
-    @property
-    def candidates(self) -> tuple[int, ...]:
-        """Number of nodes before pruning, by `Source`."""
-        return _by_source(self.grown.source[1:])
-
-    @property
-    def drafted(self) -> tuple[int, ...]:
-        """Number of draft tokens that were verified, by `Source`."""
-        return _by_source(self.tree.source[1:])
-
-    @property
-    def accepted(self) -> tuple[int, ...]:
-        """Number of draft tokens that were accepted, by `Source`."""
-        return _by_source(self.tree.source[list(self.accepted_path[1:])])
-
-    @property
-    def drafted_by_depth(self) -> tuple[int, ...]:
-        """Number of draft tokens that were verified, by depth; entry 0 is depth 1."""
-        return tuple(np.bincount(self.tree.depths)[1:].tolist())
-
-
-class RoundTiming(NamedTuple):
-    """Seconds that a round took apart from drafting."""
-
-    target_s: float
-    """The pass over the draft."""
-    recompute_s: float = 0.0
-    """Passes that recomputed near ties, one token at a time."""
-    verify_s: float = 0.0
-    """Choosing tokens, and keeping the cache slots of the accepted path."""
-
-
-@dataclass
-class Draft:
-    """A pruned draft tree and how it was made."""
-
-    tree: Tree
-    growth: TreeGrowth | None = None
-    expected_tokens: float = 1.0
-    advantage: float = 0.0
-    """Tokens expected beyond those that plain decoding would produce in the same time."""
-    draft_s: float = 0.0
-    host_s: float = 0.0
-    draft_passes: int = 0
-    note: str = ""
 
 
 class LearnedRates:
@@ -147,8 +72,9 @@ class Speculator:
         cost: cost of target passes; refined by every round.
         model: draft model; None for none.
         trees: whether the target can verify trees; otherwise drafts are chains.
-        max_width: maximum width of a verification pass, in token positions.
+        max_width: maximum width of a verification pass, in token positions; less if passes are never as wide.
         learned: what is known about the drafters; None for nothing yet.
+        ahead: runs the draft model while the target verifies; None if they take turns.
     """
 
     def __init__(
@@ -160,6 +86,7 @@ class Speculator:
         trees: bool = True,
         max_width: int = MAX_DRAFT_WIDTH,
         learned: LearnedRates | None = None,
+        ahead: DraftAhead | None = None,
     ) -> None:
         self.drafters: Final = tuple(drafters)
         self.model: Final = model
@@ -172,7 +99,10 @@ class Speculator:
         self._suffix = next((drafter for drafter in self.drafters if isinstance(drafter, SuffixDrafter)), None)
         self._recycling = next((drafter for drafter in self.drafters if isinstance(drafter, RecyclingDrafter)), None)
         self._trees = trees
-        self._max_width = max_width
+        self._max_width = min(max_width, cost.max_width)
+        self._ahead: Final = ahead
+        self._settled = NOTHING_AHEAD
+        """What was run ahead since the last draft."""
         self._token_ids: list[int] = []
         self._synced = 0
         """Number of tokens of the sequence that the drafters have; 0 if they have another sequence."""
@@ -183,13 +113,18 @@ class Speculator:
         self._host_s = _INITIAL_HOST_S
         self._cheap = False
         """Whether lookups are so cheap that a disabled speculator watches the sequence for repetitions."""
-        self._ahead = 0.0
+        self._lead = 0.0
         """Tokens gained over plain decoding since near ties were last recomputed."""
 
     @property
     def rate(self) -> float:
         """Decoding rate in tokens per second, at least that of plain decoding."""
         return max(self._emitted / self._seconds, 1 / self._curve[0]) if self._seconds else 1 / self._curve[0]
+
+    @property
+    def logits_needed(self) -> int:
+        """Number of best logits of each position that the drafters learn from."""
+        return 0 if self._recycling is None else CANDIDATES
 
     @property
     def disabled(self) -> bool:
@@ -207,24 +142,33 @@ class Speculator:
             self.cost.observe(1, len(self._token_ids) - 1, seconds)
         self._token_ids.append(token)
         if self._cheap and self._suffix is not None:
+            self._settle_ahead()
             self._sync_drafters()
             if self._suffix.state()[1] >= _WAKING_MATCH:
                 self.balance.resume()
 
     def reset(self, token_ids: Sequence[int]) -> None:
         """Start a new sequence, the anchor included."""
+        if self._ahead is not None:
+            self._ahead.end()
+        self._settled = NOTHING_AHEAD
         self._token_ids = list(token_ids)
         self._synced = 0
         self._rounds = 0
-        self._ahead = 0.0
+        self._lead = 0.0
 
-    def propose(self, context: int, max_tokens: int, room: int) -> Draft:
+    def propose(self, context: int, max_tokens: int, room: int, constraint: TokenConstraint | None = None) -> Draft:
         """Draft the tree that the next pass verifies.
 
         Args:
             context: number of tokens in the KV cache.
             max_tokens: number of tokens that may still be emitted; at least 1.
             room: number of free cache slots; at least 1.
+            constraint: what the answer has to follow; None if any token may come. While drafting is disabled, only
+                the tokens that it forces are drafted.
+
+        Raises:
+            EdgeError: the draft model failed.
         """
         started = time.perf_counter()
         anchor = self._token_ids[-1]
@@ -233,10 +177,21 @@ class Speculator:
         self._rounds += 1
         if min(max_tokens, room) < 2:
             return Draft(Tree.anchor_only(anchor), host_s=time.perf_counter() - started)
+        if self.disabled:
+            draft = self._forced_draft(anchor, self._prices.limited_to(room), max_tokens - 1, constraint)
+            draft.host_s = time.perf_counter() - started
+            return draft
+        self._settle_ahead()
         if self._synced < len(self._token_ids):
             self._sync_drafters()
-        draft = self._grow_draft(anchor, self._prices.limited_to(room), max_tokens - 1)
+        draft = self._grow_draft(anchor, self._prices.limited_to(room), max_tokens - 1, constraint)
+        draft.ahead, self._settled = self._settled, NOTHING_AHEAD
+        draft.draft_s += draft.ahead.waited_s
         draft.host_s = time.perf_counter() - started - draft.draft_s
+        if self._ahead is not None and (continuation := self._continuation(draft, self._ahead)) is not None:
+            target_s = self._curve[len(draft.tree) - 1]
+            # Behind a path that leaves room for one token only, nothing is drafted.
+            self._ahead.start(continuation, len(self._token_ids), target_s, min(max_tokens, room) - 2)
         return draft
 
     def verify(
@@ -258,6 +213,8 @@ class Speculator:
             timing: seconds of the pass and of its verification.
         """
         started = time.perf_counter()
+        if self._ahead is not None:
+            self._ahead.stop()
         tree = draft.tree
         emitted = result.emitted(tree)
         if len(tree) > 1 or self._rounds % _PLAIN_OBSERVED_EVERY == 0:
@@ -268,7 +225,9 @@ class Speculator:
         self._emitted = self._emitted * decay + len(emitted)
         self._seconds = self._seconds * decay + self._curve[len(tree) - 1] + draft.draft_s + draft.host_s
         host_s = draft.host_s + time.perf_counter() - started
-        if draft.growth is not None:
+        if self.disabled:
+            self.balance.backoff.count_down()
+        elif draft.growth is not None:
             # One interrupted round says nothing about the next, so time beyond twice the average is not counted.
             self._host_s += 0.1 * (min(host_s, 2 * self._host_s) - self._host_s)
             price = self._host_s * self.rate
@@ -286,17 +245,29 @@ class Speculator:
             draft.draft_s,
             timing.target_s + timing.recompute_s,
             host_s + timing.verify_s,
+            draft.ahead,
             "near tie: recomputed one token at a time" if timing.recompute_s else draft.note,
         )
 
     def _tokens_lost(self, width: int, emitted: int, recompute_s: float) -> float:
         """Tokens that recomputing near ties has cost beyond what draft tokens had gained until then."""
         plain_s = self._curve[0]
-        self._ahead += emitted - self._curve[width - 1] / plain_s
+        self._lead += emitted - self._curve[width - 1] / plain_s
         if not recompute_s:
             return 0.0
-        lost, self._ahead = max(recompute_s / plain_s - self._ahead, 0.0), 0.0
+        lost, self._lead = max(recompute_s / plain_s - self._lead, 0.0), 0.0
         return lost
+
+    def _settle_ahead(self) -> None:
+        """Wait until the draft model may be used."""
+        if self._ahead is not None:
+            self._settled |= self._ahead.settle(self._token_ids)
+
+    def _continuation(self, draft: Draft, ahead: DraftAhead) -> Continuation | None:
+        """What to run ahead while the target verifies `draft`; None for nothing."""
+        if draft.growth is None or self._model_value.gain < _LEAST_GAIN:
+            return None
+        return LikelyContinuation(draft.tree, draft.growth, ahead.drafter)
 
     def _sync_drafters(self) -> None:
         """Bring the drafters up to date with the sequence."""
@@ -315,9 +286,20 @@ class Speculator:
                 self.model.reset(self._token_ids)
         self._synced = len(self._token_ids)
 
-    def _grow_draft(self, anchor: int, prices: TokenPrices, max_depth: int) -> Draft:
+    def _forced_draft(
+        self, anchor: int, prices: TokenPrices, max_depth: int, constraint: TokenConstraint | None
+    ) -> Draft:
+        """Draft the tokens that the constraint forces, as far as they pay."""
+        growth = TreeGrowth((), None, self.mixer, self._model_value, constraint)
+        tree = growth.grow(anchor, prices, max_depth, chain=True)
+        pruned = prune(tree, self._curve, self.rate, self._max_width)
+        return Draft(pruned.tree, growth, pruned.expected_tokens, pruned.advantage)
+
+    def _grow_draft(
+        self, anchor: int, prices: TokenPrices, max_depth: int, constraint: TokenConstraint | None
+    ) -> Draft:
         """Grow a tree and prune it to the candidates that pay, on paths of at most `max_depth` tokens."""
-        growth = TreeGrowth(self.drafters, self.model, self.mixer, self._model_value)
+        growth = TreeGrowth(self.drafters, self.model, self.mixer, self._model_value, constraint)
         tree = growth.grow(anchor, prices, max_depth, chain=not self._trees)
         pruned = prune(tree, self._curve, self.rate, self._max_width)
         draft_s = 0.0 if self.model is None else self.model.take_seconds_spent()
@@ -340,7 +322,7 @@ class Speculator:
         growth, path = draft.growth, result.accepted_path
         if growth is None:
             return
-        tokens = draft.tree.tokens.tolist()
+        tokens = draft.tree.token_ids
         # The candidates are kept by node of the grown tree, so the accepted path is looked up there.
         node = 0
         for accepted in path[1:]:
@@ -367,7 +349,3 @@ class Speculator:
             wider = range(1, min(4, len(curve) - width) + 1)
             prices.append(rate * min((curve[width - 1 + more] - curve[width - 1]) / more for more in wider))
         self._prices = TokenPrices((*prices, 0.0), rate)
-
-
-def _by_source(sources: npt.NDArray[np.uint8]) -> tuple[int, ...]:
-    return tuple(np.bincount(sources, minlength=len(Source)).tolist())

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from .choice import SOURCE_NAMES
-from .speculator import Round
+from .rounds import Round
 from .tree import Source, Tree
 
 
@@ -32,8 +32,8 @@ class TokenOrigin:
 
     kind: OriginKind
     drafter: str | None = None
-    """Name of the drafter of an accepted token, or of the rejected one: suffix, history, ngram, recycle, model or
-    other."""
+    """Name of the drafter of an accepted token, or of the rejected one: suffix, edit, history, ngram, recycle,
+    model or other."""
     rejected: str | None = None
     """Text of the draft token that the model rejected here, the most probable one if there were several."""
 
@@ -72,9 +72,9 @@ def origins_of(report: Round, tokens: tuple[int, ...]) -> tuple[DraftOrigin, ...
 
 def _own(tree: Tree, node: int, token: int) -> DraftOrigin:
     """How the model's own token behind a node came to be."""
-    children = [child for child in range(node + 1, len(tree)) if tree.parents[child] == node]
+    children = [child for child in range(node + 1, len(tree)) if tree.parent_nodes[child] == node]
     # At the largest length, and where a near tie was recomputed, a draft token that is the right one is not accepted.
     if not children or tree.child(node, token) is not None:
         return DraftOrigin(OriginKind.BONUS)
-    rejected = max(children, key=lambda child: (tree.path_prob[child], -child))
-    return DraftOrigin(OriginKind.CORRECTED, Source(tree.source[rejected]), int(tree.tokens[rejected]))
+    rejected = max(children, key=lambda child: (tree.path_probs[child], -child))
+    return DraftOrigin(OriginKind.CORRECTED, Source(tree.sources[rejected]), tree.token_ids[rejected])

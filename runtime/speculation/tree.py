@@ -8,10 +8,8 @@ a few dozen tokens never pays on a memory-bound machine) and frozen.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -36,26 +34,44 @@ class Source(IntEnum):
     """A draft model."""
     OTHER = 6
     """An oracle drafter, or one from outside edge-run."""
+    EDIT = 7
+    """The part of the conversation that is being rewritten."""
+    GRAMMAR = 8
+    """The only token that the grammar of the answer allows."""
 
 
-@dataclass(frozen=True)
 class Tree:
-    """A tree of `n` nodes; see the module docstring for their order."""
+    """A tree of `n` nodes; see the module docstring for their order.
 
-    tokens: Int32
-    """int32 `[n]`: the token id of each node."""
-    parents: Int32
-    """int32 `[n]`: the parent of each node; -1 for the anchor."""
-    path_prob: npt.NDArray[np.float32]
-    """float32 `[n]`: estimated probability that the node and its ancestors are accepted; 1 for the anchor."""
-    source: npt.NDArray[np.uint8]
-    """uint8 `[n]`: the `Source` of each node."""
+    It is made of plain sequences, which are what a round needs: between two passes, the first call of each NumPy
+    function takes as long as the rest of making a tree. Arrays are made when they are asked for.
+
+    Args:
+        tokens: the token id of each node.
+        parents: the parent of each node; -1 for the anchor.
+        path_prob: estimated probability that the node and its ancestors are accepted; 1 for the anchor.
+        source: the `Source` of each node.
+
+    Attributes:
+        token_ids: `tokens`; `[n]`, like all others.
+        parent_nodes: `parents`.
+        path_probs: `path_prob`.
+        sources: `source`.
+    """
+
+    def __init__(
+        self, tokens: Sequence[int], parents: Sequence[int], path_prob: Sequence[float], source: Sequence[int]
+    ) -> None:
+        self.token_ids: Final = tokens
+        self.parent_nodes: Final = parents
+        self.path_probs: Final = path_prob
+        self.sources: Final = source
 
     @classmethod
     def of(
         cls, tokens: Sequence[int], parents: Sequence[int], path_prob: Sequence[float], source: Sequence[int]
     ) -> Tree:
-        """Make a tree from plain sequences.
+        """Make a tree of sequences that are checked.
 
         Raises:
             ValueError: lengths differ, a parent does not come before its child, or siblings share a token.
@@ -66,56 +82,73 @@ class Tree:
             raise ValueError(f"parents {list(parents)} do not come before their children")
         if len(set(zip(parents, tokens, strict=True))) != len(tokens):
             raise ValueError("siblings have the same token")
-        return cls(
-            np.array(tokens, np.int32),
-            np.array(parents, np.int32),
-            np.array(path_prob, np.float32),
-            np.array(source, np.uint8),
-        )
+        return cls(tuple(tokens), tuple(parents), tuple(path_prob), tuple(source))
 
     @classmethod
     def anchor_only(cls, anchor: int) -> Tree:
         """The tree of a plain step: no draft tokens."""
-        return cls.of([anchor], [-1], [1.0], [Source.ANCHOR])
+        return cls((anchor,), (-1,), (1.0,), (int(Source.ANCHOR),))
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.token_ids)
 
-    @cached_property
+    @property
+    def tokens(self) -> Int32:
+        """int32 `[n]`: the token id of each node."""
+        return np.array(self.token_ids, np.int32)
+
+    @property
+    def parents(self) -> Int32:
+        """int32 `[n]`: the parent of each node; -1 for the anchor."""
+        return np.array(self.parent_nodes, np.int32)
+
+    @property
+    def path_prob(self) -> npt.NDArray[np.float32]:
+        """float32 `[n]`: estimated probability that the node and its ancestors are accepted; 1 for the anchor."""
+        return np.array(self.path_probs, np.float32)
+
+    @property
+    def source(self) -> npt.NDArray[np.uint8]:
+        """uint8 `[n]`: the `Source` of each node."""
+        return np.array(self.sources, np.uint8)
+
+    @property
     def is_chain(self) -> bool:
         """Whether every node is the child of the node before it."""
-        return bool((self.parents == np.arange(-1, len(self) - 1)).all())
+        return all(parent == node - 1 for node, parent in enumerate(self.parent_nodes))
 
-    @cached_property
+    @property
     def depths(self) -> Int32:
         """int32 `[n]`: distance from the anchor. The position of a node is the anchor's plus its depth."""
-        depths = np.zeros(len(self), np.int32)
-        for node in range(1, len(self)):
-            depths[node] = depths[self.parents[node]] + 1
+        return np.array(self.node_depths, np.int32)
+
+    @property
+    def node_depths(self) -> list[int]:
+        """`depths` as a list."""
+        depths = [0]
+        for parent in self.parent_nodes[1:]:
+            depths.append(depths[parent] + 1)
         return depths
 
-    @cached_property
+    @property
     def mask(self) -> npt.NDArray[np.bool_]:
         """bool `[n, n]`: row i is True for node i and its ancestors."""
         mask = np.eye(len(self), dtype=np.bool_)
         for node in range(1, len(self)):
-            mask[node] |= mask[self.parents[node]]
+            mask[node] |= mask[self.parent_nodes[node]]
         return mask
-
-    @cached_property
-    def _children(self) -> dict[tuple[int, int], int]:
-        return {
-            (parent, token): node
-            for node, (parent, token) in enumerate(zip(self.parents.tolist(), self.tokens.tolist(), strict=True))
-        }
 
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` that carries `token`; None if there is none."""
-        return self._children.get((node, token))
+        tokens, parents = self.token_ids, self.parent_nodes
+        for child in range(node + 1, len(tokens)):
+            if tokens[child] == token and parents[child] == node:
+                return child
+        return None
 
     def first(self, nodes: int) -> Tree:
-        """The tree of the first `nodes` nodes, at least 1; it shares this tree's arrays."""
-        return Tree(self.tokens[:nodes], self.parents[:nodes], self.path_prob[:nodes], self.source[:nodes])
+        """The tree of the first `nodes` nodes, at least 1."""
+        return Tree(self.token_ids[:nodes], self.parent_nodes[:nodes], self.path_probs[:nodes], self.sources[:nodes])
 
     def kept(self, nodes: Iterable[int]) -> Tree:
         """The tree of some of the nodes, in the same order.
@@ -125,19 +158,19 @@ class Tree:
         """
         order = sorted(set(nodes))
         new_index = {old: new for new, old in enumerate(order)}
-        parents = self.parents.tolist()
+        parents = self.parent_nodes
         if order[:1] != [0] or any(parents[node] not in new_index for node in order[1:]):
             raise ValueError(f"nodes {order} lack the anchor or the parent of a node")
         return Tree(
-            self.tokens[order],
-            np.array([-1, *(new_index[parents[node]] for node in order[1:])], np.int32),
-            self.path_prob[order],
-            self.source[order],
+            [self.token_ids[node] for node in order],
+            [-1, *(new_index[parents[node]] for node in order[1:])],
+            [self.path_probs[node] for node in order],
+            [self.sources[node] for node in order],
         )
 
     def path_to(self, node: int) -> tuple[int, ...]:
         """The nodes from the anchor to `node`."""
         path = [node]
         while path[-1] > 0:
-            path.append(int(self.parents[path[-1]]))
+            path.append(self.parent_nodes[path[-1]])
         return tuple(reversed(path))

@@ -8,8 +8,7 @@ whatever was drafted: greedy or for a seed, with every filter and penalty, which
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..sampling.sampler import Logits
 from .tree import Tree
@@ -28,8 +27,7 @@ class TokenSampler(Protocol):
         """Add tokens of the answer to the sequence; penalties depend on them."""
 
 
-@dataclass(frozen=True)
-class VerifyResult:
+class VerifyResult(NamedTuple):
     """Outcome of verifying a tree."""
 
     accepted_path: tuple[int, ...]
@@ -39,7 +37,7 @@ class VerifyResult:
 
     def emitted(self, tree: Tree) -> tuple[int, ...]:
         """The tokens that the round produces: the accepted draft tokens, then the next token."""
-        return (*tree.tokens[list(self.accepted_path[1:])].tolist(), self.next_token)
+        return (*[tree.token_ids[node] for node in self.accepted_path[1:]], self.next_token)
 
 
 def verify_tree(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...errors import InputError
@@ -54,6 +54,6 @@ class AnswerStart:
         text = "".join([decoder.push((token,)) for token in token_ids])
         return cls(tuple(token_ids), text, decoder)
 
-    def decoder(self) -> StreamDecoder:
-        """A detokenizer for what follows."""
-        return self._decoder.copy()
+    def decoder(self, marks: Mapping[int, str] | None = None) -> StreamDecoder:
+        """A detokenizer for what follows, which writes these special tokens."""
+        return self._decoder.copy(marks)

@@ -37,6 +37,10 @@ class StopMatcher:
         self._held = self._end_to_hold(text)
         return self._returned(text[: len(text) - len(self._held)])
 
+    def stop(self) -> None:
+        """End the text here: what is held back is dropped, and all later text."""
+        self.stopped, self._held = True, ""
+
     def flush(self) -> str:
         """Return the text held back until now: no stop sequence will complete it."""
         text, self._held = self._held, ""

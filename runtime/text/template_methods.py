@@ -133,7 +133,7 @@ def _str_format(budget: Budget, form: str, *args: Any, **kwargs: Any) -> str:
 
 def _dict_get(budget: Budget, values: dict[Any, Any], key: Any, default: Any = None) -> Any:
     budget.spend(100)
-    return values.get(scalar_key(key), default)
+    return default if isinstance(key, Undefined) else values.get(scalar_key(key), default)
 
 
 def _view(name: str) -> Callable[..., Any]:

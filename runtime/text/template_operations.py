@@ -241,7 +241,7 @@ def contains(budget: Budget, container: Any, value: Any) -> bool:
         return value in container  # a TypeError if it is not text
     if isinstance(container, Mapping):
         budget.spend(100)
-        return scalar_key(value) in container
+        return not isinstance(value, Undefined) and scalar_key(value) in container
     if isinstance(container, range):
         budget.spend(100 if isinstance(value, int) else 100 + 50 * len(container))
         return value in container
@@ -268,4 +268,7 @@ def cut(context: BudgetContext, value: Any, start: Any, stop: Any, step: Any) ->
 def item(context: BudgetContext, value: Any, key: Any) -> Any:
     """`value[key]`."""
     context.budget.spend(100)
-    return context.environment.getitem(value, scalar_key(key) if isinstance(value, Mapping) else key)
+    if isinstance(value, Mapping) and not isinstance(key, _SCALARS):
+        # No dictionary has such a key. Templates look up the type of a value also where a schema has none.
+        return context.environment.undefined(obj=value, name=type(key).__name__)
+    return context.environment.getitem(value, key)

@@ -116,6 +116,22 @@ class TextTokenizer:
         unknown = self._tokenizer.token_to_id(self.token_text("unk_token") or "<unk>")
         return sum(token in self.special_ids and token != unknown for token in ids)
 
+    @property
+    def size(self) -> int:
+        """Number of tokens, added ones included."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def source(self) -> str:
+        """The text of tokenizer.json, for libraries that read it themselves.
+
+        Raises:
+            BundleError: the file cannot be read any more.
+        """
+        try:
+            return self._path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise self._failure(str(error)) from error
+
     def decode(self, ids: list[int]) -> str:
         """Text of `ids` without special tokens; incomplete UTF-8 becomes U+FFFD.
 
@@ -134,6 +150,11 @@ class TextTokenizer:
         """A token as the vocabulary writes it; empty for an id without a token."""
         token: str | None = self._tokenizer.id_to_token(token_id)
         return token or ""
+
+    def special_id(self, text: str) -> int | None:
+        """Id of the special token that is written as `text`; None if there is none."""
+        token: int | None = self._tokenizer.token_to_id(text)
+        return token if token in self.special_ids else None
 
     @cached_property
     def token_bytes(self) -> TokenBytes:

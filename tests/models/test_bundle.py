@@ -14,7 +14,9 @@ import pytest
 import edgerun.models.bundle
 from edgerun import BundleError
 from edgerun.models.bundle import Bundle, digest_file, holds_only_bundle_files, open_bundle
+from edgerun.models.device_kind import DeviceKind
 from edgerun.models.find import bundled_folder, find_model
+from edgerun.models.graph_variant import VARIANT_CONTRACT, Precision, VariantFile
 from edgerun.models.json_file import is_finite, is_whole
 from edgerun.models.manifest import Architecture, Calibration, DraftPairing, FileDigest, Manifest, WeightFormat
 
@@ -63,6 +65,33 @@ def test_manifests_survive_json() -> None:
     assert "calibration" not in MANIFEST.to_json()
     calibrated = dataclasses.replace(MANIFEST, calibration=Calibration("a.txt", 9, 3, True), quality={"mean_kl": 0.1})
     assert Manifest.from_json(calibrated.to_json()) == calibrated
+
+
+GPU_VARIANT = {"device": "gpu", "file": "model.onnx", "precision": "float32"}
+
+
+def test_variants_survive_json() -> None:
+    assert "variants" not in MANIFEST.to_json()
+    variants = (
+        VariantFile(DeviceKind.GPU, "model.onnx", Precision.FLOAT16, providers=("CUDAExecutionProvider",), plain=True),
+        VariantFile(DeviceKind.NPU, "model.onnx", Precision.FLOAT16, width=4, context=512),
+    )
+    manifest = dataclasses.replace(MANIFEST, variants=variants)
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    assert json.loads(manifest.to_json())["variants"][1] == {
+        "device": "npu",
+        "file": "model.onnx",
+        "precision": "float16",
+        "width": 4,
+        "context": 512,
+        "contract": VARIANT_CONTRACT,
+    }
+
+
+@pytest.mark.parametrize("newer", [{"device": "tpu"}, {"precision": "float8"}, {"contract": VARIANT_CONTRACT + 1}])
+def test_variants_of_a_newer_program_are_left_out(newer: dict[str, object]) -> None:
+    manifest = Manifest.from_json(changed(put("variants", [{**GPU_VARIANT, **newer}, GPU_VARIANT])))
+    assert manifest.variants == (VariantFile(DeviceKind.GPU, "model.onnx", Precision.FLOAT32),)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +153,10 @@ BAD: list[tuple[str | bytes, str]] = [
     (changed(put("draft", {"path": ".", "graph": "../g.onnx"})), "the name of a file in the bundle's own folder"),
     (changed(put("draft", {"path": "x", "graph": "g.onnx"})), "the name of a file in the bundle's own folder"),
     (changed(put("draft", {"path": ".", "skips": [1]})), "it has draft.skips [1], which must be a list of texts"),
+    (changed(put("variants", {})), "it has variants {}, which must be a list of objects"),
+    (changed(put("variants", [{"file": "x"}])), "it lacks variants.0.device, variants.0.precision"),
+    (changed(put("variants", [{**GPU_VARIANT, "file": "x"}])), "has variants.0.file 'x', which files lacks"),
+    (changed(put("variants", [{**GPU_VARIANT, "width": 0}])), "has variants.0.width 0, which must be a whole number"),
     (changed(put("command", 1)), "it has command 1, which must be text"),
     (changed(put("calibration", {"origin": "a.txt"})), "it lacks calibration.tokens, calibration.held_out_tokens"),
     (changed(put("quality", {"mean_kl": "0"})), "it has quality.mean_kl '0', which must be a finite number"),
@@ -215,6 +248,9 @@ def test_a_folder_with_other_files_is_not_only_a_bundle(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("", encoding="utf-8")
     assert not holds_only_bundle_files(tmp_path)
     (tmp_path / "thesis.txt").unlink()
+    for name in ("model_gpu.onnx", "model_gpu_fp16_plain.onnx", "model_npu_w4_c512.onnx", "model_npu.onnx.data"):
+        (tmp_path / name).write_text("", encoding="utf-8")
+        assert holds_only_bundle_files(tmp_path)
     draft = tmp_path / "draft"
     draft.mkdir()
     assert not holds_only_bundle_files(tmp_path)

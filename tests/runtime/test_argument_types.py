@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import edgerun
-from edgerun import Engine, GenerateOptions, InputError
+from edgerun import Engine, GenerateOptions, InputError, Speculation
 from edgerun.edge.cli.main import main
 from edgerun.runtime.devices.processor import usable_cores
 
@@ -109,3 +109,8 @@ def test_more_threads_than_processors_are_not_started(
     err = capsys.readouterr().err
     assert "threads is 1024" in err
     assert err.count("\n") == 1
+
+
+def test_a_choice_of_drafters_is_not_made_from_its_name_alone() -> None:
+    with pytest.raises(InputError, match=r"Speculation\('off'\) is not a choice of drafters"):
+        Speculation("off")  # type: ignore[arg-type]

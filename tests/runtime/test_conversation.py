@@ -19,6 +19,7 @@ from edgerun import (
     GenerateOptions,
     InputError,
 )
+from edgerun.runtime.speculation.choice import Speculation
 from support.tiny_models import write_bundle
 
 
@@ -109,6 +110,50 @@ def test_a_resumed_conversation_continues_as_the_saved_one(engine: Engine, tiny_
         assert reply.stats.reused_tokens == expected.stats.reused_tokens
         resumed.reset()
         assert resumed.messages == [{"role": "system", "content": "s"}]
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("float", "int8"), ("int8", "float"), ("int8", "int8")])
+def test_a_conversation_is_resumed_with_a_cache_of_any_format(
+    tiny_bundle: Path, tmp_path: Path, saved: str, resumed: str
+) -> None:
+    options = {"max_tokens": 10, "speculation": Speculation.OFF}
+    with edgerun.load(tiny_bundle, kv=saved) as first, first.session(system="s") as chat:
+        chat.send("the other", **options)
+        chat.save(tmp_path / "chat.kv")
+        rows = chat._sequence.arena.snapshot()
+        expected = chat.send("again", **options)
+    with edgerun.load(tiny_bundle, kv=resumed) as second, second.session(resume=tmp_path / "chat.kv") as chat:
+        arena = chat._sequence.arena
+        assert arena.snapshot()[0].dtype == (np.int8 if resumed == "int8" else np.float32)
+        assert arena.plain_length == (arena.length if saved == resumed else 0)
+        scales = (first if saved == "int8" else second).model.kv_scales
+        largest = max(float(each.max()) for each in scales.tensors.values())
+        if saved == resumed:
+            np.testing.assert_array_equal(arena.snapshot()[0], rows[0])
+        else:
+            codes, values = (rows, arena.snapshot()) if saved == "int8" else (arena.snapshot(), rows)
+            names = [tensor.past for tensor in second.graph_io.cache]
+            back = codes[0] * scales.stacked(names)[:, None, :, None, :]
+            assert np.abs(back - values[0]).max() <= largest
+        reply = chat.send("again", **options)
+        assert reply.stats.reused_tokens == expected.stats.reused_tokens
+        if saved == resumed:
+            assert reply.text == expected.text
+
+
+def test_damaged_scales_of_a_saved_conversation_are_refused(tiny_bundle: Path, tmp_path: Path) -> None:
+    path = tmp_path / "chat.kv"
+    with edgerun.load(tiny_bundle, kv="int8") as engine:
+        with engine.session() as chat:
+            chat.send("the other", max_tokens=2, speculation=Speculation.OFF)
+            chat.save(path)
+        arrays = dict(np.load(path))
+        good = arrays["scales.0"]
+        for scales in (good[:1], good * np.float32(-1), good.astype(np.float64), None):
+            changed = {**arrays, "scales.0": scales}
+            np.savez(tmp_path / "changed.npz", **{name: each for name, each in changed.items() if each is not None})
+            with pytest.raises(InputError, match=r"changed\.npz is (damaged|not a saved conversation)"):
+                engine.session(resume=tmp_path / "changed.npz")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX permissions")

@@ -182,3 +182,27 @@ def test_logits_of_some_positions_are_those_of_the_whole_pass(tiny_bundle: Path)
         np.testing.assert_allclose(
             bound.forward(list(range(10, 20)), logits_for=list(rows)), every[list(rows)], atol=1e-5
         )
+
+
+def test_passes_in_parts_give_the_logits_of_whole_ones(tiny_bundle: Path) -> None:
+    """As on devices that compute wide passes wrongly: also trees, whose parts attend to earlier ones as committed."""
+    session = GraphSession(tiny_bundle / "model.onnx", SessionConfig(choose_device("cpu"), 1))
+    parents = np.array([-1, 0, 0, 1, 2, 2, 4, 0])
+    mask = np.eye(8, dtype=np.bool_)
+    for node, parent in enumerate(parents[1:], 1):
+        mask[node] |= mask[parent]
+    positions = 20 + mask.sum(axis=1) - 1
+    found = []
+    for width in (None, 3, 1):
+        if width is not None:
+            session.limit_width(width)
+        bound = session.bind(session.arena(64))
+        prompt = bound.forward(range(30, 50), logits_for=(3, 19)).copy()
+        bound.arena.commit(20)
+        assert bound.prefill_width(128, 500) == (width or 128)
+        tree = bound.forward(range(60, 68), positions=positions, tree_mask=mask).copy()
+        bound.arena.compact(20, [0, 2, 4, 6])
+        found.append((prompt, tree, bound.forward([7]).copy()))
+    for parts in found[1:]:
+        for one, whole in zip(parts, found[0], strict=True):
+            np.testing.assert_allclose(one, whole, atol=2e-4)

@@ -73,7 +73,7 @@ def decoded(
     if isinstance(speculator, SampledSpeculator):
         speculator.start_answer(params)
     steps = list(decode(bound, PROMPT, sampler, limits, speculator, near_ties, LogSoftmax(K, VOCABULARY)))
-    assert all(len(step.logprobs) == len(step.tokens) for step in steps)
+    assert all(len(step.logprobs) == step.produced for step in steps)
     tokens = [token for step in steps for token in step.tokens]
     return tokens, [one for step in steps for one in step.logprobs], max(step.produced for step in steps)
 
@@ -143,7 +143,7 @@ def test_sampled_draft_tokens_have_the_targets(
         assert widest > 1
 
 
-def test_an_end_of_sequence_token_is_not_listed(graph: GraphSession) -> None:
+def test_an_end_of_sequence_token_has_a_log_probability_too(graph: GraphSession) -> None:
     free, every, _ = decoded(graph, GREEDY)
     speculator = speculator_of(adversaries([*PROMPT, *free], VOCABULARY, 0)["oracle"])
     limits = DecodeLimits(30, frozenset(free[11:12]))
@@ -151,7 +151,8 @@ def test_an_end_of_sequence_token_is_not_listed(graph: GraphSession) -> None:
     for each in (None, speculator):
         tokens, found, _ = decoded(graph, GREEDY, each, limits=limits)
         assert tokens == free[:end]
-        assert [one.logprob for one in found] == pytest.approx([one.logprob for one in every[:end]], abs=1e-4)
+        assert [one.token_id for one in found] == free[: end + 1]
+        assert [one.logprob for one in found] == pytest.approx([one.logprob for one in every[: end + 1]], abs=1e-4)
 
 
 def texts_of(reply: Reply) -> bytes:

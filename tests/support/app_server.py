@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from support.processes import EDGE_RUN, started
+from support.processes import EDGE_RUN, started_until
 
 PATIENCE_S = 120.0
 """Limit of every wait, far above what it takes."""
@@ -65,26 +64,15 @@ def running_app(home: Path, *arguments: str | Path, **environment: str) -> Itera
     port = () if "--port" in arguments else ("--port", "0")
     command = [*EDGE_RUN, "app", "--no-browser", *map(str, arguments), *port]
     options: dict[str, Any] = {"env": {**os.environ, "EDGERUN_HOME": str(home), **environment}}
-    with started(command, stderr=subprocess.PIPE, **options) as process:
-        app = RunningApp(process, home)
-        ready = threading.Event()
+    lines: list[str] = []
+    addresses: list[str] = []
 
-        def read() -> None:
-            assert process.stderr is not None
-            for line in process.stderr:
-                app.lines.append(line.decode().rstrip("\r\n"))
-                if address := re.search(r"edge-run: open (http://\S+)", app.lines[-1]):
-                    # The socket is bound before this line is written, so a client that connects now is heard.
-                    app.url = address[1]
-                    ready.set()
-            ready.set()
+    def take(line: str) -> bool:
+        lines.append(line)
+        # The socket is bound before this line is written, so a client that connects now is heard.
+        addresses.extend(re.findall(r"edge-run: open (http://\S+)", line))
+        return bool(addresses)
 
-        reading = threading.Thread(target=read, daemon=True)
-        reading.start()
-        assert ready.wait(PATIENCE_S)
-        assert app.url, app.lines
-        try:
-            yield app
-        finally:
-            process.kill()
-            reading.join(PATIENCE_S)
+    with started_until(command, take, PATIENCE_S, **options) as process:
+        assert addresses, lines
+        yield RunningApp(process, home, addresses[0], lines)

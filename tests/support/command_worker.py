@@ -97,11 +97,10 @@ class CommandWorker:
             files = [Path(place) / name for name in ("in", "out", "err")]
             files[0].write_bytes(standard_input)
             reply = self._ask({"arguments": list(arguments), "files": [str(file) for file in files]})
+            # While the files are there: a process that misses them ends, whatever it did before.
+            trouble = self._why_not() if reply is None else ""
             out, err = (_text(file) for file in files[1:])
-        trouble = ""
-        if reply is None:
-            trouble = self._why_not()
-        elif reply["bytes"] > MAX_BYTES:
+        if reply is not None and reply["bytes"] > MAX_BYTES:
             trouble = f"{reply['bytes']} bytes of memory"
         return Outcome(tuple(arguments), None if reply is None else reply["code"], out, err, trouble)
 

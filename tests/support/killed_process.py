@@ -145,9 +145,26 @@ def export(root: Path, source: str, exchange: bool) -> None:
         assert main(["export", source, str(root / "out")]) == 0
 
 
+def keep_prefix(root: Path, value: int) -> None:
+    """Keep the slots of 100 tokens on disk, in the cache folder `root`."""
+    import numpy as np
+
+    from edgerun.runtime.kv.arena import InPlaceArena
+    from edgerun.runtime.kv.buffers import CacheTensorType
+    from edgerun.runtime.kv.prefix_files import PrefixFiles
+
+    os.environ["EDGERUN_CACHE"] = str(root)
+    arena = InPlaceArena((CacheTensorType(np.dtype(np.float32), (1, 1, 0, 2), 2),) * 2, 512)
+    arena.pad_to(100, value)
+    files = PrefixFiles(lambda: "a model")
+    files.keep(arena, np.arange(value, value + 100))
+    files.wait()
+
+
 OPERATIONS: dict[str, tuple[list[str], Callable[..., None]]] = {
     "replace_folder": (["edgerun.models.atomic"], replace_folder),
     "write_file": (["edgerun.models.atomic"], write_file),
+    "keep_prefix": (["edgerun.runtime.kv.prefix_files"], keep_prefix),
     "export": (
         ["edgerun.edge.cli.command_line", "edgerun.edge.cli.export", "edgerun.export.pipeline", "onnxruntime", "onnx"],
         export,

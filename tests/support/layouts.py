@@ -11,9 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import onnx
+from onnx import helper, numpy_helper
 from onnx.external_data_helper import set_external_data
 
+from edgerun.export.graph.nodes import MICROSOFT
+from edgerun.export.quantization.codes import default_scales, in_blocks, nearest_codes, pack_zero_points
+from edgerun.models.manifest import WeightFormat
 from support.layout_graph import LayoutWriter
 from support.layout_kinds import (
     CONTEXT,
@@ -55,6 +60,7 @@ COMMUNITY: Final = Layout(
 )
 """transformers.js: newer onnx-community repositories (Qwen3, Llama 3.2, SmolLM3), settings above the graph's folder."""
 
+_FOUR_BITS: Final = WeightFormat(4, 32)
 _GRAPHS: Final[Mapping[Decoders, tuple[str, ...]]] = {
     Decoders.ONE: ("model.onnx",),
     Decoders.MERGED: ("decoder_model_merged.onnx",),
@@ -197,6 +203,58 @@ def write_layout(folder: Path, layout: Layout, *, seed: int = 0) -> Path:
     tiny_tokenizer(VOCABULARY).save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL_TOKENS[0]}
     write_json(folder / "tokenizer_config.json", settings | {"chat_template": CHAT_TEMPLATE})
+    return folder
+
+
+def quantize_products(folder: Path, *, zero_points: bool = False) -> Path:
+    """Write the products of a model's graph as the 4-bit quantizers of GenAI's builder and of onnx-community do.
+
+    They become `MatMulNBits` over blocks of 32 in float32, with weights beside the graph.
+
+    Args:
+        folder: what `write_layout` wrote, with one graph.
+        zero_points: whether blocks have zero points, as in onnx-community's files.
+
+    Returns:
+        `folder`.
+    """
+    (path,) = folder.rglob("*.onnx")
+    model = onnx.load(path)
+    constants = {each.name: each for each in model.graph.initializer}
+    for node in model.graph.node:
+        if node.op_type != "MatMul" or node.input[1] not in constants:
+            continue
+        name = node.input[1]
+        weights = np.ascontiguousarray(numpy_helper.to_array(constants[name]).T)
+        grouped = in_blocks(weights, _FOUR_BITS)
+        scales, zeros = default_scales(grouped, replace(_FOUR_BITS, zero_points=zero_points))
+        codes = nearest_codes(grouped, scales, _FOUR_BITS.bits, zeros)
+        parts = {f"{name}_Q4": codes, f"{name}_scales": scales}
+        if zeros is not None:
+            parts[f"{name}_zero_points"] = pack_zero_points(zeros.astype(np.uint8), _FOUR_BITS.bits)
+        model.graph.initializer.extend(numpy_helper.from_array(each, part) for part, each in parts.items())
+        node.CopyFrom(
+            helper.make_node(
+                "MatMulNBits",
+                [node.input[0], *parts],
+                list(node.output),
+                name=node.name,
+                domain=MICROSOFT,
+                K=weights.shape[1],
+                N=weights.shape[0],
+                bits=_FOUR_BITS.bits,
+                block_size=_FOUR_BITS.block,
+            )
+        )
+    used = {name for node in model.graph.node for name in node.input}
+    kept = [each for each in model.graph.initializer if each.name in used]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(kept)
+    if all(each.domain != MICROSOFT for each in model.opset_import):
+        model.opset_import.append(helper.make_opsetid(MICROSOFT, 1))
+    for stale in path.parent.glob(f"{path.name}?*"):
+        stale.unlink()
+    onnx.save(model, path, save_as_external_data=True, location=f"{path.name}_data", size_threshold=1024)
     return folder
 
 

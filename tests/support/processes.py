@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,3 +31,36 @@ def started(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
             yield process
         finally:
             process.kill()
+
+
+@contextmanager
+def started_until(
+    command: Sequence[str], take: Callable[[str], bool], patience_s: float, **options: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process, and wait until it has written a line to standard error that says that it is ready.
+
+    Args:
+        command: program and arguments.
+        take: called with each line, without its end, in a thread of its own until the process has ended; returns
+            whether the process is ready.
+        patience_s: longest time to wait.
+        **options: those of `subprocess.Popen`.
+    """
+    with started(command, stderr=subprocess.PIPE, **options) as process:
+        ready = threading.Event()
+
+        def read() -> None:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if take(line.decode().rstrip("\r\n")):
+                    ready.set()
+            ready.set()
+
+        reading = threading.Thread(target=read, daemon=True)
+        reading.start()
+        assert ready.wait(patience_s)
+        try:
+            yield process
+        finally:
+            process.kill()
+            reading.join(patience_s)

@@ -27,7 +27,7 @@ from edgerun.edge.server.asgi_app import asgi_app
 from edgerun.edge.server.server_settings import ServerSettings
 from edgerun.edge.server.uvicorn_server import bound_socket, draining_server
 from edgerun.edge.service.model_pool import ModelPool
-from support.processes import EDGE_RUN, started
+from support.processes import EDGE_RUN, started_until
 
 PATIENCE_S = 120.0
 """Limit of every wait, far above what it takes."""
@@ -115,30 +115,18 @@ def served(models: Sequence[str | Path], *options: str, **environment: str) -> I
     """Run `edge-run serve` on a free port, as a process."""
 
     command = [*EDGE_RUN, "serve", *map(str, models), "--port", "0", *options]
-    with started(command, stderr=subprocess.PIPE, env={**os.environ, **environment}) as process:
-        server = Served("", process)
-        ready = threading.Event()
+    server = Served("")
 
-        def read() -> None:
-            assert process.stderr is not None
-            for line in process.stderr:
-                server.lines.append(line.decode().rstrip("\r\n"))
-                if address := re.search(r"(http://\S+)/v1 \(", server.lines[-1]):
-                    server.base = address[1]
-                # The socket is bound before this line is written, so a client that connects now is heard.
-                if "try: curl" in server.lines[-1]:
-                    ready.set()
-            ready.set()
+    def take(line: str) -> bool:
+        server.lines.append(line)
+        if address := re.search(r"(http://\S+)/v1 \(", line):
+            server.base = address[1]
+        # The socket is bound before this line is written, so a client that connects now is heard.
+        return "try: curl" in line
 
-        reading = threading.Thread(target=read, daemon=True)
-        reading.start()
-        assert ready.wait(PATIENCE_S)
+    with started_until(command, take, PATIENCE_S, env={**os.environ, **environment}) as server.process:
         assert server.base, server.lines
-        try:
-            yield server
-        finally:
-            process.kill()
-            reading.join(PATIENCE_S)
+        yield server
 
 
 @contextmanager

@@ -63,6 +63,21 @@ FAMILY_SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
         },
     },
     "mistral": {"sliding_window": 12},
+    "ministral3": {
+        "sliding_window": None,
+        "head_dim": 32,
+        "rope_parameters": {
+            "type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+        },
+    },
     "phi3": {
         "sliding_window": None,
         "partial_rotary_factor": 0.5,
@@ -108,7 +123,19 @@ FAMILY_SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
         "logits_scaling": 0.5,
     },
     "olmo2": {"attention_bias": False},
+    "lfm2": {
+        "rms_norm_eps": None,
+        "norm_eps": 1e-5,
+        "hidden_act": None,
+        "num_hidden_layers": 5,
+        "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "block_auto_adjust_ff_dim": False,
+    },
 }
+ATTENTION_FAMILIES: Final = tuple(sorted(FAMILY_SETTINGS.keys() - {"lfm2"}))
+"""Families whose layers all have attention, and so a cache that can be cut anywhere, and token trees."""
 ARCHITECTURES: Final = {
     "gemma3_text": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
@@ -155,6 +182,9 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDAr
     head_dim = config.get("head_dim", hidden // heads)
     gemma = model_type in ("gemma2", "gemma3_text")
     tensors: dict[str, npt.NDArray[np.float32]] = {}
+    if model_type == "lfm2" and config.get("block_auto_adjust_ff_dim", True):
+        multiple = config.get("block_multiple_of", 256)
+        wide = -(-int(config.get("block_ffn_dim_multiplier", 1.0) * int(2 * wide / 3)) // multiple) * multiple
 
     def matrix(name: str, rows: int, columns: int, size: float) -> None:
         tensors[name] = (random.standard_normal((rows, columns)) * size).astype(np.float32)
@@ -172,6 +202,24 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDAr
     matrix("model.embed_tokens.weight", config["vocab_size"], hidden, 0.15 if gemma else 0.4)
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}"
+        if model_type == "lfm2":
+            norm(f"{name}.operator_norm", hidden)
+            norm(f"{name}.ffn_norm", hidden)
+            biased = config["conv_bias"]
+            if config["layer_types"][layer] == "conv":
+                linear(f"{name}.conv.in_proj", 3 * hidden, hidden, biased)
+                linear(f"{name}.conv.conv", hidden, config["conv_L_cache"], biased)
+                tensors[f"{name}.conv.conv.weight"] = tensors[f"{name}.conv.conv.weight"][:, None]
+                linear(f"{name}.conv.out_proj", hidden, hidden, biased)
+            else:
+                for projection, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+                    linear(f"{name}.self_attn.{projection}_proj", count * head_dim, hidden)
+                linear(f"{name}.self_attn.out_proj", hidden, heads * head_dim)
+                norm(f"{name}.self_attn.q_layernorm", head_dim)
+                norm(f"{name}.self_attn.k_layernorm", head_dim)
+            for module, rows, columns in (("w1", wide, hidden), ("w3", wide, hidden), ("w2", hidden, wide)):
+                linear(f"{name}.feed_forward.{module}", rows, columns)
+            continue
         if model_type != "olmo2":
             norm(f"{name}.input_layernorm", hidden)
         norm(f"{name}.post_attention_layernorm", hidden)
@@ -211,7 +259,7 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDAr
             for projection, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
                 if model_type != "phi3" or projection == "down":
                     linear(f"{module}.{projection}_proj", rows, columns, bool(config.get("mlp_bias")))
-    norm("model.norm", hidden)
+    norm("model.embedding_norm" if model_type == "lfm2" else "model.norm", hidden)
     if not config["tie_word_embeddings"]:
         matrix("lm_head.weight", config["vocab_size"], hidden, 0.4)
     return tensors

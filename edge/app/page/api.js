@@ -73,9 +73,10 @@ export const restoreConversation = (id) => request("POST", `/api/conversations/$
 export const sendMessage = (conversation, message) =>
   request("POST", `/api/conversations/${at(conversation)}/messages`, message);
 export const editMessage = (id, content, branch) => request("POST", `/api/messages/${at(id)}/edit`, { content, branch });
-export const regenerateMessage = (id) => request("POST", `/api/messages/${at(id)}/regenerate`, {});
+export const regenerateMessage = (id, count) => request("POST", `/api/messages/${at(id)}/regenerate`, { count });
 export const continueMessage = (id) => request("POST", `/api/messages/${at(id)}/continue`, {});
 export const stopMessage = (id) => request("POST", `/api/messages/${at(id)}/stop`, {});
+export const decideCall = (id, call, decision) => request("POST", `/api/messages/${at(id)}/calls/${at(call)}`, { decision });
 export const branchAtToken = (id, index, alternative) =>
   request("POST", `/api/messages/${at(id)}/branch`, { index, alternative });
 export const deleteMessage = (id) => request("DELETE", `/api/messages/${at(id)}`);
@@ -90,6 +91,10 @@ export const search = (query, signal) => request("GET", `/api/search?q=${encodeU
 export const importConversations = (name, content) => request("POST", "/api/import", { name, content });
 export const savePreset = (name, preset) => request("PUT", `/api/presets/${at(name)}`, preset);
 export const deletePreset = (name) => request("DELETE", `/api/presets/${at(name)}`);
+
+export const getTools = () => request("GET", "/api/tools");
+export const saveToolServer = (name, server) => request("PUT", `/api/tools/${at(name)}`, server);
+export const removeToolServer = (name) => request("DELETE", `/api/tools/${at(name)}`);
 
 /** Addresses that the browser downloads from. */
 export const exportUrl = (id, format) => `/api/conversations/${at(id)}/export?format=${format}`;

@@ -6,9 +6,8 @@ const AT_END = 4; // pixels that rounding may leave
 /** Where each conversation was left: the message at the top of the view and how far into it, or null for its end. */
 const places = new Map();
 
-function firstVisible(scroller) {
-  const top = scroller.getBoundingClientRect().top;
-  const items = scroller.querySelectorAll("[data-message]");
+/** The first of elements that follow one another which ends below `top`. */
+function firstBelow(items, top) {
   let low = 0;
   let high = items.length - 1;
   while (low < high) {
@@ -16,7 +15,15 @@ function firstVisible(scroller) {
     if (items[middle].getBoundingClientRect().bottom > top + 1) high = middle;
     else low = middle + 1;
   }
-  return items[low] && { id: items[low].dataset.message, offset: items[low].getBoundingClientRect().top - top };
+  return items[low];
+}
+
+function firstVisible(scroller) {
+  const top = scroller.getBoundingClientRect().top;
+  // Messages of other groups have no places: they are not laid out.
+  const group = firstBelow(scroller.querySelectorAll(".message-group"), top);
+  const item = group && firstBelow(group.querySelectorAll("[data-message]"), top);
+  return item && { id: item.dataset.message, offset: item.getBoundingClientRect().top - top };
 }
 
 /**

@@ -25,9 +25,11 @@ const PATHS = {
   right: "M9 5l7 7-7 7",
   search: "M11 18a7 7 0 1 0 0-14 7 7 0 0 0 0 14zM16 16l5 5",
   send: "M12 19V5M6 11l6-6 6 6",
+  several: "M4 6h16M4 12h9M4 18h9M18 14v6M15 17h6",
   sliders: "M4 7h10M18 7h2M4 17h2M10 17h10M14 5v4M8 15v4",
   stop: "M7 7h10v10H7z",
   tokens: "M4 5h6v5H4zM14 5h6v5h-6zM4 14h3v5H4zM11 14h9v5h-9z",
+  tool: "M14 6a4.5 4.5 0 0 0 5.6 5.6l-8.9 8.9a2.1 2.1 0 0 1-3-3l8.9-8.9M14 6l3-3a4.5 4.5 0 0 1 3.6 5.6M14 6l2.6 2.6",
   warning: "M12 4l9 16H3zM12 10v4M12 17h.01",
 };
 

@@ -43,14 +43,25 @@ export const state = {
 
 const listeners = new Set();
 let frame = 0;
+let waiting = false;
 
 /** Tells all views to look at the state again. */
 export function changed() {
-  for (const listener of listeners) listener();
+  if (waiting) changedSoon();
+  else for (const listener of listeners) listener();
 }
 
-/** Like `changed`, at most once a frame: for what changes with every token. */
-export function changedSoon() {
+/** Changes the state by `action`; views look at it in the next frame, once for all such changes. */
+export function changing(action) {
+  waiting = true;
+  try {
+    action();
+  } finally {
+    waiting = false;
+  }
+}
+
+function changedSoon() {
   if (frame) return;
   const run = () => {
     cancelAnimationFrame(frame);
@@ -99,10 +110,13 @@ export function useStore(select) {
 
 function differ(a, b) {
   const names = Object.keys(a);
-  return names.length !== Object.keys(b).length || names.some((name) => a[name] !== b[name]);
+  return names.length !== Object.keys(b).length || names.some((name) => !same(a[name], b[name]));
 }
 
-/** A component that is rendered again only when one of its props is another, or what it follows has changed. */
+/**
+ * A component that is rendered again only when one of its props is another, or what it follows has changed. Arrays are
+ * compared item by item.
+ */
 export function memo(component) {
   return class extends Component {
     shouldComponentUpdate(next) {

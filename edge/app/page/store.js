@@ -3,7 +3,7 @@
 import * as api from "./api.js";
 import { followEvents } from "./events.js";
 import { MessageTree } from "./message_tree.js";
-import { changed, changedSoon, set, state } from "./state.js";
+import { changed, changing, set, state } from "./state.js";
 import { strings } from "./strings.js";
 
 export { memo, set, state, useStore } from "./state.js";
@@ -159,6 +159,13 @@ export function answerInProgress(id) {
 
 // ---------------------------------------------------------------- events
 
+/** Says that an answer waits for a decision about a call. */
+function announceCall(before, message) {
+  const known = before?.rounds?.at(-1)?.calls.map((call) => call.id) ?? [];
+  const call = message.rounds?.at(-1)?.calls.find((item) => item.state === "waiting" && !known.includes(item.id));
+  if (call) announce(strings.calls.asks(call.name));
+}
+
 const HANDLERS = {
   conversation: ({ conversation }) => replaceConversation(conversation),
   conversation_deleted({ id }) {
@@ -180,6 +187,7 @@ const HANDLERS = {
       else state.writing.delete(message.conversation);
     }
     changed();
+    if (message.state === "writing" && state.route.id === message.conversation) announceCall(before, message);
     if (before?.state === "writing" && message.state !== "writing" && state.route.id === message.conversation) {
       announce(strings.announcements[message.state] ?? strings.announcements.complete);
     }
@@ -197,12 +205,12 @@ const HANDLERS = {
     if (!tree) return;
     state.progress.delete(delta.message);
     if (!tree.append(delta.message, delta.sequence, delta.text, delta.rate)) fetchConversation(delta.conversation);
-    changedSoon();
+    changed();
   },
   progress({ conversation, message, stage, fraction }) {
     state.progress.set(message, { stage, fraction });
     state.trees.get(conversation)?.resume(message);
-    changedSoon();
+    changed();
   },
   trimmed({ conversation, turns }) {
     state.trimmed.set(conversation, new Set(turns));
@@ -229,7 +237,7 @@ export function onEvent(type, handler) {
 }
 
 function receive(event) {
-  HANDLERS[event.type]?.(event);
+  changing(() => HANDLERS[event.type]?.(event));
   for (const handler of extraHandlers.get(event.type) ?? []) handler(event);
 }
 
@@ -368,10 +376,10 @@ export async function editMessage(message, content, branch) {
   takeNew(message.conversation, got.message, got.answer);
 }
 
-/** Writes another answer beside this one. */
-export async function regenerate(message) {
-  const got = await api.regenerateMessage(message.id);
-  takeNew(message.conversation, got.answer);
+/** Writes another answer beside this one, or several, one after another, of which the first is shown. */
+export async function regenerate(message, count = 1) {
+  const got = await api.regenerateMessage(message.id, count);
+  takeNew(message.conversation, ...got.answers.slice(1), got.answer);
 }
 
 /** Goes on with an answer that has ended early. */
@@ -386,16 +394,23 @@ export async function continueAnswer(message) {
   }
 }
 
+/** Says whether a call of a tool is made: "run", "always" or "refuse". */
+export const decideCall = (message, call, decision) => api.decideCall(message.id, call, decision);
+
 /** Branches an answer at a token. */
 export async function branchAtToken(message, index, alternative) {
   const got = await api.branchAtToken(message.id, index, alternative);
   takeNew(message.conversation, got.answer);
 }
 
-/** Stops the answer that is being written in a conversation. */
+/** Stops the answer that is being written in a conversation, and those that are to be written beside it. */
 export async function stopAnswer(conversation) {
   const answer = answerInProgress(conversation);
-  if (answer) await api.stopMessage(answer.id);
+  if (!answer) return;
+  const tree = state.trees.get(conversation);
+  const writing = tree.siblings(answer.id).filter((id) => tree.messages.get(id).state === "writing");
+  // The last one first: otherwise the next one would begin.
+  for (const id of writing.reverse()) await api.stopMessage(id);
 }
 
 /** Deletes a message with what follows it, with a notice that undoes it. */

@@ -1,13 +1,16 @@
 /** All English of the page, by view; functions where something is put in. */
 
-const count = (number, one, many) => `${number.toLocaleString("en")} ${number === 1 ? one : many}`;
+/** A number with a comma between thousands. `toLocaleString` would make such a formatter at every call. */
+const digits = new Intl.NumberFormat("en").format;
+const count = (number, one, many) => `${digits(number)} ${number === 1 ? one : many}`;
 const turns = (number) => count(number, "turn", "turns");
 
 function size(bytes) {
+  const shown = (number) => Number(number.toFixed(number < 99.95 ? 1 : 0));
   if (bytes < 1000) return `${bytes} bytes`;
-  if (bytes < 1e6) return `${(bytes / 1000).toFixed(bytes < 1e4 ? 1 : 0)} kB`;
-  if (bytes < 1e9) return `${(bytes / 1e6).toFixed(1)} MB`;
-  return `${(bytes / 1e9).toFixed(1)} GB`;
+  if (bytes < 999.5e3) return `${shown(bytes / 1e3)} kB`;
+  if (bytes < 999.5e6) return `${shown(bytes / 1e6)} MB`;
+  return `${shown(bytes / 1e9)} GB`;
 }
 
 /** A probability from 0 to 1; one that is not certain is never shown as 100 %. */
@@ -56,6 +59,23 @@ export const strings = {
     failed: "The answer has failed.",
     interrupted: "The answer was interrupted.",
   },
+  calls: {
+    always: "Always in this conversation",
+    arguments: "Arguments",
+    asks: (name) => `The model asks to call ${name}. Run or refuse it.`,
+    label: (name) => `Call of ${name}`,
+    refuse: "Refuse",
+    result: "Result",
+    run: "Run",
+    states: {
+      waiting: "waits for you",
+      running: "running …",
+      done: "done",
+      failed: "failed",
+      refused: "refused",
+      open: "not made",
+    },
+  },
   chat: {
     loading: "Loading …",
     newTitle: "New chat",
@@ -86,7 +106,7 @@ export const strings = {
     counts: (side) =>
       [
         count(side.tokens, "token", "tokens"),
-        side.drafted > 0 && `${side.accepted.toLocaleString("en")} of ${count(side.drafted, "draft token", "draft tokens")} accepted`,
+        side.drafted > 0 && `${digits(side.accepted)} of ${count(side.drafted, "draft token", "draft tokens")} accepted`,
         side.passes !== null && count(side.passes, "pass", "passes"),
       ]
         .filter(Boolean)
@@ -147,6 +167,14 @@ export const strings = {
     noPresets: "No presets yet",
     notNumber: "This must be a number.",
     notWhole: "This must be a whole number.",
+    overflow: "Longer than the context",
+    overflowChoices: [
+      ["", "As the app was started; without --overflow, an answer begins without the oldest turns"],
+      ["trim", "Leave out the oldest turns, also while an answer is written"],
+      ["window", "Keep the system prompt and the newest text, also while an answer is written"],
+      ["error", "Begin no answer, and say so"],
+    ],
+    overflowHint: "What happens when the conversation no longer fits what the model can read at once.",
     outOfRange: (min, max, above) => `This must be ${above ? "above" : "from"} ${min} ${above ? "and at most" : "to"} ${max}.`,
     preset: "Preset",
     presetDeleted: (name) => `Deleted the preset “${name}”`,
@@ -200,7 +228,7 @@ export const strings = {
     tooLarge: "Shown as plain text, because it is too large or too deeply nested to be formatted.",
   },
   exactness: {
-    accepted: (row) => `${row.accepted.toLocaleString("en")} of ${row.drafted.toLocaleString("en")}`,
+    accepted: (row) => `${digits(row.accepted)} of ${digits(row.drafted)}`,
     again: "Check again",
     cancelled: "The check was cancelled.",
     columns: ["How tokens are chosen", "Texts", "Identical", "Near ties", "Wrong", "Draft tokens accepted"],
@@ -291,44 +319,52 @@ export const strings = {
     interrupted: "Interrupted: the app ended while this was written.",
     justSave: "Just save",
     label: (name) => `Message of ${name}`,
+    callLimit: "The limit of rounds of calls is reached.",
     length: "The limit of tokens is reached.",
     model: "Model",
     nextBranch: "Next branch",
     previousBranch: "Previous branch",
     regenerate: "Regenerate",
+    regenerateSeveral: "Write several answers",
     retry: "Retry",
     saveAndAnswer: "Save as branch and answer",
     saveAsBranch: "Save as branch",
-    showAll: (characters) => `Show all ${characters.toLocaleString("en")} characters`,
+    showAll: (characters) => `Show all ${digits(characters)} characters`,
     stage: (stage) =>
       ({
         "loading the model": "Loading the model",
         "measuring the speed of this model": "Measuring once how fast this model is here",
         "reading the prompt": "Reading the conversation",
+        "starting the tools": "Starting the tools",
       })[stage] ?? stage,
     statistics: (numbers) =>
       [
         count(numbers.tokens, "token", "tokens"),
         numbers.tokens_per_second != null && `${numbers.tokens_per_second.toFixed(1)} tokens/s`,
         numbers.first_token_s != null && `first token after ${seconds(numbers.first_token_s)}`,
+        numbers.int8_prompt_tokens > 0 && "prompt read with int8 weights",
       ]
         .filter(Boolean)
         .join(" · "),
     stopped: "Stopped.",
+    smallTalk: "This model writes shell commands only, whatever it is asked. Try: list open ports.",
     thinking: (elapsed) => (elapsed ? `Thinking for ${elapsed} s …` : "Thinking …"),
     thought: (words, elapsed) =>
       elapsed ? `Thought for ${elapsed} s (${count(words, "word", "words")})` : `Reasoning (${count(words, "word", "words")})`,
+    toolsIgnored: "This model has no form for calls of tools, so it was not told of any.",
     trimmed: "not seen by the model",
     waiting: "Waiting for the model",
+    writeSeveral: (answers) => `Write ${digits(answers)} answers`,
     you: "You",
   },
   meter: {
+    cut: "The oldest text is left out",
     explanation: ({ tokens, context, reserve }) =>
-      `${tokens.toLocaleString("en")} of ${context.toLocaleString("en")} tokens of the model's context are used, with what is typed.` +
-      ` ${(reserve ?? 0).toLocaleString("en")} are kept free for the answer.`,
+      `${digits(tokens)} of ${digits(context)} tokens of the model's context are used, with what is typed.` +
+      ` ${digits(reserve ?? 0)} are kept free for the answer.`,
     label: "Tokens of the context in use",
-    nearlyFull: "Nearly full: soon the oldest turns are left out",
-    numbers: (tokens, context) => `${tokens.toLocaleString("en")} / ${context.toLocaleString("en")}`,
+    nearlyFull: "The context is nearly full",
+    numbers: (tokens, context) => `${digits(tokens)} / ${digits(context)}`,
     trims: (number) => `The oldest ${number === 1 ? "turn" : turns(number)} will be left out`,
   },
   models: {
@@ -353,7 +389,7 @@ export const strings = {
         "Memory",
         model.context && model.cache_bytes_per_token ? `${size(model.weight_bytes)} to ${size(model.memory_bytes)}` : size(model.weight_bytes),
         model.context && model.cache_bytes_per_token
-          ? `Weights ${size(model.weight_bytes)}, and ${size(model.cache_bytes_per_token)} of KV cache for each of up to ${model.context.toLocaleString("en")} tokens`
+          ? `Weights ${size(model.weight_bytes)}, and ${size(model.cache_bytes_per_token)} of KV cache for each of up to ${digits(model.context)} tokens`
           : "The weights; the KV cache comes on top",
       ],
       ["Context", model.context ? count(model.context, "token", "tokens") : "unknown"],
@@ -511,6 +547,41 @@ export const strings = {
     writing: "is being answered",
     yesterday: "Yesterday",
   },
+  tools: {
+    add: "Add a server …",
+    again: "Start again",
+    allowed: "called without asking",
+    arguments: "Arguments",
+    argumentsAbout: "One a line, as they are: no quotes are needed.",
+    askAgain: "Ask again",
+    askAgainLabel: (name) => `Ask again before ${name} is called`,
+    choiceAbout: "The model is told of the tools that are chosen here. You are asked before each call.",
+    command: "Command",
+    edit: "Edit",
+    editLabel: (name) => `Edit ${name}`,
+    editTitle: (name) => `Server ${name}`,
+    environment: "Environment",
+    environmentAbout: "NAME=value, one a line. Kept in a file that only you can read.",
+    gone: "not there now",
+    name: "Name",
+    nameAbout: "Letters, digits, - and _.",
+    noServers: "There are no tools. Add an MCP server first.",
+    notVariables: "Every line must be NAME=value.",
+    offers: (names) => `Tools: ${names.join(", ")}`,
+    remove: "Remove",
+    removeLabel: (name) => `Remove ${name}`,
+    save: "Save and start",
+    servers: "Tools",
+    serversAbout:
+      "MCP servers are programs on this machine whose tools a model can call. Choose the tools of a conversation in its settings.",
+    states: { off: "off", starting: "starting …", running: "running", failed: "failed" },
+    title: "Tools",
+    toSettings: "Servers",
+    toggleLabel: (server) => `Turn ${server.name} ${server.enabled ? "off" : "on"}`,
+    trust: "A server runs with your rights, and can do what you can. Add only those that you trust.",
+    turnOff: "Turn off",
+    turnOn: "Turn on",
+  },
   tokens: {
     acceptedFrom: (drafter) => `accepted from ${drafter}`,
     alternative: (text, percent, note) => `Branch here with “${text}”, ${percent}${note && `, ${note}`}`,
@@ -523,6 +594,7 @@ export const strings = {
     details: (text) => `Token “${text}”`,
     drafters: {
       suffix: "suffix look-up",
+      edit: "the text that is being rewritten",
       history: "look-up in earlier conversations",
       ngram: "the n-gram table",
       recycle: "recycled candidates",
@@ -555,7 +627,7 @@ export const strings = {
       [
         count(tokens, "token", "tokens"),
         accepted
-          ? `${accepted.toLocaleString("en")} accepted from drafts (${percent(accepted / tokens)}): ${count(passes, "pass", "passes")} instead of ${(passes + accepted).toLocaleString("en")}`
+          ? `${digits(accepted)} accepted from drafts (${percent(accepted / tokens)}): ${count(passes, "pass", "passes")} instead of ${digits(passes + accepted)}`
           : `none from drafts: ${count(passes, "pass", "passes")}`,
         `mean probability ${percent(mean)}`,
       ].join(" · "),

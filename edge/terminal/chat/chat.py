@@ -16,15 +16,17 @@ from ....runtime.conversation import Session
 from ....runtime.options import GenerateOptions
 from ....runtime.result import Stats
 from ...conversations.answering import AnswerWriter, answer_state, generate_options, stats_object
-from ...conversations.context_fit import ContextFit, fit_context, model_messages
+from ...conversations.context_fit import ContextFit, fit_context, model_messages, takes_calls
 from ...conversations.records import Attachment, Conversation, MessageState, Role, StoredMessage
+from ...conversations.small_talk import is_small_talk
 from ...conversations.store import ConversationStore
+from ..answer_report import stats_line
 from ..explain import show_rounds
 from ..interrupt import ChatInterrupts
-from ..output import SafeConsole, can_draw, stats_line, write_out
+from ..output import SafeConsole, can_draw, write_out
 from .answer_view import AnswerMarkdown, MarkdownView, RawView
 from .chat_conversation import ChatConversation
-from .chat_model import INTRODUCTION, NO_CHAT, ChatModel, is_bundled, is_here, is_small_talk, model_name_of, short_name
+from .chat_model import INTRODUCTION, NO_CHAT, ChatModel, is_bundled, is_here, model_name_of, short_name
 from .prompt_reader import CONTINUATION, PROMPT, PlainReader, PromptReader
 
 _SHOWN_MESSAGES: Final = 4
@@ -203,9 +205,10 @@ class Chat:
         branch = self.conversation.branch()
         self._used_tokens = 0
         if branch:
-            messages = model_messages(self.conversation.system, branch)
+            engine = self.model.engine
+            messages = model_messages(self.conversation.system, branch, calls=takes_calls(engine))
             try:
-                self._used_tokens = len(self.model.engine.encode_chat(messages))
+                self._used_tokens = len(engine.encode_chat(messages))
             except EdgeError:  # what is wrong is said when it is answered
                 self._used_tokens = None
 
@@ -315,7 +318,9 @@ class Chat:
             EdgeError: it failed; what was generated is kept.
         """
         engine = self.model.engine
-        stream = engine.stream(model_messages(self.conversation.system, fit.messages), options)
+        # What is stored goes on later, so it is what the model writes.
+        messages = model_messages(self.conversation.system, fit.messages, calls=takes_calls(engine))
+        stream = engine.stream(messages, options, parse_answer=False)
         view = RawView() if self.raw else MarkdownView(self.console)
         state, stats, error = MessageState.INTERRUPTED, None, None
         described: dict[str, Any] | None = None

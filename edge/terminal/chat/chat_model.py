@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeAlias
 
 from ....errors import BundleError, EdgeError
 from ....models.find import BUNDLED_MODEL, bundled_folder, find_model, is_on_hub
-from ....models.hub.local_store import read_downloaded
+from ....models.hub.downloaded_model import read_downloaded
 from ....models.progress import Progress, ProgressDisplay
 from ....models.safe_text import on_one_line
 from ....runtime.engine import Engine
@@ -22,18 +21,13 @@ OpenModel: TypeAlias = Callable[[str | None, Progress], Engine]
 
 _CHAT_MODEL: Final = "onnx-community/Qwen2.5-0.5B-Instruct"
 INTRODUCTION: Final = f"""\
-This small model comes with edge-run. It turns a request into a shell command, and it does not chat.
+This small model comes with edge-run. It turns a request into a shell command, without regard to earlier
+ones, and it does not chat.
 Ask for a command: find files larger than 100 MB
 To get a model that chats: edge-run pull {_CHAT_MODEL}
 and then: edge-run {_CHAT_MODEL}"""
 NO_CHAT: Final = (
     "this model writes shell commands only, whatever it is asked; try: list open ports. /help says how to get another"
-)
-_SMALL_TALK: Final = re.compile(
-    r"(hi+|hello|hey|yo|thanks?|thank you|good (morning|evening|night|day)|bye|ok(ay)?|please|help|test(ing)?|"
-    r"(how|who|what) are you|what can you do|what is this|tell me .*|why .*|write .* (poem|story|essay).*)"
-    r"( there| you| edge-run| all)?[\s.!?]*",
-    re.IGNORECASE,
 )
 
 
@@ -54,11 +48,6 @@ def short_name(name: str) -> str:
 def is_bundled(engine: Engine) -> bool:
     """Whether this is the model that comes with edge-run."""
     return engine.bundle.folder.resolve() == bundled_folder().resolve()
-
-
-def is_small_talk(text: str) -> bool:
-    """Whether a message is none that a model for shell commands can do anything with."""
-    return _SMALL_TALK.fullmatch(text.strip()) is not None
 
 
 def local_models() -> list[str]:

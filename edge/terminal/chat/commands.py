@@ -243,7 +243,7 @@ def _sampling_value(name: str, text: str) -> Any:
     Raises:
         InputError: it is not a number, or not a whole one.
     """
-    if name == "stop":
+    if name in {"stop", "overflow"}:
         return text
     whole = name in {"top_k", "max_tokens", "seed"}
     try:

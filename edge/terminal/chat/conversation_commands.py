@@ -13,7 +13,7 @@ from rich.table import Table
 from ....errors import InputError
 from ....models.atomic import write_atomically
 from ....models.safe_text import on_one_line
-from ...conversations.context_fit import model_messages
+from ...conversations.context_fit import model_messages, takes_calls
 from ...conversations.records import Conversation, Role
 from .chat import Chat
 from .chat_conversation import ChatConversation
@@ -40,6 +40,7 @@ class ConversationCommands:
             Command("/title", "TEXT", "name this conversation", self._title),
             Command("/new", "", "start a new conversation", self._new),
             Command("/delete", "", "delete this conversation", self._delete),
+            Command("/undelete", "", "restore the conversation that was deleted last", self._undelete),
             Command(
                 "/save",
                 "PATH",
@@ -144,16 +145,25 @@ class ConversationCommands:
                 self._chat.note("not deleted")
                 return
             self._chat.store.delete(stored.id)
-            self._chat.note("deleted; for 30 days, edge-run app can restore it")
+            self._chat.note("deleted; /undelete restores it, and for 30 days edge-run app can, too")
         self._new("")
+
+    def _undelete(self, _argument: str) -> None:
+        deleted = self._chat.store.conversations(deleted=True)
+        if not deleted:
+            raise InputError("there is no deleted conversation", "/conversations lists the others")
+        last = max(deleted, key=lambda conversation: conversation.deleted or 0.0)
+        restored = self._chat.store.restore(last.id)
+        self._chat.open(ChatConversation(self._chat.store, conversation=restored))
 
     def _save(self, argument: str) -> None:
         path = self._destination("/save", argument)
         if path is None:
             return
         chat = self._chat
-        session = chat.model.engine.session(system=chat.conversation.system or None)
-        session.continue_from(model_messages("", chat.conversation.branch()))
+        engine = chat.model.engine
+        session = engine.session(system=chat.conversation.system or None)
+        session.continue_from(model_messages("", chat.conversation.branch(), calls=takes_calls(engine)))
         self._write(path, lambda: session.save(path))
         chat.saved_session = session
         chat.note(f"saved; continue with --resume {shlex.quote(str(path))}")

@@ -2,8 +2,10 @@
 
 It keeps the sequence and, behind it, cache slots of any draft tokens, in an arena of its own. Nothing runs until logits
 are needed: then everything that is missing, of the sequence and of the draft, goes through in one pass. Slots of draft
-tokens are kept until the sequence grows, and those of accepted tokens become slots of the sequence. So a fully accepted
-chain costs no further pass: the next pass runs its last token together with the target's own next token.
+tokens are kept until the sequence grows: those of accepted tokens become slots of the sequence, and those that continue
+it stay draft tokens. So a fully accepted chain costs no further pass: the next pass runs its last token together with
+the target's own next token. Where that was run too, while the target verified (`ahead`), the next round finds its
+logits, and those of what was run behind it.
 
 A path is the tuple of draft tokens behind the sequence; `()` is the sequence itself. Token ids are the target's.
 """
@@ -17,7 +19,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ...graph.bound_session import BoundSession
+from ...graph.bound_graph import BoundGraph
 from ...kv.arena import KVArena
 from ...kv.prefix_cache import PrefixCache
 from ..pass_cost import PassCost
@@ -64,7 +66,7 @@ class DraftModel:
 
     def __init__(
         self,
-        bound: BoundSession,
+        bound: BoundGraph,
         cost: PassCost,
         target_vocab: int,
         target_ids: Int32 | None = None,
@@ -92,6 +94,8 @@ class DraftModel:
             self._own_ids[target_ids] = np.arange(target_ids.size)
         self._scores = np.empty(self.head, np.float32)
         self._spent = 0.0
+        self._timings: list[tuple[int, int, float]] = []
+        """Width, context and seconds of passes that the cost has not learned from."""
         self._token_ids: list[int] = []
         # All three describe draft tokens behind the slots of the sequence; empty while slots of the sequence are
         # missing.
@@ -135,20 +139,44 @@ class DraftModel:
 
         Missing tokens of the sequence are run once and serve all later rounds: of more than a few, a share is counted.
         """
-        missing = self.pending
-        if path in self._logits:
+        if self.has_logits(path):
             return 0.0
         context = self._arena.length
-        now = min(missing, _USUAL_CATCH_UP)
-        later = missing - now
-        width = max(1, now + sum(path[:depth] not in self._slots for depth in range(1, len(path) + 1)))
+        later = max(self.pending - _USUAL_CATCH_UP, 0)
         spread = later / _PREFILL_WIDTH * self.cost.seconds(_PREFILL_WIDTH, context) / _ROUNDS_SERVED
-        return self.cost.seconds(width, context) + spread
+        return self.cost.seconds(self.width(path) - later, context) + spread
+
+    def has_logits(self, path: Path) -> bool:
+        """Whether the logits after the sequence and `path` are known."""
+        self._commit_accepted()
+        return path in self._logits
+
+    def width(self, path: Path) -> int:
+        """Number of tokens that have to run for the logits after the sequence and `path`, if they are not known."""
+        return max(1, self.pending + sum(path[:depth] not in self._slots for depth in range(1, len(path) + 1)))
 
     def take_seconds_spent(self) -> float:
-        """Seconds that the model has run since the last call of this method."""
+        """Seconds that the model has run since the last call of this method, from which its cost is refined."""
+        for width, context, seconds in self._timings:
+            self.cost.observe(width, context, seconds)
+        self._timings.clear()
         spent, self._spent = self._spent, 0.0
         return spent
+
+    def catch_up(self, tokens: int) -> None:
+        """Run the first `tokens` of the sequence's missing tokens.
+
+        Raises:
+            EdgeError: as for `top_tokens`.
+        """
+        started = time.perf_counter()
+        self._commit_accepted()
+        length = self._arena.length
+        missing = self._own(self._token_ids[length : length + tokens])
+        if missing.size and missing.min() >= 0 and length + missing.size <= self._arena.limit:
+            self._forward(missing)
+            self._arena.commit(missing.size)
+        self._spent += time.perf_counter() - started
 
     def top_tokens(self, path: Path, count: int, temperature: float = 1.0) -> TopTokens:
         """The `count` most probable tokens after the sequence and `path`; one pass, or none if the logits are there.
@@ -240,7 +268,8 @@ class DraftModel:
         finally:
             arena.rewind_to(base)
         if self.passes % _OBSERVED_EVERY == 0:
-            self.cost.observe(tokens.size, base, time.perf_counter() - started)
+            # The cost is shared with other sequences, whose threads may be using it.
+            self._timings.append((tokens.size, base, time.perf_counter() - started))
         self.passes += 1
         last: Floats = logits[0]
         return last
@@ -264,14 +293,22 @@ class DraftModel:
         accepted: list[int] = []
         while len(accepted) < len(behind) and (slot := self._slots.get(behind[: len(accepted) + 1])) is not None:
             accepted.append(slot)
-        logits = self._logits.get(behind) if len(accepted) == len(behind) else None
+        kept, logits = dict[Path, int](), dict[Path, Floats]()
+        if len(accepted) == len(behind):
+            # What continues the sequence was run after it, so that these slots come after the accepted ones.
+            kept = {path: slot for path, slot in self._slots.items() if _continues(path, behind)}
+            known = {path: each for path, each in self._logits.items() if path == behind or _continues(path, behind)}
+            logits = {path[len(behind) :]: each for path, each in known.items()}
         if accepted:
             base = arena.length - 1  # the last token of the sequence plays the anchor
             arena.rewind_to(base)
-            arena.compact(base, [0, *(1 + slot for slot in accepted)])
+            arena.compact(base, [0, *(1 + slot for slot in (*accepted, *sorted(kept.values())))])
+            arena.rewind_to(base + 1 + len(accepted))
         self._drop_draft()
-        if logits is not None:
-            self._logits[()] = logits
+        for path in sorted(kept, key=kept.__getitem__):
+            self._slots[path[len(behind) :]] = len(self._scratch)
+            self._scratch.append(path[len(behind) :])
+        self._logits.update(logits)
 
     def _drop_draft(self) -> None:
         self._scratch.clear()
@@ -301,6 +338,10 @@ class DraftModel:
         np.exp(scores, out=scores)
         ids = best if self.target_ids is None else self.target_ids[best].tolist()
         return TopTokens(tuple(ids), tuple((scores[best] / scores.sum()).tolist()))
+
+
+def _continues(path: Path, beginning: Path) -> bool:
+    return len(path) > len(beginning) and path[: len(beginning)] == beginning
 
 
 def _is_chain(paths: Sequence[Path]) -> bool:

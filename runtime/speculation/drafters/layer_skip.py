@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ...graph.bound_session import BoundSession
+from ...graph.bound_graph import BoundGraph
 from ...kv.arena import InPlaceArena, KVArena
 from ...kv.borrowed import BorrowedArena
 from ..pass_cost import PassCost
@@ -27,7 +27,7 @@ class LayerSkipDraft(DraftModel):
         target_ids: as for `DraftModel`.
     """
 
-    def __init__(self, bound: BoundSession, cost: PassCost, target_vocab: int, target_ids: Int32 | None = None) -> None:
+    def __init__(self, bound: BoundGraph, cost: PassCost, target_vocab: int, target_ids: Int32 | None = None) -> None:
         super().__init__(bound, cost, target_vocab, target_ids)
         if not isinstance(bound.arena, BorrowedArena):
             raise TypeError("a draft over the target's cache needs a borrowed arena")

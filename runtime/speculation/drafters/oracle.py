@@ -51,11 +51,11 @@ class TreeDrafter:
         if tree is None:
             return None
         for node in range(1, len(tree)):
-            parent = int(tree.parents[node])
-            stated = float(tree.path_prob[node]) / max(float(tree.path_prob[parent]), 1e-6)
+            parent = tree.parent_nodes[node]
+            stated = tree.path_probs[node] / max(tree.path_probs[parent], 1e-6)
             # Values that are not probabilities, NaN among them, go into the lowest class.
             step = min(int(stated * _CLASSES), _CLASSES - 1) if 0 <= stated < math.inf else 0
-            candidate = Candidate(int(tree.tokens[node]), step)
+            candidate = Candidate(tree.token_ids[node], step)
             self._children.setdefault(parent, []).append(candidate)
         for candidates in self._children.values():
             candidates.sort(key=lambda candidate: -candidate.bucket)

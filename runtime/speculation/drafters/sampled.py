@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...sampling.distribution import Distribution
-from ...sampling.sampler import Sampler, SamplingParams
+from ...sampling.sampler import Sampler, SamplingParams, uniform_at
+from ...sampling.token_mask import TokenConstraint
 from ..backoff import Backoff
 from ..growth import TokenPrices
 from ..sampled_verification import SampledDraft, sample_children
@@ -99,21 +100,35 @@ class SampledDrafter:
         self._sampler.observe(self._head_places(token_ids))
         self._length += len(token_ids)
 
-    def distribution(self, path: Path) -> Distribution | None:
-        """The draft model's distribution after the sequence and `path`, in target ids; None if it cannot be run."""
+    def distribution(self, path: Path, constraint: TokenConstraint | None = None) -> Distribution | None:
+        """The draft model's distribution after the sequence and `path`, in target ids.
+
+        Returns:
+            The distribution over the tokens that the constraint allows; None if there are none, or the model cannot be
+            run.
+        """
         logits = self.model.logits(path)
         if logits is None:
             return None
         with self._sampler.rollback():
             self._sampler.observe(self._head_places(path))
             distribution = self._sampler.distribution(logits)
-        if self.model.target_ids is None:
-            return distribution
-        ids = self.model.target_ids[distribution.ids].astype(np.intp)
-        order = np.argsort(ids)
-        return Distribution(ids[order], distribution.probs[order])
+        if self.model.target_ids is not None:
+            ids = self.model.target_ids[distribution.ids].astype(np.intp)
+            order = np.argsort(ids)
+            distribution = Distribution(ids[order], distribution.probs[order])
+        mask = None if constraint is None else constraint.mask(path)
+        return distribution if mask is None else distribution.among(mask.allowed(distribution.ids))
 
-    def sample(self, anchor: int, prices: TokenPrices, max_depth: int, *, chain: bool) -> SampledDraft:
+    def sample(
+        self,
+        anchor: int,
+        prices: TokenPrices,
+        max_depth: int,
+        *,
+        chain: bool,
+        constraint: TokenConstraint | None = None,
+    ) -> SampledDraft:
         """Sample a draft behind the sequence; the anchor alone if nothing pays.
 
         Args:
@@ -121,6 +136,7 @@ class SampledDrafter:
             prices: price of token positions and of time.
             max_depth: maximum number of tokens of a path.
             chain: whether to sample one child per node, for `verify_block`; otherwise a tree, for `verify_recursive`.
+            constraint: what the answer has to follow; None if any token may come.
         """
         tokens, parents, path_probs = [anchor], [-1], [1.0]
         paths: list[Path] = [()]
@@ -141,7 +157,7 @@ class SampledDrafter:
             pays = path_probs[node] * self.estimate.mean > cost
             if not pays and not (trying and node == 0):
                 continue
-            distribution = self.distribution(paths[node])
+            distribution = self.distribution(paths[node], constraint)
             if distribution is None:
                 continue
             max_children = 1 if chain else _MAX_CHILDREN
@@ -152,7 +168,8 @@ class SampledDrafter:
             if sampled:
                 distributions[node] = distribution
             for token, chance in zip(sampled, chances, strict=False):
-                if len(paths[node]) + 1 < max_depth:
+                goes_on = constraint is None or constraint.allows(paths[node], (token,))[0]
+                if goes_on and len(paths[node]) + 1 < max_depth:
                     heappush(heap, (-chance, len(tokens)))
                 tokens.append(token)
                 parents.append(node)
@@ -163,6 +180,20 @@ class SampledDrafter:
             self._backoff.start()
         sources = [Source.ANCHOR, *[Source.MODEL] * (len(tokens) - 1)]
         return SampledDraft(Tree.of(tokens, parents, path_probs, sources), distributions)
+
+    def next_token(self, distribution: Distribution, depth: int, drafted: int) -> int:
+        """The token after `depth` tokens if the next `drafted` ones are accepted, as far as the target agrees.
+
+        Args:
+            distribution: the draft model's, after those tokens.
+            depth: number of tokens behind the sequence, at least `drafted`.
+            drafted: number of draft tokens that the target verifies now; the one after them is its own.
+        """
+        seed, anchor = self._params.seed, self._length + drafted
+        if depth == drafted:
+            return distribution.draw(uniform_at(seed, anchor))
+        # The next round counts positions from the target's own token, and the nodes of a chain from 0.
+        return sample_children(distribution, 1, seed, anchor + 1, depth - drafted - 1)[0]
 
     def learn(self, draft: SampledDraft, result: VerifyResult) -> None:
         """Learn which draft tokens were accepted; children after the accepted one were not tried."""
@@ -199,6 +230,39 @@ class SampledDrafter:
         places: npt.NDArray[np.intp] = order[np.minimum(at, order.size - 1)]
         known: npt.NDArray[np.intp] = places[self.model.target_ids[places] == ids]
         return known
+
+
+class SampledContinuation:
+    """A `Continuation` of a sampled draft: the tokens that the next round would sample if the whole draft is accepted.
+
+    They are computed and not drawn: seed, position and node determine the random numbers, so that the next round
+    samples the same tokens, and another round others, whether or not this was run. Which paths were run before changes
+    what further passes cost, and by that whether a node gets children, which depends on nothing that is sampled after.
+
+    Args:
+        draft: the draft that is verified.
+        drafter: what sampled it.
+    """
+
+    def __init__(self, draft: SampledDraft, drafter: SampledDrafter) -> None:
+        node, tree = 0, draft.tree
+        while (children := np.flatnonzero(tree.parents == node)).size:
+            node = int(children[0])
+        self._path: Path = tuple(tree.tokens[list(tree.path_to(node)[1:])].tolist())
+        self._chance = float(tree.path_prob[node])
+        self._drafter = drafter
+
+    def outcomes(self) -> list[tuple[float, Path]]:
+        """See `Continuation`: the whole draft, or the first path of a tree."""
+        return [(self._chance, self._path)]
+
+    def next_tokens(self, path: Path) -> list[tuple[int, float]]:
+        """See `Continuation`: one token."""
+        distribution = self._drafter.distribution(path)
+        if distribution is None:
+            return []
+        token = self._drafter.next_token(distribution, len(path), len(self._path))
+        return [(token, self._drafter.estimate.mean)]
 
 
 def _bin(distribution: Distribution) -> int:

@@ -69,6 +69,17 @@ def test_an_answer_goes_on_while_no_window_is_open(endless_app: RunningApp, cook
         assert read(second.client, conversation)["writing"] == []
 
 
+def test_the_prefix_of_a_system_message_is_kept_on_disk(tmp_path: Path, tiny_bundle: Path) -> None:
+    cache = tmp_path / "cache"
+    with running_app(tmp_path / "home", tiny_bundle, "--draft", "none", EDGERUN_CACHE=str(cache)) as app:
+        with app.entered() as client, window(app, client.cookies) as page:
+            conversation = new_conversation(page.client, system="the one who is on to the other " * 8)
+            change = {"sampling": {"max_tokens": 4}}
+            page.client.patch(f"/api/conversations/{conversation}", json=change).raise_for_status()
+            page.wait_for_end(send(page.client, conversation, "hello")["id"])
+        wait_until(lambda: len(list(cache.glob("prefixes/*/*.kv"))) == 1)
+
+
 def test_an_answer_can_be_stopped_as_soon_as_it_is_told_of(tmp_path: Path, endless_bundle: Path) -> None:
     with (
         ConversationStore.open(tmp_path / "conversations.sqlite3") as store,

@@ -91,7 +91,7 @@ def test_presets(page: Window) -> None:
     assert page.client.put("/api/presets/x", json={"sampling": {"temperature": "hot"}}).status_code == 400
     assert page.client.delete(f"/api/presets/{name}").json() == {}
     assert get(page.client, "/api/state")["presets"] == []
-    assert page.client.delete(f"/api/presets/{name}").status_code == 400
+    assert page.client.delete(f"/api/presets/{name}").status_code == 404
 
 
 def test_search_finds_messages(page: Window) -> None:

@@ -99,6 +99,42 @@ def test_regenerating_adds_another_answer(page: Window) -> None:
     assert back["conversation"]["leaf"] == first["id"]
 
 
+def test_several_answers_are_those_of_successive_seeds(page: Window) -> None:
+    sampling = {"max_tokens": 6, "temperature": 1.5, "seed": 3}
+    conversation = new_conversation(page.client, sampling=sampling)
+    first = answered(page, conversation)
+    found = post(page.client, f"/api/messages/{first['id']}/regenerate", count=3)
+    assert found["answer"] == found["answers"][0]
+    for answer in found["answers"]:
+        page.wait_for_end(answer["id"])
+    shown = read(page.client, conversation)
+    assert shown["conversation"]["leaf"] == found["answer"]["id"]
+    texts = [messages_of(page.client, conversation)[answer["id"]]["content"] for answer in found["answers"]]
+    alone = [
+        answered(page, new_conversation(page.client, sampling={**sampling, "seed": seed}))["content"] for seed in (4, 5)
+    ]
+    assert texts == [first["content"], *alone]
+    assert len(tokens_of(page.client, found["answers"][2]["id"])) == 6
+
+
+def test_several_answers_differ_unless_greedy_decoding_was_chosen(page: Window) -> None:
+    for sampling, number in (({}, 4), ({"temperature": 0}, 1)):
+        first = answered(page, new_conversation(page.client, sampling={"max_tokens": 8, **sampling}))
+        answers = post(page.client, f"/api/messages/{first['id']}/regenerate", count=4)["answers"]
+        ended = [page.wait_for_end(answer["id"]) for answer in answers]
+        assert len({answer["content"] for answer in ended}) == number
+    assert "it must be at most 8" in error_of(page.client, f"/api/messages/{first['id']}/regenerate", 400, count=9)
+
+
+def test_one_of_several_answers_is_stopped(page: Window) -> None:
+    sampling = {"max_tokens": 400, "temperature": 1.0}
+    first = answered(page, new_conversation(page.client, model="endless", sampling=sampling))
+    answers = post(page.client, f"/api/messages/{first['id']}/regenerate", count=3)["answers"]
+    post(page.client, f"/api/messages/{answers[2]['id']}/stop")
+    states = [page.wait_for_end(answer["id"])["state"] for answer in answers]
+    assert states == ["length", "length", "stopped"]
+
+
 def test_continuing_gives_the_text_of_an_answer_in_one_piece(page: Window) -> None:
     conversation = new_conversation(page.client, sampling={"max_tokens": 6})
     first = answered(page, conversation)
@@ -298,6 +334,6 @@ def test_what_an_empty_or_unknown_message_is_answered_with(client: httpx.Client)
     ):
         body = None if method in {"GET", "DELETE"} else {"content": "x"} if "messages" in other[-8:] else {}
         response = client.request(method, other, json=body)
-        assert response.status_code == 400, other
+        assert response.status_code == 404, other
         assert "there is no" in response.json()["error"]["message"]
     assert "there is no message 'none'" in error_of(client, path, 400, content="x", parent="none")

@@ -88,6 +88,14 @@ def test_a_download_is_paused_and_goes_on_after_a_reload(page: Page, hub: HubSer
     expect(page.locator('[data-model="acme/Tiny-Chat"]')).to_contain_text("not measured yet")
 
 
+def test_sizes_have_no_empty_decimals(page: Page) -> None:
+    shown = page.evaluate(
+        "async (sizes) => sizes.map((await import('/page/strings.js')).strings.common.size)",
+        [999, 1500, 860e6, 12.34e6, 999.7e6, 2e9],
+    )
+    assert shown == ["999 bytes", "1.5 kB", "860 MB", "12.3 MB", "1 GB", "2 GB"]
+
+
 def test_a_cancelled_download_disappears_with_its_files(page: Page, hub: HubServer, folder: Path) -> None:
     begin(page, hub, "acme/Unwanted").get_by_role("button", name="Cancel").click()
     expect(card(page, "acme/Unwanted")).to_have_count(0)

@@ -12,7 +12,7 @@ pytest.importorskip("starlette", reason="needs the app extra")
 pytest.importorskip("playwright", reason="needs playwright")
 pytest.importorskip("support.tiny_models", reason="needs the export extra")
 
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Route, expect
 
 from edgerun.edge.conversations.store import ConversationStore
 from support.browser import AppServer, browser
@@ -99,6 +99,26 @@ def test_commands_of_the_bundled_model_are_shown_as_they_are(tmp_path: Path, chr
         chat.row("Cleaning").click()
         expect(chat.answers.locator("pre")).to_have_text(command)
         expect(chat.answers.locator("em")).to_have_count(0)
+        # Nor as Markdown while the page does not know yet which model it was.
+        held: list[Route] = []
+
+        def hold(route: Route) -> None:
+            held.append(route)
+
+        chat.page.route("**/api/state", hold)
+        chat.page.reload()
+        expect(chat.answers.locator(".plain")).to_have_text(command)
+        expect(chat.answers.locator("em")).to_have_count(0)
+        for route in held:
+            route.continue_()
+        chat.page.unroute("**/api/state")
+        expect(chat.answers.locator("pre")).to_have_text(command)
+
+
+def test_small_talk_with_the_bundled_model_is_explained(chat: ChatPage) -> None:
+    explained = "This model writes shell commands only"
+    expect(chat.ask("Hello there!")).to_contain_text(explained)
+    expect(chat.ask("list the open ports")).not_to_contain_text(explained)
 
 
 def test_an_answer_is_stopped_and_goes_on(long_answer: ChatPage) -> None:
@@ -155,6 +175,38 @@ def test_an_answer_is_written_again_beside_the_first(chat: ChatPage) -> None:
     expect(chat.answers.last.locator(".branches")).to_contain_text("1 / 2")
     chat.page.reload()
     expect(chat.answers.last.locator(".branches")).to_contain_text("1 / 2")
+
+
+def test_several_answers_are_written_one_after_another(chat: ChatPage) -> None:
+    answer = chat.ask(QUESTION)
+    answer.get_by_role("button", name="Write several answers").click()
+    chat.page.get_by_role("menuitem", name="Write 3 answers").click()
+    last = chat.answers.last
+    expect(last.locator(".branches")).to_contain_text("2 / 4")
+    for number in (3, 4):
+        chat.in_state("complete")
+        last.get_by_role("button", name="Next branch").click()
+        expect(last.locator(".branches")).to_contain_text(f"{number} / 4")
+    chat.in_state("complete")
+    expect(last.get_by_role("button", name="Next branch")).to_be_disabled()
+
+
+def test_several_answers_are_stopped_together(long_answer: ChatPage) -> None:
+    chat = long_answer
+    chat.page.keyboard.press("Escape")
+    answer = chat.in_state("stopped")
+    answer.get_by_role("button", name="Write several answers").click()
+    chat.page.get_by_role("menuitem", name="Write 2 answers").click()
+    expect(chat.answers.last.locator(".branches")).to_contain_text("2 / 3")
+    chat.begun()
+    # The one that waits can be looked at.
+    chat.answers.last.get_by_role("button", name="Next branch").click()
+    expect(chat.answers.last).to_contain_text("Waiting for the model")
+    chat.page.get_by_role("button", name="Stop the answer (Esc)").click()
+    for place in ("3 / 3", "2 / 3"):
+        expect(chat.answers.last.locator(".branches")).to_contain_text(place)
+        chat.in_state("stopped")
+        chat.answers.last.get_by_role("button", name="Previous branch").click()
 
 
 def test_a_deleted_message_comes_back(chat: ChatPage) -> None:

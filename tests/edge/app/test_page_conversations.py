@@ -11,7 +11,7 @@ pytest.importorskip("starlette", reason="needs the app extra")
 pytest.importorskip("playwright", reason="needs playwright")
 pytest.importorskip("support.tiny_models", reason="needs the export extra")
 
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Route, expect
 
 from support.browser import AppServer, browser, browser_page
 from support.chat_page import ChatPage, OpenedApp, opened
@@ -89,6 +89,30 @@ def test_conversations_are_renamed_pinned_moved_deleted_and_restored(chat: ChatP
     expect(chat.messages).to_have_count(2)
 
 
+def test_a_list_of_deleted_conversations_that_was_hidden_stays_hidden(bundled: OpenedApp) -> None:
+    with bundled.window() as one, bundled.window() as two:
+        one.ask("show the kernel version")
+        deleted = one.page.get_by_role("button", name="Deleted", exact=True)
+        deleted.click()
+        expect(deleted).to_have_attribute("aria-pressed", "true")
+        held: list[Route] = []
+
+        def hold(route: Route) -> None:
+            held.append(route)
+
+        one.page.route("**/api/conversations?deleted=*", hold)
+        # The list is asked for again while it is shown, and answered when it is not.
+        with one.page.expect_request("**/api/conversations?deleted=*"):
+            two.menu("show the kernel version", "Delete")
+        deleted.click()
+        expect(deleted).to_have_attribute("aria-pressed", "false")
+        with one.page.expect_response("**/api/conversations?deleted=*"):
+            for route in held:
+                route.continue_()
+        one.page.evaluate("() => new Promise((resolve) => setTimeout(() => requestAnimationFrame(resolve)))")
+        expect(deleted).to_have_attribute("aria-pressed", "false")
+
+
 def test_two_windows_show_the_same(bundled: OpenedApp) -> None:
     with bundled.window() as one:
         one.ask("show my user name")
@@ -144,6 +168,43 @@ def test_settings_of_a_conversation_are_checked_and_kept(chat: ChatPage) -> None
     expect(dialog).to_have_count(0)
     chat.send("show all processes of root")
     chat.in_state("length")
+
+
+def test_a_conversation_that_outgrows_the_context_does_what_its_settings_say(
+    tmp_path: Path, chromium: Browser, endless_bundle: Path
+) -> None:
+    server = AppServer(tmp_path, [endless_bundle], "--draft", "none", "--context", "64")
+    with server, opened(server, chromium) as app, app.window() as chat:
+        page = chat.page
+        dialog = page.get_by_role("dialog", name="Settings of this conversation")
+        choice = dialog.get_by_label("Longer than the context")
+
+        def choose(words: str, shown: str) -> None:
+            page.keyboard.press("Control+Shift+s")
+            choice.focus()
+            page.keyboard.type(words)  # what a list of choices takes for the beginning of one
+            expect(choice).to_have_value(shown)
+            dialog.get_by_role("button", name="Save", exact=True).press("Enter")
+            expect(dialog).to_have_count(0)
+
+        page.keyboard.press("Control+Shift+s")
+        expect(choice).to_have_value("")
+        dialog.get_by_label("Longest answer").fill("200")
+        page.keyboard.press("Enter")
+        expect(dialog).to_have_count(0)
+        choose("Begin", "error")
+        chat.send("a long message " * 30)
+        expect(chat.in_state("failed")).to_contain_text("use the overflow trim or window")
+        choose("Keep", "window")
+        expect(page.locator(".meter-note")).to_have_text("The oldest text is left out")
+        chat.answers.last.get_by_role("button", name="Regenerate").click()
+        expect(chat.in_state("length").locator(".statistics")).to_contain_text("200 tokens")
+        page.reload()
+        page.keyboard.press("Control+Shift+s")
+        expect(choice).to_have_value("window")
+        expect(choice).to_have_accessible_description(
+            "What happens when the conversation no longer fits what the model can read at once."
+        )
 
 
 def test_settings_of_the_app_hold_in_every_window(bundled: OpenedApp) -> None:

@@ -164,7 +164,7 @@ def test_the_terminal_shows_whether_texts_differ_or_are_recorded() -> None:
     assert "Replay" not in text
     assert "Other programs" not in text
     text = shown(result(turns, replay=True, load=MachineLoad(1.6, busy=True)))
-    assert "Replay: the tokens are those of a recording. Every pass over the weights was run at its full cost" in text
+    assert "Replay: the tokens are those of a recording. Every pass over the weights counts at its full cost" in text
     assert "of 2 texts" not in text
     assert "Other programs used the processor" in text
 

@@ -70,11 +70,12 @@ def test_json_is_one_object_with_the_documented_fields(tiny_bundle: Path, capsys
     assert out.count("\n") == 1
     assert err == ""
     assert list(reply) == [
-        *("text", "finish_reason", "usage", "timing", "speculation", "model", "device", "threads", "power")
+        *("text", "finish_reason", "usage", "timing", "speculation", "prompt_graphs"),
+        *("model", "device", "on_cpu", "threads", "power"),
     ]
     assert reply["finish_reason"] == "length"
     assert reply["usage"]["completion_tokens"] == 5
-    assert list(reply["usage"]) == ["prompt_tokens", "completion_tokens"]
+    assert list(reply["usage"]) == ["prompt_tokens", "reused_tokens", "completion_tokens"]
     assert list(reply["timing"]) == [
         *("load_ms", "ttft_ms", "measuring_ms", "drafter_loading_ms", "prefill_ms"),
         *("decode_tokens_per_second", "total_ms"),
@@ -86,9 +87,16 @@ def test_json_is_one_object_with_the_documented_fields(tiny_bundle: Path, capsys
         "accepted",
         "tokens_per_pass",
         "by_source",
+        "passes_ahead",
+        "passes_kept",
+        "hidden_ms",
     ]
     assert reply["speculation"]["mode"] == "auto"
     assert reply["speculation"]["target_passes"] + reply["speculation"]["accepted"] == 5
+    assert reply["prompt_graphs"] == {
+        "tokens": {"base": reply["usage"]["prompt_tokens"]},
+        "int8_refusal": "is not needed by a model below 67.1 MB",
+    }
     assert reply["device"] == "CPU"
 
 
@@ -109,7 +117,7 @@ def test_streamed_json_is_a_line_for_each_piece_and_the_whole_object_last(
     tiny_bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [str(tiny_bundle), "-p", "the", "-n", "20", "--spec", "off"]
-    assert main([*arguments, "--json"]) == 0
+    assert main([*arguments, "--json", "--logprobs", "1"]) == 0
     whole = json.loads(capsys.readouterr().out)
     assert main([*arguments, "--json-stream", "--logprobs", "1"]) == 0
     out, err = capsys.readouterr()
@@ -117,7 +125,7 @@ def test_streamed_json_is_a_line_for_each_piece_and_the_whole_object_last(
     assert err == ""
     assert len(pieces) > 1
     assert "".join(piece["delta"] for piece in pieces) == last["text"] == whole["text"]
-    assert [token for piece in pieces for token in piece["logprobs"]] == last.pop("logprobs")
+    assert [token for piece in pieces for token in piece["logprobs"]] == last["logprobs"] == whole["logprobs"]
     assert list(last) == list(whole)
     assert not any("finish_reason" in piece for piece in pieces)
     assert "give one of them" in fails(capsys, *arguments, "--json", "--json-stream")
@@ -251,7 +259,7 @@ def test_stop_may_be_repeated(tiny_bundle: Path, capsys: pytest.CaptureFixture[s
         (["-p", "a", "--context", "9999"], "context is 9999; this model allows at most 256"),
         (["-p", "a", "--stop", ""], "it must be a non-empty string, or several"),
         (["-p", "a", "--device", "abacus"], "this machine has no device 'abacus'; available: "),
-        (["-p", "a", "--frobnicate"], "No such option: --frobnicate; see edge-run run --help"),
+        (["-p", "a", "--xyz"], "No such option: --xyz; see edge-run run --help"),
         (["-p", ""], "the prompt is empty"),
         (["-p", "x" * 300], "tokens and the model's context is 256; shorten it"),
         (["-p", "a", "--raw", "--system", "b"], "a raw prompt has no system message"),

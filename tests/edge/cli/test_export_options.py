@@ -49,6 +49,11 @@ from support.tiny_models import write_checkpoint
             ["--draft-layers", "auto", "--draft-vocab", "0"],
             "--draft-vocab must be a positive number of tokens, not '0'",
         ),
+        (["--widths", "1,4"], "--widths has no effect without --device npu; add --device npu"),
+        (["--contexts", "512"], "--contexts has no effect without --device npu; add --device npu"),
+        (["--device", "npu", "--widths", "1,x"], "--widths must be whole numbers with commas between them, not '1,x'"),
+        (["--device", "npu", "--contexts", "512"], "--contexts 512 is longer than the 256 positions"),
+        (["--device", "npu", "--layout", "genai"], "--device npu needs edge-run's own layout"),
         (["--layout", "genai", "--method", "gptq"], "need edge-run's own layout; leave --layout out"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -62,6 +67,23 @@ def test_contradicting_options_are_refused(
     assert message in error.replace("\n", " ")
     assert "Traceback" not in error
     assert not (tmp_path / "bundle").exists()
+
+
+def test_static_graphs_are_named_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint, bundle = write_checkpoint(tmp_path / "checkpoint"), tmp_path / "bundle"
+    options = ["--device", "npu", "--widths", "1,4", "--contexts", "64"]
+    assert main(["export", str(checkpoint), str(bundle), *options]) == 0
+    output = capsys.readouterr().out
+    assert "2 graphs for NPUs, of widths 1, 4 and contexts 64: " in output
+    assert "of which 0.0 MB are the embedding in float16" in output
+    assert {path.name for path in bundle.glob("model_npu*")} == {
+        "model_npu.onnx.data",
+        "model_npu_w1_c64.onnx",
+        "model_npu_w4_c64.onnx",
+    }
+    manifest = open_bundle(bundle).manifest
+    assert manifest is not None
+    assert "--device npu --widths 1,4 --contexts 64" in manifest.command
 
 
 def test_block_applies_to_the_draft_of_mixed_weights(

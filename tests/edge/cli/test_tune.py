@@ -36,7 +36,17 @@ def test_json_is_one_object_and_inspect_shows_the_costs(
     assert out.count("\n") == 1
     assert err == ""
     facts = json.loads(out)
-    assert list(facts) == ["model", "device", "threads", "file", "doubt", "contexts", "ngram_bytes"]
+    assert list(facts) == [
+        "model",
+        "device",
+        "devices",
+        "threads",
+        "file",
+        "doubt",
+        "contexts",
+        "prompts",
+        "ngram_bytes",
+    ]
     assert (facts["model"], facts["device"]) == (str(tiny_bundle), "CPU")
     assert [Path(facts["file"])] == list(cache.iterdir())
     (entry,) = facts["contexts"]

@@ -103,7 +103,7 @@ def test_a_failure_shows_a_counterexample_and_has_exit_code_1(
 
     def wrong_next_token(*arguments: Any) -> Any:
         result = verify_tree(*arguments)
-        return dataclasses.replace(result, next_token=(result.next_token + 1) % 300)
+        return result._replace(next_token=(result.next_token + 1) % 300)
 
     monkeypatch.setattr(speculator, "verify_tree", wrong_next_token)
     assert main(["verify", str(tiny_bundle), "--prompts", str(prompts), "-n", "16"]) == 1
@@ -118,3 +118,21 @@ def test_missing_prompts_are_an_error(tiny_bundle: Path, tmp_path: Path, capsys:
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert "cannot be read" in err
+
+
+def test_with_an_int8_cache_it_measures_the_loss_of_quality(
+    tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = write_bundle(tmp_path)
+    arguments = ["verify", str(bundle), "--prompts", str(prompts), "-n", "12", "--limit", "1", "--kv", "int8"]
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0 < found["int8_cache"]["mean_kl"] < 0.02
+    assert found["int8_cache"]["top1_agreement"] > 0.9
+    assert found["int8_cache"]["positions"] >= found["int8_cache"]["longest"] > 12
+    assert found["greedy"]["texts"] > 0
+    # A report of one cache format says nothing about the other.
+    assert len(list((tmp_path / "cache" / "exactness").iterdir())) == 1
+    assert main(arguments[:-2]) == 0
+    assert "int8 cache" not in capsys.readouterr().out
+    assert len(list((tmp_path / "cache" / "exactness").iterdir())) == 2

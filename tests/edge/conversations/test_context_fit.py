@@ -50,6 +50,15 @@ def test_a_short_conversation_is_whole(engine: Engine) -> None:
     )
 
 
+def test_other_policies_keep_all_messages(engine: Engine) -> None:
+    messages = turns(60)
+    tokens = prompt_tokens(engine, "Be brief.", messages)
+    fit = fit_context(engine, "Be brief.", messages, GenerateOptions(overflow="window"))
+    assert (fit.messages, fit.tokens, fit.reserve, fit.trimmed) == (tuple(messages), tokens, 0, ())
+    with pytest.raises(ContextError, match=f"the conversation has {tokens} tokens and the model's context is"):
+        fit_context(engine, "Be brief.", messages, GenerateOptions(overflow="error"))
+
+
 @pytest.mark.parametrize("count", [8, 9, 15, 30, 31, 60])
 def test_the_fewest_whole_turns_are_left_out(engine: Engine, count: int) -> None:
     messages = turns(count)

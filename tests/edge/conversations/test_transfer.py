@@ -117,6 +117,16 @@ def test_json_brings_back_every_tree(
     assert shape(store, copy) == shape(store, store.conversation(conversation.id))
 
 
+def test_what_the_app_adds_to_statistics_can_be_imported(store: ConversationStore) -> None:
+    conversation = store.create()
+    question = store.add_message(conversation.id, None, "user", "hello")
+    answer = store.add_message(conversation.id, question.id, "assistant", "", state=MessageState.WRITING)
+    stats = {"small_talk": True, "tools_ignored": True}
+    store.finish_answer(answer.id, "ls", MessageState.COMPLETE, stats=stats)
+    (imported,) = store.import_json(store.export_json([conversation.id]))
+    assert store.messages(imported.id)[-1].stats == stats
+
+
 def test_an_answer_in_progress_is_imported_as_interrupted(store: ConversationStore) -> None:
     conversation = store.create()
     question = store.add_message(conversation.id, None, "user", "q")

@@ -45,6 +45,8 @@ def test_a_database_of_version_1_opens_with_everything(version_1: Path) -> None:
         assert [hit.message for hit in store.search("GRÖSSER größer")] == []
         assert [hit.message for hit in store.search("größer")] == [second.id]
         store.add_message(conversation.id, second.id, "user", "further")
+        assert (conversation.tools, second.rounds) == ((), ())
+        assert store.change(conversation.id, tools=["clock/now"]).tools == ("clock/now",)
     assert version_of(version_1) == schema.VERSION
 
 

@@ -44,7 +44,7 @@ from edgerun.runtime.decode import FinishReason
 from edgerun.runtime.options import GenerateOptions
 from edgerun.runtime.result import Chunk, Reply, Stats
 from edgerun.runtime.speculation.choice import Speculation
-from edgerun.runtime.token_logprobs import TokenLogprob
+from edgerun.runtime.text.token_logprobs import TokenLogprob
 
 PROMPT = "list all files larger than 10 MB"
 VECTORS = np.array([[0.5, -1.25], [3.0, 0.1]], np.float32)
@@ -281,6 +281,35 @@ def test_several_choices_of_several_prompts(client: openai.OpenAI, engine: edger
     )
 
 
+def test_the_best_choices(client: openai.OpenAI, engine: edgerun.Engine) -> None:
+    options: Any = {"model": "m", "prompt": "find ", "n": 2, "best_of": 5, "seed": 5, "temperature": 2, "max_tokens": 5}
+    replies = [
+        lone(engine, "find ", raw=True, seed=5 + index, temperature=2.0, max_tokens=5, logprobs=0) for index in range(5)
+    ]
+    best = sorted(replies, key=lambda reply: -(reply.stats.mean_logprob or 0))[:2]
+    found = client.completions.create(**options)
+    assert [choice.text for choice in found.choices] == [reply.text for reply in best]
+    assert found.usage is not None
+    assert found.usage.prompt_tokens == best[0].stats.prompt_tokens
+    # Those count too that are not returned, as far as they were generated.
+    generated = sum(reply.stats.completion_tokens for reply in replies)
+    returned = sum(reply.stats.completion_tokens for reply in best)
+    assert returned < found.usage.completion_tokens <= generated
+    chunks: Any = client.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    texts, usage = ["", ""], []
+    for chunk in chunks:
+        usage += [chunk.usage] if chunk.usage is not None else []
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [reply.text for reply in best]
+    assert [each.completion_tokens for each in usage] == [found.usage.completion_tokens]
+    chat = client.chat.completions.create(
+        model="m", messages=MESSAGES, n=1, seed=5, temperature=2, max_tokens=5, extra_body={"best_of": 3}
+    )
+    alone = [lone(engine, PROMPT, seed=5 + index, temperature=2.0, max_tokens=5, logprobs=0) for index in range(3)]
+    assert chat.choices[0].message.content == max(alone, key=lambda reply: reply.stats.mean_logprob or -99).text
+
+
 def test_an_impossible_token_has_a_finite_log_probability() -> None:
     assert logprob_object(TokenLogprob(1, "a", b"a", -math.inf))["logprob"] == -9999.0
 
@@ -398,8 +427,8 @@ def test_the_stream_helper_of_the_client_puts_the_response_together(client: open
 )
 def test_a_response_that_fails(code: ErrorCode, theirs: str) -> None:
     objects = ResponseObjects(ResponsesRequest.parse({"input": "a"}), "m", 5, "resp_1")
-    (event,) = [*objects.started(), *objects.failed(RequestError("it broke", code=code))][4:]
-    assert (event["type"], event["sequence_number"]) == ("response.failed", 4)
+    (event,) = [*objects.started(), *objects.failed(RequestError("it broke", code=code))][2:]
+    assert (event["type"], event["sequence_number"]) == ("response.failed", 2)
     assert checked(Response, event["response"])["error"] == {"code": theirs, "message": "it broke"}
 
 

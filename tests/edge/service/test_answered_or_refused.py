@@ -41,6 +41,11 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "n": st.integers(1, 3),
     "ignore_eos": st.booleans(),
     "exact": st.booleans(),
+    "overflow": st.sampled_from(("error", "trim", "window", "cut")),
+    "guided_regex": TEXTS,
+    "guided_json": st.dictionaries(NAMES, JSON, max_size=3),
+    "guided_choice": st.lists(TEXTS, max_size=3),
+    "guided_grammar": TEXTS,
     "tools": st.lists(
         st.fixed_dictionaries(
             {

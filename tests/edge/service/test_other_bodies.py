@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.responses import response_create_params
 
+from edgerun.edge.service.chat_body import ChatRequest
 from edgerun.edge.service.completion_body import CompletionBody, CompletionRequest
 from edgerun.edge.service.embedding_body import EmbeddingBody, EmbeddingRequest
 from edgerun.edge.service.request_error import ErrorCode, RequestError
@@ -89,7 +90,27 @@ def test_options_of_a_text_completion() -> None:
     assert (options.stops, options.temperature) == (("x",), 0.5)
 
 
-@pytest.mark.parametrize("fields", [{"echo": True}, {"suffix": "x"}, {"best_of": 2}])
+@pytest.mark.parametrize("parse", [CompletionRequest.parse, ChatRequest.parse])
+def test_the_best_of_several_answers(parse: Callable[..., CompletionRequest | ChatRequest]) -> None:
+    prompt = {"prompt": "a"} if parse == CompletionRequest.parse else {"messages": [USER]}
+    options = parse({**prompt, "n": 2, "best_of": 5, "early_stop": 0.9}).options
+    assert (options.n, options.best_of, options.early_stop) == (2, 5, 0.9)
+    for fields, param in (
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"best_of": 0}, "best_of"),
+        ({"best_of": 21}, "best_of"),
+        ({"n": 0}, "n"),
+        ({"n": -1}, "n"),
+        ({"n": 17}, "n"),
+        ({"early_stop": 0.2}, "early_stop"),
+        ({"early_stop": 2}, "early_stop"),
+    ):
+        error = error_of(parse, {**prompt, **fields})
+        assert error.param == param
+        assert param in error.what
+
+
+@pytest.mark.parametrize("fields", [{"echo": True}, {"suffix": "x"}])
 def test_what_text_completions_do_not_do(fields: dict[str, Any]) -> None:
     error = error_of(CompletionRequest.parse, {"prompt": "a", **fields})
     assert (error.code, error.param) == (ErrorCode.UNSUPPORTED_FIELD, *fields)
@@ -161,11 +182,10 @@ def test_log_probabilities_of_a_response() -> None:
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"reasoning": {"effort": "low"}}, "reasoning"),
-        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {}}}}, "text.format"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "name": "f", "strict": True}]}, "tools[0].strict"),
-        ({"tool_choice": "required"}, "tool_choice"),
         ({"input": [USER, {"type": "item_reference", "id": "1"}]}, "input[1].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
     ],

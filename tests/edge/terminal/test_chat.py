@@ -95,6 +95,22 @@ def open_chat() -> Iterator[OpenTerminal]:
         yield open_
 
 
+def test_the_prefix_of_a_system_message_is_kept_on_disk_with_the_chat(
+    open_chat: OpenTerminal, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path))
+    for option, number in (("--no-save", 0), ("--save", 1)):
+        system = "the one who is on to the other " * 8
+        chat = open_chat(str(tiny_bundle), "-n", "4", "--ignore-eos", "--spec", "off", "--system", system, option)
+        chat.until("\n" + PROMPT)
+        chat.type("hello\n")
+        chat.until("hello\n")
+        chat.until(PROMPT)  # the answer may be empty
+        chat.type("/quit\n")
+        assert chat.end() == 0
+        assert len(list(tmp_path.glob("prefixes/*/*.kv"))) == number
+
+
 def test_a_conversation_with_every_command(open_chat: OpenTerminal, tiny_bundle: Path, tmp_path: Path) -> None:
     # Without drafting the model's speed is not measured, whose progress would be shown and erased around an answer. A
     # speed that was measured before would not do: one that other programs disturbed is measured again.

@@ -250,6 +250,11 @@ def test_the_tree_of_a_conversation(open_chat: OpenChat, tiny_bundle: Path, home
     again.type("/delete\r")
     again.until("delete A fine title? [y/N]")
     again.type("y\r")
+    again.until("deleted; /undelete restores it")
+    assert "\n> the first!\n" in say(again, "/undelete")
+    again.type("/delete\r")
+    again.until("delete A fine title? [y/N]")
+    again.type("y\r")
     again.until("deleted")
     leave(again)
     assert said(home) == ["something else"]
@@ -308,7 +313,7 @@ def test_another_model_goes_on_with_the_conversation(
 def test_the_bundled_model_says_what_it_is(open_chat: OpenChat) -> None:
     chat = open_chat("--spec", "off")
     shown = " ".join(chat.until_prompt().split())
-    assert "It turns a request into a shell command, and it does not chat." in shown
+    assert "It turns a request into a shell command, without regard to earlier ones, and it does not chat." in shown
     assert "edge-run pull onnx-community/Qwen2.5-0.5B-Instruct" in shown
     assert "this model writes shell commands only" not in say(chat, "list all files")
     assert "this model writes shell commands only" in say(chat, "hi")

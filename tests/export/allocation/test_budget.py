@@ -27,6 +27,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DecoderConfig:
         ("3.5bpw", Budget(3.5, Measure.BITS)),
         (" 300 MB ", Budget(300, Measure.MEGABYTES)),
         ("9ms", Budget(9, Measure.MILLISECONDS)),
+        ("300MB@file", Budget(300, Measure.MEGABYTES, in_file=True)),
+        ("3.5bpw@FILE", Budget(3.5, Measure.BITS, in_file=True)),
         ("20.5MS@4", Budget(20.5, Measure.MILLISECONDS, 4)),
     ],
 )
@@ -36,7 +38,7 @@ def test_a_budget_is_parsed(text: str, budget: Budget) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "3.5", "bpw", "-3bpw", "0MB", "nanbpw", "1e3MB", "9ms@0", "3bpw@4", "3 GB", f"{10**400}MB"]
+    "text", ["", "3.5", "bpw", "-3bpw", "0MB", "nanbpw", "1e3MB", "9ms@0", "9ms@file", "3bpw@4", "3 GB", f"{10**400}MB"]
 )
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(InputError, match="is not a budget"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from edgerun.export.allocation.choices import FormatOption, KnapsackProblem, LinearChoice, plan_of
 from edgerun.export.allocation.evolutionary_search import CachedDivergence, SearchSettings, evolve
-from edgerun.export.allocation.lagrange import cheapest_selection, lagrangian_selection
+from edgerun.export.allocation.lagrange import cheapest_selection, first_selection, lagrangian_selection
 from edgerun.export.allocation.local_search import local_search, lower_useless_options
 from edgerun.models.manifest import WeightFormat
 from support.toy_allocation import (
@@ -45,6 +45,16 @@ class TestLagrangianSelection:
         divergence = additive_divergence(problem.choices)
         found = divergence(plan_of(problem.choices, lagrangian_selection(problem)))
         assert found <= 1.6 * smallest_divergence(problem, divergence)
+
+    def test_one_large_linear_may_take_most_of_the_budget(self) -> None:
+        """Its dearest option fits with the cheapest of the others, which no single multiplier finds."""
+        large = LinearChoice("large", (FormatOption(FORMATS[0], (4.0,), 1.0), FormatOption(FORMATS[2], (10.0,), 0.0)))
+        costs = ((1.0, 0.3), (2.0, 0.05), (3.0, 0.0))
+        options = tuple(FormatOption(each, (cost,), kl) for each, (cost, kl) in zip(FORMATS, costs, strict=True))
+        choices = (large, *(LinearChoice(f"small {index}", options) for index in range(3)))
+        problem = KnapsackProblem(choices, (13.0,))
+        assert lagrangian_selection(problem) == (0, 2, 2, 2)
+        assert first_selection(problem) == (1, 0, 0, 0)
 
     def test_keeps_several_limits(self) -> None:
         """An option that is cheap in bytes may be dear in time."""

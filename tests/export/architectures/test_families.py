@@ -54,8 +54,9 @@ def test_decoding_beyond_the_window_equals_the_reference(tmp_path, family: str) 
     bundle = write_bundle(tmp_path, family, tie_word_embeddings=False)
     graph = RuntimeGraph(bundle / "model.onnx", SessionConfig(choose_device("cpu"), 1))
     prompt, limits = [7, 8, 9, 7, 8], DecodeLimits(48, frozenset())
-    outputs, tree_tokens = [], 0
-    for speculator in (None, eager(SuffixDrafter(), RecyclingDrafter(RecycledTable(300)))):
+    outputs, tree_tokens, trees = [], 0, graph.graph_io.supports_trees
+    assert trees is (family != "lfm2")  # the states of a convolution are known along a chain
+    for speculator in (None, eager(SuffixDrafter(), RecyclingDrafter(RecycledTable(300)), trees=trees)):
         sampler = Sampler(SamplingParams(), 300)
         steps = list(decode(graph.bind(graph.arena(256)), prompt, sampler, limits, speculator, None))
         outputs.append([token for step in steps for token in step.tokens])
@@ -286,28 +287,40 @@ def test_damaged_experts_are_refused_in_one_line(tmp_path, damage, message: str)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
-def nested(folder: Path, rename: dict[str, str], **text_settings: Any) -> Path:
-    """Write a multimodal Gemma 3 checkpoint that contains the tiny language model and an image tensor."""
-    write_checkpoint(folder, "gemma3_text")
-    text = {**tiny_config("gemma3_text"), **text_settings}
-    config = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 32}, "eos_token_id": 0}
+NESTED = {"gemma3": "gemma3_text", "mistral3": "ministral3"}
+"""Multimodal families, and those of their language models."""
+
+
+def nested(folder: Path, rename: dict[str, str], kind: str = "gemma3", **text_settings: Any) -> Path:
+    """Write a multimodal checkpoint that contains the tiny language model and an image tensor."""
+    inside = NESTED[kind]
+    write_checkpoint(folder, inside)
+    text = {**tiny_config(inside), **text_settings}
+    config = {"model_type": kind, "text_config": text, "vision_config": {"hidden_size": 32}, "eos_token_id": 0}
     write_json(folder / "config.json", config)
     weights = {"vision_tower.patch.weight": np.ones((4, 4), np.float32)}
-    for name, value in tiny_weights(tiny_config("gemma3_text")).items():
+    for name, value in tiny_weights(tiny_config(inside)).items():
         old = next(prefix for prefix in rename if name.startswith(prefix))
         weights[rename[old] + name.removeprefix(old)] = value
     write_weights(folder, weights)
     return folder
 
 
+@pytest.mark.parametrize("kind", NESTED)
 @pytest.mark.parametrize("rename", [{"": "language_model."}, {"model.": "model.language_model."}], ids=["old", "new"])
-def test_language_model_of_a_multimodal_checkpoint(tmp_path, rename: dict[str, str]) -> None:
-    alone = write_bundle(tmp_path / "alone", "gemma3_text", weights=INT4)
-    source = nested(tmp_path / "nested", rename)
+def test_language_model_of_a_multimodal_checkpoint(tmp_path, rename: dict[str, str], kind: str) -> None:
+    alone = write_bundle(tmp_path / "alone", NESTED[kind], weights=INT4)
+    source = nested(tmp_path / "nested", rename, kind)
     inside = export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(INT4))).bundle
     for name in ("model.onnx", "model.onnx.data"):
         assert digest_file(inside / name) == digest_file(alone / name)
-    assert open_bundle(inside).manifest.architecture.family == "gemma3"
+    assert open_bundle(inside).manifest.architecture.family == kind
+
+
+def test_a_multimodal_checkpoint_with_another_language_model_is_refused(tmp_path) -> None:
+    source = nested(tmp_path / "nested", {"": "language_model."}, "mistral3", model_type="mistral")
+    with pytest.raises(CheckpointError, match=r"has the model_type 'mistral'; supported is ministral3"):
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
 
 
 def test_a_multimodal_checkpoint_without_its_language_model_is_refused(tmp_path) -> None:

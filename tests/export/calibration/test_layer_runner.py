@@ -17,9 +17,9 @@ from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.layout import embedding_layout, fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from support.tiny_models import FAMILY_SETTINGS, write_checkpoint
+from support.tiny_models import ATTENTION_FAMILIES, write_checkpoint
 
-PLAIN = sorted(set(FAMILY_SETTINGS) - {"qwen3_moe", "gpt_oss"})
+PLAIN = [family for family in ATTENTION_FAMILIES if family not in ("qwen3_moe", "gpt_oss")]
 BIASED = {"attention_bias": True, "mlp_bias": True}
 
 

@@ -21,7 +21,7 @@ from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.recipe import CalibrationRequest
 from edgerun.models.progress import silent
-from edgerun.runtime.measure import self_text
+from edgerun.runtime.measure import text_sampler
 from edgerun.runtime.measure.batched_sampling import BatchedSampler
 from support.tiny_models import write_checkpoint
 
@@ -69,7 +69,7 @@ def test_texts_of_models_with_sliding_windows_are_sampled_one_by_one(
         sizes.append(sampler.batch_size)
         return sampler
 
-    monkeypatch.setattr(self_text, "BatchedSampler", made)
+    monkeypatch.setattr(text_sampler, "BatchedSampler", made)
     folder = write_checkpoint(tmp_path / "checkpoint", family)
     model = SourceModel(Checkpoint(folder), read_config(folder), 1024)
     (tmp_path / "work").mkdir()

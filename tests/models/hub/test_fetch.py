@@ -27,8 +27,9 @@ from edgerun.models.bundle import open_bundle
 from edgerun.models.device_kind import DeviceKind
 from edgerun.models.find import find_model
 from edgerun.models.hub.client import list_repository
+from edgerun.models.hub.downloaded_model import is_safe_path
 from edgerun.models.hub.fetch import fetch_checkpoint, fetch_model
-from edgerun.models.hub.local_store import Store, is_safe_path, models_root, stores
+from edgerun.models.hub.local_store import Store, models_root, stores
 from edgerun.models.hub.model_id import HubId, parse_hub_id
 from support.hub_fixture import own_hub
 from support.hub_server import HubServer, files_of, sha256

@@ -19,7 +19,7 @@ from edgerun.models.device_kind import DeviceKind
 from edgerun.runtime.devices import power as power_module
 from edgerun.runtime.devices.power import Power, choose_power, on_battery, saver_threads
 from edgerun.runtime.devices.providers import choose_device
-from edgerun.runtime.graph import session as session_module
+from edgerun.runtime.graph import device_loading
 from edgerun.runtime.graph.session import SessionConfig
 from edgerun.runtime.measure.measurement_store import model_key
 
@@ -113,7 +113,7 @@ def test_the_command_shows_what_was_chosen(
 def test_threads_sleep_between_passes(draft: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ONNX Runtime is told, for the model and its draft model."""
     given: list[ort.SessionOptions] = []
-    load_session = session_module.load_session
+    load_session = device_loading.load_session
 
     def loading(model: str, options: ort.SessionOptions, *rest: Any) -> ort.InferenceSession:
         given.append(options)
@@ -125,7 +125,7 @@ def test_threads_sleep_between_passes(draft: str | None, monkeypatch: pytest.Mon
         except RuntimeError:  # not set, so the default
             return False
 
-    monkeypatch.setattr(session_module, "load_session", loading)
+    monkeypatch.setattr(device_loading, "load_session", loading)
     for power in (Power.SAVER, Power.PERFORMANCE):
         given.clear()
         with edgerun.load(draft=draft, power=power) as engine:

@@ -21,7 +21,8 @@ from support.unsupported_graphs import UNSUPPORTED, write_unsupported
 ANOTHER = "choose another variant of it"
 OURS = f"export the model with edge-run export, or {ANOTHER}"
 FOR_CPU = "choose a variant of the model for the CPU"
-ATTENTION_ONLY = "choose a model whose layers are all attention"
+ATTENTION_ONLY = "export the checkpoint with edge-run export (LFM2), or choose a model whose layers are all attention"
+UNKNOWN_STATE = "in a form that edge-run does not know"
 NO_PAGES = "export it again without paged attention"
 TEXT_ONLY = "choose a text-only model"
 ONE_GRAPH = "edge-run runs text decoders of one graph; look for a text-only export of this model"
@@ -41,14 +42,11 @@ EXPECTED_ERRORS = {
         "choose an export whose cache is inputs and outputs (past_key_values.N.key)"
     ),
     "encoder": "{graph} is an encoder (it takes token_type_ids), not a language model; choose a decoder",
-    "lfm2": f"{{graph}} keeps convolution or recurrent state (past_conv.0), which cannot be rewound; {ATTENTION_ONLY}",
+    "lfm2": f"{{graph}} keeps convolution or recurrent state (past_conv.0) {UNKNOWN_STATE}; {ATTENTION_ONLY}",
     "genai-recurrent": (
-        f"{{graph}} keeps convolution or recurrent state (past.0.conv), which cannot be rewound; {ATTENTION_ONLY}"
+        f"{{graph}} keeps convolution or recurrent state (past.0.conv) {UNKNOWN_STATE}; {ATTENTION_ONLY}"
     ),
-    "mamba": (
-        "{graph} keeps convolution or recurrent state (past_conv_states.0), which cannot be rewound; "
-        f"{ATTENTION_ONLY}"
-    ),
+    "mamba": (f"{{graph}} keeps convolution or recurrent state (past_conv_states.0) {UNKNOWN_STATE}; {ATTENTION_ONLY}"),
     "paged": f"{{graph}} keeps its cache in pages (it takes block_table), as servers do; {NO_PAGES}",
     "paged-slots": f"{{graph}} keeps its cache in pages (it takes slot_mapping), as servers do; {NO_PAGES}",
     "encoder-decoder": f"{{folder}} is an encoder-decoder model (encoder_model.onnx says so); {ONE_GRAPH}",

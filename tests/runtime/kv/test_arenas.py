@@ -11,9 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgerun import ContextError
-from edgerun.runtime.kv.arena import CacheTensorType, InPlaceArena, KVArena
+from edgerun.runtime.kv.arena import InPlaceArena, KVArena
 from edgerun.runtime.kv.borrowed import BorrowedArena
+from edgerun.runtime.kv.buffers import CacheTensorType, NumpyBuffers
+from edgerun.runtime.kv.device_arena import DeviceArena, DeviceBuffers
 from edgerun.runtime.kv.growing import GrowingArena
+from edgerun.runtime.kv.slot_graphs import SlotGraphs
+from edgerun.runtime.kv.static_arena import StaticArena
 
 FLOAT32_4D = CacheTensorType(np.dtype(np.float32), (1, 3, 0, 4), 2)
 FLOAT16_5D = CacheTensorType(np.dtype(np.float16), (2, 1, 3, 0, 4), 3)
@@ -26,20 +30,60 @@ class WithOwner(BorrowedArena):
 
     def __init__(self, tensor_types: tuple[CacheTensorType, ...], limit: int) -> None:
         super().__init__(tensor_types, range(1, len(tensor_types) + 1), limit)
-        self.owner = InPlaceArena((FLOAT32_4D, *tensor_types), limit)
+        self.owner = self.new_owner((FLOAT32_4D, *tensor_types), limit)
         self.borrow(self.owner)
 
+    def new_owner(self, tensor_types: tuple[CacheTensorType, ...], limit: int) -> InPlaceArena:
+        return InPlaceArena(tensor_types, limit)
 
-ARENAS: tuple[Callable[[tuple[CacheTensorType, ...], int], KVArena], ...] = (InPlaceArena, GrowingArena, WithOwner)
+
+class OnDevice(DeviceArena):
+    """A device arena whose device is the CPU: its slots are moved and copied by graphs."""
+
+    graphs = SlotGraphs(("cpu", 0), lambda _: ["CPUExecutionProvider"])
+
+    def __init__(self, tensor_types: tuple[CacheTensorType, ...], limit: int) -> None:
+        super().__init__(tensor_types, limit, None, self.graphs)
+
+
+class WithDeviceOwner(WithOwner):
+    """A borrowed arena over some tensors of a device arena."""
+
+    def new_owner(self, tensor_types: tuple[CacheTensorType, ...], limit: int) -> InPlaceArena:
+        return OnDevice(tensor_types, limit)
+
+
+class Static(StaticArena):
+    """An arena of the graphs of three capacities."""
+
+    def __init__(self, tensor_types: tuple[CacheTensorType, ...], limit: int) -> None:
+        super().__init__(tensor_types, limit, (16, 100, 1000))
+
+
+ARENAS: tuple[Callable[[tuple[CacheTensorType, ...], int], KVArena], ...] = (
+    *(InPlaceArena, GrowingArena, WithOwner),
+    *(OnDevice, WithDeviceOwner, Static),
+)
 
 
 def write(arena: KVArena, numbers: npt.NDArray[np.int64]) -> None:
     """Write uncommitted slots that hold these numbers everywhere, as a pass would."""
     arena.reserve(numbers.size)
-    if isinstance(arena, InPlaceArena | BorrowedArena):
-        for tensor, tensor_type in zip(arena.tensors(), arena.tensor_types, strict=True):
+    if isinstance(arena, StaticArena):
+        new = [np.zeros(each.shape_of(numbers.size + 3), each.dtype) for each in arena.tensor_types]
+        for array, tensor_type in zip(new, arena.tensor_types, strict=True):
+            np.moveaxis(array, tensor_type.axis, -1)[..., : numbers.size] = numbers
+        arena.write(arena.length, new, numbers.size)
+    elif isinstance(arena, InPlaceArena | BorrowedArena):
+        buffers = arena.buffers
+        assert isinstance(buffers, NumpyBuffers | DeviceBuffers)
+        on_device = isinstance(buffers, DeviceBuffers)
+        tensors = [value.numpy() for value in buffers.values] if on_device else buffers.arrays
+        for index, (tensor, tensor_type) in enumerate(zip(tensors, arena.tensor_types, strict=True)):
             slots = np.moveaxis(tensor, tensor_type.axis, -1)
             slots[..., arena.length : arena.length + numbers.size] = numbers
+            if on_device:
+                buffers.values[index].update_inplace(tensor)
     elif isinstance(arena, GrowingArena):
         for past, present, tensor_type in zip(
             arena.past(), arena.present(numbers.size), arena.tensor_types, strict=True
@@ -106,8 +150,9 @@ def test_compact_rejects_invalid_paths(kind: Callable[..., KVArena], path: list[
     assert arena.length == 5
 
 
-def test_growth_doubles_the_capacity_up_to_the_limit() -> None:
-    arena = InPlaceArena(TENSOR_TYPES, 700)
+@pytest.mark.parametrize("kind", [InPlaceArena, OnDevice])
+def test_growth_doubles_the_capacity_up_to_the_limit(kind: Callable[..., InPlaceArena]) -> None:
+    arena = kind(TENSOR_TYPES, 700)
     assert arena.capacity == 256
     write(arena, np.arange(256) % 100)
     arena.commit(256)
@@ -120,6 +165,18 @@ def test_growth_doubles_the_capacity_up_to_the_limit() -> None:
     with pytest.raises(ContextError, match="context full: 701 of 700 tokens"):
         arena.reserve(445)
     assert arena.length == 256
+
+
+def test_a_large_arena_grows_in_small_steps() -> None:
+    arena = InPlaceArena(TENSOR_TYPES, 10_000)
+    capacities = []
+    for tokens in (1500, 2048, 2049, 5000, 5100, 9999):
+        arena.reserve(tokens)
+        capacities.append(arena.capacity)
+    assert capacities == [2048, 2048, 2304, 5120, 5120, 10_000]
+    arena = InPlaceArena(TENSOR_TYPES, 3000)
+    arena.expect(4000)
+    assert arena.capacity == 3000, "a prompt that does not fit is refused by its passes"
 
 
 def test_a_fixed_capacity_limits_the_context() -> None:
@@ -173,10 +230,28 @@ def test_snapshot_restores_into_another_arena(kind: Callable[..., KVArena], othe
 
 
 @pytest.mark.parametrize("kind", ARENAS)
+@pytest.mark.parametrize("other", ARENAS)
+def test_slots_are_copied_from_another_arena(kind: Callable[..., KVArena], other: Callable[..., KVArena]) -> None:
+    source, arena = filled(kind, 300), filled(other, 20, 400)
+    source.plain_length = 250
+    for slots in (0, 270, 240):
+        arena.copy_from(source, slots)
+        assert contents(arena) == [slot % 100 for slot in range(slots)]
+        assert arena.plain_length == min(slots, 250)
+    source.restore(filled(kind, 3).snapshot())
+    assert contents(arena) == [slot % 100 for slot in range(240)]
+    with pytest.raises(ValueError, match="cannot copy 4 of 3 slots"):
+        arena.copy_from(source, 4)
+
+
+@pytest.mark.parametrize("kind", ARENAS)
 def test_padding_commits_slots_without_a_pass(kind: Callable[..., KVArena]) -> None:
     arena = filled(kind, 3)
     arena.pad_to(70, 1.0)
     assert contents(arena) == [0, 1, 2, *[1] * 67]
+    arena.rewind_to(0)
+    arena.pad_to(5, 2.0)
+    assert contents(arena) == [2] * 5
 
 
 @pytest.mark.parametrize("kind", ARENAS)
@@ -184,7 +259,7 @@ def test_restore_rejects_other_shapes(kind: Callable[..., KVArena]) -> None:
     arena = kind((FLOAT32_4D, FLOAT32_4D), 400)
     for wrong in (
         (np.zeros((2, 1, 3, 5, 8), np.float32),),
-        (np.zeros((2, 1, 3, 5, 4), np.float16),),
+        (np.zeros((2, 1, 3, 5, 4), np.int8),),
         (np.zeros((3, 1, 3, 5, 4), np.float32),),
         (np.zeros(2, np.float32),),
     ):
@@ -194,3 +269,40 @@ def test_restore_rejects_other_shapes(kind: Callable[..., KVArena]) -> None:
         arena.restore(())
     with pytest.raises(ContextError):
         arena.restore((np.zeros((2, 1, 3, 401, 4), np.float32),))
+
+
+@pytest.mark.parametrize("kind", ARENAS)
+def test_floats_of_another_type_are_converted(kind: Callable[..., KVArena]) -> None:
+    slots = np.random.default_rng(0).normal(size=(2, 1, 3, 5, 4))
+    arena = kind((FLOAT32_4D, FLOAT32_4D), 400)
+    arena.restore((slots.astype(np.float16),))
+    assert (arena.length, arena.plain_length) == (5, 0)
+    np.testing.assert_array_equal(arena.snapshot()[0], slots.astype(np.float16))
+    half = CacheTensorType(np.dtype(np.float16), (1, 3, 0, 4), 2)
+    arena = kind((half, half), 400)
+    arena.restore((slots.astype(np.float32),))
+    np.testing.assert_array_equal(arena.snapshot()[0], slots.astype(np.float16))
+    with pytest.raises(ValueError, match="too large for float16"):
+        arena.restore((slots.astype(np.float32) * 1e6,))
+
+
+def test_a_static_arena_has_the_smallest_capacity_that_fits() -> None:
+    arena = Static(TENSOR_TYPES, 500)
+    assert (arena.capacity, arena.limit) == (16, 500)
+    write(arena, np.arange(90))
+    arena.commit(90)
+    assert (arena.capacity, arena.generation) == (100, 1)
+    arena.reserve(10)
+    assert arena.capacity == 100
+    arena.reserve(11)
+    assert arena.capacity == 1000
+    assert contents(arena) == list(range(90))
+    arena.rewind_to(50)
+    arena.reserve(1)
+    assert arena.capacity == 1000, "a sequence whose end moves back and forth keeps its capacity"
+    arena.rewind_to(49)
+    arena.reserve(1)
+    assert (arena.capacity, contents(arena)) == (100, list(range(49)))
+    with pytest.raises(ContextError, match="context full: 501 of 500 tokens"):
+        arena.reserve(452)
+    assert Static(TENSOR_TYPES, 5000).limit == 1000

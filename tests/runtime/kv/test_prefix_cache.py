@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgerun.runtime.kv.arena import CacheTensorType, InPlaceArena, KVArena
+from edgerun.runtime.kv.arena import InPlaceArena, KVArena
+from edgerun.runtime.kv.buffers import CacheTensorType, NumpyBuffers
 from edgerun.runtime.kv.growing import GrowingArena
 from edgerun.runtime.kv.prefix_cache import MIN_SHARED, PrefixCache
 
@@ -35,7 +36,9 @@ def run(arena: KVArena, token_ids: list[int]) -> None:
                 present[:, :, length] = value
             arena.finish_pass(1)
         else:
-            for tensor in arena.tensors():
+            buffers = arena.buffers
+            assert isinstance(buffers, NumpyBuffers)
+            for tensor in buffers.arrays:
                 tensor[:, :, length] = value
         arena.commit(1)
 

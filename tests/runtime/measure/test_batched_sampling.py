@@ -25,7 +25,7 @@ def engine(tiny_bundle: Path):
 
 
 def sampled(engine, prompts: Sequence[list[int]], batch_size: int) -> list[tuple[list[int], int | None]]:
-    sampler = BatchedSampler(engine, 30, sliding_windows=False)
+    sampler = BatchedSampler(engine.model, 30, sliding_windows=False)
     assert sampler.batch_size == 8
     seeds = count(5)
     texts = [
@@ -62,5 +62,5 @@ def test_the_same_prompt_is_continued_differently_by_each_seed(engine) -> None:
 )
 def test_the_batch_size_depends_on_windows_and_context(tmp_path: Path, windows, overrides, batch_size: int) -> None:
     with edgerun.load(tiny.write_bundle(tmp_path, **overrides), cache=False, draft=None) as engine:
-        assert BatchedSampler(engine, 30, sliding_windows=windows).batch_size == batch_size
-        assert BatchedSampler(engine, 200, sliding_windows=windows).batch_size == 1
+        assert BatchedSampler(engine.model, 30, sliding_windows=windows).batch_size == batch_size
+        assert BatchedSampler(engine.model, 200, sliding_windows=windows).batch_size == 1

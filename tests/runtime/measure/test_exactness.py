@@ -132,7 +132,7 @@ def test_a_text_that_differs_where_the_choice_was_clear_fails(
 
     def careless(tree: Any, logits: Any, sampler: Any, position: int, ends: Any, most: int) -> Any:
         result = verify(tree, logits, sampler, position, ends, most)
-        return dataclasses.replace(result, next_token=(result.next_token + 1) % 300) if position > 14 else result
+        return result._replace(next_token=(result.next_token + 1) % 300) if position > 14 else result
 
     monkeypatch.setattr(speculate, "verify_tree", careless)
     with edgerun.load(tiny_bundle) as engine:

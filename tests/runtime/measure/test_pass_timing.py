@@ -18,6 +18,7 @@ from edgerun.runtime.measure import measurement_store, pass_timing
 from edgerun.runtime.measure.measurement_store import model_key
 from edgerun.runtime.measure.pass_timing import PASS_COSTS, WIDTHS, load_or_measure_pass_cost, measure_pass_cost
 from edgerun.runtime.speculation.pass_cost import Doubt, PassCost
+from support.static_bundles import static_graphs, write_static_bundle
 
 TIMES = {1: 8.1e-3, 2: 10.7e-3, 3: 14.9e-3, 4: 18.0e-3, 6: 24.7e-3, 8: 31.3e-3}
 CONFIG = SessionConfig(choose_device("cpu"), 1)
@@ -62,6 +63,20 @@ def test_every_width_of_a_small_model_is_measured(bound: BoundSession) -> None:
 
 def test_a_small_time_budget_measures_fewer_widths(bound: BoundSession) -> None:
     assert tuple(measure_pass_cost(bound, seconds_budget=0.0).measured[512]) == (1, 2, 4, 8)
+
+
+def test_fixed_widths_are_measured_as_they_are(tmp_path: Path, cache: Path) -> None:
+    folder = write_static_bundle(tmp_path, widths=(1, 3, 40), contexts=(64,))
+    graphs, bundle = static_graphs(folder), open_bundle(folder)
+    bound = graphs.bind(graphs.arena(64))
+    cost = load_or_measure_pass_cost(bundle, CONFIG, bound)
+    # The graph for prefill gives the logits of one position, so it verifies nothing.
+    assert cost.stairs == tuple(cost.measured[512]) == (1, 3)
+    assert [path.name for path in cache.iterdir()] == [PASS_COSTS.file(model_key(bundle, CONFIG)).name]
+    again = load_or_measure_pass_cost(bundle, CONFIG, bound)
+    assert (again.stairs, again.measurements) == ((1, 3), cost.measurements)
+    PASS_COSTS.save(model_key(bundle, CONFIG), PassCost({64: {1: 1.0, 4: 2.0}}, stairs=True))
+    assert load_or_measure_pass_cost(bundle, CONFIG, bound).stairs == (1, 3), "the graphs were exported anew"
 
 
 def test_widths_that_do_not_fit_the_context_are_left_out(graph: GraphSession) -> None:
@@ -172,6 +187,8 @@ class SyntheticMachine:
         self.busy = [*busy]
         self.times = times
         self.measured = 0
+        self.passes: list[tuple[int, float]] = []
+        """Width and seconds of every pass."""
         monkeypatch.setattr(pass_timing, "time_pass", self._time_pass)
         monkeypatch.setattr(pass_timing, "LoadMeter", lambda _threads: self)
 
@@ -190,7 +207,9 @@ class SyntheticMachine:
 
     def _time_pass(self, _bound: object, width: int) -> float:
         seconds = float(np.interp(width, [*self.times], [*self.times.values()]))
-        return seconds * (40.0 if width > 1 else 1.5) if self._is_busy_now else seconds
+        seconds *= (40.0 if width > 1 else 1.5) if self._is_busy_now else 1.0
+        self.passes.append((width, seconds))
+        return seconds
 
 
 def seconds_of(cost: PassCost) -> dict[int, float]:
@@ -215,6 +234,29 @@ def test_what_stays_disturbed_or_implausible_is_doubtful(
     cost = measure_pass_cost(bound, seconds_budget=0.01)
     assert (cost.doubt, machine.measured) == (doubt, 3)
     assert cost.seconds(2, 0) < 4 * cost.seconds(1, 0), "used for now, without what cannot be"
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_slow_device_is_measured_with_few_narrow_passes(
+    bound: BoundSession, monkeypatch: pytest.MonkeyPatch, busy: bool
+) -> None:
+    slow = {1: 5.0, 2: 8.0, 4: 14.0, 8: 30.0, 16: 60.0}
+    machine = SyntheticMachine(monkeypatch, *[busy] * 3, times=slow)
+    cost = measure_pass_cost(bound)
+    assert tuple(cost.measured[512]) == (1, 2)
+    assert max(width for width, _ in machine.passes) == 2, "a wide pass takes a minute"
+    assert len(machine.passes) <= 5
+    assert machine.measured == 1, "not repeated, whatever else runs"
+    assert (cost.doubt is None) == (not busy)
+
+
+def test_a_device_of_half_a_second_a_pass_takes_ten_seconds(
+    bound: BoundSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = SyntheticMachine(monkeypatch, times={1: 0.6, 2: 0.9, 4: 1.4, 16: 4.0})
+    cost = measure_pass_cost(bound)
+    assert tuple(cost.measured[512]) == (1, 2, 4)
+    assert sum(seconds for _, seconds in machine.passes) < 10
 
 
 def test_doubtful_costs_are_measured_again_when_the_machine_is_idle(

@@ -11,7 +11,7 @@ import pytest
 import edgerun
 from edgerun.errors import InputError
 from edgerun.models.find import bundled_folder
-from edgerun.runtime.measure import self_text
+from edgerun.runtime.measure import self_text, text_sampler
 from edgerun.runtime.measure.self_text import read_texts, sample_texts
 
 tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
@@ -54,7 +54,7 @@ def test_a_model_that_does_not_end_its_requests_answers_neutral_ones(tiny_bundle
     texts = sample_texts(tiny_bundle, 400, 100, 0)
     assert total(texts) >= 400
     requests = [text.removeprefix("<|user|>").partition("<|assistant|>")[0] for text in decoded(tiny_bundle, texts)]
-    assert set(requests) <= set(self_text._NEUTRAL_REQUESTS)
+    assert set(requests) <= set(text_sampler._NEUTRAL_REQUESTS)
     assert len(set(requests)) == len(requests) > 3
 
 

@@ -13,6 +13,7 @@ import pytest
 import edgerun
 from edgerun import AnswerStream, BusyError, EdgeError, Engine, FinishReason, GenerateOptions, InputError, Reply
 from edgerun.runtime.graph.bound_session import BoundSession
+from edgerun.runtime.scheduling.request_queue import Ticket
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.sampled_speculator import DraftSampling
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
@@ -289,12 +290,56 @@ def test_several_answers_share_what_their_prompt_has_in_the_cache(tiny_bundle_of
 
 
 def test_leaving_several_answers_ends_them_all(engine: Engine) -> None:
-    stream = engine.stream("the", max_tokens=50, n=4, temperature=1.0, seed=1, ignore_eos=True)
-    seen = {next(stream).index for _ in range(8)}
-    assert seen == {0, 1, 2, 3}
+    stream = engine.stream("the", max_tokens=20, n=4, temperature=1.0, seed=1, ignore_eos=True)
+    while next(stream).index < 2:
+        pass
     stream.close()
     assert engine.load_now().active == 0
     assert engine.generate("the", max_tokens=3).text
+
+
+def test_one_of_several_answers_is_cancelled(engine: Engine) -> None:
+    options = GenerateOptions(max_tokens=20, n=3, temperature=1.0, seed=1, ignore_eos=True)
+    expected = engine.generate("the", options)
+    stream = engine.stream("the", options)
+    first = next(stream)
+    stream.cancel(0)
+    stream.cancel(2)
+    reply = Reply.of([first, *stream])
+    assert [choice.finish_reason for choice in reply.choices] == ["cancelled", "length", "cancelled"]
+    assert expected.text.startswith(reply.text)
+    assert [choice.text for choice in reply.alternatives] == [expected.choices[1].text, ""]
+    with pytest.raises(InputError, match="there is no answer 3; the request has 3, counted from 0"):
+        stream.cancel(3)
+
+
+def test_equal_answers_are_generated_once(engine: Engine) -> None:
+    before = engine.model.queue.pass_turn
+    passes = 0
+
+    def counted(ticket: Ticket) -> bool:
+        nonlocal passes
+        passes += 1
+        return before(ticket)
+
+    engine.model.queue.pass_turn = counted  # type: ignore[method-assign]
+    alone = engine.generate("the other thing", max_tokens=20)
+    needed, passes = passes, 0
+    reply = engine.generate("the other thing", max_tokens=20, n=3, best_of=5)
+    assert passes <= needed
+    assert {choice.text for choice in reply.choices} == {alone.text}
+    assert [choice.stats.completion_tokens for choice in reply.choices] == [alone.stats.completion_tokens] * 3
+
+
+@pytest.mark.parametrize("options", [{"n": 4}, {"best_of": 4}])
+def test_several_answers_have_one_cache(tiny_bundle: Path, options: dict[str, int]) -> None:
+    kept = []
+    for several in ({}, options):
+        with edgerun.load(tiny_bundle, threads=1, cache=False) as engine:
+            engine.generate("the other thing", max_tokens=60, temperature=1.0, seed=1, ignore_eos=True, **several)
+            kept.append((len(engine.model.prefixes), engine.model.prefixes.nbytes))
+    assert kept[0] == kept[1]
+    assert kept[0][0] == 1
 
 
 @pytest.mark.parametrize("count", [0, 129])
@@ -306,6 +351,8 @@ def test_an_impossible_number_of_answers_is_refused(engine: Engine, count: int) 
 def test_a_conversation_has_one_answer(engine: Engine) -> None:
     with pytest.raises(InputError, match="n is 2; a conversation goes on from one answer"):
         engine.session().send("the", n=2)
+    with pytest.raises(InputError, match="best_of is 2; a conversation goes on from one answer"):
+        engine.session().send("the", best_of=2)
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from edgerun import BundleError
+import edgerun
+from edgerun import BundleError, DeviceError, InputError
 from edgerun.models.bundle import Bundle, open_bundle
+from edgerun.models.device_kind import DeviceKind
 from edgerun.models.pairing import DraftPair, pair
-from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.devices.providers import Device, choose_device
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.measure.measurement_store import model_key
 from edgerun.runtime.measure.pass_timing import PASS_COSTS
-from edgerun.runtime.speculation.draft_loading import load_draft, share_cores
+from edgerun.runtime.speculation.draft_loading import PlacedDraft, load_draft, place_draft, share_cores
 from support.tiny_models import write_bundle
 
 CONFIG = SessionConfig(choose_device("cpu"), 1)
@@ -136,3 +139,32 @@ def test_sessions_that_share_cores_have_the_same_logits(tiny_bundle: Path) -> No
         return session.bind(session.arena(50)).forward(range(20, 60))
 
     np.testing.assert_array_equal(logits(SessionConfig(device, 2, shares_cores=True)), logits(SessionConfig(device, 2)))
+
+
+def test_a_draft_takes_turns_on_the_targets_device_and_overlaps_elsewhere(tiny_bundle: Path) -> None:
+    target = open_bundle(tiny_bundle)
+    found, cpu = pair(target, target), SessionConfig(choose_device("cpu"), 2)
+    gpu = replace(cpu, device=Device("WebGpuExecutionProvider", DeviceKind.GPU, "test"))
+    for request in ("auto", "cpu"):
+        assert place_draft(found, cpu, request) == (cpu, PlacedDraft(found, replace(cpu, threads=1)))
+        # Beside a GPU, the CPU drafts while the GPU verifies, and leaves it the cores when it waits.
+        config, placed = place_draft(found, gpu, request)
+        assert config == gpu
+        assert placed == PlacedDraft(found, replace(cpu, threads=1, shares_cores=True), overlaps=True)
+
+
+def test_a_draft_of_the_targets_own_layers_runs_where_the_target_runs(tiny_bundle: Path) -> None:
+    target = open_bundle(tiny_bundle)
+    own = DraftPair(target, None, layer_skip=True)
+    gpu = SessionConfig(Device("WebGpuExecutionProvider", DeviceKind.GPU, "test"))
+    config, placed = place_draft(own, gpu)
+    assert (config.device, placed.config.device, placed.overlaps) == (gpu.device, gpu.device, False)
+    with pytest.raises(InputError, match="own layers runs on its device, WebGpu, and not on CPU"):
+        place_draft(own, gpu, "cpu")
+
+
+def test_a_draft_device_that_is_not_there_is_refused(tiny_bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(DeviceError, match="no device 'Abacus'"):
+        edgerun.load(tiny_bundle, draft=tiny_bundle, draft_device="Abacus")
+    with edgerun.load(tiny_bundle, draft=None, draft_device="cpu"):
+        assert f"draft_device is cpu, but {tiny_bundle} has no draft model" in caplog.text

@@ -60,7 +60,7 @@ def test_answers_and_counts_are_those_of_plain_decoding(engine: Engine, choice: 
             assert (plain.stats.drafted, plain.stats.by_source, plain.stats.tokens_per_pass) == (0, {}, 1.0)
             check_counts(plain.stats)
             check_counts(reply.stats)
-            assert set(reply.stats.by_source) <= {"suffix", "recycle"}
+            assert set(reply.stats.by_source) <= {"suffix", "edit", "recycle"}
             drafted += reply.stats.drafted
     assert drafted > 0
 
@@ -226,6 +226,22 @@ def test_a_replay_gives_the_recorded_answer(engine: Engine, choice: Speculation,
             assert stats.tokens_per_pass > 8
         else:
             assert 0 < stats.accepted <= stats.drafted
+
+
+def test_the_edit_drafter_follows_a_text_that_is_rewritten(engine: Engine) -> None:
+    source = np.random.default_rng(2).permutation(np.arange(5, 125)).tolist()
+    answer = [*source[:40], 200, *source[41:70], *source[74:100], 201, 202, *source[100:]]
+    replayed = engine.model.replay(None, source, answer, GenerateOptions(speculation=Speculation.parse("edit")))
+    stats = Reply.of(replayed).stats
+    check_counts(stats)
+    assert set(stats.by_source) == {"edit"}
+    # All but the first twenty tokens and a few behind each of the three changes are drafted.
+    assert stats.accepted > 60
+    # The model's own text, wherever it repeats itself.
+    for options in (GenerateOptions(max_tokens=120), SAMPLED.changed({"max_tokens": 120, "seed": 5})):
+        plain = engine.generate("in the in the", options, speculation=OFF)
+        reply = engine.generate("in the in the", options, speculation=Speculation.parse("edit"))
+        assert account(reply) == account(plain)
 
 
 @pytest.mark.parametrize("oracle_mode", [OracleMode.NONE, OracleMode.RIGHT])

@@ -13,7 +13,8 @@ from edgerun.runtime.speculation.draft_value import DraftModelValue
 from edgerun.runtime.speculation.drafters.interface import Candidate
 from edgerun.runtime.speculation.growth import TokenPrices, TreeGrowth
 from edgerun.runtime.speculation.mixing import Mixer
-from edgerun.runtime.speculation.speculator import RoundTiming, Speculator
+from edgerun.runtime.speculation.rounds import RoundTiming
+from edgerun.runtime.speculation.speculator import Speculator
 from edgerun.runtime.speculation.tree import Source
 from edgerun.runtime.speculation.verification import VerifyResult
 from support.adversarial_drafters import eager

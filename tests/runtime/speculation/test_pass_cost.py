@@ -18,8 +18,9 @@ from edgerun.runtime.speculation.pass_cost import (
     TOLERANCE,
     Doubt,
     PassCost,
-    is_plausible,
 )
+from edgerun.runtime.speculation.plausible_costs import is_plausible
+from edgerun.runtime.speculation.pruning import best_width
 
 TIMES = {1: 8.1e-3, 2: 10.7e-3, 3: 14.9e-3, 4: 18.0e-3, 6: 24.7e-3, 8: 31.3e-3}
 CONFIG = SessionConfig(choose_device("cpu"), 1)
@@ -260,3 +261,31 @@ def test_a_noisy_machine_does_not_contradict_the_costs() -> None:
         slow = 1.4 if random.random() < 0.5 else 1.0
         cost.observe(width, 0, TIMES[width] * slow * float(random.lognormal(0, 0.1)))
     assert not cost.is_contradicted
+
+
+def test_passes_of_fixed_widths_cost_stairs() -> None:
+    cost = PassCost({256: {1: 1.0, 4: 1.5, 12: 4.0}}, stairs=True)
+    assert cost.curve(0, 26).tolist() == pytest.approx(
+        [1.0, *[1.5] * 3, *[4.0] * 8, 5.0, *[5.5] * 3, *[8.0] * 8, 9, 9.5]
+    )
+    assert (cost.stairs, cost.max_width) == ((1, 4, 12), 12)
+    for _ in range(40):
+        cost.observe(1, 0, 1.0)
+        cost.observe(3, 0, 2.0)  # the graph of width 4
+        cost.observe(13, 0, 100.0)  # no pass has that many
+    assert list(cost.measured[512]) == [1, 4, 12]
+    assert cost.curve(0, 4).tolist() == pytest.approx([1.0, *[2.0] * 3], rel=0.05)
+    again = PassCost.from_json(json.loads(json.dumps(cost.to_json())))
+    assert again.stairs == cost.stairs
+    assert again.curve(0, 30).tolist() == pytest.approx(cost.curve(0, 30).tolist())
+    assert PassCost({256: {1: 1.0, 4: 1.5}}).stairs is None
+    with pytest.raises(ValueError, match="passes have the widths"):
+        PassCost({256: {1: 1.0, 4: 1.5}, 1000: {1: 1.0}}, stairs=True)
+
+
+def test_drafts_fill_the_width_that_pays_and_are_never_wider() -> None:
+    probabilities = [0.5, 0.3, 0.2, 0.2, 0.2, 0.2, 0.2]
+    cost = PassCost({256: {1: 1.0, 4: 1.5, 8: 4.0}}, stairs=True)
+    assert best_width(probabilities, cost.curve(0, 8).tolist(), 1.0, 8)[0] == 4
+    dear = PassCost({256: {1: 1.0, 4: 2.5, 8: 4.0}}, stairs=True)
+    assert best_width(probabilities, dear.curve(0, 8).tolist(), 1.0, 8)[0] == 1

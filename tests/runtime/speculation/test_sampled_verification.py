@@ -28,6 +28,7 @@ from edgerun.runtime.speculation.sampled_verification import (
 from edgerun.runtime.speculation.tree import Source, Tree
 from edgerun.runtime.speculation.verification import VerifyResult, verify_tree
 from support.adversarial_drafters import chain_tree
+from support.chi_square import expect_distribution
 
 NOBODY = frozenset[int]()
 Text = tuple[int, ...]
@@ -212,22 +213,6 @@ def test_children_are_sampled_without_replacement(count: int) -> None:
 
 Target = Callable[[Text, Tree], Logits]
 """float32 logits `[n, V]` of a tree after the sequence before its anchor."""
-
-
-def critical(degrees: int) -> float:
-    """The value that chi-square exceeds with probability 1e-4 (Wilson and Hilferty 1931)."""
-    spread = 2 / (9 * degrees)
-    return float(degrees * (1 - spread + 3.719 * spread**0.5) ** 3)
-
-
-def expect_distribution(found: Counter[Text], expected: dict[Text, float], total: int) -> None:
-    """Chi-square test; cells with an expected count below five are merged."""
-    assert set(found) <= set(expected)
-    rare = [text for text, weight in expected.items() if weight * total < 5]
-    cells = [(found[text], expected[text] * total) for text in expected if text not in rare]
-    cells.append((sum(found[text] for text in rare), sum(expected[text] for text in rare) * total))
-    cells = [cell for cell in cells if cell[1] > 1e-9]
-    assert sum((n - e) ** 2 / e for n, e in cells) < critical(len(cells) - 1)
 
 
 def grown(q: Model, widths: Sequence[int], seed: int, text: Text) -> SampledDraft:

@@ -16,7 +16,8 @@ from edgerun.runtime.speculation.drafters.oracle import OracleDrafter
 from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.pass_cost import PassCost
-from edgerun.runtime.speculation.speculator import Draft, Round, RoundTiming, Speculator
+from edgerun.runtime.speculation.rounds import Draft, Round, RoundTiming
+from edgerun.runtime.speculation.speculator import Speculator
 from edgerun.runtime.speculation.tree import Source, Tree
 from edgerun.runtime.speculation.verification import VerifyResult, verify_tree
 from support.adversarial_drafters import NEARLY_FREE, Adversary, FixedCost, eager, speculator_of

@@ -152,6 +152,18 @@ def test_tojson_takes_the_options_of_json_dumps() -> None:
     assert text == '{"k": ["ü", 1]}{\n "k": [\n  "ü",\n  1\n ]\n}{"k":["\\u00fc",1]}{"a": 2, "b": 1}'
 
 
+@pytest.mark.parametrize("key", ["a.nothing", "[1]", "{}", "(1, [2])"])
+def test_what_cannot_be_a_key_is_not_found(key: str) -> None:
+    """Templates of Hermes models look up the type of every value, also of one without a type."""
+    template = ChatTemplate(f"{{% set a = {{'x': 1}} %}}{{{{ a[{key}] is defined }}}} {{{{ a[{key}] }}}}.")
+    assert template.render([]) == "False ."
+
+
+def test_an_undefined_value_is_in_no_dictionary() -> None:
+    source = "{% set a = {'x': 1} %}{{ a.y in a }} {{ a.get(a.y, 'none') }} {{ a.get('x') }}"
+    assert ChatTemplate(source).render([]) == "False none 1"
+
+
 def test_tools_and_documents_are_none_by_default() -> None:
     template = ChatTemplate("{{ tools is none }} {{ documents is none }} {{ tools }} {{ documents }}")
     assert template.render([]) == "True True None None"

@@ -4,16 +4,13 @@ import { html, useEffect, useLayoutEffect, useRef } from "edgerun/preact";
 
 import { useFollowScroll } from "../follow_scroll.js";
 import { Icon } from "../icons.js";
-import { memo, pathOf, set, state, useStore } from "../store.js";
+import { pathOf, set, state, useStore } from "../store.js";
 import { strings } from "../strings.js";
 import { Composer } from "./composer.js";
 import { IconButton } from "./dialogs.js";
-import { Message } from "./message.js";
+import { MessageList } from "./message_list.js";
 import { ModelSwitcher } from "./models.js";
 import { Welcome } from "./welcome.js";
-
-/** Messages at the end whose text is formatted at once. */
-const EAGER = 6;
 
 function Header({ conversation }) {
   const title = conversation ? conversation.title || strings.sidebar.untitled : strings.chat.newTitle;
@@ -30,28 +27,6 @@ function Header({ conversation }) {
       onClick=${() => set({ dialog: { name: "conversation", id: conversation?.id ?? null } })}
     />
   </header>`;
-}
-
-// `structure` is a prop so that the list is rendered again when branches come or go.
-const MessageList = memo(function MessageList({ conversation, path }) {
-  const tree = state.trees.get(conversation);
-  const trimmed = useStore((current) => current.trimmed.get(conversation));
-  const lastTrimmed = trimmed ? path.findLastIndex((id) => trimmed.has(id)) : -1;
-  return path.map((id, index) => [
-    html`<${Message}
-      key=${id}
-      conversation=${conversation}
-      id=${id}
-      siblings=${tree.siblings(id)}
-      eager=${index >= path.length - EAGER}
-    />`,
-    index === lastTrimmed &&
-      html`<p key="trimmed" class="trimmed-line" role="note">${strings.chat.trimmed(turns(tree, path, trimmed))}</p>`,
-  ]);
-});
-
-function turns(tree, path, trimmed) {
-  return path.filter((id) => trimmed.has(id) && tree.messages.get(id).role === "user").length;
 }
 
 function moveBetweenMessages(event, scroller) {

@@ -21,7 +21,12 @@ const NEARLY_FULL = 0.85;
 export function ContextMeter({ id, leaf, draft, edits, writing }) {
   const [fit, setFit] = useState(null);
   const models = useStore((current) => current.models);
-  const known = useStore(() => conversationOf(id) !== undefined);
+  // What the prompt and its length depend on besides the messages; undefined for a conversation that is not known.
+  const settings = useStore(() => {
+    const conversation = conversationOf(id);
+    return conversation && JSON.stringify([conversation.system, conversation.sampling, conversation.model]);
+  });
+  const known = settings !== undefined;
   useEffect(() => {
     if (!known || writing) return undefined;
     const abort = new AbortController();
@@ -32,16 +37,18 @@ export function ContextMeter({ id, leaf, draft, edits, writing }) {
       (error) => error.name !== "AbortError" && setFit(error.code === "unreachable" ? null : { error: error.message }),
     );
     return () => abort.abort();
-  }, [id, known, leaf, edits, writing, models]);
+  }, [id, settings, leaf, edits, writing, models]);
   if (!fit || !known) return null;
   if (fit.error) return html`<span class="meter full" role="status" title=${fit.error}>${fit.error}</span>`;
   const share = Math.min(1, (fit.tokens + (fit.reserve ?? 0)) / fit.context);
   const tree = state.trees.get(id);
   const turns = fit.trimmed.filter((message) => tree?.messages.get(message)?.role === "user").length;
-  const level = turns ? "full" : share > NEARLY_FULL ? "near" : "";
+  // A window of the newest tokens cuts the prompt itself, and not at the borders of turns.
+  const cut = fit.tokens >= fit.context;
+  const level = turns || cut ? "full" : share > NEARLY_FULL ? "near" : "";
   return html`<span class=${`meter ${level}`} title=${strings.meter.explanation(fit)}>
-    ${(turns > 0 || level === "near") &&
-    html`<span class="meter-note">${turns ? strings.meter.trims(turns) : strings.meter.nearlyFull}</span>`}
+    ${level &&
+    html`<span class="meter-note">${turns ? strings.meter.trims(turns) : cut ? strings.meter.cut : strings.meter.nearlyFull}</span>`}
     <meter min="0" max=${fit.context} value=${fit.tokens} aria-label=${strings.meter.label}></meter>
     <span class="meter-numbers">${strings.meter.numbers(fit.tokens, fit.context)}</span>
   </span>`;

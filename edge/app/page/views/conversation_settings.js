@@ -6,6 +6,7 @@ import { deletePreset, exportUrl, savePreset } from "../api.js";
 import { attempt, changeConversation, conversationOf, modelOf, notify, refreshState, state, useStore } from "../store.js";
 import { strings } from "../strings.js";
 import { Dialog, PromptDialog } from "./dialogs.js";
+import { ToolChoice } from "./tool_choice.js";
 
 /** Fields of `GenerateOptions` with the numbers that they accept. */
 const FIELDS = [
@@ -35,7 +36,8 @@ function faultOf({ min, max, step, above }, text) {
 function textsOf(sampling) {
   const texts = Object.fromEntries(FIELDS.map(({ name }) => [name, sampling[name] == null ? "" : String(sampling[name])]));
   const stop = sampling.stop ?? [];
-  return { ...texts, stop: (typeof stop === "string" ? [stop] : stop).map((line) => line.replaceAll("\n", "\\n")).join("\n") };
+  const lines = (typeof stop === "string" ? [stop] : stop).map((line) => line.replaceAll("\n", "\\n"));
+  return { ...texts, stop: lines.join("\n"), overflow: sampling.overflow ?? "" };
 }
 
 function samplingOf(texts) {
@@ -43,6 +45,7 @@ function samplingOf(texts) {
   for (const { name } of FIELDS) if (texts[name].trim()) sampling[name] = Number(texts[name].replace(",", "."));
   const stop = texts.stop.split("\n").filter((line) => line);
   if (stop.length) sampling.stop = stop.map((line) => line.replaceAll("\\n", "\n"));
+  if (texts.overflow) sampling.overflow = texts.overflow;
   return sampling;
 }
 
@@ -116,9 +119,15 @@ function Presets({ system, sampling, onApply }) {
   </fieldset>`;
 }
 
-/** Settings of the conversation `id`; for null, what a new one begins with. */
+/** Settings of the conversation `id`, once it is there; for null, what a new one begins with. */
 export function ConversationSettings({ id, onClose }) {
-  const conversation = id === null ? null : conversationOf(id);
+  const conversation = useStore(() => (id === null ? null : conversationOf(id)));
+  if (conversation === undefined) return null;
+  return html`<${SettingsForm} conversation=${conversation} onClose=${onClose} />`;
+}
+
+function SettingsForm({ conversation, onClose }) {
+  const id = conversation?.id ?? null;
   const before = conversation ?? state.fresh;
   const model = useStore(() => modelOf(conversation));
   const folders = useStore((current) => current.folders);
@@ -126,6 +135,7 @@ export function ConversationSettings({ id, onClose }) {
   const [folder, setFolder] = useState(before.folder ?? "");
   const [system, setSystem] = useState(before.system ?? "");
   const [texts, setTexts] = useState(() => textsOf(before.sampling ?? {}));
+  const [tools, setTools] = useState({ chosen: before.tools ?? [], allowed: before.allowed_tools ?? [] });
   const wrong = FIELDS.some((field) => faultOf(field, texts[field.name]));
   const defaults = model?.sampling_defaults ?? {};
   const save = async (event) => {
@@ -134,7 +144,8 @@ export function ConversationSettings({ id, onClose }) {
       event.target.querySelector("[aria-invalid=true]").focus();
       return;
     }
-    const changes = { folder: folder.trim() || null, system, sampling: samplingOf(texts) };
+    const changes = { folder: folder.trim() || null, system, sampling: samplingOf(texts), tools: tools.chosen };
+    if (id !== null) changes.allowed_tools = tools.allowed;
     if (title.trim() !== (before.title ?? "")) changes.title = title.trim();
     const saved = await attempt(async () => {
       await changeConversation(id, changes);
@@ -183,7 +194,24 @@ export function ConversationSettings({ id, onClose }) {
           <textarea rows="2" value=${texts.stop} onInput=${(event) => setTexts((all) => ({ ...all, stop: event.target.value }))}></textarea>
           <small class="quiet">${strings.conversation.stopHint}</small>
         </label>
+        <label class="field"
+          ><span id="label-overflow">${strings.conversation.overflow}</span>
+          <select
+            value=${texts.overflow}
+            aria-labelledby="label-overflow"
+            aria-describedby="note-overflow"
+            onChange=${(event) => setTexts((all) => ({ ...all, overflow: event.target.value }))}
+          >
+            ${strings.conversation.overflowChoices.map(([value, words]) => html`<option key=${value} value=${value}>${words}</option>`)}
+          </select>
+          <small id="note-overflow" class="quiet">${strings.conversation.overflowHint}</small>
+        </label>
       </fieldset>
+      <${ToolChoice}
+        chosen=${tools.chosen}
+        allowed=${tools.allowed}
+        onChange=${(chosen, allowed) => setTools({ chosen, allowed })}
+      />
       <${Presets} system=${system} sampling=${wrong ? {} : samplingOf(texts)} onApply=${apply} />
       ${id !== null &&
       html`<p class="exports">

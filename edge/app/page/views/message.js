@@ -19,43 +19,20 @@ import {
   useStore,
 } from "../store.js";
 import { strings } from "../strings.js";
-import { CopyButton, IconButton, copyText } from "./dialogs.js";
+import { CallList, awaitsDecision, hasOpenCalls } from "./calls.js";
+import { CopyButton, IconButton, Menu, copyText } from "./dialogs.js";
 import { TokenView } from "./tokens.js";
 
 const FOLDED_FROM = 4000;
-const NEAR = "1500px 0px";
-
-/** @type {WeakMap<Element, {observer: IntersectionObserver, calls: Map<Element, () => void>}>} by scrolling element */
-const watched = new WeakMap();
-
-/** Calls `seen` once, when an element is in the view of its scrolling element or not far from it. */
-function whenNear(element, seen) {
-  const root = element.closest(".scroller");
-  if (!watched.has(root)) {
-    const calls = new Map();
-    const arrived = (entries) => {
-      for (const entry of entries) if (entry.isIntersecting) calls.get(entry.target)?.();
-    };
-    watched.set(root, { observer: new IntersectionObserver(arrived, { root, rootMargin: NEAR }), calls });
-  }
-  const { observer, calls } = watched.get(root);
-  calls.set(element, seen);
-  observer.observe(element);
-  return () => {
-    calls.delete(element);
-    observer.unobserve(element);
-  };
-}
+/** Numbers of answers to choose from. */
+const SEVERAL = [2, 3, 4, 8];
 
 /**
- * The text of an answer. Far from the view it is plain text, which can be searched: formatting hundreds of messages
+ * The text of an answer. Far from the view, and until the models are known, it is plain text, which can be searched: formatting hundreds of messages
  * that nobody looks at would hold up the first look.
  */
-function Answer({ text, writing, bundled, eager }) {
-  const [near, setNear] = useState(eager || writing);
-  const plain = useRef(null);
-  useLayoutEffect(() => (near ? undefined : whenNear(plain.current, () => setNear(true))), [near]);
-  if (!near) return html`<div class="plain" ref=${plain}>${text}</div>`;
+function Answer({ text, writing, bundled, near }) {
+  if (!near && !writing) return html`<div class="plain">${text}</div>`;
   // The bundled model writes shell commands: as Markdown, their asterisks would be emphasis.
   if (bundled) return html`<div class="md"><${CodeBlock} code=${text.trim()} language="bash" open=${writing} /></div>`;
   return html`<${Markdown} text=${text} writing=${writing} />`;
@@ -184,6 +161,18 @@ function Statistics({ message }) {
   return html`<span class="statistics">${strings.message.statistics(numbers)}</span>`;
 }
 
+function outcomeOf(message) {
+  return message.state === "length" && hasOpenCalls(message) ? strings.message.callLimit : strings.message[message.state];
+}
+
+/** What an answer wrote before its calls, and the calls. */
+function Round({ message, round, ...rest }) {
+  const { reasoning, answer } = splitReasoning(round.text);
+  return html`${reasoning !== null && html`<${Reasoning} text=${reasoning} finished writing=${false} />`}
+    ${answer && html`<${Answer} text=${answer} writing=${false} ...${rest} />`}
+    <${CallList} message=${message} calls=${round.calls} />`;
+}
+
 function Outcome({ message }) {
   const again = () => attempt(() => continueAnswer(message));
   const retry = () => attempt(() => regenerate(message));
@@ -191,7 +180,7 @@ function Outcome({ message }) {
   const failed = message.state === "failed";
   return html`<div class=${`outcome ${message.state}`}>
     <${Icon} name=${failed ? "warning" : "stop"} />
-    <span>${failed ? message.error || strings.message.failed : strings.message[message.state]}</span>
+    <span>${failed ? message.error || strings.message.failed : outcomeOf(message)}</span>
     ${failed
       ? html`<button type="button" class="button small" onClick=${retry}>${strings.message.retry}</button>`
       : html`<button type="button" class="button small" onClick=${again}>${strings.message.continue}</button>`}
@@ -200,13 +189,19 @@ function Outcome({ message }) {
 
 function Actions({ message, siblings, onEdit, inspecting, onInspect }) {
   const user = message.role === "user";
+  const several = () =>
+    SEVERAL.map((count) => ({
+      label: strings.message.writeSeveral(count),
+      run: () => attempt(() => regenerate(message, count)),
+    }));
   const content = () => (user ? message.content : splitReasoning(message.content).answer);
   return html`<div class="actions">
     ${siblings.length > 1 && html`<${BranchSwitcher} message=${message} siblings=${siblings} />`}
     <${CopyButton} text=${content} label=${strings.message.copy} />
     <${IconButton} icon="edit" label=${strings.message.edit} onClick=${onEdit} />
     ${!user &&
-    html`<${IconButton} icon="redo" label=${strings.message.regenerate} onClick=${() => attempt(() => regenerate(message))} />`}
+    html`<${IconButton} icon="redo" label=${strings.message.regenerate} onClick=${() => attempt(() => regenerate(message))} />
+      <${Menu} icon="several" label=${strings.message.regenerateSeveral} items=${several} />`}
     ${message.state === "complete" &&
     !user &&
     html`<${IconButton}
@@ -240,7 +235,7 @@ function messageKey(event, message, siblings, edit, inspect) {
     ArrowRight: () => at < siblings.length - 1 && show(siblings[at + 1]),
   };
   const action = event.ctrlKey || event.metaKey || event.altKey ? undefined : actions[event.key];
-  if (!action || message.state === "writing") return;
+  if (!action || (message.state === "writing" && !event.key.startsWith("Arrow"))) return;
   event.preventDefault();
   action();
 }
@@ -252,14 +247,14 @@ function messageKey(event, message, siblings, edit, inspect) {
  * @param {string} props.conversation
  * @param {string} props.id
  * @param {string[]} props.siblings ids of the messages that it can be switched with
- * @param {boolean} props.eager whether its text is formatted at once
+ * @param {boolean} props.near whether it is in the view or not far from it, so that its text is formatted
+ * @param {boolean} props.last whether no message follows it
  */
-export const Message = memo(function Message({ conversation, id, siblings, eager }) {
-  const message = useStore((current) => current.trees.get(conversation)?.messages.get(id));
-  const trimmed = useStore((current) => current.trimmed.get(conversation)?.has(id) ?? false);
-  const [modelTitle, bundled] = useStore((current) => {
-    const model = current.models.find((item) => item.id === message?.model);
-    return [model?.title, model?.bundled];
+export const Message = memo(function Message({ conversation, id, siblings, near, last }) {
+  const [message, trimmed, modelTitle, bundled, loaded] = useStore((current) => {
+    const own = current.trees.get(conversation)?.messages.get(id);
+    const model = own?.model && current.models.find((item) => item.id === own.model);
+    return [own, current.trimmed.get(conversation)?.has(id) ?? false, model?.title, model?.bundled, current.loaded];
   });
   const [editing, setEditing] = useState(false);
   const [inspected, setInspected] = useState(false);
@@ -284,7 +279,7 @@ export const Message = memo(function Message({ conversation, id, siblings, eager
   };
   return html`<article
     ref=${article}
-    class=${`message ${message.role} ${trimmed ? "trimmed" : ""}`}
+    class=${`message ${message.role} ${trimmed ? "trimmed" : ""} ${last ? "last" : ""}`}
     data-message=${id}
     data-state=${message.state}
     tabindex="-1"
@@ -297,6 +292,10 @@ export const Message = memo(function Message({ conversation, id, siblings, eager
       ${trimmed && html`<span class="trimmed-mark">${strings.message.trimmed}</span>`}
     </header>
     ${message.attachments?.length > 0 && html`<${Attachments} attachments=${message.attachments} />`}
+    ${message.rounds?.map(
+      (round, index) =>
+        html`<${Round} key=${index} message=${message} round=${round} bundled=${bundled} near=${near && loaded} />`,
+    )}
     ${reasoning !== null && !inspecting && html`<${Reasoning} text=${reasoning} finished=${finished} writing=${writing} />`}
     ${editing
       ? html`<${Editor} message=${message} onClose=${close} />`
@@ -304,12 +303,17 @@ export const Message = memo(function Message({ conversation, id, siblings, eager
         ? html`<${UserText} text=${message.content} />`
         : inspecting
           ? html`<${TokenView} message=${message} onBranch=${branch} />`
-          : answer && html`<${Answer} text=${answer} writing=${writing} bundled=${bundled} eager=${eager} />`}
-    ${writing && !message.content && html`<${Progress} id=${id} />`}
+          : answer && html`<${Answer} text=${answer} writing=${writing} bundled=${bundled} near=${near && loaded} />`}
+    ${bundled && message.stats?.small_talk && html`<p class="quiet">${strings.message.smallTalk} <a href="#/models">${strings.welcome.getModel}</a></p>`}
+    ${message.stats?.tools_ignored && html`<p class="quiet">${strings.message.toolsIgnored}</p>`}
+    ${writing && !message.content && !awaitsDecision(message) && html`<${Progress} id=${id} />`}
     <${Outcome} message=${message} />
     ${!editing &&
     (writing
-      ? html`<div class="actions"><${Statistics} message=${message} /></div>`
+      ? html`<div class="actions">
+          ${siblings.length > 1 && html`<${BranchSwitcher} message=${message} siblings=${siblings} />`}
+          <${Statistics} message=${message} />
+        </div>`
       : html`<${Actions}
           message=${message}
           siblings=${siblings}

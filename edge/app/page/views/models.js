@@ -104,13 +104,13 @@ function RecommendedList({ downloads }) {
   return html`<section aria-labelledby="recommended-title">
     <h2 id="recommended-title">${words.recommended}</h2>
     <p class="quiet">${words.recommendedAbout(got.free_bytes)}</p>
+    <${DownloadField} />
     <ul class="model-list">${fitting.slice(0, 5).map(card)}</ul>
     ${(fitting.length > 5 || others.length > 0) &&
     html`<details class="model-more">
       <summary>${words.more(fitting.slice(5).length, others.length)}</summary>
       <ul class="model-list">${[...fitting.slice(5), ...others].map(card)}</ul>
     </details>`}
-    <${DownloadField} />
   </section>`;
 }
 

@@ -6,6 +6,7 @@ import { EXPORT_ALL_URL, importConversations } from "../api.js";
 import { attempt, changeSettings, notify, openConversation, refreshConversations, set, useStore } from "../store.js";
 import { strings } from "../strings.js";
 import { IconButton } from "./dialogs.js";
+import { ToolServers } from "./tool_servers.js";
 
 const LARGEST_IMPORT = 50_000_000;
 
@@ -109,6 +110,7 @@ export function SettingsPage() {
           <${Switch} name="show_statistics" value=${settings.show_statistics} />
           <${Switch} name="token_details" value=${settings.token_details} />
         </section>
+        <${ToolServers} />
         <${Files} />
         <section>
           <h2>${strings.settings.about}</h2>

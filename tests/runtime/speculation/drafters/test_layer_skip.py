@@ -113,6 +113,14 @@ def test_draft_tokens_can_be_sampled_from_it(engine: Engine, draft_sampling: Dra
     assert_slots_are_the_targets(engine)
 
 
+def test_it_runs_on_an_int8_cache(bundle: Path) -> None:
+    with loaded(bundle, kv="int8") as engine:
+        expected = engine.generate("the", max_tokens=24, speculation=Speculation.OFF).text
+        reply = engine.generate("the", max_tokens=24, speculation=MODEL)
+        assert reply.text == expected
+        assert reply.stats.by_source["model"].drafted > 0
+
+
 def assert_slots_are_the_targets(engine: Engine) -> None:
     """The cache slots of the last answer are those of the target alone."""
     kept = engine.model.prefixes._kept[-1]

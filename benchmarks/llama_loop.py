@@ -1,0 +1,102 @@
+"""Greedy decoding with llama.cpp and a GGUF file, through the C functions that llama-cpp-python binds."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from prompts import prompt_tokens
+
+# llama.cpp writes hundreds of lines about each model.
+_SILENT: Final = llama_cpp.llama_log_callback(lambda _level, _text, _data: None)
+
+
+class LlamaLoop:
+    """A GGUF model and one context of `capacity` slots; prompts are read in passes of 512 tokens, as by default."""
+
+    def __init__(self, model: Path, threads: int, capacity: int) -> None:
+        llama_cpp.llama_backend_init()
+        llama_cpp.llama_log_set(_SILENT, None)
+        self._model = llama_cpp.llama_model_load_from_file(str(model).encode(), llama_cpp.llama_model_default_params())
+        if not self._model:
+            raise RuntimeError(f"llama.cpp cannot load {model}")
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = capacity
+        params.n_threads = params.n_threads_batch = threads
+        self._batch_tokens: Final = min(int(params.n_batch), 512)
+        self._context: Any = llama_cpp.llama_init_from_model(self._model, params)
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._sampler = llama_cpp.llama_sampler_init_greedy()
+        vocab = llama_cpp.llama_model_get_vocab(self._model)
+        self.vocab: Final = int(llama_cpp.llama_vocab_n_tokens(vocab))
+        self._cached = 0
+
+    def prefill(self, tokens: int, seed: int = 0) -> float:
+        """Seconds to process a prompt of `tokens` tokens and choose the next one."""
+        prompt = prompt_tokens(tokens, self.vocab, seed)
+        self._clear()
+        started = time.perf_counter()
+        self._forward(prompt)
+        self._next_token()
+        return time.perf_counter() - started
+
+    def decode(self, context: int, tokens: int) -> float:
+        """Seconds per token of `tokens` greedy tokens after a prompt of `context` tokens, which is read once."""
+        if self._cached != context:
+            self._clear()
+            self._forward(prompt_tokens(context, self.vocab))
+            self._cached = context
+        llama_cpp.llama_memory_seq_rm(self._memory, 0, context, -1)
+        token = 1
+        started = time.perf_counter()
+        for _ in range(tokens):
+            self._forward([token])
+            token = self._next_token()
+        return (time.perf_counter() - started) / tokens
+
+    def logits(self, text: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Logits of every position of a text, float32 [tokens, vocabulary]; the text is read in one pass."""
+        self._clear()
+        count = len(text)
+        batch = llama_cpp.llama_batch_init(count, 0, 1)
+        for place, token in enumerate(text):
+            batch.token[place] = token
+            batch.pos[place] = place
+            batch.n_seq_id[place] = 1
+            batch.seq_id[place][0] = 0
+            batch.logits[place] = 1
+        batch.n_tokens = count
+        self._require(llama_cpp.llama_decode(self._context, batch))
+        found = np.ctypeslib.as_array(llama_cpp.llama_get_logits(self._context), (count, self.vocab)).copy()
+        llama_cpp.llama_batch_free(batch)
+        return found
+
+    def weights_bytes(self) -> int:
+        """Number of bytes of all tensors of the file."""
+        return int(llama_cpp.llama_model_size(self._model))
+
+    def _clear(self) -> None:
+        llama_cpp.llama_memory_clear(self._memory, False)
+        self._cached = 0
+
+    def _forward(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the cache; only the last one of a pass gets logits."""
+        for start in range(0, len(tokens), self._batch_tokens):
+            part = tokens[start : start + self._batch_tokens]
+            ids = (ctypes.c_int32 * len(part))(*part)
+            self._require(llama_cpp.llama_decode(self._context, llama_cpp.llama_batch_get_one(ids, len(part))))
+
+    def _next_token(self) -> int:
+        return int(llama_cpp.llama_sampler_sample(self._sampler, self._context, -1))
+
+    @staticmethod
+    def _require(status: int) -> None:
+        if status:
+            raise RuntimeError(f"llama_decode returned {status}")

@@ -1,0 +1,384 @@
+"""Loss of quality at equal bytes: llama.cpp's formats and edge-run's plans, of one trained model.
+
+Example: python benchmarks/peer_quality.py CHECKPOINT --text heldout.jsonl --calibration training.jsonl \\
+    --llama-python ~/llama/bin/python --llama-source ~/llama.cpp --work work
+
+Hidden sizes must be multiples of 256, so that llama.cpp has no linear to store in another format than the one asked
+for. llama.cpp's files are made by its own converter and quantizer, each format without and with an importance matrix of
+the calibration text. edge-run's are exports of the same checkpoint with the same calibration text: 4 bits for all
+linears in blocks of several sizes, with scales in float16, zero points and an int8 head, and mixed formats within the
+bytes of each of llama.cpp's files. Plans that an earlier export wrote (--plans) take the place of the searches.
+
+All read the held-out texts as token ids. The mean KL divergence is from the float32 export, in nats over all positions,
+where positions with equal prefixes count once; so rounding of activations to 8 bits, which both engines do, counts too.
+Bytes are those of all tensors in a file: linears, embedding, norms, scales and zero points, not tables of rotary
+positions. The engines then take turns at decoding in processes of their own. Prints two tables, then one JSON line: all
+models; and for each of llama.cpp's, edge-run's plan of lowest KL that has no more bytes and is no slower.
+
+Models and their losses are kept in --work, so that a second run only measures the speed again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+
+import edgerun
+from artifacts import made_once
+from edgerun.export import (
+    FP32,
+    CalibrationRequest,
+    ExportRecipe,
+    ExportRequest,
+    Method,
+    MixedPrecisionRequest,
+    WeightFormat,
+    export_checkpoint,
+)
+from edgerun.export.allocation.budget import Budget, Measure
+from edgerun.export.allocation.format_candidates import planned_linears
+from edgerun.export.checkpoint.config import read_config
+from peer_models import LlamaTools
+from processes import Worker
+from quantization import Tokens, divergence, new_positions, read_texts
+from rounds import IdleLoad, alternate, join
+
+QUANTIZATIONS: Final = ("Q4_0", "Q4_K_M", "Q3_K_M", "IQ4_XS")
+_LONGEST: Final = 256
+"""Maximum tokens of a text, and the context of all models."""
+_CONTEXT: Final = 64
+"""Number of cached tokens before decoding is timed."""
+_TOKENS: Final = 64
+_SPARE: Final = 1024
+"""Bytes of a budget left for small constants of the graph."""
+
+
+@dataclass(frozen=True)
+class MeasuredModel:
+    """A model in one format, and what was measured."""
+
+    label: str
+    engine: str
+    path: Path
+    bytes: int
+    kl: float
+    top1: float
+    decode_ms: float = 0.0
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether edge-run exported it."""
+        return self.engine == "edge-run"
+
+
+class QualityComparison:
+    """One checkpoint, its texts, and the models made of it in a working folder."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._work: Path = options.work
+        self._work.mkdir(parents=True, exist_ok=True)
+        self._tools = LlamaTools(options.llama_source, options.llama_python)
+        self._exact = self._export("fp32", ExportRecipe(FP32, context=_LONGEST))
+        config = read_config(options.checkpoint)
+        self._weights = sum(linear.weight_count for linear in planned_linears(config))
+        self._conversations = self._work / "calibration.jsonl"
+        made_once(self._conversations, self._write_conversations)
+        self._texts = self._read_texts()
+        self._exact_logits = self._logits("edge-run", self._exact)
+
+    def models(self) -> list[MeasuredModel]:
+        """All models with their bytes and losses, not timed."""
+        theirs = [*self._llama_models()]
+        budgets = sorted({each.bytes for each in theirs if each.label != "llama.cpp F32"})
+        plans = self._options.plans
+        ours = [self._planned(each) for each in plans] if plans else [self._mixed(limit) for limit in budgets]
+        ours += [self._ours(name, recipe) for name, recipe in self._uniform_recipes().items()]
+        return [*theirs, *ours]
+
+    def timed(self, models: Sequence[MeasuredModel], restarts: int, rounds: int) -> list[MeasuredModel]:
+        """The same models with milliseconds of a token, measured in turn."""
+        idle_load = IdleLoad()
+        parts = []
+        for restart in range(restarts):
+            turn = restart % len(models)
+            with ExitStack() as stack:
+                workers = [stack.enter_context(self._worker(each)) for each in [*models[turn:], *models[:turn]]]
+                for worker in workers:
+                    worker.call("decode", context=_CONTEXT, tokens=4)
+
+                def decode(worker: Worker) -> float:
+                    return float(worker.call("decode", context=_CONTEXT, tokens=_TOKENS))
+
+                parts.append(alternate(workers, rounds, decode, idle_load))
+        series = join(parts)
+        return [replace(each, decode_ms=1e3 * statistics.median(series[each.label])) for each in models]
+
+    def _llama_models(self) -> list[MeasuredModel]:
+        folder = self._work / "llama"
+        whole = self._tools.convert(self._options.checkpoint, folder / "f32.gguf", "f32")
+        text = made_once(folder / "calibration.txt", self._write_plain_text)
+        importance = self._tools.importance(whole, text, folder / "importance.gguf", _LONGEST)
+        found = [self._measured("llama.cpp F32", "llama", whole)]
+        for name in self._options.formats:
+            for suffix, weights in (("", None), (" with importance", importance)):
+                file = folder / f"{name}{'-importance' if weights else ''}.gguf"
+                self._tools.quantize(whole, file, name, weights)
+                found.append(self._measured(f"llama.cpp {name}{suffix}", "llama", file))
+        return found
+
+    def _uniform_recipes(self) -> dict[str, ExportRecipe]:
+        """Plans with one format for all linears, rounded as by default and with the calibration text."""
+        found = {}
+        for block in (32, 64, 128):
+            for half_scales in (False, True):
+                body = WeightFormat(4, block, half_scales=half_scales)
+                found[f"edge-run {body}"] = ExportRecipe(body, context=_LONGEST)
+        for block, zero_points in ((64, True), (128, False)):
+            body = WeightFormat(4, block, zero_points=zero_points, half_scales=True)
+            found[f"edge-run {body}, int8 head, GPTQ"] = replace(
+                self._calibrated("uniform"), body=body, head=replace(body, bits=8), method=Method.GPTQ
+            )
+        return found
+
+    def _mixed(self, limit: int) -> MeasuredModel:
+        """The mixed plan that a search finds within a number of bytes in the file."""
+        others = bundle_bytes(self._exact) - 4 * self._weights
+        request = MixedPrecisionRequest(
+            budget=Budget((limit - others - _SPARE) // 100 / 1e4, Measure.MEGABYTES, in_file=True),
+            max_seconds=60 * self._options.search_minutes,
+            zero_points=True,
+            half_scales=True,
+        )
+        recipe = replace(self._calibrated("search"), mixed_precision=request)
+        return self._measured(
+            f"edge-run mixed, {limit / 1e6:.2f} MB", "edge-run", self._export(f"mixed-{limit}", recipe)
+        )
+
+    def _planned(self, plan: Path) -> MeasuredModel:
+        recipe = replace(self._calibrated("plans"), mixed_precision=MixedPrecisionRequest(plan=plan))
+        return self._measured(f"edge-run plan {plan.stem}", "edge-run", self._export(f"plan-{plan.stem}", recipe))
+
+    def _calibrated(self, kind: str) -> ExportRecipe:
+        """A recipe with the calibration text; exports of a kind share the statistics of that text."""
+        return ExportRecipe(context=_LONGEST, calibration=self._calibration(), work_folder=self._work / kind)
+
+    def _ours(self, name: str, recipe: ExportRecipe) -> MeasuredModel:
+        return self._measured(name, "edge-run", self._export(re.sub(r"[^a-z0-9]+", "-", name.lower()), recipe))
+
+    def _calibration(self) -> CalibrationRequest:
+        return CalibrationRequest(self._conversations, self._options.calibration_tokens)
+
+    def _export(self, name: str, recipe: ExportRecipe) -> Path:
+        def make(folder: Path) -> None:
+            print(f"exporting {name}", file=sys.stderr)
+            export_checkpoint(ExportRequest(self._options.checkpoint, folder, recipe))
+
+        return made_once(self._work / "edge-run" / name, make)
+
+    def _write_conversations(self, file: Path) -> None:
+        """Write the conversations of the calibration text, as many as its tokens allow."""
+        rows = _conversations(self._options.calibration)
+        np.random.default_rng(0).shuffle(rows)
+        count = 0
+        with edgerun.load(self._exact, draft=None) as engine, file.open("w", encoding="utf-8") as out:
+            for messages in rows:
+                count += len(engine.model.encode_chat(messages))
+                if count > self._options.calibration_tokens:
+                    break
+                out.write(json.dumps({"messages": messages}) + "\n")
+
+    def _write_plain_text(self, file: Path) -> None:
+        """Write the same conversations in the chat template, for llama-imatrix."""
+        tokenizer = Tokenizer.from_file(str(self._exact / "tokenizer.json"))
+        with edgerun.load(self._exact, draft=None) as engine:
+            texts = [
+                tokenizer.decode(engine.model.encode_chat(messages), skip_special_tokens=False)
+                for messages in _conversations(self._conversations)
+            ]
+        file.write_text("".join(texts), encoding="utf-8")
+
+    def _read_texts(self) -> Tokens:
+        source = made_once(self._work / "heldout.jsonl", self._write_heldout)
+        return read_texts(self._exact, source, self._options.texts, _LONGEST)
+
+    def _write_heldout(self, file: Path) -> None:
+        rows = _conversations(self._options.text)
+        file.write_text("".join(json.dumps({"messages": each}) + "\n" for each in rows), encoding="utf-8")
+
+    def _measured(self, label: str, engine: str, path: Path) -> MeasuredModel:
+        """A model with its loss, which is measured once."""
+
+        def make(file: Path) -> None:
+            kept = np.concatenate(new_positions(self._texts))
+            kl, agrees = divergence(self._exact_logits[kept], self._logits(engine, path)[kept])
+            figures = {"kl": float(kl.mean()), "top1": float(agrees.mean()), "bytes": self._bytes(engine, path)}
+            file.write_text(json.dumps(figures), encoding="utf-8")
+
+        name = f"{engine}-{path.name}.json"
+        figures = json.loads(made_once(self._work / "losses" / name, make).read_text(encoding="utf-8"))
+        print(f"{label}: KL {figures['kl']:.5f}", file=sys.stderr)
+        return MeasuredModel(label, engine, path, **figures)
+
+    def _bytes(self, engine: str, path: Path) -> int:
+        if engine == "edge-run":
+            return bundle_bytes(path)
+        with self._worker(MeasuredModel("size", engine, path, 0, 0.0, 0.0)) as worker:
+            return int(worker.call("weights_bytes"))
+
+    def _logits(self, engine: str, path: Path) -> npt.NDArray[np.float32]:
+        """Logits of all texts, float32 [all tokens, vocabulary]."""
+        texts, out = self._work / "texts.json", self._work / "logits.npy"
+        texts.write_text(json.dumps([text.tolist() for text in self._texts]), encoding="utf-8")
+        with self._worker(MeasuredModel("logits", engine, path, 0, 0.0, 0.0)) as worker:
+            worker.call("write_logits", texts=str(texts), out=str(out))
+        loaded: npt.NDArray[np.float32] = np.load(out)
+        out.unlink()
+        return loaded
+
+    def _worker(self, model: MeasuredModel) -> Worker:
+        return Worker(
+            model.label,
+            model.engine,
+            model.path,
+            python=None if model.is_ours else self._tools.python,
+            environment={} if model.is_ours else self._tools.environment,
+            threads=self._options.threads,
+            capacity=_LONGEST,
+        )
+
+
+def _conversations(source: Path) -> list[list[dict[str, str]]]:
+    """Messages of each line, which has either `messages` or a `request` and a `command`."""
+    rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [
+        row["messages"]
+        if "messages" in row
+        else [{"role": "user", "content": row["request"]}, {"role": "assistant", "content": row["command"]}]
+        for row in rows
+    ]
+
+
+def bundle_bytes(bundle: Path) -> int:
+    """Number of bytes of all tensors of a bundle's graph without tables of rotary positions; shared ones count once."""
+    graph = onnx.load(str(bundle / "model.onnx"), load_external_data=False).graph
+    total = 0
+    seen = set()
+    for tensor in graph.initializer:
+        where = {entry.key: entry.value for entry in tensor.external_data}
+        place = (where.get("location"), where.get("offset"))
+        if tensor.name in ("rope.cos", "rope.sin") or (where and place in seen):
+            continue
+        seen.add(place)
+        total += int(where["length"]) if where else len(tensor.raw_data)
+    return total
+
+
+def better_plan(
+    theirs: MeasuredModel, models: Sequence[MeasuredModel], *, no_slower: bool = True
+) -> MeasuredModel | None:
+    """edge-run's plan of lowest KL with at most the bytes, and unless told otherwise the time, of another model."""
+    fitting = [
+        each
+        for each in models
+        if each.is_ours and each.bytes <= theirs.bytes and (not no_slower or each.decode_ms <= theirs.decode_ms)
+    ]
+    return min(fitting, key=lambda each: each.kl, default=None)
+
+
+def show(console: Console, models: Sequence[MeasuredModel], weights: int) -> None:
+    """Print both tables."""
+    table = Table(title="loss against float32 over held-out text, size of all tensors, and time of a token")
+    table.add_column("")
+    for name in ("MB", "bits per weight", "mean KL", "top-1", "ms a token"):
+        table.add_column(name, justify="right")
+    for each in sorted(models, key=lambda model: model.bytes):
+        table.add_row(
+            each.label,
+            f"{each.bytes / 1e6:.3f}",
+            f"{8 * each.bytes / weights:.2f}",
+            f"{each.kl:.5f}",
+            f"{each.top1:.4f}",
+            f"{each.decode_ms:.3f}",
+        )
+    console.print(table)
+    answer = Table(title="edge-run's plan of lowest KL with no more bytes that is no slower")
+    for name in ("llama.cpp", "KL", "MB", "ms", "edge-run", "KL", "MB", "ms", "KL / theirs"):
+        answer.add_column(name, justify="left" if name in ("llama.cpp", "edge-run") else "right")
+    for each in models:
+        if each.is_ours or each.label.endswith("F32"):
+            continue
+        ours = better_plan(each, models)
+        cells = (
+            ("none", "", "", "", "")
+            if ours is None
+            else (
+                ours.label.removeprefix("edge-run "),
+                f"{ours.kl:.5f}",
+                f"{ours.bytes / 1e6:.3f}",
+                f"{ours.decode_ms:.3f}",
+                f"{ours.kl / each.kl:.2f}",
+            )
+        )
+        answer.add_row(
+            each.label.removeprefix("llama.cpp "),
+            f"{each.kl:.5f}",
+            f"{each.bytes / 1e6:.3f}",
+            f"{each.decode_ms:.3f}",
+            *cells,
+        )
+    console.print(answer)
+
+
+def as_json(model: MeasuredModel) -> Mapping[str, Any]:
+    """One model as plain values."""
+    return {name: value for name, value in asdict(model).items() if name != "path"}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--text", type=Path, required=True, help="held-out conversations, JSON lines")
+    parser.add_argument("--calibration", type=Path, required=True, help="other conversations, JSON lines")
+    parser.add_argument("--llama-python", metavar="PATH", required=True, help="interpreter that has llama-cpp-python")
+    parser.add_argument("--llama-source", type=Path, metavar="DIR", required=True, help="source, built in DIR/build")
+    parser.add_argument("--formats", nargs="+", metavar="NAME", default=QUANTIZATIONS)
+    parser.add_argument("--calibration-tokens", type=int, default=16384)
+    parser.add_argument("--texts", type=int, default=200)
+    parser.add_argument("--search-minutes", type=float, default=3.0, help="time limit of each search for a plan")
+    parser.add_argument("--plans", nargs="+", type=Path, metavar="FILE", help="plan files instead of searches")
+    parser.add_argument("--restarts", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--work", type=Path, required=True)
+    options = parser.parse_args()
+    comparison = QualityComparison(options)
+    models = comparison.models()
+    if options.restarts:
+        models = comparison.timed(models, options.restarts, options.rounds)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 130
+    exact = next(each for each in models if each.label.endswith("F32"))
+    show(console, models, exact.bytes // 4)
+    print(json.dumps({"benchmark": "peer_quality", "models": [as_json(each) for each in models]}))
+
+
+if __name__ == "__main__":
+    main()

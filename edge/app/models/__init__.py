@@ -1,0 +1,1 @@
+"""Models in the app: the catalog, downloads, exports, checks and comparisons."""

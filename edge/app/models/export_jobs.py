@@ -1,0 +1,313 @@
+"""Exports of checkpoints in the app: plans are measured first, and the one that is chosen is exported.
+
+An export has two steps, each in a process of its own (`job_process`). The first one measures the plans between the
+smallest and the most exact one, and the job waits for a choice: the positions of the page's slider are these plans and
+nothing between them, since only they were measured. The second one exports the chosen plan with what the first one left
+in the work folder. Without a plan, an export has all its weights in one format and only the second step.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+import secrets
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+from ....errors import EdgeError, InputError
+from ....models.atomic import write_atomically
+from ....models.cache import cache_folder
+from ....models.file_system import remove
+from ....models.find import BUNDLED_MODEL
+from ...service.cancellation import Cancellation, CancelledError
+from ..api_endpoint import not_found
+from .job_process import JobKind, run_job
+from .model_catalog import exported_folder
+
+_log: Final = logging.getLogger(__name__)
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,62}[A-Za-z0-9]|[A-Za-z0-9]")
+_PACKAGES: Final = ("onnx", "threadpoolctl")
+"""Packages of the extra that a test of the environment looks for."""
+_INSTALL: Final = 'pip install "edge-run[export]"'
+_MAX_JOBS: Final = 20
+_MAX_TOKENS: Final = 1_000_000
+_BITS: Final = (2, 4, 8)
+
+
+class ExportState(StrEnum):
+    """How far an export is."""
+
+    QUEUED = "queued"
+    MEASURING = "measuring"
+    CHOOSING = "choosing"
+    """Plans were measured, and one has to be chosen."""
+    EXPORTING = "exporting"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+_ENDED: Final = {ExportState.DONE, ExportState.FAILED, ExportState.CANCELLED}
+
+
+@dataclass
+class _ExportJob:
+    """An export; the lock of `ExportJobs` guards it."""
+
+    key: str
+    source: str
+    name: str
+    bits: int | None
+    """Bits of all weights; None where a plan is chosen."""
+    calibration_tokens: int | None
+    state: ExportState = ExportState.QUEUED
+    stage: str = ""
+    fraction: float = 0.0
+    plans: list[dict[str, Any]] = field(default_factory=list)
+    chosen: int | None = None
+    error: str = ""
+    result: dict[str, Any] | None = None
+    cancellation: Cancellation = field(default_factory=Cancellation)
+
+    @property
+    def destination(self) -> Path:
+        return exported_folder() / self.name
+
+    @property
+    def work(self) -> Path:
+        return cache_folder() / "app-exports" / self.key
+
+    def as_object(self) -> dict[str, Any]:
+        """The job as a JSON object; the texts of its plans stay here."""
+        return {
+            "key": self.key,
+            "source": self.source,
+            "name": self.name,
+            "bits": self.bits,
+            "state": self.state.value,
+            "stage": self.stage,
+            "fraction": self.fraction,
+            "plans": [{name: plan[name] for name in ("bytes_read", "bits_per_weight", "kl")} for plan in self.plans],
+            "chosen": self.chosen,
+            "error": self.error,
+            "result": self.result,
+        }
+
+
+class ExportJobs:
+    """The exports of the app, one of which works at a time.
+
+    Args:
+        publish: called with the JSON object of a job that has changed, or one with a state of `removed`.
+        finished: called when a model was exported.
+    """
+
+    def __init__(self, publish: Callable[[dict[str, Any]], None], finished: Callable[[], None]) -> None:
+        self._publish: Final = publish
+        self._finished: Final = finished
+        self._changed: Final = threading.Condition()
+        self._jobs: Final[dict[str, _ExportJob]] = {}
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def describe(self) -> dict[str, Any]:
+        """All jobs, where their models go, and what is missing to export anything."""
+        with self._changed:
+            jobs = [each.as_object() for each in self._jobs.values()]
+        missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+        return {"jobs": jobs, "folder": str(exported_folder()), "missing": missing, "install": _INSTALL}
+
+    def add(
+        self, source: str, name: str | None = None, bits: int | None = None, calibration_tokens: int | None = None
+    ) -> dict[str, Any]:
+        """Queue an export.
+
+        Args:
+            source: path of a checkpoint folder, or its id on the hub.
+            name: name of the model, and of its folder; None for the last part of the source.
+            bits: bits of all weights: 2, 4 or 8; None to measure plans and choose one.
+            calibration_tokens: most tokens of calibration text; None for the default.
+
+        Raises:
+            InputError: a package is missing, a value cannot be used, or a model has the name.
+        """
+        if missing := self.describe()["missing"]:
+            raise InputError(f"export needs the package {missing[0]}", _INSTALL)
+        source = source.strip()
+        if not source:
+            raise InputError("the source is empty", "give a checkpoint folder, or org/name on the hub")
+        if bits is not None and bits not in _BITS:
+            raise InputError(f"bits is {bits}", "give 2, 4 or 8")
+        if calibration_tokens is not None and not 1 <= calibration_tokens <= _MAX_TOKENS:
+            raise InputError(f"calibration_tokens is {calibration_tokens}", f"give 1 to {_MAX_TOKENS}")
+        chosen = (name or "").strip() or _name_of(source)
+        job = _ExportJob(secrets.token_hex(8), source, chosen, bits, calibration_tokens)
+        with self._changed:
+            self._require_free(job)
+            for key in [key for key, each in self._jobs.items() if each.state in _ENDED][: -_MAX_JOBS or None]:
+                del self._jobs[key]
+            self._jobs[job.key] = job
+            self._start()
+            return self._told(job)
+
+    def choose(self, key: str, plan: int) -> dict[str, Any]:
+        """Export one of the plans that were measured.
+
+        Args:
+            key: the job's key.
+            plan: index of the plan.
+
+        Raises:
+            RefusedError: there is no such job.
+            InputError: there is no such plan, or the job does not wait for a choice.
+        """
+        with self._changed:
+            job = self._of(key)
+            if job.state is not ExportState.CHOOSING:
+                raise InputError(f"the export of {job.name} does not wait for a choice", "reload the page")
+            if not 0 <= plan < len(job.plans):
+                raise InputError(f"plan is {plan}", f"give 0 to {len(job.plans) - 1}")
+            job.chosen = plan
+            job.state = ExportState.QUEUED
+            self._start()
+            return self._told(job)
+
+    def cancel(self, key: str) -> dict[str, Any]:
+        """End a job; what it has written is removed. A job that has ended is taken off the list.
+
+        Raises:
+            RefusedError: there is no such job.
+        """
+        with self._changed:
+            job = self._of(key)
+            if job.state in _ENDED:
+                del self._jobs[key]
+                removed = {**job.as_object(), "state": "removed"}
+                self._publish(removed)
+                return removed
+            working = job.state in {ExportState.MEASURING, ExportState.EXPORTING}
+            if not working:
+                self._end(job, ExportState.CANCELLED)
+        # It reads a flag and closes a pipe; the thread of the job sets its state.
+        job.cancellation.cancel()
+        return job.as_object()
+
+    def close(self) -> None:
+        """End the job that works."""
+        with self._changed:
+            self._closed = True
+            jobs = list(self._jobs.values())
+            thread = self._thread
+            self._changed.notify_all()
+        for job in jobs:
+            job.cancellation.cancel()
+        if thread is not None:
+            thread.join()
+        for job in jobs:
+            _remove_work(job)
+
+    def _start(self) -> None:
+        self._changed.notify_all()
+        if self._thread is None and not self._closed:
+            self._thread = threading.Thread(target=self._run, name="edge-run exports", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while (job := self._next()) is None and not self._closed:
+                    self._changed.wait()
+                if job is None or self._closed:
+                    return
+                measures = job.bits is None and job.chosen is None
+                job.state = ExportState.MEASURING if measures else ExportState.EXPORTING
+                job.stage, job.fraction = "", 0.0
+                self._told(job)
+            try:
+                self._work(job, measures=measures)
+            except CancelledError:
+                self._end(job, ExportState.CANCELLED)
+            except EdgeError as error:
+                self._end(job, ExportState.FAILED, str(error))
+            except Exception as error:  # noqa: BLE001  the thread must go on, and the page must not wait for ever
+                _log.error("an export failed: %s", type(error).__name__, exc_info=error)
+                self._end(job, ExportState.FAILED, f"the export failed: {type(error).__name__}")
+
+    def _work(self, job: _ExportJob, *, measures: bool) -> None:
+        arguments: dict[str, Any] = {"source": job.source, "calibration_tokens": job.calibration_tokens}
+
+        def progress(stage: str, fraction: float) -> None:
+            with self._changed:
+                job.stage, job.fraction = stage, fraction
+                self._told(job)
+
+        if measures:
+            arguments["work"] = str(job.work)
+            found = run_job(JobKind.FRONTIER, arguments, progress, job.cancellation)
+            with self._changed:
+                job.plans, job.state = list(found["plans"]), ExportState.CHOOSING
+                self._told(job)
+            return
+        job.destination.parent.mkdir(parents=True, exist_ok=True)
+        arguments |= {"destination": str(job.destination), "bits": job.bits}
+        if job.chosen is not None:
+            # Beside the work folder, which must hold nothing else before it is used.
+            plan = job.work.with_suffix(".toml")
+            write_atomically(plan, str(job.plans[job.chosen]["plan"]).encode())
+            arguments |= {"work": str(job.work), "plan": str(plan)}
+        result = run_job(JobKind.EXPORT, arguments, progress, job.cancellation)
+        with self._changed:
+            job.result = result
+        self._end(job, ExportState.DONE)
+        self._finished()
+
+    def _next(self) -> _ExportJob | None:
+        return next((each for each in self._jobs.values() if each.state is ExportState.QUEUED), None)
+
+    def _end(self, job: _ExportJob, state: ExportState, error: str = "") -> None:
+        _remove_work(job)
+        with self._changed:
+            job.state, job.error = state, error
+            self._told(job)
+
+    def _told(self, job: _ExportJob) -> dict[str, Any]:
+        """Tell the page of a job; the lock is held."""
+        shown = job.as_object()
+        self._publish(shown)
+        return shown
+
+    def _of(self, key: str) -> _ExportJob:
+        if key not in self._jobs:
+            raise not_found("this export is no longer in the list", "reload the page")
+        return self._jobs[key]
+
+    def _require_free(self, job: _ExportJob) -> None:
+        if not _NAME.fullmatch(job.name) or job.name == BUNDLED_MODEL:
+            raise InputError(
+                f"{job.name!r:.80} cannot be the name of a model",
+                "use letters, digits, spaces, dots, hyphens and underscores, at most 64 of them",
+            )
+        taken = any(each.name == job.name and each.state not in _ENDED for each in self._jobs.values())
+        if taken or job.destination.exists():
+            raise InputError(f"there is a model with the name {job.name}", "choose another name, or remove that one")
+        if sum(each.state not in _ENDED for each in self._jobs.values()) >= _MAX_JOBS:
+            raise InputError(f"{_MAX_JOBS} exports wait already", "cancel some of them")
+
+
+def _name_of(source: str) -> str:
+    """The name that a model gets if the user gives none: the last part of a path or id, without a variant."""
+    last = re.split(r"[\\/]", source.rstrip("\\/"))[-1].partition(":")[0]
+    return last.removesuffix(".gguf").removesuffix(".onnx")
+
+
+def _remove_work(job: _ExportJob) -> None:
+    """Remove intermediate results; what the system keeps from being removed is left in the cache."""
+    for path in (job.work, job.work.with_suffix(".toml")):
+        with suppress(OSError):
+            remove(path)

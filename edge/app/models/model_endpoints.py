@@ -1,0 +1,166 @@
+"""Endpoints of the page for models, downloads, exports, comparisons and exactness checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, Final
+
+import msgspec
+from starlette.routing import Route
+
+from ....errors import InputError
+from ...conversations.context_fit import model_messages
+from ..api_endpoint import ApiCall, Handler, api_route
+from .model_services import ModelServices
+from .recommended import free_memory, recommend
+from .speed_comparison import DEFAULT_TOKENS
+
+
+class _ModelBody(msgspec.Struct, forbid_unknown_fields=True):
+    id: str
+
+
+class _ExportBody(msgspec.Struct, forbid_unknown_fields=True):
+    source: str
+    name: str | None = None
+    bits: int | None = None
+    calibration_tokens: int | None = None
+
+
+class _ChoiceBody(msgspec.Struct, forbid_unknown_fields=True):
+    plan: int
+
+
+class _ComparisonBody(msgspec.Struct, forbid_unknown_fields=True):
+    prompt: str | None = None
+    conversation: str | None = None
+    model: str | None = None
+    max_tokens: int = DEFAULT_TOKENS
+
+
+class _CheckBody(msgspec.Struct, forbid_unknown_fields=True):
+    model: str | None = None
+    limit: int = 1
+    max_tokens: int = 48
+
+
+def model_routes(services: ModelServices) -> list[Route]:
+    """The routes of everything about models."""
+    api = _ModelApi(services)
+    paths: list[tuple[str, str, Handler]] = [
+        ("GET", "/api/models", api.models),
+        ("POST", "/api/models/load", api.load),
+        ("POST", "/api/models/unload", api.unload),
+        ("POST", "/api/models/remove", api.remove),
+        ("GET", "/api/models/recommended", api.recommended),
+        ("GET", "/api/downloads", api.downloads),
+        ("POST", "/api/downloads", api.download),
+        ("POST", "/api/downloads/{key}/pause", api.by_key(services.downloads.pause, "download")),
+        ("POST", "/api/downloads/{key}/resume", api.by_key(services.downloads.resume, "download")),
+        ("POST", "/api/downloads/{key}/cancel", api.by_key(services.downloads.cancel, "download")),
+        ("GET", "/api/exports", lambda _call: services.exports.describe()),
+        ("POST", "/api/exports", api.export),
+        ("POST", "/api/exports/{key}/choose", api.choose_plan),
+        ("POST", "/api/exports/{key}/cancel", api.by_key(services.exports.cancel, "job")),
+        ("GET", "/api/comparisons", lambda _call: {"comparison": services.comparisons.current()}),
+        ("POST", "/api/comparisons", api.compare),
+        ("POST", "/api/comparisons/stop", lambda _call: {"comparison": services.comparisons.stop()}),
+        ("GET", "/api/exactness", lambda _call: services.exactness.describe()),
+        ("POST", "/api/exactness", api.check),
+        ("POST", "/api/exactness/cancel", lambda _call: services.exactness.cancel()),
+    ]
+    return [api_route(services.context.settings, method, path, handler) for method, path, handler in paths]
+
+
+class _ModelApi:
+    """The handlers, each called in a thread of its own."""
+
+    def __init__(self, services: ModelServices) -> None:
+        self._services: Final = services
+
+    def models(self, _call: ApiCall) -> object:
+        """All models."""
+        return self._shown()
+
+    def load(self, call: ApiCall) -> object:
+        """Load a model into memory; answers when it is loaded."""
+        self._services.load(call.body(_ModelBody).id)
+        return self._shown()
+
+    def unload(self, call: ApiCall) -> object:
+        """Unload a model."""
+        self._services.unload(call.body(_ModelBody).id)
+        return self._shown()
+
+    def remove(self, call: ApiCall) -> object:
+        """Remove a model's files."""
+        freed = self._services.remove(call.body(_ModelBody).id)
+        return {"freed": freed, **self._shown()}
+
+    def recommended(self, _call: ApiCall) -> object:
+        """Models worth downloading for this machine."""
+        free = free_memory()
+        pool = self._services.context.pool
+        here = [entry.id for entry in pool.names()]
+        found = [
+            {
+                "id": each.id,
+                "fits": each.fits,
+                "downloaded": each.downloaded,
+                "reason": each.reason,
+                **asdict(each.model),
+            }
+            for each in recommend(free, pool.kind, here)
+        ]
+        return {"recommended": found, "free_bytes": free}
+
+    def downloads(self, _call: ApiCall) -> object:
+        """All downloads."""
+        return {"downloads": self._services.downloads.objects()}
+
+    def download(self, call: ApiCall) -> object:
+        """Queue a download."""
+        return {"download": self._services.downloads.add(call.body(_ModelBody).id)}
+
+    def export(self, call: ApiCall) -> object:
+        """Queue an export."""
+        body = call.body(_ExportBody)
+        return {"job": self._services.exports.add(body.source, body.name, body.bits, body.calibration_tokens)}
+
+    def choose_plan(self, call: ApiCall) -> object:
+        """Export one of the plans that were measured."""
+        return {"job": self._services.exports.choose(call.path["key"], call.body(_ChoiceBody).plan)}
+
+    def compare(self, call: ApiCall) -> object:
+        """Begin a comparison, of a prompt or of the last question of a conversation."""
+        body = call.body(_ComparisonBody)
+        if (body.prompt is None) == (body.conversation is None):
+            raise InputError("a comparison needs a prompt or a conversation", "give one of them")
+        model, sampling = body.model, None
+        messages: list[dict[str, Any]] = [{"role": "user", "content": body.prompt or ""}]
+        if body.conversation is not None:
+            conversation = self._services.context.store.conversation(body.conversation)
+            branch = [] if conversation.leaf is None else self._services.context.store.branch(conversation.leaf)
+            while branch and branch[-1].role != "user":
+                branch.pop()
+            messages = model_messages(conversation.system, branch, calls=False) if branch else []
+            model, sampling = model or conversation.model, conversation.sampling
+        return {"comparison": self._services.comparisons.start(messages, model, sampling, body.max_tokens)}
+
+    def check(self, call: ApiCall) -> object:
+        """Begin an exactness check."""
+        body = call.body(_CheckBody)
+        return {"check": self._services.exactness.start(body.model, body.limit, body.max_tokens)}
+
+    @staticmethod
+    def by_key(change: Callable[[str], dict[str, Any]], name: str) -> Handler:
+        """A handler that changes what the path names, and answers with it."""
+
+        def handler(call: ApiCall) -> object:
+            return {name: change(call.path["key"])}
+
+        return handler
+
+    def _shown(self) -> dict[str, Any]:
+        return {"models": self._services.models(), "free_bytes": free_memory()}

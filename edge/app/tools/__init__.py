@@ -1,0 +1,1 @@
+"""Tools of conversations: MCP servers that the user has listed, and the calls that answers make."""

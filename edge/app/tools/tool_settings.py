@@ -1,0 +1,107 @@
+"""The list of MCP servers that the user keeps: a private file beside the conversations."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from ....errors import EdgeError, InputError
+from ....models.atomic import write_atomically
+from ...conversations.data_folder import make_private_file, make_private_folder
+
+FILE_NAME: Final = "tools.json"
+MAX_SERVERS: Final = 32
+_log: Final = logging.getLogger(__name__)
+_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,40}")
+_Text = Annotated[str, Meta(max_length=10_000)]
+
+
+class ToolServer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An MCP server that speaks over its standard input and output."""
+
+    name: str
+    command: _Text
+    """The program: a path, or a name that is looked up in PATH."""
+    arguments: Annotated[list[_Text], Meta(max_length=200)] = []
+    environment: dict[_Text, _Text] = {}
+    """Variables that it gets besides PATH, HOME and the like."""
+    enabled: bool = True
+    """Whether it may be started."""
+
+    def check(self) -> None:
+        """Raise if it cannot be started with certainty.
+
+        Raises:
+            InputError: the name, the command or a variable is not one.
+        """
+        if not _NAME.fullmatch(self.name):
+            raise InputError(f"the name is {self.name!r:.60}", "use 1 to 40 letters, digits, - and _")
+        if not self.command.strip():
+            raise InputError("the command is empty", "name the program that is the server")
+        for text in (self.command, *self.arguments, *self.environment, *self.environment.values()):
+            if "\0" in text:
+                raise InputError("there is a NUL character in the command", "take it out")
+        for variable in self.environment:
+            if not variable or "=" in variable:
+                raise InputError(f"{variable!r:.60} cannot be the name of a variable", "write NAME=value")
+
+
+class ToolSettings:
+    """Reads and writes the list of servers.
+
+    Args:
+        folder: the user's data folder; None to keep nothing.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path: Final = None if folder is None else folder / FILE_NAME
+        self.problem: str | None = None
+        """Why the list could not be read, in a sentence."""
+
+    def read(self) -> list[ToolServer]:
+        """The servers by name; none if there is no list, or if it cannot be read."""
+        if self._path is None:
+            return []
+        try:
+            servers = msgspec.json.decode(self._path.read_bytes(), type=list[ToolServer])
+            for server in servers:
+                server.check()
+        except FileNotFoundError:
+            return []
+        except (OSError, msgspec.DecodeError, EdgeError) as error:
+            self.problem = f"{self._path} cannot be read: {error}; it stays as it is until a server is added"
+            _log.warning("%s", self.problem)
+            return []
+        return sorted(servers, key=lambda server: server.name)
+
+    def write(self, servers: Sequence[ToolServer]) -> None:
+        """Keep the servers, in a file that only its owner can read: variables may be secrets.
+
+        Raises:
+            EdgeError: the file cannot be written.
+        """
+        if self._path is None:
+            return
+        try:
+            make_private_folder(self._path.parent)
+            if self.problem is not None:
+                self._set_aside()
+            make_private_file(self._path)
+            write_atomically(self._path, msgspec.json.format(msgspec.json.encode(servers)), private=True)
+        except OSError as error:
+            raise EdgeError(
+                f"the list of servers cannot be written: {error.strerror or error}",
+                f"give yourself the permission to write {self._path}",
+            ) from error
+
+    def _set_aside(self) -> None:
+        """Keep a list that could not be read under another name."""
+        assert self._path is not None  # noqa: S101  there was a list
+        self._path.replace(self._path.with_name(f"{FILE_NAME}.unreadable"))
+        self.problem = None

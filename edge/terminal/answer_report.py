@@ -1,0 +1,217 @@
+"""An answer's statistics in words, its JSON, and several answers one after another."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any, Final
+
+from ...runtime.engine import Engine
+from ...runtime.result import BestOf, Chunk, Reply, Stats
+from ...runtime.speculation.choice import Speculation
+from ...runtime.text.token_logprobs import TokenLogprob
+from .output import write_out, write_reasoning
+
+_SHORTEST_SHOWN_S: Final = 0.0005
+"""Shorter parts of the time to the first token would be shown as 0 ms."""
+
+
+def stats_line(stats: Stats, engine: Engine, load_s: float | None = None) -> str:
+    """The statistics of an answer on one line, for `--stats` and `/stats`.
+
+    Args:
+        stats: the statistics.
+        engine: what gave the answer.
+        load_s: seconds that loading the model took; None to leave it out.
+    """
+    parts = [
+        f"prompt {stats.prompt_tokens} tokens" + (f" ({stats.reused_tokens} reused)" if stats.reused_tokens else ""),
+        *([] if (reader := engine.model.prompts.described(stats.prompt_readers)) is None else [reader]),
+        f"first token after {_ms(stats.first_token_s)}{_before_first_token(stats)}",
+        f"{stats.completion_tokens} tokens at {stats.decode_tokens_per_second:.1f} tokens/s",
+        f"{stats.tokens_per_pass:.2f} tokens per pass",
+        f"{_ms(stats.total_s)} in all",
+    ]
+    if stats.mean_logprob is not None:
+        parts.append(f"mean log-probability {stats.mean_logprob:.3f}")
+    if stats.drafted:
+        sources = ", ".join(f"{name} {count.accepted}/{count.drafted}" for name, count in stats.by_source.items())
+        parts.append(f"draft tokens accepted: {sources}")
+    if stats.passes_ahead:
+        kept = f"{stats.passes_kept}/{stats.passes_ahead} draft passes ahead kept"
+        parts.append(f"{kept}, {_ms(stats.hidden_s)} of drafting hidden")
+    if (threads := engine.model.compute_threads) is not None:
+        saving = " (power saver)" if engine.model.power.saves else ""
+        parts.append(f"{threads} thread{'s' if threads > 1 else ''}{saving}")
+    else:
+        parts.append(f"on {engine.device}{' (simulated)' if engine.device.simulated else ''}")
+    if on_cpu := engine.model.assignments.on_cpu_text():
+        parts.append(f"on the CPU: {on_cpu}")
+    if load_s is not None:
+        parts.append(f"loaded in {_ms(load_s)}")
+    return ", ".join(parts)
+
+
+def best_of_line(chosen: BestOf) -> str:
+    """What the choice of the best answers took, on one line."""
+    candidates = len(chosen.candidates)
+    parts = [f"best of {candidates} answer{'s' if candidates > 1 else ''}", f"{chosen.stopped} stopped early"]
+    if chosen.stopped and chosen.saved_tokens is not None:
+        parts[-1] += f", which saved up to {chosen.saved_tokens} tokens"
+    return ", ".join([*parts, f"{chosen.discarded_tokens} tokens of answers that are not shown"])
+
+
+def _before_first_token(stats: Stats) -> str:
+    """What the time to the first token consists of, where that is more than the prefill."""
+    parts = {
+        "measuring this model": stats.measuring_s,
+        "loading the drafters": stats.drafter_loading_s,
+        "reading the prompt": stats.prefill_s,
+    }
+    shown = [f"{_ms(seconds)} {name}" for name, seconds in parts.items() if seconds >= _SHORTEST_SHOWN_S]
+    return f" ({', '.join(shown)})" if len(shown) > 1 else ""
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms"
+
+
+def reply_json(
+    reply: Reply, engine: Engine, speculation: Speculation, load_s: float, *, with_logprobs: bool
+) -> dict[str, Any]:
+    """The object that `--json` prints; docs/user-guide.md describes its fields."""
+    stats = reply.stats
+    described = _answer_json(reply, speculation, load_s, with_logprobs=with_logprobs)
+    described |= {
+        "prompt_graphs": {
+            "tokens": dict(stats.prompt_readers),
+            "int8_refusal": engine.model.prompts.refusal_of(stats.prompt_readers),
+        },
+        "model": str(engine.bundle.folder),
+        "device": str(engine.device),
+        "on_cpu": dict(engine.model.assignments.on_cpu),
+        "threads": engine.model.compute_threads,
+        "power": engine.model.power.value,
+    }
+    if reply.alternatives:
+        described["choices"] = [
+            _answer_json(choice, speculation, load_s, with_logprobs=with_logprobs) for choice in reply.choices
+        ]
+    if stats.best_of is not None:
+        described["best_of"] = _best_of_json(stats.best_of)
+    return described
+
+
+def _answer_json(reply: Reply, speculation: Speculation, load_s: float, *, with_logprobs: bool) -> dict[str, Any]:
+    """What `--json` prints of one answer."""
+    stats = reply.stats
+    described: dict[str, Any] = {
+        "text": reply.text,
+        "finish_reason": reply.finish_reason.value,
+        **({"reasoning": reply.reasoning} if reply.reasoning else {}),
+        **({"tool_calls": [call.message for call in reply.tool_calls]} if reply.tool_calls else {}),
+        "usage": {
+            "prompt_tokens": stats.prompt_tokens,
+            "reused_tokens": stats.reused_tokens,
+            "completion_tokens": stats.completion_tokens,
+        },
+        "timing": {
+            "load_ms": round(load_s * 1e3, 3),
+            "ttft_ms": round(stats.first_token_s * 1e3, 3),
+            "measuring_ms": round(stats.measuring_s * 1e3, 3),
+            "drafter_loading_ms": round(stats.drafter_loading_s * 1e3, 3),
+            "prefill_ms": round(stats.prefill_s * 1e3, 3),
+            "decode_tokens_per_second": round(stats.decode_tokens_per_second, 3),
+            "total_ms": round(stats.total_s * 1e3, 3),
+        },
+        "speculation": {
+            "mode": str(speculation),
+            "target_passes": stats.target_passes,
+            "drafted": stats.drafted,
+            "accepted": stats.accepted,
+            "tokens_per_pass": round(stats.tokens_per_pass, 3),
+            "by_source": {name: asdict(count) for name, count in stats.by_source.items()},
+            "passes_ahead": stats.passes_ahead,
+            "passes_kept": stats.passes_kept,
+            "hidden_ms": round(stats.hidden_s * 1e3, 3),
+        },
+    }
+    if stats.mean_logprob is not None:
+        described["mean_logprob"] = stats.mean_logprob
+    if with_logprobs:
+        described["logprobs"] = [_token_json(token) for token in reply.logprobs]
+    return described
+
+
+def _best_of_json(chosen: BestOf) -> dict[str, Any]:
+    """The candidates that the best answers were chosen of, in the order of their seeds."""
+    return {
+        "candidates": [
+            {
+                "seed": each.seed,
+                "tokens": each.tokens,
+                "mean_logprob": each.mean_logprob if math.isfinite(each.mean_logprob) else None,
+                "finish_reason": None if each.finish_reason is None else each.finish_reason.value,
+                "choice": each.choice,
+            }
+            for each in chosen.candidates
+        ],
+        "stopped": chosen.stopped,
+        "discarded_tokens": chosen.discarded_tokens,
+        "saved_tokens": chosen.saved_tokens,
+    }
+
+
+def chunk_json(chunk: Chunk, *, with_logprobs: bool, several: bool = False) -> dict[str, Any]:
+    """The object that `--json-stream` prints for a piece of an answer; of `several`, it says of which one."""
+    described: dict[str, Any] = {**({"index": chunk.index} if several else {}), "delta": chunk.text}
+    if chunk.reasoning:
+        described["reasoning"] = chunk.reasoning
+    if with_logprobs:
+        described["logprobs"] = [_token_json(token) for token in chunk.logprobs]
+    return described
+
+
+def _token_json(token: TokenLogprob) -> dict[str, Any]:
+    """A token with its log-probability, and those of its alternatives."""
+    return {
+        "token_id": token.token_id,
+        "text": token.text,
+        "bytes": list(token.bytes),
+        "logprob": token.logprob if math.isfinite(token.logprob) else None,
+        "top": [_token_json(other) for other in token.top],
+    }
+
+
+class AnswerPrinter:
+    """Writes answers as they come, one after another; of several, each has a heading.
+
+    Args:
+        count: number of answers.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._index = -1
+        self._open_line = True
+        """Whether the last line has no end yet."""
+
+    def write(self, chunk: Chunk) -> None:
+        """Write a piece of an answer."""
+        if self._count > 1 and chunk.index != self._index:
+            if self._index >= 0:
+                self.end()
+                write_out("\n")
+            write_out(f"Answer {chunk.index + 1} of {self._count}:\n")
+            self._open_line = True
+        self._index = chunk.index
+        write_reasoning(chunk.reasoning)
+        if chunk.text:
+            write_out(chunk.text)
+            self._open_line = not chunk.text.endswith("\n")
+
+    def end(self) -> None:
+        """End the last line of an answer; one without text has an empty line."""
+        if self._open_line:
+            write_out("\n")
+        self._open_line = False

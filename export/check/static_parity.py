@@ -1,0 +1,188 @@
+"""Checks that static graphs compute what model.onnx does, within the precision of float16.
+
+The check runs random tokens through a static graph on the CPU and compares the logits with those of model.onnx at
+float activations, which agrees with the float64 reference (`parity`). A wrong mask, rotation or norm changes logits by
+about their standard deviation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+from onnx import ModelProto
+
+from ...errors import ExportError
+from ...models.progress import Progress
+from ...runtime.graph.ort import ORT_ERRORS, error_reason, load_session, session_options
+from ..checkpoint.config import DecoderConfig
+from ..npu.npu_request import StaticShape
+from .contract_session import ContractSession
+from .float_activations import with_float_activations
+
+MASKED: Final = np.float16(-30000)
+"""Added to the scores of slots that a token must not see: far below every score, and far from float16's limit."""
+TOLERANCE: Final = 0.25
+"""Largest allowed logit difference, relative to the standard deviation of the logits."""
+NUM_TOKENS: Final = 24
+_STAGE: Final = "checking NPU graphs"
+
+Array = npt.NDArray[Any]
+
+
+class StaticPass(NamedTuple):
+    """What a pass of a static graph returned."""
+
+    next_ids: npt.NDArray[np.int32]
+    """Id of the largest logit of each token with logits, [R]."""
+    logits: npt.NDArray[np.float16]
+    """[R, vocabulary]."""
+    new_slots: dict[str, npt.NDArray[np.float16]]
+    """New keys and values by the name of their cache input, [1, kv_heads, m, head_dim] of the m tokens of the pass."""
+
+
+class StaticSession:
+    """Runs a static graph (docs/graph-contract.md) with full control of masks and positions."""
+
+    def __init__(self, session: ort.InferenceSession) -> None:
+        """Read width and capacity from the inputs of the loaded graph."""
+        self._session = session
+        shapes = {value.name: value.shape for value in session.get_inputs()}
+        self.width: Final = int(shapes["input_ids"][1])
+        self._masks = [name for name in shapes if name.startswith("attention_mask")]
+        self.caches: Final = {name: tuple(shape) for name, shape in shapes.items() if name.startswith("past")}
+        self.capacity: Final = int(next(iter(self.caches.values()))[2])
+        self._selects_logits = "logit_rows" in shapes
+
+    @classmethod
+    def on_cpu(cls, path: Path) -> StaticSession:
+        """Load a graph on the CPU.
+
+        Raises:
+            ExportError: ONNX Runtime cannot load it.
+        """
+        try:
+            return cls(load_session(str(path), session_options()))
+        except ORT_ERRORS as error:
+            raise ExportError(f"ONNX Runtime cannot load {path.name}: {error_reason(error)}") from error
+
+    def empty_cache(self) -> dict[str, npt.NDArray[np.float16]]:
+        """Cache buffers by the name of their input, zeros."""
+        return {name: np.zeros(shape, np.float16) for name, shape in self.caches.items()}
+
+    def run(
+        self,
+        cache: dict[str, npt.NDArray[np.float16]],
+        length: int,
+        tokens: Sequence[int] | Array,
+        positions: Sequence[int] | Array | None = None,
+        sees: Array | None = None,
+    ) -> StaticPass:
+        """Run a pass over tokens [m], m at most the width, without writing to the cache; arguments as in `feeds`.
+
+        Returns:
+            Logits of all tokens, or of the last one where the graph has logits of one token.
+
+        Raises:
+            ExportError: the graph does not run.
+        """
+        count = len(tokens)
+        try:
+            values = self._session.run(None, self.feeds(cache, length, tokens, positions, sees))
+        except ORT_ERRORS as error:
+            raise ExportError(f"the static graph cannot be run: {error_reason(error)}") from error
+        outputs = dict(zip((value.name for value in self._session.get_outputs()), values, strict=True))
+        new_slots = {name: outputs[name.replace("past_key_values", "present")][:, :, :count] for name in self.caches}
+        rows = slice(None) if self._selects_logits else slice(count)
+        return StaticPass(outputs["next_ids"][rows], outputs["logits"][rows], new_slots)
+
+    def feeds(
+        self,
+        cache: Mapping[str, npt.NDArray[np.float16]],
+        length: int,
+        tokens: Sequence[int] | Array,
+        positions: Sequence[int] | Array | None = None,
+        sees: Array | None = None,
+    ) -> dict[str, Array]:
+        """The inputs of a pass by name.
+
+        Args:
+            cache: the cache buffers by the name of their input.
+            length: number of committed slots in them.
+            tokens: the new tokens, m at most the width.
+            positions: their rotary positions [m]; None for those after the committed slots.
+            sees: which new tokens each new token attends to, bool [m, m]; None for itself and all before it.
+        """
+        count = len(tokens)
+        ids, places = np.zeros((2, 1, self.width), np.int32)
+        ids[0, :count] = tokens
+        places[0, :count] = np.arange(length, length + count) if positions is None else positions
+        visible = np.zeros((self.width, self.capacity + self.width), np.bool_)
+        visible[:count, :length] = True
+        new = slice(self.capacity, self.capacity + count)
+        visible[:count, new] = np.tri(count, dtype=np.bool_) if sees is None else sees
+        feeds: dict[str, Array] = {"input_ids": ids, "position_ids": places, **cache}
+        slots = np.concatenate([np.arange(self.capacity), places[0]])
+        for name in self._masks:
+            window = name.removeprefix("attention_mask").removeprefix("_")
+            near = visible & (places[0][:, None] - slots < int(window)) if window else visible
+            feeds[name] = np.where(near, np.float16(0), MASKED)[None, None]
+        if self._selects_logits:
+            feeds["logit_rows"] = np.array([count - 1], np.int32)
+        return feeds
+
+    def extend(
+        self, cache: dict[str, npt.NDArray[np.float16]], length: int, tokens: Sequence[int] | Array
+    ) -> StaticPass:
+        """Run a pass over tokens and write their keys and values into the cache."""
+        result = self.run(cache, length, tokens)
+        for name, slots in result.new_slots.items():
+            cache[name][:, :, length : length + len(tokens)] = slots
+        return result
+
+
+def check_static_graphs(
+    folder: Path, config: DecoderConfig, model: ModelProto, shapes: Sequence[StaticShape], progress: Progress
+) -> None:
+    """Compare static graphs with model.onnx.
+
+    Args:
+        folder: the bundle's folder.
+        config: the architecture.
+        model: model.onnx, whose accuracy levels are changed.
+        shapes: the graphs to check, each over a cache of its own.
+        progress: receives the stage.
+
+    Raises:
+        ExportError: a graph differs by more than `TOLERANCE`.
+    """
+    longest = min(NUM_TOKENS, shapes[0].capacity)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, longest)
+    contract = ContractSession(folder, config, longest, with_float_activations(model))
+    expected = contract.forward(tokens, np.arange(longest)).astype(np.float64)
+    for number, shape in enumerate(shapes, 1):
+        difference = _difference(StaticSession.on_cpu(folder / shape.file), tokens, expected)
+        allowed = TOLERANCE * float(expected.std())
+        if not difference <= allowed:
+            raise ExportError(
+                f"{shape.file} differs from model.onnx by {difference:.2g} in a logit, {allowed:.2g} is allowed",
+                "the model may need more range than float16 has: leave --device npu out, and report the checkpoint",
+            )
+        progress(_STAGE, number / len(shapes))
+
+
+def _difference(session: StaticSession, tokens: npt.NDArray[np.int64], expected: npt.NDArray[np.float64]) -> float:
+    """Largest logit difference over passes of the graph's width, the last of them narrower."""
+    cache, largest = session.empty_cache(), 0.0
+    for start in range(0, len(tokens), session.width):
+        part = tokens[start : start + session.width]
+        logits = session.extend(cache, start, part).logits.astype(np.float64)
+        wanted = expected[start : start + len(part)][-len(logits) :]
+        largest = float(np.fmax(largest, np.abs(logits - wanted).max()))
+        if not np.isfinite(logits).all():
+            return float("inf")
+    return largest

@@ -1,0 +1,1 @@
+"""Static graphs of plain operators, for NPUs."""

@@ -1,0 +1,290 @@
+"""The decoder as a static graph of plain operators, for one width and one cache capacity.
+
+NPU compilers want fixed shapes and plain operators: attention is two products and a softmax over the cached and the new
+keys, the rotation is four operators over rows of a table, what a token may attend to is an additive mask of the caller,
+and only the new keys and values come back, which the caller writes into its cache (docs/graph-contract.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, helper
+
+from ..architectures.family import HeadNorm
+from ..checkpoint.config import Activation, DecoderConfig
+from ..checkpoint.layout import Layer, Norm, QuantPlan, embedding_layout, final_norm, head_layout, layer_layout
+from ..graph import inputs_outputs
+from ..graph.decoder import IR_VERSION, OPSET
+from ..graph.nodes import MICROSOFT
+from ..graph.rope import Rope
+from .npu_request import StaticShape
+from .npu_weights import NpuWeights
+from .static_nodes import StaticNodes
+
+NEXT_IDS: Final = "next_ids"
+LOGIT_ROWS: Final = "logit_rows"
+
+
+def mask_name(window: int | None) -> str:
+    """Name of the mask input of layers with a sliding window of that many tokens, None for full attention."""
+    return "attention_mask" if window is None else f"attention_mask_{window}"
+
+
+def build_static_graph(
+    config: DecoderConfig, plan: QuantPlan, weights: NpuWeights, shape: StaticShape, positions: int, context: int
+) -> ModelProto:
+    """Build the graph of one width and capacity.
+
+    Args:
+        config: the architecture; its layers are dense.
+        plan: the quantization plan of model.onnx.
+        weights: the initializers, shared by all static graphs of the bundle.
+        shape: width and capacity.
+        positions: number of positions in the rotary tables.
+        context: number of positions that model.onnx serves, on which some rope scalings depend.
+
+    Returns:
+        The model, whose large initializers refer to the bundle's data files.
+
+    Raises:
+        CheckpointError: a tensor cannot be read.
+        OSError: the disk refused a write.
+    """
+    nodes = StaticNodes(config, plan, weights, shape.width)
+    _Decoder(nodes, shape, positions, context).append()
+    used = {name for node in nodes.protos for name in node.input}
+    graph = GraphProto(
+        name="decoder",
+        node=nodes.protos,
+        initializer=[proto for name, proto in weights.protos.items() if name in used],
+        input=_inputs(config, shape),
+        output=_outputs(config, shape),
+        value_info=nodes.shapes,
+    )
+    return helper.make_model(
+        graph,
+        opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)],
+        ir_version=IR_VERSION,
+        producer_name="edge-run",
+    )
+
+
+def _inputs(config: DecoderConfig, shape: StaticShape) -> list[ValueInfoProto]:
+    width, capacity, declare = shape.width, shape.capacity, helper.make_tensor_value_info
+    masks = dict.fromkeys(mask_name(layer.window) for layer in config.attention)
+    rows = [declare(LOGIT_ROWS, TensorProto.INT32, [1])] if shape.logit_rows != width else []
+    return [
+        declare("input_ids", TensorProto.INT32, [1, width]),
+        declare("position_ids", TensorProto.INT32, [1, width]),
+        *(declare(mask, TensorProto.FLOAT16, [1, 1, width, capacity + width]) for mask in masks),
+        *rows,
+        *_caches(config, (inputs_outputs.past_key, inputs_outputs.past_value), capacity),
+    ]
+
+
+def _outputs(config: DecoderConfig, shape: StaticShape) -> list[ValueInfoProto]:
+    rows, declare = shape.logit_rows, helper.make_tensor_value_info
+    return [
+        declare(NEXT_IDS, TensorProto.INT32, [rows]),
+        declare(inputs_outputs.LOGITS, TensorProto.FLOAT16, [rows, config.vocab_size]),
+        *_caches(config, (inputs_outputs.present_key, inputs_outputs.present_value), shape.width),
+    ]
+
+
+class _Decoder:
+    """Appends the whole decoder; layers share the rows of the rotary tables."""
+
+    def __init__(self, nodes: StaticNodes, shape: StaticShape, positions: int, context: int) -> None:
+        self._nodes = nodes
+        self._shape = shape
+        self._positions = positions
+        self._context = context
+        self._angles: dict[Rope, tuple[str, str]] = {}
+        self._query_scales: str | None = None
+
+    def append(self) -> None:
+        nodes, config = self._nodes, self._nodes.config
+        weight_format = nodes.plan[embedding_layout(config).name]
+        table = nodes.weights.embedding(weight_format, config.vocab_size, config.hidden_size)
+        embedded = nodes.add("Gather", [table, "input_ids"], "embedded", axis=0)
+        residual = nodes.scaled(embedded, config.embedding_scale, "embedded.scaled")
+        layers = [layer_layout(config, index) for index in range(config.layers)]
+        first = layers[0].before_attention
+        normed = residual if first is None else nodes.norm(residual, first, "layers.0.input_norm")
+        for index, layer in enumerate(layers):
+            name, last = f"layers.{index}", index == config.layers - 1
+            projected = nodes.linear(layer.output, self._attention(index, layer, normed))
+            if last and self._shape.logit_rows != nodes.width:
+                # Nothing after this point mixes positions, so those without logits are dropped here.
+                projected = nodes.add("Gather", [projected, LOGIT_ROWS], "asked.projected", axis=1)
+                residual = nodes.add("Gather", [residual, LOGIT_ROWS], "asked.residual", axis=1)
+                nodes.rows = self._shape.logit_rows
+            normed, residual = self._add_to_residual(
+                projected, residual, layer.after_attention, layer.before_mlp, f"{name}.mlp_norm"
+            )
+            output = self._feed_forward(name, layer, normed)
+            next_norm = final_norm(config) if last else layers[index + 1].before_attention
+            normed, residual = self._add_to_residual(output, residual, layer.after_mlp, next_norm, f"{name}.next_norm")
+        self._head(normed)
+
+    def _add_to_residual(
+        self, value: str, residual: str, after: Norm | None, before: Norm | None, name: str
+    ) -> tuple[str, str]:
+        """Add the output of attention or feed-forward; returns the input of the next part and the new residual."""
+        nodes = self._nodes
+        if after is not None:
+            value = nodes.norm(value, after, f"{name}.after")
+        value = nodes.scaled(value, nodes.config.residual_scale, f"{name}.scaled")
+        total = nodes.add("Add", [value, residual], f"{name}.residual")
+        return total if before is None else nodes.norm(total, before, name), total
+
+    def _attention(self, index: int, layer: Layer, normed: str) -> str:
+        """Append the attention of a layer without its output projection; returns [1, W, heads * head_dim]."""
+        nodes, config, name = self._nodes, self._nodes.config, f"layers.{index}"
+        settings = config.attention[index]
+        parts = [f"{name}.query", f"{name}.key", f"{name}.value"]
+        widths = [config.query_width, config.kv_width, config.kv_width]
+        query, key, value = nodes.split(nodes.linear(layer.qkv, normed), parts, widths)
+        new_key, new_value = inputs_outputs.present_key(index), inputs_outputs.present_value(index)
+        query = self._heads(query, config.heads, layer.query_norm, settings.rope, f"{query}.heads")
+        query = self._grown(query, f"{name}.grown")
+        self._heads(key, config.kv_heads, layer.key_norm, settings.rope, new_key)
+        self._heads(value, config.kv_heads, None, None, new_value)
+        keys = nodes.add("Concat", [inputs_outputs.past_key(index), new_key], f"{name}.keys", axis=2)
+        values = nodes.add("Concat", [inputs_outputs.past_value(index), new_value], f"{name}.values", axis=2)
+        # The scores may overflow in float16 unless queries are scaled before.
+        scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        query = nodes.scaled(query, scale, f"{name}.scaled")
+        group = config.heads // config.kv_heads
+        grouped = nodes.reshape(query, [1, config.kv_heads, group * nodes.width, config.head_dim], f"{name}.grouped")
+        transposed = nodes.transpose(keys, [0, 1, 3, 2], f"{name}.transposed")
+        scores = nodes.add("MatMul", [grouped, transposed], f"{name}.scores")
+        slots = self._shape.capacity + nodes.width
+        by_head = nodes.reshape(scores, [1, config.heads, nodes.width, slots], f"{name}.by_head")
+        capped = self._capped(by_head, config.attention_softcap, f"{name}.capped")
+        masked = nodes.add("Add", [capped, mask_name(settings.window)], f"{name}.masked")
+        probs = nodes.add("Softmax", [masked], f"{name}.probs", axis=-1)
+        regrouped = nodes.reshape(probs, [1, config.kv_heads, group * nodes.width, slots], f"{name}.regrouped")
+        attended = nodes.add("MatMul", [regrouped, values], f"{name}.attended")
+        heads = nodes.reshape(attended, [1, config.heads, nodes.width, config.head_dim], f"{name}.attended.heads")
+        tokens = nodes.transpose(heads, [0, 2, 1, 3], f"{name}.attended.tokens")
+        return nodes.reshape(tokens, [1, nodes.width, config.query_width], f"{name}.joined")
+
+    def _heads(self, value: str, count: int, norm: Norm | None, rope: Rope | None, output: str) -> str:
+        """Split `value` [1, W, channels] into heads, norm and rotate them; returns [1, heads, W, head_dim]."""
+        nodes, config = self._nodes, self._nodes.config
+        if norm is not None and config.traits.head_norm is HeadNorm.WHOLE:
+            value = nodes.norm(value, norm, f"{value}.normed")
+            norm = None
+        if norm is not None:
+            # QNN's HTP backend norms wrongly over several heads and tokens in four dimensions, so there are three.
+            rows = nodes.width * count
+            flat = nodes.reshape(value, [1, rows, config.head_dim], f"{value}.flat")
+            value = nodes.norm(flat, norm, f"{value}.normed", rows)
+        by_token = nodes.reshape(value, [1, nodes.width, count, config.head_dim], f"{value}.by_token")
+        if rope is None:
+            return nodes.transpose(by_token, [0, 2, 1, 3], output)
+        heads = nodes.transpose(by_token, [0, 2, 1, 3], f"{value}.unrotated")
+        return self._rotate(heads, rope, output)
+
+    def _grown(self, query: str, output: str) -> str:
+        """Append the growth of queries [1, heads, W, head_dim] with their position, if they have one here."""
+        nodes, scaling = self._nodes, self._nodes.config.query_scaling
+        if scaling is None or self._positions <= scaling.original_positions:
+            return query
+        if self._query_scales is None:
+            stored = nodes.weights.constant("query.factors", scaling.table(self._positions), half=True)
+            rows = nodes.add("Gather", [stored, "position_ids"], "query.factors.rows", axis=0)
+            self._query_scales = nodes.reshape(rows, [1, 1, nodes.width, 1], "query.scales")
+        return nodes.add("Mul", [query, self._query_scales], output)
+
+    def _rotate(self, heads: str, rope: Rope, output: str) -> str:
+        """Append the rotation of channel pairs (i, i + n/2): x * cosines + (-second half, first half) * sines.
+
+        The tables have the signs.
+        """
+        nodes, config = self._nodes, self._nodes.config
+        rotated, rest = config.rotated_channels, config.head_dim - config.rotated_channels
+        cosines, sines = self._rows(rope)
+        half = rotated // 2
+        parts = [f"{heads}.first", f"{heads}.second", *([f"{heads}.rest"] if rest else [])]
+        first, second, *others = nodes.split(heads, parts, [half, half, *([rest] if rest else [])])
+        swapped = nodes.add("Concat", [second, first], f"{heads}.swapped", axis=-1)
+        whole = nodes.add("Concat", [first, second], f"{heads}.whole", axis=-1) if rest else heads
+        left = nodes.add("Mul", [whole, cosines], f"{heads}.cosines")
+        right = nodes.add("Mul", [swapped, sines], f"{heads}.sines")
+        if not rest:
+            return nodes.add("Add", [left, right], output)
+        turned = nodes.add("Add", [left, right], f"{heads}.turned")
+        return nodes.add("Concat", [turned, *others], output, axis=-1)
+
+    def _rows(self, rope: Rope) -> tuple[str, str]:
+        """Cosines and sines of the new tokens, each [1, 1, W, rotated channels], gathered once per graph."""
+        if rope not in self._angles:
+            nodes, config = self._nodes, self._nodes.config
+            name = f"rope.{len(self._angles)}"
+            cosines, sines = rope.table(config.rotated_channels, self._context)
+            tables = {
+                "cos": np.concatenate([cosines, cosines], axis=1)[: self._positions],
+                "sin": np.concatenate([-sines, sines], axis=1)[: self._positions],
+            }
+            shape = [1, 1, nodes.width, config.rotated_channels]
+            rows = []
+            for part, table in tables.items():
+                stored = nodes.weights.constant(f"{name}.{part}", table, half=True)
+                gathered = nodes.add("Gather", [stored, "position_ids"], f"{name}.{part}.rows", axis=0)
+                rows.append(nodes.reshape(gathered, shape, f"{name}.{part}.all_heads"))
+            self._angles[rope] = (rows[0], rows[1])
+        return self._angles[rope]
+
+    def _capped(self, value: str, cap: float | None, output: str) -> str:
+        """Append cap * tanh(value / cap), if there is a cap."""
+        if cap is None:
+            return value
+        nodes = self._nodes
+        tanh = nodes.add("Tanh", [nodes.scaled(value, 1 / cap, f"{output}.divided")], f"{output}.tanh")
+        return nodes.scaled(tanh, cap, output)
+
+    def _feed_forward(self, name: str, layer: Layer, normed: str) -> str:
+        nodes, wide = self._nodes, self._nodes.config.intermediate_size
+        gate, up = nodes.split(nodes.linear(layer.gate_up, normed), [f"{name}.gate", f"{name}.up"], [wide, wide])
+        match nodes.config.activation:
+            case Activation.SILU:
+                sigmoid = nodes.add("Sigmoid", [gate], f"{name}.sigmoid")
+                activated = nodes.add("Mul", [gate, sigmoid], f"{name}.silu")
+            case Activation.GELU_TANH:
+                activated = nodes.add("Gelu", [gate], f"{name}.gelu", approximate="tanh")
+        return nodes.linear(layer.down, nodes.add("Mul", [activated, up], f"{name}.gated"))
+
+    def _head(self, normed: str) -> None:
+        """Append logits [R, vocabulary] and the id of the largest logit of each of the R tokens."""
+        nodes, config = self._nodes, self._nodes.config
+        linear, cap, rows = head_layout(config), config.logits_softcap, self._shape.logit_rows
+        hidden = nodes.scaled(normed, config.logits_scale, "head.scaled")
+        weight_format = nodes.plan[linear.name]
+        flat_shape = [rows, config.vocab_size]
+        output = inputs_outputs.LOGITS if cap is None else "head.uncapped"
+        if weight_format.bits == 32:
+            table = "embedding.weight" if config.tied_head else nodes.weights.float16("head.weight")
+            flat = nodes.reshape(hidden, [rows, config.hidden_size], "head.rows")
+            nodes.add("Gemm", [flat, table], output, transB=1)
+        else:
+            matrix = embedding_layout(config).name if config.tied_head else linear.name
+            product = nodes.quantized(matrix, weight_format, hidden, config.hidden_size, "head.product")
+            nodes.reshape(product, flat_shape, output)
+        if cap is not None:
+            self._capped(output, cap, inputs_outputs.LOGITS)
+        best = nodes.add("ArgMax", [inputs_outputs.LOGITS], f"{NEXT_IDS}.int64", axis=-1, keepdims=0)
+        nodes.add("Cast", [best], NEXT_IDS, to=TensorProto.INT32)
+
+
+def _caches(config: DecoderConfig, names: Sequence[Callable[[int], str]], slots: int) -> list[ValueInfoProto]:
+    shape = [1, config.kv_heads, slots, config.head_dim]
+    return [
+        helper.make_tensor_value_info(name(layer), TensorProto.FLOAT16, shape)
+        for layer in range(config.layers)
+        for name in names
+    ]

@@ -1,0 +1,156 @@
+"""Building blocks of static graphs: nodes with fixed shapes, norms and linears."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from onnx import NodeProto, TensorProto, ValueInfoProto, helper
+
+from ...models.manifest import WeightFormat
+from ..checkpoint.config import DecoderConfig
+from ..checkpoint.layout import FusedLinear, Norm, QuantPlan
+from ..graph.nodes import MICROSOFT
+from ..quantization.codes import OFFSETS, factor_format
+from .npu_weights import NpuWeights
+
+
+class StaticNodes:
+    """The nodes of one static graph. Methods append nodes and take and return names of values, [1, W, channels]."""
+
+    def __init__(self, config: DecoderConfig, plan: QuantPlan, weights: NpuWeights, width: int) -> None:
+        self.config: Final = config
+        self.plan: Final = plan
+        self.weights: Final = weights
+        self.width: Final = width
+        """Number of token positions of a pass, W."""
+        self.rows = width
+        """Number of token positions that products have: W until those without logits are dropped."""
+        self.protos: list[NodeProto] = []
+        self.shapes: list[ValueInfoProto] = []
+        """Shapes of the outputs of ONNX Runtime's own operators, which ONNX's shape inference does not know."""
+
+    def add(self, operator: str, inputs: Sequence[str], output: str, domain: str = "", **attributes: Any) -> str:
+        """Append a node with one output, which gives the node its name."""
+        self.protos.append(helper.make_node(operator, inputs, [output], name=output, domain=domain, **attributes))
+        return output
+
+    def split(self, value: str, outputs: list[str], widths: Sequence[int]) -> list[str]:
+        """Split the last axis into parts of these widths."""
+        sizes = self.integers(widths)
+        self.protos.append(helper.make_node("Split", [value, sizes], outputs, name=outputs[0], axis=-1))
+        return outputs
+
+    def reshape(self, value: str, shape: Sequence[int], output: str) -> str:
+        """Append a Reshape."""
+        return self.add("Reshape", [value, self.integers(shape)], output)
+
+    def transpose(self, value: str, order: Sequence[int], output: str) -> str:
+        """Append a Transpose."""
+        return self.add("Transpose", [value], output, perm=list(order))
+
+    def integers(self, values: Sequence[int]) -> str:
+        """A small int64 constant, created once."""
+        return self.weights.constant(f"integers.{'x'.join(map(str, values))}", np.array(values, np.int64))
+
+    def scaled(self, value: str, factor: float, output: str) -> str:
+        """Append `value * factor`, unless the factor is 1."""
+        if factor == 1:
+            return value
+        constant = self.weights.constant(f"factor.{factor!r}", np.array([factor], np.float16))
+        return self.add("Mul", [value, constant], output)
+
+    def norm(self, value: str, norm: Norm, output: str, rows: int | None = None) -> str:
+        """Append an RMS norm of `rows` vectors, None for one a token; squares are summed in more than float16."""
+        # RMSNormalization of opset 23 is the same operator, but OpenVINO does not take it.
+        weight = self.weights.vector(norm.weight, [norm.weight], float(self.config.traits.norms_add_one))
+        self._declare(output, [1, self.rows if rows is None else rows, norm.width])
+        return self.add(
+            "SimplifiedLayerNormalization",
+            [value, weight],
+            output,
+            axis=-1,
+            epsilon=self.config.norm_epsilon,
+            stash_type=TensorProto.FLOAT,
+        )
+
+    def linear(self, linear: FusedLinear, value: str) -> str:
+        """Append a linear of a layer, including its bias; returns the name of [1, W, rows]."""
+        name, columns, weight_format = linear.name, linear.columns, self.plan[linear.name]
+        product = f"{name}.product" if linear.biased else name
+        if weight_format.bits == 32:
+            self.add("MatMul", [value, self.weights.float16(f"{name}.weight")], product)
+        elif weight_format.offsets:
+            self._with_offsets(linear, weight_format, value, product)
+        elif weight_format.rank:
+            factors = factor_format(weight_format)
+            codes = self.quantized(name, weight_format, value, columns, f"{name}.codes_product")
+            inner = self.quantized(name, factors, value, columns, f"{name}.inner", "down_")
+            corrected = self.quantized(name, factors, inner, weight_format.rank, f"{name}.correction", "up_")
+            self.add("Add", [codes, corrected], product)
+        else:
+            self.quantized(name, weight_format, value, columns, product)
+        if not linear.biased:
+            return product
+        # QNN does not take the bias input of MatMulNBits.
+        return self.add("Add", [product, self.weights.vector(f"{name}.bias", linear.biases)], name)
+
+    def _with_offsets(self, linear: FusedLinear, weight_format: WeightFormat, value: str, output: str) -> None:
+        """Append the product with the codes plus the product of the block sums of the inputs with the offsets."""
+        name, block = linear.name, weight_format.block
+        product = self.quantized(name, weight_format, value, linear.columns, f"{name}.codes_product")
+        padded, columns = self._padded(value, linear.columns, block, f"{name}.summed")
+        blocks = self.reshape(padded, [1, self.rows, columns // block, block], f"{name}.blocks")
+        sums = self.add("ReduceSum", [blocks, self.integers([-1])], f"{name}.sums", keepdims=0)
+        offsets = self.quantized(name, OFFSETS, sums, columns // block, f"{name}.offsets", "offset_")
+        self.add("Add", [product, offsets], output)
+
+    def quantized(
+        self,
+        name: str,
+        weight_format: WeightFormat,
+        value: str,
+        columns: int,
+        output: str,
+        part: str = "",
+    ) -> str:
+        """Append the product of `value` [1, rows, columns] with a quantized matrix of model.onnx.
+
+        Args:
+            name: name of the linear.
+            weight_format: its bits, block and zero points.
+            value: the activations; they are padded with zeros to whole blocks, as the codes are.
+            columns: number of channels of `value`.
+            output: name of the product.
+            part: what precedes `codes` and `scales` in the names of the initializers.
+        """
+        codes = self.weights.shared(f"{name}.{part}codes")
+        outputs, blocks, _ = self.weights.shape(codes)
+        scales = self.weights.float16(f"{name}.{part}scales", (outputs, blocks))
+        points = [self.weights.packed_zero_points(name, weight_format.bits)] if weight_format.zero_points else []
+        padded, inner = self._padded(value, columns, weight_format.block, f"{output}.input")
+        self._declare(output, [1, self.rows, outputs])
+        return self.add(
+            "MatMulNBits",
+            [padded, codes, scales, *points],
+            output,
+            domain=MICROSOFT,
+            N=outputs,
+            K=inner,
+            bits=weight_format.bits,
+            block_size=weight_format.block,
+        )
+
+    def _declare(self, value: str, shape: Sequence[int]) -> None:
+        self.shapes.append(helper.make_tensor_value_info(value, TensorProto.FLOAT16, shape))
+
+    def _padded(self, value: str, columns: int, block: int, output: str) -> tuple[str, int]:
+        """Append zeros to `value` up to a multiple of `block`; returns the name and the number of channels."""
+        missing = -columns % block
+        if not missing:
+            return value, columns
+        # Not Pad, which QNN's HTP backend computes wrongly in float16.
+        shape = (1, self.rows, missing)
+        zeros = self.weights.constant(f"zeros.{'x'.join(map(str, shape))}", np.zeros(shape, np.float16))
+        return self.add("Concat", [value, zeros], output, axis=-1), columns + missing

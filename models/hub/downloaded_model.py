@@ -1,0 +1,112 @@
+"""A model folder that was downloaded from the hub, and the record in it that says what it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, Final
+
+from ...errors import BundleError
+from ..bundle import verify_file
+from ..json_file import is_whole, read_json_object
+from ..manifest import FileDigest
+
+RECORD_NAME: Final = "hub.json"
+CHECKPOINT: Final = "."
+"""The `source` of a whole checkpoint, in place of a file."""
+_FORMAT: Final = 1
+
+
+@dataclass(frozen=True)
+class DownloadedModel:
+    """A model folder that was downloaded from the hub."""
+
+    folder: Path
+    repo: str
+    commit: str
+    variant: str
+    """The variant in `org/name:variant`; empty if the repository has only one graph."""
+    source: str
+    """The file of the repository that the folder is for: a graph or a GGUF file; or `CHECKPOINT`."""
+    files: Mapping[str, FileDigest]
+    """Digest by path relative to the folder."""
+
+    @property
+    def path(self) -> Path:
+        """Path to open: a GGUF file, or the folder."""
+        return self.folder / PurePosixPath(self.source).name if self.source.endswith(".gguf") else self.folder
+
+    @property
+    def id(self) -> str:
+        """The id of the model, as long as its branch refers to the same commit."""
+        return self.name(self.repo, self.variant if self.source != CHECKPOINT else "")
+
+    @staticmethod
+    def name(repo: str, variant: str) -> str:
+        """Join a repository and a variant."""
+        return f"{repo}:{variant}" if variant else repo
+
+    @property
+    def bytes(self) -> int:
+        """Total size of the files in bytes."""
+        return sum(digest.bytes for digest in self.files.values())
+
+    @property
+    def last_used(self) -> float:
+        """Time at which it was last opened, in seconds since 1970."""
+        return (self.folder / RECORD_NAME).stat().st_mtime
+
+    def record(self) -> dict[str, Any]:
+        """What the folder's record says of it, as JSON values."""
+        return {
+            "format": _FORMAT,
+            "id": self.repo,
+            "commit": self.commit,
+            "variant": self.variant,
+            "source": self.source,
+            "files": {name: vars(digest) for name, digest in self.files.items()},
+        }
+
+    def verify(self) -> None:
+        """Check that the files are unchanged, and record the time of use; large files are hashed once.
+
+        Raises:
+            BundleError: a file is missing or damaged.
+        """
+        try:
+            for name, digest in self.files.items():
+                verify_file(self.folder / name, digest)
+        except BundleError as error:
+            raise BundleError(error.what, f"download it again: edge-run pull {self.id}") from error
+        try:
+            os.utime(self.folder / RECORD_NAME)
+        except OSError:  # the cache is read-only
+            return
+
+
+def read_downloaded(folder: Path) -> DownloadedModel | None:
+    """Read a model folder's record; None if it is missing or damaged."""
+    path = folder / RECORD_NAME
+    if not path.is_file():
+        return None
+    try:
+        data: dict[str, Any] = read_json_object(path, BundleError, "")
+        files = {name: FileDigest(each["bytes"], each["sha256"]) for name, each in data["files"].items()}
+        repo, commit, variant, source = (data[name] for name in ("id", "commit", "variant", "source"))
+    except (BundleError, LookupError, TypeError, AttributeError):
+        return None
+    if not all(isinstance(text, str) for text in (repo, commit, variant, source)) or not all(
+        is_safe_path(name) and is_whole(digest.bytes, 0) and isinstance(digest.sha256, str)
+        for name, digest in files.items()
+    ):
+        return None
+    return DownloadedModel(folder, repo, commit, variant, source, files)
+
+
+def is_safe_path(path: str) -> bool:
+    """Return whether a path stays inside the folder that it is relative to, on every operating system."""
+    windows = PureWindowsPath(path)
+    inside = not (windows.drive or windows.root or "\\" in path or ":" in path or "\0" in path)
+    return bool(path) and inside and ".." not in windows.parts

@@ -1,0 +1,181 @@
+"""A decoder graph that is being rewritten: its nodes, constants, and where values come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .external_data import check_external_data
+from .model_messages import (
+    ELEMENT_TYPES,
+    EXTERNAL,
+    Message,
+    attribute_values,
+    node,
+    read_model,
+    shape_of,
+    tensor,
+)
+
+MICROSOFT: Final = "com.microsoft"
+_DTYPES: Final = {number: dtype for dtype, number in ELEMENT_TYPES.items()}
+
+
+class CannotRewriteError(Exception):
+    """The graph has something that the rewriting does not know; it is then used as it is."""
+
+
+class GraphEditor:
+    """A graph whose nodes are replaced one by one; see `rewrite`.
+
+    Attributes:
+        model: the model message.
+        graph: its graph.
+        initializers: tensor messages by name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read a model file, whose weights stay where they are.
+
+        Raises:
+            BundleError: the file is not an ONNX model.
+            CannotRewriteError: the graph has nodes with graphs inside.
+        """
+        check_external_data(path)
+        self._folder = path.parent
+        self.model: Message = read_model(path)
+        self.graph: Message = self.model.graph
+        if any(each.HasField("g") or each.graphs for one in self.graph.node for each in one.attribute):
+            raise CannotRewriteError("the graph has branches")
+        self.initializers: dict[str, Message] = {each.name: each for each in self.graph.initializer}
+        self._producers: dict[str, Message] = {}
+        self._index()
+
+    def _index(self) -> None:
+        self._producers = {output: each for each in self.graph.node for output in each.output if output}
+
+    @property
+    def input_names(self) -> list[str]:
+        """Names of the graph's inputs."""
+        return [each.name for each in self.graph.input]
+
+    def producer(self, name: str) -> Message | None:
+        """The node that computes a value; None for inputs and initializers."""
+        return self._producers.get(name)
+
+    def rewrite(self, replace: Callable[[Message], Iterable[Message]]) -> None:
+        """Replace each node by the nodes that `replace` returns for it, in order; a node may be among its own."""
+        nodes = [each for old in list(self.graph.node) for each in replace(old)]
+        del self.graph.node[:]
+        self.graph.node.extend(nodes)
+        self._index()
+
+    def constant(self, name: str, value: npt.NDArray[Any]) -> str:
+        """Add a small constant, once per name; returns its name in the graph, which no exporter uses."""
+        name = f"edited.{name}"
+        if name not in self.initializers:
+            self.graph.initializer.append(tensor(name, value))
+            self.initializers[name] = self.graph.initializer[-1]
+        return name
+
+    def add(self, initializer: Message) -> None:
+        """Add a tensor, whose name no other value has."""
+        self.graph.initializer.append(initializer)
+        self.initializers[initializer.name] = self.graph.initializer[-1]
+
+    def integers(self, name: str, *values: int) -> str:
+        """Add a constant vector of int64, once per name; returns its name in the graph."""
+        return self.constant(name, np.array(values, np.int64))
+
+    def array(self, name: str) -> npt.NDArray[Any] | None:
+        """The elements of a constant: an initializer, or one that is converted to another type.
+
+        Returns:
+            The elements, memory-mapped where they lie in another file in their own type; None if the value is neither.
+        """
+        proto = self.initializers.get(name)
+        if proto is None and (stored := self._converted(name)) is not None:
+            elements = self.array(stored.input[0])
+            return None if elements is None else elements.astype(_DTYPES[attribute_values(stored)["to"]])
+        if proto is None or proto.data_type not in _DTYPES:
+            return None
+        dtype, shape = _DTYPES[proto.data_type], tuple(proto.dims)
+        if proto.data_location == EXTERNAL:
+            entries = {each.key: each.value for each in proto.external_data}
+            return np.memmap(
+                self._folder / entries["location"],
+                dtype.newbyteorder("<"),
+                mode="r",
+                offset=int(entries.get("offset", 0)),
+                shape=shape,
+            )
+        if proto.raw_data:
+            return np.frombuffer(proto.raw_data, dtype.newbyteorder("<")).reshape(shape)
+        if dtype == np.float16:
+            return np.array(list(proto.int32_data), np.uint16).view(np.float16).reshape(shape)
+        values = {1: proto.float_data, 7: proto.int64_data, 11: proto.double_data}.get(
+            proto.data_type, proto.int32_data
+        )
+        return np.array(list(values), dtype).reshape(shape)
+
+    def constant_shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a constant as `array` reads it; None if the value is not one."""
+        stored = self._converted(name)
+        proto = self.initializers.get(name if stored is None else stored.input[0])
+        return None if proto is None else tuple(proto.dims)
+
+    def _converted(self, name: str) -> Message | None:
+        """The node that converts an initializer to this value, as scales stored in float16 are; None if none does."""
+        producer = self._producers.get(name)
+        if producer is None or producer.op_type != "Cast" or producer.input[0] not in self.initializers:
+            return None
+        return producer if attribute_values(producer)["to"] in _DTYPES else None
+
+    def element_type(self, name: str) -> int | None:
+        """ONNX's number of the element type of an input or initializer; None for other values."""
+        if name in self.initializers:
+            return int(self.initializers[name].data_type)
+        return next((each.type.tensor_type.elem_type for each in self.graph.input if each.name == name), None)
+
+    def input_shape(self, name: str) -> tuple[int | str | None, ...]:
+        """Dimensions of an input of the graph; empty if there is no such input."""
+        return next((shape_of(each) for each in self.graph.input if each.name == name), ())
+
+    def drop_unused(self, keep_inputs: bool = True) -> None:
+        """Remove nodes and initializers on which no output depends, and unless `keep_inputs` such inputs."""
+        needed = {each.name for each in self.graph.output}
+        kept = []
+        for each in reversed(self.graph.node):
+            if any(output and output in needed for output in each.output):
+                kept.append(each)
+                needed.update(each.input)
+        kept.reverse()
+        initializers = [each for each in self.graph.initializer if each.name in needed]
+        inputs = [each for each in self.graph.input if keep_inputs or each.name in needed]
+        for field, values in (("node", kept), ("initializer", initializers), ("input", inputs)):
+            repeated = getattr(self.graph, field)
+            del repeated[:]
+            repeated.extend(values)
+        self.initializers = {each.name: each for each in self.graph.initializer}
+        self._index()
+
+    def serialized(self) -> bytes:
+        """The model as the bytes of a file, the same for the same graph."""
+        # Types of values inside are those of the graph that this one was made from.
+        del self.graph.value_info[:]
+        data: bytes = self.model.SerializeToString(deterministic=True)
+        return data
+
+
+def onnx_node(operator: str, inputs: Sequence[str], output: str, **attributes: Any) -> Message:
+    """A node of one of ONNX's own operators with one output, after which the node is named."""
+    return node(operator, inputs, [output], name=f"edited.{output}", **attributes)
+
+
+def attributes_of(of: Message) -> dict[str, Any]:
+    """The attributes of a node by name; see `attribute_values`."""
+    return attribute_values(of)

@@ -1,0 +1,101 @@
+"""The graph that a GPU loads: the bundle's own variant, one made earlier, or one that is made now."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from ...models.atomic import write_atomically
+from ...models.bundle import GRAPH_NAME, Bundle
+from ...models.cache import cache_folder
+from ...models.device_kind import DeviceKind
+from ...models.file_system import remove
+from ...models.regular_file import read_regular
+from ..graph.session import SessionConfig
+from .forms import REWRITING, GpuForm, form_of
+
+_MAX_CACHED_BYTES: Final = 64 << 20
+"""Largest graph that is cached; a larger one has its weights inside and is made again at every load."""
+_MAX_FILES: Final = 64
+"""Cached graphs; beyond it the oldest are deleted. One of a bundle takes up to a megabyte."""
+
+
+def variant_for(bundle: Bundle, config: SessionConfig, *, cache: bool, plain: bool = False) -> Path | bytes:
+    """The graph that a GPU loads for a model.
+
+    Args:
+        bundle: the model, of any tool.
+        config: the device, which decides on the form of the graph.
+        cache: whether to keep a graph that is made here for the next load.
+        plain: whether it is to serve passes of consecutive tokens only; see `has_plain_form`.
+
+    Returns:
+        A file beside the weights, or a model as bytes, whose weights lie in the folder of `bundle.graph`. The model's
+        own graph if no variant can be made of it.
+
+    Raises:
+        BundleError: the model's graph is not an ONNX model.
+    """
+    form = form_of(config.device.provider)
+    if (own := _of_bundle(bundle, config.device.provider, plain)) is not None:
+        return own
+    path = None
+    if cache and bundle.graph.stat().st_size <= _MAX_CACHED_BYTES:
+        path = _cached_path(bundle.graph, form, plain)
+        if (model := _read_cached(path)) is not None:
+            return model
+    # Both import protobuf, which takes a while, and which programs on a CPU do not need.
+    from ...models.onnx_file.graph_editor import CannotRewriteError  # noqa: PLC0415
+    from .rewriting import gpu_graph  # noqa: PLC0415
+
+    try:
+        model = gpu_graph(bundle.graph, form, plain=plain)
+    except CannotRewriteError:
+        return bundle.graph
+    if path is not None:
+        _write_cached(path, model)
+    return model
+
+
+def has_plain_form(config: SessionConfig) -> bool:
+    """Whether passes of consecutive tokens are faster on a graph of their own, without a bias."""
+    return config.device.kind is DeviceKind.GPU and form_of(config.device.provider).has_plain_form
+
+
+def _of_bundle(bundle: Bundle, provider: str, plain: bool) -> Path | None:
+    """The variant that lies in the bundle for a provider, if there is one."""
+    form = form_of(provider)
+    if bundle.manifest is None or bundle.graph.name != GRAPH_NAME:
+        return None
+    for variant in bundle.manifest.variants:
+        fits = variant.device is DeviceKind.GPU and variant.precision is form.variant.precision
+        if fits and variant.plain is plain and (not variant.providers or provider in variant.providers):
+            return bundle.graph.parent / variant.file
+    return None
+
+
+def _cached_path(graph: Path, form: GpuForm, plain: bool) -> Path:
+    digest = hashlib.sha256(read_regular(graph, _MAX_CACHED_BYTES))
+    digest.update(f"\0{REWRITING}\0{form}\0{plain}".encode())
+    return cache_folder() / "graphs" / f"{digest.hexdigest()[:32]}.onnx"
+
+
+def _read_cached(path: Path) -> bytes | None:
+    """A graph that was cached; None if there is none, or it is damaged."""
+    try:
+        data = read_regular(path, 2 * _MAX_CACHED_BYTES)
+    except OSError:
+        return None
+    size = hashlib.sha256().digest_size
+    return data[size:] if hashlib.sha256(data[size:]).digest() == data[:size] else None
+
+
+def _write_cached(path: Path, model: bytes) -> None:
+    # With a read-only cache the graph is made again next time.
+    with suppress(OSError):
+        write_atomically(path, hashlib.sha256(model).digest() + model)
+        files = sorted(path.parent.glob("*.onnx"), key=lambda each: each.stat().st_mtime)
+        for each in files[:-_MAX_FILES]:
+            remove(each)

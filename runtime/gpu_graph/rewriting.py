@@ -1,0 +1,140 @@
+"""Makes the GPU forms of a decoder graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from ...models.graph_variant import Precision
+from ...models.onnx_file.graph_editor import MICROSOFT, CannotRewriteError, GraphEditor, attributes_of
+from ...models.onnx_file.model_messages import ELEMENT_TYPES, Message, node, shape_of, value_info
+from ..graph.plain_attention import BIAS, input_at, serve_plain_passes, window_of
+from ..graph.plain_attention import OPERATOR as ATTENTION
+from ..graph.rotation import rotate_outside
+from .expanded_codes import compute_in_float, expand_embedding, expand_matrices
+from .float16_form import use_half_precision
+from .forms import GpuForm
+from .operator_table import operators_outside
+
+TOP_IDS: Final = "top_ids"
+"""Output: ids of the tokens with the largest logits, int64 `[R, K]`, the best first."""
+TOP_LOGITS: Final = "top_logits"
+"""Output: their logits, float32 `[R, K]`."""
+TOP_COUNT: Final = 64
+"""Largest K."""
+_LOGITS: Final = "logits"
+_FLOAT: Final = ELEMENT_TYPES[np.dtype(np.float32)]
+
+
+def gpu_graph(graph: Path, form: GpuForm, *, plain: bool = False) -> bytes:
+    """Make the form of a decoder graph that a GPU takes.
+
+    Args:
+        graph: the model file; the result refers to the same weights, relative to its folder.
+        form: what the provider takes.
+        plain: whether the result serves passes of consecutive tokens only, without a bias.
+
+    Returns:
+        The model as the bytes of a file, the same whenever it is made.
+
+    Raises:
+        BundleError: the file is not an ONNX model.
+        CannotRewriteError: the graph has something that the rewriting does not know, or the provider lacks one of its
+            operators.
+    """
+    editor = GraphEditor(graph)
+    if all(each.op_type != ATTENTION for each in editor.graph.node):
+        raise CannotRewriteError(f"the graph has no {ATTENTION}")
+    cache = _cache_names(editor)
+    if plain:
+        serve_plain_passes(editor)
+    else:
+        rotate_outside(editor)
+        _take_window_biases(editor)
+    compute_in_float(editor)
+    expand_embedding(editor, form.gathers_blocks)
+    expand_matrices(editor, form.matmul_bits)
+    if not form.onnx_gelu:
+        _use_contrib_gelu(editor)
+    if form.variant.precision is Precision.FLOAT16:
+        use_half_precision(editor, cache)
+    _return_best_tokens(editor)
+    editor.drop_unused(keep_inputs=not plain)
+    _check_domain(editor)
+    if form.only_operators_of and (missing := operators_outside(editor, form.only_operators_of)):
+        raise CannotRewriteError(f"the provider has no kernel for {', '.join(missing)}")
+    return editor.serialized()
+
+
+def _cache_names(editor: GraphEditor) -> list[str]:
+    """Inputs and outputs with the KV cache: what the attention operators read and write."""
+    ends = {*editor.input_names, *(each.name for each in editor.graph.output)}
+    attentions = [each for each in editor.graph.node if each.op_type == ATTENTION]
+    names = [name for each in attentions for name in (*each.input[3:5], *each.output[1:3])]
+    if not all(name in ends for name in names):
+        raise CannotRewriteError("the graph computes its cache in several steps")
+    return names
+
+
+def _use_contrib_gelu(editor: GraphEditor) -> None:
+    def replaced(each: Message) -> Iterable[Message]:
+        if each.op_type == "Gelu" and each.domain != MICROSOFT:
+            approximate = attributes_of(each).get("approximate", "none") == "tanh"
+            operator = "FastGelu" if approximate else "Gelu"
+            return [node(operator, list(each.input), list(each.output), name=each.name, domain=MICROSOFT)]
+        return [each]
+
+    editor.rewrite(replaced)
+
+
+def _return_best_tokens(editor: GraphEditor) -> None:
+    """Add outputs with the best tokens, where the logits are a float32 matrix of a known width."""
+    logits = next((each for each in editor.graph.output if each.name == _LOGITS), None)
+    shape = () if logits is None else shape_of(logits)
+    if logits is None or len(shape) != 2 or not isinstance(shape[1], int):
+        return
+    if logits.type.tensor_type.elem_type != _FLOAT:
+        return
+    count = min(TOP_COUNT, shape[1])
+    editor.graph.node.append(
+        node(
+            "TopK", [_LOGITS, editor.integers("top.count", count)], [TOP_LOGITS, TOP_IDS], axis=-1, largest=1, sorted=1
+        )
+    )
+    rows = shape[0] if shape[0] is not None else "rows"
+    editor.graph.output.append(value_info(TOP_IDS, np.int64, (rows, count)))
+    editor.graph.output.append(value_info(TOP_LOGITS, np.float32, (rows, count)))
+
+
+def _check_domain(editor: GraphEditor) -> None:
+    """Declare the operators of com.microsoft, which the graph may not have used before."""
+    domains = {each.domain for each in editor.model.opset_import}
+    if MICROSOFT not in domains:
+        editor.model.opset_import.add(domain=MICROSOFT, version=1)
+
+
+def _take_window_biases(editor: GraphEditor) -> None:
+    """Let the caller compute the bias of layers with a sliding window.
+
+    It becomes an input `attention_bias_{window}` for each size. The nodes that compute it work with int64, for which
+    WebGPU leaves some of them to the CPU, and are ten small kernels in every pass.
+    """
+    names = set(editor.input_names)
+
+    def replaced(each: Message) -> Iterable[Message]:
+        found = window_of(editor, input_at(each, BIAS)) if each.op_type == ATTENTION else None
+        if found is not None:
+            own, window = found
+            name = f"attention_bias_{window}"
+            if name not in names:
+                names.add(name)
+                value = editor.graph.input.add()
+                value.CopyFrom(next(value for value in editor.graph.input if value.name == own))
+                value.name = name
+            each.input[BIAS] = name
+        return [each]
+
+    editor.rewrite(replaced)

@@ -1,0 +1,144 @@
+"""Loads graphs that a device compiles, and keeps what it compiled on disk.
+
+An NPU's plugin compiles a graph for one chip, which takes seconds to minutes; what it makes, ONNX Runtime calls a
+compiled context, and loads in milliseconds. A context belongs to a graph with its weights, a plugin and its options, a
+chip and a build of ONNX Runtime. All of them are part of its key, which also lies beside it, with digests of all files.
+A context of another key, a damaged one, and one that the plugin refuses are replaced; whatever else fails, the graph
+itself is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Final
+
+import onnxruntime as ort
+
+from ...errors import BundleError, EdgeError
+from ...models.atomic import discard_folder, folder_written_atomically
+from ...models.bundle import Bundle
+from ...models.cache import cache_folder
+from ...models.device_kind import DeviceKind
+from ...models.onnx_file.external_data import external_files
+from ..devices.processor import machine
+from ..devices.providers import add_device
+from .device_loading import Assignments, load_on_device
+from .ort import ORT_ERRORS, RUNTIME_BUILD, error_reason, session_options
+from .packed_files import RECORD_NAME, check_samples, make_room, write_record
+from .session import SessionConfig
+
+_FORMAT: Final = 1
+_CONTEXT_NAME: Final = "context.onnx"
+_KEY_NAME: Final = "key.txt"
+_SIZE_RATIO: Final = 1.5
+"""Upper estimate of the size of a context, relative to its graph and weights."""
+_MAX_CACHE_BYTES: Final = 16 << 30
+"""Largest size of all contexts together; the least recently used are removed first."""
+
+_COMPILER_ERRORS: Final[tuple[type[Exception], ...]] = (OSError, *ORT_ERRORS)
+
+
+class CompiledGraphs:
+    """Loads the graphs of fixed shapes of a bundle.
+
+    Args:
+        bundle: the model.
+        config: how to run its graphs.
+        cache: whether contexts are kept on disk.
+    """
+
+    def __init__(self, bundle: Bundle, config: SessionConfig, *, cache: bool) -> None:
+        self._bundle = bundle
+        self._config = config
+        device = config.device
+        # The compiler takes devices of plugins; a provider that is known by its name only compiles at every load.
+        self._keeps: Final = cache and device.kind is DeviceKind.NPU and device.handle is not None
+        self.loaded: Final[dict[str, bool]] = {}
+        """The graphs that were loaded, and whether a context that was on disk was used."""
+        self.assignments = Assignments()
+        """Which provider runs the nodes of the first graph; a compiled context is one node."""
+
+    def load(self, name: str) -> ort.InferenceSession:
+        """Load one of the bundle's graphs, from its context if there is one; else its context is written now.
+
+        Raises:
+            BundleError: the file is not a model.
+            DeviceError: the device cannot run the graph.
+        """
+        graph = self._bundle.graph.with_name(name)
+        if not self._keeps:
+            session = self._open(graph)
+            self.loaded[name] = False
+            return session
+        key = self._key(graph)
+        folder = cache_folder() / "compiled" / hashlib.sha256(key.encode()).hexdigest()[:32]
+        session = self._open_context(folder, key)
+        if session is not None:
+            self.loaded[name] = True
+            return session
+        discard_folder(folder)
+        self._compile(graph, folder, key)
+        session = self._open_context(folder, key) or self._open(graph)
+        self.loaded[name] = False
+        return session
+
+    def _open_context(self, folder: Path, key: str) -> ort.InferenceSession | None:
+        """The session of a context; None if there is none that can be used."""
+        try:
+            if (folder / _KEY_NAME).read_text(encoding="utf-8") != key:
+                return None
+            check_samples(folder)
+            os.utime(folder)
+            return self._open(folder / _CONTEXT_NAME)
+        except (OSError, UnicodeDecodeError, EdgeError):
+            return None
+
+    def _compile(self, graph: Path, folder: Path, key: str) -> None:
+        """Write the context of a graph, if the device can make one and the disk has room for it."""
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            make_room(folder.parent, int(_graph_bytes(graph) * _SIZE_RATIO), _MAX_CACHE_BYTES)
+            with folder_written_atomically(folder, lambda _: True) as staging:
+                options = self._options()
+                add_device(options, self._config.device)
+                compiler = ort.ModelCompiler(options, str(graph), embed_compiled_data_into_model=False)
+                compiler.compile_to_file(str(staging / _CONTEXT_NAME))
+                (staging / _KEY_NAME).write_text(key, encoding="utf-8")
+                write_record(staging, staging / RECORD_NAME)
+        except _COMPILER_ERRORS:
+            # Loading the graph itself says what is wrong with it.
+            discard_folder(folder)
+
+    def _open(self, graph: Path) -> ort.InferenceSession:
+        options, device = self._options(), self._config.device
+        try:
+            session, assignments = load_on_device(str(graph), options, device, graph)
+        except ORT_ERRORS as error:
+            raise BundleError(
+                f"{graph} cannot be loaded: {error_reason(error)}", "copy the bundle again or export the model again"
+            ) from error
+        if not self.loaded:
+            self.assignments = assignments
+        return session
+
+    def _options(self) -> ort.SessionOptions:
+        options = session_options(self._config.threads)
+        options.inter_op_num_threads = 1
+        return options
+
+    def _key(self, graph: Path) -> str:
+        """Everything that a context depends on, a line each."""
+        manifest, device = self._bundle.manifest, self._config.device
+        files = {} if manifest is None else manifest.files
+        names = [graph.name, *sorted(external_files(graph))]
+        digests = [f"{name} {files[name].sha256 if name in files else ''}" for name in names]
+        options = [f"{name}={value}" for name, value in sorted(device.provider_options.items())]
+        lines = [f"format {_FORMAT}", *digests, device.name, f"plugin {device.plugin_version}", *options]
+        return "\n".join([*lines, machine(), RUNTIME_BUILD]) + "\n"
+
+
+def _graph_bytes(graph: Path) -> int:
+    """Bytes of a graph and of the files with its weights."""
+    return sum(path.stat().st_size for path in (graph, *(graph.with_name(name) for name in external_files(graph))))

@@ -1,0 +1,120 @@
+"""Loads graphs on devices other than the CPU, and finds out what each node runs on.
+
+ONNX Runtime gives the CPU whatever a provider does not take, all of a graph too, without a word: a provider asked for
+by name may turn out to be the CPU. So it records which provider took each node, and a device that took none is refused.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import onnxruntime as ort
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from ...errors import DeviceError
+from ..devices.device_lock import device_lock
+from ..devices.packages import package_of
+from ..devices.providers import CPU_PROVIDER, Device, add_device
+from .ort import ORT_ERRORS, error_reason, load_session
+
+_FILE_ERRORS: Final = (ort_errors.NoSuchFile, ort_errors.InvalidProtobuf, ort_errors.InvalidGraph, ort_errors.NoModel)
+"""Errors of the file, whatever the device."""
+_WITHOUT_WEIGHTS: Final = frozenset(
+    {
+        *("Cast", "Concat", "Constant", "ConstantOfShape", "Expand", "Gather", "Range", "Reshape", "Shape", "Slice"),
+        *("Squeeze", "Unsqueeze", "Add", "Sub", "Mul", "Div", "Min", "Max", "Mod", "Neg", "Equal", "Greater", "Less"),
+        *("GreaterOrEqual", "LessOrEqual", "Not", "And", "Or", "Where", "Trilu", "ReduceSum", "ReduceMax", "CumSum"),
+    }
+)
+"""Operators that a provider may leave to the CPU where they compute shapes, positions and masks."""
+_RUN_ON_CPU: Final = "run the model on the CPU: --device cpu"
+
+
+@dataclass(frozen=True)
+class Assignments:
+    """Which provider runs the nodes of a graph. Nothing is recorded on the CPU, which runs them all."""
+
+    by_provider: Mapping[str, int] = field(default_factory=dict)
+    """Number of nodes by name of the provider."""
+    on_cpu: Mapping[str, int] = field(default_factory=dict)
+    """Number of nodes that a device left to the CPU, by operator."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether a device runs all nodes that work on weights or the cache."""
+        return _WITHOUT_WEIGHTS.issuperset(self.on_cpu)
+
+    def on_cpu_text(self) -> str:
+        """What stayed on the CPU, such as `2 Cast, 1 Range`; empty for nothing."""
+        return ", ".join(f"{count} {operator}" for operator, count in sorted(self.on_cpu.items()))
+
+
+def load_on_device(
+    model: str | bytes, options: ort.SessionOptions, device: Device, where: Path
+) -> tuple[ort.InferenceSession, Assignments]:
+    """Load a model on a device that may not be the CPU.
+
+    Args:
+        model: path of the model file, or the serialized model.
+        options: session options; the device is added to them.
+        device: where it runs.
+        where: the file that errors name.
+
+    Raises:
+        DeviceError: the device is not usable, or took nothing.
+        Exception: one of `ORT_ERRORS` about the file.
+    """
+    if device.provider == CPU_PROVIDER:
+        return load_session(model, options, add_device(options, device)), Assignments()
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    try:
+        with device_lock(device.memory):
+            session = load_session(model, options, add_device(options, device))
+    except _FILE_ERRORS:
+        raise
+    except ORT_ERRORS as error:
+        raise device_failure(error, device, where) from error
+    if session.get_providers()[0] != device.provider:
+        package = package_of(device.provider)
+        reason = "its libraries were not found" if package is None else package.without_device
+        raise DeviceError(f"{device} is not usable here, ONNX Runtime would run on the CPU instead", reason)
+    assignments = _assignments(session)
+    if not assignments.by_provider.get(device.provider):
+        count = sum(assignments.by_provider.values())
+        raise DeviceError(f"{device} runs none of the {count} nodes of {where}", _RUN_ON_CPU)
+    return session, assignments
+
+
+def device_failure(error: Exception, device: Device, where: Path) -> DeviceError:
+    """Say in one line why a device cannot load or run a model."""
+    text = str(error)
+    if "No supported adapters" in text or "Failed to get a WebGPU adapter" in text:
+        return DeviceError(
+            f"{device} cannot start: the Vulkan driver offers no usable adapter",
+            f"update the driver of the GPU, or {_RUN_ON_CPU}",
+        )
+    if "requires f16" in text:
+        return DeviceError(
+            f"{device} cannot run {where}: its adapter has no 16-bit floats (f16)",
+            f"use a model with 32-bit activations, or {_RUN_ON_CPU}",
+        )
+    if "fallback to CPU EP has been explicitly disabled" in text:
+        return DeviceError(
+            f"{device} cannot run all of {where}", f"export the model for it with edge-run export, or {_RUN_ON_CPU}"
+        )
+    return DeviceError(f"{device} cannot run {where}: {error_reason(error)}", _RUN_ON_CPU)
+
+
+def _assignments(session: ort.InferenceSession) -> Assignments:
+    by_provider: Counter[str] = Counter()
+    on_cpu: Counter[str] = Counter()
+    for part in session.get_provider_graph_assignment_info():
+        nodes = part.get_nodes()
+        by_provider[part.ep_name] += len(nodes)
+        if part.ep_name == CPU_PROVIDER:
+            on_cpu.update(each.op_type for each in nodes)
+    return Assignments(dict(by_provider), dict(on_cpu))

@@ -1,0 +1,156 @@
+"""Passes on a device: inputs are copied to it, and few numbers come back.
+
+Binding copies an input to the device at once, so nothing can be rewritten in place: what changes is bound for every
+pass. The cache stays on the device (`kv/device_arena.py`). Where the graph ranks its logits itself and a request needs
+only the best ones, those are all that is copied back.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from ..devices.device_lock import DeviceLock
+from ..kv.arena import KVArena
+from ..kv.buffers import CacheBuffers
+from ..kv.device_arena import DeviceBuffers
+from .bound_session import BoundSession
+from .graph_io import GraphIO, InputRole, LogitsMode, TopOutputs
+from .pass_inputs import Floats, PassInputs, value_dtype, wrapped
+from .pass_outputs import KEPT_LOGIT_ROWS, LogitsOutput
+
+_EXCLUDED: Final = np.finfo(np.float32).min
+"""What stands for the logits that stay on the device: finite, so that differences and exponentials are defined."""
+
+
+class DeviceLogits(LogitsOutput):
+    """The logits of a binding to a device: all of them, or the best of each row.
+
+    Args:
+        io: as for `LogitsOutput`.
+        graph_io: as for `LogitsOutput`.
+        inputs: as for `LogitsOutput`.
+    """
+
+    def __init__(self, io: ort.IOBinding, graph_io: GraphIO, inputs: PassInputs) -> None:
+        super().__init__(io, graph_io, inputs)
+        self.top: TopOutputs | None = None
+        """The outputs that are bound instead of the logits; None for the logits."""
+        self._ids = np.zeros((0, 0), np.int64)
+        self._values = np.zeros((0, 0), np.float32)
+        self._sparse = np.empty((0, graph_io.vocab_size), np.float32)
+        self._set: list[npt.NDArray[np.int64]] = []
+        """Ids of the numbers in each row of `_sparse`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the last pass copied from the device."""
+        if self.top is None:
+            return self._logits[: self.count].nbytes
+        return self._ids[: self.count].nbytes + self._values[: self.count].nbytes
+
+    def forget(self) -> None:
+        """Bind again in the next pass, because the outputs were unbound."""
+        self.count = 0
+
+    def bind_copied(self) -> None:
+        """Bind the positions of the logits, which binding copies to the device."""
+        if self._graph_io.logits_mode is LogitsMode.SELECTED:
+            name = self._graph_io.inputs[InputRole.LOGIT_POSITIONS].name
+            self._io.bind_ortvalue_input(name, wrapped(self._positions[: self.count]))
+
+    def bind_rows(self, count: int) -> None:
+        """See `LogitsOutput.bind_rows`; binds the best of each row where `top` says so."""
+        if self.top is None:
+            super().bind_rows(count)
+            return
+        if count > len(self._positions):
+            self._positions = np.zeros(count, np.int64)
+        if count > len(self._ids) or len(self._ids) > max(count, KEPT_LOGIT_ROWS):
+            self._ids = np.zeros((count, self.top.count), value_dtype(self.top.ids))
+            self._values = np.zeros((count, self.top.count), value_dtype(self.top.values))
+            self._sparse = np.full((count, self._graph_io.vocab_size), _EXCLUDED)
+            self._set = [np.zeros(0, np.int64)] * count
+        self._io.bind_ortvalue_output(self.top.ids.name, wrapped(self._ids[:count]))
+        self._io.bind_ortvalue_output(self.top.values.name, wrapped(self._values[:count]))
+        self.count = count
+
+    def select(self, first: int, wanted: npt.NDArray[np.int64]) -> Floats:
+        """See `LogitsOutput.select`; logits that stayed on the device are the lowest number."""
+        if self.top is None:
+            return super().select(first, wanted)
+        for row in range(self.count):
+            ids = self._ids[row].copy()
+            self._sparse[row, self._set[row]] = _EXCLUDED
+            self._sparse[row, ids] = self._values[row]
+            self._set[row] = ids
+        logits = self._sparse[: self.count]
+        # Only what is set here is cleared for the next pass.
+        logits.flags.writeable = False
+        return logits
+
+
+class DeviceSession(BoundSession):
+    """A `BoundSession` on a device; see there.
+
+    Args:
+        session: as for `BoundSession`.
+        graph_io: as for `BoundSession`.
+        arena: as for `BoundSession`.
+        first_session: as for `BoundSession`.
+        lock: the device's.
+        hidden_states: as for `BoundSession`.
+    """
+
+    _logits: DeviceLogits
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        graph_io: GraphIO,
+        arena: KVArena,
+        first_session: ort.InferenceSession | None,
+        lock: DeviceLock,
+        *,
+        hidden_states: bool = False,
+    ) -> None:
+        self._lock: Final = lock
+        with lock:
+            super().__init__(session, graph_io, arena, first_session, hidden_states=hidden_states)
+
+    def __del__(self) -> None:
+        """Free the device's memory while nothing runs on it."""
+        names = ("_io", "_first_io", "_inputs", "_logits", "_hidden", "_session", "_first_session", "arena")
+        self._lock.free([self.__dict__.pop(name, None) for name in names])
+
+    def _run_pass(
+        self,
+        ids: list[int],
+        wanted: npt.NDArray[np.int64],
+        positions: npt.ArrayLike | None,
+        tree_mask: npt.NDArray[np.bool_] | None,
+    ) -> Floats:
+        with self._lock:
+            top = None if self.whole_logits else self.graph_io.top
+            if top is not self._logits.top:
+                self._io.clear_binding_outputs()
+                self._bound_generation = -1
+                self._logits.top = top
+                self._logits.forget()
+            logits = super()._run_pass(ids, wanted, positions, tree_mask)
+            self.host_bytes += self._logits.nbytes + (0 if self._hidden is None else self._hidden.nbytes)
+            return logits
+
+    def _run_session(self) -> None:
+        self._inputs.bind_copied()
+        self._logits.bind_copied()
+        super()._run_session()
+
+    def _logits_output(self) -> DeviceLogits:
+        return DeviceLogits(self._io, self.graph_io, self._inputs)
+
+    def _cache_values(self, buffers: CacheBuffers) -> list[ort.OrtValue]:
+        return buffers.values if isinstance(buffers, DeviceBuffers) else list(super()._cache_values(buffers))

@@ -1,0 +1,324 @@
+"""Several graphs of one model over one cache: each pass runs in the one that suits it.
+
+A base graph runs every pass that no further graph takes. Further graphs are faster for some passes, such as those that
+read a long prompt, or run what the base graph cannot, such as token trees beside a graph without a bias. Each is loaded
+when the first pass needs it, in that pass's thread, and bound to the same arena as the base graph.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from threading import Lock
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import EdgeError
+from ..kv.arena import KVArena
+from .bound_session import BoundSession
+from .device_loading import Assignments
+from .graph_io import BASE_GRAPH, GraphIO
+from .pass_inputs import Floats
+from .probe import ProbeResult
+from .session import GraphSession, SessionConfig
+
+_SEQUENCES: Final = (tuple, list)
+_log: Final = logging.getLogger(__name__)
+
+
+class PassRequest(NamedTuple):
+    """What decides which graph runs a pass; see `BoundGraph.forward`."""
+
+    width: int
+    """Number of new tokens."""
+    base: int
+    """Number of cached tokens before them."""
+    logits_for: npt.ArrayLike | None
+    positions: npt.ArrayLike | None
+    tree_mask: npt.NDArray[np.bool_] | None
+
+    @property
+    def is_consecutive(self) -> bool:
+        """Whether positions are consecutive, and each token attends to all before it, given or not."""
+        width, base, _, positions, tree_mask = self
+        if positions is not None and not np.array_equal(
+            np.broadcast_to(np.asarray(positions, np.int64), width), np.arange(base, base + width)
+        ):
+            return False
+        return tree_mask is None or np.array_equal(
+            tree_mask, np.tri(width, tree_mask.shape[1], tree_mask.shape[1] - width, dtype=np.bool_)
+        )
+
+    @property
+    def wants_last_only(self) -> bool:
+        """Whether the last token's logits are wanted, and no others."""
+        wanted = self.logits_for
+        if wanted is None:
+            return self.width == 1
+        return np.size(wanted) == 1 and np.asarray(wanted).item() == self.width - 1
+
+
+class FurtherGraph(Protocol):
+    """A graph beside the base graph, which is loaded when a pass first needs it."""
+
+    @property
+    def name(self) -> str:
+        """What statistics call it; unique among the graphs of a model."""
+
+    @property
+    def required(self) -> bool:
+        """Whether the base graph cannot run the passes that this one takes, which are those of token trees."""
+
+    def takes(self, request: PassRequest) -> bool | None:
+        """Whether this graph runs a pass; None if `measure` has to find out.
+
+        It is asked before every pass, so it must decide in a microsecond.
+        """
+
+    def prefill_width(self, preferred: int, base: int, remaining: int) -> int:
+        """Number of prompt tokens to run in the next pass: `preferred`, or what it wants.
+
+        Args:
+            preferred: number of tokens that others want.
+            base: number of cached tokens before them.
+            remaining: number of tokens of the prompt that are left, those of the next pass among them.
+        """
+
+    def load(self) -> GraphSession | None:
+        """Load the graph; None if it is not to be used now, which the next pass that it takes asks again.
+
+        Raises:
+            EdgeError: it cannot be loaded.
+        """
+
+    def measure(self, request: PassRequest, own: BoundSession, further: BoundSession) -> None:
+        """Find out whether this graph runs a pass.
+
+        Args:
+            request: the pass; afterwards `takes` knows whether it takes it.
+            own: the base graph, bound to the arena of the pass, whose committed slots must stay as they are.
+            further: this graph, bound to the same arena.
+
+        Raises:
+            ContextError: the tokens do not fit the context.
+            EdgeError: ONNX Runtime failed.
+        """
+
+
+class ChosenGraphs:
+    """A `DecoderGraph` of a base graph and further ones.
+
+    Attributes:
+        config: how the graphs are run.
+        graph_io: inputs and outputs that callers may use.
+        probe_result: see `DecoderGraph`; that of the base graph.
+        further: the further graphs; the first that takes a pass runs it.
+        failures: why further graphs are not used after all, by name: what was wrong when they were loaded.
+    """
+
+    def __init__(self, base: GraphSession, further: Sequence[FurtherGraph], graph_io: GraphIO | None = None) -> None:
+        """Join graphs of the same cache tensors.
+
+        Args:
+            base: runs every pass that no other graph takes.
+            further: the other graphs.
+            graph_io: inputs and outputs of all graphs together; those of the base graph when None.
+        """
+        self.config: Final[SessionConfig] = base.config
+        self.graph_io = base.graph_io if graph_io is None else graph_io
+        self.probe_result: Final[ProbeResult | None] = base.probe_result
+        self.further: Final = tuple(further)
+        self.failures: Final[dict[str, str]] = {}
+        self._base: Final = base
+        self._loaded: Final[dict[str, GraphSession]] = {}
+        self._loading: Final = Lock()
+
+    @property
+    def assignments(self) -> Assignments:
+        """Which provider runs the nodes of the base graph."""
+        return self._base.assignments
+
+    def holds(self, name: str) -> bool:
+        """Whether the further graph of that name is loaded."""
+        return name in self._loaded
+
+    def disable_trees(self) -> None:
+        """See `DecoderGraph.disable_trees`."""
+        self.graph_io = replace(self.graph_io, trees_correct=False)
+
+    def limit_width(self, tokens: int) -> None:
+        """See `DecoderGraph.limit_width`."""
+        self.graph_io = replace(self.graph_io, widest_pass=tokens)
+        for graph in (self._base, *self._loaded.values()):
+            graph.limit_width(tokens)
+
+    def arena(self, limit: int) -> KVArena:
+        """See `DecoderGraph.arena`."""
+        return self._base.arena(limit)
+
+    def bind(self, arena: KVArena, *, hidden_states: bool = False) -> ChosenSession:
+        """See `DecoderGraph.bind`. With hidden states, which only the base graph gives, it runs all it can."""
+        return ChosenSession(self, self._base.bind(arena, hidden_states=hidden_states), base_only=hidden_states)
+
+    def bind_further(self, graph: FurtherGraph, arena: KVArena) -> BoundSession | None:
+        """Bind a further graph, which is loaded if it is not; None if the base graph has to run its passes.
+
+        Raises:
+            EdgeError: a required graph cannot be loaded, for example because a device's memory does not hold the
+                weights twice. Bindings that are made from now on have no trees.
+        """
+        with self._loading:
+            if graph.name in self.failures:
+                return None
+            session = self._loaded.get(graph.name)
+            if session is None:
+                try:
+                    session = self._load(graph)
+                except EdgeError as error:
+                    if graph.required:
+                        self.disable_trees()
+                        raise
+                    self.failures[graph.name] = error.what
+                    _log.warning("the model's own graph runs all passes: %s", error.what)
+                    return None
+                if session is None:
+                    return None
+                self._loaded[graph.name] = session
+            return session.bind(arena)
+
+    def preload(self, graph: FurtherGraph) -> None:
+        """Load a further graph before a pass needs it; what goes wrong is told when one does.
+
+        Raises:
+            EdgeError: it is a required graph and cannot be loaded.
+        """
+        self.bind_further(graph, self.arena(1))
+
+    def release(self, name: str) -> None:
+        """Free a further graph as soon as no binding uses it; the next binding that needs it loads it again."""
+        with self._loading:
+            self._loaded.pop(name, None)
+
+    def _load(self, graph: FurtherGraph) -> GraphSession | None:
+        session = graph.load()
+        if session is None:
+            return None
+        if session.graph_io.tensor_types != self._base.graph_io.tensor_types:
+            raise EdgeError(f"the graph {graph.name!r} has a cache of other tensors", "delete the cache folder")
+        if self.graph_io.widest_pass is not None:
+            session.limit_width(self.graph_io.widest_pass)
+        return session
+
+
+class ChosenSession:
+    """A `BoundGraph` over several graphs, which extend the same cache.
+
+    Args:
+        graphs: the graphs.
+        base: the base graph, bound to the arena.
+        base_only: see `BoundGraph`.
+
+    Attributes:
+        graph_io: inputs and outputs that callers may use.
+        whole_logits: see `BoundGraph`.
+        last_graph: see `BoundGraph`.
+    """
+
+    def __init__(self, graphs: ChosenGraphs, base: BoundSession, *, base_only: bool = False) -> None:
+        self.graph_io: Final[GraphIO] = graphs.graph_io
+        self.whole_logits = True
+        self.last_graph = BASE_GRAPH
+        self._graphs: Final = graphs
+        self._base: Final = base
+        self._base_has_bias: Final = base.graph_io.has_bias_input or not graphs.graph_io.has_bias_input
+        self._bound: Final[dict[str, BoundSession]] = {}
+        """Bindings of further graphs by name."""
+        self._always_base: Final = base_only
+        self.base_only = base_only
+
+    @property
+    def base_only(self) -> bool:
+        """See `BoundGraph`."""
+        return self._base_only
+
+    @base_only.setter
+    def base_only(self, base_only: bool) -> None:
+        self._base_only = base_only = base_only or self._always_base
+        self._asked = tuple(graph for graph in self._graphs.further if graph.required or not base_only)
+
+    @property
+    def arena(self) -> KVArena:
+        """See `BoundGraph.arena`."""
+        return self._base.arena
+
+    def use(self, arena: KVArena) -> None:
+        """See `BoundGraph.use`."""
+        self._base.use(arena)
+        for bound in self._bound.values():
+            bound.use(arena)
+
+    def prefill_width(self, preferred: int, remaining: int) -> int:
+        """See `BoundGraph.prefill_width`."""
+        for graph in self._asked:
+            preferred = graph.prefill_width(preferred, self.arena.length, remaining)
+        return self._base.prefill_width(preferred, remaining)
+
+    def forward(
+        self,
+        tokens: npt.ArrayLike,
+        *,
+        logits_for: npt.ArrayLike | None = None,
+        positions: npt.ArrayLike | None = None,
+        tree_mask: npt.NDArray[np.bool_] | None = None,
+    ) -> Floats:
+        """See `BoundGraph.forward`."""
+        if tree_mask is not None and not self.graph_io.supports_trees:
+            raise ValueError("this graph cannot verify trees")
+        bound = self._base
+        self.last_graph = BASE_GRAPH
+        if self._asked:
+            # NumPy would make an array of the tokens to count them, which takes longer than all the rest.
+            width = len(tokens) if isinstance(tokens, _SEQUENCES) else np.size(tokens)
+            request = PassRequest(width, bound.arena.length, logits_for, positions, tree_mask)
+            for graph in self._asked:
+                takes = graph.takes(request)
+                if takes is not False and (chosen := self._bound_to(graph)) is not None:
+                    if takes is None:
+                        graph.measure(request, self._base, chosen)
+                        if not graph.takes(request):
+                            continue
+                    self.last_graph = graph.name
+                    bound = chosen
+                    break
+        bound.whole_logits = self.whole_logits
+        # What another graph computes differs in rounding, so exact answers compute these slots again.
+        bound.arena.is_plain = bound is self._base
+        if not self._base_has_bias and bound is self._base:
+            # What the base graph is asked for has no other positions and mask than consecutive tokens have.
+            return bound.forward(tokens, logits_for=logits_for)
+        return bound.forward(tokens, logits_for=logits_for, positions=positions, tree_mask=tree_mask)
+
+    def hidden_states(self, tokens: npt.ArrayLike, wanted: Sequence[int]) -> Floats:
+        """See `BoundGraph.hidden_states`."""
+        return self._base.hidden_states(tokens, wanted)
+
+    def further(self, name: str) -> BoundSession | None:
+        """The further graph of that name over the arena, loaded if it is not; None if there is none, or it cannot be.
+
+        Raises:
+            EdgeError: it is a required graph and cannot be loaded.
+        """
+        found = next((graph for graph in self._graphs.further if graph.name == name), None)
+        return None if found is None else self._bound_to(found)
+
+    def _bound_to(self, graph: FurtherGraph) -> BoundSession | None:
+        """A further graph over the arena; None if it cannot be loaded."""
+        bound = self._bound.get(graph.name)
+        if bound is None:
+            bound = self._graphs.bind_further(graph, self.arena)
+            if bound is not None:
+                self._bound[graph.name] = bound
+        return bound

@@ -1,0 +1,171 @@
+"""Rewrites a decoder graph to keep its KV cache in int8.
+
+The CPU's GroupQueryAttention quantizes new keys (after their rotation) and values itself, and reads the codes in its
+products. A rewritten graph differs in the types of its cache inputs and outputs, in a few attributes, and in the
+scales, which are constants in it. It is made in memory in milliseconds, over the same weights, also those packed for
+this machine (docs/decisions/0060-int8-cache.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import BundleError
+from ...models.onnx_file.model_messages import (
+    ELEMENT_TYPES,
+    Message,
+    attribute_values,
+    read_model,
+    set_attribute,
+    tensor,
+)
+from ..kv.cache_scales import CacheScales, Floats
+
+_ATTENTION: Final = "GroupQueryAttention"
+_KEY, _PAST_KEY, _PAST_VALUE, _COSINES = 1, 3, 4, 7
+"""Indices of the operator's inputs."""
+_PRESENT_KEY, _PRESENT_VALUE = 1, 2
+_KEY_SCALES, _VALUE_SCALES = 12, 13
+_HINT: Final = "leave --kv out, or export the model with edge-run export"
+
+
+@dataclass(frozen=True)
+class RotatedPairs:
+    """Which channels of a head are rotated together."""
+
+    channels: int
+    """Number of channels that are rotated, from the first on; 0 for the whole head."""
+    interleaved: bool = False
+    """Whether the pairs are neighbours; if not, the second half of the channels follows the first."""
+
+    def envelope(self, keys: Floats) -> Floats:
+        """Largest size of each channel over the slots at any position: the largest norm of the channel's pair.
+
+        A rotation moves a key's size between the two channels of a pair, and a short text does not show all positions.
+
+        Args:
+            keys: rotated keys, float32 `[kv_heads, slots, head_dim]`.
+
+        Returns:
+            float32 `[kv_heads, head_dim]`.
+        """
+        largest: Floats = np.abs(keys).max(axis=1, initial=0.0)
+        rotated = self.channels or keys.shape[-1] // 2 * 2
+        if self.interleaved:
+            first, second = slice(0, rotated, 2), slice(1, rotated, 2)
+        else:
+            first, second = slice(0, rotated // 2), slice(rotated // 2, rotated)
+        norms = np.hypot(keys[..., first], keys[..., second]).max(axis=1, initial=0.0)
+        largest[:, first] = largest[:, second] = norms
+        return largest
+
+
+def rotated_pairs(graph: Path) -> dict[str, RotatedPairs]:
+    """The rotated channels of every key cache that a GroupQueryAttention keeps, by the name of the cache input.
+
+    Raises:
+        BundleError: the file is not an ONNX model, or has a cache that no such operator keeps, or a quantized one.
+    """
+    model = read_model(graph)
+    nodes = list(_attentions(model, graph))
+    shapes = {each.name: tuple(each.dims) for each in model.graph.initializer}
+    producers = {output: node for node in model.graph.node for output in node.output}
+    return {node.input[_PAST_KEY]: _pairs_of(node, shapes, producers) for node in nodes}
+
+
+def with_int8_cache(graph: Path, scales: CacheScales) -> bytes:
+    """The model in `graph` with its KV cache in int8; weights in other files stay references to them.
+
+    Raises:
+        BundleError: the file is not an ONNX model, its cache cannot be quantized, or the scales are not of this graph.
+    """
+    model = read_model(graph)
+    changed: set[str] = set()
+    for number, node in enumerate(_attentions(model, graph)):
+        pasts = [node.input[_PAST_KEY], node.input[_PAST_VALUE]]
+        try:
+            both = [scales.tensors[name] for name in pasts]
+        except KeyError as error:
+            raise BundleError(f"the scales of the int8 cache lack {error.args[0]} of {graph}", _HINT) from error
+        while len(node.input) <= _VALUE_SCALES:
+            node.input.append("")
+        for index, kind, values in zip((_KEY_SCALES, _VALUE_SCALES), ("key", "value"), both, strict=True):
+            name = f"kv_scales.{number}.{kind}"
+            model.graph.initializer.append(tensor(name, values.reshape(-1)))
+            node.input[index] = name
+        for kind in ("k_quant_type", "v_quant_type"):
+            set_attribute(node, kind, "PER_CHANNEL")
+        set_attribute(node, "kv_cache_bit_width", 8)
+        changed.update((*pasts, node.output[_PRESENT_KEY], node.output[_PRESENT_VALUE]))
+    for value in (*model.graph.input, *model.graph.output):
+        if value.name in changed:
+            value.type.tensor_type.elem_type = ELEMENT_TYPES[np.dtype(np.int8)]
+    serialized: bytes = model.SerializeToString()
+    return serialized
+
+
+def _attentions(model: Message, graph: Path) -> Iterator[Message]:
+    """The operators that keep the cache of a model.
+
+    Raises:
+        BundleError: there is none, one keeps its cache elsewhere, or has a quantized one already.
+    """
+    inputs = {value.name for value in model.graph.input}
+    outputs = {value.name for value in model.graph.output}
+    found = [node for node in model.graph.node if node.op_type == _ATTENTION]
+    if not found:
+        raise BundleError(f"{graph} has no {_ATTENTION}, which an int8 cache needs", _HINT)
+    for node in found:
+        caches = list(node.input[_PAST_KEY : _PAST_VALUE + 1])
+        presents = list(node.output[_PRESENT_KEY : _PRESENT_VALUE + 1])
+        if len(caches) != 2 or len(presents) != 2 or not inputs.issuperset(caches) or not outputs.issuperset(presents):
+            raise BundleError(f"{graph} computes with its cache before {_ATTENTION} reads it ({node.name})", _HINT)
+        if attribute_values(node).get("k_quant_type", "NONE") != "NONE":
+            raise BundleError(f"{graph} has a quantized cache already", "leave --kv out")
+    yield from found
+
+
+def _pairs_of(node: Message, shapes: Mapping[str, tuple[int, ...]], producers: Mapping[str, Message]) -> RotatedPairs:
+    """How the keys of an attention are rotated: inside of it, or by the RotaryEmbedding before it.
+
+    What is rotated in another way is taken for a whole head, which is never too small a size.
+    """
+    attributes = attribute_values(node)
+    if attributes.get("do_rotary"):
+        table = shapes.get(node.input[_COSINES], ())
+        return RotatedPairs(2 * table[-1] if table else 0, bool(attributes.get("rotary_interleaved")))
+    name = node.input[_KEY]
+    while name in producers:
+        producer = producers[name]
+        if producer.op_type == "RotaryEmbedding":
+            found = attribute_values(producer)
+            interleaved = bool(found.get("interleaved"))
+            return RotatedPairs(int(found.get("rotary_embedding_dim", 0)), interleaved)
+        if producer.op_type not in ("Reshape", "Transpose"):
+            break
+        name = producer.input[0]
+    return RotatedPairs(0)
+
+
+def observed_sizes(tensors: Mapping[str, npt.NDArray[Any]], pairs: Mapping[str, RotatedPairs]) -> dict[str, Floats]:
+    """The largest values of a float cache by channel, with those of rotated keys at any position.
+
+    Args:
+        tensors: cache tensors `[1, kv_heads, slots, head_dim]` by the names of the cache inputs.
+        pairs: what `rotated_pairs` returned.
+
+    Returns:
+        float32 `[kv_heads, head_dim]` by the same names.
+    """
+    sizes = {}
+    for name, values in tensors.items():
+        slots = values[0].astype(np.float32, copy=False)
+        rotated = pairs.get(name)
+        sizes[name] = np.abs(slots).max(axis=1, initial=0.0) if rotated is None else rotated.envelope(slots)
+    return sizes

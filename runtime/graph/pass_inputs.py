@@ -1,0 +1,279 @@
+"""Inputs of a pass: tokens, positions, lengths, and who attends to whom.
+
+Buffers are bound once where possible and rewritten in place. Only arrays whose shape changes (another pass width, a
+bias that grows with the sequence) are bound again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from .graph_io import GraphIO, GraphValue, InputRole, element_type
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+
+_BLOCKED: Final = np.float32(np.finfo(np.float32).min)
+_PREPARED: Final = 32
+"""Number of lengths of a sequence for which the biases of narrow passes are wrapped at once: one by one, between two
+passes, wrapping takes several times as long."""
+_NARROW: Final = 16
+"""Width of the widest pass whose biases are prepared, and whose tokens are written one by one; those of a prefill are
+wider, and few."""
+
+
+class _WidthBuffers(NamedTuple):
+    """Buffers of passes of one width."""
+
+    tokens: npt.NDArray[Any]
+    """`[width]`: the tokens, part of a buffer for all widths."""
+    positions: npt.NDArray[Any]
+    """The positions in the shape of the graph's input."""
+    cells: tuple[memoryview, memoryview] | None
+    """Tokens and positions, cell by cell; None for wide passes, and where a graph has several copies of positions."""
+    values: tuple[tuple[str, ort.OrtValue], ...]
+    """Names of the inputs, and OrtValues over the buffers."""
+
+
+class _BiasBuffer:
+    """A buffer for biases `[1, 1, width, total]`, zeros at first, with OrtValues of the next few sizes."""
+
+    def __init__(self) -> None:
+        self._cells = np.zeros(0, np.float32)
+        self._prepared: dict[int, tuple[int, list[tuple[Floats, ort.OrtValue]]]] = {}
+        """By width: the first prepared total, and the bias of this total and the following ones."""
+
+    def of(self, width: int, total: int, capacity: int) -> tuple[Floats, ort.OrtValue]:
+        """The beginning of the buffer as `[1, 1, width, total]`, and its OrtValue; others have the same memory.
+
+        Args:
+            width: number of tokens of the pass.
+            total: number of slots, the new ones included.
+            capacity: number of slots of the cache, for which the buffer is sized.
+        """
+        first, biases = self._prepared.get(width, (total, ()))
+        if 0 <= total - first < len(biases):
+            return biases[total - first]
+        if width * total > self._cells.size:
+            self._cells = np.zeros(width * (total + capacity), np.float32)
+            self._prepared.clear()
+        last = min(total + (_PREPARED if width <= _NARROW else 1), self._cells.size // width + 1)
+        arrays = [self._cells[: width * each].reshape(1, 1, width, each) for each in range(total, last)]
+        made = [(array, wrapped(array)) for array in arrays]
+        self._prepared[width] = total, made
+        return made[0]
+
+
+class PassInputs:
+    """The inputs of one binding, apart from the cache.
+
+    Args:
+        io: the session's binding.
+        graph_io: the graph's inputs and outputs.
+
+    Attributes:
+        width: number of tokens of the last pass.
+        positions: buffer of the positions of a pass of that width.
+    """
+
+    def __init__(self, io: ort.IOBinding, graph_io: GraphIO) -> None:
+        self._io: Final = io
+        self._graph_io: Final = graph_io
+        self.width = 0
+        self._tokens = np.zeros((1, 0), value_dtype(graph_io.inputs[InputRole.TOKENS]))
+        self.positions = np.zeros(0, np.int64)
+        self._zero_bias: Final = _BiasBuffer()
+        self._mask_bias: Final = _BiasBuffer()
+        self._bias: npt.NDArray[Any] = np.zeros(0, np.float32)
+        """The bound array, which the binding does not keep alive."""
+        # Looking up a role takes longer than an attribute, and these are needed in every pass.
+        bias, mask = graph_io.inputs.get(InputRole.BIAS), graph_io.inputs.get(InputRole.MASK)
+        self._bias_input: Final = bias
+        self._bias_dtype: Final = np.dtype(np.float32) if bias is None else value_dtype(bias)
+        self._bias_is_float: Final = self._bias_dtype == np.float32
+        self._windows: Final = [(size, value.name) for size, value in graph_io.window_biases.items()]
+        self._window_biases: dict[int, Floats] = {}
+        """Buffers of the biases of layers with a window, by its size."""
+        self._mask_input: Final = mask
+        self._ones = np.ones((1, 0), np.int64 if mask is None else value_dtype(mask))
+        # The width changes from pass to pass; wrapping an array takes longer than binding it.
+        self._by_width: dict[int, _WidthBuffers] = {}
+        self._current = _WidthBuffers(self._tokens[0], self.positions, None, ())
+        self.scalars: Final[dict[InputRole, npt.NDArray[Any]]] = {
+            role: np.zeros(tuple(1 for _ in value.shape), value_dtype(value))
+            for role, value in graph_io.inputs.items()
+            if role in (InputRole.LAST_SLOT, InputRole.TOTAL_LENGTH, InputRole.LOGITS_TO_KEEP, InputRole.USE_CACHE)
+        }
+        self._last_slot: Final = _cell(self.scalars.get(InputRole.LAST_SLOT))
+        self._total_length: Final = _cell(self.scalars.get(InputRole.TOTAL_LENGTH))
+        self._use_cache: Final = self.scalars.get(InputRole.USE_CACHE)
+        for role, array in self.scalars.items():
+            self._bind(graph_io.inputs[role].name, array)
+
+    def write_tokens(self, ids: Sequence[int], base: int, positions: npt.ArrayLike | None) -> None:
+        """Write the tokens of a pass after `base` cached ones, and their positions: consecutive ones when None."""
+        width = len(ids)
+        if width != self.width:
+            self._bind_width(width)
+        buffers = self._current
+        if positions is None and buffers.cells is not None:
+            tokens, places = buffers.cells
+            for index, token in enumerate(ids):
+                tokens[index] = token
+                places[index] = base + index
+            return
+        buffers.tokens[:] = ids
+        if positions is None:
+            buffers.positions[...] = np.arange(base, base + width)
+            return
+        buffers.positions[...] = positions
+        if base == 0 and self.positions.flat[-1] != width - 1:
+            raise ValueError("a token tree needs a committed slot before it")
+
+    def write_attention(self, base: int, capacity: int, tree_mask: npt.NDArray[np.bool_] | None) -> None:
+        """Write the lengths of a pass, and which tokens attend to which.
+
+        Args:
+            base: number of cached tokens.
+            capacity: number of slots of the cache, for which the buffers are sized.
+            tree_mask: as for `BoundSession.forward`.
+        """
+        total = base + self.width
+        if self._bias_input is not None:
+            self._bind_bias(self._bias_input, self.width, total, capacity, tree_mask)
+        if self._mask_input is not None:
+            self._bind_mask(self._mask_input, total, capacity)
+        if self._last_slot is not None:
+            self._last_slot[0] = total - 1
+        if self._total_length is not None:
+            self._total_length[0] = total
+        if self._use_cache is not None:
+            self._use_cache.fill(base > 0)
+
+    def bind_copied(self) -> None:
+        """Bind what is otherwise rewritten in place, for a device to which binding copies."""
+        for name, value in self._current.values:
+            self._io.bind_ortvalue_input(name, value)
+        for role, array in self.scalars.items():
+            self._bind(self._graph_io.inputs[role].name, array)
+
+    def bind_without_cache(self, io: ort.IOBinding, names: set[str]) -> None:
+        """Bind the inputs of a pass without cached tokens to another session, which has those of `names`."""
+        inputs = self._graph_io.inputs
+        arrays: dict[InputRole, npt.NDArray[Any]] = {
+            InputRole.TOKENS: self._tokens[:, : self.width],
+            InputRole.MASK: self._ones[:, : self.width],
+        }
+        if InputRole.POSITIONS in inputs:
+            arrays[InputRole.POSITIONS] = self.positions
+        if InputRole.BIAS in inputs:
+            arrays[InputRole.BIAS] = self._bias
+        for role, array in {**arrays, **self.scalars}.items():
+            if role in inputs and inputs[role].name in names:
+                io.bind_ortvalue_input(inputs[role].name, wrapped(array))
+
+    def _bind(self, name: str, array: npt.NDArray[Any]) -> None:
+        self._io.bind_ortvalue_input(name, wrapped(array))
+
+    def _bind_width(self, width: int) -> None:
+        if width > self._tokens.shape[1]:
+            self._tokens = np.zeros((1, width), self._tokens.dtype)
+            self._by_width.clear()
+        if width not in self._by_width:
+            positions = self._graph_io.inputs.get(InputRole.POSITIONS)
+            values = [(self._graph_io.inputs[InputRole.TOKENS].name, wrapped(self._tokens[:, :width]))]
+            array = np.zeros((1, width), np.int64) if positions is None else _positions_array(positions, width)
+            if positions is not None:
+                values.append((positions.name, wrapped(array)))
+            tokens = self._tokens[0, :width]
+            # NumPy takes several times as long for a few numbers, in particular between two passes.
+            cells = (tokens.data, array.reshape(-1).data)
+            by_cell = width <= _NARROW and array.size == width
+            self._by_width[width] = _WidthBuffers(tokens, array, cells if by_cell else None, tuple(values))
+        self._current = buffers = self._by_width[width]
+        self.positions = buffers.positions
+        for name, value in buffers.values:
+            self._io.bind_ortvalue_input(name, value)
+        self.width = width
+
+    def _bind_mask(self, value: GraphValue, total: int, capacity: int) -> None:
+        if total > self._ones.shape[1]:
+            self._ones = np.ones((1, max(total, capacity)), self._ones.dtype)
+        self._bind(value.name, self._ones[:, :total])
+
+    def _bind_bias(
+        self, value: GraphValue, width: int, total: int, capacity: int, tree_mask: npt.NDArray[np.bool_] | None
+    ) -> None:
+        """Bind `[1, 1, width, total]`: zeros if the graph is causal itself, else which tokens attend to which."""
+        if tree_mask is None and self._graph_io.causal:
+            bias, wrapped_bias = self._zero_bias.of(width, total, capacity)
+        else:
+            if tree_mask is None:
+                tree_mask = np.tri(width, dtype=np.bool_)
+            bias, wrapped_bias = self._mask_bias.of(width, total, capacity)
+            masked = tree_mask.shape[1]
+            bias[..., : total - masked] = 0
+            bias[0, 0, :, total - masked :] = np.where(tree_mask, np.float32(0), _BLOCKED)
+        self._bias = bias
+        if self._bias_is_float:
+            self._io.bind_ortvalue_input(value.name, wrapped_bias)
+        else:
+            self._bias = _as_graph_type(bias, self._bias_dtype)
+            self._bind(value.name, self._bias)
+        for window, name in self._windows:
+            self._bind(name, bias if total <= window else self._windowed(bias, window, capacity))
+
+    def _windowed(self, bias: Floats, window: int, capacity: int) -> Floats:
+        """The bias `[1, 1, width, total]` that also hides what lies at least `window` positions before a token.
+
+        The position of a cached token is its slot; those of the new tokens are an input.
+        """
+        width, total = bias.shape[2:]
+        buffer = self._window_biases.get(window)
+        if buffer is None or buffer.size < bias.size:
+            buffer = self._window_biases[window] = np.empty(bias.size + width * capacity, np.float32)
+        hidden = buffer[: bias.size].reshape(bias.shape)
+        hidden[...] = bias
+        positions, base = self.positions.reshape(-1, width)[-1], total - width
+        for row, position in enumerate(positions.tolist()):
+            hidden[0, 0, row, : max(0, min(position - window + 1, base))] = _BLOCKED
+        if np.ptp(positions) >= window:
+            hidden[0, 0, :, base:][positions[:, None] - positions >= window] = _BLOCKED
+        return hidden
+
+
+def _cell(scalar: npt.NDArray[Any] | None) -> memoryview | None:
+    """The only cell of an array."""
+    return None if scalar is None else scalar.reshape(-1).data
+
+
+def wrapped(array: npt.NDArray[Any]) -> ort.OrtValue:
+    """The array as an OrtValue that shares its memory."""
+    return ort.OrtValue.ortvalue_from_numpy(array)
+
+
+def value_dtype(value: GraphValue) -> np.dtype[Any]:
+    """NumPy dtype of a graph value's elements."""
+    dtype = element_type(value)
+    if dtype is None:
+        raise TypeError(f"{value.name} is {value.type}")
+    return dtype
+
+
+def _as_graph_type(bias: Floats, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Convert the bias to the input's type: booleans say which tokens are attended to, numbers are added to scores."""
+    mask: npt.NDArray[Any] = bias == 0
+    if dtype == np.float16:
+        mask = np.maximum(bias, np.finfo(np.float16).min)
+    return mask.astype(dtype)
+
+
+def _positions_array(value: GraphValue, width: int) -> npt.NDArray[Any]:
+    """A buffer for positions in the shape of the graph's input: `[1, n]`, or `[k, 1, n]`."""
+    copies = value.shape[0] if len(value.shape) == 3 else None
+    shape = (1, width) if len(value.shape) != 3 else (copies if isinstance(copies, int) else 3, 1, width)
+    return np.zeros(shape, value_dtype(value))

@@ -1,0 +1,97 @@
+"""Two graphs of one model over one cache: one for passes of consecutive tokens, one for token trees.
+
+Some providers have a fast attention kernel that takes no bias. Prefill, plain decoding and chains of draft tokens need
+none, because attention is causal itself, so they run in a graph without one. Trees run in the graph with a bias, whose
+session has a copy of the weights; it is loaded when the first tree is verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final
+
+from ...models.onnx_file.model_messages import ELEMENT_TYPES, Message, ModelProto, read_model, shape_of
+from .bound_session import BoundSession
+from .graph_choice import ChosenGraphs, PassRequest
+from .graph_io import GraphIO, GraphValue, InputRole
+from .introspection import introspect
+from .model_metadata import ModelMetadata
+from .session import GraphSession
+
+TREE_GRAPH: Final = "trees"
+"""Name of the graph for token trees."""
+_TYPE_NAMES: Final = {
+    number: f"tensor({({'float32': 'float', 'float64': 'double'}).get(dtype.name, dtype.name)})"
+    for dtype, number in ELEMENT_TYPES.items()
+}
+"""ONNX Runtime's name of a tensor type, by ONNX's number of its element type."""
+
+
+class TreeGraph:
+    """The graph for token trees, as a `FurtherGraph` beside one without a bias.
+
+    Args:
+        load: loads it.
+    """
+
+    name: Final = TREE_GRAPH
+    required: Final = True
+
+    def __init__(self, load: Callable[[], GraphSession]) -> None:
+        self.load: Final = load
+
+    def takes(self, request: PassRequest) -> bool:
+        """Whether a pass is over a tree. Mask and positions of consecutive tokens are those of a pass without them."""
+        return not request.is_consecutive
+
+    def prefill_width(self, preferred: int, base: int, remaining: int) -> int:
+        """See `FurtherGraph.prefill_width`."""
+        del base, remaining
+        return preferred
+
+    def measure(self, request: PassRequest, own: BoundSession, further: BoundSession) -> None:
+        """See `FurtherGraph.measure`; `takes` always knows."""
+
+
+def plain_and_tree_graphs(
+    plain: GraphSession, graph_io: GraphIO, load_trees: Callable[[], GraphSession]
+) -> ChosenGraphs:
+    """Join two graphs.
+
+    Args:
+        plain: the graph without a bias.
+        graph_io: inputs and outputs of the graph for trees, which has all of them; see `runs_trees_beside`.
+        load_trees: loads that graph.
+    """
+    return ChosenGraphs(plain, (TreeGraph(load_trees),), graph_io)
+
+
+def runs_trees_beside(plain: GraphIO, trees: GraphIO) -> bool:
+    """Whether the one graph has no bias, and the other computes trees over the same cache; neither needs probing."""
+    selected = all(InputRole.LOGIT_POSITIONS in each.inputs for each in (plain, trees))
+    same_cache = plain.tensor_types == trees.tensor_types
+    return selected and same_cache and not plain.has_bias_input and trees.supports_trees
+
+
+def read_graph_io(graph: Path, model: bytes | None, metadata: ModelMetadata) -> GraphIO:
+    """The inputs and outputs of a graph that is not loaded.
+
+    Args:
+        graph: its file.
+        model: the serialized graph where it differs from the file.
+        metadata: what the files beside it say.
+
+    Raises:
+        BundleError: the file is not a decoder that edge-run can run.
+    """
+    proto = (read_model(graph) if model is None else ModelProto.FromString(model)).graph
+    constants = {each.name for each in proto.initializer}
+    inputs = _values(each for each in proto.input if each.name not in constants)
+    return introspect(inputs, _values(proto.output), str(graph), metadata)
+
+
+def _values(infos: Iterable[Message]) -> list[GraphValue]:
+    return [
+        GraphValue(each.name, _TYPE_NAMES.get(each.type.tensor_type.elem_type, ""), shape_of(each)) for each in infos
+    ]

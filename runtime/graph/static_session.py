@@ -1,0 +1,183 @@
+"""One graph of fixed shapes with the buffers that its passes read and write."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from ...errors import EdgeError
+from ..kv.static_arena import StaticArena
+from .graph_io import CacheTensor, GraphIO, InputRole, element_type
+from .ort import ORT_ERRORS, error_reason, run_options
+
+Array: TypeAlias = npt.NDArray[Any]
+Ids: TypeAlias = npt.NDArray[np.int64]
+
+NEXT_IDS: Final = "next_ids"
+"""Output int32 `[R]`: the most probable token after each position that gets logits."""
+LOGIT_ROWS: Final = "logit_rows"
+"""Input int32 `[1]` of wide graphs, which give the logits of that position only."""
+MASK: Final = "attention_mask"
+"""Input `[1, 1, W, C + W]`: what is added to attention scores. Layers with a sliding window of n tokens have their
+own, `attention_mask_n`."""
+_BLOCKED: Final = -30000.0
+"""What is added to an attention score that must not count: far below every other, yet a finite float16 with any score
+added to it."""
+
+
+def mask_window(name: str) -> int | None:
+    """The sliding window of the layers that read a mask, by the mask's name; None for full attention."""
+    return int(name.removeprefix(f"{MASK}_")) if name != MASK else None
+
+
+class StaticSession:
+    """Runs passes of one width over caches of one capacity.
+
+    Passes of several sequences use the same buffers, one after the other; only the cache is bound again.
+
+    Args:
+        session: the graph's session.
+        graph_io: inputs and outputs of the graphs of all widths and capacities.
+        width: number of token positions W of a pass.
+        capacity: number of cache slots C before them.
+    """
+
+    def __init__(self, session: ort.InferenceSession, graph_io: GraphIO, width: int, capacity: int) -> None:
+        self.width: Final = width
+        self.capacity: Final = capacity
+        self._session = session
+        self._cache = graph_io.cache
+        self._run_options = run_options()
+        names = [value.name for value in session.get_inputs()]
+        tokens, positions, mask = (
+            graph_io.inputs[role] for role in (InputRole.TOKENS, InputRole.POSITIONS, InputRole.BIAS)
+        )
+        self._tokens = np.zeros((1, width), element_type(tokens))
+        self._positions = np.zeros((1, width), element_type(positions))
+        self._masks: dict[int | None, Array] = {
+            mask_window(name): np.zeros((1, 1, width, capacity + width), element_type(mask))
+            for name in names
+            if name.startswith(MASK)
+        }
+        """By sliding window."""
+        self._inputs: dict[str, Array] = {tokens.name: self._tokens, positions.name: self._positions}
+        self._inputs |= {name: self._masks[mask_window(name)] for name in names if name.startswith(MASK)}
+        self._logit_row: Array | None = None
+        if LOGIT_ROWS in names:
+            self._logit_row = self._inputs[LOGIT_ROWS] = np.zeros(1, np.int32)
+        rows = width if self._logit_row is None else 1
+        self._next_ids = np.zeros(rows, np.int32)
+        self._logits_name = graph_io.logits.name
+        self._logits: Array = np.zeros((rows, graph_io.vocab_size), element_type(graph_io.logits))
+        self._new_slots = [np.zeros(each.shape_of(width), each.dtype) for each in graph_io.tensor_types]
+        self._bindings: dict[bool, _Binding] = {}
+        """The binding of passes that return logits, and of those that return ids only."""
+
+    def run(
+        self,
+        arena: StaticArena,
+        slot: int,
+        tokens: Ids,
+        positions: Ids,
+        visible: npt.NDArray[np.bool_],
+        earlier: Ids,
+        wanted: Sequence[int],
+        *,
+        logits: bool,
+    ) -> tuple[Array, npt.NDArray[np.int32]]:
+        """Run a pass over `n` tokens, at most as many as the width, and write their slots to the arena.
+
+        Args:
+            arena: the cache, of this capacity.
+            slot: number of slots before those of the tokens.
+            tokens: token ids `[n]`.
+            positions: rotary positions `[n]`.
+            visible: bool `[n, m + n]`: whether token i attends to each of the last m slots and of the new tokens. All
+                tokens attend to the slots before those.
+            earlier: positions of the last m slots, `[m]`; those before are consecutive from 0.
+            wanted: indices of the tokens whose logits are wanted: any, or at most one if the graph gives one row.
+            logits: whether to return logits; else ids only.
+
+        Returns:
+            Logits `[r, V]` in the graph's type (of no meaning without `logits`) and the most probable ids int32 `[r]`
+            (of no meaning with `logits`), valid until the next pass.
+
+        Raises:
+            EdgeError: ONNX Runtime failed.
+        """
+        count = tokens.size
+        self._tokens[0, :count], self._tokens[0, count:] = tokens, 0
+        self._positions[0, :count], self._positions[0, count:] = positions, 0
+        self._fill_masks(slot, positions, visible, earlier)
+        rows = list(wanted)
+        if self._logit_row is not None:
+            self._logit_row[0] = rows[0] if rows else 0
+            rows = [0] * len(rows)
+        if logits not in self._bindings:
+            self._bindings[logits] = self._new_binding(logits)
+        binding = self._bindings[logits]
+        binding.bind_cache(arena)
+        try:
+            self._session.run_with_iobinding(binding.io, self._run_options)
+        except ORT_ERRORS as error:
+            raise EdgeError(
+                f"the model failed to run: {error_reason(error)}", "run again with --debug and report it"
+            ) from error
+        arena.write(slot, self._new_slots, count)
+        return self._logits[rows], self._next_ids[rows]
+
+    def _fill_masks(self, slot: int, positions: Ids, visible: npt.NDArray[np.bool_], earlier: Ids) -> None:
+        """Set what every position attends to. Padded positions attend to themselves: without anything to attend to,
+        some devices compute NaN."""
+        count, first = positions.size, slot - earlier.size
+        for window, array in self._masks.items():
+            mask = array[0, 0]
+            mask.fill(_BLOCKED)
+            near: npt.NDArray[np.bool_] = visible
+            if window is None:
+                mask[:count, :first] = 0
+            else:
+                before = positions[:, None] - np.arange(first)
+                mask[:count, :first][before < window] = 0
+                near = visible & (positions[:, None] - np.concatenate([earlier, positions]) < window)
+            mask[:count, first:slot][near[:, : earlier.size]] = 0
+            mask[:count, self.capacity : self.capacity + count][near[:, earlier.size :]] = 0
+            np.fill_diagonal(mask[:, self.capacity :], 0)
+
+    def _new_binding(self, logits: bool) -> _Binding:
+        outputs: dict[str, Array] = {self._logits_name: self._logits} if logits else {NEXT_IDS: self._next_ids}
+        outputs |= {tensor.present: array for tensor, array in zip(self._cache, self._new_slots, strict=True)}
+        return _Binding(self._session, self._inputs, outputs, self._cache)
+
+
+class _Binding:
+    """A session's inputs and outputs bound to arrays, which must stay alive, and the cache that is bound at present."""
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        inputs: Mapping[str, Array],
+        outputs: Mapping[str, Array],
+        cache: Sequence[CacheTensor],
+    ) -> None:
+        self.io = session.io_binding()
+        self._cache = cache
+        self._arena: weakref.ref[StaticArena] | None = None
+        self._generation = -1
+        for name, array in inputs.items():
+            self.io.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+        for name, array in outputs.items():
+            self.io.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
+
+    def bind_cache(self, arena: StaticArena) -> None:
+        """Bind the tensors of `arena`, unless they are bound already."""
+        if self._arena is not None and self._arena() is arena and self._generation == arena.generation:
+            return
+        for tensor, array in zip(self._cache, arena.buffers.arrays, strict=True):
+            self.io.bind_ortvalue_input(tensor.past, ort.OrtValue.ortvalue_from_numpy(array))
+        self._arena, self._generation = weakref.ref(arena), arena.generation

@@ -1,0 +1,280 @@
+"""Runs a model's graphs of fixed shapes, for devices that compile whole graphs, as one decoder.
+
+Such a device takes a graph with fixed shapes only, so a bundle has one for every pair of a width (number of token
+positions of a pass) and a capacity (number of cache slots). A pass uses the smallest width that holds its tokens and
+the smallest capacity that holds the text; more tokens than the largest width take several passes. Everything else that
+the graph contract offers follows from the mask and the positions, which are inputs: padding, rewinding, token trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from ...errors import BundleError
+from ...models.bundle import Bundle
+from ...models.device_kind import DeviceKind
+from ...models.onnx_file.model_messages import read_model
+from ..kv.arena import KVArena
+from ..kv.static_arena import StaticArena
+from .cache_io import cache_part, find_cache
+from .compiled import CompiledGraphs
+from .device_loading import Assignments
+from .graph_io import BASE_GRAPH, CacheMode, GraphIO, InputRole, LogitsMode
+from .pass_inputs import Floats
+from .session import SessionConfig, graph_values
+from .static_session import LOGIT_ROWS, MASK, StaticSession
+
+EXPORT_HINT: Final = "write them with edge-run export MODEL --device npu, or run with --device cpu"
+_LOGITS: Final = "logits"
+_ROLES: Final[Mapping[str, InputRole]] = {"input_ids": InputRole.TOKENS, "position_ids": InputRole.POSITIONS}
+_FEW_PASSES: Final = 4
+"""Number of passes of the widest graph that verifies drafts, up to which they are preferred to one of a graph for
+prefill: such a pass computes many padded positions, and its graph may have to be compiled first."""
+_UNLIKELY: Final = np.float32(-1e30)
+"""Logit of every token but the most probable one, where a pass returned ids only."""
+
+
+class StaticGraphs:
+    """The graphs of fixed shapes of one model, each loaded when it is first needed.
+
+    Attributes:
+        config: how the graphs are run.
+        graph_io: their common inputs and outputs. The capacity is the largest; the widths are those of graphs that give
+            the logits of every position, so that they can verify drafts.
+        probe_result: None; their inputs and outputs say everything.
+        widths: numbers of token positions for which there are graphs, ascending.
+        capacities: numbers of cache slots for which there are graphs, ascending.
+    """
+
+    def __init__(self, bundle: Bundle, config: SessionConfig, *, cache: bool) -> None:
+        """Load the smallest of the graphs.
+
+        Args:
+            bundle: a model with such graphs.
+            config: how to run them.
+            cache: whether graphs that the device has compiled are kept on disk.
+
+        Raises:
+            BundleError: the model lacks such graphs.
+            DeviceError: the device cannot run them.
+        """
+        self.config: Final = config
+        self.probe_result: Final = None
+        self.compiled: Final = CompiledGraphs(bundle, config, cache=cache)
+        self._files = _files_by_shape(bundle)
+        self.widths: Final = tuple(sorted({width for width, _ in self._files}))
+        self.capacities: Final = tuple(sorted({capacity for _, capacity in self._files}))
+        first = self.widths[0], self.capacities[0]
+        session = self.compiled.load(self._files[first])
+        self.graph_io = replace(
+            _graph_io(session, bundle, str(bundle.graph.with_name(self._files[first]))),
+            capacity=self.capacities[-1],
+            widths=tuple(width for width in self.widths if self._gives_all_logits(bundle, width)),
+        )
+        self._sessions = {first: StaticSession(session, self.graph_io, *first)}
+
+    @property
+    def assignments(self) -> Assignments:
+        """Which provider runs the nodes of the smallest graph."""
+        return self.compiled.assignments
+
+    def disable_trees(self) -> None:
+        """Let drafts be chains from now on, because the device computes trees wrongly."""
+        self.graph_io = replace(self.graph_io, trees_correct=False)
+
+    def limit_width(self, tokens: int) -> None:
+        """Run passes over at most that many tokens from now on, because the device computes wider ones wrongly."""
+        self.graph_io = replace(self.graph_io, widest_pass=tokens)
+
+    def arena(self, limit: int) -> KVArena:
+        """An empty KV cache of these graphs' tensor types, for a context of `limit` tokens."""
+        return StaticArena(self.graph_io.tensor_types, limit, self.capacities)
+
+    def bind(self, arena: KVArena, *, hidden_states: bool = False) -> BoundStaticGraphs:
+        """Bind to `arena`, over which passes then run."""
+        if hidden_states:
+            raise ValueError("graphs of fixed shapes do not give hidden states")
+        return BoundStaticGraphs(self, arena)
+
+    def session(self, width: int, capacity: int) -> StaticSession:
+        """The session of a width and a capacity.
+
+        Raises:
+            DeviceError: the device cannot run its graph.
+        """
+        shape = width, capacity
+        if shape not in self._sessions:
+            self._sessions[shape] = StaticSession(self.compiled.load(self._files[shape]), self.graph_io, *shape)
+        return self._sessions[shape]
+
+    def _gives_all_logits(self, bundle: Bundle, width: int) -> bool:
+        """Whether the graphs of a width give the logits of every position, not of one."""
+        graph = read_model(bundle.graph.with_name(self._files[width, self.capacities[0]])).graph
+        return all(value.name != LOGIT_ROWS for value in graph.input)
+
+
+class BoundStaticGraphs:
+    """Static graphs bound to a KV arena.
+
+    Attributes:
+        graph_io: the graphs' inputs and outputs.
+        whole_logits: whether passes return logits. If not, only the most probable token of each position is copied from
+            the device, and the row that `forward` returns holds 0 for it and -1e30 for all others: enough for greedy
+            decoding, but not to find near ties or further candidates.
+    """
+
+    def __init__(self, graphs: StaticGraphs, arena: KVArena) -> None:
+        self._graphs = graphs
+        self.graph_io: Final = graphs.graph_io
+        self.whole_logits = True
+        self.base_only = False
+        """See `BoundGraph`; all graphs compute the same."""
+        self.last_graph: Final = BASE_GRAPH
+        """See `BoundGraph`."""
+        self._logits: Floats = np.empty((0, graphs.graph_io.vocab_size), np.float32)
+        self.use(arena)
+
+    @property
+    def arena(self) -> KVArena:
+        """The cache that passes read and extend; see `use`."""
+        return self._arena
+
+    def use(self, arena: KVArena) -> None:
+        """Run over another arena of the same tensor types from now on."""
+        if not isinstance(arena, StaticArena):
+            raise TypeError(f"graphs of fixed shapes run over a StaticArena, not {type(arena).__name__}")
+        self._arena = arena
+
+    def prefill_width(self, preferred: int, remaining: int) -> int:
+        """Number of prompt tokens to run in the next pass: the largest width of a graph."""
+        del preferred, remaining
+        return self._graphs.widths[-1]
+
+    def forward(
+        self,
+        tokens: npt.ArrayLike,
+        *,
+        logits_for: npt.ArrayLike | None = None,
+        positions: npt.ArrayLike | None = None,
+        tree_mask: npt.NDArray[np.bool_] | None = None,
+    ) -> Floats:
+        """See `BoundGraph.forward`. More tokens than the largest width run in several passes, trees too."""
+        ids = np.asarray(tokens, np.int64)
+        if ids.min() < 0 or ids.max() >= self.graph_io.input_vocab:
+            raise ValueError(
+                f"token ids must lie between 0 and {self.graph_io.input_vocab - 1}, found {ids.min()} to {ids.max()}"
+            )
+        arena, base = self._arena, self._arena.length
+        arena.reserve(ids.size)
+        wanted = np.arange(ids.size) if logits_for is None else np.asarray(logits_for, np.int64)
+        at = base + np.arange(ids.size) if positions is None else np.asarray(positions, np.int64)
+        visible = np.tri(ids.size, dtype=np.bool_) if tree_mask is None else tree_mask
+        cached = visible.shape[1] - ids.size
+        slot_positions = np.concatenate([np.arange(base - cached, base), at])
+        if len(self._logits) < wanted.size:
+            self._logits = np.empty((wanted.size, self.graph_io.vocab_size), np.float32)
+        start = 0
+        while start < ids.size:
+            width = self._width_for(ids.size - start, wanted - start)
+            end = min(start + width, ids.size)
+            rows = np.flatnonzero((wanted >= start) & (wanted < end))
+            logits, next_ids = self._graphs.session(width, arena.capacity).run(
+                arena,
+                base + start,
+                ids[start:end],
+                at[start:end],
+                visible[start:end, : cached + end],
+                slot_positions[: cached + start],
+                (wanted[rows] - start).tolist(),
+                logits=self.whole_logits and rows.size > 0,
+            )
+            if self.whole_logits:
+                self._logits[rows] = logits
+            else:
+                self._logits[rows] = _UNLIKELY
+                self._logits[rows, next_ids] = 0
+            start = end
+        return self._logits[: wanted.size]
+
+    def hidden_states(self, tokens: npt.ArrayLike, wanted: Sequence[int]) -> Floats:
+        """Raise ValueError: these graphs do not give hidden states."""
+        del tokens, wanted
+        raise ValueError("graphs of fixed shapes do not give hidden states")
+
+    def _width_for(self, tokens: int, wanted: npt.NDArray[np.int64]) -> int:
+        """Width of the next pass: the smallest that holds a number of tokens, else the largest.
+
+        Wide graphs, which give the logits of one position, are left out where several are wanted, and where a few
+        narrow passes do.
+
+        Args:
+            tokens: number of tokens that are left.
+            wanted: indices of those whose logits are wanted; negative ones are done.
+        """
+        widths, narrow = self._graphs.widths, self.graph_io.widths or ()
+        wide = next((width for width in widths if width >= tokens), widths[-1])
+        if tokens <= _FEW_PASSES * narrow[-1] or np.count_nonzero((wanted >= 0) & (wanted < wide)) > 1:
+            return next((width for width in narrow if width >= tokens), narrow[-1])
+        return wide
+
+
+def _files_by_shape(bundle: Bundle) -> dict[tuple[int, int], str]:
+    """Names of the graphs for the NPU by width and capacity.
+
+    Raises:
+        BundleError: there are none, or some are missing.
+    """
+    variants = () if bundle.manifest is None else bundle.manifest.variants
+    files = {
+        (variant.width, variant.context): variant.file
+        for variant in variants
+        if variant.device is DeviceKind.NPU and variant.width is not None and variant.context is not None
+    }
+    if not files:
+        raise BundleError(f"{bundle.folder} has no graphs for an NPU, which needs fixed shapes", EXPORT_HINT)
+    widths, capacities = {width for width, _ in files}, {capacity for _, capacity in files}
+    lacking = {(width, capacity) for width in widths | {1} for capacity in capacities} - set(files)
+    if lacking:
+        width, capacity = min(lacking)
+        raise BundleError(
+            f"{bundle.folder} lacks the NPU's graph for passes of {width} tokens and a context of {capacity}",
+            EXPORT_HINT,
+        )
+    return files
+
+
+def _graph_io(session: ort.InferenceSession, bundle: Bundle, where: str) -> GraphIO:
+    """Inputs and outputs of a static graph; shapes are those of this one.
+
+    Raises:
+        BundleError: it has others than such graphs have.
+    """
+    inputs, outputs = graph_values(session.get_inputs()), graph_values(session.get_outputs())
+    roles = {_ROLES[value.name]: value for value in inputs if value.name in _ROLES}
+    masks = [value for value in inputs if value.name.startswith(MASK)]
+    logits = next((value for value in outputs if value.name == _LOGITS), None)
+    vocab_size = None if logits is None else logits.shape[-1]
+    cache = find_cache(inputs, outputs, where, {}, {})
+    if len(roles) < len(_ROLES) or not masks or not cache or logits is None or not isinstance(vocab_size, int):
+        raise BundleError(f"{where} has other inputs and outputs than a graph for the NPU", EXPORT_HINT)
+    return GraphIO(
+        vocab_size=vocab_size,
+        input_vocab=max(bundle.input_vocab or vocab_size, vocab_size),
+        # Types of all capacities are equal.
+        cache=tuple(
+            replace(each, tensor_type=replace(each.tensor_type, shape=each.tensor_type.shape_of(0))) for each in cache
+        ),
+        layers=len({part.layer for each in cache if (part := cache_part(each.past)) is not None}),
+        cache_mode=CacheMode.NEW_SLOTS,
+        capacity=None,
+        inputs={**roles, InputRole.BIAS: masks[0]},
+        logits=logits,
+        logits_mode=LogitsMode.ALL,
+        causal=False,
+    )

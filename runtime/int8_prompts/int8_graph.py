@@ -1,0 +1,309 @@
+"""Rewrites a decoder graph to multiply with 8-bit integers, for wide passes of consecutive tokens.
+
+Every product with quantized weights (MatMulNBits) whose inputs are all tokens of the pass becomes
+
+    step = max(|x|) / limit        for each token
+    y    = step * (round(x / step) @ integers * scales)
+
+with one scale for each output. Inputs that several products share are quantized once. The two halves of a fused
+product are computed apart, so that no Split copies them, and where one of them is multiplied with the input of the next
+product (gated feed-forwards), its steps are multiplied with that product's instead of with thousands of channels.
+Products of the tokens in `logit_rows` alone, the LM head among them, stay as they are: they are as narrow as in a
+plain pass.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from ...models.onnx_file.graph_editor import MICROSOFT, CannotRewriteError, GraphEditor, attributes_of, onnx_node
+from ...models.onnx_file.model_messages import Message
+from ..graph.integer_products import quantized_product
+from ..graph.plain_attention import OPERATOR as ATTENTION
+from .block_codes import OPERATOR, BlockMatrix, Floats
+from .integer_weights import IntegerRange
+
+SELECTED: Final = "logit_rows"
+_OLDEST_OPSET: Final = 13
+"""Version of ONNX's operators since which QuantizeLinear takes a scale for each token."""
+_AXES_AS_INPUT: Final = 18
+"""Version since which ReduceMax and ReduceMin take axes as an input."""
+_UINT8: Final = 2
+
+
+@dataclass
+class Product:
+    """One product of the rewritten graph: a whole matrix, or some of its rows."""
+
+    name: str
+    """Name of its output, and of its tensors."""
+    inputs: str
+    """Name of its inputs."""
+    matrix: BlockMatrix
+    rows: slice
+    source: str
+    """Name of the output of the MatMulNBits that it is a part of."""
+    column_factors: Floats | None = None
+    """What the weights of each input are multiplied with."""
+    row_factors: Floats | None = None
+    """What the weights of each output are multiplied with."""
+    keeps_step: bool = field(default=True)
+    """Whether the output is multiplied with the steps of its inputs; if not, whoever uses it does that."""
+
+
+@dataclass(frozen=True)
+class Int8Products:
+    """The products of a graph that are computed with integers."""
+
+    products: tuple[Product, ...]
+    splits: frozenset[str]
+    """Names of the fused outputs whose Split is not needed any more."""
+    extra_steps: dict[str, str]
+    """By the name of some inputs: inputs of the product by whose steps they are still to be multiplied."""
+
+    @property
+    def input_names(self) -> list[str]:
+        """Names of the different inputs, in order."""
+        return list(dict.fromkeys(each.inputs for each in self.products))
+
+
+def find_products(editor: GraphEditor, kept: frozenset[str] = frozenset()) -> Int8Products:
+    """Find the products of a graph that integers can compute.
+
+    Args:
+        editor: the graph.
+        kept: names of the outputs of products that are to stay as they are.
+
+    Raises:
+        CannotRewriteError: there is none, or the graph has no attention that keeps a cache in place.
+    """
+    nodes = list(editor.graph.node)
+    if all(each.op_type != ATTENTION for each in nodes):
+        raise CannotRewriteError(f"its graph has no {ATTENTION}")
+    if _opset(editor) < _OLDEST_OPSET:
+        raise CannotRewriteError(f"its graph uses version {_opset(editor)} of ONNX's operators")
+    consumers: dict[str, list[Message]] = defaultdict(list)
+    for each in nodes:
+        for name in each.input:
+            consumers[name].append(each)
+    results = {each.name for each in editor.graph.output}
+    narrow = _depends_on(nodes, {SELECTED})
+    products: list[Product] = []
+    splits = set()
+    for each in nodes:
+        if each.op_type != OPERATOR or each.input[0] in narrow or each.output[0] in kept:
+            continue
+        if not _leads_to(each.output[0], consumers, {ATTENTION, OPERATOR}):
+            continue  # the LM head
+        try:
+            matrix = BlockMatrix.of(editor, each)
+        except CannotRewriteError:
+            continue
+        output = each.output[0]
+        widths = _split_widths(editor, consumers[output], matrix) if output not in results else None
+        if widths is None:
+            products.append(Product(output, each.input[0], matrix, slice(0, matrix.rows), output))
+            continue
+        splits.add(output)
+        starts = np.cumsum([0, *widths]).tolist()
+        for name, start, stop in zip(consumers[output][0].output, starts, starts[1:], strict=False):
+            products.append(Product(name, each.input[0], matrix, slice(start, stop), output))
+    if not products:
+        raise CannotRewriteError(f"its graph has no products of quantized weights ({OPERATOR} in float32)")
+    return Int8Products(tuple(products), frozenset(splits), _defer_steps(editor, products, consumers, results))
+
+
+def use_integers(editor: GraphEditor, found: Int8Products, limits: IntegerRange) -> None:
+    """Replace products by those of integers.
+
+    Their weights are the initializers `{name}.int8`, int8 `[inputs, outputs]`, and `{name}.int8.scales`, float32
+    `[outputs]`, which the caller adds.
+    """
+    rewriting = _Rewriting(editor, found, limits)
+    editor.rewrite(rewriting.replaced)
+    if all(each.domain != MICROSOFT for each in editor.model.opset_import):
+        editor.model.opset_import.add(domain=MICROSOFT, version=1)
+
+
+class _Rewriting:
+    def __init__(self, editor: GraphEditor, found: Int8Products, limits: IntegerRange) -> None:
+        self._editor = editor
+        self._found = found
+        self._axes_as_input = _opset(editor) >= _AXES_AS_INPUT
+        self._products: dict[str, list[Product]] = defaultdict(list)
+        for each in found.products:
+            self._products[each.name].append(each)
+        self._steps: dict[str, str] = {}
+        """Steps `[tokens, 1]` of quantized inputs, by name."""
+        self._zeros = ""
+        """Zero points of all tokens, `[tokens]`."""
+        self._constants = {
+            "one": editor.constant("one", np.array(1, np.float32)),
+            "zero": editor.constant("zero", np.array(limits.activation, np.uint8)),
+        }
+        self._inverse_limit = editor.constant("inverse.limit", np.array(1 / limits.activation, np.float32))
+        self._fill = np.array([limits.activation], np.uint8)
+
+    def replaced(self, each: Message) -> Iterable[Message]:
+        """The nodes that take the place of a node."""
+        if each.op_type == "Split" and each.input[0] in self._found.splits:
+            return []
+        if each.op_type != OPERATOR:
+            return [each]
+        fused = each.output[0] in self._found.splits
+        names = self._split_outputs(each.output[0]) if fused else list(each.output[:1])
+        products = [product for name in names for product in self._products.get(name, ())]
+        if not products:
+            return [each]
+        nodes = self._quantized(each.input[0])
+        for product in products:
+            nodes += self._computed(product)
+        return nodes
+
+    def _split_outputs(self, fused: str) -> list[str]:
+        split = next(each for each in self._editor.graph.node if each.op_type == "Split" and each.input[0] == fused)
+        return list(split.output)
+
+    def _quantized(self, inputs: str) -> list[Message]:
+        """Nodes that quantize the inputs of products, unless they are quantized already."""
+        if inputs in self._steps:
+            return []
+        code = _Nodes(f"{inputs}.int8.step")
+        high = code.add("ReduceMax", *self._reduction(inputs))
+        low = code.add("ReduceMin", *self._reduction(inputs))
+        largest = code.add("Max", [high, code.add("Neg", [low])])
+        step = code.add("Mul", [largest, self._inverse_limit])
+        if not self._zeros:
+            self._zeros = code.add("ConstantOfShape", [code.add("Shape", [step])], value=self._fill)
+        # A token of zeros has a step of 0 and any codes: their product is multiplied with 0.
+        code.add("QuantizeLinear", [inputs, step, self._zeros], _codes(inputs), axis=1)
+        column = code.add("Unsqueeze", [step, self._editor.integers("last.axis", 1)])
+        if extra := self._found.extra_steps.get(inputs):
+            column = code.add("Mul", [column, self._steps[extra]])
+        self._steps[inputs] = column
+        return code.nodes
+
+    def _reduction(self, inputs: str) -> tuple[list[str], str, dict[str, object]]:
+        if self._axes_as_input:
+            return [inputs, self._editor.integers("all.but.tokens", 0, 2)], "", {"keepdims": 0}
+        return [inputs], "", {"axes": [0, 2], "keepdims": 0}
+
+    def _computed(self, product: Product) -> list[Message]:
+        code = _Nodes(f"{product.name}.int8.step")
+        bias = product.matrix.bias
+        raw = product.name if not product.keeps_step else f"{product.name}.int8.raw"
+        constants = {**self._constants, "scales": f"{product.name}.int8.scales"}
+        code.nodes.append(quantized_product(_codes(product.inputs), f"{product.name}.int8", raw, constants))
+        if product.keeps_step:
+            step = self._steps[product.inputs]
+            scaled = code.add("Mul", [raw, step], "" if bias is not None else product.name)
+            if bias is not None:
+                added = self._editor.constant(f"{product.name}.int8.bias", np.array(bias[product.rows]))
+                code.add("Add", [scaled, added], product.name)
+        return code.nodes
+
+
+class _Nodes:
+    """Nodes that take the place of one; values are named after it."""
+
+    def __init__(self, name: str) -> None:
+        self.nodes: list[Message] = []
+        self._name = name
+
+    def add(
+        self,
+        operator: str,
+        inputs: Sequence[str],
+        output: str = "",
+        attributes: dict[str, object] | None = None,
+        **more: object,
+    ) -> str:
+        """Append a node; returns the name of its output."""
+        output = output or f"{self._name}.{len(self.nodes)}.{operator.lower()}"
+        self.nodes.append(onnx_node(operator, inputs, output, **(attributes or {}), **more))
+        return output
+
+
+def _codes(inputs: str) -> str:
+    return f"{inputs}.int8.codes"
+
+
+def _opset(editor: GraphEditor) -> int:
+    return next((int(each.version) for each in editor.model.opset_import if each.domain in ("", "ai.onnx")), 0)
+
+
+def _depends_on(nodes: Iterable[Message], names: set[str]) -> set[str]:
+    """The values that depend on others, which are among them."""
+    found = set(names)
+    for each in nodes:
+        if not found.isdisjoint(each.input):
+            found.update(each.output)
+    return found
+
+
+def _leads_to(name: str, consumers: dict[str, list[Message]], operators: set[str]) -> bool:
+    """Whether a value is needed by one of some operators."""
+    seen = {name}
+    waiting = [name]
+    while waiting:
+        for each in consumers[waiting.pop()]:
+            if each.op_type in operators:
+                return True
+            new = set(each.output) - seen
+            seen |= new
+            waiting += new
+    return False
+
+
+def _split_widths(editor: GraphEditor, users: Sequence[Message], matrix: BlockMatrix) -> list[int] | None:
+    """The widths of the parts of a fused product; None unless all it feeds is a Split into known parts."""
+    if len(users) != 1 or users[0].op_type != "Split" or attributes_of(users[0]).get("axis", 0) not in (-1, 2):
+        return None
+    split = users[0]
+    stored = editor.array(split.input[1]) if len(split.input) > 1 else None
+    if stored is not None:
+        widths = [int(each) for each in stored]
+    elif len(split.input) < 2 and matrix.rows % len(split.output) == 0:
+        widths = [matrix.rows // len(split.output)] * len(split.output)
+    else:
+        return None
+    fits = sum(widths) == matrix.rows and len(widths) == len(split.output) and all(split.output)
+    return widths if fits and not attributes_of(split).get("split") else None
+
+
+def _defer_steps(
+    editor: GraphEditor, products: Sequence[Product], consumers: dict[str, list[Message]], results: set[str]
+) -> dict[str, str]:
+    """Find inputs that are a product's output times something, and leave that product's steps to the next product.
+
+    Inputs are divided by the largest value of each token in any case, so multiplying them with a step first would only
+    cost time.
+    """
+    by_name = {each.name: each for each in products}
+    deferred = {}
+    for inputs in dict.fromkeys(each.inputs for each in products):
+        producer = editor.producer(inputs)
+        users = consumers[inputs]
+        quantized = sum(each.inputs == inputs for each in products)
+        if producer is None or producer.op_type != "Mul" or inputs in results or not quantized:
+            continue
+        if any(each.op_type != OPERATOR or not _is_product(each, by_name, consumers) for each in users):
+            continue
+        for name in producer.input:
+            found = by_name.get(name)
+            if found and found.matrix.bias is None and len(consumers[name]) == 1 and name not in results:
+                found.keeps_step = False
+                deferred[inputs] = found.inputs
+                break
+    return deferred
+
+
+def _is_product(node: Message, by_name: dict[str, Product], consumers: dict[str, list[Message]]) -> bool:
+    """Whether a MatMulNBits is among the products, whole or in parts."""
+    output = node.output[0]
+    return output in by_name or any(name in by_name for user in consumers[output] for name in user.output)

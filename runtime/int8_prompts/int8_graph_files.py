@@ -1,0 +1,246 @@
+"""The int8 prompt graph of a model on disk: made from the model's own codes, checked at every load.
+
+A folder in the cache holds `model.onnx`, the 8-bit weights (`int8.data`: as they are, and as packed for this machine's
+kernels), and links to the model's own data files for everything else. Weights are decoded and packed one matrix at a
+time. Everything can be made again, so whatever is stale, damaged or in the way of making it costs the int8 graph alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from ...errors import BundleError, EdgeError
+from ...models.atomic import discard_folder, folder_written_atomically
+from ...models.bundle import GRAPH_NAME, Bundle
+from ...models.byte_sizes import format_bytes
+from ...models.cache import cache_folder
+from ...models.device_kind import DeviceKind
+from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor
+from ...models.onnx_file.model_messages import EXTERNAL, Message, read_model
+from ...models.progress import Progress, silent
+from ..devices.processor import processor
+from ..graph.integer_products import PackedWeightsWriter, products_overflow
+from ..graph.ort import RUNTIME_BUILD
+from ..graph.packed_files import RECORD_NAME, check_samples, make_room, verify_folder, write_record
+from ..graph.plain_attention import serve_plain_passes
+from ..graph.prepacked import prepacked_graph
+from ..graph.session import SessionConfig
+from ..kv.cache_scales import KVFormat
+from .input_samples import sample_inputs
+from .int8_graph import Int8Products, Product, find_products, use_integers
+from .integer_weights import FULL_RANGE, NARROW_RANGE, IntegerRange, to_integers
+from .outlier_channels import InputSample, too_coarse
+
+STAGE: Final = "preparing the int8 prompt graph"
+"""Stage of the progress that making an int8 graph reports."""
+_log: Final = logging.getLogger(__name__)
+
+_CHOOSING: Final = 0.1
+"""Share of the progress until it is known which products the int8 graph has."""
+_FORMAT: Final = 2
+"""Version of the int8 graphs that are made here; those of other versions are not used."""
+_WEIGHTS: Final = "int8.data"
+_MAX_CACHE_BYTES: Final = 16 << 30
+"""Largest size of all int8 graphs together; the least recently used are removed first."""
+_BYTES_PER_WEIGHT: Final = 2
+"""On disk: the integers, and the same packed."""
+_SPARE_BYTES: Final = 64 << 20
+"""What has to stay free on the disk beside an int8 graph."""
+
+
+def int8_graph_path(
+    bundle: Bundle, config: SessionConfig, progress: Progress = silent, *, make: bool = True
+) -> Path | None:
+    """The graph of a model with 8-bit products, for prompts: its copy in the cache, made now if necessary.
+
+    Args:
+        bundle: the model.
+        config: how its graph is run.
+        progress: receives the progress of making it; what it raises ends that, and nothing is left behind.
+        make: whether to make it where the cache has none.
+
+    Returns:
+        The graph; None where the model can have none (`int8_graph_obstacle`), it could not be made, for example for
+        lack of room on the disk (one warning says why), or it is not there and not to be made.
+    """
+    if config.device.kind is not DeviceKind.CPU or config.kv is not KVFormat.FLOAT:
+        return None
+    folder = _folder_of(bundle)
+    with suppress(OSError, BundleError):
+        if folder.is_dir():
+            check_samples(folder)
+            os.utime(folder)
+            return folder / GRAPH_NAME
+    if not make:
+        return None
+    discard_folder(folder)
+    try:
+        _write(folder, bundle, config, progress)
+    except CannotRewriteError:
+        return None
+    except (OSError, EdgeError, MemoryError) as error:
+        _log.warning("%s reads prompts without 8-bit products: %s", bundle.folder.name, _reason(error))
+        return None
+    return folder / GRAPH_NAME
+
+
+def int8_graph_obstacle(bundle: Bundle) -> str | None:
+    """Why a model can have no int8 prompt graph, in a few words; None if it can have one.
+
+    Raises:
+        BundleError: the model's graph is not an ONNX model.
+    """
+    try:
+        editor = GraphEditor(bundle.graph)
+        serve_plain_passes(editor, keep_computed=True)
+        find_products(editor)
+    except CannotRewriteError as error:
+        return str(error)
+    return None
+
+
+def verify_int8_graph(bundle: Bundle) -> bool:
+    """Compare all bytes of a model's int8 graph with what was written; a damaged one is not used again.
+
+    Returns:
+        Whether there is an int8 graph.
+
+    Raises:
+        BundleError: it is damaged.
+    """
+    return verify_folder(_folder_of(bundle))
+
+
+def int8_graph_bytes(graph: Path) -> int:
+    """Bytes on disk that an int8 graph takes beside the model's own files."""
+    return sum((graph.parent / name).stat().st_size for name in (GRAPH_NAME, _WEIGHTS, RECORD_NAME))
+
+
+def _folder_of(bundle: Bundle) -> Path:
+    key = f"{_FORMAT}\0{bundle.fingerprint}\0{RUNTIME_BUILD}\0{processor()}"
+    return cache_folder() / "prompt-int8" / hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+def _write(folder: Path, bundle: Bundle, config: SessionConfig, progress: Progress) -> None:
+    """Make an int8 graph.
+
+    Raises:
+        BundleError: the model's files are damaged.
+        CannotRewriteError: the model can have none.
+        OSError: the disk has no room.
+    """
+    progress(STAGE, 0.0)
+    limits = NARROW_RANGE if products_overflow() else FULL_RANGE
+    editor, found = _chosen_products(bundle, config, limits)
+    progress(STAGE, _CHOOSING)
+    weights = sum((each.rows.stop - each.rows.start) * each.matrix.columns for each in found.products)
+    needed = _BYTES_PER_WEIGHT * weights + editor.model.ByteSize() + _SPARE_BYTES
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_room(folder.parent, needed, _MAX_CACHE_BYTES)
+    if (free := shutil.disk_usage(folder.parent).free) < needed:
+        raise OSError(
+            f"{format_bytes(needed)} of disk space are needed in {folder.parent}, {format_bytes(free)} are free"
+        )
+    with folder_written_atomically(folder, lambda _: True) as staging:
+        with PackedWeightsWriter(staging / _WEIGHTS, staging) as writer:
+            done = 0
+            for product in found.products:
+                done += _write_product(editor, product, writer, limits.weight, limits.activation)
+                progress(STAGE, _CHOOSING + (0.95 - _CHOOSING) * done / weights)
+        use_integers(editor, found, limits)
+        editor.drop_unused(keep_inputs=False)
+        _share_weights(editor, bundle, staging)
+        (staging / GRAPH_NAME).write_bytes(editor.serialized())
+        write_record(staging, staging / RECORD_NAME)
+    progress(STAGE, 1.0)
+
+
+def _chosen_products(bundle: Bundle, config: SessionConfig, limits: IntegerRange) -> tuple[GraphEditor, Int8Products]:
+    """The graph of a model without a bias, with its factors for outliers, and the products that 8 bits suffice for.
+
+    Raises:
+        EdgeError: the model cannot be run.
+        CannotRewriteError: it can have no int8 graph.
+    """
+    samples: dict[str, InputSample] = {}
+    coarse: frozenset[str] = frozenset()
+    while True:
+        editor = GraphEditor(bundle.graph)
+        serve_plain_passes(editor, keep_computed=True)
+        found = find_products(editor, coarse)
+        if not samples:
+            sampled = GraphEditor(bundle.graph)
+            source = _use_packed(sampled, bundle)
+            channels = {each.inputs: each.matrix.columns for each in found.products}
+            samples = sample_inputs(sampled, source, bundle, config, channels)
+        more = too_coarse(editor, found, samples, limits)
+        if not more:
+            return editor, found
+        coarse |= more
+
+
+def _write_product(editor: GraphEditor, product: Product, writer: PackedWeightsWriter, limit: int, zero: int) -> int:
+    """Write the weights of a product, and add them to the graph; returns their number."""
+    converted = to_integers(
+        product.matrix,
+        limit,
+        rows=product.rows,
+        column_factors=product.column_factors,
+        row_factors=product.row_factors,
+    )
+    editor.add(writer.add_packed(f"{product.name}.int8", converted.integers, zero))
+    editor.add(writer.add(f"{product.name}.int8.scales", converted.scales))
+    return converted.integers.size
+
+
+def _share_weights(editor: GraphEditor, bundle: Bundle, folder: Path) -> None:
+    """Link the model's own data files into a folder, and refer to them; where there are no links, copy the weights.
+
+    The files are those that the model is loaded from, so that their pages are in memory once.
+    """
+    source = _use_packed(editor, bundle)
+    names: dict[str, str] = {}
+    for each in editor.graph.initializer:
+        if each.data_location != EXTERNAL or (location := _location(each)).value == _WEIGHTS:
+            continue
+        if location.value not in names:
+            names[location.value] = f"shared-{len(names)}.data"
+            _link(source.parent / location.value, folder / names[location.value])
+        location.value = names[location.value]
+
+
+def _use_packed(editor: GraphEditor, bundle: Bundle) -> Path:
+    """Refer to the model's weights as packed for this machine, where there are such; returns a file beside them."""
+    source = prepacked_graph(bundle)
+    if source == bundle.graph:
+        return source
+    stored = {each.name: each for each in read_model(source).graph.initializer}
+    external = [each for each in editor.graph.initializer if each.data_location == EXTERNAL]
+    shared = [each for each in external if _location(each).value != _WEIGHTS]
+    if any(each.name not in stored for each in shared):
+        return bundle.graph
+    for each in shared:
+        each.CopyFrom(stored[each.name])
+    return source
+
+
+def _link(source: Path, destination: Path) -> None:
+    """Give a file a second name, or copy it where its file system or another one has no such names."""
+    try:
+        os.link(source, destination)
+    except OSError:
+        shutil.copyfile(source, destination)
+
+
+def _location(tensor: Message) -> Message:
+    return next(each for each in tensor.external_data if each.key == "location")
+
+
+def _reason(error: Exception) -> str:
+    return "there is too little memory" if isinstance(error, MemoryError) else str(error)

@@ -1,0 +1,193 @@
+"""The int8 prompt graph as a further graph: which passes it takes, and why it takes none.
+
+It reads prompts where it was asked for by name, or where it was measured to be faster and its quality was checked
+(docs/decisions/0062-int8-prompt-graph.md). Its weights are mapped from a file; after a prompt their pages are given
+back to the system.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from ...models.bundle import Bundle
+from ...models.byte_sizes import format_bytes
+from ...models.onnx_file.external_data import external_files
+from ..graph.bound_session import BoundSession
+from ..graph.graph_choice import PassRequest
+from ..graph.memory import drop_file_pages
+from ..graph.model_metadata import ModelMetadata
+from ..graph.session import GraphSession, SessionConfig
+from ..measure.measurement_store import model_key
+from ..measure.prompt_choice import LEAST_WIDTH, NOT_MADE, PROMPT_CHOICES, PromptChoice
+from ..prefill import INT8_GRAPH, PrefillMode
+
+_PASSES_TO_REST: Final = 8
+"""Number of narrow passes in a row after which a prompt has been read: answers that alternate run one each."""
+_NEVER: Final = sys.maxsize
+
+
+class PromptGraph:
+    """A `FurtherGraph` that reads prompts with int8 weights.
+
+    Args:
+        bundle: the model.
+        config: how its graph is run.
+        metadata: what the files beside it say.
+        mode: `AUTO` or `INT8`.
+
+    Attributes:
+        mode: whether it was asked for by name.
+    """
+
+    name: Final = INT8_GRAPH
+    required: Final = False
+
+    def __init__(self, bundle: Bundle, config: SessionConfig, metadata: ModelMetadata, mode: PrefillMode) -> None:
+        self.mode: Final = mode
+        self._missed_tokens = 0
+        """Number of prompt tokens that it would have read if it had been made."""
+        self._missed_enough = _NEVER
+        self._make: Callable[[], None] | None = None
+        self._is_loaded = False
+        self._pays_to_load = True
+        """Whether the prompt that is being read is long enough to load the graph for it."""
+        self._unloaded_tokens = 0
+        """Number of prompt tokens that it has not read because it was not loaded."""
+        self._preload: Callable[[], None] | None = None
+        self._passes_to_rest = 0
+        """Number of narrow passes after which memory is given back; 0 where there is none to give."""
+        self._bundle: Final = bundle
+        # Idle threads must not spin beside those of the model's own graph, which runs the pass after a prompt.
+        self._config: Final = replace(config, shares_cores=True)
+        self._metadata: Final = metadata
+        self._weights: tuple[Path, ...] = ()
+        """Files that the loaded graph maps."""
+        self._choice: PromptChoice | None = None
+        self._refusal: str | None = NOT_MADE
+        self._least_width = _NEVER
+        self._key: Final = model_key(bundle, config)
+        stored = PROMPT_CHOICES.load(self._key)
+        if stored is not None:
+            self._adopt(stored)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the model's own graph reads prompts; None if this one does."""
+        return self._refusal
+
+    @property
+    def was_declined(self) -> bool:
+        """Whether it is not loaded, because the latest prompt was too short to load it for."""
+        return not (self._is_loaded or self._pays_to_load)
+
+    @property
+    def choice(self) -> PromptChoice | None:
+        """What was measured of it; None before that."""
+        return self._choice
+
+    def adopt(self, choice: PromptChoice, *, store: bool) -> None:
+        """Follow a measurement from now on, and keep it on disk if `store`."""
+        self._adopt(choice)
+        if store:
+            PROMPT_CHOICES.save(self._key, choice)
+
+    def use(self) -> None:
+        """Read prompts from now on, because the graph was asked for by name."""
+        self._refusal = None
+        self._least_width = LEAST_WIDTH
+
+    def refuse(self, reason: str) -> None:
+        """Read no prompts from now on."""
+        self._refusal = reason
+        self._least_width = _NEVER
+
+    def takes(self, request: PassRequest) -> bool:
+        """Whether it runs a pass: one that reads so much of a prompt that it is faster, and that wants its end only."""
+        width = request.width
+        if width < LEAST_WIDTH:
+            if self._passes_to_rest:
+                self._passes_to_rest -= 1
+                if not self._passes_to_rest:
+                    # In a thread: looking for the pages takes as long as a pass.
+                    threading.Thread(target=self.give_back, name="edge-run memory", daemon=True).start()
+            return False
+        if request.positions is not None or request.tree_mask is not None or not request.wants_last_only:
+            return False
+        if width < self._least_width:
+            self._missed_tokens += width
+            if self._missed_tokens >= self._missed_enough and self._make is not None and self._refusal == NOT_MADE:
+                self._make()
+            return False
+        if not (self._is_loaded or self._pays_to_load):
+            self._unloaded_tokens += width
+            if self._preload is not None:
+                self._preload()
+            return False
+        self._passes_to_rest = _PASSES_TO_REST
+        return True
+
+    def when_unloaded(self, preload: Callable[[], None]) -> None:
+        """Call `preload`, which returns at once, when a prompt was too short to load the graph for it."""
+        self._preload = preload
+
+    def when_missed(self, tokens: int, make: Callable[[], None]) -> None:
+        """Call `make`, which returns at once, when so many tokens were not read because the graph was not made."""
+        self._missed_enough, self._make = tokens, make
+
+    def prefill_width(self, preferred: int, base: int, remaining: int) -> int:
+        """See `FurtherGraph.prefill_width`; as measured, so that no pass takes long."""
+        if self._least_width == _NEVER:
+            return preferred
+        choice = self._choice or _UNMEASURED
+        if not self._is_loaded:
+            # Prompts that were read without it count too: at worst, twice the time of the better choice is lost.
+            needed = choice.tokens_to_load if self.mode is PrefillMode.AUTO else 0
+            self._pays_to_load = self._unloaded_tokens + remaining >= needed
+            if not self._pays_to_load:
+                return preferred
+        return choice.width(base)
+
+    def load(self) -> GraphSession | None:
+        """Load the graph from its files; None if they are missing, or damaged, or need more memory than is free."""
+        from .int8_graph_files import int8_graph_bytes, int8_graph_path  # noqa: PLC0415 -- importing protobuf takes 28 ms
+
+        path = int8_graph_path(self._bundle, self._config, make=self.mode is PrefillMode.INT8)
+        if path is None:
+            self.refuse(NOT_MADE)
+            return None
+        needed, free = int8_graph_bytes(path), psutil.virtual_memory().available
+        if self.mode is PrefillMode.AUTO and free < needed:
+            self.refuse(f"too little memory: {format_bytes(free)} are free, and its file has {format_bytes(needed)}")
+            return None
+        session = GraphSession(path, self._config, self._metadata)
+        self._weights = tuple(path.parent / name for name in external_files(path))
+        self._is_loaded = True
+        return session
+
+    def measure(self, request: PassRequest, own: BoundSession, further: BoundSession) -> None:
+        """See `FurtherGraph.measure`; `takes` always knows."""
+
+    def give_back(self) -> int:
+        """Return the memory of the mapped weights to the system, which reads them again for the next prompt.
+
+        Returns:
+            Number of bytes.
+        """
+        self._passes_to_rest = 0
+        return sum(drop_file_pages(file) for file in self._weights)
+
+    def _adopt(self, choice: PromptChoice) -> None:
+        self._choice = choice if choice.obstacle is None else None
+        by_name = self.mode is PrefillMode.INT8 and choice.obstacle is None
+        self._refusal = None if by_name else choice.refusal
+        self._least_width = _NEVER if self._refusal is not None else LEAST_WIDTH if by_name else choice.least_width
+
+
+_UNMEASURED: Final = PromptChoice()

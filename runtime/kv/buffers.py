@@ -1,0 +1,185 @@
+"""Buffers of cache tensors, and what arenas do with the slots in them.
+
+Arenas know which slots hold what; buffers move, fill and copy them. `NumpyBuffers` are arrays of this process, which a
+session wraps without copying them. `DeviceBuffers` lie in a device's memory.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Array: TypeAlias = npt.NDArray[Any]
+Slots: TypeAlias = npt.NDArray[np.intp]
+"""Indices of slots, `[n]`."""
+CacheSnapshot: TypeAlias = tuple[Array, ...]
+"""Copy of cached slots: for every cache tensor type one array `[tensors, ...]`, slots along the type's `axis` + 1."""
+
+
+@dataclass(frozen=True)
+class CacheTensorType:
+    """Element type and shape of a cache tensor; dimension `axis` counts slots, and its size in `shape` is ignored."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    axis: int
+
+    def shape_of(self, slots: int) -> tuple[int, ...]:
+        """The shape of a tensor with that many slots."""
+        return (*self.shape[: self.axis], slots, *self.shape[self.axis + 1 :])
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes per slot."""
+        return int(np.prod(self.shape_of(1))) * self.dtype.itemsize
+
+    def index(self, slots: slice | Slots) -> tuple[slice | Slots, ...]:
+        """Index of `slots` in one such tensor."""
+        return (*[slice(None)] * self.axis, slots)
+
+    def stacked_index(self, slots: slice | Slots) -> tuple[slice | Slots, ...]:
+        """Index of `slots` in a stack of such tensors, `[tensors, *shape]`."""
+        return (*[slice(None)] * (self.axis + 1), slots)
+
+
+def grouped(tensor_types: Sequence[CacheTensorType]) -> dict[CacheTensorType, list[int]]:
+    """Indices into `tensor_types` by type, in order of appearance."""
+    groups: dict[CacheTensorType, list[int]] = {}
+    for index, tensor_type in enumerate(tensor_types):
+        groups.setdefault(tensor_type, []).append(index)
+    return groups
+
+
+class CacheBuffers(ABC):
+    """Buffers of cache tensors, in the order of `tensor_types`.
+
+    Attributes:
+        tensor_types: types of the tensors.
+        groups: indices into `tensor_types` by type, see `grouped`.
+    """
+
+    def __init__(self, tensor_types: Sequence[CacheTensorType]) -> None:
+        self.tensor_types: Final = tuple(tensor_types)
+        self.groups: Final = grouped(tensor_types)
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+
+    @abstractmethod
+    def select(self, indices: Sequence[int]) -> CacheBuffers:
+        """Some of the tensors, over the same memory."""
+
+    @abstractmethod
+    def resized(self, slots: int) -> CacheBuffers:
+        """New buffers of more slots that begin with these slots; the others hold zeros."""
+
+    @abstractmethod
+    def move(self, sources: Slots, targets: Slots) -> None:
+        """Copy slots of all tensors to other slots, as if all were read before any is written."""
+
+    @abstractmethod
+    def fill(self, start: int, stop: int, value: float) -> None:
+        """Set the slots from `start` up to `stop` to `value`; what slots after them hold is undefined afterwards."""
+
+    @abstractmethod
+    def read(self, slots: int) -> CacheSnapshot:
+        """Copy the first slots."""
+
+    @abstractmethod
+    def write(self, snapshot: CacheSnapshot, slots: int) -> None:
+        """Set the first `slots` slots to those of a snapshot, whose shapes fit; see `fill` for later ones."""
+
+    def copy(self, source: CacheBuffers, slots: int) -> None:
+        """Set the first slots to those of buffers of the same types; see `fill` for later ones."""
+        self.write(source.read(slots), slots)
+
+
+class NumpyBuffers(CacheBuffers):
+    """Buffers that are NumPy arrays.
+
+    Args:
+        tensor_types: types of the tensors.
+        arrays: the array of each tensor, with any number of slots.
+    """
+
+    def __init__(self, tensor_types: Sequence[CacheTensorType], arrays: Sequence[Array]) -> None:
+        super().__init__(tensor_types)
+        self.arrays: Final = tuple(arrays)
+
+    @property
+    def nbytes(self) -> int:
+        """See `CacheBuffers.nbytes`."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def select(self, indices: Sequence[int]) -> NumpyBuffers:
+        """See `CacheBuffers.select`."""
+        return NumpyBuffers([self.tensor_types[index] for index in indices], [self.arrays[index] for index in indices])
+
+    def resized(self, slots: int) -> NumpyBuffers:
+        """See `CacheBuffers.resized`."""
+        larger = StackedBuffers(self.tensor_types, slots)
+        first = self.tensor_types[0]
+        larger.copy(self, self.arrays[0].shape[first.axis])
+        return larger
+
+    def move(self, sources: Slots, targets: Slots) -> None:
+        """See `CacheBuffers.move`."""
+        for array, tensor_type in zip(self.arrays, self.tensor_types, strict=True):
+            # The right-hand side is gathered before anything is written, so overlapping slots are safe.
+            array[tensor_type.index(targets)] = array[tensor_type.index(sources)]
+
+    def fill(self, start: int, stop: int, value: float) -> None:
+        """See `CacheBuffers.fill`."""
+        for array, tensor_type in zip(self.arrays, self.tensor_types, strict=True):
+            array[tensor_type.index(slice(start, stop))] = value
+
+    def read(self, slots: int) -> CacheSnapshot:
+        """See `CacheBuffers.read`."""
+        return tuple(
+            np.stack([self.arrays[member][tensor_type.index(slice(slots))] for member in members])
+            for tensor_type, members in self.groups.items()
+        )
+
+    def write(self, snapshot: CacheSnapshot, slots: int) -> None:
+        """See `CacheBuffers.write`."""
+        for stack, (tensor_type, members) in zip(snapshot, self.groups.items(), strict=True):
+            for member, new in zip(members, stack, strict=True):
+                self.arrays[member][tensor_type.index(slice(slots))] = new
+
+    def copy(self, source: CacheBuffers, slots: int) -> None:
+        """See `CacheBuffers.copy`."""
+        if not isinstance(source, NumpyBuffers):
+            super().copy(source, slots)
+            return
+        for array, other, tensor_type in zip(self.arrays, source.arrays, self.tensor_types, strict=True):
+            index = tensor_type.index(slice(slots))
+            array[index] = other[index]
+
+
+class StackedBuffers(NumpyBuffers):
+    """NumPy buffers in which all tensors of one type are slices of one array, of a given number of slots."""
+
+    def __init__(self, tensor_types: Sequence[CacheTensorType], slots: int) -> None:
+        groups = grouped(tensor_types)
+        stacks = [
+            np.zeros((len(members), *tensor_type.shape_of(slots)), tensor_type.dtype)
+            for tensor_type, members in groups.items()
+        ]
+        arrays: dict[int, Array] = {}
+        for stack, members in zip(stacks, groups.values(), strict=True):
+            arrays.update(zip(members, stack, strict=True))
+        super().__init__(tensor_types, [arrays[index] for index in range(len(arrays))])
+        self._stacks: Final = tuple(stacks)
+
+    def move(self, sources: Slots, targets: Slots) -> None:
+        """See `CacheBuffers.move`."""
+        # One indexed copy per type is faster than one per tensor.
+        for stack, tensor_type in zip(self._stacks, self.groups, strict=True):
+            stack[tensor_type.stacked_index(targets)] = stack[tensor_type.stacked_index(sources)]

@@ -1,0 +1,347 @@
+"""KV caches of chosen prefixes on disk: system messages, tools, long documents.
+
+The slots of a token depend on the tokens before it only, so a later process takes them from a file instead of computing
+them. A file is memory-mapped and copied once, into the arena that continues it, while its checksum is compared. It has
+a folder that is named after everything that its slots depend on besides the tokens: what is stale or of another model
+lies in a folder where nobody looks. Everything here can be computed again, so every failure means to compute.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import ContextError
+from ...models.array_file import map_arrays
+from ...models.atomic import remove_abandoned_files, write_atomically
+from ...models.byte_sizes import format_bytes
+from ...models.cache import cache_folder
+from .arena import KVArena
+from .buffers import NumpyBuffers, StackedBuffers
+
+TokenIds: TypeAlias = npt.NDArray[np.int64]
+
+DEFAULT_DISK_BYTES: Final = 4 << 30
+"""Largest size of all files together: the caches of 170,000 tokens of a model of half a billion parameters."""
+MIN_STORED: Final = 64
+"""Number of tokens below which a prefix is not kept: computing so few takes one pass in any case."""
+_FORMAT: Final = 1
+_SUFFIX: Final = ".kv"
+_LEAST_SHARE: Final = 8
+"""A file is used only for at least one in so many of its tokens, because all of it is read to compare its checksum.
+Reading a token's slots takes about a hundredth of the time of computing them."""
+_ENOUGH: Final = 2
+"""A prefix gets no file of its own if a file of at most so many times its tokens begins with it."""
+_HEADERS: Final = 2
+"""Number of arrays before those of the cache: the description and the token ids."""
+
+_log: Final = logging.getLogger("edgerun")
+
+
+def prefix_folder() -> Path:
+    """The folder of all prefixes, which may not exist; it can be removed at any time."""
+    return cache_folder() / "prefixes"
+
+
+def common_prefix(first: TokenIds, second: TokenIds) -> int:
+    """Number of equal tokens at the beginning of both sequences."""
+    size = min(first.size, second.size)
+    different = np.flatnonzero(first[:size] != second[:size])
+    return int(different[0]) if different.size else size
+
+
+@dataclass(frozen=True, eq=False)
+class StoredPrefix:
+    """A prefix on disk; only `PrefixFiles.restore` compares its checksum."""
+
+    path: Path
+    token_ids: TokenIds
+    plain_length: int
+    """See `KVArena.plain_length`."""
+
+
+class PrefixFiles:
+    """The prefixes of one model on disk, and the size of those of all models.
+
+    Args:
+        key: gives what the slots of a token depend on besides the tokens before it; called when it is needed first.
+        max_bytes: largest size of the files of all models together; the least recently used are removed first.
+        plain_only: says whether only slots that the model's own graph computed may be used now, because no other graph
+            reads its prompts; None if always all may be.
+    """
+
+    def __init__(
+        self,
+        key: Callable[[], str],
+        max_bytes: int = DEFAULT_DISK_BYTES,
+        plain_only: Callable[[], bool] | None = None,
+    ) -> None:
+        self.max_bytes: Final = max_bytes
+        self._plain_only = plain_only
+        self._key = key
+        self._known: dict[str, tuple[tuple[int, int], StoredPrefix]] = {}
+        """What was read of files, by name, with size and time of change."""
+        self._refused: set[str] = set()
+        """Names of damaged files, which Windows does not remove while something maps them."""
+        self._writers: list[tuple[threading.Thread, KVArena]] = []
+        self._noticed = False
+
+    @cached_property
+    def folder(self) -> Path:
+        """The folder of this model's prefixes, which may not exist."""
+        return prefix_folder() / hashlib.sha256(f"{_FORMAT}\0{self._key()}".encode()).hexdigest()[:32]
+
+    def find(self, wanted: TokenIds) -> tuple[int, StoredPrefix | None]:
+        """The file that shares the longest prefix with a sequence, and the number of shared tokens.
+
+        Of equals it is the smallest file.
+        """
+        best: tuple[int, StoredPrefix | None] = (0, None)
+        for stored in self._stored():
+            shared = min(common_prefix(stored.token_ids, wanted), self._usable(stored))
+            smaller = best[1] is None or stored.token_ids.size < best[1].token_ids.size
+            if (shared > best[0] or (shared == best[0] and smaller)) and shared * _LEAST_SHARE >= stored.token_ids.size:
+                best = shared, stored
+        return best
+
+    def restore(self, stored: StoredPrefix, slots: int, arena: KVArena) -> bool:
+        """Replace the slots of an arena by the first `slots` of a file; False if it is damaged, and now removed."""
+        try:
+            self._restore(stored, slots, arena)
+            restored = True
+        except (OSError, ValueError, ContextError):
+            restored = False
+        if restored:
+            with suppress(OSError):
+                os.utime(stored.path)
+        else:
+            arena.rewind_to(0)
+            self._discard(stored.path)
+        return restored
+
+    def keep(self, arena: KVArena, token_ids: TokenIds) -> None:
+        """Write the slots of `token_ids`, the first of an arena, to a file, in a thread of its own.
+
+        Nobody may change the slots while `reads` is true of the arena.
+        """
+        slots = token_ids.size
+        plain_length = min(arena.plain_length, slots)
+        if slots < MIN_STORED or self.max_bytes <= 0 or self._is_stored(token_ids, plain_length):
+            return
+        buffers = arena.buffers
+        if not isinstance(buffers, NumpyBuffers):  # of a device, which other threads may not use
+            host = StackedBuffers(arena.tensor_types, slots)
+            host.write(buffers.read(slots), slots)
+            buffers = host
+        prefix = _NewPrefix(token_ids, buffers, plain_length)
+        writer = threading.Thread(target=self._write, args=(prefix,), name="edge-run prefixes", daemon=True)
+        with suppress(RuntimeError):  # no thread can be started: it is written after another answer
+            writer.start()
+            self._writers = [(thread, each) for thread, each in self._writers if thread.is_alive()]
+            self._writers.append((writer, arena))
+
+    def reads(self, arena: KVArena) -> bool:
+        """Whether an arena is being written to a file."""
+        return any(each is arena and thread.is_alive() for thread, each in self._writers)
+
+    def wait(self) -> None:
+        """Wait until everything is written."""
+        for thread, _ in self._writers:
+            thread.join()
+        self._writers.clear()
+
+    def _stored(self) -> list[StoredPrefix]:
+        """What lies in the folder; files that are not prefixes are removed."""
+        if not prefix_folder().is_dir():  # saves computing the key
+            return []
+        found: dict[str, tuple[tuple[int, int], StoredPrefix]] = {}
+        try:
+            entries = [entry for entry in os.scandir(self.folder) if self._may_be_prefix(entry.name)]
+        except OSError:
+            return []
+        for entry in entries:
+            with suppress(OSError):
+                status = entry.stat()
+                version = status.st_size, status.st_mtime_ns
+                known = self._known.get(entry.name)
+                if known is not None and known[0] == version:
+                    found[entry.name] = known
+                    continue
+                try:
+                    found[entry.name] = version, _read_header(Path(entry.path), self.folder.name)
+                except (ValueError, KeyError, TypeError):
+                    self._discard(Path(entry.path))
+        self._known = found
+        return [stored for _, stored in found.values()]
+
+    def _restore(self, stored: StoredPrefix, slots: int, arena: KVArena) -> None:
+        """Copy the slots of a file while another thread computes its checksum.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is damaged, or of another cache.
+            ContextError: the slots do not fit the arena.
+        """
+        *arrays, digest = map_arrays(stored.path)
+        content = np.memmap(stored.path, np.uint8, "r")[: -len(_digest_block(b"\0" * 32))]
+        found: list[bytes] = []
+        hashing = threading.Thread(target=lambda: found.append(hashlib.sha256(content.data).digest()))
+        hashing.start()
+        try:
+            cache = tuple(
+                array[tensor_type.stacked_index(slice(slots))]
+                for array, tensor_type in zip(arrays[_HEADERS:], arena.groups, strict=True)
+            )
+            if any(array.dtype != tensor_type.dtype for array, tensor_type in zip(cache, arena.groups, strict=True)):
+                raise ValueError("the cache has another type")
+            arena.restore(cache)
+        except IndexError as error:
+            raise ValueError("the cache has another shape") from error
+        finally:
+            hashing.join()
+        if found != [digest.tobytes()] or arena.length != slots:
+            raise ValueError("its checksum is not the one recorded")
+        arena.plain_length = min(stored.plain_length, slots)
+
+    def _is_stored(self, token_ids: TokenIds, plain_length: int) -> bool:
+        """Whether a file has as many slots of a prefix that may be used; if so, it counts as used."""
+        wanted = plain_length if self._uses_plain_only else token_ids.size
+        for stored in self._stored():
+            size = stored.token_ids.size
+            whole = common_prefix(stored.token_ids, token_ids) == token_ids.size
+            if whole and self._usable(stored) >= wanted and size <= _ENOUGH * token_ids.size:
+                with suppress(OSError):
+                    os.utime(stored.path)
+                return True
+        return False
+
+    def _usable(self, stored: StoredPrefix) -> int:
+        """Number of slots of a file that this model may use."""
+        return stored.plain_length if self._uses_plain_only else stored.token_ids.size
+
+    @property
+    def _uses_plain_only(self) -> bool:
+        return self._plain_only is not None and self._plain_only()
+
+    def _write(self, prefix: _NewPrefix) -> None:
+        try:
+            self.folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.folder.mkdir(exist_ok=True, mode=0o700)
+            _make_room(self.folder.parent, prefix.nbytes, self.max_bytes)
+            name = f"{hashlib.sha256(prefix.token_ids.tobytes()).hexdigest()[:32]}{_SUFFIX}"
+            write_atomically(self.folder / name, lambda file: prefix.write(file, self.folder.name), private=True)
+            self._refused.discard(name)
+        except OSError as error:
+            if not self._noticed:
+                self._noticed = True
+                _log.warning("a prefix is not kept on disk: %s", error.strerror or error)
+
+    def _may_be_prefix(self, name: str) -> bool:
+        return name.endswith(_SUFFIX) and not name.startswith(".") and name not in self._refused
+
+    def _discard(self, path: Path) -> None:
+        self._refused.add(path.name)
+        with suppress(OSError):
+            path.unlink()
+
+
+@dataclass(frozen=True, eq=False)
+class _NewPrefix:
+    """A prefix to be written."""
+
+    token_ids: TokenIds
+    buffers: NumpyBuffers
+    plain_length: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its slots."""
+        return self.token_ids.size * sum(each.slot_bytes for each in self.buffers.tensor_types)
+
+    def write(self, file: BinaryIO, key: str) -> None:
+        """Write the description, the token ids, the slots, and a checksum of all that."""
+        sha = hashlib.sha256()
+
+        def write(data: Any) -> None:
+            sha.update(data)
+            file.write(data)
+
+        about = {"format": _FORMAT, "key": key, "plain": self.plain_length}
+        for header in (np.frombuffer(json.dumps(about).encode(), np.uint8), self.token_ids):
+            write(_array_header(header.shape, header.dtype))
+            write(header.tobytes())
+        slots = self.token_ids.size
+        for tensor_type, members in self.buffers.groups.items():
+            write(_array_header((len(members), *tensor_type.shape_of(slots)), tensor_type.dtype))
+            for member in members:
+                write(np.ascontiguousarray(self.buffers.arrays[member][tensor_type.index(slice(slots))]).data)
+        file.write(_digest_block(sha.digest()))
+
+
+def _array_header(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
+    """What an .npy file has before the elements."""
+    header = io.BytesIO()
+    description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(header, description)
+    return header.getvalue()
+
+
+def _digest_block(digest: bytes) -> bytes:
+    """The last array of a file."""
+    return _array_header((len(digest),), np.dtype(np.uint8)) + digest
+
+
+def _read_header(path: Path, key: str) -> StoredPrefix:
+    """Read the description and the token ids of a file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not a prefix, or of another model.
+        KeyError: the description lacks something.
+        TypeError: the description is not an object.
+    """
+    about_bytes, mapped = map_arrays(path, _HEADERS)
+    about = json.loads(about_bytes.tobytes())
+    if about["format"] != _FORMAT or about["key"] != key or mapped.dtype != np.int64 or mapped.ndim != 1:
+        raise ValueError("it is not a prefix of this model")
+    return StoredPrefix(path, np.array(mapped), int(about["plain"]))
+
+
+def _make_room(root: Path, needed: int, most: int) -> None:
+    """Remove the least recently used files of all models until `needed` bytes fit, and what killed processes left.
+
+    Raises:
+        OSError: a file cannot be read, or so many bytes never fit.
+    """
+    if needed > most:
+        raise OSError(f"it takes {format_bytes(needed)}, and the limit is {format_bytes(most)}")
+    found: list[tuple[float, int, Path]] = []
+    for folder in [entry for entry in root.iterdir() if entry.is_dir()]:
+        remove_abandoned_files(folder)
+        for path in folder.glob(f"*{_SUFFIX}"):
+            with suppress(FileNotFoundError):
+                status = path.stat()
+                found.append((status.st_mtime, status.st_size, path))
+    total = sum(size for _, size, _ in found)
+    for _, size, path in sorted(found):
+        if total + needed <= most:
+            break
+        with suppress(OSError):
+            path.unlink()
+            total -= size
+    if shutil.disk_usage(root).free < 2 * needed:
+        raise OSError("too little free space on the disk")

@@ -1,0 +1,1 @@
+"""Attention for narrow passes over long contexts on the CPU."""

@@ -1,0 +1,233 @@
+"""The graph for long contexts as a further graph: which passes it takes, as measured on this machine.
+
+A choice holds for a range of contexts and of widths. It is made before the first such pass runs: both graphs run that
+pass a few times over its own cache, which takes a few times as long as the pass itself. So a loaded model follows one
+rule from the first pass to the last, whatever was drafted, and the ranges of contexts are those of `PassCost`, whose
+estimates see one graph in each.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from ...models.bundle import Bundle
+from ...models.json_file import is_finite, is_whole
+from ..graph.bound_session import BoundSession
+from ..graph.graph_choice import PassRequest
+from ..graph.model_metadata import ModelMetadata
+from ..graph.session import GraphSession
+from ..measure.measurement_store import MeasurementStore, model_key
+from ..measure.system_load import LoadMeter
+from ..speculation.pass_cost import BUCKET_ENDS
+
+LEAST_CONTEXT: Final = 1024
+"""Cached tokens from which on the graph may run a pass; below, attention takes a small part of it."""
+WIDTHS: Final = (1, 2, 4, 8, 16, 64, 128)
+"""Upper ends of the ranges of widths that are measured together; wider passes are the model's own graph's."""
+_NARROW: Final = 16
+_LARGEST_BIAS: Final = 1 << 20
+"""New tokens times cached ones of the largest pass over more than 16: its bias has as many numbers for each query head
+of a group."""
+_WORTH: Final = 0.97
+"""Time relative to that of the model's own graph below which the graph is used."""
+_TURNS: Final = 3
+"""Turns to measure at least; further ones follow while the time lasts."""
+_MAX_TURNS: Final = 11
+_SECONDS_BUDGET: Final = 0.5
+_SLOW_TURN_S: Final = 1.0
+"""Seconds after which no further turn begins: somebody waits for a prompt whose passes are slow."""
+_MAX_DISTURBED: Final = 3
+"""Processes that measure a pass at most if other programs disturb every time: a busy machine may always be busy."""
+_PAUSE_S: Final = 0.08
+"""Pause before each pass of this graph that is timed, until the threads of the model's own have ceased to spin, which
+takes up to 60 ms: after 30 ms a pass still took 48 ms in place of 27. Its own threads stop at the end of a pass."""
+
+
+@dataclass
+class MeasuredPasses:
+    """Seconds of passes of both graphs, by context range and width range.
+
+    Attributes:
+        seconds: of the model's own graph, and of the graph for long contexts, by a number of the context range and the
+            upper end of the range of widths.
+        disturbed: how often a pass was measured, where other programs disturbed every measurement.
+    """
+
+    seconds: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+    disturbed: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    @property
+    def doubtful(self) -> set[tuple[int, int]]:
+        """What is worth measuring again."""
+        return {place for place, measurements in self.disturbed.items() if measurements < _MAX_DISTURBED}
+
+    def add(self, place: tuple[int, int], seconds: tuple[float, float], *, busy: bool) -> None:
+        """Add a measurement; `busy` where other programs used the processor meanwhile."""
+        disturbed = self.disturbed.pop(place, 0)
+        if busy:
+            self.disturbed[place] = disturbed + 1
+            if disturbed:
+                # A disturbance makes a pass slower, never faster.
+                seconds = min(seconds[0], self.seconds[place][0]), min(seconds[1], self.seconds[place][1])
+        self.seconds[place] = seconds
+
+    def is_faster(self, place: tuple[int, int]) -> bool | None:
+        """Whether the graph for long contexts is the faster one; None where that was not measured."""
+        found = self.seconds.get(place)
+        return None if found is None else found[1] < _WORTH * found[0]
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to a plain JSON object."""
+        return {
+            "seconds": {f"{context}/{width}": list(pair) for (context, width), pair in self.seconds.items()},
+            "disturbed": {f"{context}/{width}": number for (context, width), number in self.disturbed.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> MeasuredPasses:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: the data is something else.
+        """
+        table, counts = data.get("seconds"), data.get("disturbed")
+        if not isinstance(table, dict) or not isinstance(counts, dict):
+            raise ValueError("the measured seconds are missing")
+        seconds, disturbed = {}, {}
+        for name, pair in table.items():
+            if not isinstance(pair, list) or len(pair) != 2 or not all(is_finite(each) and each > 0 for each in pair):
+                raise ValueError(f"the seconds of {name} are not two times")
+            seconds[_place_of(name)] = float(pair[0]), float(pair[1])
+        for name, number in counts.items():
+            if _place_of(name) not in seconds or not is_whole(number, 1):
+                raise ValueError(f"{number} is not a number of measurements of {name}, or its times are missing")
+            disturbed[_place_of(name)] = number
+        return cls(seconds, disturbed)
+
+
+def _place_of(name: str) -> tuple[int, int]:
+    context, width = (int(part) for part in name.split("/"))
+    if width not in WIDTHS or not 0 <= context <= len(BUCKET_ENDS):
+        raise ValueError(f"{name} is not a range of contexts and widths")
+    return context, width
+
+
+LONG_CONTEXT_TIMES: Final = MeasurementStore("long-context", 2, MeasuredPasses.from_json)
+"""Which graph runs passes over long contexts, by model, machine and number of threads."""
+
+
+class LongContextGraph:
+    """A `FurtherGraph` for passes over long contexts.
+
+    Args:
+        bundle: the model.
+        graph: the file from which its own graph was loaded, which extends its cache in place.
+        own: that graph.
+        metadata: what the files beside it say.
+        cache: whether measurements are read from disk and kept there.
+
+    Attributes:
+        obstacle: why the model can have no such graph; None if it can, or if that is not known yet.
+        times: what was measured.
+    """
+
+    name: Final = "long context"
+    required: Final = False
+
+    def __init__(self, bundle: Bundle, graph: Path, own: GraphSession, metadata: ModelMetadata, *, cache: bool) -> None:
+        self.obstacle: str | None = None
+        self._graph: Final = graph
+        # Idle threads must not spin beside those of the model's own graph.
+        self._config: Final = replace(own.config, shares_cores=True)
+        # Its inputs and outputs mean what those of the model's own graph do, and no pass is the first one.
+        self._metadata: Final = replace(metadata, probe_result=own.probe_result, first_pass_graph=None)
+        self._key: Final = model_key(bundle, own.config)
+        self._stores: Final = cache
+        stored = LONG_CONTEXT_TIMES.load(self._key) if cache else None
+        self.times: Final = stored or MeasuredPasses()
+        self._again: Final = self.times.doubtful
+        """What is measured once more, although it was measured before."""
+
+    def takes(self, request: PassRequest) -> bool | None:
+        """Whether it runs a pass; None where that is still to be measured."""
+        width, base = request.width, request.base
+        if base < LEAST_CONTEXT or width > WIDTHS[-1] or self.obstacle is not None:
+            return False
+        if width > _NARROW and base * width > _LARGEST_BIAS:
+            return False
+        place = _place(width, base)
+        return None if place in self._again else self.times.is_faster(place)
+
+    def prefill_width(self, preferred: int, base: int = 0, remaining: int = 0) -> int:
+        """See `FurtherGraph.prefill_width`."""
+        del base, remaining
+        return preferred
+
+    def load(self) -> GraphSession | None:
+        """Make the graph and load it; None if the model's attention cannot be expressed so.
+
+        Raises:
+            BundleError: it cannot be loaded.
+        """
+        # Importing protobuf takes 28 ms.
+        from ...models.onnx_file.graph_editor import CannotRewriteError  # noqa: PLC0415 -- see above
+        from .dense_attention import long_context_graph  # noqa: PLC0415 -- see above
+
+        try:
+            model = long_context_graph(self._graph)
+        except CannotRewriteError as error:
+            self.obstacle = str(error)
+            return None
+        return GraphSession(self._graph, self._config, self._metadata, model=model)
+
+    def measure(self, request: PassRequest, own: BoundSession, long: BoundSession) -> None:
+        """Time a pass in both graphs, over the cache that it has to read; the faster one runs it from now on.
+
+        What was measured while other programs used the processor is kept as doubtful: a few later processes measure it
+        again.
+
+        Args:
+            request: the pass.
+            own: the model's own graph, bound to the arena.
+            long: this graph, bound to the same arena.
+
+        Raises:
+            ContextError: the tokens do not fit the context.
+            EdgeError: ONNX Runtime failed.
+        """
+        meter, started = LoadMeter(self._config.threads), time.perf_counter()
+        seconds: tuple[list[float], list[float]] = ([], [])
+        for turn in range(_MAX_TURNS):
+            for each in (1, 0) if turn % 2 else (0, 1):
+                if each:
+                    time.sleep(_PAUSE_S)
+                seconds[each].append(_time_pass((own, long)[each], request))
+            elapsed = time.perf_counter() - started
+            # The first passes of a width bind its buffers, which is nothing beside a pass that takes so long.
+            if elapsed > (_SECONDS_BUDGET if turn >= _TURNS else _SLOW_TURN_S):
+                break
+        place = _place(request.width, request.base)
+        self._again.discard(place)
+        # Also while a machine is busy some turns run undisturbed.
+        self.times.add(place, (min(seconds[0]), min(seconds[1])), busy=meter.is_busy)
+        if self._stores:
+            LONG_CONTEXT_TIMES.save(self._key, self.times)
+
+
+def _place(width: int, base: int) -> tuple[int, int]:
+    """The ranges of contexts and widths of a pass."""
+    return bisect_left(BUCKET_ENDS, base), WIDTHS[bisect_left(WIDTHS, width)]
+
+
+def _time_pass(bound: BoundSession, request: PassRequest) -> float:
+    tokens = np.zeros(request.width, np.int64)
+    started = time.perf_counter()
+    bound.forward(tokens, logits_for=request.logits_for, positions=request.positions, tree_mask=request.tree_mask)
+    return time.perf_counter() - started

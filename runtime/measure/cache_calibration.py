@@ -1,0 +1,147 @@
+"""Scales of a model's int8 KV cache: from its bundle, or measured on a text that the model samples.
+
+The largest keys and values of a short text are not the largest ever, and values beyond the largest code saturate, which
+costs more than coarser codes do. Therefore scales have a margin, and those of rotated keys cover every position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from ...errors import BundleError, DeviceError, InputError
+from ...models.bundle import CACHE_SCALES_NAME, Bundle
+from ...models.device_kind import DeviceKind
+from ...models.progress import Progress, silent
+from ..graph.bound_graph import BoundGraph
+from ..graph.int8_cache import RotatedPairs, observed_sizes, rotated_pairs
+from ..graph.session import SessionConfig
+from ..kv.cache_scales import CacheScales, Floats, KVFormat
+from ..loaded_model import LoadedModel
+from ..options import Persistence
+from ..prefill import prefill
+from ..text.turn_markers import TokenArray
+from .exactness import SAMPLE_TEXT
+from .measurement_store import MeasurementKey, MeasurementStore, model_id
+from .text_sampler import SelfTextSampler
+
+CACHE_SCALES: Final = MeasurementStore("kv-scales", 1, CacheScales.from_json)
+"""Scales of models without a file of them."""
+
+MARGIN: Final = 1.15
+"""Largest code over the largest value seen (docs/decisions/0060-int8-cache.md)."""
+_TOKENS: Final = 256
+"""Tokens of the sampled texts."""
+_MAX_TEXT_TOKENS: Final = 64
+"""Tokens of a sampled text at most: eight short texts are sampled in as many passes as one."""
+_STAGE: Final = "measuring the scales of the KV cache"
+
+
+def with_kv_format(
+    kv: str, bundle: Bundle, config: SessionConfig, context: int | None, *, cache: bool, progress: Progress = silent
+) -> SessionConfig:
+    """The configuration with which a model has a KV cache of the format `kv`, `float` or `int8`.
+
+    Args:
+        kv: the wanted format.
+        bundle: the model.
+        config: how its graph is run, with a float cache.
+        context: the context that the user wants; None for what the model allows.
+        cache: whether what is measured is kept on disk, and used again.
+        progress: receives the progress of measuring scales.
+
+    Raises:
+        BundleError: the model's cache cannot be quantized, or its file of scales is damaged.
+        DeviceError: the format does not work on this device.
+        InputError: there is no such format.
+    """
+    if kv not in list(KVFormat):
+        raise InputError(f"kv is {kv!r:.60}", f"it must be one of {', '.join(KVFormat)}")
+    if kv == KVFormat.FLOAT:
+        return config
+    if config.device.kind is not DeviceKind.CPU:
+        raise DeviceError(
+            f"an int8 KV cache works on the CPU alone, not on {config.device}", "leave --kv out, or add --device cpu"
+        )
+    stored = stored_scales(bundle)
+    key = MeasurementKey((model_id(bundle),), {"model": bundle.folder.name})
+    if stored is None and cache:
+        stored = CACHE_SCALES.load(key)
+    if stored is None:
+        stored = _measured(bundle, config, context, cache, progress)
+        if cache:
+            CACHE_SCALES.save(key, stored)
+    return replace(config, kv_scales=stored)
+
+
+def stored_scales(bundle: Bundle) -> CacheScales | None:
+    """The scales that the export stored in a bundle; None if it stored none.
+
+    Raises:
+        BundleError: the file is damaged.
+    """
+    if bundle.manifest is None or CACHE_SCALES_NAME not in bundle.manifest.files:
+        return None
+    try:
+        return CacheScales.from_json(bundle.json_file(CACHE_SCALES_NAME))
+    except ValueError as error:
+        raise BundleError(f"{bundle.folder / CACHE_SCALES_NAME} {error}", "export the model again") from error
+
+
+def calibrated_scales(
+    bound: BoundGraph,
+    pairs: Mapping[str, RotatedPairs],
+    texts: Iterable[TokenArray],
+) -> CacheScales:
+    """Scales for the keys and values that a model has over texts.
+
+    Args:
+        bound: the graph with a float cache, whose contents are lost.
+        pairs: how its keys are rotated; see `rotated_pairs`.
+        texts: token ids, int64 `[n]` each, at least one.
+
+    Raises:
+        ContextError: a text does not fit the context.
+        EdgeError: ONNX Runtime failed.
+    """
+    names = [each.past for each in bound.graph_io.cache]
+    largest: dict[str, Floats] = {}
+    for text in texts:
+        bound.arena.rewind_to(0)
+        prefill(bound, text.tolist())
+        tensors = {
+            names[index]: tensor
+            for stack, members in zip(bound.arena.snapshot(), bound.arena.groups.values(), strict=True)
+            for tensor, index in zip(stack, members, strict=True)
+        }
+        for name, sizes in observed_sizes(tensors, pairs).items():
+            largest[name] = np.maximum(largest.get(name, sizes), sizes)
+    bound.arena.rewind_to(0)
+    return CacheScales.of_largest({name: MARGIN * sizes for name, sizes in largest.items()})
+
+
+def _measured(
+    bundle: Bundle, config: SessionConfig, context: int | None, cache: bool, progress: Progress
+) -> CacheScales:
+    """Scales measured on texts that the model samples with a float cache, and on the sample text."""
+    pairs = rotated_pairs(bundle.graph)
+    # Sliding windows count slots, which texts sampled together do not have in order.
+    windows = bundle.config.get("sliding_window") is not None and bundle.config.get("use_sliding_window") is not False
+    progress(_STAGE, 0.0)
+    model = LoadedModel(bundle, config, context, None, Persistence(cache, learned=False))
+    try:
+        if model.graph_io.states:
+            raise BundleError(
+                f"{bundle.folder} keeps convolution states beside its cache, which cannot be int8", "leave --kv out"
+            )
+        sampler = SelfTextSampler(model, _MAX_TEXT_TOKENS, 0, sliding_windows=windows)
+        texts = sampler.texts(_TOKENS, lambda fraction: progress(_STAGE, 0.9 * fraction))
+        sample = model.tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True) or [0]
+        texts.append(np.array(sample[: model.context], np.int64))
+        return calibrated_scales(model.new_sequence().bound, pairs, texts)
+    finally:
+        model.close()
+        progress(_STAGE, 1.0)

@@ -1,0 +1,194 @@
+"""Measures on which device a model decodes fastest on this machine, and remembers it for `--device auto`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from ...errors import DeviceError, EdgeError
+from ...models.bundle import Bundle
+from ...models.device_kind import DeviceKind
+from ...models.json_file import is_finite
+from ...models.progress import Progress, silent
+from ..devices.drivers import device_identity
+from ..devices.providers import Device, available_devices, choose_device, cpu_device
+from ..graph.bound_graph import BoundGraph
+from ..graph.open_graph import open_graph
+from ..graph.session import SessionConfig
+from .bundle_timing import bind_filled, mean_of_fastest, take_turns
+from .measurement_store import MeasurementKey, MeasurementStore, model_key
+from .pass_timing import time_pass
+from .system_load import LoadMeter
+
+_log: Final = logging.getLogger(__name__)
+
+_WORTH: Final = 0.95
+"""A device replaces the CPU if a pass takes at most this share of its time."""
+_HOPELESS: Final = 2.0
+"""A device whose fastest first passes take so many times the CPU's is not timed further."""
+_SECONDS_BUDGET: Final = 2.0
+"""Approximate seconds for the comparison of a device with the CPU."""
+_PASSES_PER_ROUND: Final = 14
+_MIN_ROUNDS: Final = 2
+_MAX_ROUNDS: Final = 20
+_FIRST_PASSES: Final = 4
+"""Passes before timing counts: the first ones of a width compile kernels."""
+
+
+@dataclass(frozen=True)
+class FastestDevice:
+    """The device on which a model decodes fastest."""
+
+    device: str
+    """The name that asks for it, such as `WebGpu:0`; `CPU`."""
+    seconds: Mapping[str, float]
+    """Seconds of a pass of one token by name of the device."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Why other devices were not timed, by their names."""
+    identity: tuple[str, ...] = ()
+    """Driver, plugin and hardware of the chosen device; the measurement is void where they change."""
+    busy: bool = False
+    """Whether other programs used the processor meanwhile; a choice against the CPU is then not stored."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to a plain JSON object."""
+        return {
+            "device": self.device,
+            "seconds": dict(self.seconds),
+            "refused": dict(self.refused),
+            "identity": list(self.identity),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> FastestDevice:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: the data is something else.
+        """
+        device, seconds, refused = data.get("device"), data.get("seconds"), data.get("refused")
+        identity = data.get("identity")
+        if (
+            not isinstance(device, str)
+            or not isinstance(seconds, dict)
+            or not all(map(is_finite, seconds.values()))
+            or not isinstance(refused, dict)
+            or not isinstance(identity, list)
+        ):
+            raise ValueError("this is not a choice of a device")
+        reasons = {name: str(reason) for name, reason in refused.items()}
+        times = {name: float(value) for name, value in seconds.items()}
+        return cls(device, times, reasons, tuple(map(str, identity)))
+
+
+FASTEST_DEVICES: Final = MeasurementStore("fastest-device", 1, FastestDevice.from_json)
+"""Devices on which models decode fastest on this machine."""
+
+
+def fastest_device_key(bundle: Bundle) -> MeasurementKey:
+    """The key of a model's choice on this machine."""
+    return model_key(bundle, SessionConfig(cpu_device()))
+
+
+def measured_device(bundle: Bundle) -> Device:
+    """What `--device auto` means for a model: the device that was measured to be fastest, the CPU until then.
+
+    A device that has gone, or has another driver since, is replaced by the CPU with a warning. Without a measurement in
+    favour of another device, no plugin is registered.
+    """
+    choice = FASTEST_DEVICES.load(fastest_device_key(bundle))
+    cpu = cpu_device()
+    if choice is None or choice.device == cpu.name:
+        return cpu
+    try:
+        device = choose_device(choice.device)
+    except DeviceError as error:
+        _log.warning("%s was fastest for %s, but %s; the CPU computes", choice.device, bundle.folder.name, error.what)
+        return cpu
+    if device_identity(device) != choice.identity:
+        _log.warning(
+            "%s was fastest for %s, but it has another driver or plugin since; the CPU computes until edge-run tune "
+            "measures again",
+            choice.device,
+            bundle.folder.name,
+        )
+        return cpu
+    return device
+
+
+def measure_fastest_device(bundle: Bundle, config: SessionConfig, progress: Progress = silent) -> FastestDevice:
+    """Measure on which device a model decodes fastest, and store it.
+
+    Every device that computes the whole graph, and computes it right, decodes in turns with the CPU.
+
+    Args:
+        bundle: the model.
+        config: how its graph is run on the CPU.
+        progress: receives the stage and the fraction done, 0 to 1.
+
+    Raises:
+        BundleError: the model is damaged, or edge-run cannot decode with it.
+        ContextError: the model's context is too short for a pass.
+        EdgeError: ONNX Runtime failed on the CPU.
+    """
+    others = [device for device in available_devices() if worth_measuring(device)]
+    cpu = config.device
+    if not others:
+        return FastestDevice(cpu.name, {})
+    best, best_seconds = cpu, float("inf")
+    seconds: dict[str, float] = {}
+    refused: dict[str, str] = {}
+    busy = False
+    on_cpu = bind_filled(open_graph(bundle, config, cache=True), bundle)
+    for number, device in enumerate(others):
+        progress("comparing devices", number / len(others))
+        try:
+            on_device = _open(bundle, replace(config, device=device, threads=0))
+        except EdgeError as error:
+            refused[device.name] = error.what
+            continue
+        meter = LoadMeter(config.threads)
+        times = _compare(on_cpu, on_device)
+        busy = busy or meter.is_busy
+        seconds[cpu.name] = min(times[0], seconds.get(cpu.name, times[0]))
+        seconds[device.name] = times[1]
+        if times[1] < min(_WORTH * times[0], best_seconds):
+            best, best_seconds = device, times[1]
+    progress("comparing devices", 1.0)
+    identity = () if best is cpu else device_identity(best)
+    choice = FastestDevice(best.name, seconds, refused, identity, busy and best is not cpu)
+    if not choice.busy:
+        FASTEST_DEVICES.save(fastest_device_key(bundle), choice)
+    return choice
+
+
+def worth_measuring(device: Device) -> bool:
+    """Whether a device may be faster than the CPU: not the CPU itself, and not the simulator of an NPU."""
+    return device.kind is not DeviceKind.CPU and not (device.simulated and device.kind is DeviceKind.NPU)
+
+
+def _open(bundle: Bundle, config: SessionConfig) -> BoundGraph:
+    """Load the graph on a device.
+
+    Raises:
+        EdgeError: the device cannot run it, runs it wrongly, or runs a part of it only.
+    """
+    graph = open_graph(bundle, config, cache=True)
+    if not graph.assignments.whole:
+        raise DeviceError(f"it leaves a part of the graph to the CPU: {graph.assignments.on_cpu_text()}")
+    bound = bind_filled(graph, bundle)
+    # As plain decoding of greedy text does.
+    bound.whole_logits = False
+    return bound
+
+
+def _compare(on_cpu: BoundGraph, on_device: BoundGraph) -> tuple[float, float]:
+    """Seconds of a pass of one token on the CPU and on a device."""
+    first = [min(time_pass(bound, 1) for _ in range(_FIRST_PASSES)) for bound in (on_cpu, on_device)]
+    if first[1] > _HOPELESS * first[0]:
+        return first[0], first[1]
+    rounds = int(_SECONDS_BUDGET / (_PASSES_PER_ROUND * min(first)))
+    cpu_times, device_times = take_turns((on_cpu, on_device), (1,), max(_MIN_ROUNDS, min(rounds, _MAX_ROUNDS)))
+    return mean_of_fastest(cpu_times[1]), mean_of_fastest(device_times[1])

@@ -1,0 +1,171 @@
+"""What an int8 prompt graph costs in quality: logits after prompts that it read, and after plain prefill.
+
+The int8 graph reads a prompt, and the model's own graph goes on from there, as in an answer. The next tokens are those
+of the text, so that both see the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ...models.json_file import is_finite, is_whole
+from ..graph.bound_graph import BoundGraph
+from ..prefill import prefill
+from ..text.tokenizer import TextTokenizer
+from .exactness import SAMPLE_TEXT
+
+KL_LIMIT: Final = 0.02
+"""Mean KL divergence in nats up to which an int8 graph is used. Four bits differ from float32 by 0.02 to 0.2 in small
+models (docs/log.md), so what an int8 graph may add is at most about as much as the smallest of that."""
+PROMPTS: Final = 20
+_PROMPT_TOKENS: Final = 96
+_NEXT_TOKENS: Final = 64
+_WIDTH: Final = 32
+"""Tokens per pass after a prompt. Their logits are compared at once: 20 MB of them for a vocabulary of 152,000."""
+_SOURCES: Final = ("conversation", "decode", "embedding", "engine", "generation", "loaded_model", "options", "result")
+"""Modules of the runtime whose source is read as text: half English prose, half code."""
+
+
+@dataclass(frozen=True)
+class Int8Quality:
+    """Next-token distributions after prompts that an int8 graph read, compared with those after plain prefill."""
+
+    mean_kl: float
+    """Mean KL divergence, in nats."""
+    p99_kl: float
+    """KL divergence that 99 % of the positions stay below."""
+    top1_agreement: float
+    """Share of the positions with the same most likely token."""
+    positions: int
+    """Number of positions that were compared."""
+    limit: float = field(default=KL_LIMIT)
+    """Mean KL divergence up to which an int8 graph is used."""
+
+    @property
+    def acceptable(self) -> bool:
+        """Whether the int8 graph may read prompts; NaN is not acceptable."""
+        return self.mean_kl <= self.limit
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to a plain JSON object."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Int8Quality:
+        """Inverse of `to_json`.
+
+        Raises:
+            ValueError: the object is something else.
+        """
+        numbers = ("mean_kl", "p99_kl", "top1_agreement")
+        if not all(is_finite(data.get(name)) for name in numbers) or not is_whole(data.get("positions"), 1):
+            raise ValueError("not the quality of an int8 prompt graph")
+        # Those who read the file see the limit of its time; what is measured is judged by today's.
+        return Int8Quality(data["mean_kl"], data["p99_kl"], data["top1_agreement"], data["positions"])
+
+
+def quality_prompts(tokenizer: TextTokenizer) -> list[list[int]]:
+    """Texts to compare on, as token ids, each a prompt with the tokens that follow it.
+
+    They are pieces of the package's own source; without that, of the sample text.
+    """
+    folder = Path(__file__).parents[1]
+    files = [folder / f"{name}.py" for name in _SOURCES]
+    texts = [SAMPLE_TEXT, *(file.read_text(encoding="utf-8") for file in files if file.is_file())]
+    first = tokenizer.encode("", add_special_tokens=True)
+    size = _PROMPT_TOKENS + _NEXT_TOKENS - len(first)
+    pieces: list[list[int]] = []
+    for text in texts:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        wanted = -(-(PROMPTS - 1) // len(_SOURCES)) if text is not SAMPLE_TEXT else 1
+        # Spread over the text, so that imports are not all that is read of it.
+        starts = np.linspace(0, max(len(tokens) - size, 0), wanted).astype(int).tolist()
+        pieces += [[*first, *tokens[start : start + size]] for start in dict.fromkeys(starts)]
+    return [piece for piece in pieces if len(piece) > 1][:PROMPTS]
+
+
+def measure_int8_quality(
+    int8: BoundGraph,
+    plain: BoundGraph,
+    prompts: Sequence[Sequence[int]],
+    progress: Callable[[float], None] = lambda _: None,
+) -> Int8Quality:
+    """Compare an int8 graph with the model's own graph.
+
+    Args:
+        int8: the int8 graph, whose cache's contents are lost.
+        plain: the model's own graph, whose cache's contents are lost. It also runs over the int8 graph's cache.
+        prompts: texts as token ids, at least one of two tokens; those longer than the context are cut. Of each, the
+            last 64 tokens, or half of a shorter one, are those after the prompt.
+        progress: receives the fraction done, 0 to 1, before every pass; what it raises ends the comparison.
+
+    Raises:
+        EdgeError: ONNX Runtime failed.
+        ValueError: there is no prompt.
+    """
+    arena, int8_arena = plain.arena, int8.arena
+    limit = min(arena.limit, int8_arena.limit)
+    texts = [list(text[:limit]) for text in prompts]
+    texts = [text for text in texts if len(text) > 1]
+    if not texts:
+        raise ValueError("there is no prompt to compare on")
+    kl, agrees = [], []
+    try:
+        for number, text in enumerate(texts):
+
+            def report(fraction: float, number: int = number) -> None:
+                progress((number + fraction) / len(texts))
+
+            next_tokens = min(_NEXT_TOKENS, len(text) // 2)
+            plain.use(arena)
+            expected = [*_next_distributions(plain, plain, text, next_tokens, lambda done: report(done / 2))]
+            plain.use(int8_arena)
+            found = _next_distributions(int8, plain, text, next_tokens, lambda done: report((1 + done) / 2))
+            for right, wrong in zip(expected, found, strict=True):
+                kl.append(np.sum(np.exp(right) * (right - wrong), axis=-1, dtype=np.float64))
+                agrees.append(right.argmax(axis=-1) == wrong.argmax(axis=-1))
+    finally:
+        plain.use(arena)
+        arena.rewind_to(0)
+        int8_arena.rewind_to(0)
+    progress(1.0)
+    values = np.concatenate(kl)
+    return Int8Quality(
+        mean_kl=float(values.mean()),
+        p99_kl=float(np.quantile(values, 0.99)),
+        top1_agreement=float(np.concatenate(agrees).mean()),
+        positions=values.size,
+    )
+
+
+def _next_distributions(
+    reader: BoundGraph, plain: BoundGraph, text: Sequence[int], next_tokens: int, progress: Callable[[float], None]
+) -> Iterator[npt.NDArray[np.float32]]:
+    """Yield log-probabilities `[n, V]` after the last token of a prompt and the tokens that follow it.
+
+    Args:
+        reader: reads the prompt but for its last token, into its cache.
+        plain: reads the rest, from the same cache.
+        text: the prompt and `next_tokens` more tokens; nothing is predicted after the last one.
+        next_tokens: number of positions.
+        progress: receives the fraction done before every pass.
+    """
+    arena = reader.arena
+    arena.rewind_to(0)
+    start = len(text) - next_tokens - 1
+    progress(0.0)
+    if start:
+        prefill(reader, text[:start])
+    for begin in range(start, len(text) - 1, _WIDTH):
+        progress((begin - start + _WIDTH) / (next_tokens + _WIDTH))
+        tokens = text[begin : min(begin + _WIDTH, len(text) - 1)]
+        logits = plain.forward(tokens)
+        arena.commit(len(tokens))
+        logits = logits - logits.max(axis=-1, keepdims=True)
+        yield logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))

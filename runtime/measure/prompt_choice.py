@@ -1,0 +1,222 @@
+"""Measures which graph reads prompts: the model's own, or the int8 prompt graph, and keeps the result.
+
+The int8 prompt graph computes prompts with coarser weights. It is used where it was measured to be faster on this
+machine, and where the tokens after some prompts stay as probable as with the model's own graph.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from ...models.json_file import is_finite, is_whole
+from ..graph.bound_graph import BoundGraph
+from ..prefill import PREFILL_TOKENS
+from .measurement_store import MeasurementStore
+from .pass_timing import pad_cache
+from .system_load import LoadMeter
+
+LEAST_WIDTH: Final = 64
+"""Tokens of the narrowest pass that the int8 prompt graph may run."""
+INT8_WIDTHS: Final = (64, 128, 256, 512)
+"""Widths of the passes to measure of the int8 prompt graph."""
+PLAIN_WIDTHS: Final = (64, PREFILL_TOKENS)
+"""Widths of the passes to measure of the model's own graph, which runs none that are wider."""
+LONGEST_PASS_S: Final = 1.0
+"""Seconds that a pass may take: a prompt is cancelled, and its progress is shown, between two passes."""
+UNMEASURED_WIDTH: Final = 256
+"""Width of the int8 prompt graph's passes before it was measured."""
+NOT_MADE: Final = "not made yet (edge-run tune makes it)"
+"""Why there is no int8 prompt graph before it was made."""
+_WORTH: Final = 1.05
+"""How many times as fast the int8 prompt graph must be: it takes memory, disk and a little quality."""
+_TURNS: Final = 2
+"""Turns to measure at least; further ones follow while the time lasts."""
+_MAX_TURNS: Final = 8
+_SECONDS_BUDGET: Final = 3.0
+_SHORT, _LONG = 128, 2048
+"""Numbers of cached tokens to measure after: attention takes longer after more."""
+
+
+@dataclass(frozen=True)
+class PromptChoice:
+    """What was measured of a model's int8 prompt graph on a machine."""
+
+    obstacle: str | None = None
+    """Why the model cannot have one; None if it can, and then the other fields are set."""
+    plain_s: Mapping[int, float] | None = None
+    """Seconds of a pass of the model's own graph, by width."""
+    int8_s: Mapping[int, float] | None = None
+    """Seconds of a pass of the int8 prompt graph, by width."""
+    attention_s: float = 0.0
+    """Seconds that a cached token adds to a pass of the int8 prompt graph, for each new token."""
+    mean_kl: float = 0.0
+    """Mean KL divergence of the tokens after some prompts, from those with the model's own graph, in nats."""
+    kl_limit: float = 0.0
+    """Largest mean KL divergence that is acceptable."""
+    load_s: float = 0.0
+    """Seconds that loading the int8 prompt graph takes, with its files in the system's page cache."""
+
+    @property
+    def tokens_to_load(self) -> int:
+        """Number of prompt tokens from which on the int8 prompt graph saves more time than loading it takes."""
+        best = [
+            min((seconds / width for width, seconds in (times or {}).items()), default=0.0)
+            for times in (self.plain_s, self.int8_s)
+        ]
+        saved = best[0] - best[1]
+        return int(self.load_s / saved) if saved > 0 else 0
+
+    @property
+    def refusal(self) -> str | None:
+        """Why prompts are read by the model's own graph; None if the int8 prompt graph reads them."""
+        if self.obstacle is not None:
+            return self.obstacle
+        if not self.mean_kl <= self.kl_limit:
+            return f"failed the quality check: KL {self.mean_kl:.2g} > {self.kl_limit:.2g}"
+        if self.speedup < _WORTH:
+            return f"not faster here: {self.speedup:.2f} times the speed"
+        return None
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast the int8 prompt graph reads a prompt, each graph with its best width; 0 unmeasured."""
+        rates = [
+            max((width / seconds for width, seconds in (times or {}).items()), default=0.0)
+            for times in (self.plain_s, self.int8_s)
+        ]
+        return rates[1] / rates[0] if rates[0] else 0.0
+
+    @property
+    def least_width(self) -> int:
+        """Tokens of the narrowest pass from which on the int8 prompt graph is faster."""
+        plain, int8 = self.plain_s or {}, self.int8_s or {}
+        return next((width for width in sorted(int8) if int8[width] < plain.get(width, np.inf)), LEAST_WIDTH)
+
+    def width(self, base: int) -> int:
+        """Number of tokens of a pass of the int8 prompt graph after `base` cached ones: the one of highest speed.
+
+        Passes that would take longer than `LONGEST_PASS_S` are left out, unless all do.
+        """
+        times = {width: seconds + self.attention_s * width * base for width, seconds in (self.int8_s or {}).items()}
+        if not times:
+            return UNMEASURED_WIDTH
+        short = {width: seconds for width, seconds in times.items() if seconds <= LONGEST_PASS_S}
+        chosen = short or {min(times): 1.0}
+        return max(chosen, key=lambda width: width / chosen[width])
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to a plain JSON object."""
+        if self.obstacle is not None:
+            return {"obstacle": self.obstacle}
+        return {
+            "plain_s": {str(width): seconds for width, seconds in (self.plain_s or {}).items()},
+            "int8_s": {str(width): seconds for width, seconds in (self.int8_s or {}).items()},
+            "attention_s": self.attention_s,
+            "mean_kl": self.mean_kl,
+            "kl_limit": self.kl_limit,
+            "load_s": self.load_s,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> PromptChoice:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: the data is something else.
+        """
+        obstacle = data.get("obstacle")
+        if obstacle is not None:
+            if not isinstance(obstacle, str):
+                raise ValueError(f"{obstacle!r} is not a reason")
+            return cls(obstacle)
+        numbers = [data.get(name) for name in ("attention_s", "mean_kl", "kl_limit")]
+        numbers.append(data.get("load_s", 0.0))
+        if not all(is_finite(each) for each in numbers):
+            raise ValueError("a figure is missing")
+        figures = [float(str(each)) for each in numbers]
+        return cls(None, _times(data.get("plain_s")), _times(data.get("int8_s")), *figures)
+
+
+PROMPT_CHOICES: Final = MeasurementStore("prompt-graph", 1, PromptChoice.from_json)
+"""Which graph reads prompts, by model, machine and number of threads."""
+
+
+def measure_prompt_speed(
+    plain: BoundGraph,
+    int8: BoundGraph,
+    threads: int = 0,
+    progress: Callable[[float], None] = lambda _: None,
+) -> tuple[PromptChoice, bool]:
+    """Time passes of both graphs in turns; the quality is left out.
+
+    Args:
+        plain: the model's own graph, whose cache contents are lost.
+        int8: the int8 prompt graph, whose cache contents are lost.
+        threads: number of threads of the sessions; 0 for the default.
+        progress: receives the fraction done, 0 to 1, before every pass; it may wait.
+
+    Returns:
+        The times, and whether other programs used the processor meanwhile.
+
+    Raises:
+        EdgeError: ONNX Runtime failed.
+    """
+    meter = LoadMeter(threads)
+    limit = min(plain.arena.limit, int8.arena.limit)
+    short = min(_SHORT, limit // 2)
+    passes = [(bound, width) for bound, widths in ((plain, PLAIN_WIDTHS), (int8, INT8_WIDTHS)) for width in widths]
+    passes = [each for each in passes if short + each[1] <= limit]
+    if not passes:
+        return PromptChoice(f"a context of {limit} tokens is too short"), False
+    times: dict[tuple[int, int], float] = {}
+    started, turns = time.perf_counter(), 0
+    while turns < _MAX_TURNS and (turns < _TURNS or time.perf_counter() - started < _SECONDS_BUDGET):
+        for number, (bound, width) in enumerate(passes):
+            progress(min((turns + number / len(passes)) / (_TURNS + 1), 1.0))
+            key = (id(bound), width)
+            if times.get((id(bound), width // 2), 0.0) > LONGEST_PASS_S:
+                continue  # wider ones take longer still, and are not used
+            times[key] = min(_pass_s(bound, width, short), times.get(key, np.inf))
+        turns += 1
+    own, other = (
+        {width: times[id(graph), width] for bound, width in passes if bound is graph and (id(graph), width) in times}
+        for graph in (plain, int8)
+    )
+    width = min(other)
+    attention_s = 0.0
+    if _LONG + width <= limit:
+        progress(1.0)
+        long_s = min(_pass_s(int8, width, _LONG) for _ in range(_TURNS))
+        attention_s = max(long_s - other[width], 0.0) / (width * (_LONG - short))
+    shortened = {each: seconds - attention_s * each * short for each, seconds in other.items()}
+    return PromptChoice(None, own, shortened, attention_s), meter.is_busy
+
+
+def _pass_s(bound: BoundGraph, width: int, context: int) -> float:
+    """Seconds of a pass that reads `width` tokens of a prompt after `context` cached ones."""
+    bound.arena.rewind_to(0)
+    bound.arena.reserve(context + width)
+    pad_cache(bound, context)
+    tokens = np.arange(width) % bound.graph_io.input_vocab
+    started = time.perf_counter()
+    bound.forward(tokens, logits_for=(width - 1,))
+    return time.perf_counter() - started
+
+
+def _times(data: Any) -> dict[int, float]:
+    """Seconds by width.
+
+    Raises:
+        ValueError: the data is something else.
+    """
+    if not isinstance(data, dict) or not all(is_finite(each) and each > 0 for each in data.values()):
+        raise ValueError("seconds of passes are missing")
+    times = {int(width): float(seconds) for width, seconds in data.items()}
+    if not times or not all(is_whole(width, 1) for width in times):
+        raise ValueError("widths of passes are missing")
+    return times

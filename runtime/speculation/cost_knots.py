@@ -1,0 +1,100 @@
+"""Estimated costs of the pass widths that were run, and curves through them."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+_CLIP: Final = 0.15
+"""Limit of the difference that a single pass contributes, in log seconds."""
+MAX_WEIGHT: Final = 20
+"""Number of passes that a running estimate averages over at most."""
+_FIRST_PASSES: Final = 7
+"""Number of passes whose lower quartile replaces a doubtful estimate; later ones are averaged with it."""
+_FEWEST_PASSES: Final = 3
+"""Number of passes from which it does: of one or two, each may be a disturbed one."""
+_DISAGREEMENT: Final = math.log(1.5)
+"""Difference, in log seconds, from which passes contradict what was measured, if many in a row do."""
+
+
+@dataclass
+class Knot:
+    """The estimate for one width: log seconds, and the number of passes it averages over."""
+
+    log: float
+    passes: int
+    first: list[float] | None = None
+    """Log seconds of the first passes, at the measured speed, which replace a doubtful estimate."""
+    strays: int = 0
+    """Number of passes in a row that contradict the estimate, negative if they were faster."""
+
+    def learn(self, log: float) -> float:
+        """Learn from a pass that takes `log` log seconds at the measured speed; returns the change of the estimate."""
+        before, residual = self.log, log - self.log
+        if self.first is not None:
+            self.first.append(log)
+            if len(self.first) >= _FEWEST_PASSES:
+                self.log, self.passes = sorted(self.first)[(len(self.first) - 1) // 4], len(self.first)
+            if len(self.first) == _FIRST_PASSES:
+                self.first = None
+            return self.log - before
+        self.strays = count_strays(self.strays, residual)
+        self.passes = min(self.passes + 1, MAX_WEIGHT)
+        self.log += max(-_CLIP, min(_CLIP, residual)) / self.passes
+        return self.log - before
+
+    def distrust(self) -> None:
+        """Let the next passes replace the estimate."""
+        self.passes, self.first, self.strays = 1, [], 0
+
+
+def count_strays(strays: int, residual: float) -> int:
+    """Count the passes in a row that were much slower, or as a negative number much faster."""
+    if abs(residual) < _DISAGREEMENT:
+        return 0
+    return max(strays, 0) + 1 if residual > 0 else min(strays, 0) - 1
+
+
+def interpolated(knots: Mapping[int, Knot], width: Any) -> Any:
+    """Seconds at `width` (a number or an array): linear between the knots, which are first made not to fall.
+
+    Beyond the last knot the slope of the upper half continues, which is less noisy than that of the last piece. If
+    only width 1 is known, a pass over m tokens is assumed to cost m passes: no draft pays until more is known.
+    """
+    widths = sorted(knots)
+    times = _not_falling([math.exp(knots[width].log) for width in widths], [knots[width].passes for width in widths])
+    if len(widths) == 1:
+        return times[0] * width
+    half = min(bisect_left(widths, (widths[-1] + 1) // 2), len(widths) - 2)
+    slope = (times[-1] - times[half]) / (widths[-1] - widths[half])
+    return np.interp(width, widths, times) + slope * np.maximum(width - np.asarray(widths[-1]), 0)
+
+
+def staircase(knots: Mapping[int, Knot], width: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Seconds at `width`: those of the next larger of the known widths; beyond the last one, of several passes."""
+    widths = sorted(knots)
+    times = np.array(
+        _not_falling([math.exp(knots[each].log) for each in widths], [knots[each].passes for each in widths])
+    )
+    whole, rest = np.divmod(width - 1, widths[-1])
+    seconds: npt.NDArray[np.float64] = whole * times[-1] + times[np.searchsorted(widths, rest + 1)]
+    return seconds
+
+
+def _not_falling(values: list[float], weights: list[int]) -> list[float]:
+    """The nearest sequence that never falls, by weighted least squares (pool adjacent violators)."""
+    pools: list[tuple[float, int, int]] = []
+    for value, weight in zip(values, weights, strict=True):
+        pool = (value, weight, 1)
+        while pools and pools[-1][0] > pool[0]:
+            below = pools.pop()
+            total = below[1] + pool[1]
+            pool = ((below[0] * below[1] + pool[0] * pool[1]) / total, total, below[2] + pool[2])
+        pools.append(pool)
+    return [value for value, _, count in pools for _ in range(count)]

@@ -1,0 +1,270 @@
+"""Runs a draft model ahead, in a thread, while the target verifies on another device.
+
+While the target verifies a draft, the draft model continues what the verification is likely to leave: the likeliest of
+all outcomes first, then what is likely to come after it (PEARL's post-verify, Liu et al. 2024, for trees). What the
+target confirms is a known result in the next round, which then drafts without waiting; the rest is dropped. Only what
+is likely to end with the target's pass is begun, so that dropping it costs no time.
+
+The thread keeps logits and nothing else. It chooses no draft token, so that drafts, and with them the text, are those
+of taking turns.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+
+from ...errors import EdgeError
+from ..scheduling.work_thread import WorkThread
+from .drafters.draft_model import DraftModel, Path
+from .drafters.model import ModelDrafter
+from .growth import TreeGrowth
+from .tree import Tree
+
+_LEAST_CHANCE: Final = 0.02
+"""Probability of being used below which nothing is run: it would take power for nothing."""
+_LEAST_SHARE: Final = 0.04
+"""Duration of a step of the model, relative to the target's pass, below which it takes turns with the target: the
+thread costs more than the step then (measured in docs/log.md, "Drafting ahead")."""
+_CATCH_UP: Final = 8
+"""Number of missing tokens of the sequence up to which they run together with draft tokens; before, parts are run."""
+_WIDEST: Final = 128
+_CHILDREN: Final = 3
+"""Number of next tokens that are considered after each path."""
+_log: Final = logging.getLogger("edgerun")
+
+
+class PassesAhead(NamedTuple):
+    """What the draft model did while the target ran."""
+
+    passes: int = 0
+    """Number of its passes over draft tokens."""
+    kept: int = 0
+    """Number of those whose tokens agree with what the target then emitted; the others were dropped."""
+    hidden_s: float = 0.0
+    """Seconds that the model ran while the target did, parts of a prompt included."""
+    waited_s: float = 0.0
+    """Seconds that the next round waited for the end of its last pass."""
+
+    def __or__(self, other: PassesAhead) -> PassesAhead:
+        """Both together."""
+        return PassesAhead(
+            self.passes + other.passes,
+            self.kept + other.kept,
+            self.hidden_s + other.hidden_s,
+            self.waited_s + other.waited_s,
+        )
+
+
+NOTHING_AHEAD: Final = PassesAhead()
+
+
+class Continuation(Protocol):
+    """What may come after a verification. A path has all tokens after the sequence that is known now."""
+
+    def outcomes(self) -> Iterable[tuple[float, Path]]:
+        """Likely outcomes of the verification and their probabilities.
+
+        A path that lacks the target's own token, which ends every outcome, stands for all outcomes that begin with it.
+        """
+
+    def next_tokens(self, path: Path) -> Sequence[tuple[int, float]]:
+        """Run the draft model after a path; returns likely next tokens and their probabilities."""
+
+
+class LikelyContinuation:
+    """Continues every outcome of a verification with the draft model's most probable tokens.
+
+    Args:
+        tree: the draft that is verified.
+        growth: how it was grown.
+        drafter: the draft model.
+    """
+
+    def __init__(self, tree: Tree, growth: TreeGrowth, drafter: ModelDrafter) -> None:
+        self._tree = tree
+        self._growth = growth
+        self._drafter = drafter
+        self._drafted: set[Path] = set()
+
+    def outcomes(self) -> Iterable[tuple[float, Path]]:
+        """See `Continuation`: after every node of the tree, a candidate that is not its child, or any other token."""
+        tree, growth = self._tree, self._growth
+        tokens, parents, probabilities = tree.token_ids, tree.parent_nodes, tree.path_probs
+        paths: list[Path] = [()]
+        grown = [0]
+        for node in range(1, len(tree)):
+            # Candidates are kept by node of the tree before pruning.
+            child = growth.tree.child(grown[parents[node]], tokens[node])
+            paths.append((*paths[parents[node]], tokens[node]))
+            grown.append(-1 if child is None else child)
+        self._drafted = set(paths)
+        found: list[tuple[float, Path]] = []
+        for path, place, probability in zip(paths, grown, probabilities, strict=True):
+            unknown = 1.0
+            for token, prediction in growth.candidates.get(place, ()):
+                unknown -= prediction.probability
+                if (*path, token) not in self._drafted:
+                    found.append((probability * prediction.probability, (*path, token)))
+            if not self._drafter.model.has_logits(path):
+                found.append((probability * max(unknown, 0.0), path))
+        return found
+
+    def next_tokens(self, path: Path) -> Sequence[tuple[int, float]]:
+        """See `Continuation`."""
+        top = self._drafter.model.top_tokens(path, _CHILDREN, self._drafter.temperature)
+        pairs = zip(*top, strict=True)
+        return [(token, probability) for token, probability in pairs if (*path, token) not in self._drafted]
+
+
+class DraftAhead:
+    """Runs the draft model of one sequence ahead: `start` with the target's pass, `stop` after it, then `settle`.
+
+    Between `start` and `settle`, the model belongs to the thread.
+
+    Args:
+        drafter: the draft model.
+        thread: the thread.
+    """
+
+    def __init__(self, drafter: ModelDrafter, thread: WorkThread) -> None:
+        self.drafter: Final = drafter
+        self.total = NOTHING_AHEAD
+        """What was run ahead since this object was made, as far as it was settled."""
+        self._model: Final[DraftModel] = drafter.model
+        self._thread: Final = thread
+        self._idle: Final = threading.Lock()
+        """Held while the thread works."""
+        self._started = self._stopped = False
+        self._error: BaseException | None = None
+        self._ran: list[Path] = []
+        self._length = 0
+        self._longest = 0
+        self._ends = 0.0
+        self._curve: Sequence[float] = ()
+
+    def start(self, continuation: Continuation, length: int, target_s: float, longest: int) -> None:
+        """Begin to run ahead, in the thread, unless a step of the model is too short for that to gain anything.
+
+        Args:
+            continuation: what may come after the verification that begins now.
+            length: number of tokens of the sequence.
+            target_s: expected seconds of the target's pass.
+            longest: number of tokens of the longest path after which another token may be drafted.
+        """
+        self._length, self._longest, self._ends = length, longest, time.perf_counter() + target_s
+        # The cost is shared with other sequences, whose threads change it; this array stays as it is.
+        self._curve = self._model.cost.curve(length, _WIDEST).tolist()
+        if self._seconds(1) < _LEAST_SHARE * target_s:
+            return
+        self._stopped = False
+        self._ran.clear()
+        self._idle.acquire()
+        try:
+            self._thread.submit(lambda: self._work(continuation))
+        except RuntimeError as error:
+            self._idle.release()
+            _log.warning("the draft model does not run ahead: %s", error)
+            return
+        self._started = True
+
+    def stop(self) -> None:
+        """Begin no further pass; returns at once."""
+        self._stopped = True
+
+    def settle(self, token_ids: Sequence[int]) -> PassesAhead:
+        """Wait until the model is free again, after its present pass at most.
+
+        Args:
+            token_ids: the sequence with what the target has emitted.
+
+        Raises:
+            EdgeError: the model failed in the thread.
+        """
+        if not self._started:
+            return NOTHING_AHEAD
+        waited_s = self._wait()
+        emitted = tuple(token_ids[self._length :])
+        kept = sum(path[: len(emitted)] == emitted[: len(path)] for path in self._ran)
+        settled = PassesAhead(len(self._ran), kept, max(self._model.take_seconds_spent() - waited_s, 0.0), waited_s)
+        self.total |= settled
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return settled
+
+    def end(self) -> None:
+        """Wait until the model is free again and drop what was run: the answer has ended."""
+        if not self._started:
+            return
+        waited_s = self._wait()
+        seconds = self._model.take_seconds_spent()
+        self.total |= PassesAhead(len(self._ran), 0, max(seconds - waited_s, 0.0), waited_s)
+        error, self._error = self._error, None
+        if isinstance(error, EdgeError):
+            # The answer is complete without it, and the next one asks the model again.
+            _log.warning("the draft model failed after the last token: %s", error)
+        elif error is not None:
+            raise error
+
+    def _wait(self) -> float:
+        started = time.perf_counter()
+        self._stopped = True
+        with self._idle:
+            self._started = False
+        return time.perf_counter() - started
+
+    def _work(self, continuation: Continuation) -> None:
+        try:
+            self._run(continuation)
+        except BaseException as error:  # noqa: BLE001  raised where the answer is read
+            self._error = error
+        finally:
+            self._idle.release()
+
+    def _run(self, continuation: Continuation) -> None:
+        model = self._model
+        while (missing := model.pending) > _CATCH_UP:
+            tokens = self._affordable(missing)
+            if self._stopped or tokens < min(_CATCH_UP, missing):
+                return
+            before = model.pending
+            model.catch_up(tokens)
+            if model.pending == before:
+                return
+        heap = [(-chance, number, path) for number, (chance, path) in enumerate(continuation.outcomes())]
+        heapify(heap)
+        pushed = len(heap)
+        while heap and not self._stopped:
+            negative, _, path = heappop(heap)
+            if -negative < _LEAST_CHANCE:
+                return
+            if len(path) > self._longest:
+                continue
+            if not model.has_logits(path) and not self._is_worth(-negative, self._seconds(model.width(path))):
+                return
+            before = model.passes
+            for token, chance in continuation.next_tokens(path):
+                pushed += 1
+                heappush(heap, (negative * chance, pushed, (*path, token)))
+            if model.passes > before:
+                self._ran.append(path)
+
+    def _seconds(self, width: int) -> float:
+        return self._curve[min(width, _WIDEST) - 1]
+
+    def _is_worth(self, chance: float, seconds: float) -> bool:
+        """Whether a pass is expected to hide more time than the next round would wait for it in vain."""
+        late = max(time.perf_counter() + seconds - self._ends, 0.0)
+        return chance * (seconds - late) >= (1 - chance) * late
+
+    def _affordable(self, missing: int) -> int:
+        """Number of missing tokens whose pass ends with the target's."""
+        left = self._ends - time.perf_counter()
+        return int(np.searchsorted(self._curve[: min(missing, _WIDEST)], left, side="right"))

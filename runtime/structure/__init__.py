@@ -1,0 +1,1 @@
+"""Structured output: JSON schemas, regexes and grammars that an answer follows."""

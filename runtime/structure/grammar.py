@@ -1,0 +1,288 @@
+"""Compiles response formats to grammars over a model's tokens, within limits of time and memory."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import llguidance
+import numpy as np
+from llguidance.gbnf_to_lark import any_to_lark
+
+from ...errors import BundleError, EdgeError, InputError
+from ..scheduling.work_thread import WorkThread
+from ..text.tokenizer import TextTokenizer
+from .format_limits import COMPILER_STACK_BYTES, check_limits
+from .grammar_state import GrammarState
+from .matcher import GrammarMatcher, Matcher, MatcherAfterText, first_line
+from .response_format import FormatKind, ResponseFormat, is_gbnf
+
+_JSON_LAYOUT: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON on one line, as most programs write it and models have read it: the separators are forced tokens, and no model
+goes on with white space for ever. `x-guidance` in a schema changes it."""
+_BOOLEAN_SCHEMAS: Final = {"true": "{}", "false": '{"allOf": [false]}'}
+"""Objects that mean the same, since llguidance sets the layout of objects alone."""
+_UNSUPPORTED: Final = re.compile(r"Unimplemented keys: (\[.*\])")
+_KEPT: Final = 16
+"""Number of compiled grammars that an engine keeps."""
+_COMPILE_S: Final = 10.0
+"""Longest time that compiling a grammar may take, in seconds; usually it takes milliseconds."""
+_AT_ONCE: Final = 2
+"""Number of grammars that are compiled at the same time, with those that take too long."""
+_WHITE_SPACE: Final = ("\n", "\n\n", "\n\n\n", " ", "  ", "\r\n", "\r\n\r\n", " \n", "\t")
+
+
+def parser_limits() -> llguidance.LLParserLimits:
+    """What a grammar and each of its masks may cost: llguidance's own limits, which stop what would explode.
+
+    Errors leave out what the grammar has matched: it is the text of an answer.
+    """
+    return llguidance.LLParserLimits(verbose_errors=False)
+
+
+class Grammar:
+    """A compiled response format.
+
+    Args:
+        matcher: llguidance's, at the beginning; it is copied for every answer.
+        response_format: what it was compiled from.
+        engine: the grammars of the engine, which have what belongs to its tokens.
+    """
+
+    def __init__(self, matcher: llguidance.LLMatcher, response_format: ResponseFormat, engine: Grammars) -> None:
+        self.response_format: Final = response_format
+        self._matcher: Final = matcher
+        self._idle: list[llguidance.LLMatcher] = []
+        """Matchers of answers that have ended, at the beginning again."""
+        self._lock: Final = threading.Lock()
+        self._engine: Final = engine
+
+    def start(self, token_ids: Sequence[int] = ()) -> GrammarState:
+        """Begin an answer.
+
+        Args:
+            token_ids: tokens that the answer has already.
+
+        Raises:
+            InputError: the grammar does not allow them.
+        """
+        described, after = self.response_format.described, self.response_format.after
+        own = GrammarMatcher(self._fresh, described)
+        matcher: Matcher = self._engine.after_text(own, after) if after else own
+        for token in token_ids:
+            if not matcher.consume(token):
+                raise InputError(
+                    f"the {described} of the answer does not allow what the answer begins with",
+                    "change answer_start, or leave it out",
+                )
+        engine = self._engine
+        return GrammarState(
+            matcher, engine.vocab_size, engine.ends, engine.thread.submit, lambda: self._ended(own.matcher)
+        )
+
+    def _fresh(self) -> llguidance.LLMatcher:
+        """A matcher at the beginning."""
+        with self._lock:
+            return self._idle.pop() if self._idle else self._matcher.deep_copy()
+
+    def _ended(self, matcher: llguidance.LLMatcher) -> None:
+        """Keep the matcher of an answer that has ended for the next one: it knows parts of the grammar already."""
+        if not matcher.is_error() and matcher.reset():
+            with self._lock:
+                self._idle.append(matcher)
+
+
+class Grammars:
+    """Compiles response formats for the tokens of one engine, and keeps what was used last.
+
+    Args:
+        tokenizer: the model's.
+        vocab_size: number of logits.
+
+    Raises:
+        BundleError: llguidance cannot read the tokenizer.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, vocab_size: int) -> None:
+        self.vocab_size: Final = vocab_size
+        self.thread: Final = WorkThread("edge-run grammar")
+        self.ends: Final = tokenizer.eos
+        self._text_tokenizer: Final = tokenizer
+        self._tokenizer: Final = _matcher_tokenizer(tokenizer)
+        self._limits: Final = parser_limits()
+        self._kept: OrderedDict[ResponseFormat, Grammar] = OrderedDict()
+        self._lock: Final = threading.Lock()
+        self._free: Final = threading.BoundedSemaphore(_AT_ONCE)
+
+    def compile(self, response_format: ResponseFormat) -> Grammar:
+        """Compile a format, or return what was compiled from it before.
+
+        Raises:
+            InputError: the format is wrong, has parts that are not supported, or is too large.
+        """
+        with self._lock:
+            known = self._kept.get(response_format)
+            if known is not None:
+                self._kept.move_to_end(response_format)
+                return known
+        check_limits(response_format)
+        grammar = Grammar(self._matcher(response_format), response_format, self)
+        with self._lock:
+            self._kept[response_format] = grammar
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return grammar
+
+    def _matcher(self, response_format: ResponseFormat) -> llguidance.LLMatcher:
+        """Compile a format in another thread, for a limited time, until its first mask is known.
+
+        Raises:
+            InputError: the format is refused.
+        """
+        results: list[llguidance.LLMatcher | EdgeError] = []
+        if not self._free.acquire(timeout=_COMPILE_S):
+            raise InputError("other response formats are still being compiled", "try again later")
+
+        def work() -> None:
+            try:
+                text = grammar_text(response_format)
+                matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+                if not matcher.is_error():
+                    matcher.compute_bitmask()
+                error = matcher.get_error()
+                results.append(_refused(response_format, error) if matcher.is_error() else matcher)
+            except InputError as error:
+                results.append(error)
+            finally:
+                self._free.release()
+
+        try:
+            thread = _start_compiler(work)
+        except RuntimeError as error:
+            self._free.release()
+            raise InputError(
+                f"the {response_format.described} of the answer cannot be compiled: {error}", "try again later"
+            ) from error
+        thread.join(_COMPILE_S)
+        if not results:
+            raise InputError(
+                f"the {response_format.described} of the answer takes longer than {_COMPILE_S:g} s to compile",
+                "simplify it",
+            )
+        if isinstance(results[0], EdgeError):
+            raise results[0]
+        return results[0]
+
+    def after_text(self, matcher: Matcher, text: str) -> Matcher:
+        """A matcher that begins after a text of the answer."""
+        tokenizer = self._text_tokenizer
+        not_end = np.zeros(self.vocab_size, np.uint8)
+        not_end[:] = 1
+        not_end[sorted(tokenizer.eos)] = 0
+        spaces = [tokenizer.encode_plain(each) for each in _WHITE_SPACE]
+        return MatcherAfterText(
+            matcher,
+            text,
+            lambda token: tokenizer.token_bytes.shown(token).encode(),
+            np.packbits(not_end, bitorder="little"),
+            frozenset(ids[0] for ids in spaces if len(ids) == 1),
+        )
+
+    def close(self) -> None:
+        """End the thread; calling it again does nothing."""
+        self.thread.close()
+
+
+_stack_lock = threading.Lock()
+"""Held while new threads have the compiler's stack."""
+
+
+def _start_compiler(work: Callable[[], None]) -> threading.Thread:
+    """Start a thread with a stack that is large enough for what the limits of formats allow.
+
+    Raises:
+        RuntimeError: it cannot be started.
+    """
+    thread = threading.Thread(target=work, name="edge-run grammar compiler", daemon=True)
+    with _stack_lock:
+        before = threading.stack_size(COMPILER_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    return thread
+
+
+def grammar_text(response_format: ResponseFormat) -> str:
+    """A format as llguidance reads it.
+
+    Raises:
+        InputError: the grammar cannot be read.
+    """
+    matcher, text = llguidance.LLMatcher, response_format.text
+    kind = response_format.kind
+    if kind is FormatKind.JSON_SCHEMA:
+        text = _BOOLEAN_SCHEMAS.get(text.strip(), text)
+        try:
+            return matcher.grammar_from_json_schema(text, defaults=_JSON_LAYOUT)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise _refused(response_format, str(error)) from error
+    if kind is FormatKind.REGEX:
+        return matcher.grammar_from_regex(text)
+    if kind is FormatKind.CHOICE:
+        choices: list[str] = json.loads(text)
+        # One lexeme: as rules of their own, more than 2,000 would be too many for the parser.
+        return matcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices)))
+    if is_gbnf(text):
+        try:
+            text = any_to_lark(text)
+        except RecursionError as error:
+            raise _refused(response_format, "it is nested too deep") from error
+        except Exception as error:
+            raise _refused(response_format, str(error)) from error
+    return matcher.grammar_from_lark(text)
+
+
+def _refused(response_format: ResponseFormat, why: str) -> InputError:
+    if keys := _UNSUPPORTED.match(why):
+        names = ", ".join(json.loads(keys[1]))
+        return InputError(
+            f"the JSON schema of the answer has keywords that are not supported: {names}", "leave them out"
+        )
+    if why.startswith("oneOf constraints"):
+        return InputError(
+            "the JSON schema of the answer has oneOf with alternatives that may be true of one value",
+            "use anyOf, or make them exclude each other by their types or constants",
+        )
+    if why.startswith("NoExtensionBias"):
+        return InputError(f"nothing can follow the {response_format.described} of the answer", "correct it")
+    return InputError(
+        f"the {response_format.described} of the answer is refused: {first_line(why)}", "correct or simplify it"
+    )
+
+
+def _matcher_tokenizer(tokenizer: TextTokenizer) -> llguidance.LLTokenizer:
+    """The tokens of a model as llguidance knows them.
+
+    A model without an end-of-sequence token gets one behind those that it has, because llguidance needs one.
+
+    Raises:
+        BundleError: llguidance cannot read the tokenizer.
+    """
+    source, ends = tokenizer.source(), sorted(tokenizer.eos)
+    if not ends:
+        parsed = json.loads(source)
+        end = {"id": tokenizer.size, "content": "<|edge-run end|>", "special": True, "normalized": False}
+        end |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+        parsed["added_tokens"] = [*(parsed.get("added_tokens") or ()), end]
+        source, ends = json.dumps(parsed), [tokenizer.size]
+    try:
+        return llguidance.LLTokenizer(source, eos_token=ends)
+    except Exception as error:
+        raise BundleError(
+            f"grammars cannot be used with this tokenizer: {first_line(str(error))}", "leave the response format out"
+        ) from error

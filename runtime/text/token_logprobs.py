@@ -1,0 +1,144 @@
+"""Log-probabilities of an answer's tokens, assigned to the pieces of its text."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from ..sampling.logprobs import PositionLogprobs
+from ..speculation.token_origin import DraftOrigin, TokenOrigin
+from .token_bytes import TokenBytes
+
+_REPLACEMENT: Final = "\ufffd"
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token of an answer, or an alternative to it, with its log-probability.
+
+    Log-probabilities are natural logarithms of the model's own distribution: before temperature, filters, penalties
+    and biases.
+    """
+
+    token_id: int
+    text: str
+    """The token as text: U+FFFD where it is a part of a character; a special token as the vocabulary writes it."""
+    bytes: bytes
+    """What the token adds to the text as UTF-8; empty for a special token. The bytes of an answer's tokens, joined, are
+    its text."""
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+    """The most probable tokens at this position, the most probable first, whether or not the token is among them."""
+    origin: TokenOrigin | None = None
+    """How the token came to be; None for an alternative."""
+
+
+class _Position(NamedTuple):
+    """A token of the answer before its text is known."""
+
+    token_id: int
+    logprobs: PositionLogprobs | None = None
+    """None for a token of the answer's start, which is not listed."""
+    origin: DraftOrigin | None = None
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A token of the answer and the place of its text."""
+
+    token: TokenLogprob | None
+    """None for a token of the answer's start."""
+    start: int
+    """Byte of the answer's text at which the token's text begins."""
+    end: int
+
+
+class AnswerTokens:
+    """The tokens of an answer, listed as soon as all of their text has been shown.
+
+    Text is held back while a character is incomplete, or while a stop sequence may be beginning; its tokens are held
+    back with it. At the end, a token is listed if some of its text was shown: where a stop sequence begins inside a
+    token, that token is the last one.
+
+    Args:
+        token_bytes: bytes of the tokenizer's tokens.
+        before: tokens before these that have part of a character, which these complete. They are not listed.
+    """
+
+    def __init__(self, token_bytes: TokenBytes, before: Sequence[int] = ()) -> None:
+        self._token_bytes: Final = token_bytes
+        self._undecoded = [_Position(token) for token in before]
+        self._placed: deque[_Placed] = deque()
+        self._decoded = 0
+        """Bytes of text that the tokens have decoded to."""
+        self._shown = 0
+        """Bytes of text that have been shown."""
+
+    def add(self, logprobs: PositionLogprobs, decoded: str, origin: DraftOrigin | None = None) -> None:
+        """Add a token, and the text that the detokenizer has returned for it and tokens held back before it."""
+        self._undecoded.append(_Position(logprobs.token_id, logprobs, origin))
+        if decoded:
+            self._place(decoded)
+
+    def take(self, shown: str) -> tuple[TokenLogprob, ...]:
+        """The tokens whose text is complete with the next piece of shown text."""
+        self._shown += len(shown.encode())
+        complete = []
+        while self._placed and self._placed[0].end <= self._shown:
+            complete.append(self._placed.popleft().token)
+        return _listed(complete)
+
+    def finish(self, decoded: str, shown: str) -> tuple[TokenLogprob, ...]:
+        """The rest of the tokens, given the last text of the detokenizer and the last piece of shown text."""
+        self._place(decoded)
+        complete = self.take(shown)
+        return (*complete, *_listed([placed.token for placed in self._placed if placed.start < self._shown]))
+
+    def _place(self, decoded: str) -> None:
+        """Give every token that was held back its part of their text."""
+        text = decoded.encode()
+        parts = self._split(decoded, text)
+        # Where bytes were replaced by U+FFFD, no byte of the text belongs to one token: each has the whole place.
+        exact = b"".join(parts) == text
+        start, whole = self._decoded, (self._decoded, self._decoded + len(text))
+        for position, part in zip(self._undecoded, parts, strict=True):
+            begin, end = (start, start + len(part)) if exact else whole
+            self._placed.append(_Placed(self._token(position, part), begin, end))
+            start = end
+        self._decoded += len(text)
+        self._undecoded.clear()
+
+    def _split(self, decoded: str, text: bytes) -> Sequence[bytes]:
+        """The bytes of every token that was held back; joined, they are `text` unless it has replacement characters."""
+        parts = [self._token_bytes.of(position.token_id) for position in self._undecoded]
+        joined = b"".join(parts)
+        if joined == text or _REPLACEMENT in decoded:
+            return parts
+        texts = [index for index, part in enumerate(parts) if part]
+        if texts and joined == b" " + text:  # many tokenizers drop the space before the first word
+            parts[texts[0]] = parts[texts[0]][1:]
+            return parts
+        # A tokenizer whose words depend on their neighbours: the last token has completed the text.
+        return [text if index == (texts or [0])[-1] else b"" for index in range(len(parts))]
+
+    def _token(self, position: _Position, part: bytes) -> TokenLogprob | None:
+        token_id, logprobs, drafted = position
+        if logprobs is None:
+            return None
+        names = self._token_bytes
+        shown = part.decode("utf-8", "replace") if part else names.shown(token_id)
+        top = tuple(
+            TokenLogprob(other, names.shown(other), names.of(other), logprob) for other, logprob in logprobs.top
+        )
+        origin = None
+        if drafted is not None:
+            rejected = None if drafted.rejected is None else names.shown(drafted.rejected)
+            origin = TokenOrigin(drafted.kind, drafted.drafter, rejected)
+        return TokenLogprob(token_id, shown, part, logprobs.logprob, top, origin)
+
+
+def _listed(tokens: Sequence[TokenLogprob | None]) -> tuple[TokenLogprob, ...]:
+    """The tokens without those of the answer's start."""
+    return tuple(token for token in tokens if token is not None)

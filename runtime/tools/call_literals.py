@@ -1,0 +1,177 @@
+"""Values as models write them outside of JSON: Gemma's objects with bare keys, and Python's literals."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from .json_scanner import MAX_DEPTH
+
+_SPACE: Final = re.compile(r"\s*")
+_NUMBER: Final = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?(?![\w.])")
+_WORD: Final = re.compile(r"[A-Za-z_][\w.-]*")
+_WORDS: Final[Mapping[str, Any]] = {
+    "true": True,
+    "false": False,
+    "null": None,
+    "True": True,
+    "False": False,
+    "None": None,
+}
+_ESCAPE: Final = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|(.))", re.DOTALL)
+_ESCAPED: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
+_MAX_DIGITS: Final = 400
+
+
+class NotALiteralError(Exception):
+    """The text is not a value."""
+
+
+@dataclass(frozen=True)
+class Quote:
+    """What strings are written between."""
+
+    mark: str
+    escapes: bool = False
+    """Whether a backslash has a meaning in the string."""
+
+
+JSON_QUOTE: Final = Quote('"', escapes=True)
+PYTHON_QUOTES: Final = (*(Quote(mark * 3, escapes=True) for mark in "\"'"), JSON_QUOTE, Quote("'", escapes=True))
+
+
+class LiteralReader:
+    """Reads values from a text, one after the other.
+
+    Args:
+        text: the text.
+        quotes: what strings are written between, longer ones before their beginnings.
+    """
+
+    def __init__(self, text: str, quotes: tuple[Quote, ...]) -> None:
+        self.text: Final = text
+        self.at = 0
+        """Index of the next character."""
+        self._quotes = quotes
+        self._depth = 0
+
+    def take(self, sign: str) -> bool:
+        """Skip white space, and `sign` where it comes next; whether it did."""
+        self.at = _end(_SPACE, self.text, self.at)
+        if not self.text.startswith(sign, self.at):
+            return False
+        self.at += len(sign)
+        return True
+
+    def expect(self, sign: str) -> None:
+        """Skip white space and `sign`.
+
+        Raises:
+            NotALiteralError: it does not come next.
+        """
+        if not self.take(sign):
+            raise NotALiteralError
+
+    def word(self) -> str:
+        """Read a name.
+
+        Raises:
+            NotALiteralError: none comes next.
+        """
+        self.take("")
+        found = _WORD.match(self.text, self.at)
+        if found is None:
+            raise NotALiteralError
+        self.at = found.end()
+        return found[0]
+
+    def value(self) -> Any:
+        """Read a value: a string, a number, a list, a mapping, or true, false and null in either spelling.
+
+        Raises:
+            NotALiteralError: none comes next.
+        """
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise NotALiteralError
+        try:
+            return self._value()
+        finally:
+            self._depth -= 1
+
+    def mapping(self) -> dict[str, Any]:
+        """Read what follows the opening brace of a mapping, with the closing one.
+
+        Raises:
+            NotALiteralError: it is not the rest of a mapping.
+        """
+        values: dict[str, Any] = {}
+        while not self.take("}"):
+            if values:
+                self.expect(",")
+                if self.take("}"):
+                    break
+            quote = self._quote()
+            key = self.word() if quote is None else self._string(quote)
+            self.expect(":")
+            values[key] = self.value()
+        return values
+
+    def _value(self) -> Any:
+        if (quote := self._quote()) is not None:
+            return self._string(quote)
+        if self.take("{"):
+            return self.mapping()
+        for opening, closing in ("[]", "()"):
+            if self.take(opening):
+                return self._list(closing)
+        if found := _NUMBER.match(self.text, self.at):
+            if len(found[0]) > _MAX_DIGITS:
+                raise NotALiteralError
+            self.at = found.end()
+            whole = found[0].lstrip("+-").isdigit()
+            return int(found[0]) if whole else float(found[0])
+        word = self.word()
+        if word not in _WORDS:
+            raise NotALiteralError
+        return _WORDS[word]
+
+    def _list(self, closing: str) -> list[Any]:
+        values: list[Any] = []
+        while not self.take(closing):
+            if values:
+                self.expect(",")
+                if self.take(closing):
+                    break
+            values.append(self.value())
+        return values
+
+    def _quote(self) -> Quote | None:
+        self.take("")
+        return next((quote for quote in self._quotes if self.text.startswith(quote.mark, self.at)), None)
+
+    def _string(self, quote: Quote) -> str:
+        begin = self.at + len(quote.mark)
+        end = begin
+        while True:
+            end = self.text.find(quote.mark, end)
+            if end < 0:
+                raise NotALiteralError
+            written = self.text[begin:end]
+            if not quote.escapes or (len(written) - len(written.rstrip("\\"))) % 2 == 0:
+                break
+            end += 1  # the mark is escaped
+        self.at = end + len(quote.mark)
+        return _ESCAPE.sub(_unescaped, written) if quote.escapes else written
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    code = found[1] or found[2]
+    return chr(int(code, 16)) if code else _ESCAPED.get(found[3], found[3])
+
+
+def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
+    found = pattern.match(text, at)
+    return at if found is None else found.end()

@@ -1,0 +1,221 @@
+"""Calls of functions: what a model asks for, the pieces it is streamed in, and the functions that may be called."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ...errors import InputError
+from ...models.json_file import shown
+
+_ID_LETTERS: Final = string.ascii_letters + string.digits
+_ID_LENGTH: Final = 9
+"""Mistral's templates take identifiers of this length alone, and others any."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a function that the model asks for."""
+
+    id: str
+    """Identifier, to which the message with the result refers."""
+    name: str
+    """Name of the function: one of those that were offered."""
+    arguments: str
+    """The arguments: a JSON object as text. Only an answer that was cut off may end inside of it."""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The arguments by name.
+
+        Raises:
+            ValueError: the answer was cut off inside of them.
+        """
+        values: dict[str, Any] = json.loads(self.arguments)
+        return values
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The call as a message of an assistant has it in its `tool_calls`."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """A piece of a call. The first one of each call has its identifier and name; the arguments of all are joined."""
+
+    index: int
+    """Which call of the answer it belongs to."""
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+def joined_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
+    """The calls that pieces, in their order, are of."""
+    heads: dict[int, ToolCallDelta] = {}
+    arguments: dict[int, list[str]] = {}
+    for delta in deltas:
+        heads.setdefault(delta.index, delta)
+        arguments.setdefault(delta.index, []).append(delta.arguments)
+    return tuple(ToolCall(head.id, head.name, "".join(arguments[index])) for index, head in sorted(heads.items()))
+
+
+def assistant_message(text: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """An answer as a message of a conversation."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [call.message for call in calls]
+    return message
+
+
+def new_call_id() -> str:
+    """An identifier for a call."""
+    return "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH))
+
+
+@dataclass(frozen=True)
+class OfferedTools:
+    """The functions that a model may call, by name, with the JSON schemas of their arguments."""
+
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tools: Sequence[Mapping[str, Any]]) -> OfferedTools:
+        """Read definitions: `{"type": "function", "function": {"name": ...}}`, or the inner object alone."""
+        schemas: dict[str, Mapping[str, Any]] = {}
+        for tool in tools:
+            function = tool.get("function", tool)
+            name = function.get("name") if isinstance(function, Mapping) else None
+            if isinstance(name, str):
+                parameters = function.get("parameters")
+                schemas[name] = parameters if isinstance(parameters, Mapping) else {}
+        return cls(schemas)
+
+    def properties(self, name: str) -> Mapping[str, Any]:
+        """Schemas of the arguments of a function, by their names."""
+        found = self.schemas.get(name, {}).get("properties")
+        return found if isinstance(found, Mapping) else {}
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name in self.schemas
+
+    def __bool__(self) -> bool:
+        return bool(self.schemas)
+
+
+def check_tool_choice(choice: str | Mapping[str, Any]) -> None:
+    """Check that a choice among tools is one.
+
+    Raises:
+        InputError: it is not.
+    """
+    if choice not in ("auto", "none", "required") and _chosen_name(choice) is None:
+        raise InputError(
+            f"tool_choice is {shown(choice)}",
+            'it must be auto, none, required, or {"type": "function", "function": {"name": ...}}',
+        )
+
+
+def required_tools(choice: str | Mapping[str, Any], tools: OfferedTools) -> OfferedTools | None:
+    """The functions of which one has to be called; None where none has to.
+
+    Raises:
+        InputError: there is no such function.
+    """
+    if choice in ("auto", "none"):
+        return None
+    if not tools:
+        raise InputError(f"tool_choice is {shown(choice)} without tools", "give tools, or leave tool_choice out")
+    name = _chosen_name(choice)
+    if name is None:
+        return tools
+    if name not in tools:
+        raise InputError(f"tool_choice names {shown(name)}", f"the tools are {', '.join(tools.schemas)}")
+    return OfferedTools({name: tools.schemas[name]})
+
+
+def _chosen_name(choice: str | Mapping[str, Any]) -> str | None:
+    """The function that a choice names; None if it names none."""
+    if not isinstance(choice, Mapping):
+        return None
+    function = choice.get("function", choice)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+@dataclass(frozen=True)
+class WrittenCall:
+    """A call as it was read from an answer."""
+
+    name: str
+    arguments: str
+    """A JSON object as text."""
+    id: str = ""
+    """Identifier that the model has given it; empty for none."""
+
+
+class NotACallError(Exception):
+    """A value is not a call of an offered function."""
+
+
+def written_call(name: Any, arguments: Any, tools: OfferedTools, call_id: Any = None) -> WrittenCall:
+    """Check what an answer says of a call.
+
+    Raises:
+        NotACallError: the function was not offered, or the arguments are not an object that JSON can hold.
+    """
+    if name not in tools or not isinstance(arguments, dict):
+        raise NotACallError
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # half of a surrogate pair, which JSON has as an escape alone
+            text = json.dumps(arguments, allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise NotACallError from error
+    is_id = isinstance(call_id, str) and len(call_id) == _ID_LENGTH and set(call_id) <= set(_ID_LETTERS)
+    return WrittenCall(name, text, call_id if is_id else "")
+
+
+def read_json(text: str) -> Any:
+    """Decode JSON that a model wrote; strings may have line ends in them.
+
+    Raises:
+        NotACallError: it is not JSON.
+    """
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError) as error:
+        raise NotACallError from error
+
+
+def calls_of_json(value: Any, tools: OfferedTools) -> list[WrittenCall]:
+    """Read a call from an object with a name and arguments, or several from a list of them.
+
+    Raises:
+        NotACallError: one of them is not a call.
+    """
+    items = value if isinstance(value, list) else [value]
+    if not items:
+        raise NotACallError
+    return [_call_of_json(item, tools) for item in items]
+
+
+def _call_of_json(item: Any, tools: OfferedTools) -> WrittenCall:
+    if not isinstance(item, dict):
+        raise NotACallError
+    function = item.get("function")
+    fields = function if isinstance(function, dict) else item
+    name = fields.get("name")
+    arguments = fields.get("arguments", fields.get("parameters", {}))
+    if isinstance(arguments, str):  # some models write the object as text once more
+        arguments = read_json(arguments or "{}")
+    return written_call(name, arguments, tools, item.get("id"))

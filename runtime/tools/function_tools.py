@@ -1,0 +1,171 @@
+"""Python functions as tools: definitions from their type hints, and results as text."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+
+from ...errors import InputError
+
+Schema: TypeAlias = dict[str, Any]
+_SIMPLE: Final[Mapping[Any, Schema]] = {
+    str: {"type": "string"},
+    bool: {"type": "boolean"},
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    type(None): {"type": "null"},
+    Any: {},
+    list: {"type": "array"},
+    dict: {"type": "object"},
+}
+_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
+    "string": (str,),
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float),
+    "null": (type(None),),
+    "array": (list,),
+    "object": (dict,),
+}
+_NAMED: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_ARGUMENT: Final = re.compile(r"\s+(\w+)(?: \([^)]*\))?:\s*(.+)")
+
+
+@dataclass(frozen=True)
+class FunctionTool:
+    """A function that a model may call."""
+
+    definition: Mapping[str, Any]
+    """What the chat template reads: `{"type": "function", "function": {"name": ...}}`."""
+    run: Callable[..., Any]
+    """Takes the arguments by name."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> FunctionTool:
+        """Describe a function by its name, its docstring and its type hints.
+
+        The first paragraph of the docstring is the description; those of the arguments are taken from a section
+        `Args:`, or from `Annotated[type, "description"]`.
+
+        Raises:
+            InputError: an argument has no type hint, or one that JSON has no form for.
+        """
+        name = getattr(function, "__name__", "")
+        if not name.isidentifier() or inspect.iscoroutinefunction(function):
+            raise InputError(f"{function!r:.80} cannot be a tool", "give a function with a name that is not async")
+        try:
+            hints = get_type_hints(function, include_extras=True)
+        except (NameError, TypeError) as error:
+            raise InputError(
+                f"the type hints of {name} cannot be read: {error}", "use types that are defined"
+            ) from error
+        documentation = inspect.getdoc(function) or ""
+        described = _argument_descriptions(documentation)
+        properties: dict[str, Schema] = {}
+        required = []
+        for parameter in inspect.signature(function).parameters.values():
+            where = f"{name}({parameter.name})"
+            if parameter.kind not in _NAMED or parameter.name not in hints:
+                raise InputError(f"{where} cannot be an argument of a tool", "name it, and give it a type hint")
+            schema = _schema(hints[parameter.name], where)
+            if parameter.name in described:
+                schema.setdefault("description", described[parameter.name])
+            properties[parameter.name] = schema
+            if parameter.default is inspect.Parameter.empty:
+                required.append(parameter.name)
+        parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        definition = {"name": name, "parameters": parameters}
+        if about := " ".join(documentation.partition("\n\n")[0].split()):
+            definition["description"] = about
+        return cls({"type": "function", "function": definition}, function)
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return str(self.definition["function"]["name"])
+
+    def result(self, values: Mapping[str, Any]) -> str:
+        """Call the function; returns its result as text, or what went wrong, for the model to read."""
+        schema = self.definition["function"].get("parameters", {})
+        if problem := mismatch(dict(values), schema, "the arguments"):
+            return f"error: {problem}"
+        try:
+            value = self.run(**values)
+            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        except Exception as error:  # noqa: BLE001  whatever it is, the model may do better
+            return f"error: {type(error).__name__}: {error}"
+
+
+def mismatch(value: Any, schema: Mapping[str, Any], where: str) -> str:
+    """What is wrong with a value, by the keywords that `FunctionTool.of` writes; empty where nothing is."""
+    return next(_mismatches(value, schema, where), "")
+
+
+def _mismatches(value: Any, schema: Mapping[str, Any], where: str) -> Iterator[str]:
+    if "enum" in schema and value not in schema["enum"]:
+        yield f"{where}: {value!r:.60} is not one of {schema['enum']!r:.200}"
+    if "anyOf" in schema and all(mismatch(value, each, where) for each in schema["anyOf"]):
+        yield f"{where}: {value!r:.60} has none of the types that it may have"
+    wanted = schema.get("type")
+    if isinstance(wanted, str) and wanted in _TYPES:
+        is_number = wanted in {"integer", "number"}
+        if not isinstance(value, _TYPES[wanted]) or (is_number and isinstance(value, bool)):
+            yield f"{where}: {value!r:.60} is not of the type {wanted}"
+    if isinstance(value, list) and isinstance(schema.get("items"), Mapping):
+        for index, each in enumerate(value):
+            yield from _mismatches(each, schema["items"], f"{where}[{index}]")
+    if isinstance(value, dict):
+        properties = schema.get("properties", {})
+        yield from (f"{where}: {name} is missing" for name in schema.get("required", ()) if name not in value)
+        others = schema.get("additionalProperties", True)
+        for name, each in value.items():
+            expected = properties.get(name, others)
+            if expected is False:
+                yield f"{where}: there is no {name}"
+            elif isinstance(expected, Mapping):
+                yield from _mismatches(each, expected, f"{where}.{name}")
+
+
+def _schema(hint: Any, where: str) -> Schema:
+    """The JSON schema of a type hint.
+
+    Raises:
+        InputError: JSON has no form for it.
+    """
+    if get_origin(hint) is Annotated:
+        inner, *notes = get_args(hint)
+        schema = _schema(inner, where)
+        if texts := [note for note in notes if isinstance(note, str)]:
+            schema["description"] = texts[0]
+        return schema
+    if hint in _SIMPLE:
+        return dict(_SIMPLE[hint])
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if origin in {Union, types.UnionType}:
+        return {"anyOf": [_schema(each, where) for each in arguments]}
+    if origin in {list, Sequence}:
+        return {"type": "array", "items": _schema(arguments[0], where)}
+    if origin in {dict, Mapping} and arguments[0] is str:
+        return {"type": "object", "additionalProperties": _schema(arguments[1], where)}
+    raise InputError(
+        f"{where} has the type hint {hint!r:.80}", "use str, int, float, bool, list, dict, Literal or a union of them"
+    )
+
+
+def _argument_descriptions(documentation: str) -> dict[str, str]:
+    """What the section `Args:` of a docstring says of the arguments."""
+    _, found, section = documentation.partition("\nArgs:\n")
+    described: dict[str, str] = {}
+    for line in section.splitlines() if found else ():
+        if line.strip() and not line[0].isspace():
+            break
+        if (argument := _ARGUMENT.fullmatch(line)) is not None:
+            described[argument[1]] = argument[2].strip()
+    return described

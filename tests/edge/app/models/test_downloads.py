@@ -1,0 +1,155 @@
+"""Downloads of the app: pause, resume, cancel, restart, and what is said without a connection."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from support.app_server import running_app
+from support.hub_fixture import own_hub
+from support.hub_server import HubServer, files_of
+from support.waiting import wait_until
+
+REPO = "acme/Tiny-Chat"
+WEIGHTS = "model.onnx.data"
+STALL_AT = 1_400_000
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A model whose weights are more than one report of progress."""
+    from support.tiny_models import write_bundle
+
+    return files_of(write_bundle(tmp_path_factory.mktemp("padded"), hidden_size=256, intermediate_size=512))
+
+
+@pytest.fixture
+def hub(tmp_path: Path, padded: dict[str, bytes]) -> Iterator[HubServer]:
+    with own_hub(tmp_path / "hf") as server:
+        server.repo(REPO, padded)
+        yield server
+
+
+def ask(client: httpx.Client, path: str, body: dict[str, Any] | None = None) -> Any:
+    response = client.get(path) if body is None else client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def downloads(client: httpx.Client) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = ask(client, "/api/downloads")["downloads"]
+    return found
+
+
+def partial(hf: Path) -> list[Path]:
+    # `walk` goes on where a folder that it has listed is gone; `rglob` does not.
+    walked = ((Path(folder), names) for folder, _, names in os.walk(hf))
+    return [folder / name for folder, names in walked if folder.name == "partial" for name in names]
+
+
+def wait_for(client: httpx.Client, state: str) -> dict[str, Any]:
+    wait_until(lambda: [each["state"] for each in downloads(client)] == [state])
+    return downloads(client)[0]
+
+
+def start_stalled(client: httpx.Client, hub: HubServer, hf: Path) -> dict[str, Any]:
+    """Begin a download that stops in the middle of its weights."""
+    hub.faults.stall[WEIGHTS] = STALL_AT
+    ask(client, "/api/downloads", {"id": REPO})
+    wait_until(lambda: downloads(client)[0]["received"] > 1_000_000)
+    download = downloads(client)[0]
+    assert download["state"] == "downloading"
+    assert download["received"] < download["total"]
+    assert partial(hf)
+    return download
+
+
+def test_a_download_is_paused_resumed_and_used(tmp_path: Path, hub: HubServer) -> None:
+    hf = tmp_path / "hf"
+    with running_app(tmp_path / "home") as app, app.entered() as client:
+        key = start_stalled(client, hub, hf)["key"]
+        assert ask(client, f"/api/downloads/{key}/pause", {})["download"]["state"] == "paused"
+        hub.faults.stall.clear()
+        hub.faults.go_on.set()
+        received = wait_for(client, "paused")["received"]
+        assert received > 1_000_000
+        before = len(hub.seen)
+        assert ask(client, f"/api/downloads/{key}/resume", {})["download"]["state"] in {"queued", "downloading"}
+        assert wait_for(client, "done")["model"] == REPO
+        ranges = [seen.range for seen in hub.seen[before:] if WEIGHTS in seen.path and seen.range]
+        assert any(int(each.removeprefix("bytes=").rstrip("-")) > 1_000_000 for each in ranges)
+        models = {model["id"]: model for model in ask(client, "/api/models")["models"]}
+        assert models[REPO]["removable"]
+        assert models[REPO]["disk_bytes"] > STALL_AT
+        loaded = {model["id"]: model for model in ask(client, "/api/models/load", {"id": REPO})["models"]}
+        assert loaded[REPO]["loaded"]
+        # Removing unloads it.
+        freed = ask(client, "/api/models/remove", {"id": REPO})
+        assert freed["freed"] > STALL_AT
+        assert [model["id"] for model in freed["models"]] == ["shell-helper"]
+        assert not [path for path in hf.rglob("*") if path.suffix == ".onnx"]
+
+
+def test_a_cancelled_download_leaves_nothing(tmp_path: Path, hub: HubServer) -> None:
+    hf = tmp_path / "hf"
+    with running_app(tmp_path / "home") as app, app.entered() as client:
+        key = start_stalled(client, hub, hf)["key"]
+        assert ask(client, f"/api/downloads/{key}/cancel", {})["download"]["state"] == "removed"
+        assert downloads(client) == []
+        hub.faults.go_on.set()
+        wait_until(lambda: not partial(hf))
+        assert [model["id"] for model in ask(client, "/api/models")["models"]] == ["shell-helper"]
+        gone = client.post(f"/api/downloads/{key}/pause", json={})
+        assert gone.status_code == 404
+        assert gone.json()["error"]["message"] == "this download is no longer in the list; reload the page"
+
+
+def test_downloads_wait_for_one_another_and_outlive_the_app(tmp_path: Path, hub: HubServer) -> None:
+    hf = tmp_path / "hf"
+    hub.repo("acme/Second", hub.repos[REPO].commits[hub.repos[REPO].refs["main"]])
+    with running_app(tmp_path / "home") as app, app.entered() as client:
+        start_stalled(client, hub, hf)
+        assert ask(client, "/api/downloads", {"id": "acme/Second"})["download"]["state"] == "queued"
+        app.process.kill()
+        app.process.wait()
+    hub.faults.stall.clear()
+    hub.faults.go_on.set()
+    with running_app(tmp_path / "home") as app, app.entered() as client:
+        assert [(each["id"], each["state"]) for each in downloads(client)] == [
+            (REPO, "paused"),
+            ("acme/Second", "paused"),
+        ]
+        for each in downloads(client):
+            ask(client, f"/api/downloads/{each['key']}/resume", {})
+        wait_until(lambda: {each["state"] for each in downloads(client)} == {"done"})
+        assert {REPO, "acme/Second"} <= {model["id"] for model in ask(client, "/api/models")["models"]}
+
+
+def test_without_a_connection_one_message_says_so(tmp_path: Path, hub: HubServer) -> None:
+    # Nothing listens on the port of a server that has ended.
+    with HubServer() as gone:
+        address = gone.url
+    with running_app(tmp_path / "home", HF_ENDPOINT=address) as app, app.entered() as client:
+        ask(client, "/api/downloads", {"id": REPO})
+        error = wait_for(client, "failed")["error"]
+        assert error.startswith("edge-run cannot reach the hub: ")
+        assert "\n" not in error
+        wrong = client.post("/api/downloads", json={"id": "no id"})
+        assert wrong.status_code == 400
+        assert "is not an id of a model on the Hugging Face Hub" in wrong.json()["error"]["message"]
+    with running_app(tmp_path / "other", HF_HUB_OFFLINE="1") as app, app.entered() as client:
+        offline = client.post("/api/downloads", json={"id": REPO})
+        assert offline.status_code == 503
+        assert offline.json()["error"]["message"].startswith("edge-run cannot reach the hub: ")
+
+
+def test_a_repository_without_a_model_is_said(tmp_path: Path, hub: HubServer) -> None:
+    hub.repo("acme/Empty", {"README.md": os.urandom(10)})
+    with running_app(tmp_path / "home") as app, app.entered() as client:
+        ask(client, "/api/downloads", {"id": "https://huggingface.co/acme/Empty"})
+        assert "holds no .onnx file" in wait_for(client, "failed")["error"]

@@ -1,0 +1,300 @@
+"""Models, comparisons, exactness checks and exports over HTTP."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from edgerun import load
+from edgerun.edge.app.models.model_catalog import ModelCatalog
+from edgerun.edge.conversations.store import ConversationStore
+from edgerun.edge.service.model_pool import ModelPool
+from edgerun.models.bundle import open_bundle
+from support.app_server import running_app
+from support.tiny_models import write_checkpoint
+from support.waiting import wait_until
+
+TOKENS = 1200
+"""Calibration tokens: enough for a tiny model."""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("source") / "tiny-chat", num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def client(
+    home: Path, cache: Path, tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[httpx.Client]:
+    hub = str(tmp_path_factory.mktemp("hf"))
+    with (
+        running_app(home, tiny_bundle, EDGERUN_CACHE=str(cache), HF_HOME=hub, HF_HUB_OFFLINE="1") as app,
+        app.entered() as client,
+    ):
+        yield client
+
+
+def ask(client: httpx.Client, path: str, body: dict[str, Any] | None = None) -> Any:
+    response = client.get(path) if body is None else client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def refused(client: httpx.Client, path: str, body: dict[str, Any]) -> str:
+    response = client.post(path, json=body)
+    assert response.status_code >= 400, response.text
+    return str(response.json()["error"]["message"])
+
+
+def model_of(client: httpx.Client, name: str) -> dict[str, Any]:
+    found: list[dict[str, Any]] = ask(client, "/api/models")["models"]
+    return next(model for model in found if model["id"] == name)
+
+
+def test_models_say_what_they_need(client: httpx.Client, tiny_bundle: Path) -> None:
+    bundle = open_bundle(tiny_bundle)
+    model = model_of(client, "bundle")
+    cache_bytes = 2 * bundle.config["num_hidden_layers"] * bundle.config["num_key_value_heads"] * 16 * 4
+    assert model["weight_bytes"] == bundle.weight_bytes
+    assert model["cache_bytes_per_token"] == cache_bytes
+    assert model["context"] == bundle.context
+    assert model["memory_bytes"] == bundle.weight_bytes + bundle.context * cache_bytes
+    assert model["disk_bytes"] >= bundle.weight_bytes
+    assert (model["loaded"], model["removable"], model["chats"]) == (False, False, True)
+    helper = model_of(client, "shell-helper")
+    assert helper["bundled"]
+    assert "It is not a chat model" in helper["about"]
+    # What is given to the command answers by default; what else is here is offered too.
+    assert ask(client, "/api/state")["default_model"] == "bundle"
+
+
+def test_models_are_loaded_and_unloaded(client: httpx.Client) -> None:
+    before = model_of(client, "bundle")
+    ask(client, "/api/models/load", {"id": "bundle"})
+    loaded = model_of(client, "bundle")
+    # The graph says the same of its cache as the configuration.
+    assert loaded == {**before, "loaded": True}
+    ask(client, "/api/models/unload", {"id": "bundle"})
+    assert model_of(client, "bundle") == before
+    assert refused(client, "/api/models/load", {"id": "nothing"}).startswith("there is no model 'nothing'")
+
+
+def test_only_models_of_the_app_are_removed(client: httpx.Client, tiny_bundle: Path) -> None:
+    assert "comes with edge-run" in refused(client, "/api/models/remove", {"id": "shell-helper"})
+    assert "is not a model that the app downloaded" in refused(client, "/api/models/remove", {"id": "bundle"})
+    assert (tiny_bundle / "model.onnx").is_file()
+
+
+def test_recommended_models_fit_this_machine(client: httpx.Client) -> None:
+    got = ask(client, "/api/models/recommended")
+    for each in got["recommended"]:
+        assert each["fits"] == (each["minimum_free_bytes"] <= got["free_bytes"])
+        assert not each["downloaded"]
+
+
+def test_a_speed_is_measured_by_answers(client: httpx.Client) -> None:
+    assert model_of(client, "bundle")["tokens_per_second"] is None
+    conversation = ask_created(client)
+    sent = ask(
+        client, f"/api/conversations/{conversation}/messages", {"parent": None, "content": "hello", "attachments": []}
+    )
+    answer = sent["answer"]["id"]
+
+    def message() -> dict[str, Any]:
+        messages = ask(client, f"/api/conversations/{conversation}")["messages"]
+        return next(each for each in messages if each["id"] == answer)
+
+    wait_until(lambda: message()["state"] != "writing")
+    stats = message()["stats"]
+    wait_until(lambda: model_of(client, "bundle")["tokens_per_second"] is not None)
+    assert stats["tokens"] == 40
+    assert model_of(client, "bundle")["tokens_per_second"] == pytest.approx(stats["tokens_per_second"], rel=0.01)
+
+
+def ask_created(client: httpx.Client) -> str:
+    fields = {"sampling": {"max_tokens": 40, "temperature": 1.0, "seed": 3}, "model": "bundle"}
+    return str(ask(client, "/api/conversations", fields)["conversation"]["id"])
+
+
+def test_a_comparison_writes_the_same_text_twice(client: httpx.Client) -> None:
+    body = {"prompt": "the theory of the other and the thing", "model": "bundle", "max_tokens": 100}
+    begun = ask(client, "/api/comparisons", body)["comparison"]
+    assert begun["state"] == "loading"
+    wait_until(lambda: ask(client, "/api/comparisons")["comparison"]["state"] not in {"loading", "running"})
+    got = ask(client, "/api/comparisons")["comparison"]
+    assert got["state"] == "done", got["error"]
+    assert got["identical"]
+    assert got["differs_at"] is None
+    plain, drafted = got["plain"], got["drafted"]
+    assert plain["text"] == drafted["text"] != ""
+    assert plain["tokens"] == drafted["tokens"]
+    assert plain["drafted"] == 0
+    assert got["ratio"] == pytest.approx(drafted["tokens_per_second"] / plain["tokens_per_second"])
+    assert got["summary"].endswith("Both texts are identical.")
+
+
+def test_one_comparison_runs_at_a_time_and_can_be_stopped(client: httpx.Client) -> None:
+    body = {"prompt": "hello", "model": "bundle", "max_tokens": 200}
+    ask(client, "/api/comparisons", body)
+    response = client.post("/api/comparisons", json=body)
+    stopped = ask(client, "/api/comparisons/stop", {})["comparison"]["state"]
+    wait_until(lambda: ask(client, "/api/comparisons")["comparison"]["state"] in {"stopped", "done"})
+    assert response.status_code == 400 or stopped == "done"
+    assert refused(client, "/api/comparisons", {"model": "bundle"}).startswith("a comparison needs a prompt")
+    assert refused(client, "/api/comparisons", {**body, "max_tokens": 1}) == "max_tokens is 1; give 2 to 2048"
+    assert refused(client, "/api/comparisons", {**body, "prompt": " "}) == "the prompt is empty; write one"
+
+
+def test_a_comparison_takes_the_question_of_a_conversation(client: httpx.Client) -> None:
+    conversation = ask_created(client)
+    path = f"/api/conversations/{conversation}/messages"
+    ask(client, path, {"parent": None, "content": "what of the thing", "attachments": []})
+    wait_until(lambda: not ask(client, f"/api/conversations/{conversation}")["writing"])
+    got = ask(client, "/api/comparisons", {"conversation": conversation, "max_tokens": 8})["comparison"]
+    assert (got["prompt"], got["model"]) == ("what of the thing", "bundle")
+    wait_until(lambda: ask(client, "/api/comparisons")["comparison"]["state"] == "done")
+
+
+def test_an_exactness_check_is_explained_and_kept(client: httpx.Client) -> None:
+    assert ask(client, "/api/exactness")["reports"] == {}
+    begun = ask(client, "/api/exactness", {"model": "bundle", "max_tokens": 8})["check"]
+    assert begun["state"] == "running"
+    assert refused(client, "/api/exactness", {"model": "bundle"}).startswith("an exactness check is running")
+    wait_until(lambda: ask(client, "/api/exactness")["check"]["state"] != "running")
+    got = ask(client, "/api/exactness")
+    assert got["check"]["state"] == "done", got["check"]
+    report = got["reports"]["bundle"]["report"]
+    assert report["passed"]
+    assert report["result"].startswith(("Bit-identical for every pass width", "Identical up to near ties"))
+    assert {row["kind"] for row in report["rows"]} == {"greedy", "sampled", "exact"}
+    for row in report["rows"]:
+        assert row["texts"] == row["identical"] + row["near_ties"] + row["failed"]
+    assert report["texts"] == sum(row["texts"] for row in report["rows"]) > 0
+
+
+def test_a_check_opens_the_model_as_the_app_does(tmp_path: Path, tiny_bundle: Path) -> None:
+    with running_app(tmp_path, tiny_bundle, "--context", "4") as app, app.entered() as client:
+        ask(client, "/api/exactness", {"max_tokens": 8})
+        wait_until(lambda: ask(client, "/api/exactness")["check"]["state"] != "running")
+        check = ask(client, "/api/exactness")["check"]
+        assert check["state"] == "failed"
+        assert "context" in check["error"]
+
+
+def test_the_sampling_that_a_model_asks_for_is_told(tmp_path: Path, tiny_bundle: Path) -> None:
+    models = [tmp_path / name for name in ("greedy", "sampled")]
+    for folder in models:
+        shutil.copytree(tiny_bundle, folder)
+    (models[0] / "generation_config.json").write_text('{"do_sample": false, "top_k": 20}', encoding="utf-8")
+    sampled = '{"do_sample": true, "temperature": 0.7, "top_k": 20, "top_p": 1.0}'
+    (models[1] / "generation_config.json").write_text(sampled, encoding="utf-8")
+    with (
+        ModelPool([str(folder) for folder in models], lambda path, progress: load(path, progress=progress)) as pool,
+        ConversationStore.in_memory() as store,
+    ):
+        told = [model.sampling_defaults for model in ModelCatalog(pool, store).models()]
+    assert told == [{"temperature": 0.0}, {"temperature": 0.7, "top_k": 20}]
+
+
+def test_an_exactness_check_is_cancelled(client: httpx.Client) -> None:
+    ask(client, "/api/exactness", {"model": "bundle", "limit": 20, "max_tokens": 200})
+    wait_until(lambda: ask(client, "/api/exactness")["check"]["stage"] == "comparing texts")
+    ask(client, "/api/exactness/cancel", {})
+    wait_until(lambda: ask(client, "/api/exactness")["check"]["state"] != "running")
+    assert ask(client, "/api/exactness")["check"]["state"] == "cancelled"
+
+
+def job_of(client: httpx.Client, key: str) -> dict[str, Any]:
+    jobs: list[dict[str, Any]] = ask(client, "/api/exports")["jobs"]
+    return next(job for job in jobs if job["key"] == key)
+
+
+def left_over(home: Path, cache: Path) -> list[Path]:
+    """Folders of exports that are not whole."""
+    models = home / "models"
+    hidden = [path for path in models.iterdir() if path.name.startswith(".")] if models.is_dir() else []
+    work = cache / "app-exports"
+    return [*hidden, *(work.iterdir() if work.is_dir() else ())]
+
+
+def test_an_export_follows_the_plan_that_is_chosen(
+    client: httpx.Client, checkpoint: Path, home: Path, cache: Path
+) -> None:
+    body = {"source": str(checkpoint), "name": "Tiny mixed", "calibration_tokens": TOKENS}
+    key = ask(client, "/api/exports", body)["job"]["key"]
+    assert "there is a model with the name" in refused(client, "/api/exports", body)
+    wait_until(lambda: job_of(client, key)["state"] not in {"queued", "measuring"})
+    job = job_of(client, key)
+    assert job["state"] == "choosing", job["error"]
+    plans = job["plans"]
+    assert len(plans) >= 3
+    # A frontier: every larger plan is closer to the original.
+    assert [plan["bytes_read"] for plan in plans] == sorted(plan["bytes_read"] for plan in plans)
+    assert [plan["kl"] for plan in plans] == sorted((plan["kl"] for plan in plans), reverse=True)
+    assert refused(client, f"/api/exports/{key}/choose", {"plan": 99}).startswith("plan is 99")
+    ask(client, f"/api/exports/{key}/choose", {"plan": 1})
+    wait_until(lambda: job_of(client, key)["state"] not in {"queued", "exporting"})
+    job = job_of(client, key)
+    assert job["state"] == "done", job["error"]
+    assert job["result"]["kl"] > plans[-1]["kl"]
+    assert left_over(home, cache) == []
+    manifest = open_bundle(home / "models" / "Tiny mixed").manifest
+    assert manifest is not None
+    assert manifest.command == "edge-run app"
+    assert manifest.bits_per_weight < plans[-1]["bits_per_weight"]
+    # It is offered at once, answers, and can be removed.
+    assert model_of(client, "Tiny mixed")["removable"]
+    ask(client, "/api/models/load", {"id": "Tiny mixed"})
+    ask(client, "/api/models/remove", {"id": "Tiny mixed"})
+    assert not (home / "models" / "Tiny mixed").exists()
+
+
+def test_a_cancelled_export_leaves_nothing(client: httpx.Client, checkpoint: Path, home: Path, cache: Path) -> None:
+    body = {"source": str(checkpoint), "name": "cancelled", "calibration_tokens": TOKENS}
+    key = ask(client, "/api/exports", body)["job"]["key"]
+    wait_until(lambda: job_of(client, key)["stage"] == "measuring sensitivities")
+    ask(client, f"/api/exports/{key}/cancel", {})
+    wait_until(lambda: job_of(client, key)["state"] == "cancelled")
+    assert left_over(home, cache) == []
+    assert not (home / "models" / "cancelled").exists()
+    ask(client, f"/api/exports/{key}/cancel", {})
+    assert all(job["key"] != key for job in ask(client, "/api/exports")["jobs"])
+
+
+def test_an_export_of_one_format_has_one_step(client: httpx.Client, checkpoint: Path, home: Path) -> None:
+    key = ask(client, "/api/exports", {"source": str(checkpoint), "bits": 8})["job"]["key"]
+    wait_until(lambda: job_of(client, key)["state"] in {"done", "failed"})
+    job = job_of(client, key)
+    assert job["state"] == "done", job["error"]
+    assert job["name"] == "tiny-chat"
+    assert job["result"]["bits_per_weight"] == 9.0
+    assert (home / "models" / "tiny-chat" / "model.onnx").is_file()
+
+
+def test_exports_that_cannot_be_made_are_errors_of_one_line(client: httpx.Client, tmp_path: Path) -> None:
+    for body, message in (
+        ({"source": " "}, "the source is empty"),
+        ({"source": "x", "name": "../up"}, "'../up' cannot be the name of a model"),
+        ({"source": "x", "name": "shell-helper"}, "'shell-helper' cannot be the name of a model"),
+        ({"source": "x", "bits": 3}, "bits is 3"),
+    ):
+        assert refused(client, "/api/exports", body).startswith(message)
+    key = ask(client, "/api/exports", {"source": str(tmp_path / "missing")})["job"]["key"]
+    wait_until(lambda: job_of(client, key)["state"] == "failed")
+    assert job_of(client, key)["error"].startswith(f"{tmp_path / 'missing'} does not exist")

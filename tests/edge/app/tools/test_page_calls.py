@@ -1,0 +1,120 @@
+"""The page of the app in a real browser: servers in the settings, tools of a conversation, and calls that wait."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mcp", reason="needs the mcp extra")
+pytest.importorskip("playwright", reason="needs playwright")
+
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, expect
+
+from support.browser import AppServer, browser
+from support.chat_page import ChatPage, opened
+from support.scripted_model import write_calling_bundle
+
+WEATHER_SERVER = Path(__file__).resolve().parents[3] / "support" / "weather_server.py"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with browser() as chromium:
+        yield chromium
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_calling_bundle(tmp_path_factory.mktemp("model"))
+
+
+def look(page: Page, name: str) -> None:
+    """Keep a picture of the page where EDGERUN_PICTURES names a folder, and check it by axe-core."""
+    if folder := os.environ.get("EDGERUN_PICTURES"):
+        page.screenshot(path=f"{folder}/{name}.png")
+    found = Axe().run(page).response["violations"]
+    assert [each["id"] for each in found if each["impact"] in {"serious", "critical"}] == []
+
+
+def add_server(page: Page, name: str, command: str, *arguments: str) -> None:
+    """Add a server in the settings."""
+    page.get_by_role("button", name="Add a server …").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Name", exact=False).first.fill(name)
+    dialog.get_by_label("Command").fill(command)
+    dialog.get_by_label("Arguments").fill("\n".join(arguments))
+    dialog.get_by_role("button", name="Save and start").click()
+    expect(dialog).to_have_count(0)
+
+
+def choose_tool(chat: ChatPage, name: str) -> None:
+    """Choose a tool in the dialog of the conversation."""
+    chat.page.get_by_role("button", name="Settings of this conversation").click()
+    dialog = chat.page.get_by_role("dialog")
+    dialog.get_by_label(name).check()
+    look(chat.page, "dialog")
+    dialog.get_by_role("button", name="Save", exact=True).click()
+    expect(dialog).to_have_count(0)
+
+
+def test_calls_from_the_settings_to_the_answer(tmp_path: Path, chromium: Browser, model: Path) -> None:
+    calls = tmp_path / "calls.txt"
+    with AppServer(tmp_path / "home", [model], "--draft", "none") as server, opened(server, chromium) as app:
+        with app.window(path="/#/settings") as chat:
+            page = chat.page
+            add_server(page, "none", "no-such-command")
+            failed = page.locator("[data-server=none]")
+            expect(failed.get_by_role("alert")).to_have_text(
+                "there is no command 'no-such-command'; give its path, or install it"
+            )
+            failed.get_by_role("button", name="Remove none").click()
+            expect(failed).to_have_count(0)
+            add_server(page, "weather", sys.executable, str(WEATHER_SERVER), str(calls))
+            expect(page.locator("[data-server=weather]")).to_contain_text("Tools: get_weather, storm")
+            look(page, "settings")
+
+            chat.new_chat()
+            choose_tool(chat, "get_weather")
+            chat.send("Weather?")
+            waiting = chat.answers.last.locator("[data-call=waiting]")
+            expect(waiting).to_have_count(2)
+            expect(waiting.first.locator("pre")).to_have_text('{\n  "city": "Paris"\n}')
+            expect(chat.answers.last.locator(".reasoning")).to_contain_text("Reasoning (3 words)")
+            expect(chat.answers.last).to_contain_text("I look.")
+            look(page, "waiting")
+            page.set_viewport_size({"width": 390, "height": 844})
+            waiting.last.scroll_into_view_if_needed()
+            look(page, "waiting-phone")
+            page.set_viewport_size({"width": 1280, "height": 800})
+            assert not calls.exists()
+
+            page.reload()  # the answer still waits
+            waiting.first.get_by_role("button", name="Run").click()
+            done = chat.answers.last.locator("[data-call=done]")
+            expect(done.locator(".result")).to_have_text("Paris: sunny")
+            waiting.get_by_role("button", name="Refuse").click()
+            answer = chat.in_state("complete")
+            expect(answer).to_contain_text("It is sunny in both.")
+            expect(answer.locator("[data-call=refused]")).to_have_count(1)
+            assert calls.read_text(encoding="utf-8") == "Paris\n"
+
+            answer.get_by_role("button", name="Regenerate").click()
+            expect(waiting).to_have_count(2)
+            page.keyboard.press("Escape")  # stop works while the answer waits
+            expect(chat.in_state("stopped").locator("[data-call=open]")).to_have_count(2)
+            chat.answers.last.get_by_role("button", name="Continue").click()
+            waiting.first.get_by_role("button", name="Always in this conversation").click()
+            expect(chat.in_state("complete").locator("[data-call=done]")).to_have_count(2)
+            address = page.url.partition("#")[2]
+            page.get_by_role("button", name="Settings of this conversation").click()
+            expect(page.get_by_role("dialog")).to_contain_text("called without asking")
+            look(page, "allowed")
+        server.app.end()
+        server.start()
+        with opened(server, chromium) as again, again.window(path=f"/#{address}") as chat:
+            expect(chat.answers.last.locator("[data-call=done] .result")).to_have_text(["Paris: sunny", "Rome: sunny"])

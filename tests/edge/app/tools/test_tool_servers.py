@@ -1,0 +1,145 @@
+"""MCP servers of the app: their tools, their ends, and the list of them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("mcp", reason="needs the mcp extra")
+
+from edgerun.edge.app.tools.tool_servers import ToolServers
+from edgerun.edge.app.tools.tool_settings import FILE_NAME, ToolServer
+from edgerun.edge.service.cancellation import Cancellation, CancelledError
+from edgerun.errors import InputError, UnknownIdError
+from support.waiting import wait_until
+
+WEATHER_SERVER = str(Path(__file__).resolve().parents[3] / "support" / "weather_server.py")
+SLOW_SERVER = """
+import time, sys
+from mcp.server.mcpserver import MCPServer
+server = MCPServer("slow")
+@server.tool()
+def get_weather(seconds: int) -> str:
+    open(sys.argv[1], "w").close()
+    time.sleep(seconds)
+    return "late"
+server.run("stdio")
+"""
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[ToolServers]:
+    opened = ToolServers(tmp_path, start_s=30.0)
+    yield opened
+    opened.close()
+    assert processes(tmp_path) == []
+
+
+def processes(folder: Path) -> list[psutil.Process]:
+    """The servers that run, which have a file of the folder among their arguments."""
+    children = psutil.Process().children(recursive=True)
+    return [each for each in children if each.is_running() and str(folder) in " ".join(each.cmdline())]
+
+
+def weather(folder: Path, **fields: Any) -> ToolServer:
+    arguments = [WEATHER_SERVER, str(folder / "calls.txt")]
+    return ToolServer(name="weather", command=sys.executable, arguments=arguments, **fields)
+
+
+def described(servers: ToolServers, name: str) -> dict[str, Any]:
+    return next(each for each in servers.servers() if each["name"] == name)
+
+
+def test_tools_of_two_servers_with_one_name_are_told_apart(servers: ToolServers, tmp_path: Path) -> None:
+    servers.save(weather(tmp_path))
+    marker = tmp_path / "called"
+    servers.save(ToolServer(name="slow", command=sys.executable, arguments=["-c", SLOW_SERVER, str(marker)]))
+    offered = servers.offered(["weather/get_weather", "slow/get_weather", "weather/storm", "x/y"], Cancellation())
+    assert [each.name for each in offered] == ["weather_get_weather", "slow_get_weather", "storm"]
+    assert offered[0].definition["function"]["description"] == "The weather in a city."
+    assert offered[0].problem({}) == "the arguments: city is missing"
+    assert servers.call(offered[0].tool, {"city": "Oslo"}, Cancellation()).text == "Oslo: sunny"
+    failed = servers.call(offered[2].tool, {}, Cancellation())
+    assert (failed.failed, failed.text.startswith("error: ")) == (True, True)
+
+    cancellation = Cancellation()
+
+    def cancel() -> None:
+        wait_until(marker.exists)
+        cancellation.cancel()
+
+    threading.Thread(target=cancel).start()
+    with pytest.raises(CancelledError):
+        servers.call(offered[1].tool, {"seconds": 600}, cancellation)
+
+
+def test_a_server_that_dies_is_noticed_and_can_be_started_again(servers: ToolServers, tmp_path: Path) -> None:
+    servers.save(weather(tmp_path))
+    (offered,) = servers.offered(["weather/get_weather"], Cancellation())
+    for process in processes(tmp_path):
+        process.kill()
+    gone = servers.call(offered.tool, {"city": "Oslo"}, Cancellation())
+    assert (gone.failed, gone.text) == (True, "error: the server has ended")
+    wait_until(lambda: described(servers, "weather")["state"] == "failed")
+    assert described(servers, "weather")["error"] == "the server has ended; start it again in the settings"
+    assert servers.call(offered.tool, {}, Cancellation()).text == "error: the server weather does not run"
+    assert servers.offered(["weather/get_weather"], Cancellation()) == []
+    servers.save(weather(tmp_path))
+    assert len(servers.offered(["weather/get_weather"], Cancellation())) == 1
+
+
+def test_a_server_that_is_turned_off_ends(servers: ToolServers, tmp_path: Path) -> None:
+    servers.save(weather(tmp_path))
+    assert servers.offered(["weather/storm"], Cancellation())
+    assert processes(tmp_path)
+    servers.save(weather(tmp_path, enabled=False))
+    wait_until(lambda: not processes(tmp_path))
+    assert servers.offered(["weather/storm"], Cancellation()) == []
+    assert described(servers, "weather")["state"] == "off"
+    servers.remove("weather")
+    assert servers.servers() == []
+    with pytest.raises(UnknownIdError, match="there is no server 'weather'"):
+        servers.remove("weather")
+
+
+def test_waiting_for_a_server_has_an_end() -> None:
+    servers = ToolServers(start_s=0.2)
+    silent = ToolServer(name="silent", command=sys.executable, arguments=["-c", "import sys; sys.stdin.read()"])
+    servers.save(silent)
+    assert servers.offered(["silent/x"], Cancellation()) == []
+    assert described(servers, "silent")["error"] == (
+        f"{sys.executable} has not answered within 0.2 seconds; is it an MCP server that speaks over stdio?"
+    )
+    servers.close()
+    patient = ToolServers(start_s=600.0)
+    patient.save(silent)
+    cancellation = Cancellation()
+    cancellation.cancel()
+    with pytest.raises(CancelledError):
+        patient.offered(["silent/x"], cancellation)
+    patient.close()
+
+
+def test_a_list_that_cannot_be_read_is_kept(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_text("{", encoding="utf-8")
+    servers = ToolServers(tmp_path)
+    assert servers.servers() == []
+    assert "tools.json cannot be read: " in (servers.problem or "")
+    servers.save(ToolServer(name="off", command="x", enabled=False))
+    assert servers.problem is None
+    assert (tmp_path / f"{FILE_NAME}.unreadable").read_text(encoding="utf-8") == "{"
+    assert [each["name"] for each in ToolServers(tmp_path).servers()] == ["off"]
+
+
+def test_the_number_of_servers_is_limited() -> None:
+    servers = ToolServers()
+    for number in range(32):
+        servers.save(ToolServer(name=f"s{number}", command="x", enabled=False))
+    with pytest.raises(InputError, match="there are 32 servers already; remove one first"):
+        servers.save(ToolServer(name="more", command="x"))

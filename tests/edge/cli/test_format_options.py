@@ -1,0 +1,105 @@
+"""`--json-schema`, `--regex`, `--grammar`, `--choice` and `--grammar-aligned`: answers that follow a format."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+pytest.importorskip("llguidance", reason="needs the extra structured")
+
+from edgerun.edge.cli.main import main
+from edgerun.runtime.structure import grammar
+from support.hostile_formats import HOSTILE
+from support.nightly import some_nightly
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "big": {"type": "boolean"}},
+    "required": ["name", "big"],
+    "additionalProperties": False,
+}
+
+
+def answer(bundle: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    assert main([str(bundle), "--raw", "-p", "the", "-n", "150", "--json", "--threads", "1", *options]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_an_answer_follows_each_option(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text(json.dumps(SCHEMA), encoding="utf-8")
+    grammar.write_text('start: "x=" /[0-9]{2}/', encoding="utf-8")
+    sampled = ("-t", "1", "--seed", "3")
+    reply = answer(tiny_bundle, capsys, "--json-schema", str(schema), *sampled)
+    jsonschema.validate(json.loads(reply["text"]), SCHEMA)
+    assert reply["finish_reason"] == "stop"
+    assert re.fullmatch("x=[0-9]{2}", answer(tiny_bundle, capsys, "--grammar", str(grammar))["text"])
+    assert re.fullmatch("[a-c]{4}", answer(tiny_bundle, capsys, "--regex", "[a-c]{4}")["text"])
+    assert answer(tiny_bundle, capsys, "--choice", "yes", "--choice", "no")["text"] in ("yes", "no")
+    aligned = answer(tiny_bundle, capsys, "--regex", "[a-c]{4}", "--grammar-aligned", "3", *sampled)
+    assert re.fullmatch("[a-c]{4}", aligned["text"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--regex", "(a"), "unclosed group"),
+        (("--regex", "a", "--choice", "b"), "--regex and --choice are both given"),
+        (("--json-schema", "missing.json"), "missing.json"),
+        (("--regex", "a", "--ignore-eos"), "ignore_eos"),
+        (("--grammar-aligned", "3"), "without response_format"),
+    ],
+)
+def test_a_wrong_format_is_one_line(
+    tiny_bundle: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str
+) -> None:
+    assert main([str(tiny_bundle), "--raw", "-p", "the", *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
+
+
+OPTIONS = {"guided_json": "--json-schema", "guided_grammar": "--grammar"}
+REFUSED = [name for name, (field, _, why) in HOSTILE.items() if field in OPTIONS and why]
+
+
+@pytest.mark.parametrize("name", some_nightly(REFUSED, every=3))
+def test_a_hostile_format_is_one_line(
+    name: str, tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar, "_COMPILE_S", 100.0)  # some take a second, and other programs may be running
+    field, value, message = HOSTILE[name]
+    file = tmp_path / "format"
+    file.write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")
+    sampled = ("-t", "1", "--seed", "2", "-n", "40")
+    assert main([str(tiny_bundle), "--raw", "-p", "the", "--threads", "1", *sampled, OPTIONS[field], str(file)]) != 0
+    (error,) = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("edge-run: ") or message in line
+    ]
+    assert message in error
+
+
+def test_without_the_extra_the_error_says_what_to_install(
+    tiny_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    for name in ("grammar", "matcher"):
+        monkeypatch.delitem(sys.modules, f"edgerun.runtime.structure.{name}", raising=False)
+    imported = builtins.__import__
+
+    def without(name: str, *args: Any, **options: Any) -> Any:
+        if name.partition(".")[0] == "llguidance":
+            raise ImportError(name)
+        return imported(name, *args, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert main([str(tiny_bundle), "--raw", "-p", "the", "--regex", "a"]) == 2
+    assert "pip install 'edge-run[structured]'" in capsys.readouterr().err

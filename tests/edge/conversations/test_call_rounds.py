@@ -1,0 +1,87 @@
+"""Calls of tools and reasoning in answers that are kept, and what models read of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from edgerun.edge.conversations.answering import AnswerWriter
+from edgerun.edge.conversations.call_rounds import CallRound, CallState, StoredCall, rounds_object, rounds_of
+from edgerun.edge.conversations.context_fit import model_messages
+from edgerun.edge.conversations.reasoning_text import ReasoningText, split_reasoning
+from edgerun.edge.conversations.records import MAX_TOOLS, MessageState, Role, StoredMessage
+from edgerun.edge.conversations.store import ConversationStore
+from edgerun.errors import ConversationError
+
+DONE = StoredCall("call00001", "now", "{}", CallState.DONE, "12:00")
+RUNNING = StoredCall("call00002", "now", '{"zone": "CET"}', CallState.RUNNING)
+ROUND = CallRound("<think>\nThe time?\n</think>\n\nI look.", (DONE, RUNNING))
+MESSAGES = [
+    StoredMessage("1", "c", None, Role.USER, "What time is it?"),
+    StoredMessage("2", "c", "1", Role.ASSISTANT, "<think>\nNoon.\n</think>\n\nIt is noon.", rounds=(ROUND,)),
+    StoredMessage("3", "c", "2", Role.USER, "Thanks."),
+]
+
+
+def test_reasoning_is_written_in_tags_whatever_its_pieces() -> None:
+    text = ReasoningText()
+    pieces = [("The ", ""), ("time?", ""), ("", "I "), ("", "look.")]
+    written = "".join(text.push(*piece) for piece in pieces)
+    assert written == ROUND.text
+    assert split_reasoning(written) == ("The time?", "I look.")
+    assert ReasoningText().push("all", "at once") == "<think>\nall\n</think>\n\nat once"
+    assert split_reasoning("no <think>\nhere</think>") == ("", "no <think>\nhere</think>")
+    assert split_reasoning("<think>\nnot finished") == ("not finished", "")
+    alone = ReasoningText()
+    assert alone.push("a", "") + alone.finish() == "<think>\na\n</think>\n\n"
+
+
+def test_models_read_calls_and_results() -> None:
+    call = {"id": "call00001", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    other = {"id": "call00002", "type": "function", "function": {"name": "now", "arguments": '{"zone": "CET"}'}}
+    assert model_messages("", MESSAGES) == [
+        {"role": "user", "content": "What time is it?"},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "The time?", "tool_calls": [call, other]},
+        {"role": "tool", "tool_call_id": "call00001", "name": "now", "content": "12:00"},
+        {"role": "tool", "tool_call_id": "call00002", "name": "now", "content": "error: this call was not made"},
+        {"role": "assistant", "content": "It is noon.", "reasoning_content": "Noon."},
+        {"role": "user", "content": "Thanks."},
+    ]
+
+
+def test_models_without_calls_read_what_was_written() -> None:
+    assert model_messages("", MESSAGES, calls=False) == [
+        {"role": "user", "content": "What time is it?"},
+        {"role": "assistant", "content": "I look.\n\nIt is noon."},
+        {"role": "user", "content": "Thanks."},
+    ]
+
+
+def test_calls_are_kept_with_their_answer(tmp_path: Path) -> None:
+    path = tmp_path / "conversations.sqlite3"
+    with ConversationStore.open(path, pytest.fail) as store:
+        conversation = store.create(tools=["clock/now", "clock/now"])
+        question = store.add_message(conversation.id, None, "user", "What time is it?")
+        answer = store.add_message(conversation.id, question.id, "assistant", "", state=MessageState.WRITING)
+        writer = AnswerWriter(store, answer.id, "I look.", [{"text": "I look."}])
+        writer.begin_round([ROUND])
+        assert store.message(answer.id).rounds == (ROUND,)
+        assert store.tokens(answer.id) == []
+        store.change(conversation.id, allowed_tools=["clock/now"])
+    with ConversationStore.open(path, pytest.fail) as store:
+        kept = store.message(answer.id)
+        assert (kept.state, kept.rounds) == (MessageState.INTERRUPTED, (ROUND,))
+        assert kept.rounds[0].undecided().calls == (DONE, replace(RUNNING, state=CallState.WAITING))
+        found = store.conversation(conversation.id)
+        assert (found.tools, found.allowed_tools) == (("clock/now",), ("clock/now",))
+        with pytest.raises(ConversationError, match=f"tools has {MAX_TOOLS + 1} tools"):
+            store.change(conversation.id, tools=[f"clock/{number}" for number in range(MAX_TOOLS + 1)])
+
+
+def test_damaged_rounds_are_left_out() -> None:
+    good = rounds_object([ROUND])
+    assert rounds_of(good) == (ROUND,)
+    for damaged in (None, [{}], 3, "rounds", [{"text": "", "calls": [{"id": 1}]}]):
+        assert rounds_of(damaged) == ()

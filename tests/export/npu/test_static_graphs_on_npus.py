@@ -1,0 +1,96 @@
+"""Static graphs on Qualcomm's simulator and on OpenVINO: wholly taken, and as exact as on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgerun.export import INT4, ExportRecipe, ExportRequest, NpuRequest, WeightFormat, export_checkpoint
+from support.devices import require_openvino, require_qnn
+from support.shared_data import data_path
+from support.static_passes import RecordedPasses
+from support.tiny_models import write_bundle
+
+WIDTHS, CAPACITY = (1, 4, 40), 48
+LOGIT_TOLERANCE = 0.04
+"""Relative to the standard deviation of the logits; 0.02 was seen."""
+SLOT_TOLERANCE = 0.01
+"""Relative to the largest key or value of a tensor; 0.004 was seen."""
+FAMILIES = ("gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
+OPENVINO = {"name": "OpenVINOExecutionProvider", "options": {"device_type": "CPU"}}
+
+
+def qnn() -> dict[str, Any]:
+    """The simulator of Qualcomm's HTP, for `RecordedPasses.repeat`."""
+    import onnxruntime_qnn
+
+    return {
+        "name": onnxruntime_qnn.get_ep_name(),
+        "library": onnxruntime_qnn.get_library_path(),
+        "options": {
+            "backend_path": onnxruntime_qnn.get_qnn_htp_path(),
+            "soc_model": "60",
+            "htp_arch": "73",
+            "enable_htp_fp16_precision": "1",
+        },
+    }
+
+
+def recipe_of(weights: WeightFormat = INT4) -> ExportRecipe:
+    return ExportRecipe(weights, npu=NpuRequest(WIDTHS, (CAPACITY,)))
+
+
+def recorded_families(folder: Path, families: Iterable[str]) -> RecordedPasses:
+    passes = RecordedPasses()
+    for family in families:
+        bundle = write_bundle(folder / family, family, weights=recipe_of())
+        passes.record(bundle, CAPACITY, np.random.default_rng(2).integers(5, 300, 31).tolist())
+    return passes
+
+
+def require_agreement(passes: RecordedPasses, folder: Path, provider: Mapping[str, Any], **options: Any) -> None:
+    """Repeat passes on a provider: it takes every node, and agrees with the CPU."""
+    repeated = passes.repeat(folder, provider, **options)
+    assert list(repeated.nodes) == [provider["name"]]
+    assert repeated.worst_logit < LOGIT_TOLERANCE
+    assert repeated.worst_slot < SLOT_TOLERANCE
+    assert all(margin <= 0.1 for _, _, margin in repeated.next_ids)
+    different = sum(ours != theirs for ours, theirs, _ in repeated.next_ids)
+    assert different <= len(repeated.next_ids) // 20
+
+
+def test_qnn_takes_whole_graphs_and_agrees_with_the_cpu(tmp_path: Path) -> None:
+    require_qnn()
+    passes = recorded_families(tmp_path, ("qwen3",))
+    # 172 channels between gate and down do not fill blocks of 32, so they are padded.
+    trained = ExportRequest(data_path("weights/stories260K-hf"), tmp_path / "bundle", recipe_of())
+    tokens = [1, 403, 407, 261, 378, 429, 445, 432, 417, 266, *range(300, 321)]
+    passes.record(export_checkpoint(trained).bundle, CAPACITY, tokens)
+    require_agreement(passes, tmp_path, qnn())
+
+
+@pytest.mark.nightly
+def test_qnn_agrees_for_every_family(tmp_path: Path) -> None:
+    require_qnn()
+    require_agreement(recorded_families(tmp_path, FAMILIES), tmp_path, qnn())
+
+
+@pytest.mark.nightly
+def test_qnn_agrees_for_every_weight_format(tmp_path: Path) -> None:
+    require_qnn()
+    passes = RecordedPasses()
+    formats = [WeightFormat(32), WeightFormat(2, 32), WeightFormat(8, 128), WeightFormat(4, 64, zero_points=True)]
+    for weights in formats:
+        folder = tmp_path / str(weights).replace("/", "-")
+        bundle = write_bundle(folder, weights=recipe_of(weights), tie_word_embeddings=weights.bits != 8)
+        passes.record(bundle, CAPACITY, np.random.default_rng(3).integers(5, 300, 31).tolist())
+    require_agreement(passes, tmp_path, qnn())
+
+
+def test_openvino_takes_whole_graphs_and_agrees_with_the_cpu(tmp_path: Path) -> None:
+    interpreter = require_openvino()
+    require_agreement(recorded_families(tmp_path, FAMILIES), tmp_path, OPENVINO, interpreter=interpreter)

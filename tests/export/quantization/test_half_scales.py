@@ -1,0 +1,143 @@
+"""Weight formats whose scales are stored in float16: their codes, whole exports, and everything that reads those."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+import edgerun
+from edgerun.errors import InputError
+from edgerun.export import ExportRecipe, ExportRequest, Method, WeightFormat, export_checkpoint
+from edgerun.export.allocation.format_candidates import planned_linears, with_embedding
+from edgerun.export.allocation.plan_costs import FileCosts, plan_cost
+from edgerun.export.checkpoint.config import read_config
+from edgerun.export.drafts.trimmed_head import write_trimmed
+from edgerun.export.npu.npu_request import NpuRequest
+from edgerun.export.quantization.codes import dequantized
+from edgerun.export.quantization.methods import QUANTIZERS
+from edgerun.models.bundle import open_bundle
+from edgerun.models.graph_variant import Precision
+from edgerun.models.onnx_file.graph_editor import GraphEditor
+from edgerun.runtime.int8_prompts.block_codes import OPERATOR, BlockMatrix
+from support.gguf_files import write_gguf
+from support.tiny_models import write_bundle, write_checkpoint
+from support.weight_operators import FORMATS, run_operators
+
+HALF = [replace(weight_format, half_scales=True) for weight_format in FORMATS]
+
+
+def initializers(bundle: Path) -> dict[str, onnx.TensorProto]:
+    """The tensors of a bundle's graph by name, without their external data."""
+    graph = onnx.load(bundle / "model.onnx", load_external_data=False).graph
+    return {each.name: each for each in graph.initializer}
+
+
+def stored_bytes(bundle: Path) -> int:
+    """Bytes of the tensors of a bundle's linears and embedding; those that share a place count once."""
+    places = {}
+    for name, tensor in initializers(bundle).items():
+        if name.rpartition(".")[2] in ("codes", "scales", "half_scales", "zero_points", "gathered_zero_points"):
+            where = {entry.key: entry.value for entry in tensor.external_data}
+            places[where.get("offset", name)] = int(where.get("length", len(tensor.raw_data)))
+    return sum(places.values())
+
+
+@settings(max_examples=40)
+@given(
+    arrays.arrays(
+        np.float32, st.tuples(st.integers(1, 3), st.integers(1, 200)), elements=st.floats(-100, 100, width=32)
+    ),
+    st.sampled_from(HALF),
+    st.sampled_from([Method.RTN, Method.K_QUANT, Method.HQQ]),
+)
+def test_every_scale_is_a_float16_number(weights, weight_format: WeightFormat, method: Method) -> None:
+    quantized = QUANTIZERS[method](weights, weight_format)
+    assert np.array_equal(quantized.scales, quantized.scales.astype(np.float16))
+    expected = dequantized(quantized, weights.shape[1], weight_format)
+    product, _ = run_operators(quantized, weights.shape[1], weight_format)
+    np.testing.assert_allclose(product, expected.T, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("weight_format", HALF[::3], ids=str)
+def test_rounding_scales_loses_next_to_nothing(weight_format: WeightFormat) -> None:
+    weights = (np.random.default_rng(0).standard_normal((64, 512)) * 0.02).astype(np.float32)
+    rounded, exact = (
+        np.square(dequantized(QUANTIZERS[Method.K_QUANT](weights, each), 512, each) - weights).sum()
+        for each in (weight_format, replace(weight_format, half_scales=False))
+    )
+    assert rounded < 1.02 * exact
+
+
+def test_weights_beyond_the_range_of_float16_are_refused() -> None:
+    with pytest.raises(InputError, match="beyond the range of float16"):
+        QUANTIZERS[Method.RTN](np.full((1, 32), 1e7, np.float32), WeightFormat(4, 32, half_scales=True))
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "separate"])
+@pytest.mark.parametrize("weight_format", [WeightFormat(4, 32, zero_points=True), WeightFormat(8, 128)], ids=str)
+def test_export(tmp_path: Path, weight_format: WeightFormat, tied: bool) -> None:
+    half = replace(weight_format, half_scales=True)
+    options = {"tie_word_embeddings": tied, "hidden_size": 96, "intermediate_size": 172}
+    bundle = write_bundle(tmp_path / "half", "qwen2", weights=half, **options)
+    whole = write_bundle(tmp_path / "whole", "qwen2", weights=weight_format, **options)
+    manifest = open_bundle(bundle).manifest
+    assert manifest is not None
+    assert set(manifest.weights.values()) == {half}
+    assert str(half).endswith("+half-scales")
+    assert manifest.parity["max_abs_diff"] < 1e-4
+    config = read_config(tmp_path / "half" / "checkpoint")
+    for folder, each in ((bundle, half), (whole, weight_format)):
+        plan = with_embedding(config, {linear.name: each for linear in planned_linears(config)})
+        assert stored_bytes(folder) == plan_cost(plan, FileCosts(config), config)
+    types = {tensor.data_type for name, tensor in initializers(bundle).items() if name.endswith("scales")}
+    assert types == {onnx.TensorProto.FLOAT16}
+    with edgerun.load(bundle, draft=None) as engine:
+        assert engine.generate("some text", raw=True, max_tokens=4).stats.completion_tokens
+
+
+def test_the_int8_prompt_graph_reads_the_codes(tmp_path: Path) -> None:
+    weight_format = WeightFormat(4, 32, zero_points=True, half_scales=True)
+    editor = GraphEditor(write_bundle(tmp_path, "llama", weights=weight_format) / "model.onnx")
+    products = [node for node in editor.graph.node if node.op_type == OPERATOR]
+    assert products
+    for node in products:
+        matrix = BlockMatrix.of(editor, node)
+        assert matrix.scales.dtype == np.float32
+        assert np.isfinite(matrix.decoded(0, 2)).all()
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "separate"])
+def test_a_trimmed_head_keeps_float16_scales(tmp_path: Path, tied: bool) -> None:
+    weight_format = WeightFormat(4, 32, half_scales=True)
+    bundle = write_bundle(tmp_path / "whole", weights=weight_format, tie_word_embeddings=tied)
+    write_trimmed(open_bundle(bundle), tmp_path / "trimmed", np.arange(0, 300, 7))  # compares the logits
+    trimmed = initializers(tmp_path / "trimmed")
+    assert trimmed["head.scales.kept"].data_type == onnx.TensorProto.FLOAT16
+
+
+def test_static_graphs_for_npus(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint", hidden_size=64)
+    recipe = ExportRecipe(
+        WeightFormat(4, 32, zero_points=True, half_scales=True), npu=NpuRequest(widths=(1,), contexts=(32,))
+    )
+    export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe))  # compares the graphs
+    manifest = open_bundle(tmp_path / "bundle").manifest
+    assert manifest is not None
+    assert [each.precision for each in manifest.variants] == [Precision.FLOAT16]
+
+
+def test_sources_with_codes_and_experts_are_refused(tmp_path: Path) -> None:
+    half = ExportRecipe(WeightFormat(4, 32, half_scales=True))
+    file = write_gguf(tmp_path / "model.gguf", write_checkpoint(tmp_path / "checkpoint"), "Q8_0")
+    with pytest.raises(InputError, match="--half-scales is not supported for a GGUF file"):
+        export_checkpoint(ExportRequest(file, tmp_path / "bundle", half))
+    experts = write_checkpoint(tmp_path / "experts", "qwen3_moe")
+    with pytest.raises(InputError, match="does not support float16 scales"):
+        export_checkpoint(ExportRequest(experts, tmp_path / "bundle", half))

@@ -1,0 +1,139 @@
+"""Several graphs over one cache on the CPU: which one runs a pass, and what becomes of one that cannot be loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from edgerun.errors import BundleError
+from edgerun.models.bundle import open_bundle
+from edgerun.runtime.devices.providers import cpu_device
+from edgerun.runtime.graph.bound_graph import BoundGraph
+from edgerun.runtime.graph.bound_session import BoundSession
+from edgerun.runtime.graph.graph_choice import ChosenGraphs, PassRequest
+from edgerun.runtime.graph.graph_io import BASE_GRAPH
+from edgerun.runtime.graph.model_metadata import metadata_of
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from edgerun.runtime.prefill import prefill
+
+CONFIG = SessionConfig(cpu_device(), 1)
+PROMPT = list(range(20, 50))
+
+
+class WidePasses:
+    """A further graph for the last logits of eight tokens and more, 12 at a time."""
+
+    name = "wide"
+    required = False
+
+    def __init__(self, load: Callable[[], GraphSession]) -> None:
+        self._load = load
+        self.loaded = 0
+
+    def takes(self, request: PassRequest) -> bool:
+        return request.width >= 8 and request.wants_last_only and request.is_consecutive
+
+    def prefill_width(self, preferred: int, base: int, remaining: int) -> int:
+        del base, remaining
+        return min(preferred, 12)
+
+    def measure(self, request: PassRequest, own: BoundSession, further: BoundSession) -> None:
+        raise AssertionError("takes knows")
+
+    def load(self) -> GraphSession:
+        self.loaded += 1
+        return self._load()
+
+
+def load(folder: Path) -> GraphSession:
+    bundle = open_bundle(folder)
+    return GraphSession(bundle.graph, CONFIG, metadata_of(bundle))
+
+
+def graphs_run(bound: BoundGraph, token_ids: list[int]) -> list[str]:
+    """The graphs that ran the passes of a prefill."""
+    found = []
+
+    def progress(_: str, fraction: float) -> None:
+        if fraction:
+            found.append(bound.last_graph)
+
+    prefill(bound, token_ids, progress=progress)
+    return found
+
+
+def tree_logits(bound: BoundGraph) -> npt.NDArray[np.float32]:
+    base = bound.arena.length
+    mask = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], np.bool_)
+    return bound.forward([7, 8, 6], positions=base + np.array([0, 1, 1]), tree_mask=mask).copy()
+
+
+def test_each_pass_runs_in_the_graph_that_takes_it(tiny_bundle: Path) -> None:
+    wide = WidePasses(lambda: load(tiny_bundle))
+    graphs, alone = ChosenGraphs(load(tiny_bundle), (wide,)), load(tiny_bundle)
+    bound, expected = graphs.bind(graphs.arena(64)), alone.bind(alone.arena(64))
+    assert not graphs.holds("wide")
+    assert graphs_run(bound, PROMPT) == ["wide", "wide", BASE_GRAPH]
+    prefill(expected, PROMPT)
+    np.testing.assert_allclose(tree_logits(bound), tree_logits(expected), atol=1e-4)
+    assert bound.last_graph == BASE_GRAPH
+    bound.forward(list(range(12)))  # all logits are wanted
+    assert bound.last_graph == BASE_GRAPH
+    bound.forward(list(range(12)), logits_for=[11], tree_mask=np.tri(12, 14, 2, dtype=np.bool_))
+    assert bound.last_graph == "wide"
+
+
+def test_sequences_share_a_further_graph_and_may_change_their_arena(tiny_bundle: Path) -> None:
+    wide = WidePasses(lambda: load(tiny_bundle))
+    graphs = ChosenGraphs(load(tiny_bundle), (wide,))
+    first, second = (graphs.bind(graphs.arena(64)) for _ in range(2))
+    alone = prefill(first, PROMPT).logits
+    expected = alone.copy()
+    assert graphs_run(second, PROMPT[::-1]) == ["wide", "wide", BASE_GRAPH]
+    second.use(graphs.arena(64))
+    again = prefill(second, PROMPT).logits
+    np.testing.assert_array_equal(again, expected)
+    assert wide.loaded == 1
+    graphs.release("wide")
+    assert not graphs.holds("wide")
+    prefill(graphs.bind(graphs.arena(64)), PROMPT)
+    assert wide.loaded == 2
+
+
+def test_the_base_graph_runs_everything_where_it_is_asked_to(tiny_bundle: Path) -> None:
+    wide = WidePasses(lambda: load(tiny_bundle))
+    graphs = ChosenGraphs(load(tiny_bundle), (wide,))
+    bound = graphs.bind(graphs.arena(256))
+    bound.base_only = True
+    assert bound.prefill_width(128, 200) == 128
+    assert graphs_run(bound, PROMPT) == [BASE_GRAPH]
+    assert not wide.loaded
+
+
+def test_a_further_graph_that_cannot_be_loaded_costs_a_line_and_no_answer(
+    tiny_bundle: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def damaged() -> GraphSession:
+        raise BundleError("wide.onnx is damaged", "delete it")
+
+    wide = WidePasses(damaged)
+    graphs = ChosenGraphs(load(tiny_bundle), (wide,))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert set(graphs_run(graphs.bind(graphs.arena(64)), PROMPT)) == {BASE_GRAPH}
+    assert caplog.text.count("wide.onnx is damaged") == 1
+    assert graphs.failures == {"wide": "wide.onnx is damaged"}
+    assert wide.loaded == 1
+
+
+def test_a_graph_with_another_cache_is_not_used(tmp_path: Path, tiny_bundle: Path) -> None:
+    tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
+    other = tiny.write_bundle(tmp_path, num_key_value_heads=1)
+    graphs = ChosenGraphs(load(tiny_bundle), (WidePasses(lambda: load(other)),))
+    assert set(graphs_run(graphs.bind(graphs.arena(64)), PROMPT)) == {BASE_GRAPH}
+    assert "cache of other tensors" in graphs.failures["wide"]

@@ -1,0 +1,233 @@
+"""An int8 prompt graph has the model's logits and cache but for rounding; damaged and stale ones cost nothing."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgerun.errors import BundleError
+from edgerun.export import INT4, INT8
+from edgerun.models.bundle import open_bundle
+from edgerun.models.onnx_file.external_data import external_files
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph import prepacked
+from edgerun.runtime.graph.bound_session import BoundSession
+from edgerun.runtime.graph.graph_io import InputRole
+from edgerun.runtime.graph.model_metadata import metadata_of
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from edgerun.runtime.int8_prompts import int8_graph_files
+from edgerun.runtime.int8_prompts.int8_graph_files import (
+    int8_graph_bytes,
+    int8_graph_obstacle,
+    int8_graph_path,
+    verify_int8_graph,
+)
+from edgerun.runtime.prefill import prefill
+from support.tiny_models import write_bundle
+
+CPU = SessionConfig(choose_device("cpu"), 1)
+PROMPT = [int(each) for each in np.random.default_rng(5).integers(5, 300, 100)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "prompt-int8"
+
+
+@pytest.fixture(scope="module")
+def int4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bundle(tmp_path_factory.mktemp("int8"), "qwen2", weights=INT4, seed=1)
+
+
+def int8_path_of(folder: Path, **arguments: Any) -> Path | None:
+    return int8_graph_path(open_bundle(folder), CPU, **arguments)
+
+
+def bound_to(graph: Path, folder: Path) -> BoundSession:
+    session = GraphSession(graph, CPU, metadata_of(open_bundle(folder)))
+    return session.bind(session.arena(256))
+
+
+def read(bound: BoundSession, width: int = 64) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Log-probabilities after the prompt, and the cache tensors `[kv_heads, slots, head_dim]` by name."""
+    bound.arena.rewind_to(0)
+    logits = prefill(bound, PROMPT, width=width)[0].astype(np.float64)
+    logits -= logits.max()
+    tensors = zip(bound.graph_io.cache, bound.arena.buffers.arrays, strict=True)
+    slots = {each.past: array[0, :, : len(PROMPT)].copy() for each, array in tensors}
+    return logits - np.log(np.exp(logits).sum()), slots
+
+
+def assert_close(folder: Path, *, later_layers: float = 0.15) -> None:
+    """Compare a model's int8 graph with its graph: the distribution after the prompt, and the slots of its cache.
+
+    Random weights amplify rounding from layer to layer, so only the first layer's slots are compared closely.
+    """
+    int8_path = int8_path_of(folder)
+    assert int8_path is not None
+    expected, slots = read(bound_to(folder / "model.onnx", folder))
+    found, own_slots = read(bound_to(int8_path, folder))
+    assert np.sum(np.exp(expected) * (expected - found)) < 0.1
+    for name, values in slots.items():
+        error = np.linalg.norm(values - own_slots[name]) / np.linalg.norm(values)
+        assert 0 < error < (0.02 if ".0." in name else later_layers), name
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "granite", "olmo2"])
+def test_logits_and_cache_are_those_of_the_model_but_for_rounding(tmp_path: Path, family: str) -> None:
+    assert_close(write_bundle(tmp_path, family, weights=INT4, seed=1))
+
+
+@pytest.mark.parametrize("family", ["mistral", "smollm3", "qwen3_moe", "gpt_oss"])
+def test_sliding_windows_and_experts(tmp_path: Path, family: str) -> None:
+    """Where rounding sends a token to other experts, later layers differ more."""
+    assert_close(write_bundle(tmp_path, family, weights=INT8, seed=1), later_layers=0.3)
+
+
+def test_every_width_of_a_pass_gives_nearly_the_same(int4: Path) -> None:
+    int8_path = int8_path_of(int4)
+    assert int8_path is not None
+    bound = bound_to(int8_path, int4)
+    expected, slots = read(bound, 100)
+    found, own_slots = read(bound, 33)
+    np.testing.assert_allclose(found, expected, atol=1e-3)
+    for name, values in slots.items():
+        np.testing.assert_allclose(values, own_slots[name], atol=1e-3)
+
+
+def test_an_int8_graph_has_no_bias_and_the_models_weights_by_links(int4: Path) -> None:
+    int8_path = int8_path_of(int4)
+    assert int8_path is not None
+    graph_io = GraphSession(int8_path, CPU, metadata_of(open_bundle(int4))).graph_io
+    assert not graph_io.has_bias_input
+    assert InputRole.LOGIT_POSITIONS in graph_io.inputs
+    assert external_files(int8_path) == ["int8.data", "shared-0.data"]
+    assert os.path.samefile(int8_path.parent / "shared-0.data", int4 / "model.onnx.data")
+    assert int8_graph_bytes(int8_path) < sum(each.stat().st_size for each in int8_path.parent.iterdir())
+
+
+def test_weights_are_shared_with_the_packed_copy_of_the_model(int4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepacked, "_MIN_WEIGHT_BYTES", 0)
+    packed = prepacked.prepacked_graph(open_bundle(int4))
+    int8_path = int8_path_of(int4)
+    assert int8_path is not None
+    assert packed.parent != int4
+    assert os.path.samefile(int8_path.parent / "shared-0.data", packed.with_name("model.onnx.data"))
+    assert_close(int4)
+
+
+def test_weights_are_copied_where_files_cannot_have_two_names(int4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EXDEV, "another file system")
+
+    monkeypatch.setattr(os, "link", refuse)
+    int8_path = int8_path_of(int4)
+    assert int8_path is not None
+    assert not os.path.samefile(int8_path.parent / "shared-0.data", int4 / "model.onnx.data")
+    assert_close(int4)
+
+
+def test_an_int8_graph_is_made_once_and_only_if_asked_for(int4: Path, cache: Path) -> None:
+    assert int8_path_of(int4, make=False) is None
+    assert not cache.exists()
+    stages: list[float] = []
+    int8_path = int8_path_of(int4, progress=lambda _, fraction: stages.append(fraction))
+    assert stages[0] == 0.0
+    assert stages[-1] == 1.0
+    assert stages == sorted(stages)
+    stages.clear()
+    assert int8_path_of(int4, progress=lambda _, fraction: stages.append(fraction)) == int8_path
+    assert int8_path_of(int4, make=False) == int8_path
+    assert not stages
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "int8.data", "shared-0.data", "digests.json"])
+@pytest.mark.parametrize("damage", ["changed", "missing"])
+def test_damaged_graphs_are_made_again(int4: Path, tmp_path: Path, name: str, damage: str) -> None:
+    folder = Path(shutil.copytree(int4, tmp_path / "bundle"))
+    int8_path = int8_path_of(folder)
+    assert int8_path is not None
+    expected = {each.name: each.read_bytes() for each in int8_path.parent.iterdir()}
+    data = bytearray(expected[name])
+    file = int8_path.with_name(name)
+    file.unlink()
+    if damage == "changed":
+        data[2 if name == "digests.json" else len(data) // 2] ^= 1
+        file.write_bytes(data)
+    if name != "digests.json":
+        with pytest.raises((BundleError, OSError)):
+            verify_int8_graph(open_bundle(folder))
+    assert int8_path_of(folder, make=False) is None
+    assert int8_path_of(folder) == int8_path
+    assert {each.name: each.read_bytes() for each in int8_path.parent.iterdir()} == expected
+    assert verify_int8_graph(open_bundle(folder))
+
+
+def test_graphs_of_other_weights_machines_and_versions_are_others(
+    int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = {int8_path_of(int4), int8_path_of(write_bundle(tmp_path, "qwen2", weights=INT4, seed=2))}
+    for name in ("RUNTIME_BUILD", "_FORMAT"):
+        with monkeypatch.context() as patch:
+            patch.setattr(int8_graph_files, name, "another")
+            graphs.add(int8_path_of(int4))
+    monkeypatch.setattr(int8_graph_files, "processor", lambda: "another machine")
+    graphs.add(int8_path_of(int4))
+    assert len(graphs) == 5
+    assert None not in graphs
+
+
+def test_a_full_disk_costs_the_int8_graph_and_one_warning(
+    int4: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    usage = shutil.disk_usage(cache.parent.parent)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    assert int8_path_of(int4) is None
+    assert [each.levelno for each in caplog.records] == [logging.WARNING]
+    assert "disk space" in caplog.text
+    assert not list(cache.iterdir())
+
+
+@pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), MemoryError()])
+def test_a_failure_while_it_is_made_leaves_nothing_behind(
+    int4: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    failure: Exception,
+) -> None:
+    def fail(*_: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(int8_graph_files.PackedWeightsWriter, "add", fail)
+    assert int8_path_of(int4) is None
+    assert len(caplog.records) == 1
+    assert not list(cache.iterdir())
+
+
+def test_a_progress_function_can_abandon_the_work(int4: Path, cache: Path) -> None:
+    def abandon(_: str, fraction: float) -> None:
+        if fraction > 0.3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        int8_path_of(int4, progress=abandon)
+    assert not list(cache.iterdir())
+
+
+def test_what_has_no_quantized_products_has_no_int8_graph(
+    tiny_bundle: Path, tiny_bundle_of: Callable[[str, str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert "no products of quantized weights" in (int8_graph_obstacle(open_bundle(tiny_bundle)) or "")
+    assert int8_path_of(tiny_bundle) is None
+    assert not caplog.records
+    assert int8_graph_obstacle(open_bundle(tiny_bundle_of("llama", "int4"))) is None

@@ -1,0 +1,166 @@
+"""Codes of MatMulNBits are decoded as the operator reads them, and rounded to integers as NumPy does it."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from edgerun.models.onnx_file.graph_editor import CannotRewriteError, GraphEditor
+from edgerun.runtime.graph.integer_products import PackedWeightsWriter, products_overflow
+from edgerun.runtime.int8_prompts.block_codes import BlockMatrix
+from edgerun.runtime.int8_prompts.integer_weights import FULL_RANGE, NARROW_RANGE, IntegerRange, to_integers
+
+ROWS, COLUMNS = 24, 80
+"""80 is not a multiple of the block sizes, so that every row's last block is padded."""
+
+
+def write_product(
+    folder: Path, bits: int, block: int, zeros: str | None = None, *, order: bool = False, seed: int = 0
+) -> Path:
+    """A model of one MatMulNBits with random codes; `zeros` is `packed`, `float` or None."""
+    random = np.random.default_rng(seed)
+    blocks = -(-COLUMNS // block)
+    tensors = {
+        "codes": random.integers(0, 256, (ROWS, blocks, block * bits // 8), np.uint8),
+        "scales": random.standard_normal((ROWS, blocks)).astype(np.float32),
+    }
+    inputs = ["x", "codes", "scales", "", "", "bias"]
+    if zeros == "packed":
+        tensors["zeros"] = random.integers(0, 256, (ROWS, -(-blocks * bits // 8)), np.uint8)
+    elif zeros == "float":
+        tensors["zeros"] = (random.random((ROWS, blocks)) * 2**bits).astype(np.float32)
+    if zeros:
+        inputs[3] = "zeros"
+    if order:
+        inputs[4] = "order"
+        tensors["order"] = np.arange(COLUMNS, dtype=np.int32) // block
+    tensors["bias"] = random.standard_normal(ROWS).astype(np.float32)
+    graph = helper.make_graph(
+        [
+            helper.make_node(
+                "MatMulNBits", inputs, ["y"], domain="com.microsoft", K=COLUMNS, N=ROWS, bits=bits, block_size=block
+            )
+        ],
+        "product",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, "tokens", COLUMNS])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, "tokens", ROWS])],
+        [numpy_helper.from_array(array, name) for name, array in tensors.items()],
+    )
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), folder / "model.onnx")
+    return folder / "model.onnx"
+
+
+def matrix_of(graph: Path) -> BlockMatrix:
+    editor = GraphEditor(graph)
+    return BlockMatrix.of(editor, editor.graph.node[0])
+
+
+def run(graph: Path, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
+    return np.asarray(session.run(None, {"x": x})[0])
+
+
+@pytest.mark.parametrize(
+    ("bits", "block", "zeros"),
+    # The operator has no float zero points at 8 bits.
+    [*itertools.product((2, 4), (16, 32, 128), (None, "packed", "float")), (8, 32, None), (8, 16, "packed")],
+)
+def test_decoded_weights_are_those_of_the_operator(tmp_path: Path, bits: int, block: int, zeros: str | None) -> None:
+    graph = write_product(tmp_path, bits, block, zeros)
+    matrix = matrix_of(graph)
+    # Rows of the identity give the columns of the matrix.
+    computed = run(graph, np.eye(COLUMNS, dtype=np.float32)[None])[0].T - matrix.bias[:, None]  # type: ignore[index]
+    whole = matrix.decoded(0, ROWS)
+    np.testing.assert_allclose(whole, computed, rtol=1e-4, atol=1e-4 * np.abs(whole).max())
+    np.testing.assert_array_equal(matrix.decoded(5, 9), whole[5:9])
+
+
+def test_reordered_columns_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CannotRewriteError, match="codes"):
+        matrix_of(write_product(tmp_path, 4, 16, order=True))
+
+
+@pytest.mark.parametrize("limit", [127, 91])
+def test_integers_are_the_nearest_ones(tmp_path: Path, limit: int) -> None:
+    matrix = matrix_of(write_product(tmp_path, 4, 16, "packed"))
+    factors = np.linspace(0.5, 4, COLUMNS, dtype=np.float32)
+    converted = to_integers(matrix, limit, rows=slice(3, 20), column_factors=factors)
+    weights = matrix.decoded(3, 20) * factors
+    scales = np.abs(weights).max(axis=1) / np.float32(limit)
+    np.testing.assert_array_equal(converted.scales, scales)
+    np.testing.assert_array_equal(converted.integers, np.rint(weights / scales[:, None]).T)
+    assert np.abs(converted.integers).max() == limit
+    doubled = to_integers(matrix, limit, rows=slice(3, 20), row_factors=np.full(17, 2, np.float32))
+    np.testing.assert_array_equal(doubled.scales, 2 * to_integers(matrix, limit, rows=slice(3, 20)).scales)
+
+
+def test_a_row_of_zeros_stays_zero(tmp_path: Path) -> None:
+    matrix = matrix_of(write_product(tmp_path, 4, 16))
+    scales = np.array(matrix.scales)
+    scales[2] = 0
+    zeroed = BlockMatrix(ROWS, COLUMNS, 4, matrix.codes, scales, None, None)
+    converted = to_integers(zeroed, 127)
+    assert not converted.integers[:, 2].any()
+    assert np.isfinite(converted.scales).all()
+
+
+def test_products_in_the_range_used_here_are_exact(tmp_path: Path) -> None:
+    """The largest integers of the range give the true sum; those of the full range only where nothing overflows."""
+    limits = NARROW_RANGE if products_overflow() else FULL_RANGE
+    assert _largest_product_is_exact(limits)
+    assert _largest_product_is_exact(FULL_RANGE) is not products_overflow()
+    assert 4 * NARROW_RANGE.activation * NARROW_RANGE.weight < 1 << 15
+
+
+def _largest_product_is_exact(limits: IntegerRange) -> bool:
+    size = 64
+    nodes = [helper.make_node("MatMulIntegerToFloat", ["x", "w", "one", "one", "zero"], ["y"], domain="com.microsoft")]
+    graph = helper.make_graph(
+        nodes,
+        "product",
+        [helper.make_tensor_value_info("x", TensorProto.UINT8, [1, size])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, size])],
+        [
+            numpy_helper.from_array(np.full((size, size), limits.weight, np.int8), "w"),
+            numpy_helper.from_array(np.array(1, np.float32), "one"),
+            numpy_helper.from_array(np.array(limits.activation, np.uint8), "zero"),
+        ],
+    )
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    result = session.run(None, {"x": np.full((1, size), 2 * limits.activation, np.uint8)})[0]
+    return bool((np.asarray(result) == size * limits.activation * limits.weight).all())
+
+
+def test_packed_weights_are_written_with_their_offsets_in_the_file(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    matrices = [random.integers(-90, 91, (128, 96), np.int8) for _ in range(2)]
+    with PackedWeightsWriter(tmp_path / "int8.data", tmp_path) as writer:
+        scales = writer.add("scales", np.ones(96, np.float32))
+        tensors = [writer.add_packed(f"matrix.{number}", each, 90) for number, each in enumerate(matrices)]
+    assert {each.name for each in tmp_path.iterdir()} == {"int8.data"}
+    data = (tmp_path / "int8.data").read_bytes()
+    for tensor, matrix in zip(tensors, matrices, strict=True):
+        entries = {each.key: each.value for each in tensor.external_data}
+        start = int(entries["offset"])
+        assert data[start : start + matrix.size] == matrix.tobytes()
+        packed = next(value for key, value in entries.items() if key.startswith("prepacked_"))
+        first, length, _ = packed.partition("|")[2].split(";")
+        assert start + matrix.size <= int(first) <= len(data) - int(length)
+    assert {each.key: each.value for each in scales.external_data}["offset"] == "0"
+
+
+def test_a_tiny_matrix_is_not_packed(tmp_path: Path) -> None:
+    with PackedWeightsWriter(tmp_path / "int8.data", tmp_path) as writer:
+        tensor = writer.add_packed("tiny", np.ones((8, 8), np.int8), 90)
+    assert tensor.raw_data == np.ones((8, 8), np.int8).tobytes()
+    assert not tensor.external_data

@@ -1,0 +1,217 @@
+"""Convolution states beside the KV cache: rewinding, replays, copies and snapshots equal sequential decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from edgerun.errors import EdgeError
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from edgerun.runtime.kv.hybrid_arena import HybridArena
+from support.nightly import some_nightly
+from support.tiny_models import write_bundle
+
+CONTEXT = 512
+TEXT = np.random.default_rng(3).integers(5, 300, CONTEXT).tolist()
+TOLERANCE = 2e-4
+"""Wide passes and narrow ones differ by float rounding."""
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> GraphSession:
+    bundle = write_bundle(tmp_path_factory.mktemp("lfm2"), "lfm2", conv_L_cache=4, max_position_embeddings=CONTEXT)
+    return GraphSession(bundle / "model.onnx", SessionConfig(choose_device("cpu"), 1))
+
+
+@pytest.fixture(scope="module")
+def expected(graph: GraphSession) -> npt.NDArray[np.float32]:
+    """Logits after every token of `TEXT`, one token a pass."""
+    bound = graph.bind(graph.arena(CONTEXT))
+    rows = []
+    for token in TEXT:
+        rows.append(bound.forward([token])[0].copy())
+        bound.arena.commit(1)
+    return np.array(rows)
+
+
+def new(graph: GraphSession) -> tuple[Any, HybridArena]:
+    arena = graph.arena(CONTEXT)
+    assert isinstance(arena, HybridArena)
+    return graph.bind(arena), arena
+
+
+def read(bound: Any, stop: int, width: int = 100) -> None:
+    """Run and commit the slots of `TEXT` up to `stop`."""
+    while bound.arena.length < stop:
+        tokens = TEXT[bound.arena.length : min(stop, bound.arena.length + width)]
+        bound.forward(tokens, logits_for=(len(tokens) - 1,))
+        bound.arena.commit(len(tokens))
+
+
+def check_next(bound: Any, expected: npt.NDArray[np.float32], width: int = 3) -> None:
+    """The logits of the next tokens are those of sequential decoding."""
+    first = bound.arena.length
+    logits = bound.forward(TEXT[first : first + width])
+    np.testing.assert_allclose(logits, expected[first : first + width], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("seed", some_nightly(range(4), 1))
+def test_random_rewinds_and_replays_equal_sequential_decoding(
+    graph: GraphSession, expected: npt.NDArray[np.float32], seed: int
+) -> None:
+    """500 times: run a chain whose end is wrong, accept some of it, or rewind to any position before."""
+    random = np.random.default_rng(seed)
+    bound, arena = new(graph)
+    read(bound, 200)
+    rewinds = 0
+    for _ in range(500):
+        if random.random() < 0.3 or arena.length > 400:
+            arena.rewind_to(int(random.integers(0, arena.length + 1)))
+            rewinds += 1
+        base, right = arena.length, int(random.integers(1, 9))
+        wrong = random.integers(5, 300, random.integers(0, 5)).tolist()
+        logits = bound.forward([*TEXT[base : base + right], *wrong])
+        np.testing.assert_allclose(logits[:right], expected[base : base + right], atol=TOLERANCE)
+        accepted = int(random.integers(0, right + 1))
+        if accepted and random.random() < 0.5:
+            arena.compact(base, range(accepted))
+        else:
+            arena.commit(accepted)
+        assert arena.length == base + accepted
+    assert arena.token_ids == TEXT[: arena.length]
+    assert rewinds > 100
+    assert 0 < arena.replayed <= rewinds * (arena.spacing - 1)
+
+
+def test_rewinding_within_the_last_pass_replays_nothing(graph: GraphSession, expected: npt.NDArray[np.float32]) -> None:
+    for position in (89, 70, 33, 0):
+        bound, arena = new(graph)
+        read(bound, 90, width=90)
+        arena.rewind_to(position)
+        check_next(bound, expected)
+        assert arena.replayed == 0
+
+
+def test_a_replay_is_part_of_the_next_pass_and_no_longer_than_the_spacing(
+    graph: GraphSession, expected: npt.NDArray[np.float32]
+) -> None:
+    bound, arena = new(graph)
+    read(bound, 300)
+    arena.rewind_to(arena.spacing * 3)
+    check_next(bound, expected)
+    assert arena.replayed == 0
+    arena.rewind_to(arena.spacing * 2 + 5)
+    check_next(bound, expected, width=1)
+    assert arena.replayed == 5
+    assert arena.plain_length == arena.spacing * 2  # slots that ran once more, in a wide pass, are not plain decoding's
+
+
+def test_states_of_the_last_prefill_pass_are_kept(graph: GraphSession) -> None:
+    """Answers that begin again there must have the same bits, so its first token may not be part of a wider pass."""
+    bound, arena = new(graph)
+    read(bound, 77, width=77)
+    logits = bound.forward(TEXT[77:100], logits_for=(22,))[0].copy()
+    arena.commit(23)
+    arena.last_prefill = (77, 100)
+    for token in TEXT[100:140]:
+        bound.forward([token])
+        arena.commit(1)
+    bound.forward(TEXT[140:150])
+    arena.compact(140, range(4))
+    bound.forward(TEXT[144:150])
+    arena.rewind_to(77)
+    np.testing.assert_array_equal(bound.forward(TEXT[77:100], logits_for=(22,))[0], logits)
+    assert arena.replayed == 0
+
+
+@pytest.mark.parametrize("slots", [0, 10, 64, 130, 201])
+def test_copies_and_snapshots_continue_as_the_original(
+    graph: GraphSession, expected: npt.NDArray[np.float32], slots: int
+) -> None:
+    bound, arena = new(graph)
+    read(bound, 201)
+    copied_bound, copied = new(graph)
+    read(copied_bound, 30)
+    copied.copy_from(arena, slots)
+    check_next(copied_bound, expected)
+    assert copied.token_ids == TEXT[:slots]
+    restored_bound, restored = new(graph)
+    arena.rewind_to(slots)
+    restored.restore(arena.snapshot())
+    assert restored.length == slots
+    check_next(restored_bound, expected)
+    check_next(bound, expected)
+    restored.rewind_to(slots // 2)
+    check_next(restored_bound, expected)
+
+
+def damaged_states(snapshot: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
+    *slots, token_ids, positions, states = snapshot
+    return {
+        "no states": tuple(slots),
+        "too few tokens": (*slots, token_ids[:-1], positions[:1], states[:1]),
+        "a position behind the end": (*slots, token_ids, positions + 100, states),
+        "position 0": (*slots, token_ids, positions * 0, states),
+        "another kernel": (*slots, token_ids, positions, states[:, :, :1]),
+        "another type": (*slots, token_ids, positions, states.astype(np.float64)),
+        "tokens of another type": (*slots, token_ids.astype(np.int32), positions, states),
+    }
+
+
+def test_damaged_snapshots_are_refused(graph: GraphSession) -> None:
+    bound, arena = new(graph)
+    read(bound, 80)
+    for snapshot in damaged_states(arena.snapshot()).values():
+        other = new(graph)[1]
+        with pytest.raises(ValueError, match="expected"):
+            other.restore(snapshot)
+
+
+def test_what_is_not_known_cannot_be_committed(graph: GraphSession) -> None:
+    bound, arena = new(graph)
+    read(bound, 20)
+    with pytest.raises(ValueError, match="cannot commit"):
+        arena.commit(1)
+    bound.forward(TEXT[20:25])
+    with pytest.raises(ValueError, match="along a chain"):
+        arena.compact(20, [0, 2])
+    arena.rewind_to(10)
+    with pytest.raises(ValueError, match="cannot commit"):
+        arena.commit(1)
+
+
+def test_a_failed_pass_leaves_the_arena_as_it_was(
+    graph: GraphSession, expected: npt.NDArray[np.float32], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound, arena = new(graph)
+    read(bound, 100)
+    arena.rewind_to(70)
+    with monkeypatch.context() as patched:
+        patched.setattr(bound, "_run_session", _fail)
+        with pytest.raises(EdgeError, match="failed to run"):
+            bound.forward(TEXT[70:75])
+    assert arena.length == 70
+    check_next(bound, expected)
+
+
+def _fail() -> None:
+    raise RuntimeError
+
+
+def test_one_session_runs_over_several_arenas(graph: GraphSession, expected: npt.NDArray[np.float32]) -> None:
+    bound, arena = new(graph)
+    read(bound, 50)
+    other = graph.arena(CONTEXT)
+    bound.use(other)
+    read(bound, 60)
+    bound.use(arena)
+    check_next(bound, expected)
+    arena.commit(2)
+    bound.use(other)
+    check_next(bound, expected)
+    bound.use(arena)
+    check_next(bound, expected)

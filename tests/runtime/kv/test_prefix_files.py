@@ -1,0 +1,304 @@
+"""Prefixes on disk give the text that computing them gives, and whatever is wrong with a file, they are computed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgerun
+from edgerun import Engine, GenerateOptions, InputError, Reply, Speculation
+from edgerun.runtime import loaded_model
+from edgerun.runtime.kv import prefix_files
+from edgerun.runtime.kv.arena import InPlaceArena
+from edgerun.runtime.kv.buffers import CacheTensorType
+from edgerun.runtime.kv.prefix_cache import PrefixCache
+from edgerun.runtime.kv.prefix_files import PrefixFiles, prefix_folder
+from support.killed_process import keep_prefix, killing_server, needs_kills
+from support.layouts import LAYOUTS, write_layout
+
+SYSTEM = "the other and the one who is at the end of it, and on to " * 4
+QUESTIONS = ("in the", "there", "and one of the others")
+TENSOR_TYPES = (CacheTensorType(np.dtype(np.float32), (1, 1, 0, 2), 2),) * 2
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def loaded(model: Path, **options: object) -> Engine:
+    return edgerun.load(model, threads=1, draft=None, **options)  # type: ignore[arg-type]
+
+
+def asked(engine: Engine, question: str) -> Reply:
+    return engine.generate(question, system=SYSTEM, keep_prefix=True, max_tokens=8, speculation=Speculation.OFF)
+
+
+def files() -> list[Path]:
+    return sorted(prefix_folder().glob("*/*.kv"))
+
+
+def arena_of(tokens: int, value: float = 1.0) -> InPlaceArena:
+    arena = InPlaceArena(TENSOR_TYPES, 512)
+    arena.pad_to(tokens, value)
+    return arena
+
+
+@pytest.mark.parametrize("kind", ["float", "int8", "optimum"])
+def test_a_fresh_process_continues_from_the_file_with_the_same_text(
+    tiny_bundle: Path, tmp_path: Path, kind: str
+) -> None:
+    model = write_layout(tmp_path / "model", LAYOUTS["optimum"]) if kind == "optimum" else tiny_bundle
+    kv = "int8" if kind == "int8" else "float"
+
+    def answers(engine: Engine) -> list[Reply]:
+        if engine.template is not None:
+            return [asked(engine, question) for question in QUESTIONS]
+        options = GenerateOptions(raw=True, max_tokens=8)
+        engine.keep_prefix(SYSTEM, options)
+        return [engine.generate(SYSTEM + question, options) for question in QUESTIONS]
+
+    with loaded(model, kv=kv, prefix_disk=0, prefix_cache=0) as engine:
+        expected = [reply.text for reply in answers(engine)]
+    assert not files()
+    with loaded(model, kv=kv, prefix_cache=0) as engine:
+        assert [reply.text for reply in answers(engine)] == expected
+    (file,) = files()
+    if os.name == "posix":
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert file.parent.stat().st_mode & 0o777 == 0o700
+    with loaded(model, kv=kv, prefix_cache=0) as engine:
+        replies = answers(engine)
+    assert [reply.text for reply in replies] == expected
+    assert all(reply.stats.reused_tokens >= 64 for reply in replies)
+    assert files() == [file]
+
+
+def test_messages_that_conversations_begin_with_are_read_in_advance(tiny_bundle: Path) -> None:
+    beginning = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": "in the"},
+        {"role": "assistant", "content": "and of the"},
+    ]
+    with loaded(tiny_bundle) as engine:
+        kept = engine.keep_prefix(beginning)
+    with loaded(tiny_bundle) as engine:
+        reply = engine.generate([*beginning, {"role": "user", "content": "there"}], max_tokens=4)
+    assert reply.stats.reused_tokens == kept
+
+
+def flipped(position: float) -> Callable[[bytes], bytes]:
+    def flip(content: bytes) -> bytes:
+        at = int(position * (len(content) - 1))
+        return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+    return flip
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *map(flipped, (0.0, 0.001, 0.01, 0.02, 0.3, 0.7, 0.9999, 1.0)),
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:-1],
+        lambda content: b"",
+        lambda content: content + b"more",
+        lambda content: os.urandom(2000),
+    ],
+)
+def test_damaged_files_are_computed_and_written_again(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes]
+) -> None:
+    with loaded(tiny_bundle) as engine:
+        expected = asked(engine, "in the").text
+    (file,) = files()
+    good = file.read_bytes()
+    file.write_bytes(damage(good))
+    with loaded(tiny_bundle) as engine:
+        reply = asked(engine, "in the")
+        engine.model.prefixes.wait()
+        assert file.read_bytes() == good
+    assert reply.text == expected
+    assert reply.stats.reused_tokens == 0
+    with loaded(tiny_bundle) as engine:
+        assert asked(engine, "in the").stats.reused_tokens >= 64
+
+
+def test_files_of_another_model_format_or_build_are_not_used(
+    tiny_bundle: Path, tiny_bundle_of: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tiny_bundle_of("llama", "int8")
+    with loaded(other) as engine:
+        expected = asked(engine, "in the").text
+    (own,) = files()
+    content = own.read_bytes()
+    with loaded(tiny_bundle) as engine:
+        assert asked(engine, "in the").stats.reused_tokens == 0
+    with loaded(other, kv="int8") as engine:
+        assert asked(engine, "in the").stats.reused_tokens == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(loaded_model, "RUNTIME_BUILD", "another build")
+        with loaded(other) as engine:
+            assert asked(engine, "in the").stats.reused_tokens == 0
+    assert len({file.parent for file in files()}) == 4
+    # A file that was copied to this model's folder says itself that it is not of this model.
+    (foreign,) = [file for file in files() if file.stat().st_size == own.stat().st_size and file != own][:1]
+    shutil.copy(foreign, own)
+    with loaded(other) as engine:
+        reply = asked(engine, "in the")
+    assert (reply.text, reply.stats.reused_tokens) == (expected, 0)
+    assert own.read_bytes() == content
+
+
+def test_a_full_disk_loses_the_file_and_says_so_once(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*_arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    usage = shutil.disk_usage(tiny_bundle)
+    with caplog.at_level(logging.WARNING, "edgerun"), loaded(tiny_bundle) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(prefix_files._NewPrefix, "write", failing)
+            text = asked(engine, "in the").text
+            engine.model.prefixes.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=1000))
+            assert asked(engine, "in the").text == text
+            engine.model.prefixes.wait()
+    assert caplog.messages == ["a prefix is not kept on disk: No space left on device"]
+    assert not [path for path in prefix_folder().rglob("*") if path.is_file()]
+
+
+def test_the_least_recently_used_files_of_all_models_make_room() -> None:
+    size = 0
+    kept: list[Path] = []
+    for number in range(3):
+        prefixes = PrefixFiles(lambda number=number: f"model {number}")  # type: ignore[misc]
+        prefixes.keep(arena_of(100), np.arange(100))
+        prefixes.wait()
+        (new,) = set(files()) - set(kept)
+        os.utime(new, (1000 + number, 1000 + number))
+        kept.append(new)
+        size = new.stat().st_size
+    first = PrefixFiles(lambda: "model 0", 3 * size)
+    shared, stored = first.find(np.arange(120))
+    assert stored is not None
+    assert first.restore(stored, shared, arena_of(0))
+    first.keep(arena_of(100), np.arange(1, 101))
+    first.wait()
+    assert sorted(files()) == sorted({*kept, *files()} - {kept[1]})
+    assert len(files()) == 3
+    # What can never fit removes nothing.
+    none = PrefixFiles(lambda: "model 0", 100)
+    none.keep(arena_of(100), np.arange(2, 102))
+    none.wait()
+    assert len(files()) == 3
+
+
+def test_a_prefix_within_another_takes_no_file_unless_it_is_much_shorter() -> None:
+    prefixes = PrefixFiles(lambda: "a model")
+    prefixes.keep(arena_of(400), np.arange(400))
+    prefixes.wait()
+    for tokens, number in ((300, 1), (100, 2), (prefix_files.MIN_STORED - 1, 2)):
+        prefixes.keep(arena_of(400), np.arange(tokens))
+        prefixes.wait()
+        assert len(files()) == number
+    # Few tokens of a long file are not worth reading it, and of two files that have them the shorter one is read.
+    assert [prefixes.find(np.arange(shared))[0] for shared in (10, 60, 350)] == [0, 60, 350]
+    assert prefixes.find(np.arange(60))[1].token_ids.size == 100  # type: ignore[union-attr]
+
+
+def test_slots_of_another_graph_are_used_only_where_it_may_read_prompts() -> None:
+    arena = arena_of(100, 2.0)
+    arena.plain_length = 40  # a further graph computed the others
+    either, plain = (PrefixFiles(lambda: "a model", plain_only=lambda only=only: only) for only in (False, True))
+    either.keep(arena, np.arange(100))
+    either.wait()
+    assert [prefixes.find(np.arange(100))[0] for prefixes in (either, plain)] == [100, 40]
+    restored = arena_of(0)
+    shared, stored = plain.find(np.arange(100))
+    assert stored is not None
+    assert plain.restore(stored, shared, restored)
+    assert (restored.length, restored.plain_length) == (40, 40)
+    written = files()[0].stat().st_ino
+    plain.keep(restored_and_computed := arena_of(100, 2.0), np.arange(100))
+    assert restored_and_computed.plain_length == 0  # no more plain slots than the file has: it stays
+    plain.wait()
+    assert files()[0].stat().st_ino == written
+    computed = arena_of(100, 1.0)
+    computed.plain_length = 100
+    plain.keep(computed, np.arange(100))
+    plain.wait()
+    assert [prefixes.find(np.arange(100))[0] for prefixes in (either, plain)] == [100, 100]
+    assert len(files()) == 1
+
+
+def test_a_cache_that_is_being_written_is_copied_and_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = threading.Event()
+    write = prefix_files._NewPrefix.write
+
+    def waiting(self: prefix_files._NewPrefix, *arguments: object) -> None:
+        begin.wait()
+        write(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(prefix_files._NewPrefix, "write", waiting)
+    prefixes = PrefixFiles(lambda: "a model")
+    memory = PrefixCache(lambda: arena_of(0), 1 << 20, prefixes)
+    arena = arena_of(100, 5.0)
+    memory.keep(arena, range(100), 100)
+    taken = memory.take([*range(90), 7])
+    assert taken is not arena
+    taken.buffers.fill(0, 90, 3.0)
+    begin.set()
+    memory.wait()
+    restored = arena_of(0)
+    (stored,) = [found for _, found in [prefixes.find(np.arange(100))]]
+    assert stored is not None
+    assert prefixes.restore(stored, 100, restored)
+    assert all((each == 5.0).all() for each in restored.snapshot())
+    assert memory.take([*range(90), 7]) is arena
+
+
+@pytest.fixture(scope="module")
+def kills() -> Iterator[Callable[[Path, int], bool]]:
+    with killing_server() as server:
+        yield lambda root, step: server.steps("keep_prefix", root, 1, kill_at=step) is None
+
+
+@needs_kills
+def test_a_kill_at_any_step_leaves_a_whole_file_or_none(kills: Callable[[Path, int], bool], tmp_path: Path) -> None:
+    steps = 0
+    for step in count(1):
+        root = tmp_path / str(step)
+        root.mkdir()
+        if not kills(root, step):
+            break
+        steps += 1
+        keep_prefix(root, 2)
+        names = [path.name for path in prefix_folder().rglob("*") if path.is_file()]
+        assert all(name.endswith(".kv") and not name.startswith(".") for name in names)
+        for value in (1, 2):
+            prefixes = PrefixFiles(lambda: "a model")
+            shared, stored = prefixes.find(np.arange(value, value + 100))
+            if stored is not None:
+                restored = arena_of(0)
+                assert prefixes.restore(stored, shared, restored)
+                assert all((each == value).all() for each in restored.snapshot())
+            else:
+                assert value == 1
+    assert steps >= 5
+
+
+def test_a_negative_size_is_refused(tiny_bundle: Path) -> None:
+    with pytest.raises(InputError, match="prefix_disk is -1; it must be a number of bytes, 0 or more"):
+        edgerun.load(tiny_bundle, prefix_disk=-1)

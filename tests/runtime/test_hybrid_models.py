@@ -1,0 +1,217 @@
+"""Models with convolution layers (LFM2) from the outside: answers, conversations, prefixes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+import edgerun
+from edgerun import GenerateOptions, Speculation
+from edgerun.errors import BundleError, CheckpointError, EdgeError, InputError
+from edgerun.export import FP32, INT4, DraftRequest, ExportRecipe, ExportRequest, export_checkpoint
+from edgerun.export.recipe import CalibrationRequest, GraphLayout
+from edgerun.models.bundle import open_bundle
+from edgerun.runtime.decode import DecodeLimits, decode
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph.model_metadata import metadata_of
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from edgerun.runtime.kv.hybrid_arena import HybridArena
+from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
+from edgerun.runtime.speculation.drafters.draft_model import DraftModel
+from edgerun.runtime.speculation.drafters.model import ModelDrafter
+from edgerun.runtime.speculation.near_ties import NearTies
+from support.adversarial_drafters import FixedCost, adversaries, eager, speculator_of
+from support.tiny_models import write_bundle, write_checkpoint
+
+PROMPT = "the and of the and of to in the and of the and of to in the and of"
+CONTEXT = 512
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bundle(tmp_path_factory.mktemp("lfm2"), "lfm2", max_position_embeddings=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def engine(bundle: Path) -> Iterator[edgerun.Engine]:
+    with edgerun.load(bundle, device="cpu", learned=False, history=False) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def options() -> GenerateOptions:
+    return GenerateOptions(raw=True, ignore_eos=True, max_tokens=100, speculation=Speculation.OFF)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_speculative_text_equals_plain_text(
+    engine: edgerun.Engine, options: GenerateOptions, temperature: float
+) -> None:
+    drafted = 0
+    for seed in range(2):
+        chosen = {"temperature": temperature, "seed": seed}
+        plain = engine.generate(PROMPT, options, **chosen)
+        for sources in ("auto", "suffix,recycle", "edit"):
+            reply = engine.generate(PROMPT, options, **chosen, speculation=Speculation.parse(sources))
+            assert reply.text == plain.text
+            drafted += reply.stats.drafted
+    assert drafted > 0
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["plain passes", "near ties recomputed"])
+def test_adversarial_chains_do_not_change_the_text(bundle: Path, exact: bool) -> None:
+    graph = GraphSession(bundle / "model.onnx", SessionConfig(choose_device("cpu"), 1))
+    prompt, limits, params = [7, 8, 9, 7, 8], DecodeLimits(70, frozenset()), SamplingParams()
+
+    def tokens_of(name: str | None, text: list[int]) -> list[int]:
+        bound, sampler = graph.bind(graph.arena(CONTEXT)), Sampler(params, 300)
+        near_ties = NearTies(bound, sampler, 0.5, lambda: False) if exact else None
+        speculator = None if name is None else speculator_of(adversaries(text, 300, 0)[name], trees=False)
+        steps = list(decode(bound, prompt, sampler, limits, speculator, near_ties))
+        arena = bound.arena
+        assert isinstance(arena, HybridArena)
+        tokens = [token for step in steps for token in step.tokens]
+        assert arena.token_ids == [*prompt, *tokens][: arena.length]
+        assert arena.replayed == 0  # rounds rewind within their pass, or to the end of plain decoding's slots
+        return tokens
+
+    plain = tokens_of(None, [])
+    for name in adversaries([1], 300, 0):
+        assert tokens_of(name, [*prompt, *plain]) == plain
+
+
+def test_a_draft_model_drafts_chains(bundle: Path, tmp_path: Path) -> None:
+    """The target itself, as a model with attention alone, is not at hand, so most draft tokens are rejected."""
+    device, outputs, drafted = SessionConfig(choose_device("cpu"), 1), [], 0
+    graph = GraphSession(bundle / "model.onnx", device)
+    other = GraphSession(write_bundle(tmp_path, "llama") / "model.onnx", device)
+    model = DraftModel(other.bind(other.arena(256)), FixedCost({0: {1: 1e-9, 2: 1e-9}}), 300)
+    for speculator in (None, eager(ModelDrafter(model), trees=False)):
+        sampler = Sampler(SamplingParams(), 300)
+        steps = list(decode(graph.bind(graph.arena(256)), [7, 8, 9], sampler, DecodeLimits(40), speculator))
+        outputs.append([token for step in steps for token in step.tokens])
+        drafted += sum(sum(step.round.drafted) for step in steps if step.round is not None)
+    assert outputs[0] == outputs[1]
+    assert drafted > 20
+
+
+def test_a_prefix_is_continued_and_branches_copy_it(bundle: Path, options: GenerateOptions) -> None:
+    prompts = [PROMPT * 4, PROMPT * 4 + " in the", PROMPT * 2 + " to", PROMPT * 3 + " and"]
+    with edgerun.load(bundle, device="cpu", prefix_cache=0, learned=False, history=False) as fresh:
+        expected = [fresh.generate(prompt, options).text for prompt in prompts]
+    with edgerun.load(bundle, device="cpu", prefix_cache=1 << 28, learned=False, history=False) as engine:
+        replies = [engine.generate(prompt, options) for prompt in prompts]
+    assert [reply.text for reply in replies] == expected
+    assert all(reply.stats.reused_tokens > 30 for reply in replies[1:])
+
+
+def test_several_answers_equal_those_one_by_one(engine: edgerun.Engine, options: GenerateOptions) -> None:
+    chosen = {"temperature": 0.9, "max_tokens": 20}
+    several = engine.generate(PROMPT, options, **chosen, seed=5, n=3)
+    single = [engine.generate(PROMPT, options, **chosen, seed=5 + index).text for index in range(3)]
+    assert [choice.text for choice in several.choices] == single
+
+
+def test_a_saved_session_continues_with_the_same_text(bundle: Path, tmp_path: Path) -> None:
+    path, long = tmp_path / "s.kv", {"max_tokens": 60, "ignore_eos": True, "speculation": Speculation.OFF}
+    with edgerun.load(bundle, device="cpu", learned=False, history=False) as engine:
+        with engine.session(system=PROMPT * 2) as chat:
+            chat.send("in the", **long)
+            chat.save(path)
+            expected = chat.send("and of", **long)
+        with engine.session(resume=path) as resumed:
+            reply = resumed.send("and of", **long)
+            assert reply.text == expected.text
+            assert reply.stats.reused_tokens > 60
+    about = np.load(path)
+    damaged = {name: about[name] for name in about.files if name != "rows.3"}
+    np.savez(tmp_path / "damaged.npz", **damaged)
+    with (
+        edgerun.load(bundle, device="cpu") as engine,
+        pytest.raises(InputError, match="damaged"),
+        engine.session(resume=tmp_path / "damaged.npz"),
+    ):
+        pass
+
+
+def test_a_conversation_goes_on_beyond_the_context(bundle: Path) -> None:
+    """Slots cannot be dropped from the middle where convolutions depend on them, so what is kept runs again."""
+    with edgerun.load(bundle, device="cpu", context=160, learned=False) as engine:
+        reply = engine.generate(
+            "the of", raw=True, ignore_eos=True, max_tokens=250, overflow="window", speculation=Speculation.OFF
+        )
+    assert reply.stats.completion_tokens == 250
+    assert reply.stats.context_shifts > 0
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [({"kv": "int8"}, "convolution states beside its cache"), ({"prefill": "int8"}, "convolution layers")],
+    ids=["kv", "prefill"],
+)
+def test_what_does_not_work_is_refused_in_one_line(bundle: Path, choice: dict[str, str], message: str) -> None:
+    with pytest.raises(EdgeError, match=message) as error:
+        edgerun.load(bundle, device="cpu", **choice).close()
+    assert "\n" not in str(error.value)
+
+
+def test_it_cannot_draft_for_another_model(bundle: Path, tmp_path: Path) -> None:
+    target = write_bundle(tmp_path, "llama", max_position_embeddings=CONTEXT)
+    with edgerun.load(target, draft=bundle, device="cpu") as engine, pytest.raises(BundleError, match="cannot draft"):
+        engine.generate(PROMPT, raw=True, max_tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (ExportRecipe(INT4, calibration=CalibrationRequest()), "calibration"),
+        (ExportRecipe(INT4, draft=DraftRequest()), "--draft"),
+        (ExportRecipe(INT4, report=True), "--report"),
+        (ExportRecipe(INT4, gpu=True), "--device gpu"),
+        (ExportRecipe(INT4, layout=GraphLayout.GENAI), "--layout genai"),
+    ],
+    ids=["calibration", "draft", "report", "gpu", "genai"],
+)
+def test_exports_that_it_cannot_have_are_refused(tmp_path: Path, recipe: ExportRecipe, message: str) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint", "lfm2")
+    with pytest.raises(InputError, match=f"{message}.*lfm2 models, which have convolution layers"):
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe))
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"layer_types": ["conv", "mamba", "conv", "conv", "full_attention"]},
+            "layer_types has 'mamba'; supported are conv and full_attention",
+        ),
+        ({"layer_types": ["conv"] * 5}, "no layer of the checkpoint has attention"),
+        ({"layer_types": None, "full_attn_idxs": [9]}, "full_attn_idxs must list layers below 5"),
+        ({"conv_L_cache": 1}, "conv_L_cache must be an integer of at least 2"),
+        ({"conv_L_cache": 4}, r"conv.conv.weight has shape \[64, 1, 3\], but config.json implies \[64, 1, 4\]"),
+    ],
+    ids=["unknown mixer", "no attention", "indices", "kernel", "weights"],
+)
+def test_unknown_mixers_are_refused_by_name(tmp_path: Path, settings: dict[str, object], message: str) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint", "lfm2")
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    (source / "config.json").write_text(json.dumps({**config, **settings}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=message):
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
+
+
+def test_a_missing_state_output_is_named(bundle: Path, tmp_path: Path) -> None:
+    model = onnx.load(bundle / "model.onnx", load_external_data=False)
+    kept = [value for value in model.graph.output if value.name != "present_conv.1"]
+    del model.graph.output[:]
+    model.graph.output.extend(kept)
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    (tmp_path / "model.onnx.data").write_bytes((bundle / "model.onnx.data").read_bytes())
+    with pytest.raises(BundleError, match="no output for its state input past_conv.1"):
+        GraphSession(tmp_path / "model.onnx", SessionConfig(choose_device("cpu"), 1), metadata_of(open_bundle(bundle)))

@@ -1,0 +1,338 @@
+"""Prompts read by the int8 prompt graph: who reads them, what stays the same, and what happens without it."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import edgerun
+from edgerun import BundleError, Engine, FinishReason, GenerateOptions, InputError, Reply, Speculation
+from edgerun.models.bundle import open_bundle
+from edgerun.models.manifest import GraphLayout
+from edgerun.runtime.devices.providers import cpu_device
+from edgerun.runtime.graph import open_graph, session
+from edgerun.runtime.graph.probe import probe
+from edgerun.runtime.graph.session import SessionConfig
+from edgerun.runtime.int8_prompts import prompt_reading
+from edgerun.runtime.measure import prompt_choice
+from edgerun.runtime.measure.measurement_store import model_key
+from edgerun.runtime.measure.prompt_choice import PROMPT_CHOICES, PromptChoice
+from edgerun.runtime.measure.system_load import LoadMeter
+from support.waiting import wait_until
+
+PROMPT = [5 + 37 * number % 290 for number in range(200)]
+FAST = {64: 0.02, 128: 0.03}
+SLOW = {64: 0.03, 128: 0.05}
+FASTER = PromptChoice(None, SLOW, FAST, 0.0, 0.001, 0.02)
+
+
+@pytest.fixture
+def bundle(tiny_bundle_of: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An int4 model with a cache folder of its own, as if it were not small."""
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(open_graph, "_SMALL_MODEL_BYTES", 0)
+    return tiny_bundle_of("llama", "int4")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Callable[[], list[Path]]:
+    """The files of int8 prompt graphs in the cache."""
+    return lambda: sorted((tmp_path / "cache" / "prompt-int8").glob("*/*"))
+
+
+def loaded(bundle: Path, **options: Any) -> Engine:
+    return edgerun.load(bundle, threads=1, power="performance", draft=None, **options)
+
+
+def store(bundle: Path, choice: PromptChoice) -> None:
+    PROMPT_CHOICES.save(model_key(open_bundle(bundle), SessionConfig(cpu_device(), 1)), choice)
+
+
+def answer(engine: Engine, prompt: Sequence[int] = PROMPT, **options: Any) -> Reply:
+    return Reply.of(engine.model.answer(None, prompt, GenerateOptions(**{"max_tokens": 8, **options})))
+
+
+def test_asked_for_by_name_it_reads_long_prompts_alone(bundle: Path, files: Callable[[], list[Path]]) -> None:
+    stages: list[tuple[str, float]] = []
+    with loaded(bundle, prefill="int8", progress=lambda *each: stages.append(each)) as engine:
+        assert files(), "it is made when the model is loaded"
+        assert stages[0][0] == prompt_reading.MAKING
+        assert engine.model.prompts.refusal is None
+        reply = answer(engine)
+        assert reply.stats.prompt_readers == {"int8": 200}
+        assert answer(engine, PROMPT[:40]).stats.prompt_readers.keys() == {"base"}
+        assert answer(engine, exact=True).stats.prompt_readers == {"base": 200}
+        note = engine.model.prompts.described(reply.stats.prompt_readers)
+        assert note == "int8 prompt graph: 200 of 200 tokens read"
+    with loaded(bundle, prefill="plain") as plain:
+        assert answer(plain).stats.prompt_readers == {"base": 200}
+        assert plain.model.prompts.described({"base": 200}) is None
+
+
+def test_exact_answers_recompute_what_it_wrote(bundle: Path) -> None:
+    """A conversation whose first prompt was read with int8 weights answers exactly what plain prefill gives."""
+    with loaded(bundle, prefill="int8") as engine, loaded(bundle, prefill="plain") as plain:
+        sequences = [each.model.new_sequence() for each in (engine, plain)]
+        for each, sequence in zip((engine, plain), sequences, strict=True):
+            Reply.of(each.model.answer(sequence, PROMPT[:150], GenerateOptions(max_tokens=1)))
+        assert sequences[0].arena.plain_length == 0
+        assert sequences[1].arena.plain_length == 150
+        options = GenerateOptions(max_tokens=20, exact=True)
+        texts = [
+            Reply.of(each.model.answer(sequence, PROMPT, options)).text
+            for each, sequence in zip((engine, plain), sequences, strict=True)
+        ]
+        assert texts[0] == texts[1]
+
+
+def test_speculation_and_the_prefix_cache_leave_the_text_as_it_is(bundle: Path) -> None:
+    with (
+        loaded(bundle, prefill="int8", prefix_cache=1 << 30) as cached,
+        loaded(bundle, prefill="int8", prefix_cache=0) as fresh,
+    ):
+        reused = 0
+        for length in (150, 100, 170, 170, 200):
+            reply = answer(cached, PROMPT[:length])
+            expected = answer(fresh, PROMPT[:length], speculation=Speculation.OFF)
+            assert reply.text == expected.text
+            reused += reply.stats.reused_tokens
+        assert reused > 200
+
+
+def test_auto_follows_what_was_measured(bundle: Path) -> None:
+    with loaded(bundle) as engine:
+        assert engine.model.prompts.refusal == prompt_choice.NOT_MADE
+        assert engine.model.prompts.described(answer(engine, PROMPT[:100]).stats.prompt_readers) == (
+            "int8 prompt graph: not made yet (edge-run tune makes it)"
+        )
+    loaded(bundle, prefill="int8").close()
+    results = [
+        (FASTER, None),
+        (PromptChoice(None, FAST, SLOW, 0.0, 0.001, 0.02), "not faster here: 0.60 times the speed"),
+        (PromptChoice(None, SLOW, FAST, 0.0, 0.08, 0.02), "failed the quality check: KL 0.08 > 0.02"),
+        (PromptChoice(None, SLOW, FAST, 0.0, float("inf"), 0.02), prompt_choice.NOT_MADE),  # not a figure
+        (PromptChoice("its weights are float32"), "its weights are float32"),
+    ]
+    for choice, refusal in results:
+        store(bundle, choice)
+        with loaded(bundle) as engine:
+            assert engine.model.prompts.refusal == refusal
+            assert answer(engine).stats.prompt_readers.keys() == ({"base"} if refusal else {"int8"})
+
+
+def test_passes_are_as_wide_as_was_measured(bundle: Path) -> None:
+    loaded(bundle, prefill="int8").close()
+    store(bundle, PromptChoice(None, {64: 0.019, 128: 0.05}, {64: 0.02, 128: 0.03}, 0.0, 0.001, 0.02))
+    with loaded(bundle) as engine:
+        # A pass over the last 72 tokens is one of those that are not faster.
+        assert answer(engine).stats.prompt_readers == {"int8": 128, "base": 72}
+
+
+def test_the_best_short_enough_pass_is_chosen() -> None:
+    times = {64: 0.2, 128: 0.3, 256: 0.56, 512: 1.2}
+    choice = PromptChoice(None, {64: 0.22, 128: 0.4}, times, 1e-6, 0.001, 0.02)
+    assert choice.refusal is None
+    assert (choice.least_width, choice.width(0)) == (64, 256)
+    assert choice.width(2000) == 128  # 256 would take 1.07 s then
+    assert choice.width(100_000) == 64
+    assert PromptChoice.from_json(choice.to_json()) == choice
+    assert PromptChoice().width(0) == prompt_choice.UNMEASURED_WIDTH
+    for damaged in (
+        {},
+        {"obstacle": 3},
+        choice.to_json() | {"mean_kl": None},
+        choice.to_json() | {"int8_s": {"64": -1}},
+    ):
+        with pytest.raises(ValueError, match=r".+"):
+            PromptChoice.from_json(damaged)
+
+
+def test_the_copy_of_a_foreign_graph_is_not_probed(
+    tmp_path: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding to 8 bits differs between passes by more than a probe permits, in models of many layers."""
+    from edgerun.export import INT4, ExportRecipe, ExportRequest, export_checkpoint
+
+    recipe = ExportRecipe(INT4, layout=GraphLayout.GENAI)
+    foreign = export_checkpoint(ExportRequest(bundle.with_name("checkpoint"), tmp_path / "genai", recipe)).bundle
+    (foreign / "edge.json").unlink()
+    probed: list[str] = []
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        probed.append(arguments[2])
+        return probe(*arguments, **options)
+
+    monkeypatch.setattr(session, "probe", counting)
+    with loaded(foreign, prefill="int8") as engine:
+        assert answer(engine).stats.prompt_readers["int8"] > 0
+    assert set(probed) == {str(foreign / "model.onnx")}
+
+
+def test_it_is_loaded_for_prompts_that_it_saves_more_time_of(bundle: Path) -> None:
+    loaded(bundle, prefill="int8").close()
+    assert FASTER.tokens_to_load == 0
+    choice = replace(FASTER, load_s=0.05)
+    assert len(PROMPT) < choice.tokens_to_load < 2 * len(PROMPT)
+    store(bundle, choice)
+    with loaded(bundle, prefix_cache=0) as engine:
+        first = answer(engine)
+        assert first.stats.prompt_readers == {"base": 200}
+        note = engine.model.prompts.described(first.stats.prompt_readers)
+        assert note == "int8 prompt graph: not loaded, which would take longer than it saves"
+        # The time that was lost with the first prompt counts.
+        assert answer(engine).stats.prompt_readers == {"int8": 200}
+        assert engine.model.prompts.described({"base": 40}) is None
+    assert PromptChoice.from_json(choice.to_json()) == choice
+    older = {name: value for name, value in choice.to_json().items() if name != "load_s"}
+    assert PromptChoice.from_json(older) == FASTER
+
+
+def test_it_is_loaded_while_the_engine_is_idle_after_such_a_prompt(bundle: Path) -> None:
+    loaded(bundle, prefill="int8").close()
+    store(bundle, replace(FASTER, load_s=1000.0))
+    with loaded(bundle, prefix_cache=0) as engine:
+        answer(engine, PROMPT[:40])
+        assert engine.model.prompts._preloading._thread is None, "the prompt was short"
+        assert answer(engine).stats.prompt_readers == {"base": 200}
+        wait_until(lambda: engine.model.prompts.refusal_of({"base": 200}) is None)
+        assert answer(engine).stats.prompt_readers == {"int8": 200}
+
+
+def test_a_damaged_graph_is_made_again(bundle: Path, files: Callable[[], list[Path]]) -> None:
+    with loaded(bundle, prefill="int8") as engine:
+        expected = answer(engine).text
+    store(bundle, FASTER)
+    data = next(file for file in files() if file.name == "int8.data")
+    whole = data.read_bytes()
+    data.write_bytes(bytes(len(whole)))
+    with loaded(bundle) as engine:
+        assert answer(engine).stats.prompt_readers == {"base": 200}
+        assert engine.model.prompts.refusal == prompt_choice.NOT_MADE
+    with loaded(bundle, prefill="int8") as engine:
+        reply = answer(engine)
+        assert (reply.text, reply.stats.prompt_readers) == (expected, {"int8": 200})
+
+
+def test_a_full_disk_costs_a_line_and_the_speed(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, files: Callable[[], list[Path]]
+) -> None:
+    usage = shutil.disk_usage(bundle)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with caplog.at_level(logging.WARNING), loaded(bundle, prefill="int8") as engine:
+        assert answer(engine).stats.prompt_readers == {"base": 200}
+        assert engine.model.prompts.refusal is not None
+    assert len(caplog.records) == 1
+    assert not files()
+
+
+def test_without_memory_for_its_weights_it_is_not_loaded(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded(bundle, prefill="int8").close()
+    store(bundle, FASTER)
+    with loaded(bundle) as engine:
+        memory = psutil.virtual_memory()
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=1000))
+        assert answer(engine).stats.prompt_readers == {"base": 200}
+        assert str(engine.model.prompts.refusal).startswith("too little memory: 1 kB are free")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"cache": False}, "--no-cache was given"), ({"kv": "int8"}, "not with --kv int8")],
+)
+def test_asked_for_by_name_where_it_cannot_run(bundle: Path, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        loaded(bundle, prefill="int8", **options)
+    with loaded(bundle, **options) as engine:
+        assert reason in str(engine.model.prompts.refusal)
+        assert answer(engine).stats.prompt_readers == {"base": 200}
+
+
+def test_a_model_without_int4_or_int8_weights_cannot_have_one(tiny_bundle: Path, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="cannot have an int8 prompt graph"):
+        loaded(tiny_bundle, prefill="int8")
+    with pytest.raises(InputError, match="prefill is 'fast'; it must be one of auto, plain, int8"):
+        loaded(tiny_bundle, prefill="fast")
+
+
+def test_two_answers_at_a_time_say_what_each_says_alone(bundle: Path) -> None:
+    prompts = [PROMPT, PROMPT[::-1]]
+    with loaded(bundle, prefill="int8", prefix_cache=0) as engine:
+        expected = [answer(engine, prompt).text for prompt in prompts]
+    with loaded(bundle, prefill="int8", prefix_cache=0) as engine:
+        found: list[Reply | None] = [None, None]
+
+        def ask(number: int) -> None:
+            found[number] = answer(engine, prompts[number])
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    replies = [reply for reply in found if reply is not None]
+    assert [reply.text for reply in replies] == expected
+    assert all(reply.stats.prompt_readers == {"int8": 200} for reply in replies)
+
+
+def test_a_prompt_is_cancelled_between_two_passes(bundle: Path) -> None:
+    loaded(bundle, prefill="int8").close()
+    store(bundle, PromptChoice(None, {64: 1.0}, {64: 0.4}, 0.0, 0.001, 0.02))
+    fractions: list[float] = []
+
+    def progress(_: str, fraction: float) -> None:
+        fractions.append(fraction)
+        if len(fractions) == 2:
+            engine.cancel()
+
+    with loaded(bundle, progress=progress, prefix_cache=1 << 30) as engine:
+        answer(engine, PROMPT[:5])  # measures the model
+        fractions.clear()
+        reply = answer(engine)
+        assert reply.finish_reason is FinishReason.CANCELLED
+        assert fractions == [0.0, 64 / 200]
+        # What was read is not read again.
+        again = answer(engine)
+        assert again.finish_reason is FinishReason.LENGTH
+        assert again.stats.reused_tokens == 128
+        assert again.text == answer(engine, prompt=PROMPT).text
+
+
+def test_it_is_made_in_the_background_after_a_long_prompt(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, files: Callable[[], list[Path]]
+) -> None:
+    monkeypatch.setattr(prompt_reading, "_WORTH_MAKING", 150)
+    monkeypatch.setattr(prompt_choice, "_WORTH", 0.0)
+    monkeypatch.setattr(PromptChoice, "tokens_to_load", 0)
+    monkeypatch.setattr(prompt_choice, "_SECONDS_BUDGET", 0.0)
+    # What is measured beside other programs is not stored.
+    monkeypatch.setattr(LoadMeter, "is_busy", property(lambda _: False))
+    with loaded(bundle, prefix_cache=0) as engine:
+        answer(engine, PROMPT[:100])
+        assert engine.model.prompts._background._thread is None, "the prompt was short"
+        first = answer(engine)
+        assert first.stats.prompt_readers == {"base": 200}
+        wait_until(lambda: engine.model.prompts.refusal != prompt_choice.NOT_MADE)
+        assert engine.model.prompts.refusal is None
+        assert files()
+        assert "int8" in answer(engine).stats.prompt_readers
+    with loaded(bundle) as engine:
+        assert "int8" in answer(engine).stats.prompt_readers, "the measurement was stored"
+
+
+def test_closing_an_engine_ends_work_in_the_background(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, files: Callable[[], list[Path]]
+) -> None:
+    monkeypatch.setattr(prompt_reading, "_WORTH_MAKING", 150)
+    with loaded(bundle) as engine:
+        answer(engine)
+    names = {thread.name for thread in threading.enumerate()}
+    assert "edge-run prompt graph" not in names
+    assert not files()

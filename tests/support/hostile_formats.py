@@ -1,0 +1,96 @@
+"""Response formats that are wrong, huge, recursive or explosive, as requests have them."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from edgerun import ResponseFormat
+
+_NAMES: Final = [f"p{number}" for number in range(10_000)]
+
+
+def _chain(length: int) -> dict[str, Any]:
+    links = {f"d{n}": {"properties": {"a": {"$ref": f"#/$defs/d{n + 1}"}}} for n in range(length)}
+    return {"$ref": "#/$defs/d0", "$defs": {**links, f"d{length}": {"type": "null"}}}
+
+
+def _rules(length: int) -> str:
+    links = "\n".join(f'r{n}: "x" r{n + 1} | "y"' for n in range(length))
+    return f'start: r0\n{links}\nr{length}: "z"'
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+HOSTILE: Final[dict[str, tuple[str, Any, str]]] = {
+    "keyword": ("guided_json", {"not": {}}, "not supported: not"),
+    "reference to itself": ("guided_json", {"$ref": "#"}, "nothing can follow"),
+    "references in a circle": (
+        "guided_json",
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+        "nothing can follow",
+    ),
+    "recursive": (
+        "guided_json",
+        {"$ref": "#/$defs/n", "$defs": {"n": {"type": "object", "additionalProperties": {"$ref": "#/$defs/n"}}}},
+        "",
+    ),
+    "long chain of references": ("guided_json", _chain(1500), ""),
+    "too long chain of references": ("guided_json", _chain(20_000), "levels deep"),
+    "nested": ("guided_json", _nested(300), "recursion limit"),
+    "10,000 required properties": (
+        "guided_json",
+        {"type": "object", "properties": {key: {"type": "boolean"} for key in _NAMES}, "required": _NAMES},
+        "",
+    ),
+    "10,000 optional properties": ("guided_json", {"properties": {key: {} for key in _NAMES}}, "optional properties"),
+    "10,000 pattern properties": (
+        "guided_json",
+        {"patternProperties": {f"^{name}": {} for name in _NAMES}},
+        "10000 patternProperties",
+    ),
+    "100,000 constants": ("guided_json", {"enum": list(range(100_000))}, "too big"),
+    "a million items": (
+        "guided_json",
+        {"type": "array", "minItems": 10**6, "items": {"type": "null"}},
+        "too complex",
+    ),
+    "a billion characters": ("guided_json", {"type": "string", "minLength": 10**9}, ""),
+    "combinations": (
+        "guided_json",
+        {"allOf": [{"anyOf": [{"properties": {f"k{i}{j}": {}}} for i in range(8)]} for j in range(8)]},
+        "too large",
+    ),
+    "explosive pattern": (
+        "guided_json",
+        {"type": "string", "pattern": "^((a{1,1000}){1,1000}){1,1000}$"},
+        "too many expressions",
+    ),
+    "explosive regex": ("guided_regex", "((a{1,1000}){1,1000}){1,1000}", "too many expressions"),
+    "exponential regex": ("guided_regex", "[ab]*a[ab]{200}", ""),
+    "nested regex": ("guided_regex", "(" * 5000 + "a" + ")*" * 5000, "nested parentheses"),
+    "rules in a circle": ("guided_grammar", "start: a\na: b\nb: a", "nothing can follow"),
+    "ambiguous": ("guided_grammar", 'start: e\ne: e e e | e e | "a" | "aa" | ""', ""),
+    "long chain of rules": ("guided_grammar", _rules(4000), ""),
+    "too long chain of rules": ("guided_grammar", _rules(30_000), "levels deep"),
+    "2,000 optional parts": ("guided_grammar", "start: " + '"a"? ' * 2000, "too complex"),
+    "nested GBNF": ("guided_grammar", "root ::= " + "(" * 3000 + '"a"' + ")" * 3000, "nested too deep"),
+    "10,000 choices": ("guided_choice", [f"choice {name}" for name in _NAMES], ""),
+    "too many choices": ("guided_choice", [f"choice {n}" for n in range(10_001)], "10001 choices"),
+}
+"""The field of a request, its value, and what the error says; empty where an answer is possible."""
+
+
+def response_format_of(field: str, value: Any) -> ResponseFormat:
+    """The format of a field."""
+    make = {
+        "guided_json": ResponseFormat.json_schema,
+        "guided_regex": ResponseFormat.regex,
+        "guided_grammar": ResponseFormat.grammar,
+        "guided_choice": ResponseFormat.choice,
+    }
+    return make[field](value)
