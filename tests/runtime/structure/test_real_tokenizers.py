@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("llguidance", reason="needs the extra structured")
 
 from edgerun.models.bundle import Bundle
+from edgerun.runtime.sampling.token_mask import DeadEndError
 from edgerun.runtime.structure.grammar import Grammars
 from edgerun.runtime.structure.response_format import ResponseFormat
 from edgerun.runtime.text.tokenizer import TextTokenizer
@@ -65,12 +66,13 @@ def test_the_tokens_of_a_valid_text_may_come_and_forced_ones_are_the_tokenizers(
         state.observe((token,))
         state.prepare()
     assert forced_tokens > 8
-    assert (
-        state.mask(
-            (),
-        )
-        is not None
-    )
+    if tokenizer.eos:
+        mask = state.mask()
+        assert mask is not None
+        assert any(mask.allows(end) for end in tokenizer.eos)
+    else:
+        with pytest.raises(DeadEndError, match="the model has no token for it"):
+            state.mask()
     state.end()
 
 
