@@ -20,7 +20,9 @@ from ..service.request_error import ErrorCode, RequestError, describe
 RETRY_AFTER_S: Final = 1
 """Seconds after which a client may repeat a request that was refused because others are waiting."""
 _LINGER_S: Final = 1.0
-"""How long what a client goes on sending after a refusal is thrown away."""
+"""How long what a client goes on sending after a refusal is thrown away, in seconds."""
+_LINGER_BYTES: Final = 32 << 20
+"""How much of it at most."""
 _STATUS: Final = {
     ErrorCode.MODEL_NOT_FOUND: HTTPStatus.NOT_FOUND,
     ErrorCode.TOO_LARGE: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
@@ -104,7 +106,7 @@ class UnreadBodyResponse(Response):
     """A response with an error to a client that may still be sending; the connection is closed if there is a body.
 
     Closing at once would reset the connection, and on some systems the client would lose the response with it. So what
-    the client goes on sending is thrown away for a moment.
+    the client goes on sending is thrown away for a moment, up to a number of bytes.
     """
 
     def __init__(self, error: EdgeError) -> None:
@@ -122,6 +124,9 @@ class UnreadBodyResponse(Response):
         if has_body:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LINGER_S):
+                    unread = _LINGER_BYTES
                     while (message := await receive())["type"] == "http.request" and message.get("more_body", False):
-                        pass
+                        unread -= len(message.get("body", b""))
+                        if unread < 0:
+                            break
             await send({"type": "http.response.body", "body": b"", "more_body": False})
