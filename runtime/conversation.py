@@ -24,6 +24,7 @@ from .devices.providers import CPU_PROVIDER
 from .generation import CachedSequence
 from .kv.arena import KVArena
 from .kv.cache_scales import KVFormat, convert_snapshot
+from .kv.hybrid_arena import largest_state_snapshot
 from .loaded_model import LoadedModel
 from .options import GenerateOptions
 from .result import Chunk, Reply
@@ -329,8 +330,8 @@ def _largest_file(model: LoadedModel) -> int:
     # A cache of float16 or int8 may continue one that was saved in float32.
     values = sum(each.slot_bytes // each.dtype.itemsize for each in model.graph_io.tensor_types)
     cache_bytes = max(values * np.dtype(np.float32).itemsize, model.graph_io.cache_bytes_per_token)
-    shape = model.graph_io.state_shape
-    states = 0 if shape is None else shape.largest_snapshot(context)
+    types = model.graph_io.state_types
+    states = largest_state_snapshot(types, context) if types else 0
     return context * (cache_bytes + _BYTES_PER_TOKEN) + states + _OTHER_BYTES
 
 

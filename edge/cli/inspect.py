@@ -128,7 +128,7 @@ def describe(opened: OpenedModel) -> dict[str, Any]:
             "tied_head": architecture.tied_head,
         }
     facts |= {
-        "layers": graph_io.layers + len(graph_io.states),
+        "layers": graph_io.layers + len({tensor.past.rpartition(".")[2] for tensor in graph_io.states}),
         "cache": _cache(graph_io),
         "state_layers": _states(graph_io),
         "vocabulary": graph_io.vocab_size,
@@ -233,12 +233,15 @@ def _cache(graph_io: GraphIO) -> str:
 
 
 def _states(graph_io: GraphIO) -> str | None:
-    """The layers that keep a state beside the cache, by number, and its type and shape; None without them."""
-    shape = graph_io.state_shape
-    if shape is None:
-        return None
-    layers = ", ".join(tensor.past.rpartition(".")[2] for tensor in graph_io.states)
-    return f"{layers}: convolution, float32 [{shape.tokens}, {shape.channels}] each"
+    """The layers that keep states beside the cache, by number, and the type and shape of these; None without them."""
+    described, first = [], 0
+    for state_type in graph_io.state_types:
+        members = graph_io.states[first : first + state_type.layers]
+        first += len(members)
+        layers = ", ".join(tensor.past.rpartition(".")[2] for tensor in members)
+        kind = "convolution" if members[0].past.startswith("past_conv") else "recurrent"
+        described.append(f"{layers}: {kind}, float32 [{', '.join(map(str, state_type.shape))}] each")
+    return "; ".join(described) or None
 
 
 def _prompts(opened: OpenedModel, key: MeasurementKey) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..kv.buffers import CacheTensorType
-from ..kv.hybrid_arena import StateShape
+from ..kv.state_buffers import StateType
 
 BASE_GRAPH: Final = "base"
 """Name of the model's own graph, which runs every pass that no further graph takes; see `graph_choice.py`."""
@@ -90,7 +90,7 @@ class CacheTensor:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """The convolution state of one layer: its inputs at the last tokens; see `state_io`."""
+    """A state of one layer without attention; see `state_io`."""
 
     past: str
     """Name of the input."""
@@ -141,9 +141,9 @@ class GraphIO:
     width is padded and takes as long as a full one. None if any number is possible."""
 
     states: tuple[StateTensor, ...] = ()
-    """States of layers without attention, in the order of the layers; empty for a model with attention alone."""
-    state_shape: StateShape | None = None
-    """Size of these states; None without them."""
+    """States of layers without attention, by type and layer; empty for a model with attention alone."""
+    state_types: tuple[StateType, ...] = ()
+    """Types of these states, in the same order."""
     top: TopOutputs | None = None
     """The highest logits, where the graph gives them of the tokens in `InputRole.LOGIT_POSITIONS`."""
     widest_pass: int | None = None

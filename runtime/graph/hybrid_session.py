@@ -1,15 +1,24 @@
-"""Passes of a graph that keeps convolution states beside its KV cache."""
+"""Passes of a graph that keeps states of layers without attention beside its KV cache."""
 
 from __future__ import annotations
+
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
 from ..kv.arena import KVArena
-from ..kv.hybrid_arena import KEPT_WIDTH, HybridArena, States
+from ..kv.hybrid_arena import HybridArena
+from ..kv.state_buffers import Checkpoint, States, StateView
 from .bound_session import BoundSession
 from .pass_inputs import Floats, wrapped
+
+_KEPT_VALUES: Final = 256
+"""Number of state views whose OrtValues are kept: wrapping an array takes longer than binding it."""
+_WIDEST_REPLAY: Final = 256
+"""Number of tokens that run once more inside the next pass; more run in passes of their own before it, because the
+memory of a pass grows with its width."""
 
 
 class HybridSession(BoundSession):
@@ -24,11 +33,9 @@ class HybridSession(BoundSession):
             raise TypeError(f"the graph keeps states, which {type(arena).__name__} does not have")
         super().use(arena)
         self._hybrid = arena
-        self._states_bound = False
-        self._strip: States | None = None
-        """The bound output buffer, states before new inputs."""
-        self._strip_values: dict[int, tuple[States, list[ort.OrtValue]]] = {}
-        """Buffers by width and OrtValues of their layers: wrapping an array takes longer than binding it."""
+        self._values: dict[tuple[int, int], tuple[States, list[ort.OrtValue]]] = {}
+        """By address of a buffer and number of its tokens before the states, or -1 for the whole of it: the buffer, and
+        OrtValues of its layers."""
 
     def _run_pass(
         self,
@@ -39,44 +46,56 @@ class HybridSession(BoundSession):
     ) -> Floats:
         arena = self._hybrid
         replayed = arena.move_states()
-        self._bind_states(arena, len(replayed) + len(ids))
+        while len(replayed) > _WIDEST_REPLAY:
+            part, replayed = replayed[:_WIDEST_REPLAY], replayed[_WIDEST_REPLAY:]
+            outputs = self._bind_states(len(part))
+            self._run_behind(len(part) + len(replayed), part, np.zeros(1, np.int64), None)
+            arena.end_replay(part, outputs)
+        outputs = self._bind_states(len(replayed) + len(ids))
         if replayed:
-            logits = self._run_after(replayed, ids, wanted, positions)
+            if positions is not None:
+                start, new = arena.length - len(replayed), np.broadcast_to(np.asarray(positions, np.int64), len(ids))
+                positions = np.concatenate([np.arange(start, arena.length), new])
+            logits = self._run_behind(len(replayed), [*replayed, *ids], wanted + len(replayed), positions)
         else:
             logits = super()._run_pass(ids, wanted, positions, tree_mask)
-        if self._strip is not None:
-            arena.end_pass(ids, self._strip)
+        arena.end_pass(ids, outputs)
         return logits
 
-    def _run_after(
-        self, replayed: list[int], ids: list[int], wanted: npt.NDArray[np.int64], positions: npt.ArrayLike | None
+    def _run_behind(
+        self, back: int, ids: list[int], wanted: npt.NDArray[np.int64], positions: npt.ArrayLike | None
     ) -> Floats:
-        """Run a pass over tokens of committed slots, which are written again, and the new ones after them."""
+        """Run a pass that begins `back` tokens before the committed length, where it writes slots again."""
         arena, length = self._hybrid, self._hybrid.length
-        start, width = length - len(replayed), len(ids)
-        if positions is not None:
-            new = np.broadcast_to(np.asarray(positions, np.int64), width)
-            positions = np.concatenate([np.arange(start, length), new])
-        arena.length = start
+        arena.length = length - back
         try:
-            return super()._run_pass([*replayed, *ids], wanted + len(replayed), positions, None)
+            return super()._run_pass(ids, wanted, positions, None)
         finally:
             arena.length = length
 
-    def _bind_states(self, arena: HybridArena, width: int) -> None:
-        tensors = self.graph_io.states
-        if not self._states_bound:
-            for tensor, state in zip(tensors, arena.states, strict=True):
-                self._io.bind_ortvalue_input(tensor.past, wrapped(state[None]))
-            self._states_bound = True
-        strip = arena.new_strip(width)
-        if strip is self._strip:
-            return
-        kept = self._strip_values.get(width)
-        if kept is None or kept[0] is not strip:
-            kept = strip, [wrapped(each[None]) for each in strip]
-            if width <= KEPT_WIDTH:
-                self._strip_values[width] = kept
-        for tensor, value in zip(tensors, kept[1], strict=True):
-            self._io.bind_ortvalue_output(tensor.present, value)
-        self._strip = strip
+    def _bind_states(self, width: int) -> Checkpoint:
+        """Bind the states before and after a pass over `width` tokens; returns the buffers of those after it."""
+        arena, tensors = self._hybrid, self.graph_io.states
+        outputs, first = arena.new_outputs(width), 0
+        for buffers, output in zip(arena.states, outputs, strict=True):
+            members = tensors[first : first + buffers.state_type.layers]
+            first += len(members)
+            for tensor, value in zip(members, self._wrapped(buffers.past), strict=True):
+                self._io.bind_ortvalue_input(tensor.past, value)
+            if buffers.keeps(width):
+                values = self._wrapped(StateView(output, -1, output))
+            else:
+                values = [wrapped(each[None]) for each in output]
+            for tensor, value in zip(members, values, strict=True):
+                self._io.bind_ortvalue_output(tensor.present, value)
+        return outputs
+
+    def _wrapped(self, view: StateView) -> list[ort.OrtValue]:
+        """OrtValues of the layers of states in a buffer that is kept."""
+        key = id(view.buffer), view.first
+        kept = self._values.get(key)
+        if kept is None or kept[0] is not view.buffer:
+            if len(self._values) >= _KEPT_VALUES:
+                self._values.clear()
+            kept = self._values[key] = view.buffer, [wrapped(each[None]) for each in view.states]
+        return kept[1]

@@ -109,9 +109,7 @@ def introspect(
     vocab_size = _vocab_size(logits, where, metadata)
     capacity = _capacity(cache, inputs, outputs, where)
     if states.tensors and InputRole.LOGIT_POSITIONS not in roles:
-        raise BundleError(
-            f"{where} keeps convolution state ({states.tensors[0].past}), and has no input logit_rows", EXPORT_HINT
-        )
+        raise BundleError(f"{where} keeps states ({states.tensors[0].past}), and has no input logit_rows", EXPORT_HINT)
     # Only GroupQueryAttention, which works in place, takes lengths as inputs.
     has_lengths = InputRole.LAST_SLOT in roles and InputRole.TOTAL_LENGTH in roles
     is_fused = metadata.operators is not None and "GroupQueryAttention" in metadata.operators
@@ -129,7 +127,7 @@ def introspect(
         window_biases=window_biases,
         hidden_states=_hidden_states(outputs, selected=InputRole.LOGIT_POSITIONS in roles),
         states=states.tensors,
-        state_shape=states.shape,
+        state_types=states.types,
         top=_top_outputs(outputs) if InputRole.LOGIT_POSITIONS in roles else None,
     )
 

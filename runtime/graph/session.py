@@ -161,8 +161,8 @@ class GraphSession:
     def _arena(self, graph_io: GraphIO, limit: int) -> KVArena:
         if graph_io.cache_mode is CacheMode.GROWING:
             return GrowingArena(graph_io.tensor_types, limit)
-        if graph_io.state_shape is not None:
-            return HybridArena(graph_io.tensor_types, limit, graph_io.state_shape, graph_io.capacity)
+        if graph_io.states:
+            return HybridArena(graph_io.tensor_types, limit, graph_io.state_types, graph_io.capacity)
         if self._slot_graphs is None:
             return InPlaceArena(graph_io.tensor_types, limit, graph_io.capacity)
         return DeviceArena(graph_io.tensor_types, limit, graph_io.capacity, self._slot_graphs)
@@ -185,7 +185,9 @@ def _require_format(graph_io: GraphIO, kv: KVFormat, graph: Path) -> None:
     if kv is KVFormat.FLOAT:
         return
     if graph_io.states:
-        raise BundleError(f"{graph} keeps convolution states beside its cache, which cannot be int8", "leave --kv out")
+        raise BundleError(
+            f"{graph} keeps states ({graph_io.states[0].past}) beside its cache, which cannot be int8", "leave --kv out"
+        )
     others = [each.past for each in graph_io.cache if each.tensor_type.dtype != np.int8]
     if others or graph_io.cache_mode is not CacheMode.IN_PLACE:
         what = f"of {others[0]}" if others else "that grows with every pass"
@@ -193,7 +195,7 @@ def _require_format(graph_io: GraphIO, kv: KVFormat, graph: Path) -> None:
 
 
 def _require_cpu_for_states(graph_io: GraphIO, device: Device, graph: Path) -> None:
-    """Check that a graph with convolution states runs on the CPU, with a cache that is extended in place.
+    """Check that a graph that keeps states runs on the CPU, with a cache that is extended in place.
 
     Raises:
         BundleError: it does not.
@@ -203,11 +205,11 @@ def _require_cpu_for_states(graph_io: GraphIO, device: Device, graph: Path) -> N
     name = graph_io.states[0].past
     if device.provider != CPU_PROVIDER:
         raise BundleError(
-            f"{graph} keeps convolution states ({name}), which works on the CPU alone, not on {device}",
+            f"{graph} keeps states ({name}), which works on the CPU alone, not on {device}",
             "add --device cpu",
         )
     if graph_io.cache_mode is not CacheMode.IN_PLACE:
-        raise BundleError(f"{graph} keeps convolution states ({name}) beside a growing cache", EXPORT_HINT)
+        raise BundleError(f"{graph} keeps states ({name}) beside a growing cache", EXPORT_HINT)
 
 
 def _load(graph: Path, config: SessionConfig, model: bytes | None = None) -> tuple[ort.InferenceSession, Assignments]:

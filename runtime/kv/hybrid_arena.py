@@ -2,98 +2,77 @@
 
 The state of a convolution is its inputs at the last few tokens. A pass returns those before it followed by the inputs
 of all its tokens, so the state after any of them is a part of what it returned, and rewinding within the last pass is
-exact and free. For positions further back there are checkpoints. Where none lies at the position itself, the tokens
-since the newest one before it run once more, inside the next pass (docs/decisions/0075-convolution-states.md).
+exact and free. The state of linear attention has one value after a pass; the one before the pass survives it, and
+where only some tokens of a pass are accepted, these run once more from there, inside the next pass. For positions
+further back there are checkpoints, and likewise the tokens since the newest one run once more
+(docs/decisions/0075-convolution-states.md, docs/decisions/0076-recurrent-states.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from .arena import InPlaceArena, KVArena
 from .buffers import CacheSnapshot, CacheTensorType
-
-States = npt.NDArray[np.float32]
+from .state_buffers import Checkpoint, StateBuffers, StateType, StateView, total_bytes
 
 _LEAST_SPACING: Final = 16
 """Smallest number of tokens between two checkpoints."""
 _CACHE_SHARE: Final = 8
 """Checkpoints may take one in so many bytes of the KV cache. For LFM2-350M that is one every 32 tokens: a rewind to
 anywhere runs 16 tokens again on average, which takes as long as five tokens of decoding."""
-KEPT_WIDTH: Final = 32
-"""Width of the widest pass whose output buffers are kept for later passes."""
 _OTHER_CHECKPOINTS: Final = 4
 """Number of checkpoints that may lie elsewhere: see `HybridArena.move_states`."""
-_STATE_ARRAYS: Final = 3
-"""Number of arrays of a snapshot after those of the KV cache: token ids, positions of checkpoints, checkpoints."""
 
 
-@dataclass(frozen=True)
-class StateShape:
-    """Size of the convolution states of a model, float32."""
-
-    layers: int
-    """Number of layers with a convolution."""
-    tokens: int
-    """Number of tokens before the next one whose inputs are kept."""
-    channels: int
-
-    def over(self, tokens: int = 0) -> tuple[int, int, int]:
-        """Shape of the states, followed by the inputs of some more tokens."""
-        return self.layers, self.tokens + tokens, self.channels
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the states at one position."""
-        return 4 * self.layers * self.tokens * self.channels
-
-    def largest_snapshot(self, slots: int) -> int:
-        """Bytes that a snapshot of `slots` slots may have besides those of the KV cache."""
-        return 8 * slots + (slots // _LEAST_SPACING + _OTHER_CHECKPOINTS) * (self.nbytes + 8)
+def largest_state_snapshot(types: Sequence[StateType], slots: int) -> int:
+    """Bytes that a snapshot of `slots` slots may have besides those of the KV cache."""
+    return 8 * slots + (slots // _LEAST_SPACING + _OTHER_CHECKPOINTS) * (total_bytes(types) + 8)
 
 
 class HybridArena(InPlaceArena):
-    """KV cache and convolution states of one token sequence.
+    """KV cache of one token sequence, and the states of its layers without attention.
 
     Args:
         tensor_types: types of the graph's cache tensors.
         limit: largest number of tokens of the context.
-        shape: size of the states.
+        state_types: types of the states.
         capacity: as for `InPlaceArena`.
 
     Attributes:
-        shape: size of the states.
+        state_types: types of the states.
         spacing: number of tokens between two checkpoints.
-        states: the states that the next pass starts from, float32 `[layers, tokens, channels]`, always in one place.
+        states: by type, the states that the next pass starts from.
         token_ids: tokens of the committed slots, from which states are computed again.
         replayed: number of tokens that have run once more since the arena was made.
     """
 
     def __init__(
-        self, tensor_types: Sequence[CacheTensorType], limit: int, shape: StateShape, capacity: int | None = None
+        self,
+        tensor_types: Sequence[CacheTensorType],
+        limit: int,
+        state_types: Sequence[StateType],
+        capacity: int | None = None,
     ) -> None:
         super().__init__(tensor_types, limit, capacity)
-        self.shape: Final = shape
+        self.state_types: Final = tuple(state_types)
         slot_bytes = sum(tensor_type.slot_bytes for tensor_type in tensor_types)
-        needed = max(_LEAST_SPACING, -(-_CACHE_SHARE * shape.nbytes // slot_bytes))
+        needed = max(_LEAST_SPACING, -(-_CACHE_SHARE * total_bytes(state_types) // slot_bytes))
         self.spacing: Final = 1 << (needed - 1).bit_length()
-        self.states: Final[States] = np.zeros(shape.over(), np.float32)
+        self.states: Final = tuple(StateBuffers(each) for each in state_types)
         self.token_ids: list[int] = []
         self.replayed = 0
         self._position = 0
         """Number of tokens before the states."""
-        self._checkpoints: dict[int, States] = {}
+        self._checkpoints: dict[int, Checkpoint] = {}
         """Copies of the states by position; they are never written, so that several arenas may share them."""
-        self._strips: dict[int, States] = {}
-        self._strip: States | None = None
-        """States and new inputs of the last pass, which began at `_position`; None if no pass began there."""
-        self._strip_end = 0
-        """Position after the last token of `_strip`."""
+        self._outputs: Checkpoint | None = None
+        """What the last pass returned, which began at `_position`; None if no pass began there."""
+        self._end = 0
+        """Position after the last token of `_outputs`."""
         self._pass_ids: list[int] = []
         """Tokens of the last pass, without those that ran once more."""
         self._pass_base = 0
@@ -103,8 +82,8 @@ class HybridArena(InPlaceArena):
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers, of the states and of their checkpoints."""
-        strips = sum(strip.nbytes for strip in self._strips.values())
-        return super().nbytes + strips + self.shape.nbytes * (1 + len(self._checkpoints))
+        buffers = sum(each.nbytes for each in self.states)
+        return super().nbytes + buffers + total_bytes(self.state_types) * len(self._checkpoints)
 
     @property
     def written(self) -> int:
@@ -139,44 +118,47 @@ class HybridArena(InPlaceArena):
     def pad_to(self, length: int, value: float) -> None:
         """See `KVArena.pad_to`; the states become zeros."""
         super().pad_to(length, value)
-        self.states.fill(0)
+        self._write_states(None)
         self._start_from([0] * length, {}, length)
 
     def snapshot(self) -> CacheSnapshot:
         """Copy the committed slots, their token ids, and the checkpoints of the states with their positions."""
         known = self._known_up_to(self.length)
         positions = sorted(known)
-        states = np.array([known[each] for each in positions], np.float32)
-        return (
-            *super().snapshot(),
-            np.array(self.token_ids, np.int64),
-            np.array(positions, np.int64),
-            states.reshape(len(positions), *self.shape.over()),
-        )
+        states = [
+            np.array([known[each][index] for each in positions], np.float32).reshape(-1, *buffers.past.states.shape)
+            for index, buffers in enumerate(self.states)
+        ]
+        return (*super().snapshot(), np.array(self.token_ids, np.int64), np.array(positions, np.int64), *states)
 
     def restore(self, snapshot: CacheSnapshot) -> None:
         """See `KVArena.restore`."""
-        if len(snapshot) <= _STATE_ARRAYS:
-            raise ValueError("expected a snapshot with states of convolutions")
-        *slots, token_ids, positions, states = snapshot
+        kinds = len(self.states)
+        if len(snapshot) <= kinds + 2:
+            raise ValueError("expected a snapshot with states of layers without attention")
+        slots, (token_ids, positions, *states) = snapshot[: -kinds - 2], snapshot[-kinds - 2 :]
         if token_ids.dtype != np.int64 or token_ids.ndim != 1 or positions.dtype != np.int64 or positions.ndim != 1:
             raise ValueError("expected token ids and positions of states")
-        expected = (positions.size, *self.shape.over())
-        if states.dtype != np.float32 or states.shape != expected:
-            raise ValueError(f"expected float32 states {list(expected)}, found {states.dtype} {list(states.shape)}")
+        for found, buffers in zip(states, self.states, strict=True):
+            expected = (positions.size, *buffers.past.states.shape)
+            if found.dtype != np.float32 or found.shape != expected:
+                raise ValueError(f"expected float32 states {list(expected)}, found {found.dtype} {list(found.shape)}")
         if positions.size and not 0 < positions.min() <= positions.max() <= token_ids.size:
             raise ValueError(f"expected states of positions 1 to {token_ids.size}, found {positions.tolist()}")
         self.rewind_to(0)
-        super().restore(tuple(slots))
+        super().restore(slots)
         if self.length != token_ids.size:
             raise ValueError(f"expected {self.length} token ids, found {token_ids.size}")
-        found = zip(positions.tolist(), states, strict=True)
-        self._start_from(token_ids.tolist(), {position: state.copy() for position, state in found}, 0)
+        known = {
+            position: tuple(found[index].copy() for found in states)
+            for index, position in enumerate(positions.tolist())
+        }
+        self._start_from(token_ids.tolist(), known, 0)
 
     def copy_from(self, source: KVArena, slots: int) -> None:
         """See `KVArena.copy_from`; the source must be of a hybrid model too."""
-        if not isinstance(source, HybridArena) or source.shape != self.shape:
-            raise ValueError(f"cannot copy the states of {self.shape} from {type(source).__name__}")
+        if not isinstance(source, HybridArena) or source.state_types != self.state_types:
+            raise ValueError(f"cannot copy the states of {self.state_types} from {type(source).__name__}")
         self.rewind_to(0)
         super().copy_from(source, slots)
         self._start_from(source.token_ids[:slots], source._known_up_to(slots), 0)
@@ -197,79 +179,106 @@ class HybridArena(InPlaceArena):
                 or position <= self._rewound_to < length
             ):
                 self._keep_checkpoints()
-            if (state := self._state_in_strip(length)) is not None:
-                np.copyto(self.states, state)
+            if (views := self._views_at(length)) is not None:
+                for buffers, view in zip(self.states, views, strict=True):
+                    buffers.start_from(view)
                 self._position = length
             else:
                 self._move_to_checkpoint()
-        self._strip = None
+        self._outputs = None
         self._pass_ids, self._pass_base = [], length
         return self.token_ids[self._position : length]
 
-    def new_strip(self, width: int) -> States:
-        """A buffer for what a pass over `width` tokens returns: the states, followed by the inputs of its tokens."""
-        strip = self._strips.get(width)
-        if strip is None:
-            strip = np.empty(self.shape.over(width), np.float32)
-            if width <= KEPT_WIDTH:
-                self._strips[width] = strip
-        return strip
+    def new_outputs(self, width: int) -> Checkpoint:
+        """Buffers for what a pass over `width` tokens returns of the states, by type."""
+        return tuple(each.new_output(width) for each in self.states)
 
-    def end_pass(self, ids: list[int], strip: States) -> None:
+    def end_pass(self, ids: list[int], outputs: Checkpoint) -> None:
         """Take over the result of a pass over `ids`, before which `move_states` was called."""
-        self._strip, self._strip_end = strip, self.length + len(ids)
+        self._outputs, self._end = outputs, self.length + len(ids)
         self._pass_ids = ids
-        replayed = self.length - self._position
-        if replayed:
+        self._count_replay(self.length - self._position)
+
+    def end_replay(self, ids: list[int], outputs: Checkpoint) -> None:
+        """Take over the result of a pass over the first of the tokens that `move_states` returned, and no new ones."""
+        for buffers, output in zip(self.states, outputs, strict=True):
+            buffers.start_from(buffers.view(output, len(ids)))
+        self._count_replay(len(ids))
+        self._position += len(ids)
+
+    def _count_replay(self, tokens: int) -> None:
+        if tokens:
             # Slots that ran once more, in a wide pass, may differ in the last bits.
             self.plain_length = min(self.plain_length, self._position)
-            self.replayed += replayed
+            self.replayed += tokens
 
-    def _state_in_strip(self, position: int) -> States | None:
-        """The states at a position, as a part of what the last pass returned; None if it did not reach there."""
-        first = position - self._position
-        if self._strip is None or first < 0 or position > self._strip_end:
+    def _views_at(self, position: int) -> list[StateView] | None:
+        """The states at a position, by type, as parts of what the last pass read or returned; None if not known."""
+        if position == self._position:
+            return [each.past for each in self.states]
+        if self._outputs is None or not self._position < position <= self._end:
             return None
-        return self._strip[:, first : first + self.shape.tokens]
+        if position < self._end and not all(each.of_every_token for each in self.state_types):
+            return None
+        offset = position - self._position
+        return [buffers.view(output, offset) for buffers, output in zip(self.states, self._outputs, strict=True)]
+
+    def _copy_at(self, position: int) -> Checkpoint | None:
+        """A copy of the states at a position; None if they are not known."""
+        views = self._views_at(position)
+        return None if views is None else tuple(view.states.copy() for view in views)
 
     def _keep_checkpoints(self) -> None:
         """Copy the states that lie in the last pass and will be needed, up to the committed length.
 
-        Besides those at multiples of `spacing`, these are the states at which sequences are rewound to
+        Besides the first ones of every `spacing` tokens, these are the states at which sequences are rewound to
         compute the same bits again: the beginning of the last prefill pass, the end of plain decoding's slots, and
         where they were last rewound to.
         """
-        last = min(self.length, self._strip_end)
+        last = min(self.length, self._end)
+        spaced = set(range(-(-self._position // self.spacing) * self.spacing, last + 1, self.spacing))
+        if self._position // self.spacing != last // self.spacing:
+            spaced.add(last)
         wanted = {self.plain_length, self.last_prefill[0], self._rewound_to}
-        for position in [each for each in self._checkpoints if each % self.spacing and each not in wanted]:
-            del self._checkpoints[position]
-        spaced = range(-(-self._position // self.spacing) * self.spacing, last + 1, self.spacing)
-        for position in {*spaced, *wanted}:
-            if 0 < position <= last and position not in self._checkpoints:
-                state = self._state_in_strip(position)
-                if state is not None:
-                    self._checkpoints[position] = state.copy()
+        for position in sorted(spaced | wanted):
+            if (
+                0 < position <= last
+                and position not in self._checkpoints
+                and (states := self._copy_at(position)) is not None
+            ):
+                self._checkpoints[position] = states
+        before = -1
+        for position in sorted(self._checkpoints):
+            if position // self.spacing == before // self.spacing and position not in wanted:
+                del self._checkpoints[position]
+            else:
+                before = position
 
-    def _known_up_to(self, length: int) -> dict[int, States]:
-        """Copies of the states by position, up to a committed length and at it if they are known there."""
+    def _known_up_to(self, length: int) -> dict[int, Checkpoint]:
+        """Copies of the states by position, up to a committed length and at it, or as near before it as is known."""
         self._keep_checkpoints()
         known = {position: state for position, state in self._checkpoints.items() if position <= length}
-        state = self.states if self._position == length else self._state_in_strip(length)
-        if length and state is not None:
-            known[length] = state.copy()
+        newest = length if self._views_at(length) is not None else self._position
+        if 0 < newest <= length and newest not in known and (states := self._copy_at(newest)) is not None:
+            known[newest] = states
         return known
 
     def _move_to_checkpoint(self) -> None:
         nearest = max((each for each in self._checkpoints if each <= self.length), default=0)
         if nearest <= self._position <= self.length:
             return
-        np.copyto(self.states, self._checkpoints[nearest] if nearest else np.float32(0))
+        self._write_states(self._checkpoints[nearest] if nearest else None)
         self._position = nearest
 
-    def _start_from(self, token_ids: list[int], checkpoints: dict[int, States], position: int) -> None:
+    def _write_states(self, states: Checkpoint | None) -> None:
+        """Let the next pass start from a copy of some states, or from zeros, those before the first token."""
+        for index, buffers in enumerate(self.states):
+            buffers.write(0.0 if states is None else states[index])
+
+    def _start_from(self, token_ids: list[int], checkpoints: dict[int, Checkpoint], position: int) -> None:
         """Forget all passes; `position` is that of the states, which lie at 0 unless they were written just now."""
         if not position:
-            self.states.fill(0)
+            self._write_states(None)
         self.token_ids, self._checkpoints, self._position = token_ids, checkpoints, position
-        self._strip, self._strip_end = None, 0
+        self._outputs, self._end = None, 0
         self._pass_ids, self._pass_base = [], self.length

@@ -134,9 +134,7 @@ def _measured(
     model = LoadedModel(bundle, config, context, None, Persistence(cache, learned=False))
     try:
         if model.graph_io.states:
-            raise BundleError(
-                f"{bundle.folder} keeps convolution states beside its cache, which cannot be int8", "leave --kv out"
-            )
+            raise BundleError(f"{bundle.folder} keeps states beside its cache, which cannot be int8", "leave --kv out")
         sampler = SelfTextSampler(model, _MAX_TEXT_TOKENS, 0, sliding_windows=windows)
         texts = sampler.texts(_TOKENS, lambda fraction: progress(_STAGE, 0.9 * fraction))
         sample = model.tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True) or [0]

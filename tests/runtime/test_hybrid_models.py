@@ -26,15 +26,21 @@ from edgerun.runtime.speculation.drafters.draft_model import DraftModel
 from edgerun.runtime.speculation.drafters.model import ModelDrafter
 from edgerun.runtime.speculation.near_ties import NearTies
 from support.adversarial_drafters import FixedCost, adversaries, eager, speculator_of
+from support.hybrid_graphs import with_end_states
 from support.tiny_models import write_bundle, write_checkpoint
 
 PROMPT = "the and of the and of to in the and of the and of to in the and of"
 CONTEXT = 512
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_bundle(tmp_path_factory.mktemp("lfm2"), "lfm2", max_position_embeddings=CONTEXT)
+@pytest.fixture(scope="module", params=[(), (0, 3)], ids=["strips", "end states"])
+def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With states after every token of a pass, or in some layers after the last token alone."""
+    folder = tmp_path_factory.mktemp("lfm2")
+    exported = write_bundle(folder, "lfm2", max_position_embeddings=CONTEXT)
+    if not request.param:
+        return exported
+    return with_end_states(exported, folder / "edited", request.param).parent
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +83,8 @@ def test_adversarial_chains_do_not_change_the_text(bundle: Path, exact: bool) ->
         assert isinstance(arena, HybridArena)
         tokens = [token for step in steps for token in step.tokens]
         assert arena.token_ids == [*prompt, *tokens][: arena.length]
-        assert arena.replayed == 0  # rounds rewind within their pass, or to the end of plain decoding's slots
+        if all(each.of_every_token for each in arena.state_types):
+            assert arena.replayed == 0  # rounds rewind within their pass, or to the end of plain decoding's slots
         return tokens
 
     plain = tokens_of(None, [])
@@ -151,7 +158,7 @@ def test_a_conversation_goes_on_beyond_the_context(bundle: Path) -> None:
 
 @pytest.mark.parametrize(
     ("choice", "message"),
-    [({"kv": "int8"}, "convolution states beside its cache"), ({"prefill": "int8"}, "convolution layers")],
+    [({"kv": "int8"}, "keeps states beside its cache"), ({"prefill": "int8"}, "convolution layers")],
     ids=["kv", "prefill"],
 )
 def test_what_does_not_work_is_refused_in_one_line(bundle: Path, choice: dict[str, str], message: str) -> None:

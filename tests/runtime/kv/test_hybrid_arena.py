@@ -1,7 +1,8 @@
-"""Convolution states beside the KV cache: rewinding, replays, copies and snapshots equal sequential decoding."""
+"""States beside the KV cache: rewinding, replays, copies and snapshots equal sequential decoding."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from edgerun.errors import EdgeError
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.kv.hybrid_arena import HybridArena
+from support.hybrid_graphs import with_end_states
 from support.nightly import some_nightly
 from support.tiny_models import write_bundle
 
@@ -22,15 +24,31 @@ TOLERANCE = 2e-4
 
 
 @pytest.fixture(scope="module")
-def graph(tmp_path_factory: pytest.TempPathFactory) -> GraphSession:
-    bundle = write_bundle(tmp_path_factory.mktemp("lfm2"), "lfm2", conv_L_cache=4, max_position_embeddings=CONTEXT)
-    return GraphSession(bundle / "model.onnx", SessionConfig(choose_device("cpu"), 1))
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bundle(tmp_path_factory.mktemp("lfm2"), "lfm2", conv_L_cache=4, max_position_embeddings=CONTEXT)
 
 
 @pytest.fixture(scope="module")
-def expected(graph: GraphSession) -> npt.NDArray[np.float32]:
+def strips(bundle: Path) -> GraphSession:
+    """A graph that returns the states followed by the inputs at all tokens."""
+    return GraphSession(bundle / "model.onnx", SessionConfig(choose_device("cpu"), 1))
+
+
+@pytest.fixture(scope="module", params=[(), (0, 1, 3), (1,)], ids=["strips", "end states", "both"])
+def graph(
+    request: pytest.FixtureRequest, bundle: Path, strips: GraphSession, tmp_path_factory: pytest.TempPathFactory
+) -> GraphSession:
+    """The same graph, in which some layers return the states after the last token alone."""
+    if not request.param:
+        return strips
+    edited = with_end_states(bundle, tmp_path_factory.mktemp("edited") / "bundle", request.param)
+    return GraphSession(edited, SessionConfig(choose_device("cpu"), 1))
+
+
+@pytest.fixture(scope="module")
+def expected(strips: GraphSession) -> npt.NDArray[np.float32]:
     """Logits after every token of `TEXT`, one token a pass."""
-    bound = graph.bind(graph.arena(CONTEXT))
+    bound = strips.bind(strips.arena(CONTEXT))
     rows = []
     for token in TEXT:
         rows.append(bound.forward([token])[0].copy())
@@ -84,22 +102,59 @@ def test_random_rewinds_and_replays_equal_sequential_decoding(
         assert arena.length == base + accepted
     assert arena.token_ids == TEXT[: arena.length]
     assert rewinds > 100
-    assert 0 < arena.replayed <= rewinds * (arena.spacing - 1)
+    assert arena.replayed > 0
+    if all(each.of_every_token for each in arena.state_types):
+        assert arena.replayed <= rewinds * (arena.spacing - 1)
 
 
-def test_rewinding_within_the_last_pass_replays_nothing(graph: GraphSession, expected: npt.NDArray[np.float32]) -> None:
-    for position in (89, 70, 33, 0):
-        bound, arena = new(graph)
-        read(bound, 90, width=90)
-        arena.rewind_to(position)
-        check_next(bound, expected)
-        assert arena.replayed == 0
+@pytest.mark.parametrize("position", [89, 70, 60, 33, 0])
+def test_rewinding_within_the_last_pass_replays_what_has_no_state(
+    graph: GraphSession, expected: npt.NDArray[np.float32], position: int
+) -> None:
+    bound, arena = new(graph)
+    read(bound, 60, width=60)
+    read(bound, 90, width=30)
+    arena.rewind_to(position)
+    check_next(bound, expected)
+    if all(each.of_every_token for each in arena.state_types):
+        assert arena.replayed == (0 if position >= 60 else position % arena.spacing)
+    else:
+        assert arena.replayed == position % 60  # the states are known at the ends of passes
 
 
-def test_a_replay_is_part_of_the_next_pass_and_no_longer_than_the_spacing(
+def test_accepted_tokens_run_once_more_until_a_pass_is_accepted_as_a_whole(
     graph: GraphSession, expected: npt.NDArray[np.float32]
 ) -> None:
     bound, arena = new(graph)
+    read(bound, 20, width=20)
+    replays = []
+    for width, accepted in [(4, 2), (3, 1), (5, 5), (1, 1), (6, 3), (2, 2)]:
+        before, base = arena.replayed, arena.length
+        logits = bound.forward(TEXT[base : base + width])
+        np.testing.assert_allclose(logits, expected[base : base + width], atol=TOLERANCE)
+        arena.compact(base, range(accepted))
+        replays.append(arena.replayed - before)
+    known = all(each.of_every_token for each in arena.state_types)
+    assert replays == ([0] * 6 if known else [0, 2, 3, 0, 0, 3])
+
+
+def test_many_tokens_run_again_in_several_passes(graph: GraphSession, expected: npt.NDArray[np.float32]) -> None:
+    bound, arena = new(graph)
+    read(bound, 400, width=400)
+    bound.forward(TEXT[400:403])
+    arena.commit(1)
+    arena.rewind_to(399)
+    check_next(bound, expected)
+    known = all(each.of_every_token for each in arena.state_types)
+    assert arena.replayed == (399 % arena.spacing if known else 399)
+    arena.commit(3)
+    check_next(bound, expected)
+
+
+def test_a_replay_is_part_of_the_next_pass_and_no_longer_than_the_spacing(
+    strips: GraphSession, expected: npt.NDArray[np.float32]
+) -> None:
+    bound, arena = new(strips)
     read(bound, 300)
     arena.rewind_to(arena.spacing * 3)
     check_next(bound, expected)
@@ -124,8 +179,9 @@ def test_states_of_the_last_prefill_pass_are_kept(graph: GraphSession) -> None:
     arena.compact(140, range(4))
     bound.forward(TEXT[144:150])
     arena.rewind_to(77)
+    before = arena.replayed
     np.testing.assert_array_equal(bound.forward(TEXT[77:100], logits_for=(22,))[0], logits)
-    assert arena.replayed == 0
+    assert arena.replayed == before
 
 
 @pytest.mark.parametrize("slots", [0, 10, 64, 130, 201])
@@ -150,7 +206,7 @@ def test_copies_and_snapshots_continue_as_the_original(
 
 
 def damaged_states(snapshot: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
-    *slots, token_ids, positions, states = snapshot
+    *slots, token_ids, positions, states = snapshot  # of a graph with states of one type
     return {
         "no states": tuple(slots),
         "too few tokens": (*slots, token_ids[:-1], positions[:1], states[:1]),
@@ -162,11 +218,11 @@ def damaged_states(snapshot: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def test_damaged_snapshots_are_refused(graph: GraphSession) -> None:
-    bound, arena = new(graph)
+def test_damaged_snapshots_are_refused(strips: GraphSession) -> None:
+    bound, arena = new(strips)
     read(bound, 80)
     for snapshot in damaged_states(arena.snapshot()).values():
-        other = new(graph)[1]
+        other = new(strips)[1]
         with pytest.raises(ValueError, match="expected"):
             other.restore(snapshot)
 
