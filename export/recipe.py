@@ -11,7 +11,7 @@ from ..errors import InputError
 from ..models.manifest import MIN_CONTEXT, GraphLayout, Method, WeightFormat
 from .allocation.budget import Budget
 from .checkpoint.config import DecoderConfig
-from .checkpoint.layout import FusedLinear, QuantPlan, fused_linears
+from .checkpoint.layout import PER_LAYER_EMBEDDING, FusedLinear, QuantPlan, fused_linears
 from .npu.npu_request import NpuRequest
 
 FP32: Final = WeightFormat(32)
@@ -30,7 +30,7 @@ DEFAULT_CONTEXT_LIMIT: Final = 32768
 """Longest context exported by default: the rotary table costs 4 * head_dim bytes a position."""
 LONGEST_CONTEXT: Final = 1 << 20
 """Longest context exported at all, unless the checkpoint itself has a longer one."""
-_VOCABULARY_LINEARS: Final = ("embedding", "head")
+_VOCABULARY_LINEARS: Final = ("embedding", PER_LAYER_EMBEDDING, "head")
 
 
 @dataclass(frozen=True)
@@ -169,12 +169,16 @@ class ExportRecipe:
             raise InputError(f"a context of {self.context} positions is too short", f"give at least {MIN_CONTEXT}")
 
     def require_expressible(self, config: DecoderConfig) -> None:
-        """Refuse choices that a model with convolution layers cannot have.
+        """Refuse choices that a model with layers of different kinds cannot have.
 
         Raises:
             InputError: the recipe has one of them, and the model such layers.
         """
-        if config.convolution is None:
+        if config.convolution is not None:
+            has = "convolution layers"
+        elif not config.uniform:
+            has = "layers that differ in their heads, caches or inputs"
+        else:
             return
         asked = {
             "calibration (--method gptq, --awq, --weights mixed)": self.calibrated,
@@ -184,10 +188,8 @@ class ExportRecipe:
             "--device npu": self.npu is not None,
             "--device gpu": self.gpu,
         }
-        for choice in (name for name, has in asked.items() if has):
-            raise InputError(
-                f"{choice}: not supported for {config.family} models, which have convolution layers", "leave it out"
-            )
+        for choice in (name for name, is_asked in asked.items() if is_asked):
+            raise InputError(f"{choice}: not supported for {config.family} models, which have {has}", "leave it out")
 
     @property
     def calibrated(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Final
 
 from ...models.manifest import Method, WeightFormat
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import FusedLinear, fused_linears
+from ..checkpoint.layout import PER_LAYER_EMBEDDING, FusedLinear, fused_linears
 
 BASE_FORMATS: Final = tuple(
     WeightFormat(bits, block)
@@ -64,7 +64,7 @@ def is_allowed(linear: FusedLinear, weight_format: WeightFormat) -> bool:
     Only linears inside layers can have a low-rank correction, of at most their own rank: the embedding is read by row
     and not multiplied, and the head may be the embedding's matrix.
     """
-    outer = linear.name in (EMBEDDING_LINEAR, HEAD_LINEAR)
+    outer = linear.name in (EMBEDDING_LINEAR, PER_LAYER_EMBEDDING, HEAD_LINEAR)
     return not weight_format.rank or (not outer and weight_format.rank <= min(linear.shape))
 
 

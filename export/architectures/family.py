@@ -17,12 +17,16 @@ from typing import Any, Final
 from ...errors import CheckpointError
 from .. import architectures
 from ..checkpoint.json_fields import count, number
+from .attention_shapes import FullAttention
+from .per_layer_inputs import PerLayerInputs
 from .short_convolution import ShortConvolution
 from .sliding_windows import Never, Windows
 
 OPTIMUM: Final = 'pip install "edge-run[optimum]"'
 """How to install the exporter of other families."""
-_SHARED_MODULES: Final = frozenset(("family", "short_convolution", "sliding_windows"))
+_SHARED_MODULES: Final = frozenset(
+    ("attention_shapes", "family", "per_layer_inputs", "short_convolution", "sliding_windows")
+)
 """Modules of `architectures` that are not named like a `model_type`."""
 
 
@@ -65,6 +69,17 @@ class Power:
             CheckpointError: the setting is not a positive number.
         """
         return float(number(config, self.name, default=1.0) ** self.exponent)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A factor that is the same for all checkpoints of the family."""
+
+    value: float
+
+    def read(self, config: Mapping[str, Any]) -> float:  # noqa: ARG002 -- same call as Power.read
+        """Return the family's factor, whatever config.json says."""
+        return self.value
 
 
 @dataclass(frozen=True)
@@ -200,17 +215,29 @@ class Family:
     norms_add_one: bool = False
     """Whether norms scale by 1 + weight."""
     head_norm: HeadNorm = HeadNorm.NONE
+    value_norm: bool = False
+    """Whether each head of the values is RMS-normalized too, without weights."""
     activation: str = "hidden_act"
     """Setting that names the activation."""
     windows: Windows = field(default_factory=Never)
     """Which layers use a sliding window."""
+    full_attention: FullAttention | None = None
+    """How the heads of layers without a window differ from `num_key_value_heads` and `head_dim`; None if they do not."""
+    shared_caches: str | None = None
+    """Setting of how many of the last layers read the keys and values of an earlier layer of their kind."""
+    double_wide: str | None = None
+    """Setting of whether the feed-forward of these layers has twice as many channels."""
+    per_layer_inputs: PerLayerInputs | None = None
+    """The embeddings that layers have of their own; None for a family without them."""
+    layer_scale: str | None = None
+    """Tensor of a layer with one factor on the hidden states after it."""
     unrotated: bool = False
     """Whether some layers have no rotary positions (`no_rope_layers`)."""
     local_rope_base: str | None = None
     """Setting of theta in sliding-window layers; None where all layers share one theta."""
     partial_rotary: bool = False
     """Whether `partial_rotary_factor` is supported, which leaves channels unrotated."""
-    attention_scale: Power | None = None
+    attention_scale: Power | Constant | None = None
     """Factor on the attention scores; None for 1 / sqrt(head_dim)."""
     query_scaling: bool = False
     """Whether queries grow with their position where the rotary settings have `llama_4_scaling_beta`."""
@@ -224,6 +251,8 @@ class Family:
     """Factor on the outputs of attention and feed-forward before they are added to the residual."""
     logits_scale: Power | None = None
     """Factor on the logits."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Settings that have to be false or absent, and what they ask for."""
     nested: str | None = None
     """Setting of a multimodal config.json that nests the settings of the text model; None for text models."""
     nested_type: str | None = None

@@ -77,6 +77,8 @@ class AllButEvery:
 
     period: str
     """Setting of n."""
+    last_full: bool = False
+    """Whether the last layer has full attention in any case."""
 
     def of_layers(self, config: Mapping[str, Any], layers: int) -> list[int | None]:
         """See `Windows.of_layers`."""
@@ -84,6 +86,8 @@ class AllButEvery:
         if sliding is None:
             period = count(config, self.period)
             sliding = [(layer + 1) % period != 0 for layer in range(layers)]
+        if self.last_full:
+            sliding = [*sliding[:-1], False]
         return _windows(config, sliding)
 
 

@@ -46,7 +46,7 @@ _HINT: Final = "copy the model again if it may be damaged; else update onnxrunti
 
 
 class CacheShape(Protocol):
-    """The part of a decoder's configuration that gives the shape of its caches."""
+    """The part of a decoder's configuration that gives the shape of its caches, where the graph does not declare it."""
 
     @property
     def layers(self) -> int:
@@ -76,12 +76,20 @@ class ContractSession:
             ExportError: ONNX Runtime cannot load it.
         """
         self._session = _load(str(bundle / GRAPH_NAME) if graph is None else graph, bundle)
-        shape = (1, config.kv_heads, capacity, config.head_dim)
-        input_types = {value.name: value.type for value in self._session.get_inputs()}
-        cached = [layer for layer in range(config.layers) if inputs_outputs.past_key(layer) in input_types]
-        dtype = np.float16 if input_types[inputs_outputs.past_key(cached[0])] == "tensor(float16)" else np.float32
+        inputs = {value.name: value for value in self._session.get_inputs()}
+        cached = [layer for layer in range(config.layers) if inputs_outputs.past_key(layer) in inputs]
+        dtype = np.float16 if inputs[inputs_outputs.past_key(cached[0])].type == "tensor(float16)" else np.float32
+
+        def empty(past: str) -> npt.NDArray[Any]:
+            declared = inputs[past].shape
+            heads, channels = (
+                size if isinstance(size, int) else usual
+                for size, usual in ((declared[1], config.kv_heads), (declared[3], config.head_dim))
+            )
+            return np.zeros((1, heads, capacity, channels), dtype)
+
         self.buffers: list[tuple[str, str, npt.NDArray[Any]]] = [
-            (past, present, np.zeros(shape, dtype))
+            (past, present, empty(past))
             for layer in cached
             for past, present in (
                 (inputs_outputs.past_key(layer), inputs_outputs.present_key(layer)),

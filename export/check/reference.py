@@ -8,13 +8,15 @@ time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..checkpoint.source import RowRange
+from .reference_gemma4 import gemma4_logits
+from .reference_operations import WeightSource, gelu_tanh, linear, rms_norm, rotate, soft_capped, softmax
 from .reference_positions import (
     Float64Array,
     Settings,
@@ -31,22 +33,6 @@ TokenArray = npt.NDArray[np.int64]
 _GEMMA = ("gemma2", "gemma3_text")
 
 
-class WeightSource(Protocol):
-    """Named tensors in float32, read one at a time."""
-
-    def read(self, name: str) -> npt.NDArray[np.float32]:
-        """Read a whole tensor."""
-        ...
-
-    def read_rows(self, rows: RowRange) -> npt.NDArray[np.float32]:
-        """Read some rows of a matrix."""
-        ...
-
-    def chunks(self, name: str) -> Iterator[npt.NDArray[np.float32]]:
-        """Read a matrix from top to bottom, some rows at a time."""
-        ...
-
-
 def reference_logits(
     weights: WeightSource, config: Mapping[str, Any], tokens: TokenArray, context: int
 ) -> Float64Array:
@@ -61,6 +47,8 @@ def reference_logits(
     Returns:
         float64 [n, vocabulary].
     """
+    if config["model_type"] in ("gemma4", "gemma4_text"):
+        return gemma4_logits(weights, config, tokens)
     if config["model_type"] == "gemma3":
         config = _gemma3_text(config)
     elif config["model_type"] == "mistral3":
@@ -75,9 +63,9 @@ def reference_logits(
     hidden = _norm(weights, config, "model.embedding_norm" if config["model_type"] == "lfm2" else "model.norm", hidden)
     tied = config.get("tie_word_embeddings", config["model_type"] in (*_GEMMA, "smollm3", "lfm2"))
     tied = config.get("tie_embedding", tied) if config["model_type"] == "lfm2" else tied
-    logits = _linear(weights, "model.embed_tokens" if tied else "lm_head", hidden, biased=False)
+    logits = linear(weights, "model.embed_tokens" if tied else "lm_head", hidden, biased=False)
     logits = logits / _granite(config, "logits_scaling")
-    return _soft_capped(logits, _cap(config, "final_logit_softcapping", {"gemma2": 30.0}))
+    return soft_capped(logits, _cap(config, "final_logit_softcapping", {"gemma2": 30.0}))
 
 
 def _layer(weights: WeightSource, config: Settings, layer: int, hidden: Float64Array, context: int) -> Float64Array:
@@ -119,10 +107,10 @@ def _attention(weights: WeightSource, config: Settings, layer: int, normed: Floa
     qkv_only = kind == "qwen2"  # its biases are part of the architecture, on q, k and v alone
     biased = qkv_only or bool(config.get("attention_bias", kind == "gpt_oss"))
     if kind == "phi3":
-        fused = _linear(weights, f"{name}.qkv_proj", normed, biased=False)
+        fused = linear(weights, f"{name}.qkv_proj", normed, biased=False)
         query, key, value = np.split(fused, [heads * dim, (heads + kv_heads) * dim], axis=-1)
     else:
-        query, key, value = (_linear(weights, f"{name}.{each}_proj", normed, biased) for each in "qkv")
+        query, key, value = (linear(weights, f"{name}.{each}_proj", normed, biased) for each in "qkv")
 
     suffix = "layernorm" if kind == "lfm2" else "norm"
 
@@ -136,7 +124,7 @@ def _attention(weights: WeightSource, config: Settings, layer: int, normed: Floa
         query, key = normed_heads(query, key)
     if has_rotary(config, layer):
         angles = rotation(config, layer, np.arange(length), context)
-        query, key = _rotate(query, *angles), _rotate(key, *angles)
+        query, key = rotate(query, *angles), rotate(key, *angles)
     query = query * query_scales(config, np.arange(length))[:, None, None]
     attended = np.empty_like(query)
     masked = masked_positions(config, layer, length)
@@ -144,30 +132,30 @@ def _attention(weights: WeightSource, config: Settings, layer: int, normed: Floa
     for head in range(heads):
         group = head // (heads // kv_heads)
         scores = query[:, head] @ key[:, group].T * _attention_scale(config)
-        scores = _soft_capped(scores, _cap(config, "attn_logit_softcapping", {"gemma2": 50.0}))
+        scores = soft_capped(scores, _cap(config, "attn_logit_softcapping", {"gemma2": 50.0}))
         scores[masked] = -np.inf
         if sinks is not None:
             scores = np.concatenate([scores, np.full((length, 1), sinks[head])], axis=-1)
-        attended[:, head] = _softmax(scores)[:, :length] @ value[:, group]
+        attended[:, head] = softmax(scores)[:, :length] @ value[:, group]
     output = "out_proj" if kind == "lfm2" else "o_proj"
-    return _linear(weights, f"{name}.{output}", attended.reshape(length, -1), biased and not qkv_only)
+    return linear(weights, f"{name}.{output}", attended.reshape(length, -1), biased and not qkv_only)
 
 
 def _convolution(weights: WeightSource, config: Settings, layer: str, normed: Float64Array) -> Float64Array:
     """LFM2's gated short convolution: every channel's inputs at the last few tokens, weighted by its kernel."""
     name, biased, kernel = f"{layer}.conv", bool(config.get("conv_bias")), config.get("conv_L_cache") or 3
-    gate_in, gate_out, value = np.split(_linear(weights, f"{name}.in_proj", normed, biased), 3, axis=-1)
+    gate_in, gate_out, value = np.split(linear(weights, f"{name}.in_proj", normed, biased), 3, axis=-1)
     inputs = np.concatenate([np.zeros((kernel - 1, value.shape[-1])), gate_in * value])
     taps = weights.read(f"{name}.conv.weight").astype(np.float64)[:, 0]
     convolved = np.stack([(inputs[token : token + kernel] * taps.T).sum(axis=0) for token in range(len(value))])
     if biased:
         convolved = convolved + weights.read(f"{name}.conv.bias")
-    return _linear(weights, f"{name}.out_proj", gate_out * convolved, biased)
+    return linear(weights, f"{name}.out_proj", gate_out * convolved, biased)
 
 
 def _lfm2_feed_forward(weights: WeightSource, layer: str, normed: Float64Array) -> Float64Array:
-    gate, up = (_linear(weights, f"{layer}.feed_forward.{each}", normed, biased=False) for each in ("w1", "w3"))
-    return _linear(weights, f"{layer}.feed_forward.w2", gate / (1 + np.exp(-gate)) * up, biased=False)
+    gate, up = (linear(weights, f"{layer}.feed_forward.{each}", normed, biased=False) for each in ("w1", "w3"))
+    return linear(weights, f"{layer}.feed_forward.w2", gate / (1 + np.exp(-gate)) * up, biased=False)
 
 
 def _attention_scale(config: Settings) -> float:
@@ -182,10 +170,10 @@ def _attention_scale(config: Settings) -> float:
 def _feed_forward(weights: WeightSource, config: Settings, name: str, normed: Float64Array) -> Float64Array:
     biased = config["model_type"] in ("llama", "granite", "smollm3") and bool(config.get("mlp_bias"))
     if config["model_type"] == "phi3":
-        gate, up = np.split(_linear(weights, f"{name}.gate_up_proj", normed, biased=False), 2, axis=-1)
+        gate, up = np.split(linear(weights, f"{name}.gate_up_proj", normed, biased=False), 2, axis=-1)
     else:
-        gate, up = (_linear(weights, f"{name}.{each}_proj", normed, biased) for each in ("gate", "up"))
-    return _linear(weights, f"{name}.down_proj", _activated(config, gate) * up, biased)
+        gate, up = (linear(weights, f"{name}.{each}_proj", normed, biased) for each in ("gate", "up"))
+    return linear(weights, f"{name}.down_proj", _activated(config, gate) * up, biased)
 
 
 def _has_experts(config: Settings, layer: int) -> bool:
@@ -199,8 +187,8 @@ def _has_experts(config: Settings, layer: int) -> bool:
 def _experts(weights: WeightSource, config: Settings, name: str, normed: Float64Array) -> Float64Array:
     """Send each token through its experts of highest router probability, and add their outputs by these weights."""
     oss = config["model_type"] == "gpt_oss"
-    scores = _linear(weights, f"{name}.{'router' if oss else 'gate'}", normed, biased=oss)
-    probs = _softmax(scores)
+    scores = linear(weights, f"{name}.{'router' if oss else 'gate'}", normed, biased=oss)
+    probs = softmax(scores)
     selected = np.argsort(-probs, axis=-1)[:, : config["num_experts_per_tok"]]
     result = np.zeros_like(normed)
     for expert in np.unique(selected):
@@ -233,33 +221,16 @@ def _activated(config: Settings, gate: Float64Array) -> Float64Array:
     gemma = config["model_type"] in _GEMMA
     name = config.get("hidden_activation" if gemma else "hidden_act") or ("gelu_pytorch_tanh" if gemma else "silu")
     if name == "gelu_pytorch_tanh":
-        return np.asarray(gate / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))))
+        return gelu_tanh(gate)
     with np.errstate(over="ignore"):  # exp overflows far below zero, where the quotient is zero
         return np.asarray(gate / (1 + np.exp(-gate)))
-
-
-def _linear(weights: WeightSource, name: str, value: Float64Array, biased: bool) -> Float64Array:
-    """value @ weight.T + bias, a chunk of the weight at a time."""
-    products = [value @ piece.astype(np.float64).T for piece in weights.chunks(f"{name}.weight")]
-    result = np.concatenate(products, axis=-1)
-    return result + weights.read(f"{name}.bias") if biased else result
 
 
 def _norm(weights: WeightSource, config: Settings, name: str, value: Float64Array) -> Float64Array:
     default = 1e-5 if config["model_type"] in ("phi3", "olmo2", "gpt_oss", "lfm2") else 1e-6
     epsilon = float(config.get("norm_eps" if config["model_type"] == "lfm2" else "rms_norm_eps") or default)
-    scaled: Float64Array = value / np.sqrt(np.mean(value**2, axis=-1, keepdims=True) + epsilon)
     weight = weights.read(f"{name}.weight").astype(np.float64)
-    return scaled * (1 + weight if config["model_type"] in _GEMMA else weight)
-
-
-def _softmax(scores: Float64Array) -> Float64Array:
-    exponentials = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return np.asarray(exponentials / exponentials.sum(axis=-1, keepdims=True))
-
-
-def _soft_capped(value: Float64Array, cap: float | None) -> Float64Array:
-    return value if cap is None else np.asarray(cap * np.tanh(value / cap))
+    return rms_norm(value, epsilon) * (1 + weight if config["model_type"] in _GEMMA else weight)
 
 
 def _cap(config: Settings, name: str, defaults: Mapping[str, float]) -> float | None:
@@ -289,11 +260,3 @@ def _gemma3_text(config: Settings) -> Settings:
     }
     tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
     return {**defaults, **tied, **config["text_config"]}
-
-
-def _rotate(heads: Float64Array, cosine: Float64Array, sine: Float64Array) -> Float64Array:
-    """Rotate channel pairs (i, i + dim/2) of the first dim channels of heads [n, heads, _] by angles [n, dim/2]."""
-    half = cosine.shape[-1]
-    first, second, rest = np.split(heads, [half, 2 * half], axis=-1)
-    cosine, sine = cosine[:, None], sine[:, None]
-    return np.concatenate([first * cosine - second * sine, second * cosine + first * sine, rest], axis=-1)

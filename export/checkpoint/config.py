@@ -12,6 +12,7 @@ import numpy as np
 
 from ...errors import CheckpointError
 from ...models.json_file import shown
+from ..architectures.attention_shapes import HeadShape, cache_owners
 from ..architectures.family import Experts, Family, Power, find_family, first_present
 from ..architectures.short_convolution import ConvolutionConfig
 from ..architectures.sliding_windows import rotated_layers
@@ -42,6 +43,19 @@ class LayerAttention:
     """Rotary embedding; None for a layer without positions."""
     window: int | None
     """Number of most recent tokens, including itself, that a token attends to; None for all."""
+    shape: HeadShape
+    """Number and size of the key and value heads."""
+    rotated_channels: int
+    """Number of leading channels of a head that are rotated."""
+    owner: int | None = None
+    """The earlier layer whose keys and values are read; None for keys and values of its own."""
+    keys_as_values: bool = False
+    """Whether values are the keys before their norm and rotation."""
+
+    @property
+    def kv_width(self) -> int:
+        """Channels of all key heads together, and of all value heads."""
+        return self.shape.kv_heads * self.shape.head_dim
 
 
 @dataclass(frozen=True)
@@ -75,14 +89,20 @@ class DecoderConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    """Channels between the projections of a dense feed-forward, where `intermediate_sizes` does not differ."""
+    intermediate_sizes: tuple[int, ...]
+    """One entry per layer."""
     layers: int
     heads: int
     kv_heads: int
+    """Number of key and value heads; with `head_dim` that of the first layer where layers differ."""
     head_dim: int
     rotated_channels: int
-    """Number of leading channels of a head that are rotated."""
+    """Number of leading channels of a head that are rotated; that of the first layer where layers differ."""
     attention: tuple[LayerAttention, ...]
     """One entry per layer."""
+    per_layer_width: int
+    """Channels of the embedding that each layer has of its own; 0 for a model without them."""
     experts: ExpertsConfig | None
     convolution: ConvolutionConfig | None
     """The layers with a convolution in place of attention; None for a model without them."""
@@ -107,14 +127,24 @@ class DecoderConfig:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Indices of the layers with attention, which have key and value caches."""
+        """Indices of the layers with key and value caches: those with attention over their own keys."""
         convolution = self.convolution
-        return tuple(index for index in range(self.layers) if convolution is None or not convolution.layers[index])
+        return tuple(
+            index
+            for index in range(self.layers)
+            if self.attention[index].owner is None and (convolution is None or not convolution.layers[index])
+        )
 
     @property
     def convolution_layers(self) -> tuple[int, ...]:
         """Indices of the layers with a convolution in place of attention."""
         return () if self.convolution is None else tuple(np.flatnonzero(self.convolution.layers).tolist())
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all layers with attention have the same heads and their own caches, and no layer has own inputs."""
+        shapes = {(each.shape, each.owner is None) for each in self.attention}
+        return shapes == {(HeadShape(self.kv_heads, self.head_dim), True)} and not self.per_layer_width
 
     @property
     def query_width(self) -> int:
@@ -143,17 +173,21 @@ def read_config(folder: Path) -> DecoderConfig:
     heads = count(config, "num_attention_heads")
     kv_heads = count(config, "num_key_value_heads", default=heads)
     hidden = count(config, "hidden_size")
-    if heads % kv_heads:
-        raise CheckpointError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    head_dim = count(config, "head_dim", default=hidden // heads)
-    if head_dim % 8:
-        raise CheckpointError(
-            f"head_dim {head_dim} is not a multiple of 8", "ONNX Runtime's GroupQueryAttention needs one that is"
-        )
+    usual = HeadShape(kv_heads, count(config, "head_dim", default=hidden // heads))
     layers = count(config, "num_hidden_layers", maximum=MAX_LAYERS)
-    rotations = read_rotations(config, family, head_dim)
     convolution = None if family.convolution is None else family.convolution.read(config, layers)
     windows = [None] * layers if convolution is not None else family.windows.of_layers(config, layers)
+    shapes = [usual] * layers
+    if family.full_attention is not None:
+        shapes = family.full_attention.shapes(config, usual, windows)
+    keys_as_values = family.full_attention is not None and bool(config.get(family.full_attention.keys_as_values))
+    for shape in dict.fromkeys([usual, *shapes]):
+        _check_heads(heads, shape)
+    full = next((shape for shape, window in zip(shapes, windows, strict=True) if window is None), usual)
+    rotations = read_rotations(config, family, full.head_dim, usual.head_dim)
+    owners = cache_owners(config, family.shared_caches, windows)
+    intermediate_size = family.intermediate_size.read(config)
+    doubled = family.double_wide is not None and bool(config.get(family.double_wide))
     rotated = rotated_layers(config, layers) if family.unrotated else [True] * layers
     scaling = rotations.rope.scaling
     return DecoderConfig(
@@ -161,16 +195,27 @@ def read_config(folder: Path) -> DecoderConfig:
         traits=family,
         vocab_size=count(config, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=family.intermediate_size.read(config),
+        intermediate_size=intermediate_size,
+        intermediate_sizes=tuple(
+            intermediate_size * (2 if doubled and owner != layer else 1) for layer, owner in enumerate(owners)
+        ),
         layers=layers,
         heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        rotated_channels=rotations.channels,
+        kv_heads=shapes[0].kv_heads,
+        head_dim=shapes[0].head_dim,
+        rotated_channels=rotations.channels if windows[0] is None else rotations.local_channels,
         attention=tuple(
-            LayerAttention((rotations.rope if window is None else rotations.local_rope) if is_rotated else None, window)
-            for window, is_rotated in zip(windows, rotated, strict=True)
+            LayerAttention(
+                (rotations.rope if windows[layer] is None else rotations.local_rope) if rotated[layer] else None,
+                windows[layer],
+                shapes[layer],
+                rotations.channels if windows[layer] is None else rotations.local_channels,
+                None if owners[layer] == layer else owners[layer],
+                keys_as_values and windows[layer] is None,
+            )
+            for layer in range(layers)
         ),
+        per_layer_width=0 if family.per_layer_inputs is None else family.per_layer_inputs.read(config),
         experts=_read_experts(config, family.experts, layers) if family.experts else None,
         convolution=convolution,
         max_positions=max_positions(config),
@@ -189,6 +234,15 @@ def read_config(folder: Path) -> DecoderConfig:
         residual_scale=_scale(config, family.residual_scale),
         logits_scale=_scale(config, family.logits_scale),
     )
+
+
+def _check_heads(heads: int, shape: HeadShape) -> None:
+    if heads % shape.kv_heads:
+        raise CheckpointError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {shape.kv_heads}")
+    if shape.head_dim % 8:
+        raise CheckpointError(
+            f"head_dim {shape.head_dim} is not a multiple of 8", "ONNX Runtime's GroupQueryAttention needs one that is"
+        )
 
 
 def _text_settings(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
@@ -218,7 +272,9 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
                 f"the checkpoint is already quantized ({method})",
                 "export the original float checkpoint: float32, float16 and bfloat16 are supported",
             )
-    if config.get("use_bidirectional_attention"):
+    for name in (name for name in family.refused if config.get(name)):
+        raise CheckpointError(f"{name} is not supported", f"the graph cannot have {family.refused[name]}")
+    if config.get("use_bidirectional_attention") not in (None, False, "vision"):  # of images, which are not exported
         raise CheckpointError(
             "use_bidirectional_attention is not supported", "only decoders with causal attention are supported"
         )

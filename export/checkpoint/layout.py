@@ -16,6 +16,8 @@ from .config import DecoderConfig
 
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
+PER_LAYER_EMBEDDING: Final = "per_layer_embedding"
+"""Name of the linear with the embeddings that layers have of their own."""
 
 QuantPlan: TypeAlias = Mapping[str, WeightFormat]
 """A quantization plan: the weight format of each linear, by its name."""
@@ -91,11 +93,21 @@ class Convolution:
 
 
 @dataclass(frozen=True)
+class LayerInput:
+    """The linears and the norm by which a layer reads its own part of the per-layer inputs."""
+
+    gate: FusedLinear
+    output: FusedLinear
+    after: Norm
+
+
+@dataclass(frozen=True)
 class Layer:
     """The linears and norms of one decoder layer; None for a norm that the layer lacks."""
 
     qkv: FusedLinear
-    """Queries, keys and values; in a layer with a convolution its three inputs B, C and x."""
+    """Queries, keys and values; queries alone in a layer that reads the keys and values of another, queries and keys
+    where values are keys; in a layer with a convolution its three inputs B, C and x."""
     output: FusedLinear
     """The output projection of attention, or of the convolution."""
     convolution: Convolution | None
@@ -106,6 +118,10 @@ class Layer:
     """Selects the experts, which gate_up and down then stack; None for a dense layer."""
     sinks: str | None
     """Checkpoint name of the attention sinks, one logit per head; None where the family has none."""
+    own_input: LayerInput | None
+    """How the layer reads its own embedding; None for a model without per-layer inputs."""
+    scale: str | None
+    """Checkpoint name of the factor on the hidden states after the layer; None where the family has none."""
     before_attention: Norm | None
     query_norm: Norm | None
     key_norm: Norm | None
@@ -117,13 +133,15 @@ class Layer:
     def linears(self) -> tuple[FusedLinear, ...]:
         """All linears, in the order of the graph."""
         router = () if self.router is None else (self.router,)
-        return self.qkv, self.output, *router, self.gate_up, self.down
+        own = () if self.own_input is None else (self.own_input.gate, self.own_input.output)
+        return self.qkv, self.output, *router, self.gate_up, self.down, *own
 
     @property
     def norms(self) -> tuple[Norm, ...]:
         """All norms that the layer has."""
         before, after = (self.before_attention, self.before_mlp), (self.after_attention, self.after_mlp)
-        return tuple(norm for norm in (*before, *after, self.query_norm, self.key_norm) if norm is not None)
+        own = None if self.own_input is None else self.own_input.after
+        return tuple(norm for norm in (*before, *after, self.query_norm, self.key_norm, own) if norm is not None)
 
 
 def layer_layout(config: DecoderConfig, index: int) -> Layer:
@@ -144,6 +162,8 @@ def layer_layout(config: DecoderConfig, index: int) -> Layer:
         down=down,
         router=router,
         sinks=f"{attention}.sinks" if traits.sinks else None,
+        own_input=_own_input(config, index),
+        scale=None if traits.layer_scale is None else f"{module}.{traits.layer_scale}",
         before_attention=norm(traits.norms.before_attention),
         query_norm=mixer.query_norm,
         key_norm=mixer.key_norm,
@@ -165,23 +185,23 @@ class _Mixer(NamedTuple):
 
 def _attention(config: DecoderConfig, index: int) -> _Mixer:
     linear, traits, hidden = f"layers.{index}", config.traits, config.hidden_size
-    attention = f"model.layers.{index}.self_attn"
+    attention, settings = f"model.layers.{index}.self_attn", config.attention[index]
+    query_width, kv_width = config.heads * settings.shape.head_dim, settings.kv_width
+    parts = 1 if settings.owner is not None else 2 if settings.keys_as_values else 3
     inputs = _fused(
         f"{linear}.qkv",
-        tuple(f"{attention}.{name}" for name in traits.qkv),
-        (config.query_width, config.kv_width, config.kv_width),
+        tuple(f"{attention}.{name}" for name in traits.qkv[:parts]),
+        (query_width, kv_width, kv_width)[:parts],
         hidden,
         config.qkv_bias,
     )
-    output = FusedLinear(
-        f"{linear}.o", (f"{attention}.{traits.output}",), (hidden,), config.query_width, config.output_bias
-    )
+    output = FusedLinear(f"{linear}.o", (f"{attention}.{traits.output}",), (hidden,), query_width, config.output_bias)
     query_norm, key_norm = (f"{attention}.{name}.weight" for name in traits.head_norms)
     return _Mixer(
         inputs,
         output,
-        query_norm=_head_norm(config, query_norm, config.query_width),
-        key_norm=_head_norm(config, key_norm, config.kv_width),
+        query_norm=_head_norm(config, index, query_norm, query_width),
+        key_norm=None if parts == 1 else _head_norm(config, index, key_norm, kv_width),
     )
 
 
@@ -203,7 +223,7 @@ def _feed_forward(config: DecoderConfig, index: int) -> tuple[FusedLinear | None
     linear, hidden, experts = f"layers.{index}", config.hidden_size, config.experts
     mlp = f"model.layers.{index}.{config.traits.mlp}"
     if experts is None or config.traits.experts is None or not experts.layers[index]:
-        wide, biased = config.intermediate_size, config.mlp_bias
+        wide, biased = config.intermediate_sizes[index], config.mlp_bias
         modules = tuple(f"{mlp}.{name}" for name in config.traits.gate_up)
         return (
             None,
@@ -240,12 +260,24 @@ def _fused(name: str, modules: tuple[str, ...], rows: tuple[int, ...], columns: 
     return FusedLinear(name, modules, rows if len(modules) == len(rows) else (sum(rows),), columns, biased)
 
 
-def _head_norm(config: DecoderConfig, weight: str, width: int) -> Norm | None:
+def _own_input(config: DecoderConfig, index: int) -> LayerInput | None:
+    modules, width, hidden = config.traits.per_layer_inputs, config.per_layer_width, config.hidden_size
+    if modules is None or not width:
+        return None
+    linear, module = f"layers.{index}", f"model.layers.{index}"
+    return LayerInput(
+        FusedLinear(f"{linear}.input_gate", (f"{module}.{modules.gate}",), (width,), hidden),
+        FusedLinear(f"{linear}.input_output", (f"{module}.{modules.output}",), (hidden,), width),
+        Norm(f"{module}.{modules.output_norm}.weight", hidden),
+    )
+
+
+def _head_norm(config: DecoderConfig, index: int, weight: str, width: int) -> Norm | None:
     match config.traits.head_norm:
         case HeadNorm.NONE:
             return None
         case HeadNorm.EACH_HEAD:
-            return Norm(weight, config.head_dim)
+            return Norm(weight, config.attention[index].shape.head_dim)
         case HeadNorm.WHOLE:
             return Norm(weight, width)
 
@@ -266,9 +298,35 @@ def head_layout(config: DecoderConfig) -> FusedLinear:
     return FusedLinear("head", (source.removesuffix(".weight"),), (config.vocab_size,), config.hidden_size)
 
 
+@dataclass(frozen=True)
+class PerLayerInputsLayout:
+    """The linears and the norm that compute the inputs of all layers beside the hidden states."""
+
+    table: FusedLinear
+    """The embeddings of all layers side by side, a linear of vocab_size x (layers * width)."""
+    projection: FusedLinear
+    """From the token embedding."""
+    norm: Norm
+    """Of each layer's part of the projection."""
+
+
+def per_layer_inputs_layout(config: DecoderConfig) -> PerLayerInputsLayout | None:
+    """The per-layer inputs; None for a model without them."""
+    modules, width = config.traits.per_layer_inputs, config.layers * config.per_layer_width
+    if modules is None or not width:
+        return None
+    return PerLayerInputsLayout(
+        FusedLinear(PER_LAYER_EMBEDDING, (f"model.{modules.table}",), (config.vocab_size,), width),
+        FusedLinear("per_layer_projection", (f"model.{modules.projection}",), (width,), config.hidden_size),
+        Norm(f"model.{modules.projection_norm}.weight", config.per_layer_width),
+    )
+
+
 def fused_linears(config: DecoderConfig) -> Iterator[FusedLinear]:
     """Yield all linears in the order of the graph; a tied head comes after the embedding."""
     yield embedding_layout(config)
+    if (inputs := per_layer_inputs_layout(config)) is not None:
+        yield from (inputs.table, inputs.projection)
     for index in range(config.layers):
         yield from layer_layout(config, index).linears
     yield head_layout(config)
@@ -277,6 +335,9 @@ def fused_linears(config: DecoderConfig) -> Iterator[FusedLinear]:
 def expected_tensors(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield name and shape of each tensor that the graph needs, lazily: config.json may claim any number of layers."""
     yield from _tensors_of(embedding_layout(config))
+    if (inputs := per_layer_inputs_layout(config)) is not None:
+        yield from (*_tensors_of(inputs.table), *_tensors_of(inputs.projection))
+        yield inputs.norm.weight, (inputs.norm.width,)
     for index in range(config.layers):
         layer = layer_layout(config, index)
         for linear in layer.linears:
@@ -285,6 +346,8 @@ def expected_tensors(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ..
             yield norm.weight, (norm.width,)
         if layer.sinks is not None:
             yield layer.sinks, (config.heads,)
+        if layer.scale is not None:
+            yield layer.scale, (1,)
         if layer.convolution is not None:
             yield from layer.convolution.tensors
     yield from _tensors_of(head_layout(config))

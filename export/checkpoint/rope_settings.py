@@ -14,10 +14,21 @@ from ...errors import CheckpointError
 from ...models.json_file import shown
 from ...models.manifest import MIN_CONTEXT
 from ..architectures.family import Family
-from ..graph.rope import Dynamic, Linear, Llama3, LongRope, QueryScaling, Rope, RopeScaling, Unscaled, Yarn
+from ..graph.rope import (
+    Dynamic,
+    Linear,
+    Llama3,
+    LongRope,
+    Proportional,
+    QueryScaling,
+    Rope,
+    RopeScaling,
+    Unscaled,
+    Yarn,
+)
 from .json_fields import count, number, optional_list, optional_number
 
-SUPPORTED_SCALINGS: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+SUPPORTED_SCALINGS: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 """Layer types for which `rope_parameters` may have separate settings."""
 
@@ -27,8 +38,10 @@ class Rotations:
     """The rotary embeddings of a model."""
 
     channels: int
-    """Number of leading channels of a head that are rotated."""
+    """Number of leading channels of a head that are rotated in layers with full attention."""
     rope: Rope
+    local_channels: int
+    """The same in sliding-window layers."""
     local_rope: Rope
     """Rotary embedding of sliding-window layers; that of other layers where the family has only one."""
 
@@ -42,13 +55,13 @@ def max_positions(config: Mapping[str, Any]) -> int:
     return count(config, "max_position_embeddings", minimum=MIN_CONTEXT)
 
 
-def read_rotations(config: Mapping[str, Any], family: Family, head_dim: int) -> Rotations:
-    """Read the rotary settings of a parsed config.json.
+def read_rotations(config: Mapping[str, Any], family: Family, head_dim: int, local_head_dim: int) -> Rotations:
+    """Read the rotary settings of a parsed config.json; `local_head_dim` is the head size of sliding-window layers.
 
     Raises:
         CheckpointError: the settings are malformed or not supported.
     """
-    settings = _settings(config)
+    settings = _settings(config) or family.defaults.get("rope_parameters", {})
     local: Mapping[str, Any] = {}
     if family.local_rope_base is not None:
         # In transformers 4, rope_scaling applies only to the other layers.
@@ -63,7 +76,10 @@ def read_rotations(config: Mapping[str, Any], family: Family, head_dim: int) -> 
         )
     channels = _rotated_channels(config, settings, family, head_dim)
     rope = _read_rope(config, settings, channels)
-    return Rotations(channels, rope, rope if family.local_rope_base is None else _read_rope(config, local, channels))
+    if family.local_rope_base is None:
+        return Rotations(channels, rope, channels, rope)
+    local_channels = _rotated_channels(config, local, family, local_head_dim)
+    return Rotations(channels, rope, local_channels, _read_rope(config, local, local_channels))
 
 
 def read_query_scaling(config: Mapping[str, Any], family: Family) -> QueryScaling | None:
@@ -94,6 +110,8 @@ def _settings_of(settings: Mapping[str, Any], kind: str, default: Mapping[str, A
 
 
 def _rotated_channels(config: Mapping[str, Any], settings: Mapping[str, Any], family: Family, head_dim: int) -> int:
+    if settings.get("rope_type") == "proportional":  # it has frequencies for all channels
+        return head_dim
     share = settings.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if not family.partial_rotary and share != 1.0:
         raise CheckpointError(
@@ -125,6 +143,8 @@ def _read_scaling(config: Mapping[str, Any], settings: Mapping[str, Any], channe
             return Unscaled()
         case "linear":
             return Linear(number(settings, "factor"))
+        case "proportional":
+            return _read_proportional(settings)
         case "dynamic":
             return Dynamic(number(settings, "factor"), longest)
         case "llama3":
@@ -136,6 +156,13 @@ def _read_scaling(config: Mapping[str, Any], settings: Mapping[str, Any], channe
     raise CheckpointError(
         f"rope scaling {shown(kind)} is not supported", f"supported are {', '.join(SUPPORTED_SCALINGS)}"
     )
+
+
+def _read_proportional(settings: Mapping[str, Any]) -> Proportional:
+    share = number(settings, "partial_rotary_factor", default=1.0)
+    if share > 1:
+        raise CheckpointError(f"config.json: partial_rotary_factor must be at most 1, found {share}")
+    return Proportional(share, number(settings, "factor", default=1.0))
 
 
 def _read_llama3(settings: Mapping[str, Any]) -> Llama3:

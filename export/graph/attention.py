@@ -7,6 +7,7 @@ from typing import Any, Final
 from onnx import TensorProto
 
 from ..architectures.family import HeadNorm
+from ..checkpoint.config import LayerAttention
 from ..checkpoint.layout import Layer, Norm
 from . import inputs_outputs
 from .nodes import MICROSOFT, Nodes
@@ -24,56 +25,76 @@ class Attention:
     def __init__(self, nodes: Nodes, context: int) -> None:
         """`context` is the number of positions in the rotary tables."""
         self._nodes = nodes
-        self._tables: dict[Rope, tuple[str, str]] = {}
+        self._tables: dict[tuple[Rope, int], tuple[str, str]] = {}
+        """Names of cosines and sines by rotary embedding and number of rotated channels."""
         self._biases: dict[int, str] = {}
         config = nodes.config
-        for rope in dict.fromkeys(layer.rope for layer in config.attention if layer.rope is not None):
+        rotations = [(layer.rope, layer.rotated_channels) for layer in config.attention if layer.rope is not None]
+        for rope, channels in dict.fromkeys(rotations):
             name = f"rope.{len(self._tables)}" if self._tables else "rope"
-            cosines, sines = rope.table(config.rotated_channels, context)
-            self._tables[rope] = (
+            cosines, sines = rope.table(channels, context)
+            self._tables[rope, channels] = (
                 nodes.weights.constant(f"{name}.cos", cosines),
                 nodes.weights.constant(f"{name}.sin", sines),
             )
         self._query_scales = self._append_query_scales(context)
-        rotates_inside = config.head_dim % _ROTARY_MULTIPLE == 0 and config.rotated_channels % _ROTARY_MULTIPLE == 0
-        self._rotates_inside = rotates_inside
 
     def append(self, index: int, layer: Layer, normed: str) -> str:
         """Append layer `index` without its output projection; returns the name of [1, M, heads * head_dim]."""
         nodes, config, name = self._nodes, self._nodes.config, f"layers.{index}"
         settings = config.attention[index]
-        table = None if settings.rope is None else self._tables[settings.rope]
-        inside = table if self._rotates_inside else None
+        shape = settings.shape
+        table = None if settings.rope is None else self._tables[settings.rope, settings.rotated_channels]
+        inside = table if _rotates_inside(settings) else None
         query, key, value = nodes.linear(layer.qkv, normed), "", ""
-        if layer.query_norm is not None or table is not inside or self._query_scales is not None:
-            query, key, value = nodes.split(query, [f"{name}.query", f"{name}.key", f"{name}.value"], self._widths())
-        if layer.query_norm is not None and layer.key_norm is not None:
-            query, key = self._norm_heads(query, layer.query_norm), self._norm_heads(key, layer.key_norm)
+        if settings.owner is not None:
+            # Without new keys and values, the operator reads those that the owner's operator has just completed.
+            key = value = self._no_slots(settings.kv_width)
+        elif settings.keys_as_values:
+            query, key = nodes.split(query, [f"{name}.query", f"{name}.key"], self._widths(settings, 2))
+            value = key
+        elif layer.query_norm is not None or table is not inside or self._query_scales is not None:
+            parts = [f"{name}.query", f"{name}.key", f"{name}.value"]
+            query, key, value = nodes.split(query, parts, self._widths(settings, 3))
+        if config.traits.value_norm and settings.owner is None:
+            value = self._norm_heads(value, None, shape.head_dim, f"{name}.value")
+        if layer.query_norm is not None:
+            query = self._norm_heads(query, layer.query_norm, shape.head_dim, query)
+        if layer.key_norm is not None:
+            key = self._norm_heads(key, layer.key_norm, shape.head_dim, key)
         if table is not None and inside is None:
-            query, key = self._rotate(query, config.heads, table), self._rotate(key, config.kv_heads, table)
+            query = self._rotate(query, config.heads, table, settings)
+            key = key if settings.owner is not None else self._rotate(key, shape.kv_heads, table, settings)
         if self._query_scales is not None:
             query = nodes.add("Mul", [query, self._query_scales], f"{name}.query.scaled")
         rotary = ["", "", ""] if inside is None else [*inside, "position_ids"]
         bias = "attention_bias" if settings.window is None else self._window_bias(settings.window)
-        attended = f"{name}.attended"
+        attended, present = f"{name}.attended", [inputs_outputs.present_key(index), inputs_outputs.present_value(index)]
+        cache = [inputs_outputs.past_key(index), inputs_outputs.past_value(index)]
+        if settings.owner is not None:
+            cache = [inputs_outputs.present_key(settings.owner), inputs_outputs.present_value(settings.owner)]
+            present = []  # an output would be a copy of the cache
         nodes.add_multi_output(
             "GroupQueryAttention",
             [
-                *(query, key, value),
-                *(inputs_outputs.past_key(index), inputs_outputs.past_value(index)),
+                *(query, key, value, *cache),
                 *("seqlens_k", "total_sequence_length"),
                 *(*rotary, bias),
                 *([] if layer.sinks is None else [nodes.weights.vector(f"{name}.sinks", [layer.sinks])]),
             ],
-            [attended, inputs_outputs.present_key(index), inputs_outputs.present_value(index)],
+            [attended, *present],
             attended,
             MICROSOFT,
             num_heads=config.heads,
-            kv_num_heads=config.kv_heads,
+            kv_num_heads=shape.kv_heads,
             do_rotary=int(inside is not None),
             **self._score_attributes(),
         )
         return attended
+
+    def _no_slots(self, width: int) -> str:
+        """Keys or values of no token, float32 [1, 0, width]."""
+        return self._nodes.zeros(f"no_slots.{width}", 1, 0, width)
 
     def _append_query_scales(self, context: int) -> str | None:
         """Append the factors of the M new tokens' queries, [1, M, 1]; None if all are 1 within the context."""
@@ -88,25 +109,35 @@ class Attention:
         attributes = {"scale": config.attention_scale, "softcap": config.attention_softcap}
         return {name: value for name, value in attributes.items() if value is not None}
 
-    def _widths(self) -> str:
+    def _widths(self, settings: LayerAttention, parts: int) -> str:
         config = self._nodes.config
-        return self._nodes.integers("heads.widths", config.query_width, config.kv_width, config.kv_width)
+        widths = (config.heads * settings.shape.head_dim, settings.kv_width, settings.kv_width)[:parts]
+        usual = widths == (config.query_width, config.kv_width, config.kv_width)
+        name = "heads.widths" if usual else ".".join(["heads.widths", *map(str, widths)])
+        return self._nodes.integers(name, *widths)
 
-    def _norm_heads(self, heads: str, norm: Norm) -> str:
-        """Append the RMS norm of queries or keys; the CPU GroupQueryAttention does not support its own norm inputs."""
+    def _norm_heads(self, heads: str, norm: Norm | None, head_dim: int, name: str) -> str:
+        """Append the RMS norm of queries, keys or values (without weights where `norm` is None).
+
+        The CPU GroupQueryAttention does not support its own norm inputs.
+        """
         nodes = self._nodes
-        if nodes.config.traits.head_norm is HeadNorm.WHOLE:
-            return nodes.norm(heads, norm, f"{heads}.normed")
-        apart = nodes.integers("heads.apart", 0, 0, -1, nodes.config.head_dim)
+        if norm is not None and nodes.config.traits.head_norm is HeadNorm.WHOLE:
+            return nodes.norm(heads, norm, f"{name}.normed")
+        usual = head_dim == nodes.config.head_dim
+        apart = nodes.integers("heads.apart" if usual else f"heads.apart.{head_dim}", 0, 0, -1, head_dim)
         together = nodes.integers("heads.together", 0, 0, -1)
-        split = nodes.add("Reshape", [heads, apart], f"{heads}.apart")
-        normed = nodes.norm(split, norm, f"{heads}.normed")
-        return nodes.add("Reshape", [normed, together], f"{heads}.together")
+        split = nodes.add("Reshape", [heads, apart], f"{name}.apart")
+        normed = (
+            nodes.unweighted_norm(split, head_dim, f"{name}.normed")
+            if norm is None
+            else nodes.norm(split, norm, f"{name}.normed")
+        )
+        return nodes.add("Reshape", [normed, together], f"{name}.together")
 
-    def _rotate(self, heads: str, count: int, table: tuple[str, str]) -> str:
-        config = self._nodes.config
-        whole = config.rotated_channels == config.head_dim
-        part: dict[str, Any] = {} if whole else {"rotary_embedding_dim": config.rotated_channels}
+    def _rotate(self, heads: str, count: int, table: tuple[str, str], settings: LayerAttention) -> str:
+        whole = settings.rotated_channels == settings.shape.head_dim
+        part: dict[str, Any] = {} if whole else {"rotary_embedding_dim": settings.rotated_channels}
         return self._nodes.add(
             "RotaryEmbedding",
             [heads, "position_ids", *table],
@@ -149,3 +180,8 @@ class Attention:
         keys = nodes.add("Concat", [slots, new], "window.keys", axis=0)
         queries = nodes.add("Unsqueeze", [new, last], "window.queries")
         return nodes.add("Sub", [queries, keys], "window.distances")
+
+
+def _rotates_inside(settings: LayerAttention) -> bool:
+    """Whether the attention operator can rotate queries and keys itself."""
+    return settings.shape.head_dim % _ROTARY_MULTIPLE == 0 and settings.rotated_channels % _ROTARY_MULTIPLE == 0

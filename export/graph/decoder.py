@@ -12,7 +12,7 @@ from typing import Final
 from onnx import GraphProto, ModelProto, helper
 
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import Norm, QuantPlan, final_norm, layer_layout
+from ..checkpoint.layout import Norm, QuantPlan, final_norm, layer_layout, per_layer_inputs_layout
 from . import inputs_outputs
 from .attention import Attention
 from .convolution import append_convolution
@@ -20,6 +20,7 @@ from .embedding_head import EmbeddingAndHead
 from .feed_forward import append_feed_forward
 from .initializers import Initializers
 from .nodes import MICROSOFT, Nodes
+from .per_layer_inputs import append_own_input, append_per_layer_inputs
 
 OPSET: Final = 21
 IR_VERSION: Final = 10
@@ -67,6 +68,8 @@ def _append_decoder(nodes: Nodes, context: int) -> str:
     """Append everything between the graph's inputs and its logits; returns the name of the head's input [R, hidden]."""
     config, attention, embedding_head = nodes.config, Attention(nodes, context), EmbeddingAndHead(nodes)
     residual = embedding_head.append_embedding()
+    inputs = per_layer_inputs_layout(config)
+    own_inputs = [] if inputs is None else append_per_layer_inputs(nodes, inputs, residual)
     layers = [layer_layout(config, index) for index in range(config.layers)]
     first = layers[0].before_attention
     normed = residual if first is None else nodes.norm(residual, first, "layers.0.input_norm")
@@ -80,13 +83,25 @@ def _append_decoder(nodes: Nodes, context: int) -> str:
             # Nothing after this point mixes positions, so those without requested logits are dropped here.
             attended = nodes.add("Gather", [attended, "logit_rows"], "asked.attended", axis=1)
             residual = nodes.add("Gather", [residual, "logit_rows"], "asked.residual", axis=1)
+            own_inputs = [nodes.add("Gather", [each, "logit_rows"], "asked.input", axis=1) for each in own_inputs[-1:]]
         projected = nodes.linear(layer.output, attended)
         normed, residual = _add_to_residual(
             nodes, projected, residual, layer.after_attention, layer.before_mlp, f"{name}.mlp_norm"
         )
         output = append_feed_forward(nodes, index, layer, normed)
         next_norm = final_norm(config) if last else layers[index + 1].before_attention
-        normed, residual = _add_to_residual(nodes, output, residual, layer.after_mlp, next_norm, f"{name}.next_norm")
+        if layer.own_input is None and layer.scale is None:
+            normed, residual = _add_to_residual(
+                nodes, output, residual, layer.after_mlp, next_norm, f"{name}.next_norm"
+            )
+            continue
+        _, residual = _add_to_residual(nodes, output, residual, layer.after_mlp, None, f"{name}.mlp_sum")
+        if layer.own_input is not None:
+            residual = append_own_input(nodes, name, layer.own_input, residual, own_inputs[-1 if last else index])
+        if layer.scale is not None:
+            factor = nodes.weights.vector(f"{name}.scale", [layer.scale])
+            residual = nodes.add("Mul", [residual, factor], f"{name}.scaled")
+        normed = residual if next_norm is None else nodes.norm(residual, next_norm, f"{name}.next_norm")
     return embedding_head.append_head(normed)
 
 

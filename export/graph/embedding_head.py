@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..checkpoint.layout import embedding_layout, head_layout
+from ..checkpoint.layout import FusedLinear, embedding_layout, head_layout
 from . import inputs_outputs
 from .initializers import StoredMatrix
 from .nodes import MICROSOFT, Nodes
@@ -27,33 +27,12 @@ class EmbeddingAndHead:
 
     def _embedded(self) -> str:
         nodes, linear = self._nodes, embedding_layout(self._nodes.config)
-        weight_format = nodes.plan[linear.name]
-        if weight_format.bits == 32:
+        if nodes.plan[linear.name].bits == 32:
             self._matrix = nodes.weights.float32(linear)
             return nodes.add("Gather", [self._matrix, "input_ids"], "embedded", axis=0)
         head = head_layout(nodes.config).name if nodes.config.tied_head else ""
-        stored, self._table = nodes.weights.gathered(linear, weight_format, head)
-        points = [stored.zero_points] if stored.zero_points else []
-        gathered = nodes.add(
-            "GatherBlockQuantized",
-            [stored.codes, "input_ids", stored.scales, *points],
-            "embedded.blocks",
-            domain=MICROSOFT,
-            bits=weight_format.bits,
-            block_size=weight_format.block,
-            gather_axis=0,
-            quantize_axis=2,
-        )
-        joined = nodes.add("Reshape", [gathered, nodes.integers("embedded.shape", 0, 0, -1)], "embedded.joined")
-        columns = linear.columns
-        if columns % weight_format.block == 0:
-            return joined
-        bounds = [
-            nodes.integers("embedded.starts", 0),
-            nodes.integers("embedded.ends", columns),
-            nodes.integers("embedded.axes", 2),
-        ]
-        return nodes.add("Slice", [joined, *bounds], "embedded")
+        value, self._table = gathered_rows(nodes, linear, "embedded", head)
+        return value
 
     def append_head(self, normed: str) -> str:
         """Append the logits [R, vocabulary] of normed hidden states [1, R, hidden]; returns the name of [R, hidden]."""
@@ -78,3 +57,39 @@ class EmbeddingAndHead:
             return nodes.add("Gemm", [hidden, matrix], output, transB=1)
         stored = self._table if tied else nodes.weights.quantized(linear, weight_format)
         return nodes.matmul_nbits(linear.shape, weight_format, [hidden, *stored.inputs()], output)
+
+
+def gathered_rows(nodes: Nodes, linear: FusedLinear, output: str, head: str = "") -> tuple[str, StoredMatrix]:
+    """Append the rows of the tokens of a quantized embedding.
+
+    Args:
+        nodes: the graph.
+        linear: the embedding.
+        output: name of the result, and beginning of the names of what leads to it.
+        head: name of an LM head that shares the matrix; empty for none.
+
+    Returns:
+        The name of [1, M, columns], and the initializers of the head as `Initializers.gathered` returns them.
+    """
+    weight_format, columns = nodes.plan[linear.name], linear.columns
+    stored, table = nodes.weights.gathered(linear, weight_format, head)
+    points = [stored.zero_points] if stored.zero_points else []
+    gathered = nodes.add(
+        "GatherBlockQuantized",
+        [stored.codes, "input_ids", stored.scales, *points],
+        f"{output}.blocks",
+        domain=MICROSOFT,
+        bits=weight_format.bits,
+        block_size=weight_format.block,
+        gather_axis=0,
+        quantize_axis=2,
+    )
+    joined = nodes.add("Reshape", [gathered, nodes.integers(f"{output}.shape", 0, 0, -1)], f"{output}.joined")
+    if columns % weight_format.block == 0:
+        return joined, table
+    bounds = [
+        nodes.integers(f"{output}.starts", 0),
+        nodes.integers(f"{output}.ends", columns),
+        nodes.integers(f"{output}.axes", 2),
+    ]
+    return nodes.add("Slice", [joined, *bounds], output), table

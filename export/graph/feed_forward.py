@@ -16,13 +16,15 @@ def append_feed_forward(nodes: Nodes, index: int, layer: Layer, normed: str) -> 
     """Append the feed-forward of layer `index`, down(activation(gate) * up); returns the name of [1, M, hidden]."""
     if layer.router is not None and nodes.config.experts is not None:
         return _append_experts(nodes, f"layers.{index}", layer, layer.router, nodes.config.experts, normed)
-    name, width = f"layers.{index}", nodes.config.intermediate_size
+    name, width = f"layers.{index}", nodes.config.intermediate_sizes[index]
     both = nodes.linear(layer.gate_up, normed)
-    gate, up = nodes.split(both, [f"{name}.gate", f"{name}.up"], nodes.integers("mlp.widths", width, width))
-    return nodes.linear(layer.down, nodes.add("Mul", [_activated(nodes, name, gate), up], f"{name}.gated"))
+    widths = "mlp.widths" if width == nodes.config.intermediate_size else f"mlp.widths.{width}"
+    gate, up = nodes.split(both, [f"{name}.gate", f"{name}.up"], nodes.integers(widths, width, width))
+    return nodes.linear(layer.down, nodes.add("Mul", [activated(nodes, name, gate), up], f"{name}.gated"))
 
 
-def _activated(nodes: Nodes, name: str, gate: str) -> str:
+def activated(nodes: Nodes, name: str, gate: str) -> str:
+    """Append the model's activation function."""
     match nodes.config.activation:
         case Activation.SILU:
             # QuickGelu computes x * sigmoid(alpha * x), which is SiLU in one node.

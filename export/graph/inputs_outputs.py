@@ -56,7 +56,7 @@ def present_of(past: str) -> str:
 def graph_inputs(config: DecoderConfig) -> list[ValueInfoProto]:
     """All inputs of the graph."""
     buffers = [
-        helper.make_tensor_value_info(name(layer), TensorProto.FLOAT, _buffer_shape(config))
+        helper.make_tensor_value_info(name(layer), TensorProto.FLOAT, _buffer_shape(config, layer))
         for layer in config.attention_layers
         for name in (past_key, past_value)
     ]
@@ -85,7 +85,7 @@ def graph_outputs(config: DecoderConfig, hidden_states: bool) -> list[ValueInfoP
     """All outputs of the graph, the states before the LM head among them if `hidden_states`."""
     logits = helper.make_tensor_value_info(LOGITS, TensorProto.FLOAT, ["R", config.vocab_size])
     buffers = [
-        helper.make_tensor_value_info(name(layer), TensorProto.FLOAT, _buffer_shape(config))
+        helper.make_tensor_value_info(name(layer), TensorProto.FLOAT, _buffer_shape(config, layer))
         for layer in config.attention_layers
         for name in (present_key, present_value)
     ]
@@ -108,5 +108,6 @@ def _convolution_states(
     return [helper.make_tensor_value_info(name(layer), TensorProto.FLOAT, shape) for layer in config.convolution_layers]
 
 
-def _buffer_shape(config: DecoderConfig) -> list[str | int]:
-    return [1, config.kv_heads, "capacity", config.head_dim]
+def _buffer_shape(config: DecoderConfig, layer: int) -> list[str | int]:
+    shape = config.attention[layer].shape
+    return [1, shape.kv_heads, "capacity", shape.head_dim]

@@ -61,6 +61,10 @@ class Nodes:
         """A float32 scalar constant, created once per name."""
         return self._constant(name, np.array(value, np.float32))
 
+    def zeros(self, name: str, *shape: int) -> str:
+        """A float32 constant of zeros, created once per name."""
+        return self._constant(name, np.zeros(shape, np.float32))
+
     def split(self, value: str, outputs: list[str], widths: str) -> list[str]:
         """Split the last axis."""
         return self.add_multi_output("Split", [value, widths], outputs, outputs[0], axis=-1)
@@ -74,6 +78,18 @@ class Nodes:
         return self.add(
             "SimplifiedLayerNormalization",
             [value, self._norm_weight(norm, output)],
+            output,
+            axis=-1,
+            epsilon=self.config.norm_epsilon,
+            stash_type=1,
+        )
+
+    def unweighted_norm(self, value: str, width: int, output: str) -> str:
+        """Append an RMS norm without weights over the last axis, of `width` channels."""
+        ones = self._constant(f"ones.{width}", np.ones(width, np.float32))
+        return self.add(
+            "SimplifiedLayerNormalization",
+            [value, ones],
             output,
             axis=-1,
             epsilon=self.config.norm_epsilon,

@@ -54,6 +54,21 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class Proportional:
+    """Gemma 4: only the first `share` of a head's channel pairs turn, at the frequencies that they have in a whole head."""
+
+    share: float
+    factor: float = 1.0
+    """Divides every position, as in `Linear`."""
+
+    def rotation(self, base: float, dim: int, context: int) -> Rotation:  # noqa: ARG002 -- same for every context
+        """See `RopeScaling.rotation`."""
+        frequencies = _frequencies(base, dim) / self.factor
+        frequencies[int(self.share * dim // 2) :] = 0.0
+        return Rotation(frequencies)
+
+
+@dataclass(frozen=True)
 class Dynamic:
     """Dynamic NTK: the base grows with the sequence once it is longer than `max_positions`.
 

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -107,6 +107,26 @@ FAMILY_SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
         "sliding_window_pattern": 3,
         "attention_bias": False,
     },
+    "gemma4_text": {
+        "hidden_act": None,
+        "rope_theta": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "num_hidden_layers": 5,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1000.0},
+        },
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 300,
+        "final_logit_softcapping": 5.0,
+        "attention_bias": False,
+    },
     "smollm3": {
         "num_hidden_layers": 3,
         "no_rope_layers": [1, 0, 1],
@@ -138,6 +158,7 @@ ATTENTION_FAMILIES: Final = tuple(sorted(FAMILY_SETTINGS.keys() - {"lfm2"}))
 """Families whose layers all have attention, and so a cache that can be cut anywhere, and token trees."""
 ARCHITECTURES: Final = {
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
@@ -199,7 +220,8 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDAr
 
     flagged = bool(config.get("attention_bias"))
     # Gemma multiplies its embeddings by sqrt(hidden).
-    matrix("model.embed_tokens.weight", config["vocab_size"], hidden, 0.15 if gemma else 0.4)
+    scaled = gemma or model_type == "gemma4_text"
+    matrix("model.embed_tokens.weight", config["vocab_size"], hidden, 0.15 if scaled else 0.4)
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}"
         if model_type == "lfm2":
@@ -219,6 +241,14 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDAr
                 norm(f"{name}.self_attn.k_layernorm", head_dim)
             for module, rows, columns in (("w1", wide, hidden), ("w3", wide, hidden), ("w2", hidden, wide)):
                 linear(f"{name}.feed_forward.{module}", rows, columns)
+            continue
+        if model_type == "gemma4_text":
+            shapes = _gemma4_layer(config, layer)
+            for module, (rows, columns) in shapes.linears.items():
+                linear(f"{name}.{module}", rows, columns, flagged and module.startswith("self_attn."))
+            for module, width in shapes.norms.items():
+                norm(f"{name}.{module}", width)
+            tensors[f"{name}.layer_scalar"] = (1 + 0.2 * random.standard_normal(1)).astype(np.float32)
             continue
         if model_type != "olmo2":
             norm(f"{name}.input_layernorm", hidden)
@@ -259,10 +289,47 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDAr
             for projection, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
                 if model_type != "phi3" or projection == "down":
                     linear(f"{module}.{projection}_proj", rows, columns, bool(config.get("mlp_bias")))
+    if width := config.get("hidden_size_per_layer_input", 0):
+        layers = config["num_hidden_layers"]
+        matrix("model.embed_tokens_per_layer.weight", config["vocab_size"], layers * width, 0.3)
+        linear("model.per_layer_model_projection", layers * width, hidden)
+        norm("model.per_layer_projection_norm", width)
     norm("model.embedding_norm" if model_type == "lfm2" else "model.norm", hidden)
     if not config["tie_word_embeddings"]:
         matrix("lm_head.weight", config["vocab_size"], hidden, 0.4)
     return tensors
+
+
+class _LayerShapes(NamedTuple):
+    """Modules of a layer with the outputs and inputs of linears, and the width of norms."""
+
+    linears: dict[str, tuple[int, int]]
+    norms: dict[str, int]
+
+
+def _gemma4_layer(config: Mapping[str, Any], layer: int) -> _LayerShapes:
+    hidden, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
+    full = config["layer_types"][layer] == "full_attention"
+    shared = layer >= config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0)
+    head_dim = config["global_head_dim"] if full else config["head_dim"]
+    wide = config["intermediate_size"] * (2 if config.get("use_double_wide_mlp") and shared else 1)
+    as_values = full and config.get("attention_k_eq_v", False)
+    if as_values:
+        kv_heads = config.get("num_global_key_value_heads", kv_heads)
+    linears = {"self_attn.q_proj": (heads * head_dim, hidden), "self_attn.o_proj": (hidden, heads * head_dim)}
+    norms = {"self_attn.q_norm": head_dim}
+    if not shared:
+        linears["self_attn.k_proj"] = (kv_heads * head_dim, hidden)
+        norms["self_attn.k_norm"] = head_dim
+        if not as_values:
+            linears["self_attn.v_proj"] = (kv_heads * head_dim, hidden)
+    linears |= {"mlp.gate_proj": (wide, hidden), "mlp.up_proj": (wide, hidden), "mlp.down_proj": (hidden, wide)}
+    for each in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+        norms[f"{each}_layernorm"] = hidden
+    if width := config.get("hidden_size_per_layer_input", 0):
+        linears |= {"per_layer_input_gate": (width, hidden), "per_layer_projection": (hidden, width)}
+        norms["post_per_layer_input_norm"] = hidden
+    return _LayerShapes(linears, norms)
 
 
 def tiny_tokenizer(vocab_size: int) -> Tokenizer:

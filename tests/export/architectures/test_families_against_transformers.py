@@ -96,6 +96,23 @@ CASES = {
         "gemma3_text",
         {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "final_logit_softcapping": 4.0},
     ),
+    "gemma4, small: shared caches, wide last layers, per-layer inputs": ("gemma4_text", {}),
+    "gemma4, large: values are keys": (
+        "gemma4_text",
+        {
+            "num_kv_shared_layers": None,
+            "use_double_wide_mlp": None,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "use_bidirectional_attention": "vision",
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma4 with biases, wide heads rotated in front of attention, no cap": (
+        "gemma4_text",
+        {"attention_bias": True, "head_dim": 8, "global_head_dim": 24, "final_logit_softcapping": None},
+    ),
     "smollm3": ("smollm3", {}),
     "smollm3 by the interval": ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2}),
     "smollm3 with windows and biases": (

@@ -1,0 +1,91 @@
+"""Layers whose attention has its own number and size of heads, or reads the keys and values of another layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from ...errors import CheckpointError
+from ...models.json_file import shown
+from ..checkpoint.json_fields import count
+
+_OVERRIDES: Final = "per_layer_config"
+"""Setting in which transformers 5 stores what differs, by the index of the layer."""
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """The keys and values of a layer."""
+
+    kv_heads: int
+    """Number of key and value heads."""
+    head_dim: int
+    """Number of channels per head."""
+
+
+@dataclass(frozen=True)
+class FullAttention:
+    """How full attention differs from attention with a sliding window, by the names of settings in config.json."""
+
+    head_dim: str = "global_head_dim"
+    """Number of channels per head."""
+    kv_heads: str = "num_global_key_value_heads"
+    """Number of key and value heads, where `keys_as_values` is set."""
+    keys_as_values: str = "attention_k_eq_v"
+    """Whether values are the keys before their norm and rotation."""
+
+    def shapes(self, config: Mapping[str, Any], usual: HeadShape, windows: Sequence[int | None]) -> list[HeadShape]:
+        """Return the heads of each layer; `usual` are those of layers with a window.
+
+        Raises:
+            CheckpointError: a setting is malformed.
+        """
+        overrides = config.get(_OVERRIDES)
+        if overrides is not None:
+            return [_overridden(overrides, layer, usual) for layer in range(len(windows))]
+        full = HeadShape(
+            count(config, self.kv_heads, usual.kv_heads) if config.get(self.keys_as_values) else usual.kv_heads,
+            count(config, self.head_dim, usual.head_dim),
+        )
+        return [usual if window is not None else full for window in windows]
+
+
+def _overridden(overrides: object, layer: int, usual: HeadShape) -> HeadShape:
+    found = overrides.get(str(layer), {}) if isinstance(overrides, Mapping) else overrides
+    if not isinstance(found, Mapping) or not found.keys() <= {"head_dim", "num_key_value_heads"}:
+        raise CheckpointError(
+            f"config.json: {_OVERRIDES} of layer {layer} is {shown(found)}",
+            "supported are head_dim and num_key_value_heads",
+        )
+    shape = usual
+    if "head_dim" in found:
+        shape = replace(shape, head_dim=count(found, "head_dim"))
+    if "num_key_value_heads" in found:
+        shape = replace(shape, kv_heads=count(found, "num_key_value_heads"))
+    return shape
+
+
+def cache_owners(config: Mapping[str, Any], setting: str | None, windows: Sequence[int | None]) -> list[int]:
+    """Return the layer whose keys and values each layer reads: mostly itself.
+
+    Args:
+        config: the parsed config.json.
+        setting: name of the number of last layers without keys and values of their own; None for a family without them.
+        windows: the window of each layer; a layer without keys reads those of the last one before that is of its kind.
+
+    Raises:
+        CheckpointError: the setting is malformed, or a layer has no other to read from.
+    """
+    layers = len(windows)
+    shared = 0 if setting is None else count(config, setting, default=0, minimum=0, maximum=layers)
+    first = layers - shared
+    owners = list(range(layers))
+    for layer in range(first, layers):
+        candidates = [each for each in range(first) if windows[each] == windows[layer]]
+        if not candidates:
+            raise CheckpointError(
+                f"config.json: {setting} {shared} leaves layer {layer} without a layer of its kind to read from"
+            )
+        owners[layer] = candidates[-1]
+    return owners

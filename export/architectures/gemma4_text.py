@@ -1,0 +1,51 @@
+"""Gemma 4 (text): larger heads in full attention, shared caches, per-layer inputs, scaled layers."""
+
+from typing import Final
+
+from .attention_shapes import FullAttention
+from .family import NORMS_AROUND, ConfigFlag, Constant, Family, HeadNorm, Power
+from .per_layer_inputs import PerLayerInputs
+from .sliding_windows import AllButEvery
+
+FAMILY: Final = Family(
+    qkv_bias=ConfigFlag("attention_bias"),
+    output_bias=ConfigFlag("attention_bias"),
+    norms=NORMS_AROUND,
+    head_norm=HeadNorm.EACH_HEAD,
+    value_norm=True,
+    activation="hidden_activation",
+    windows=AllButEvery("sliding_window_pattern", last_full=True),
+    full_attention=FullAttention(),
+    shared_caches="num_kv_shared_layers",
+    double_wide="use_double_wide_mlp",
+    per_layer_inputs=PerLayerInputs(),
+    layer_scale="layer_scalar",
+    local_rope_base="rope_local_base_freq",
+    attention_scale=Constant(1.0),
+    logits_softcap="final_logit_softcapping",
+    embedding_scale=Power("hidden_size", 0.5),
+    refused={"enable_moe_block": "experts beside the dense feed-forward"},
+    # All settings are listed because multimodal checkpoints only state what differs.
+    defaults={
+        "vocab_size": 262_144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131_072,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262_144,
+        "rope_local_base_freq": 10_000.0,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+        },
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "tie_word_embeddings": True,
+    },
+)
