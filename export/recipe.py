@@ -186,7 +186,7 @@ class ExportRecipe:
             "--report": self.report,
             "--layout genai": self.layout is not GraphLayout.EDGE,
             "--device npu": self.npu is not None,
-            "--device gpu": self.gpu,
+            "--device gpu": self.gpu and config.convolution is not None,
         }
         for choice in (name for name, is_asked in asked.items() if is_asked):
             raise InputError(f"{choice}: not supported for {config.family} models, which have {has}", "leave it out")

@@ -141,9 +141,10 @@ class GraphEditor:
             return int(self.initializers[name].data_type)
         return next((each.type.tensor_type.elem_type for each in self.graph.input if each.name == name), None)
 
-    def input_shape(self, name: str) -> tuple[int | str | None, ...]:
-        """Dimensions of an input of the graph; empty if there is no such input."""
-        return next((shape_of(each) for each in self.graph.input if each.name == name), ())
+    def shape(self, name: str) -> tuple[int | str | None, ...]:
+        """Dimensions of an input or output of the graph; empty if there is no such one."""
+        declared = (*self.graph.input, *self.graph.output)
+        return next((shape_of(each) for each in declared if each.name == name), ())
 
     def drop_unused(self, keep_inputs: bool = True) -> None:
         """Remove nodes and initializers on which no output depends, and unless `keep_inputs` such inputs."""

@@ -121,7 +121,11 @@ def _attentions(model: Message, graph: Path) -> Iterator[Message]:
     found = [node for node in model.graph.node if node.op_type == _ATTENTION]
     if not found:
         raise BundleError(f"{graph} has no {_ATTENTION}, which an int8 cache needs", _HINT)
+    written = {name for node in found for name in node.output[_PRESENT_KEY : _PRESENT_VALUE + 1]}
     for node in found:
+        if written.intersection(node.input[_PAST_KEY : _PAST_VALUE + 1]):
+            # With codes, the CPU's operator demands a cache output of its own, which would be a copy.
+            raise BundleError(f"{graph} has layers that read the cache of another layer ({node.name})", _HINT)
         caches = list(node.input[_PAST_KEY : _PAST_VALUE + 1])
         presents = list(node.output[_PRESENT_KEY : _PRESENT_VALUE + 1])
         if len(caches) != 2 or len(presents) != 2 or not inputs.issuperset(caches) or not outputs.issuperset(presents):

@@ -21,7 +21,8 @@ _COSINES, _SINES = 7, 8
 def rotate_outside(editor: GraphEditor) -> None:
     """Rotate queries and keys in front of each attention operator that takes positions, instead of in it.
 
-    Packed queries, keys and values are split first. Operators without a positions input are left as they are.
+    Packed queries, keys and values are split first. Operators without a positions input are left as they are,
+    and so are the keys of those that read what another layer has written.
 
     Raises:
         CannotRewriteError: the size of a head is not known.
@@ -35,6 +36,8 @@ def rotate_outside(editor: GraphEditor) -> None:
         size = head_size(editor, each)
         nodes = unpacked(editor, each)
         for place, count in ((_QUERY, heads), (_KEY, kv_heads)):
+            if has_no_slots(editor, each.input[place]):
+                continue
             rotated = f"{each.input[place]}.rotated"
             nodes.append(
                 node(
@@ -76,13 +79,19 @@ def unpacked(editor: GraphEditor, attention: Message) -> list[Message]:
     return [node("Split", [packed, widths], parts, axis=-1)]
 
 
+def has_no_slots(editor: GraphEditor, name: str) -> bool:
+    """Whether keys or values are an empty constant: the attention reads those that another layer has written."""
+    array = editor.initializers.get(name)
+    return array is not None and 0 in tuple(array.dims)
+
+
 def head_size(editor: GraphEditor, attention: Message) -> int:
     """Number of channels of a head, from the shape of the cache or the width of the packed projection.
 
     Raises:
         CannotRewriteError: neither is known.
     """
-    past = editor.input_shape(attention.input[_PAST_KEY])
+    past = editor.shape(attention.input[_PAST_KEY])
     if len(past) == 4 and isinstance(past[3], int):
         return past[3]
     attributes = attributes_of(attention)

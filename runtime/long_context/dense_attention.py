@@ -18,7 +18,7 @@ import numpy as np
 from ...models.onnx_file.graph_editor import MICROSOFT, CannotRewriteError, GraphEditor, attributes_of
 from ...models.onnx_file.model_messages import ELEMENT_TYPES, Message, node
 from ..graph.plain_attention import BIAS, OPERATOR, POSITIONS, WINDOW, input_at
-from ..graph.rotation import head_size, rotate_outside, unpacked
+from ..graph.rotation import has_no_slots, head_size, rotate_outside, unpacked
 
 _QUERY, _KEY, _VALUE, _PAST_KEY, _PAST_VALUE, _TOTAL = 0, 1, 2, 3, 4, 6
 """Places of the operator's inputs."""
@@ -81,6 +81,8 @@ def _check(editor: GraphEditor, attention: Message) -> None:
             raise CannotRewriteError(f"its attention has {name} {value}")
     if any(attention.input[place] for place in range(BIAS + 1, len(attention.input))):
         raise CannotRewriteError("its attention has sinks, norms or scales")
+    if has_no_slots(editor, attention.input[_KEY]):
+        raise CannotRewriteError("its attention reads the cache of another layer")
     ends = {*editor.input_names, *(each.name for each in editor.graph.output)}
     caches = [*attention.input[_PAST_KEY : _PAST_VALUE + 1], *attention.output[1:3]]
     if len(caches) != 4 or not ends.issuperset(caches) or not input_at(attention, _TOTAL):

@@ -248,6 +248,8 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDAr
                 linear(f"{name}.{module}", rows, columns, flagged and module.startswith("self_attn."))
             for module, width in shapes.norms.items():
                 norm(f"{name}.{module}", width)
+                if module.startswith("self_attn."):  # the factor 1 / sqrt(head_dim) of other families is in these
+                    tensors[f"{name}.{module}.weight"] *= np.float32(width**-0.25)
             tensors[f"{name}.layer_scalar"] = (1 + 0.2 * random.standard_normal(1)).astype(np.float32)
             continue
         if model_type != "olmo2":

@@ -287,7 +287,7 @@ def test_damaged_experts_are_refused_in_one_line(tmp_path, damage, message: str)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
-NESTED = {"gemma3": "gemma3_text", "mistral3": "ministral3"}
+NESTED = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "ministral3"}
 """Multimodal families, and those of their language models."""
 
 

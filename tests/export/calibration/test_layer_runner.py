@@ -19,7 +19,7 @@ from edgerun.export.checkpoint.layout import embedding_layout, fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from support.tiny_models import ATTENTION_FAMILIES, write_checkpoint
 
-PLAIN = [family for family in ATTENTION_FAMILIES if family not in ("qwen3_moe", "gpt_oss")]
+PLAIN = [family for family in ATTENTION_FAMILIES if family not in ("qwen3_moe", "gpt_oss", "gemma4_text")]
 BIASED = {"attention_bias": True, "mlp_bias": True}
 
 
