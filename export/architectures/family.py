@@ -222,7 +222,7 @@ class Family:
     windows: Windows = field(default_factory=Never)
     """Which layers use a sliding window."""
     full_attention: FullAttention | None = None
-    """How the heads of layers without a window differ from `num_key_value_heads` and `head_dim`; None if they do not."""
+    """How the heads of layers without a window differ from those of the others; None if they do not."""
     shared_caches: str | None = None
     """Setting of how many of the last layers read the keys and values of an earlier layer of their kind."""
     double_wide: str | None = None

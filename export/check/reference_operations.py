@@ -42,11 +42,13 @@ def rms_norm(value: Float64Array, epsilon: float) -> Float64Array:
 
 
 def softmax(scores: Float64Array) -> Float64Array:
+    """Probabilities of scores, over the last axis."""
     exponentials = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return np.asarray(exponentials / exponentials.sum(axis=-1, keepdims=True))
 
 
 def soft_capped(value: Float64Array, cap: float | None) -> Float64Array:
+    """cap * tanh(value / cap), or the value itself without a cap."""
     return value if cap is None else np.asarray(cap * np.tanh(value / cap))
 
 

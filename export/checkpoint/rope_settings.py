@@ -139,12 +139,10 @@ def _read_scaling(config: Mapping[str, Any], settings: Mapping[str, Any], channe
         kind = "longrope"  # its name in the first Phi-3 checkpoints
     longest = max_positions(config)
     match kind:
-        case "default":
-            return Unscaled()
+        case "default" | "proportional":
+            return Unscaled() if kind == "default" else _read_proportional(settings)
         case "linear":
             return Linear(number(settings, "factor"))
-        case "proportional":
-            return _read_proportional(settings)
         case "dynamic":
             return Dynamic(number(settings, "factor"), longest)
         case "llama3":

@@ -55,7 +55,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Proportional:
-    """Gemma 4: only the first `share` of a head's channel pairs turn, at the frequencies that they have in a whole head."""
+    """Gemma 4: only the first `share` of a head's channel pairs turn, at the frequencies of a whole head."""
 
     share: float
     factor: float = 1.0
