@@ -110,7 +110,7 @@ class _Gemma4:
 
     def _angles(self, kind: str, dim: int, length: int) -> tuple[Float64Array, Float64Array]:
         """Cosine and sine, each [n, dim / 2]."""
-        default = {"rope_theta": 1e4}
+        default: dict[str, Any] = {"rope_theta": 1e4}
         if kind == "full_attention":
             default = {"rope_theta": 1e6, "rope_type": "proportional", "partial_rotary_factor": 0.25}
         settings = (self._config.get("rope_parameters") or {}).get(kind) or default
