@@ -307,7 +307,7 @@ class PerLayerInputsLayout:
     projection: FusedLinear
     """From the token embedding."""
     norm: Norm
-    """Of each layer's part of the projection."""
+    """The norm of each layer's part of the projection."""
 
 
 def per_layer_inputs_layout(config: DecoderConfig) -> PerLayerInputsLayout | None:
