@@ -128,7 +128,7 @@ def describe(opened: OpenedModel) -> dict[str, Any]:
             "tied_head": architecture.tied_head,
         }
     facts |= {
-        "layers": graph_io.layers + len({tensor.past.rpartition(".")[2] for tensor in graph_io.states}),
+        "layers": graph_io.layers + len({tensor.layer for tensor in graph_io.states}),
         "cache": _cache(graph_io),
         "state_layers": _states(graph_io),
         "vocabulary": graph_io.vocab_size,
@@ -238,9 +238,9 @@ def _states(graph_io: GraphIO) -> str | None:
     for state_type in graph_io.state_types:
         members = graph_io.states[first : first + state_type.layers]
         first += len(members)
-        layers = ", ".join(tensor.past.rpartition(".")[2] for tensor in members)
-        kind = "convolution" if members[0].past.startswith("past_conv") else "recurrent"
-        described.append(f"{layers}: {kind}, float32 [{', '.join(map(str, state_type.shape))}] each")
+        layers = ", ".join(str(tensor.layer) for tensor in members)
+        sizes = ", ".join(map(str, state_type.shape))
+        described.append(f"{layers}: {members[0].kind}, {state_type.dtype} [{sizes}] each")
     return "; ".join(described) or None
 
 

@@ -240,11 +240,15 @@ class BoundSession:
         self._first_io.clear_binding_inputs()
         self._first_io.clear_binding_outputs()
         self._inputs.bind_without_cache(self._first_io, names)
-        self._bind_growing(self._first_io, width, with_past=False)
-        self._logits.bind_to(self._first_io)
-        if self._hidden is not None:
-            self._hidden.bind_to(self._first_io)
+        self._bind_first_outputs(self._first_io, width)
         self._first_session.run_with_iobinding(self._first_io, self._run_options)
+
+    def _bind_first_outputs(self, io: Any, width: int) -> None:
+        """Bind what the graph without cache inputs returns of a pass over `width` tokens."""
+        self._bind_growing(io, width, with_past=False)
+        self._logits.bind_to(io)
+        if self._hidden is not None:
+            self._hidden.bind_to(io)
 
     def _logits_output(self) -> LogitsOutput:
         return LogitsOutput(self._io, self.graph_io, self._inputs)

@@ -152,18 +152,19 @@ def _tensor_type(past: GraphValue, present: GraphValue, where: str, sizes: Mappi
     still_open = [axis for axis, size in enumerate(shape) if not isinstance(size, int)]
     if len(still_open) > 1:
         raise BundleError(
-            f"{where} leaves the sizes of its cache open: {past.name} is {_shape_text(past)}",
+            f"{where} leaves the sizes of its cache open: {past.name} is {shape_text(past.shape)}",
             "put the model's config.json beside it",
         )
     if shape[batch] != 1:
         raise BundleError(
-            f"{where} has a fixed batch size of {shape[batch]} ({past.name} is {_shape_text(past)})", EXPORT_HINT
+            f"{where} has a fixed batch size of {shape[batch]} ({past.name} is {shape_text(past.shape)})", EXPORT_HINT
         )
     slot_axis = still_open[0] if still_open else _SLOT_AXIS[rank]
     if any(size == 0 for axis, size in enumerate(shape) if axis != slot_axis):
-        raise BundleError(f"{where} has an empty cache: {past.name} is {_shape_text(past)}", EXPORT_HINT)
+        raise BundleError(f"{where} has an empty cache: {past.name} is {shape_text(past.shape)}", EXPORT_HINT)
     return CacheTensorType(dtype, tuple(size if isinstance(size, int) else 0 for size in shape), slot_axis)
 
 
-def _shape_text(value: GraphValue) -> str:
-    return "[" + ", ".join("?" if size is None else str(size) for size in value.shape) + "]"
+def shape_text(shape: Sequence[int | str | None]) -> str:
+    """A shape as errors show it."""
+    return "[" + ", ".join("?" if size is None else str(size) for size in shape) + "]"

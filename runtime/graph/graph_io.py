@@ -96,6 +96,9 @@ class StateTensor:
     """Name of the input."""
     present: str
     """Name of the output."""
+    layer: int
+    kind: str
+    """What it is of, such as "convolution" or "recurrent"; states of one type are of one kind."""
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
+from ...errors import EdgeError
 from ..kv.arena import KVArena
 from ..kv.hybrid_arena import HybridArena
 from ..kv.state_buffers import Checkpoint, States, StateView
@@ -36,6 +37,8 @@ class HybridSession(BoundSession):
         self._values: dict[tuple[int, int], tuple[States, list[ort.OrtValue]]] = {}
         """By address of a buffer and number of its tokens before the states, or -1 for the whole of it: the buffer, and
         OrtValues of its layers."""
+        self._bound_outputs: list[tuple[str, ort.OrtValue]] = []
+        """Names of the outputs with states, and the values bound to them."""
 
     def _run_pass(
         self,
@@ -62,6 +65,18 @@ class HybridSession(BoundSession):
         arena.end_pass(ids, outputs)
         return logits
 
+    def _run_in_parts(
+        self,
+        ids: list[int],
+        wanted: npt.NDArray[np.int64],
+        positions: npt.ArrayLike | None,
+        tree_mask: npt.NDArray[np.bool_] | None,
+        width: int,
+    ) -> Floats:
+        logits = super()._run_in_parts(ids, wanted, positions, tree_mask, width)
+        self._hybrid.join_passes(ids)
+        return logits
+
     def _run_behind(
         self, back: int, ids: list[int], wanted: npt.NDArray[np.int64], positions: npt.ArrayLike | None
     ) -> Floats:
@@ -69,14 +84,26 @@ class HybridSession(BoundSession):
         arena, length = self._hybrid, self._hybrid.length
         arena.length = length - back
         try:
-            return super()._run_pass(ids, wanted, positions, None)
-        finally:
+            logits = super()._run_pass(ids, wanted, positions, None)
+        except EdgeError:
             arena.length = length
+            if self._growing is not None:
+                # The slots to be written again were dropped from the tensors that grow.
+                arena.rewind_to(length - back)
+            raise
+        arena.length = length
+        return logits
+
+    def _bind_first_outputs(self, io: Any, width: int) -> None:
+        super()._bind_first_outputs(io, width)
+        for name, value in self._bound_outputs:
+            io.bind_ortvalue_output(name, value)
 
     def _bind_states(self, width: int) -> Checkpoint:
         """Bind the states before and after a pass over `width` tokens; returns the buffers of those after it."""
         arena, tensors = self._hybrid, self.graph_io.states
         outputs, first = arena.new_outputs(width), 0
+        self._bound_outputs.clear()
         for buffers, output in zip(arena.states, outputs, strict=True):
             members = tensors[first : first + buffers.state_type.layers]
             first += len(members)
@@ -88,6 +115,7 @@ class HybridSession(BoundSession):
                 values = [wrapped(each[None]) for each in output]
             for tensor, value in zip(members, values, strict=True):
                 self._io.bind_ortvalue_output(tensor.present, value)
+                self._bound_outputs.append((tensor.present, value))
         return outputs
 
     def _wrapped(self, view: StateView) -> list[ort.OrtValue]:

@@ -88,14 +88,27 @@ def introspect(
     Raises:
         BundleError: the graph is not a decoder that edge-run can run; names the input or output that shows it.
     """
-    states = find_states(inputs, outputs, where)
-    state_names = {tensor.past for tensor in states.tensors}
-    reject_inputs([value for value in inputs if value.name not in state_names], where)
+    reject_inputs(inputs, where)
+    decoder = metadata.genai.get("decoder")
+    states = find_states(inputs, outputs, where, decoder if isinstance(decoder, Mapping) else {})
+    state_inputs = {tensor.past for tensor in states.tensors}
+    state_outputs = {tensor.present for tensor in states.tensors}
     renamed, known_parts = _names_in_genai(metadata.genai, inputs, outputs)
-    cache = find_cache(inputs, outputs, where, known_parts, _sizes_in_config(metadata))
+    cache = find_cache(
+        [value for value in inputs if value.name not in state_inputs],
+        [value for value in outputs if value.name not in state_outputs],
+        where,
+        known_parts,
+        _sizes_in_config(metadata),
+    )
     window_biases = _window_biases(inputs)
-    known = {*(tensor.past for tensor in cache), *(value.name for value in window_biases.values()), *state_names}
+    known = {*(tensor.past for tensor in cache), *(value.name for value in window_biases.values()), *state_inputs}
     roles = _roles(inputs, where, renamed, known)
+    if not cache and states.tensors:
+        raise BundleError(
+            f"{where} keeps states alone ({states.tensors[0].past}), no keys and values: no layer has attention",
+            "choose a model with attention in some of its layers",
+        )
     if not cache:
         raise BundleError(
             f"{where} has no key/value cache among its inputs: it processes the whole text for every token, or keeps "
@@ -105,11 +118,9 @@ def introspect(
     if InputRole.TOKENS not in roles:
         raise BundleError(f"{where} has no input for token ids (input_ids)", EXPORT_HINT)
     _check_inputs(roles, where)
-    logits = _logits(outputs, where, renamed, {tensor.present for tensor in cache})
+    logits = _logits(outputs, where, renamed, {tensor.present for tensor in cache} | state_outputs)
     vocab_size = _vocab_size(logits, where, metadata)
     capacity = _capacity(cache, inputs, outputs, where)
-    if states.tensors and InputRole.LOGIT_POSITIONS not in roles:
-        raise BundleError(f"{where} keeps states ({states.tensors[0].past}), and has no input logit_rows", EXPORT_HINT)
     # Only GroupQueryAttention, which works in place, takes lengths as inputs.
     has_lengths = InputRole.LAST_SLOT in roles and InputRole.TOTAL_LENGTH in roles
     is_fused = metadata.operators is not None and "GroupQueryAttention" in metadata.operators

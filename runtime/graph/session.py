@@ -19,10 +19,9 @@ from ..kv.arena import InPlaceArena, KVArena
 from ..kv.cache_scales import CacheScales, KVFormat
 from ..kv.device_arena import DeviceArena
 from ..kv.growing import GrowingArena
-from ..kv.hybrid_arena import HybridArena
+from ..kv.hybrid_arena import GrowingHybridArena, InPlaceHybridArena
 from ..kv.slot_graphs import SlotGraphs
 from .bound_session import BoundSession
-from .cache_io import EXPORT_HINT
 from .device_loading import Assignments, load_on_device
 from .device_session import DeviceSession
 from .graph_io import CacheMode, GraphIO, GraphValue, InputRole
@@ -34,6 +33,8 @@ from .ort import ORT_ERRORS, error_reason, session_options
 from .probe import ProbeResult, graph_io_key, probe
 from .unsupported import reject_operators
 
+_STATE_WINDOW: Final = "state_window"
+"""Attribute of operators with states, and option of GenAI's model builder."""
 _SHARED_SCALE_OPERATORS: Final = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul")
 """Operators that quantize the activations of all tokens of a pass with one scale."""
 
@@ -160,9 +161,11 @@ class GraphSession:
 
     def _arena(self, graph_io: GraphIO, limit: int) -> KVArena:
         if graph_io.cache_mode is CacheMode.GROWING:
+            if graph_io.states:
+                return GrowingHybridArena(graph_io.tensor_types, limit, graph_io.state_types)
             return GrowingArena(graph_io.tensor_types, limit)
         if graph_io.states:
-            return HybridArena(graph_io.tensor_types, limit, graph_io.state_types, graph_io.capacity)
+            return InPlaceHybridArena(graph_io.tensor_types, limit, graph_io.state_types, graph_io.capacity)
         if self._slot_graphs is None:
             return InPlaceArena(graph_io.tensor_types, limit, graph_io.capacity)
         return DeviceArena(graph_io.tensor_types, limit, graph_io.capacity, self._slot_graphs)
@@ -195,7 +198,7 @@ def _require_format(graph_io: GraphIO, kv: KVFormat, graph: Path) -> None:
 
 
 def _require_cpu_for_states(graph_io: GraphIO, device: Device, graph: Path) -> None:
-    """Check that a graph that keeps states runs on the CPU, with a cache that is extended in place.
+    """Check that a graph that keeps states runs on the CPU.
 
     Raises:
         BundleError: it does not.
@@ -208,8 +211,6 @@ def _require_cpu_for_states(graph_io: GraphIO, device: Device, graph: Path) -> N
             f"{graph} keeps states ({name}), which works on the CPU alone, not on {device}",
             "add --device cpu",
         )
-    if graph_io.cache_mode is not CacheMode.IN_PLACE:
-        raise BundleError(f"{graph} keeps states ({name}) beside a growing cache", EXPORT_HINT)
 
 
 def _load(graph: Path, config: SessionConfig, model: bytes | None = None) -> tuple[ort.InferenceSession, Assignments]:
@@ -231,8 +232,14 @@ def _load(graph: Path, config: SessionConfig, model: bytes | None = None) -> tup
     try:
         session, assignments = load_on_device(model or str(graph), options, config.device, graph)
     except ORT_ERRORS as error:
+        reason = error_reason(error)
+        if _STATE_WINDOW in reason:
+            raise BundleError(
+                f"{graph} returns the states after several tokens ({_STATE_WINDOW}), which works on CUDA alone",
+                f"export it again without {_STATE_WINDOW}",
+            ) from error
         raise BundleError(
-            f"{graph} cannot be loaded: {error_reason(error)}", "give a complete model, such as edge-run export makes"
+            f"{graph} cannot be loaded: {reason}", "give a complete model, such as edge-run export makes"
         ) from error
     # Loading has read all weights to pack them; afterwards only rows of the embedding are read from the file.
     for name in external_files(graph):

@@ -58,11 +58,6 @@ _UNSUPPORTED_KINDS: Final = (
         "export it again without paged attention",
     ),
     _kind(
-        r".*(conv|ssm|recurrent|rwkv|mamba).*|cache_params\b.*|(.*[._])?state[._]?\d*",
-        "keeps convolution or recurrent state ({}) in a form that edge-run does not know",
-        "export the checkpoint with edge-run export (LFM2), or choose a model whose layers are all attention",
-    ),
-    _kind(
         r"beam_idx",
         "keeps its cache inside (it takes {}), where it cannot be rewound",
         "choose an export whose cache is inputs and outputs (past_key_values.N.key)",

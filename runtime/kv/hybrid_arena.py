@@ -17,6 +17,7 @@ import numpy as np
 
 from .arena import InPlaceArena, KVArena
 from .buffers import CacheSnapshot, CacheTensorType
+from .growing import GrowingArena
 from .state_buffers import Checkpoint, StateBuffers, StateType, StateView, total_bytes
 
 _LEAST_SPACING: Final = 16
@@ -33,14 +34,8 @@ def largest_state_snapshot(types: Sequence[StateType], slots: int) -> int:
     return 8 * slots + (slots // _LEAST_SPACING + _OTHER_CHECKPOINTS) * (total_bytes(types) + 8)
 
 
-class HybridArena(InPlaceArena):
+class HybridArena(KVArena):
     """KV cache of one token sequence, and the states of its layers without attention.
-
-    Args:
-        tensor_types: types of the graph's cache tensors.
-        limit: largest number of tokens of the context.
-        state_types: types of the states.
-        capacity: as for `InPlaceArena`.
 
     Attributes:
         state_types: types of the states.
@@ -50,20 +45,20 @@ class HybridArena(InPlaceArena):
         replayed: number of tokens that have run once more since the arena was made.
     """
 
-    def __init__(
-        self,
-        tensor_types: Sequence[CacheTensorType],
-        limit: int,
-        state_types: Sequence[StateType],
-        capacity: int | None = None,
-    ) -> None:
-        super().__init__(tensor_types, limit, capacity)
-        self.state_types: Final = tuple(state_types)
-        slot_bytes = sum(tensor_type.slot_bytes for tensor_type in tensor_types)
+    state_types: tuple[StateType, ...]
+    spacing: int
+    states: tuple[StateBuffers, ...]
+    token_ids: list[int]
+    replayed: int
+
+    def _start(self, state_types: Sequence[StateType]) -> None:
+        """Set the attributes; the slots of the KV cache are ready."""
+        self.state_types = tuple(state_types)
+        slot_bytes = sum(tensor_type.slot_bytes for tensor_type in self.tensor_types)
         needed = max(_LEAST_SPACING, -(-_CACHE_SHARE * total_bytes(state_types) // slot_bytes))
-        self.spacing: Final = 1 << (needed - 1).bit_length()
-        self.states: Final = tuple(StateBuffers(each) for each in state_types)
-        self.token_ids: list[int] = []
+        self.spacing = 1 << (needed - 1).bit_length()
+        self.states = tuple(StateBuffers(each) for each in state_types)
+        self.token_ids = []
         self.replayed = 0
         self._position = 0
         """Number of tokens before the states."""
@@ -126,7 +121,9 @@ class HybridArena(InPlaceArena):
         known = self._known_up_to(self.length)
         positions = sorted(known)
         states = [
-            np.array([known[each][index] for each in positions], np.float32).reshape(-1, *buffers.past.states.shape)
+            np.array([known[each][index] for each in positions], buffers.state_type.dtype).reshape(
+                -1, *buffers.past.states.shape
+            )
             for index, buffers in enumerate(self.states)
         ]
         return (*super().snapshot(), np.array(self.token_ids, np.int64), np.array(positions, np.int64), *states)
@@ -140,9 +137,9 @@ class HybridArena(InPlaceArena):
         if token_ids.dtype != np.int64 or token_ids.ndim != 1 or positions.dtype != np.int64 or positions.ndim != 1:
             raise ValueError("expected token ids and positions of states")
         for found, buffers in zip(states, self.states, strict=True):
-            expected = (positions.size, *buffers.past.states.shape)
-            if found.dtype != np.float32 or found.shape != expected:
-                raise ValueError(f"expected float32 states {list(expected)}, found {found.dtype} {list(found.shape)}")
+            expected, dtype = (positions.size, *buffers.past.states.shape), buffers.state_type.dtype
+            if found.dtype != dtype or found.shape != expected:
+                raise ValueError(f"expected {dtype} states {list(expected)}, found {found.dtype} {list(found.shape)}")
         if positions.size and not 0 < positions.min() <= positions.max() <= token_ids.size:
             raise ValueError(f"expected states of positions 1 to {token_ids.size}, found {positions.tolist()}")
         self.rewind_to(0)
@@ -198,6 +195,10 @@ class HybridArena(InPlaceArena):
         self._outputs, self._end = outputs, self.length + len(ids)
         self._pass_ids = ids
         self._count_replay(self.length - self._position)
+
+    def join_passes(self, ids: list[int]) -> None:
+        """Take the tokens of several passes, which began at the committed length, for those of the last pass."""
+        self._pass_ids, self._pass_base = ids, self.length
 
     def end_replay(self, ids: list[int], outputs: Checkpoint) -> None:
         """Take over the result of a pass over the first of the tokens that `move_states` returned, and no new ones."""
@@ -282,3 +283,38 @@ class HybridArena(InPlaceArena):
         self.token_ids, self._checkpoints, self._position = token_ids, checkpoints, position
         self._outputs, self._end = None, 0
         self._pass_ids, self._pass_base = [], self.length
+
+
+class InPlaceHybridArena(HybridArena, InPlaceArena):
+    """A hybrid arena over a cache that the graph extends in place.
+
+    Args:
+        tensor_types: types of the graph's cache tensors.
+        limit: largest number of tokens of the context.
+        state_types: types of the states.
+        capacity: as for `InPlaceArena`.
+    """
+
+    def __init__(
+        self,
+        tensor_types: Sequence[CacheTensorType],
+        limit: int,
+        state_types: Sequence[StateType],
+        capacity: int | None = None,
+    ) -> None:
+        InPlaceArena.__init__(self, tensor_types, limit, capacity)
+        self._start(state_types)
+
+
+class GrowingHybridArena(HybridArena, GrowingArena):
+    """A hybrid arena over a cache that the graph returns longer than it took it.
+
+    Args:
+        tensor_types: types of the graph's cache tensors.
+        limit: largest number of tokens of the context.
+        state_types: types of the states.
+    """
+
+    def __init__(self, tensor_types: Sequence[CacheTensorType], limit: int, state_types: Sequence[StateType]) -> None:
+        GrowingArena.__init__(self, tensor_types, limit)
+        self._start(state_types)

@@ -9,23 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-States: TypeAlias = npt.NDArray[np.float32]
-"""States of the layers of one type, `[layers, *shape]`."""
+States: TypeAlias = npt.NDArray[Any]
+"""States of the layers of one type, `[layers, *shape]`, of that type's elements."""
 Checkpoint: TypeAlias = tuple[States, ...]
 """States of all layers at one position, by type."""
 
+_FLOAT32: Final = np.dtype(np.float32)
 KEPT_WIDTH: Final = 32
 """Width of the widest pass whose output buffers are kept for later passes."""
 
 
 @dataclass(frozen=True)
 class StateType:
-    """Size of the states of some layers, float32, and what a pass returns of them."""
+    """Elements and size of the states of some layers, and what a pass returns of them."""
 
     layers: int
     """Number of layers with such a state."""
@@ -34,6 +35,7 @@ class StateType:
     of_every_token: bool
     """Whether a pass returns the states followed by the inputs of its tokens, from which the state after each of them
     can be taken. Otherwise it returns the states after its last token."""
+    dtype: np.dtype[Any] = _FLOAT32
 
     def over(self, tokens: int) -> tuple[int, ...]:
         """Shape of what a pass over some tokens returns."""
@@ -44,7 +46,7 @@ class StateType:
     @property
     def nbytes(self) -> int:
         """Bytes of the states at one position."""
-        return 4 * self.layers * int(np.prod(self.shape))
+        return self.dtype.itemsize * self.layers * int(np.prod(self.shape))
 
 
 def total_bytes(types: Sequence[StateType]) -> int:
@@ -72,7 +74,7 @@ class StateBuffers:
 
     def __init__(self, state_type: StateType) -> None:
         self.state_type: Final = state_type
-        self._own = np.zeros((state_type.layers, *state_type.shape), np.float32)
+        self._own = np.zeros((state_type.layers, *state_type.shape), state_type.dtype)
         self._returned: dict[int, list[States]] = {} if state_type.of_every_token else {0: [self._own]}
         """Buffers for what passes return, by width; where that has the size of the states, for all widths."""
         self.past = StateView(self._own, 0, self._own)
@@ -89,7 +91,7 @@ class StateBuffers:
         for buffer in self._returned.get(key, ()):
             if buffer is not self.past.buffer:
                 return buffer
-        buffer = np.empty(self.state_type.over(width), np.float32)
+        buffer = np.empty(self.state_type.over(width), self.state_type.dtype)
         if self.keeps(width):
             self._returned.setdefault(key, []).append(buffer)
         return buffer

@@ -68,9 +68,52 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
         "eos_token_id": 0,
         "pad_token_id": 0,
     },
+    "lfm2": {
+        **_SHAPE,
+        "tie_word_embeddings": True,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "block_auto_adjust_ff_dim": False,
+    },
+    "qwen3_5": {
+        "text_config": {
+            **_SHAPE,
+            "tie_word_embeddings": True,
+            "head_dim": 32,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.25,
+                "mrope_interleaved": True,
+                "mrope_section": [2, 1, 1],
+            },
+        },
+        # The model builder exports the text part of a model that also takes images.
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 16,
+        },
+        "tie_word_embeddings": True,
+        "eos_token_id": 0,
+    },
 }
 """config.json by family; gemma2 attends to the last 32 positions in every other layer."""
-EXPORTERS: Final = {"optimum": tuple(SETTINGS), "genai": ("llama", "qwen2", "gemma2", "phi3")}
+HYBRIDS: Final = ("lfm2", "qwen3_5")
+"""Families with layers that keep a state in place of keys and values."""
+EXPORTERS: Final = {
+    "optimum": tuple(family for family in SETTINGS if family not in HYBRIDS),
+    "genai": ("llama", "qwen2", "gemma2", "phi3", *HYBRIDS),
+}
 """Families that each exporter supports."""
 LEGACY: Final = ("llama", "gpt2")
 """Families that are also exported in Optimum's old variants."""
@@ -85,7 +128,13 @@ def write_checkpoint(folder: Path, family: str, tokenizer: Path) -> None:
     import transformers
 
     config = transformers.AutoConfig.for_model(family, **SETTINGS[family])
-    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    torch.manual_seed(SEED)
+    model_class = (
+        transformers.AutoModelForImageTextToText
+        if "vision_config" in SETTINGS[family]
+        else transformers.AutoModelForCausalLM
+    )
+    model = model_class.from_config(config).float()
     random = torch.Generator().manual_seed(SEED)
     table = model.get_input_embeddings().weight
     head = model.get_output_embeddings().weight
@@ -113,7 +162,8 @@ def greedy_tokens(checkpoint: Path, prompt: list[int], attention: str) -> list[i
     import torch
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    config = transformers.AutoConfig.from_pretrained(checkpoint)
+    model = getattr(transformers, config.architectures[0]).from_pretrained(
         checkpoint, dtype=torch.float32, attn_implementation=attention
     )
     ids = torch.tensor([prompt])

@@ -27,6 +27,7 @@ from support.layout_kinds import (
 )
 from support.layout_nodes import Nodes
 from support.layout_reference import INT8_SCALE
+from support.layout_states import state_layers, state_values, write_mixer
 
 _CACHE_TYPES: Final = {
     CacheType.FLOAT32: TensorProto.FLOAT,
@@ -106,7 +107,7 @@ class LayoutWriter:
         if layout.logit_output is LogitOutput.LAST_N:
             inputs.append(("num_logits_to_keep", TensorProto.INT64, []))
         values = [helper.make_tensor_value_info(layout.name_of(name), kind, shape) for name, kind, shape in inputs]
-        return values + (self._cache_values("past") if cached else [])
+        return values + ([*self._cache_values("past"), *state_values(layout, "past")] if cached else [])
 
     def _outputs(self) -> list[onnx.ValueInfoProto]:
         layout = self.layout
@@ -118,7 +119,7 @@ class LayoutWriter:
             del shape[1]
         kind = TensorProto.FLOAT16 if layout.float16_logits else TensorProto.FLOAT
         logits = helper.make_tensor_value_info(layout.name_of("logits"), kind, shape)
-        return [logits, *self._cache_values("present")]
+        return [logits, *self._cache_values("present"), *state_values(layout, "present")]
 
     def _cache_values(self, side: str) -> list[onnx.ValueInfoProto]:
         layout = self.layout
@@ -126,7 +127,7 @@ class LayoutWriter:
         heads: int | str = "num_heads" if layout.open_heads else layout.kv_heads
         dim: int | str = "kv_cache_dim" if layout.open_heads else HEAD_DIM
         values = []
-        for layer in range(LAYERS):
+        for layer in range(state_layers(layout), LAYERS):
             slots: int | str = "past_sequence_length" if side == "past" else "total_sequence_length"
             if layout.window_cache and layer % 2 == 1:
                 slots = layout.window_slots or "window_length"
@@ -175,7 +176,8 @@ class LayoutWriter:
         for layer in range(LAYERS):
             name = f"model.layers.{layer}"
             normed = self._norm(nodes, hidden, f"{name}.input_layernorm.weight")
-            hidden = nodes.op("Add", hidden, self._attention(nodes, shared, output_names, layer, normed))
+            mixed = self._mixed(nodes, shared, output_names, layer, normed, cached=cached)
+            hidden = nodes.op("Add", hidden, self._linear(nodes, mixed, f"{name}.self_attn.o_proj.weight"))
             normed = self._norm(nodes, hidden, f"{name}.post_attention_layernorm.weight")
             gate, up = (self._linear(nodes, normed, f"{name}.mlp.{part}_proj.weight") for part in ("gate", "up"))
             wide = nodes.op("Mul", nodes.op("Mul", gate, nodes.op("Sigmoid", gate)), up)
@@ -209,7 +211,7 @@ class LayoutWriter:
         total = new
         if cached and not (self.fused and layout.mask is not Mask.NONE):
             axis = {Cache.STACKED: 3, Cache.JOINED: 1, Cache.KEYS_TRANSPOSED: 3}.get(layout.cache, 2)
-            past = nodes.extent(self._cache_names("past", 0)[0], axis)
+            past = nodes.extent(self._cache_names("past", state_layers(layout))[0], axis)
             total = nodes.op("Add", past, new)
         positions = None if layout.positions is Positions.LENGTH else layout.name_of("position_ids")
         if self.fused:
@@ -287,16 +289,23 @@ class LayoutWriter:
         lowest = float(np.finfo(dtype).min)
         return nodes.op("Where", seen, nodes.constant(0, dtype), nodes.constant(lowest, dtype))
 
-    def _attention(
-        self, nodes: Nodes, shared: SharedValues, output_names: Mapping[str, str], layer: int, normed: str
+    def _mixed(
+        self,
+        nodes: Nodes,
+        shared: SharedValues,
+        output_names: Mapping[str, str],
+        layer: int,
+        normed: str,
+        *,
+        cached: bool,
     ) -> str:
+        """What a layer's output projection takes, [batch, new, hidden]."""
         name = f"model.layers.{layer}.self_attn"
-        query, key, value = (self._linear(nodes, normed, f"{name}.{part}_proj.weight") for part in "qkv")
-        if self.fused:
-            attended = self._fused(nodes, shared, output_names, layer, (query, key, value))
-        else:
-            attended = self._unfused(nodes, shared, output_names, layer, (query, key, value))
-        return self._linear(nodes, attended, f"{name}.o_proj.weight")
+        projected = [self._linear(nodes, normed, f"{name}.{part}_proj.weight") for part in "qkv"]
+        if layer < state_layers(self.layout):
+            return write_mixer(nodes, self.layout, output_names, layer, normed, projected, cached=cached)
+        attention = self._fused if self.fused else self._unfused
+        return attention(nodes, shared, output_names, layer, projected)
 
     def _fused(
         self, nodes: Nodes, shared: SharedValues, output_names: Mapping[str, str], layer: int, projected: Sequence[str]

@@ -68,6 +68,14 @@ class LogitOutput(Enum):
     LAST_N = "[batch, num_logits_to_keep, 300]: the last tokens, all for 0"
 
 
+class States(Enum):
+    """What the first layer keeps."""
+
+    NONE = "keys and values: all layers have attention"
+    CONVOLUTION = "past_conv.N [batch, 64, 2 or 3]: the inputs of a convolution at the last tokens (LFM2)"
+    RECURRENT = "the same of its queries, and past_recurrent.N [batch, 2, 16, 16] of linear attention (Qwen3.5)"
+
+
 class Decoders(Enum):
     """Number of graphs and their files."""
 
@@ -102,6 +110,9 @@ class Layout:
     mask: Mask = Mask.TOKENS
     positions: Positions = Positions.INPUT
     logit_output: LogitOutput = LogitOutput.ALL
+    states: States = States.NONE
+    operator_states: bool = False
+    """Whether convolutions keep the inputs that the next token needs, as ONNX Runtime's operator does, or one more."""
     decoders: Decoders = Decoders.ONE
     weights: Weights = Weights.INSIDE
     settings: Settings = Settings.HUGGING_FACE

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from support.layout_kinds import HEAD_DIM, HEADS, LAYERS, CacheType, Layout
+from support.layout_kinds import HEAD_DIM, HEADS, LAYERS, CacheType, Layout, States
+from support.layout_states import Mixer
 from support.tiny_models import tiny_config, tiny_weights
 
 Array = npt.NDArray[Any]
@@ -27,22 +28,28 @@ def layout_weights(layout: Layout, seed: int = 0) -> dict[str, npt.NDArray[np.fl
 
 def greedy_tokens(layout: Layout, prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
     """The `count` greedy tokens after `prompt`."""
-    key = (layout.kv_heads, layout.window, layout.cache_type is CacheType.INT8, seed)
+    key = (layout.kv_heads, layout.window, layout.cache_type is CacheType.INT8, layout.states, seed)
     return list(_greedy(*key, tuple(prompt), count)[0])
 
 
 def smallest_margin(layout: Layout, prompt: Sequence[int], count: int, seed: int = 0) -> float:
     """The smallest difference between the two highest logits: rounding errors below half of it change no token."""
-    key = (layout.kv_heads, layout.window, layout.cache_type is CacheType.INT8, seed)
+    key = (layout.kv_heads, layout.window, layout.cache_type is CacheType.INT8, layout.states, seed)
     return _greedy(*key, tuple(prompt), count)[1]
 
 
 @cache
 def _greedy(
-    kv_heads: int, window: int | None, int8_cache: bool, seed: int, prompt: tuple[int, ...], count: int
+    kv_heads: int,
+    window: int | None,
+    int8_cache: bool,
+    states: States,
+    seed: int,
+    prompt: tuple[int, ...],
+    count: int,
 ) -> tuple[tuple[int, ...], float]:
     weights = tiny_weights(tiny_config("llama", num_key_value_heads=kv_heads), seed)
-    decoder = Decoder(weights, kv_heads, window, int8_cache=int8_cache)
+    decoder = Decoder(weights, kv_heads, window, int8_cache=int8_cache, states=states)
     logits = decoder.forward(prompt)[-1]
     tokens: list[int] = []
     margin = np.inf
@@ -56,20 +63,30 @@ def _greedy(
 
 
 class Decoder:
-    """A llama decoder with a growing cache."""
+    """A llama decoder with a growing cache, whose first layer may keep another state instead."""
 
-    def __init__(self, weights: Mapping[str, Array], kv_heads: int, window: int | None, *, int8_cache: bool) -> None:
+    def __init__(
+        self,
+        weights: Mapping[str, Array],
+        kv_heads: int,
+        window: int | None,
+        *,
+        int8_cache: bool,
+        states: States = States.NONE,
+    ) -> None:
         self.weights = {name: value.astype(np.float64) for name, value in weights.items()}
         self.kv_heads = kv_heads
         self.window = window
         self.int8_cache = int8_cache
         self.cache: list[list[Array]] = [[np.zeros((0, kv_heads, HEAD_DIM))] * 2 for _ in range(LAYERS)]
+        self.length = 0
+        self.mixers = {} if states is States.NONE else {0: Mixer(states)}
 
     def forward(self, tokens: Sequence[int]) -> Array:
         """Logits [n, vocabulary] of `tokens`, which follow those of earlier calls."""
         weights = self.weights
-        past = len(self.cache[0][0])
-        positions = past + np.arange(len(tokens))
+        positions = self.length + np.arange(len(tokens))
+        self.length += len(tokens)
         hidden = weights["model.embed_tokens.weight"][list(tokens)]
         for layer in range(LAYERS):
             name = f"model.layers.{layer}"
@@ -83,9 +100,10 @@ class Decoder:
     def _attention(self, layer: int, normed: Array, positions: npt.NDArray[np.int64]) -> Array:
         name = f"model.layers.{layer}.self_attn"
         length = len(positions)
-        query, key, value = (
-            (normed @ self.weights[f"{name}.{part}_proj.weight"].T).reshape(length, -1, HEAD_DIM) for part in "qkv"
-        )
+        projected = [normed @ self.weights[f"{name}.{part}_proj.weight"].T for part in "qkv"]
+        if layer in self.mixers:
+            return self.mixers[layer].forward(normed, *projected) @ self.weights[f"{name}.o_proj.weight"].T
+        query, key, value = (each.reshape(length, -1, HEAD_DIM) for each in projected)
         query, key = _rotate(query, positions), _rotate(key, positions)
         if self.int8_cache:
             key, value = (np.clip(np.rint(x / INT8_SCALE), -128, 127) * INT8_SCALE for x in (key, value))

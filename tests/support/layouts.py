@@ -35,9 +35,11 @@ from support.layout_kinds import (
     Mask,
     Positions,
     Settings,
+    States,
     Weights,
 )
 from support.layout_reference import layout_weights
+from support.layout_states import state_shapes
 from support.tiny_models import CHAT_TEMPLATE, SPECIAL_TOKENS, tiny_config, tiny_tokenizer, write_json
 
 OPTIMUM: Final = Layout()
@@ -48,6 +50,7 @@ GENAI: Final = Layout(
     weights=Weights.ONE_FILE,
     open_heads=True,
     shares_buffers=True,
+    operator_states=True,
     opset=21,
 )
 """Layout of the model builder of ONNX Runtime GenAI: `kv_cache_dim` for the head size, `model.onnx.data`."""
@@ -169,6 +172,58 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
     "community-unfused": replace(OPTIMUM, subfolder="onnx"),
 }
 
+_GENAI_STATES: Final = {
+    f"{side}_{state}.{{}}": f"{side}.{{}}.{state}" for side in ("past", "present") for state in ("conv", "recurrent")
+}
+
+HYBRID_LAYOUTS: Final[Mapping[str, Layout]] = {
+    # LFM2 and LFM2.5 of onnx-community and LiquidAI, which are made by a copy of GenAI's model builder.
+    "community-lfm2": replace(COMMUNITY, states=States.CONVOLUTION),
+    "community-lfm2-float16": replace(
+        COMMUNITY, states=States.CONVOLUTION, cache_type=CacheType.FLOAT16, float16_logits=True
+    ),
+    # Qwen3.5 of onnx-community.
+    "community-qwen3.5": replace(
+        OPTIMUM,
+        states=States.RECURRENT,
+        positions=Positions.THREE,
+        logit_output=LogitOutput.LAST_N,
+        subfolder="onnx",
+    ),
+    "community-qwen3.5-float16": replace(
+        OPTIMUM, states=States.RECURRENT, cache_type=CacheType.FLOAT16, float16_logits=True, subfolder="onnx"
+    ),
+    "community-qwen3.5-fused": replace(COMMUNITY, states=States.RECURRENT, logit_output=LogitOutput.LAST_N),
+    # Granite 4 and other Mamba hybrids for transformers.js.
+    "community-mamba": replace(
+        COMMUNITY,
+        states=States.RECURRENT,
+        names={f"{side}_recurrent.{{}}": f"{side}_ssm.{{}}" for side in ("past", "present")},
+    ),
+    # Graphs for the first pass that take no states.
+    "optimum-lfm2-merged": replace(OPTIMUM, states=States.CONVOLUTION, decoders=Decoders.MERGED),
+    "optimum-qwen3.5-two-decoders": replace(OPTIMUM, states=States.RECURRENT, decoders=Decoders.TWO),
+    "optimum-lfm2-last-token": replace(OPTIMUM, states=States.CONVOLUTION, logit_output=LogitOutput.LAST),
+    # The model builder of ONNX Runtime GenAI.
+    "genai-lfm2": replace(GENAI, states=States.CONVOLUTION, names=_GENAI_STATES),
+    "genai-lfm2-float16": replace(
+        GENAI, states=States.CONVOLUTION, names=_GENAI_STATES, cache_type=CacheType.FLOAT16, float16_logits=True
+    ),
+    "genai-qwen3.5": replace(GENAI, states=States.RECURRENT, names=_GENAI_STATES),
+    "genai-qwen3.5-growing": replace(GENAI, states=States.RECURRENT, names=_GENAI_STATES, shares_buffers=False),
+    # genai_config.json may rename states too.
+    "renamed-genai-states": replace(
+        GENAI,
+        states=States.RECURRENT,
+        names={
+            f"{side}_{state}.{{}}": f"{side[:2]}_{state[0]}_{{}}"
+            for side in ("past", "present")
+            for state in ("conv", "recurrent")
+        },
+    ),
+}
+"""Layouts whose first layer keeps a state of fixed size in place of keys and values."""
+
 LIMITED: Final[Mapping[str, Layout]] = {
     # Caches of a fixed size that evict slots outside the window, after which they cannot be rewound.
     "window-cache-fixed": replace(GENAI, window=24, window_cache=True, window_slots=24, shares_buffers=False),
@@ -287,6 +342,10 @@ def genai_config(layout: Layout) -> dict[str, Any]:
     inputs |= {key: pattern(name) for key, name in zip(caches[0], caches[1], strict=True)}
     outputs = {"logits": pattern("logits")}
     outputs |= {key: pattern(name) for key, name in zip(caches[2], caches[3], strict=True)}
+    for state in state_shapes(layout):
+        kind = state.removesuffix(".{}")
+        inputs[f"past_{kind}_names"] = pattern(f"past_{state}")
+        outputs[f"present_{kind}_names"] = pattern(f"present_{state}")
     decoder: dict[str, Any] = {
         "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
         "filename": _GRAPHS[layout.decoders][-1],

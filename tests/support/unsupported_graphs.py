@@ -86,24 +86,6 @@ UNSUPPORTED: Final[Mapping[str, UnsupportedGraph]] = {
         {**_TEXT, "token_type_ids": ("int64", ("batch_size", "sequence_length"))},
         {"last_hidden_state": ("float", ("batch_size", "sequence_length", 64))},
     ),
-    # onnx-community/LFM2-*-ONNX.
-    "lfm2": UnsupportedGraph(
-        {**_TEXT, **states(["past_conv.{}"], ("batch_size", 64, 3)), **caches()},
-        {**_LOGITS, **states(["present_conv.{}"], ("batch_size", 64, 3)), **presents()},
-    ),
-    # Qwen3-Next and Granite 4 of the GenAI model builder.
-    "genai-recurrent": UnsupportedGraph(
-        {
-            **_TEXT,
-            **states(["past.{}.conv"], ("batch_size", 64, 3)),
-            **states(["past.{}.recurrent"], ("batch_size", 2, 16, 16)),
-        },
-        {
-            **_LOGITS,
-            **states(["present.{}.conv"], ("batch_size", 64, 3)),
-            **states(["present.{}.recurrent"], ("batch_size", 2, 16, 16)),
-        },
-    ),
     # Mamba by Optimum.
     "mamba": UnsupportedGraph(
         {

@@ -21,8 +21,6 @@ from support.unsupported_graphs import UNSUPPORTED, write_unsupported
 ANOTHER = "choose another variant of it"
 OURS = f"export the model with edge-run export, or {ANOTHER}"
 FOR_CPU = "choose a variant of the model for the CPU"
-ATTENTION_ONLY = "export the checkpoint with edge-run export (LFM2), or choose a model whose layers are all attention"
-UNKNOWN_STATE = "in a form that edge-run does not know"
 NO_PAGES = "export it again without paged attention"
 TEXT_ONLY = "choose a text-only model"
 ONE_GRAPH = "edge-run runs text decoders of one graph; look for a text-only export of this model"
@@ -42,11 +40,10 @@ EXPECTED_ERRORS = {
         "choose an export whose cache is inputs and outputs (past_key_values.N.key)"
     ),
     "encoder": "{graph} is an encoder (it takes token_type_ids), not a language model; choose a decoder",
-    "lfm2": f"{{graph}} keeps convolution or recurrent state (past_conv.0) {UNKNOWN_STATE}; {ATTENTION_ONLY}",
-    "genai-recurrent": (
-        f"{{graph}} keeps convolution or recurrent state (past.0.conv) {UNKNOWN_STATE}; {ATTENTION_ONLY}"
+    "mamba": (
+        "{graph} keeps states alone (past_conv_states.0), no keys and values: no layer has attention; "
+        "choose a model with attention in some of its layers"
     ),
-    "mamba": (f"{{graph}} keeps convolution or recurrent state (past_conv_states.0) {UNKNOWN_STATE}; {ATTENTION_ONLY}"),
     "paged": f"{{graph}} keeps its cache in pages (it takes block_table), as servers do; {NO_PAGES}",
     "paged-slots": f"{{graph}} keeps its cache in pages (it takes slot_mapping), as servers do; {NO_PAGES}",
     "encoder-decoder": f"{{folder}} is an encoder-decoder model (encoder_model.onnx says so); {ONE_GRAPH}",
@@ -281,6 +278,112 @@ def test_unsupported_inputs_and_outputs_are_rejected(
     with pytest.raises(BundleError) as caught:
         graph_io_of(inputs, outputs)
     assert str(caught.value) == message
+
+
+STATE = value("past_conv.0", ("batch_size", 64, 3))
+NEXT_STATE = value("present_conv.0", ("batch_size", 64, 3))
+
+
+@pytest.mark.parametrize(
+    ("past", "presents", "message"),
+    [
+        (STATE, [], f"F has no output for its state input past_conv.0; {OURS}"),
+        (
+            STATE,
+            [replace(NEXT_STATE, name="present_conv.1")],
+            f"F has no output for its state input past_conv.0; {OURS}",
+        ),
+        (
+            replace(STATE, shape=("batch_size", "hidden", "length")),
+            [replace(NEXT_STATE, shape=("batch_size", 64, None))],
+            f"F leaves the size of its state open: past_conv.0 is [batch_size, hidden, length]; {OURS}",
+        ),
+        (
+            replace(STATE, shape=(2, 64, 3)),
+            [NEXT_STATE],
+            f"F has a fixed batch size of 2 (past_conv.0 is [2, 64, 3]); {OURS}",
+        ),
+        (
+            replace(STATE, shape=("batch_size",)),
+            [NEXT_STATE],
+            f"F leaves the size of its state open: past_conv.0 is [batch_size]; {OURS}",
+        ),
+        (
+            STATE,
+            [replace(NEXT_STATE, shape=("batch_size", 64, 4))],
+            f"F takes past_conv.0 as [batch_size, 64, 3] and gives present_conv.0 as [batch_size, 64, 4]; {OURS}",
+        ),
+        # A window of states, as exported for CUDA.
+        (
+            STATE,
+            [replace(NEXT_STATE, shape=(4, "batch_size", 64, 3))],
+            f"F takes past_conv.0 as [batch_size, 64, 3] and gives present_conv.0 as [4, batch_size, 64, 3]; {OURS}",
+        ),
+        (
+            replace(STATE, type="tensor(int8)"),
+            [replace(NEXT_STATE, type="tensor(int8)")],
+            f"F has a state of type tensor(int8) (past_conv.0), which is not supported; {OURS}",
+        ),
+        (
+            STATE,
+            [replace(NEXT_STATE, type="tensor(float16)")],
+            "F has a state of type tensor(float) and tensor(float16) (past_conv.0), which is not supported; " + OURS,
+        ),
+    ],
+)
+def test_unsupported_states_are_rejected(past: GraphValue, presents: list[GraphValue], message: str) -> None:
+    with pytest.raises(BundleError) as caught:
+        graph_io_of(added(INPUTS, past), added(OUTPUTS, *presents))
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("past", "present", "kind"),
+    [
+        ("past_conv.{}", "present_conv.{}", "convolution"),
+        ("past.{}.conv", "present.{}.conv", "convolution"),
+        ("past_conv_states.{}", "present_conv_states.{}", "convolution"),
+        ("past_recurrent.{}", "present_recurrent.{}", "recurrent"),
+        ("past_key_values.{}.recurrent_state", "present.{}.recurrent_state", "recurrent"),
+        ("cache_params.past.ssm.{}", "cache_params.present.ssm.{}", "ssm"),
+        ("past_state_{}", "present_state_{}", "state"),
+        ("past_conv.{}.query", "present_conv.{}.query", "convolution query"),
+    ],
+)
+def test_states_are_recognised_by_many_names(past: str, present: str, kind: str) -> None:
+    """Layers are sorted as numbers. The last output only looks like one of logits or hidden states."""
+    inputs, outputs = dict(INPUTS), without(OUTPUTS, "logits")
+    for layer in (10, 2, 1):
+        inputs = added(inputs, value(past.format(layer), ("batch_size", 4, 8), "tensor(float16)"))
+        outputs = added(outputs, value(present.format(layer), (None, 4, 8), "tensor(float16)"))
+    graph_io = graph_io_of(inputs, added(outputs, value("scores", (*NEW, 300))))
+    assert [(tensor.layer, tensor.kind, tensor.past, tensor.present) for tensor in graph_io.states] == [
+        (layer, kind, past.format(layer), present.format(layer)) for layer in (1, 2, 10)
+    ]
+    (state_type,) = graph_io.state_types
+    assert (state_type.layers, state_type.shape, state_type.of_every_token) == (3, (4, 8), False)
+    assert state_type.dtype == np.float16
+    assert graph_io.layers == 1
+    assert not graph_io.supports_trees
+
+
+def test_states_of_several_shapes_are_of_several_types() -> None:
+    shapes = {
+        "past_conv.1": (1, 4, 8),
+        "past_conv.2": (1, 6, 8),
+        "past_conv.3": (1, 4, 8),
+        "past_recurrent.1": (1, 4, 8),
+    }
+    inputs = added(INPUTS, *(value(name, shape) for name, shape in shapes.items()))
+    outputs = added(OUTPUTS, *(value(name.replace("past", "present"), shape) for name, shape in shapes.items()))
+    graph_io = graph_io_of(inputs, outputs)
+    assert [tensor.past for tensor in graph_io.states] == [
+        "past_conv.1",
+        "past_conv.3",
+        "past_conv.2",
+        "past_recurrent.1",
+    ]
+    assert [(each.layers, each.shape) for each in graph_io.state_types] == [(2, (4, 8)), (1, (6, 8)), (1, (4, 8))]
 
 
 @pytest.mark.parametrize(

@@ -36,11 +36,14 @@ from support.layout_kinds import (
     Mask,
     Positions,
     Settings,
+    States,
     Weights,
 )
 from support.layout_reference import greedy_tokens, smallest_margin
-from support.layouts import LAYOUTS, write_layout
+from support.layouts import HYBRID_LAYOUTS, write_layout
+from support.layouts import LAYOUTS as ATTENTION_LAYOUTS
 
+LAYOUTS = {**ATTENTION_LAYOUTS, **HYBRID_LAYOUTS}
 BASES = (
     "optimum",
     "optimum-external-many",
@@ -49,8 +52,17 @@ BASES = (
     "stacked",
     "renamed-genai",
     "genai",
+    "community-lfm2",
+    "genai-qwen3.5",
 )
-MORE_BASES = ("community", "genai-int8-cache", "genai-fixed-capacity", "optimum-last-n", "optimum-open-heads")
+MORE_BASES = (
+    "community",
+    "genai-int8-cache",
+    "genai-fixed-capacity",
+    "optimum-last-n",
+    "optimum-open-heads",
+    "community-qwen3.5",
+)
 CONTEXT = 70
 TOKENS = 12
 """Number of tokens to the end of the context, beyond which drafts must not reach."""
@@ -122,6 +134,8 @@ def layouts(draw: st.DrawFn) -> Layout:
         fixed_batch=one(False, True),
         shares_buffers=one(False, True),
         opset=one(14, 15, 17, 18, 20, 21),
+        states=one(*States),
+        operator_states=one(False, True),
     )
     if one(False, True):
         bias = one(False, True)
@@ -138,11 +152,17 @@ def layouts(draw: st.DrawFn) -> Layout:
             capacity=one(None, 80),
             open_heads=one(False, True),
         )
+    masks = [Mask.TOKENS, Mask.NOT_CAUSAL, Mask.BIAS, Mask.BOOL_ATTENDED, Mask.NONE]
+    if common.states is States.NONE:
+        # In a single layer of attention it would be the mask of another model, in which every token attends to all.
+        masks.append(Mask.BOOL_BLOCKED)
+    # One head of keys and values does not share its state among several.
+    caches = [cache for cache in Cache if cache is not Cache.JOINED or common.states is not States.RECURRENT]
     return replace(
         common,
-        cache=one(*Cache),
+        cache=one(*caches),
         cache_type=one(CacheType.FLOAT32, CacheType.FLOAT16),
-        mask=one(Mask.TOKENS, Mask.NOT_CAUSAL, Mask.BIAS, Mask.BOOL_ATTENDED, Mask.BOOL_BLOCKED, Mask.NONE),
+        mask=one(*masks),
         positions=one(*Positions),
         # genai_config.json describes a single graph.
         decoders=Decoders.ONE if common.settings is Settings.GENAI else one(*Decoders),
@@ -247,7 +267,8 @@ def test_swapped_cache_names_are_rejected(name: str) -> None:
         shutil.copytree(original(name), folder)
         path = next(folder.rglob("*.onnx"))
         model = onnx.load(path, load_external_data=False)
-        exchange(0, -1, output=False)(model)
+        # The last cache input of a hybrid layout is a state.
+        exchange(0, -1 if LAYOUTS[name].states is States.NONE else 1, output=False)(model)
         path.write_bytes(model.SerializeToString())
         with pytest.raises(EdgeError, match="gives other logits for the same tokens in several passes than in one"):
             edgerun.load(folder, cache=False)

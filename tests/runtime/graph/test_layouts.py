@@ -31,10 +31,13 @@ from edgerun.runtime.speculation.speculator import Speculator
 from support.adversarial_drafters import adversaries, eager, speculator_of
 from support.layout_kinds import CONTEXT, VOCABULARY, CacheType, Decoders, Layout, LogitOutput, Mask, Settings
 from support.layout_reference import Decoder, greedy_tokens, layout_weights, smallest_margin
-from support.layouts import LAYOUTS, write_layout
+from support.layout_states import state_layers, state_shapes
+from support.layouts import HYBRID_LAYOUTS, write_layout
+from support.layouts import LAYOUTS as ATTENTION_LAYOUTS
 from support.nightly import some_nightly
 from support.tiny_models import tiny_config, write_json
 
+LAYOUTS = {**ATTENTION_LAYOUTS, **HYBRID_LAYOUTS}
 TOKENS = 62
 MIN_MARGIN = 0.02
 """Difference between the two highest logits that float16 rounding does not exceed."""
@@ -42,10 +45,13 @@ TREES = {"optimum-bias-mask", "optimum-bool-mask"}
 IN_PLACE = {name for name in LAYOUTS if name.startswith(("genai", "community", "renamed-genai"))} - {
     "renamed-genai-positions",
     "community-unfused",
+    "community-qwen3.5",
+    "community-qwen3.5-float16",
 }
 ENGINES = [
     *("optimum", "optimum-float16", "optimum-last-token", "optimum-last-n", "optimum-two-traced-at-one"),
     *("optimum-bias-mask", "optimum-merged", "stacked-genai", "joined", "renamed-genai"),
+    *("community-lfm2-float16", "community-qwen3.5", "optimum-qwen3.5-two-decoders", "genai-lfm2"),
     *("genai", "genai-window-cache", "genai-int8-cache", "genai-fixed-capacity", "community"),
 ]
 DRAFTS = ["optimum", "optimum-last-token", "optimum-two-traced-at-one", "genai-float16", "genai-fixed-capacity"]
@@ -113,7 +119,12 @@ def test_greedy_tokens_match_the_reference(name: str, graph_of) -> None:
 def test_capabilities_are_detected(name: str, graph_of) -> None:
     layout, graph_io = LAYOUTS[name], graph_of(name).graph_io
     assert graph_io.vocab_size == VOCABULARY
-    assert graph_io.layers == 2
+    assert graph_io.layers == 2 - state_layers(layout)
+    assert [tensor.layer for tensor in graph_io.states] == [0] * len(state_shapes(layout))
+    assert [(each.shape, each.of_every_token) for each in graph_io.state_types] == [
+        (shape, False) for shape in state_shapes(layout).values()
+    ]
+    assert {each.dtype for each in graph_io.state_types} <= {each.dtype for each in graph_io.tensor_types}
     assert graph_io.cache_mode is (CacheMode.IN_PLACE if name in IN_PLACE else CacheMode.GROWING)
     assert graph_io.capacity == layout.capacity
     logits_modes = {
