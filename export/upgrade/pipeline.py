@@ -13,6 +13,8 @@ from ...errors import BundleError, InputError
 from ...models.bundle import GRAPH_NAME, TOKENIZER_AND_CONFIG_FILES, WEIGHTS_NAME, digest_file
 from ...models.manifest import MANIFEST_NAME, FileDigest, GraphLayout, Manifest, Method, WeightFormat
 from ...models.progress import Progress, counted, silent
+from ...runtime.graph.graph_io import GraphValue
+from ...runtime.graph.state_io import states_by_key
 from ..bundle_writer import PRODUCER
 from ..check.parity import Parity
 from ..checkpoint.tokenizer_files import require_config_files, require_tokenizer
@@ -166,6 +168,7 @@ class _Upgrade:
         """Open the source, and give it separate caches, usual input names and no integer products."""
         graph = EditableGraph.open(self._foreign.graph)
         _require_foreign(graph)
+        _require_attention_alone(graph, self._foreign)
         take_cached_branch(graph)
         split_caches(graph)
         convert_integer_linears(graph)
@@ -273,6 +276,23 @@ def _is_positions(graph: EditableGraph, name: str) -> bool:
     while (node := graph.producer_of(name, "Cast", "Reshape", "Squeeze", "Unsqueeze")) is not None:
         name = node.input(0)
     return name == POSITIONS
+
+
+def _require_attention_alone(graph: EditableGraph, foreign: ForeignModel) -> None:
+    """Check that no layer keeps a state in place of keys and values.
+
+    Raises:
+        BundleError: one does; names its input.
+    """
+    decoder = foreign.genai.get("decoder")
+    inputs = [GraphValue(name, "", ()) for name in graph.inputs]
+    states = states_by_key(inputs, decoder.get("inputs") if isinstance(decoder, dict) else None, "past")
+    if states:
+        name = next(iter(states.values())).name
+        raise BundleError(
+            f"{foreign.graph} has layers that keep a state ({name}), which cannot be upgraded",
+            "run it as it is, or export its checkpoint with edge-run export",
+        )
 
 
 def _require_foreign(graph: EditableGraph) -> None:

@@ -62,8 +62,8 @@ def find_states(
     Raises:
         BundleError: an input has no matching output, or its type or shape is not supported.
     """
-    pasts = _by_key(inputs, decoder.get("inputs"), "past")
-    presents = _by_key(outputs, decoder.get("outputs"), "present")
+    pasts = states_by_key(inputs, decoder.get("inputs"), "past")
+    presents = states_by_key(outputs, decoder.get("outputs"), "present")
     own = any(value.name == _SELECTED_LOGITS for value in inputs)
     groups: dict[tuple[str, StateType], list[StateTensor]] = {}
     for key in sorted(pasts, key=_order):
@@ -81,8 +81,17 @@ def find_states(
     )
 
 
-def _by_key(values: Sequence[GraphValue], section: object, side: str) -> dict[Key, GraphValue]:
-    """Inputs (side "past") or outputs ("present") that hold states; `section` of genai_config.json may name them."""
+def states_by_key(values: Sequence[GraphValue], section: object, side: str) -> dict[Key, GraphValue]:
+    """Find the inputs (`side` "past") or outputs ("present") that hold states by their names.
+
+    Args:
+        values: the graph's inputs, or its outputs.
+        section: the part of genai_config.json that may name them.
+        side: which of the two.
+
+    Returns:
+        Them, by what an input shares with its output.
+    """
     keys = {value.name: _key(value.name) for value in values if _STATE_NAME.fullmatch(value.name)}
     for name, pattern in section.items() if isinstance(section, Mapping) else ():
         match = re.fullmatch(_NAMES_IN_GENAI.format(side), name)

@@ -127,7 +127,7 @@ def load_draft(
     session = open_graph(bundle, config, cache=cache)
     if session.graph_io.states:
         raise BundleError(
-            f"the draft {bundle.folder} keeps convolution states, with which a model cannot draft yet",
+            f"the draft {bundle.folder} keeps states, with which a model cannot draft yet",
             "give another --draft, or --draft none",
         )
     head = session.graph_io.vocab_size

@@ -1,0 +1,267 @@
+"""Graphs of other tools with layers that keep a state: rewinding, answers, conversations, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import helper
+
+import edgerun
+from edgerun import BundleError, Engine, GenerateOptions, Speculation
+from edgerun.edge.cli.main import main
+from edgerun.errors import EdgeError
+from edgerun.models.bundle import open_bundle
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph.model_metadata import metadata_of
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from edgerun.runtime.kv.hybrid_arena import GrowingHybridArena, HybridArena, InPlaceHybridArena
+from support.adversarial_drafters import NEARLY_FREE, FixedCost
+from support.layout_kinds import CONTEXT, VOCABULARY
+from support.layout_reference import Decoder, layout_weights
+from support.layouts import HYBRID_LAYOUTS, LAYOUTS, write_layout
+
+PROMPT = "the and of the and of to in the and of the and of to in the and of"
+OPTIONS = GenerateOptions(raw=True, ignore_eos=True, max_tokens=60, speculation=Speculation.OFF)
+NAMES = ("genai-qwen3.5", "community-lfm2", "community-qwen3.5", "optimum-qwen3.5-two-decoders")
+"""One of each: states of several kinds, of one kind, beside a growing cache, and a first graph that takes no states."""
+TOLERANCE = 2e-4
+"""Wide passes and narrow ones differ by float rounding."""
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return cache(lambda name: write_layout(tmp_path_factory.mktemp("layout"), HYBRID_LAYOUTS[name]))
+
+
+@pytest.fixture(scope="module")
+def graph_of(folder_of: Callable[[str], Path]) -> Callable[[str], GraphSession]:
+    return cache(lambda name: load(folder_of(name)))
+
+
+@pytest.fixture(scope="module")
+def engine(folder_of: Callable[[str], Path]) -> Iterator[Engine]:
+    with edgerun.load(folder_of("genai-qwen3.5"), threads=1, cache=False) as loaded:
+        yield loaded
+
+
+def load(folder: Path) -> GraphSession:
+    bundle = open_bundle(folder)
+    return GraphSession(bundle.graph, SessionConfig(choose_device("cpu"), 1), metadata_of(bundle))
+
+
+def logits_after(name: str, token_ids: list[int]) -> np.ndarray:
+    """Logits of the reference after each token, `[n, vocabulary]`."""
+    layout = HYBRID_LAYOUTS[name]
+    decoder = Decoder(layout_weights(layout), layout.kv_heads, None, int8_cache=False, states=layout.states)
+    return decoder.forward(token_ids)
+
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("read"), st.integers(1, 40), st.floats(0, 1)),
+        st.tuples(st.just("rewind"), st.floats(0, 1)),
+        st.tuples(st.just("copy")),
+        st.tuples(st.just("restore"), st.floats(0, 1)),
+    ),
+    min_size=3,
+    max_size=12,
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_order_of_passes_and_rewinds_gives_the_reference_logits(
+    name: str, graph_of: Callable[[str], GraphSession]
+) -> None:
+    """Passes of which a part is committed, rewinds to anywhere, and copies of the arena."""
+    graph = graph_of(name)
+
+    @settings(max_examples=20)
+    @given(actions=actions, seed=st.integers(0, 99))
+    def check(actions: list[tuple], seed: int) -> None:
+        random = np.random.default_rng(seed)
+        bound, text = graph.bind(graph.arena(CONTEXT)), []
+        for kind, *values in actions:
+            arena = bound.arena
+            assert isinstance(arena, HybridArena)
+            if kind == "read":
+                width, share = values
+                new = random.integers(5, VOCABULARY, width).tolist()
+                logits = bound.forward(new)
+                np.testing.assert_allclose(logits, logits_after(name, [*text, *new])[-width:], atol=TOLERANCE)
+                accepted = round(share * width)
+                arena.commit(accepted)
+                text += new[:accepted]
+            elif kind == "rewind":
+                length = round(values[0] * len(text))
+                arena.rewind_to(length)
+                del text[length:]
+            elif kind == "restore":
+                length = round(values[0] * len(text))
+                snapshot = arena.snapshot()
+                arena.rewind_to(length)
+                arena.restore(snapshot)
+            else:
+                copied = graph.arena(CONTEXT)
+                copied.copy_from(arena, arena.length)
+                bound = graph.bind(copied)
+            assert bound.arena.length == len(text)
+        last = bound.forward([7])[0]
+        np.testing.assert_allclose(last, logits_after(name, [*text, 7])[-1], atol=TOLERANCE)
+
+    check()
+
+
+def test_the_arena_fits_the_cache(graph_of: Callable[[str], GraphSession]) -> None:
+    assert isinstance(graph_of("genai-qwen3.5").arena(CONTEXT), InPlaceHybridArena)
+    arena = graph_of("community-qwen3.5").arena(CONTEXT)
+    assert isinstance(arena, GrowingHybridArena)
+    assert arena.nbytes > sum(each.nbytes for each in arena.state_types)
+
+
+def test_a_failed_pass_over_a_growing_cache_can_be_repeated(
+    graph_of: Callable[[str], GraphSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots that were to be written again are gone from a cache that grows, so they are no longer committed."""
+    name, text = "community-qwen3.5", np.random.default_rng(0).integers(5, VOCABULARY, 30).tolist()
+    graph = graph_of(name)
+    bound = graph.bind(graph.arena(CONTEXT))
+    bound.forward(text)
+    bound.arena.commit(12)  # 12 of 30 tokens, which run once more in the next pass
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bound, "_run_session", fail)
+        patch.setattr(bound, "_run_first_session", fail, raising=False)
+        with pytest.raises(EdgeError, match="out of memory"):
+            bound.forward([8])
+    length = bound.arena.length
+    assert len(bound.arena.snapshot()[0][0, 0, 0]) == length
+    bound.forward(text[length:12])
+    bound.arena.commit(12 - length)
+    np.testing.assert_allclose(bound.forward([8])[0], logits_after(name, [*text[:12], 8])[-1], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_speculative_text_equals_plain_text(engine: Engine, temperature: float) -> None:
+    engine.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
+    drafted = 0
+    for seed in range(3):
+        chosen = {"temperature": temperature, "seed": seed}
+        plain = engine.generate(PROMPT, OPTIONS, **chosen)
+        for sources in ("auto", "suffix,recycle", "edit"):
+            reply = engine.generate(PROMPT, OPTIONS, **chosen, speculation=Speculation.parse(sources))
+            assert reply.text == plain.text
+            drafted += reply.stats.drafted
+    assert drafted > 0
+
+
+@pytest.mark.parametrize("name", ["genai-qwen3.5", "community-qwen3.5"])
+def test_a_prefix_is_continued_and_branches_copy_it(name: str, folder_of: Callable[[str], Path]) -> None:
+    prompts = [PROMPT * 4, PROMPT * 4 + " in the", PROMPT * 2 + " to", PROMPT * 3 + " and"]
+    with edgerun.load(folder_of(name), threads=1, prefix_cache=0, cache=False) as fresh:
+        expected = [fresh.generate(prompt, OPTIONS).text for prompt in prompts]
+    with edgerun.load(folder_of(name), threads=1, prefix_cache=1 << 28, cache=False) as loaded:
+        replies = [loaded.generate(prompt, OPTIONS) for prompt in prompts]
+    assert [reply.text for reply in replies] == expected
+    assert all(reply.stats.reused_tokens > 30 for reply in replies[1:])
+
+
+def test_several_answers_equal_those_one_by_one(engine: Engine) -> None:
+    chosen = {"temperature": 0.9, "max_tokens": 20}
+    several = engine.generate(PROMPT, OPTIONS, **chosen, seed=5, n=3)
+    single = [engine.generate(PROMPT, OPTIONS, **chosen, seed=5 + index).text for index in range(3)]
+    assert [choice.text for choice in several.choices] == single
+
+
+def test_inspect_names_the_states(folder_of: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(folder_of("genai-qwen3.5")), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["state_layers"] == "0: convolution, float32 [64, 2] each; 0: recurrent, float32 [2, 16, 16] each"
+    assert facts["layers"] == 2
+    assert main(["inspect", str(folder_of("community-lfm2-float16")), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state_layers"] == "0: convolution, float16 [64, 3] each"
+
+
+# What is refused
+
+
+def test_an_int8_cache_is_refused(folder_of: Callable[[str], Path]) -> None:
+    with pytest.raises(BundleError, match="keeps states beside its cache, which cannot be int8") as error:
+        edgerun.load(folder_of("genai-qwen3.5"), kv="int8")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["genai-qwen3.5", "renamed-genai-states", "optimum-lfm2-merged"])
+def test_an_upgrade_is_refused(
+    name: str, folder_of: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """States that renamed inputs have are found too, and a merged graph is not taken apart first."""
+    pytest.importorskip("edgerun.export.upgrade", reason="needs the export extra")
+    source = folder_of(name)
+    first = {"renamed-genai-states": "pa_c_0", "genai-qwen3.5": "past.0.conv"}.get(name, "past_conv.0")
+    assert main(["export", str(source), str(tmp_path / "out")]) == 2
+    (graph,) = source.rglob("*.onnx")
+    assert (
+        capsys.readouterr()
+        .err.strip()
+        .endswith(
+            f"{graph} has layers that keep a state ({first}), which cannot be upgraded; "
+            "run it as it is, or export its checkpoint with edge-run export"
+        )
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_draft_model_with_states_is_refused(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    target = write_layout(tmp_path, LAYOUTS["genai"])
+    with (
+        edgerun.load(target, draft=folder_of("genai-qwen3.5"), cache=False) as loaded,
+        pytest.raises(BundleError, match="keeps states, with which a model cannot draft yet"),
+    ):
+        loaded.generate(PROMPT, raw=True, max_tokens=5)
+
+
+def test_a_window_of_states_is_refused_by_name(tmp_path: Path) -> None:
+    """`state_window` of GenAI's model builder, which ONNX Runtime has on CUDA alone."""
+    folder = write_layout(tmp_path, HYBRID_LAYOUTS["genai-qwen3.5"])
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    for node in model.graph.node:
+        if node.op_type == "LinearAttention":
+            node.attribute.append(helper.make_attribute("state_window", 4))
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(BundleError) as error:
+        edgerun.load(folder)
+    assert str(error.value) == (
+        f"{folder / 'model.onnx'} returns the states after several tokens (state_window), which works on CUDA alone; "
+        "export it again without state_window"
+    )
+
+
+def test_an_output_of_another_size_than_declared_is_refused(tmp_path: Path) -> None:
+    """The graph runs, but not with a state of the size that its input has."""
+    folder = write_layout(tmp_path, HYBRID_LAYOUTS["community-lfm2"])
+    graph = folder / "onnx" / "model.onnx"
+    model = onnx.load(graph, load_external_data=False)
+    present = next(value for value in model.graph.output if value.name == "present_conv.0")
+    doubled = helper.make_node("Concat", ["longer", "longer"], ["present_conv.0"], "doubled", axis=2)
+    for node in model.graph.node:
+        node.output[:] = ["longer" if name == "present_conv.0" else name for name in node.output]
+    model.graph.node.append(doubled)
+    model.graph.output.remove(present)
+    model.graph.output.append(helper.make_tensor_value_info("present_conv.0", 1, ["batch_size", 64, "length"]))
+    graph.write_bytes(model.SerializeToString())
+    onnxruntime.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
+    with pytest.raises(BundleError, match="present_conv.0") as error:
+        edgerun.load(folder)
+    assert "\n" not in str(error.value)
