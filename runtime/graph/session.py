@@ -110,12 +110,12 @@ class GraphSession:
                 f"{graph} is damaged: the name of an input or output is not UTF-8", "copy the model again"
             ) from error
         graph_io = introspect(inputs, outputs, str(graph), metadata)
+        _require_cpu_for_states(graph_io, device, graph)
         stored = metadata.probe_result
         is_current = stored is not None and stored.key == graph_io_key(graph_io)
         self.probe_result: Final = stored if is_current else self._probe(graph_io, metadata, str(graph))
         self.graph_io = graph_io if self.probe_result is None else self.probe_result.apply_to(graph_io)
         _require_format(self.graph_io, config.kv, graph)
-        _require_cpu_for_states(self.graph_io, device, graph)
 
     def __del__(self) -> None:
         """Free the session while nothing runs on its device."""

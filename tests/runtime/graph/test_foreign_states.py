@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -20,7 +21,9 @@ from edgerun import BundleError, Engine, GenerateOptions, Speculation
 from edgerun.edge.cli.main import main
 from edgerun.errors import EdgeError
 from edgerun.models.bundle import open_bundle
+from edgerun.models.device_kind import DeviceKind
 from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph import session
 from edgerun.runtime.graph.model_metadata import metadata_of
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.kv.hybrid_arena import GrowingHybridArena, HybridArena, InPlaceHybridArena
@@ -200,6 +203,22 @@ def test_an_int8_cache_is_refused(folder_of: Callable[[str], Path]) -> None:
     with pytest.raises(BundleError, match="keeps states beside its cache, which cannot be int8") as error:
         edgerun.load(folder_of("genai-qwen3.5"), kv="int8")
     assert "\n" not in str(error.value)
+
+
+def test_other_devices_are_refused(folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the graph is probed there; the device is one in name only."""
+    cpu = choose_device("cpu")
+
+    def load_on_cpu(model: str, options: onnxruntime.SessionOptions, *_: object) -> tuple[object, dict[str, int]]:
+        return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"]), {}
+
+    monkeypatch.setattr(session, "load_on_device", load_on_cpu)
+    bundle = open_bundle(folder_of("genai-qwen3.5"))
+    gpu = SessionConfig(replace(cpu, provider="WebGpuExecutionProvider", kind=DeviceKind.GPU), 1)
+    with pytest.raises(
+        BundleError, match=r"keeps states \(past\.0\.conv\), which works on the CPU alone, not on WebGpu"
+    ):
+        GraphSession(bundle.graph, gpu, metadata_of(bundle))
 
 
 @pytest.mark.parametrize("name", ["genai-qwen3.5", "renamed-genai-states", "optimum-lfm2-merged"])
