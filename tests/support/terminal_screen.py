@@ -29,14 +29,26 @@ _LIMIT_S = 60
 
 
 class TerminalScreen:
-    """A process, the keyboard and the screen of its terminal."""
+    """A process, the keyboard and the screen of its terminal.
 
-    def __init__(self, process: subprocess.Popen[bytes], master: int, slave: int, columns: int, lines: int) -> None:
+    Attributes:
+        process: the process.
+        first_modes: the modes of the terminal before the process began.
+    """
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        terminal: tuple[int, int],
+        first_modes: list[Any],
+        columns: int,
+        lines: int,
+    ) -> None:
         self.process = process
+        self.first_modes = first_modes
         self.output = ""
         """Everything that the program has written, escape sequences included."""
-        self._master = master
-        self._slave = slave
+        self._master, self._slave = terminal
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._screen = pyte.HistoryScreen(columns, lines, history=10_000, ratio=0.5)
         # Programs ask the terminal where its cursor is.
@@ -138,6 +150,7 @@ def terminal_screen(
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     inherited = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES"}}
     variables = {**inherited, "TERM": "xterm-256color", **environment}
+    first_modes = termios.tcgetattr(slave)
     try:
         with started(
             [sys.executable, "-c", _CONTROLLED, *command],
@@ -148,7 +161,7 @@ def terminal_screen(
             start_new_session=True,
             env=variables,
         ) as process:
-            yield TerminalScreen(process, master, slave, columns, lines)
+            yield TerminalScreen(process, (master, slave), first_modes, columns, lines)
     finally:
         os.close(slave)
         os.close(master)

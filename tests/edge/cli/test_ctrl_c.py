@@ -88,7 +88,11 @@ def test_ctrl_c_during_an_export_leaves_nothing(tiny_bundle: Path, tmp_path: Pat
 def check_ended_quietly(code: int, out: bytes, err: bytes) -> None:
     """An answer that has begun, or is complete, may be printed; nothing else."""
     assert err == b""
-    assert code == 130 or (code == 0 and out.startswith(b"find"))
+    if out.startswith(b"find"):
+        # At its very end Python gives the signal back to the system, and a shell sees 130 then as well.
+        assert code in {0, 130, -signal.SIGINT}
+    else:
+        assert code == 130
     assert not out or out.startswith(b"find"[: len(out.rstrip())])
 
 

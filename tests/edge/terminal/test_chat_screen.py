@@ -350,7 +350,6 @@ def test_ctrl_c_at_any_moment(open_chat: OpenChat, endless_bundle: Path, seed: i
     moments = random.Random(seed)
     chat = open_chat(endless_bundle, "--spec", "off", "-t", "1", "--seed", "1", command=STARTED)
     chat.until("started")
-    before = chat.modes
     keys = ["the other\r", "more\r", f"one{ALT_ENTER}two\r", "/help\r", "/regenerate\r", "/re\t", "/new\r"]
     if seed % 2:
         chat.read_for(moments.uniform(0, 3))
@@ -378,7 +377,7 @@ def test_ctrl_c_at_any_moment(open_chat: OpenChat, endless_bundle: Path, seed: i
         assert chat.end() in {130, -signal.SIGINT}
     assert "Traceback" not in chat.text
     assert "Exception" not in chat.text
-    assert chat.modes == before
+    assert chat.modes == chat.first_modes
     assert chat.output.count("\x1b[?25l") <= chat.output.count("\x1b[?25h"), "the cursor is hidden"
     assert chat.output.count("\x1b[?2004h") <= chat.output.count("\x1b[?2004l"), "the terminal still marks pasted text"
 
