@@ -174,8 +174,8 @@ class ExportRecipe:
         Raises:
             InputError: the recipe has one of them, and the model such layers.
         """
-        if config.convolution is not None:
-            has = "convolution layers"
+        if config.keeps_states:
+            has = "convolution layers" if config.convolution is not None else "linear attention layers"
         elif not config.uniform:
             has = "layers that differ in their heads, caches or inputs"
         else:
@@ -186,7 +186,7 @@ class ExportRecipe:
             "--report": self.report,
             "--layout genai": self.layout is not GraphLayout.EDGE,
             "--device npu": self.npu is not None,
-            "--device gpu": self.gpu and config.convolution is not None,
+            "--device gpu": self.gpu and config.keeps_states,
         }
         for choice in (name for name, is_asked in asked.items() if is_asked):
             raise InputError(f"{choice}: not supported for {config.family} models, which have {has}", "leave it out")

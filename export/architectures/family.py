@@ -18,6 +18,7 @@ from ...errors import CheckpointError
 from .. import architectures
 from ..checkpoint.json_fields import count, number
 from .attention_shapes import FullAttention
+from .delta_net import DeltaNet
 from .per_layer_inputs import PerLayerInputs
 from .short_convolution import ShortConvolution
 from .sliding_windows import Never, Windows
@@ -25,7 +26,7 @@ from .sliding_windows import Never, Windows
 OPTIMUM: Final = 'pip install "edge-run[optimum]"'
 """How to install the exporter of other families."""
 _SHARED_MODULES: Final = frozenset(
-    ("attention_shapes", "family", "per_layer_inputs", "short_convolution", "sliding_windows")
+    ("attention_shapes", "delta_net", "family", "per_layer_inputs", "short_convolution", "sliding_windows")
 )
 """Modules of `architectures` that are not named like a `model_type`."""
 
@@ -205,6 +206,10 @@ class Family:
     """How many channels the feed-forward has between its projections."""
     convolution: ShortConvolution | None = None
     """The layers with a short convolution in place of attention; None for a family without them."""
+    delta_net: DeltaNet | None = None
+    """The layers with a gated delta net in place of attention; None for a family without them."""
+    gated_attention: bool = False
+    """Whether the query projection also gives a gate for the output of each head."""
     experts: Experts | None = None
     """None for a dense feed-forward."""
     quant_method: str | None = None

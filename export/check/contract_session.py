@@ -99,11 +99,11 @@ class ContractSession:
         self._states = {
             value.name: np.zeros(value.shape, np.float32)
             for value in self._session.get_inputs()
-            if value.name.startswith(inputs_outputs.PAST_CONV)
+            if value.name.startswith(inputs_outputs.PAST_STATES)
         }
-        """The last inputs of each convolution before the next token, `[1, kernel - 1, channels]`."""
+        """The states of layers without attention before the next token, `[1, ...]`."""
         self._new_states: list[npt.NDArray[np.float32]] = []
-        """Those and the inputs of the last pass."""
+        """What the last pass returned of them: states of the same shape, or in front of them others along axis 1."""
         self.length = 0
         self._options = run_options()
 

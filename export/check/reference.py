@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checkpoint.source import RowRange
+from .reference_delta_net import delta_net
 from .reference_gemma4 import gemma4_logits
 from .reference_operations import WeightSource, gelu_tanh, linear, rms_norm, rotate, soft_capped, softmax
 from .reference_positions import (
@@ -31,6 +32,8 @@ from .reference_positions import (
 TokenArray = npt.NDArray[np.int64]
 
 _GEMMA = ("gemma2", "gemma3_text")
+_ADDING_ONE = (*_GEMMA, "qwen3_5_text")
+"""Families whose norms scale by 1 + weight."""
 
 
 def reference_logits(
@@ -51,7 +54,7 @@ def reference_logits(
         return gemma4_logits(weights, config, tokens)
     if config["model_type"] == "gemma3":
         config = _gemma3_text(config)
-    elif config["model_type"] == "mistral3":
+    elif config["model_type"] in ("mistral3", "qwen3_5"):
         config = {"tie_word_embeddings": False, **config, **config["text_config"]}
     rows = [RowRange("model.embed_tokens.weight", token, token + 1) for token in tokens.tolist()]
     hidden = np.concatenate([weights.read_rows(row) for row in rows]).astype(np.float64)
@@ -78,6 +81,11 @@ def _layer(weights: WeightSource, config: Settings, layer: int, hidden: Float64A
     def attention(value: Float64Array) -> Float64Array:
         return _attention(weights, config, layer, value, context)
 
+    def mix_tokens(value: Float64Array) -> Float64Array:
+        if kind != "qwen3_5_text" or has_attention(config, layer):
+            return attention(value)
+        return delta_net(weights, config, f"{name}.linear_attn", value)
+
     def feed_forward(value: Float64Array) -> Float64Array:
         if _has_experts(config, layer):
             return _experts(weights, config, f"{name}.mlp", value)
@@ -96,7 +104,7 @@ def _layer(weights: WeightSource, config: Settings, layer: int, hidden: Float64A
         hidden = hidden + norm("post_attention_layernorm", attended)
         expanded = feed_forward(norm("pre_feedforward_layernorm", hidden))
         return hidden + norm("post_feedforward_layernorm", expanded)
-    hidden = hidden + attention(norm("input_layernorm", hidden)) * residual_multiplier
+    hidden = hidden + mix_tokens(norm("input_layernorm", hidden)) * residual_multiplier
     return hidden + feed_forward(norm("post_attention_layernorm", hidden)) * residual_multiplier
 
 
@@ -112,6 +120,9 @@ def _attention(weights: WeightSource, config: Settings, layer: int, normed: Floa
     else:
         query, key, value = (linear(weights, f"{name}.{each}_proj", normed, biased) for each in "qkv")
 
+    gate = None
+    if kind == "qwen3_5_text":
+        query, gate = (each.reshape(length, -1) for each in np.split(query.reshape(length, heads, -1), 2, axis=-1))
     suffix = "layernorm" if kind == "lfm2" else "norm"
 
     def normed_heads(query: Float64Array, key: Float64Array) -> tuple[Float64Array, Float64Array]:
@@ -120,7 +131,7 @@ def _attention(weights: WeightSource, config: Settings, layer: int, normed: Floa
     if kind == "olmo2":
         query, key = normed_heads(query, key)
     query, key, value = (each.reshape(length, -1, dim) for each in (query, key, value))
-    if kind in ("qwen3", "qwen3_moe", "gemma3_text", "lfm2"):
+    if kind in ("qwen3", "qwen3_moe", "gemma3_text", "lfm2", "qwen3_5_text"):
         query, key = normed_heads(query, key)
     if has_rotary(config, layer):
         angles = rotation(config, layer, np.arange(length), context)
@@ -138,7 +149,10 @@ def _attention(weights: WeightSource, config: Settings, layer: int, normed: Floa
             scores = np.concatenate([scores, np.full((length, 1), sinks[head])], axis=-1)
         attended[:, head] = softmax(scores)[:, :length] @ value[:, group]
     output = "out_proj" if kind == "lfm2" else "o_proj"
-    return linear(weights, f"{name}.{output}", attended.reshape(length, -1), biased and not qkv_only)
+    attended = attended.reshape(length, -1)
+    if gate is not None:
+        attended = attended / (1 + np.exp(-gate))
+    return linear(weights, f"{name}.{output}", attended, biased and not qkv_only)
 
 
 def _convolution(weights: WeightSource, config: Settings, layer: str, normed: Float64Array) -> Float64Array:
@@ -230,7 +244,7 @@ def _norm(weights: WeightSource, config: Settings, name: str, value: Float64Arra
     default = 1e-5 if config["model_type"] in ("phi3", "olmo2", "gpt_oss", "lfm2") else 1e-6
     epsilon = float(config.get("norm_eps" if config["model_type"] == "lfm2" else "rms_norm_eps") or default)
     weight = weights.read(f"{name}.weight").astype(np.float64)
-    return rms_norm(value, epsilon) * (1 + weight if config["model_type"] in _GEMMA else weight)
+    return rms_norm(value, epsilon) * (1 + weight if config["model_type"] in _ADDING_ONE else weight)
 
 
 def _cap(config: Settings, name: str, defaults: Mapping[str, float]) -> float | None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 Float64Array = npt.NDArray[np.float64]
 Settings = Mapping[str, Any]
 
-WITHOUT_WINDOWS = ("llama", "granite", "olmo2", "lfm2")
+WITHOUT_WINDOWS = ("llama", "granite", "olmo2", "lfm2", "qwen3_5_text")
 
 
 def has_window(config: Settings, layer: int) -> bool:
@@ -42,9 +42,11 @@ def _has_optional_window(config: Settings, layer: int) -> bool:
 
 
 def has_attention(config: Settings, layer: int) -> bool:
-    """Whether a layer of an LFM2 model has attention, and not a convolution."""
+    """Whether a layer of a hybrid model has attention, and not a convolution or linear attention."""
     if config.get("layer_types"):
         return bool(config["layer_types"][layer] == "full_attention")
+    if config["model_type"] == "qwen3_5_text":
+        return (layer + 1) % int(config.get("full_attention_interval") or 4) == 0
     return config.get("full_attn_idxs") is None or layer in config["full_attn_idxs"]
 
 
@@ -67,7 +69,9 @@ def has_rotary(config: Settings, layer: int) -> bool:
 
 def head_dim(config: Settings) -> int:
     """Number of channels per head."""
-    default = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256, "gpt_oss": 64}.get(config["model_type"])
+    default = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256, "gpt_oss": 64, "qwen3_5_text": 256}.get(
+        config["model_type"]
+    )
     return int(config.get("head_dim") or default or config["hidden_size"] // config["num_attention_heads"])
 
 
@@ -76,7 +80,8 @@ def rotation(
 ) -> tuple[Float64Array, Float64Array]:
     """Cosine and sine, each [n, dim/2], of every position and rotated channel pair, times the attention factor."""
     settings, theta = _rotary_settings(config, layer)
-    fraction = settings.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    usual = 0.25 if config["model_type"] == "qwen3_5_text" else 1.0
+    fraction = settings.get("partial_rotary_factor") or config.get("partial_rotary_factor") or usual
     dim = int(head_dim(config) * fraction)
     kind = settings.get("rope_type", settings.get("type", "default"))
     trained_length = config["max_position_embeddings"]

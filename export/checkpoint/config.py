@@ -13,6 +13,7 @@ import numpy as np
 from ...errors import CheckpointError
 from ...models.json_file import shown
 from ..architectures.attention_shapes import HeadShape, cache_owners
+from ..architectures.delta_net import DeltaNetConfig
 from ..architectures.family import Experts, Family, Power, find_family, first_present
 from ..architectures.short_convolution import ConvolutionConfig
 from ..architectures.sliding_windows import rotated_layers
@@ -106,6 +107,8 @@ class DecoderConfig:
     experts: ExpertsConfig | None
     convolution: ConvolutionConfig | None
     """The layers with a convolution in place of attention; None for a model without them."""
+    delta_net: DeltaNetConfig | None
+    """The layers with a gated delta net in place of attention; None for a model without them."""
     max_positions: int
     default_positions: int
     """Longest context of the default rotary table; LongRoPE has another table for longer contexts."""
@@ -128,17 +131,25 @@ class DecoderConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Indices of the layers with key and value caches: those with attention over their own keys."""
-        convolution = self.convolution
+        others = {*self.convolution_layers, *self.delta_net_layers}
         return tuple(
-            index
-            for index in range(self.layers)
-            if self.attention[index].owner is None and (convolution is None or not convolution.layers[index])
+            index for index in range(self.layers) if self.attention[index].owner is None and index not in others
         )
 
     @property
     def convolution_layers(self) -> tuple[int, ...]:
         """Indices of the layers with a convolution in place of attention."""
         return () if self.convolution is None else tuple(np.flatnonzero(self.convolution.layers).tolist())
+
+    @property
+    def delta_net_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with a gated delta net in place of attention."""
+        return () if self.delta_net is None else tuple(np.flatnonzero(self.delta_net.layers).tolist())
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether some layers keep a state in place of keys and values."""
+        return self.convolution is not None or self.delta_net is not None
 
     @property
     def uniform(self) -> bool:
@@ -176,7 +187,9 @@ def read_config(folder: Path) -> DecoderConfig:
     usual = HeadShape(kv_heads, count(config, "head_dim", default=hidden // heads))
     layers = count(config, "num_hidden_layers", maximum=MAX_LAYERS)
     convolution = None if family.convolution is None else family.convolution.read(config, layers)
-    windows = [None] * layers if convolution is not None else family.windows.of_layers(config, layers)
+    delta_net = None if family.delta_net is None else family.delta_net.read(config, layers)
+    hybrid = convolution is not None or delta_net is not None
+    windows = [None] * layers if hybrid else family.windows.of_layers(config, layers)
     shapes = [usual] * layers
     if family.full_attention is not None:
         shapes = family.full_attention.shapes(config, usual, windows)
@@ -218,6 +231,7 @@ def read_config(folder: Path) -> DecoderConfig:
         per_layer_width=0 if family.per_layer_inputs is None else family.per_layer_inputs.read(config),
         experts=_read_experts(config, family.experts, layers) if family.experts else None,
         convolution=convolution,
+        delta_net=delta_net,
         max_positions=max_positions(config),
         default_positions=scaling.original_positions if isinstance(scaling, LongRope) else max_positions(config),
         norm_epsilon=number(config, family.norm_epsilon, default=1e-6),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
 from ...models.manifest import WeightFormat
+from ..architectures.delta_net import DeltaNetConfig
 from ..architectures.family import HeadNorm
 from .config import DecoderConfig
 
@@ -102,16 +103,42 @@ class LayerInput:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """The weights of a gated delta net apart from its linears, see `architectures.delta_net`."""
+
+    config: DeltaNetConfig
+    convolution: Convolution
+    log_rate: str
+    """Checkpoint name of the logarithms of the decay rates, one per value head."""
+    step_bias: str
+    """Checkpoint name of what is added to the decay's inputs, one per value head."""
+    norm: str
+    """Checkpoint name of the norm of value heads."""
+
+    @property
+    def tensors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Names and shapes of the checkpoint's tensors."""
+        heads = (self.config.value_heads,)
+        own = (self.log_rate, heads), (self.step_bias, heads), (self.norm, (self.config.value_dim,))
+        return (*self.convolution.tensors, *own)
+
+
+@dataclass(frozen=True)
 class Layer:
     """The linears and norms of one decoder layer; None for a norm that the layer lacks."""
 
     qkv: FusedLinear
-    """Queries, keys and values; queries alone in a layer that reads the keys and values of another, queries and keys
-    where values are keys; in a layer with a convolution its three inputs B, C and x."""
+    """Queries, keys and values, with gated attention a gate after the query of each head; queries alone in a layer that
+    reads the keys and values of another, queries and keys where values are keys; in a layer with a convolution its
+    three inputs B, C and x; in one with a delta net queries, keys, values and the gate of its output."""
     output: FusedLinear
     """The output projection of attention, or of the convolution."""
     convolution: Convolution | None
-    """None for a layer with attention."""
+    """None for a layer without a short convolution."""
+    delta_net: DeltaNet | None
+    """None for a layer without a delta net."""
+    gates: FusedLinear | None
+    """The inputs of beta and of the decay in a layer with a delta net; None for others."""
     gate_up: FusedLinear
     down: FusedLinear
     router: FusedLinear | None
@@ -134,7 +161,8 @@ class Layer:
         """All linears, in the order of the graph."""
         router = () if self.router is None else (self.router,)
         own = () if self.own_input is None else (self.own_input.gate, self.own_input.output)
-        return self.qkv, self.output, *router, self.gate_up, self.down, *own
+        gates = () if self.gates is None else (self.gates,)
+        return self.qkv, *gates, self.output, *router, self.gate_up, self.down, *own
 
     @property
     def norms(self) -> tuple[Norm, ...]:
@@ -148,7 +176,7 @@ def layer_layout(config: DecoderConfig, index: int) -> Layer:
     """Return the linears and norms of layer `index`."""
     module, traits = f"model.layers.{index}", config.traits
     attention, hidden = f"{module}.self_attn", config.hidden_size
-    mixer = _convolution(config, index) or _attention(config, index)
+    mixer = _convolution(config, index) or _delta_net(config, index) or _attention(config, index)
     router, gate_up, down = _feed_forward(config, index)
 
     def norm(name: str | None) -> Norm | None:
@@ -158,6 +186,8 @@ def layer_layout(config: DecoderConfig, index: int) -> Layer:
         qkv=mixer.inputs,
         output=mixer.output,
         convolution=mixer.convolution,
+        delta_net=mixer.delta_net,
+        gates=mixer.gates,
         gate_up=gate_up,
         down=down,
         router=router,
@@ -179,6 +209,8 @@ class _Mixer(NamedTuple):
     inputs: FusedLinear
     output: FusedLinear
     convolution: Convolution | None = None
+    delta_net: DeltaNet | None = None
+    gates: FusedLinear | None = None
     query_norm: Norm | None = None
     key_norm: Norm | None = None
 
@@ -191,7 +223,7 @@ def _attention(config: DecoderConfig, index: int) -> _Mixer:
     inputs = _fused(
         f"{linear}.qkv",
         tuple(f"{attention}.{name}" for name in traits.qkv[:parts]),
-        (query_width, kv_width, kv_width)[:parts],
+        (query_width * (2 if traits.gated_attention else 1), kv_width, kv_width)[:parts],
         hidden,
         config.qkv_bias,
     )
@@ -216,6 +248,32 @@ def _convolution(config: DecoderConfig, index: int) -> _Mixer | None:
     output = FusedLinear(f"{linear}.conv_out", (f"{module}.out_proj",), (hidden,), hidden, biased)
     bias = f"{module}.conv.bias" if biased else None
     return _Mixer(inputs, output, Convolution(f"{module}.conv.weight", bias, hidden, convolution.kernel))
+
+
+def _delta_net(config: DecoderConfig, index: int) -> _Mixer | None:
+    """The gated delta net of a layer; None for a layer without one."""
+    settings, traits = config.delta_net, config.traits.delta_net
+    if settings is None or traits is None or not settings.layers[index]:
+        return None
+    linear, module, hidden = f"layers.{index}", f"model.layers.{index}.{traits.module}", config.hidden_size
+    inputs = FusedLinear(
+        f"{linear}.delta_in",
+        (f"{module}.in_proj_qkv", f"{module}.in_proj_z"),
+        (settings.convolved, settings.value_width),
+        hidden,
+    )
+    # They are a hundredth of the layer's weights, and small errors of a decay add up over the tokens.
+    gates = FusedLinear(
+        f"{linear}.delta_gates",
+        (f"{module}.in_proj_b", f"{module}.in_proj_a"),
+        (settings.value_heads,) * 2,
+        hidden,
+        exact=True,
+    )
+    output = FusedLinear(f"{linear}.delta_out", (f"{module}.out_proj",), (hidden,), settings.value_width)
+    convolution = Convolution(f"{module}.conv1d.weight", None, settings.convolved, settings.kernel)
+    names = (f"{module}.{name}" for name in ("A_log", "dt_bias", "norm.weight"))
+    return _Mixer(inputs, output, delta_net=DeltaNet(settings, convolution, *names), gates=gates)
 
 
 def _feed_forward(config: DecoderConfig, index: int) -> tuple[FusedLinear | None, FusedLinear, FusedLinear]:
@@ -350,6 +408,8 @@ def expected_tensors(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ..
             yield layer.scale, (1,)
         if layer.convolution is not None:
             yield from layer.convolution.tensors
+        if layer.delta_net is not None:
+            yield from layer.delta_net.tensors
     yield from _tensors_of(head_layout(config))
     yield final_norm(config).weight, (config.hidden_size,)
 

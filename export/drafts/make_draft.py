@@ -39,14 +39,14 @@ def require_draft(target: Path, request: DraftRequest) -> None:
 
     Raises:
         CheckpointError: The draft's checkpoint is damaged, incomplete or not supported.
-        InputError: The draft has another vocabulary, or convolution layers.
+        InputError: The draft has another vocabulary, or layers that keep states.
     """
     if request.source is None:
         return
     with open_source(request.source) as (config, draft):
-        if config.convolution is not None:
+        if config.keeps_states:
             raise InputError(
-                f"the draft {request.source} is a {config.family} model, whose convolution states cannot draft yet",
+                f"the draft {request.source} is a {config.family} model, which keeps states and cannot draft yet",
                 "give a draft whose layers are all attention",
             )
         difference = vocabulary_difference(target, draft.folder)

@@ -46,13 +46,15 @@ class Attention:
         shape = settings.shape
         table = None if settings.rope is None else self._tables[settings.rope, settings.rotated_channels]
         inside = table if _rotates_inside(settings) else None
-        query, key, value = nodes.linear(layer.qkv, normed), "", ""
+        query, key, value, gate = nodes.linear(layer.qkv, normed), "", "", ""
         if settings.owner is not None:
             # Without new keys and values, the operator reads those that the owner's operator has just completed.
             key = value = self._no_slots(settings.kv_width)
         elif settings.keys_as_values:
             query, key = nodes.split(query, [f"{name}.query", f"{name}.key"], self._widths(settings, 2))
             value = key
+        elif config.traits.gated_attention:
+            query, key, value, gate = self._split_gate(query, name)
         elif layer.query_norm is not None or table is not inside or self._query_scales is not None:
             parts = [f"{name}.query", f"{name}.key", f"{name}.value"]
             query, key, value = nodes.split(query, parts, self._widths(settings, 3))
@@ -90,7 +92,28 @@ class Attention:
             do_rotary=int(inside is not None),
             **self._score_attributes(),
         )
-        return attended
+        if not gate:
+            return attended
+        return nodes.add("Mul", [attended, nodes.add("Sigmoid", [gate], f"{gate}.open")], f"{name}.attended.gated")
+
+    def _split_gate(self, both: str, name: str) -> list[str]:
+        """Append queries, keys, values and the gate of attention's output, which follows the query in every head."""
+        nodes, config = self._nodes, self._nodes.config
+        widths = nodes.integers("heads.widths", 2 * config.query_width, config.kv_width, config.kv_width)
+        both, key, value = nodes.split(both, [f"{name}.query.gate", f"{name}.key", f"{name}.value"], widths)
+        apart = nodes.integers("heads.gated", 0, 0, config.heads, 2 * config.head_dim)
+        split = nodes.add("Reshape", [both, apart], f"{both}.apart")
+        halves = nodes.split(
+            split,
+            [f"{name}.query.half", f"{name}.output_gate.half"],
+            nodes.integers("heads.halves", config.head_dim, config.head_dim),
+        )
+        together = nodes.integers("heads.together", 0, 0, -1)
+        query, gate = (
+            nodes.add("Reshape", [half, together], f"{name}.{part}")
+            for half, part in zip(halves, ("query", "output_gate"), strict=True)
+        )
+        return [query, key, value, gate]
 
     def _no_slots(self, width: int) -> str:
         """Keys or values of no token, float32 [1, 0, width]."""

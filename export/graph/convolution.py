@@ -21,9 +21,22 @@ def append_convolution(nodes: Nodes, index: int, layer: Layer, convolution: Conv
     gate_in, gate_out, value = nodes.split(nodes.linear(layer.qkv, normed), parts, widths)
     gated = nodes.add("Mul", [gate_in, value], f"{name}.gated")
     inputs = nodes.add("Concat", [past_conv(index), gated], present_conv(index), axis=1)
+    return nodes.add("Mul", [gate_out, append_taps(nodes, name, convolution, inputs, gated)], f"{name}.mixed")
+
+
+def append_taps(nodes: Nodes, name: str, convolution: Convolution, inputs: str, new: str) -> str:
+    """Append the convolution of each channel, [1, M, channels].
+
+    Args:
+        nodes: the graph's nodes.
+        name: prefix of the nodes.
+        convolution: the weights.
+        inputs: name of the inputs at the tokens before the new ones followed by these, [1, kernel - 1 + M, channels].
+        new: name of those at the new tokens, [1, M, channels].
+    """
     taps = nodes.weights.taps(f"{name}.tap", convolution.weight, convolution.kernel)
     terms = [
-        nodes.add("Mul", [_shifted(nodes, inputs, gated, tap, convolution.kernel), weight], f"{name}.term.{tap}")
+        nodes.add("Mul", [_shifted(nodes, inputs, new, tap, convolution.kernel), weight], f"{name}.term.{tap}")
         for tap, weight in enumerate(taps)
     ]
     total = terms[0]
@@ -31,7 +44,7 @@ def append_convolution(nodes: Nodes, index: int, layer: Layer, convolution: Conv
         total = nodes.add("Add", [total, term], f"{name}.sum.{tap}")
     if convolution.bias is not None:
         total = nodes.add("Add", [total, nodes.weights.vector(f"{name}.bias", [convolution.bias])], f"{name}.biased")
-    return nodes.add("Mul", [gate_out, total], f"{name}.mixed")
+    return total
 
 
 def _shifted(nodes: Nodes, inputs: str, gated: str, tap: int, kernel: int) -> str:

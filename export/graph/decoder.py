@@ -16,6 +16,7 @@ from ..checkpoint.layout import Norm, QuantPlan, final_norm, layer_layout, per_l
 from . import inputs_outputs
 from .attention import Attention
 from .convolution import append_convolution
+from .delta_net import append_delta_net
 from .embedding_head import EmbeddingAndHead
 from .feed_forward import append_feed_forward
 from .initializers import Initializers
@@ -75,10 +76,12 @@ def _append_decoder(nodes: Nodes, context: int) -> str:
     normed = residual if first is None else nodes.norm(residual, first, "layers.0.input_norm")
     for index, layer in enumerate(layers):
         name, last = f"layers.{index}", index == config.layers - 1
-        if layer.convolution is None:
-            attended = attention.append(index, layer, normed)
-        else:
+        if layer.convolution is not None:
             attended = append_convolution(nodes, index, layer, layer.convolution, normed)
+        elif layer.delta_net is not None:
+            attended = append_delta_net(nodes, index, layer, layer.delta_net, normed)
+        else:
+            attended = attention.append(index, layer, normed)
         if last:
             # Nothing after this point mixes positions, so those without requested logits are dropped here.
             attended = nodes.add("Gather", [attended, "logit_rows"], "asked.attended", axis=1)

@@ -6,7 +6,6 @@ A pass has M new tokens and T - M cached ones; R of the M positions get logits. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 from onnx import TensorProto, ValueInfoProto, helper
@@ -15,7 +14,8 @@ from ..checkpoint.config import DecoderConfig
 
 LOGITS: Final = "logits"
 HIDDEN_STATES: Final = "hidden_states"
-PAST_CONV: Final = "past_conv."
+PAST_STATES: Final = ("past_conv.", "past_recurrent.")
+"""Beginnings of the names of inputs that are states of layers without attention."""
 
 
 def past_key(layer: int) -> str:
@@ -40,7 +40,7 @@ def present_value(layer: int) -> str:
 
 def past_conv(layer: int) -> str:
     """Name of the input with the inputs of a layer's convolution at the last cached tokens."""
-    return f"{PAST_CONV}{layer}"
+    return f"past_conv.{layer}"
 
 
 def present_conv(layer: int) -> str:
@@ -48,9 +48,19 @@ def present_conv(layer: int) -> str:
     return present_of(past_conv(layer))
 
 
+def past_recurrent(layer: int) -> str:
+    """Name of the input with a layer's state of linear attention after the last cached token."""
+    return f"past_recurrent.{layer}"
+
+
+def present_recurrent(layer: int) -> str:
+    """Name of the output with that after the last new token."""
+    return present_of(past_recurrent(layer))
+
+
 def present_of(past: str) -> str:
-    """Name of the output that belongs to an input with convolution states."""
-    return f"present_conv.{past.removeprefix(PAST_CONV)}"
+    """Name of the output that belongs to an input with a state."""
+    return past.replace("past_", "present_", 1)
 
 
 def graph_inputs(config: DecoderConfig) -> list[ValueInfoProto]:
@@ -60,7 +70,7 @@ def graph_inputs(config: DecoderConfig) -> list[ValueInfoProto]:
         for layer in config.attention_layers
         for name in (past_key, past_value)
     ]
-    return [*pass_inputs(), *buffers, *_convolution_states(config, past_conv)]
+    return [*pass_inputs(), *buffers, *_states(config)]
 
 
 def pass_inputs() -> list[ValueInfoProto]:
@@ -94,18 +104,29 @@ def graph_outputs(config: DecoderConfig, hidden_states: bool) -> list[ValueInfoP
         logits,
         *([states] if hidden_states else []),
         *buffers,
-        *_convolution_states(config, present_conv, "kept + M"),
+        *_states(config, present=True),
     ]
 
 
-def _convolution_states(
-    config: DecoderConfig, name: Callable[[int], str], tokens: str | None = None
-) -> list[ValueInfoProto]:
-    """Inputs of the convolutions, `[1, tokens, hidden_size]`: of as many tokens as a kernel reaches back when None."""
-    if config.convolution is None:
-        return []
-    shape = [1, config.convolution.kernel - 1 if tokens is None else tokens, config.hidden_size]
-    return [helper.make_tensor_value_info(name(layer), TensorProto.FLOAT, shape) for layer in config.convolution_layers]
+def _states(config: DecoderConfig, *, present: bool = False) -> list[ValueInfoProto]:
+    """Inputs for the states of layers without attention; their outputs if `present`.
+
+    Those of short convolutions are followed by the inputs at the new tokens, `[1, kernel - 1 + M, hidden_size]`; those
+    of delta nets are as large as the inputs.
+    """
+    shapes: dict[str, list[str | int]] = {}
+    if config.convolution is not None:
+        tokens = "kept + M" if present else config.convolution.kernel - 1
+        shapes |= {past_conv(layer): [1, tokens, config.hidden_size] for layer in config.convolution_layers}
+    if (delta_net := config.delta_net) is not None:
+        matrix: list[str | int] = [1, delta_net.value_heads, delta_net.key_dim, delta_net.value_dim]
+        for layer in config.delta_net_layers:
+            shapes[past_conv(layer)] = [1, delta_net.kernel - 1, delta_net.convolved]
+            shapes[past_recurrent(layer)] = matrix
+    return [
+        helper.make_tensor_value_info(present_of(name) if present else name, TensorProto.FLOAT, shape)
+        for name, shape in shapes.items()
+    ]
 
 
 def _buffer_shape(config: DecoderConfig, layer: int) -> list[str | int]:

@@ -166,6 +166,10 @@ class Nodes:
         # The models compute 1 + weight in float32 too, so computing it here loses nothing.
         return self.weights.vector(f"{output}.weight", [norm.weight], plus=float(self.config.traits.norms_add_one))
 
+    def vector_constant(self, name: str, value: np.ndarray[Any, np.dtype[np.float32]]) -> str:
+        """A float32 vector, created once per name."""
+        return self._constant(name, value)
+
     def _constant(self, name: str, value: np.ndarray[Any, np.dtype[Any]]) -> str:
         if name not in self._constants:
             self._constants.add(name)

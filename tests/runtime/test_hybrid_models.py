@@ -1,4 +1,4 @@
-"""Models with convolution layers (LFM2) from the outside: answers, conversations, prefixes, and what is refused."""
+"""Models with convolutions (LFM2) and linear attention (Qwen3.5) from the outside."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ import edgerun
 from edgerun import GenerateOptions, Speculation
 from edgerun.errors import BundleError, CheckpointError, EdgeError, InputError
 from edgerun.export import FP32, INT4, DraftRequest, ExportRecipe, ExportRequest, export_checkpoint
+from edgerun.export.check.reference import reference_logits
+from edgerun.export.checkpoint.json_fields import read_json
+from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.recipe import CalibrationRequest, GraphLayout
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.decode import DecodeLimits, decode
@@ -33,14 +36,14 @@ PROMPT = "the and of the and of to in the and of the and of to in the and of"
 CONTEXT = 512
 
 
-@pytest.fixture(scope="module", params=[(), (0, 3)], ids=["strips", "end states"])
+@pytest.fixture(scope="module", params=["lfm2", "end states", "qwen3_5_text"])
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With states after every token of a pass, or in some layers after the last token alone."""
-    folder = tmp_path_factory.mktemp("lfm2")
+    """With states after every token of a pass, in some layers after the last token alone, or with linear attention."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    if request.param != "end states":
+        return write_bundle(folder, request.param, max_position_embeddings=CONTEXT)
     exported = write_bundle(folder, "lfm2", max_position_embeddings=CONTEXT)
-    if not request.param:
-        return exported
-    return with_end_states(exported, folder / "edited", request.param).parent
+    return with_end_states(exported, folder / "edited", (0, 3)).parent
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +120,20 @@ def test_a_prefix_is_continued_and_branches_copy_it(bundle: Path, options: Gener
     assert all(reply.stats.reused_tokens > 30 for reply in replies[1:])
 
 
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+def test_int4_exports_decode(tmp_path: Path, family: str) -> None:
+    bundle = write_bundle(tmp_path, family, weights=INT4)
+    with edgerun.load(bundle, device="cpu", learned=False, history=False) as engine:
+        reply = engine.generate(PROMPT, raw=True, ignore_eos=True, max_tokens=40)
+    assert reply.stats.completion_tokens == 40
+    graph = GraphSession(bundle / "model.onnx", SessionConfig(choose_device("cpu"), 1))
+    tokens = np.arange(5, 45)
+    logits = graph.bind(graph.arena(256)).forward(tokens)
+    source = tmp_path / "checkpoint"
+    expected = reference_logits(Checkpoint(source), read_json(source / "config.json"), tokens, 256)
+    assert np.corrcoef(logits.ravel(), expected.ravel())[0, 1] > 0.7
+
+
 def test_several_answers_equal_those_one_by_one(engine: edgerun.Engine, options: GenerateOptions) -> None:
     chosen = {"temperature": 0.9, "max_tokens": 20}
     several = engine.generate(PROMPT, options, **chosen, seed=5, n=3)
@@ -158,7 +175,7 @@ def test_a_conversation_goes_on_beyond_the_context(bundle: Path) -> None:
 
 @pytest.mark.parametrize(
     ("choice", "message"),
-    [({"kv": "int8"}, "keeps states beside its cache"), ({"prefill": "int8"}, "convolution layers")],
+    [({"kv": "int8"}, "keeps states beside its cache"), ({"prefill": "int8"}, "convolution or linear attention")],
     ids=["kv", "prefill"],
 )
 def test_what_does_not_work_is_refused_in_one_line(bundle: Path, choice: dict[str, str], message: str) -> None:
@@ -184,9 +201,12 @@ def test_it_cannot_draft_for_another_model(bundle: Path, tmp_path: Path) -> None
     ],
     ids=["calibration", "draft", "report", "gpu", "genai"],
 )
-def test_exports_that_it_cannot_have_are_refused(tmp_path: Path, recipe: ExportRecipe, message: str) -> None:
-    source = write_checkpoint(tmp_path / "checkpoint", "lfm2")
-    with pytest.raises(InputError, match=f"{message}.*lfm2 models, which have convolution layers"):
+@pytest.mark.parametrize(("family", "layers"), [("lfm2", "convolution"), ("qwen3_5_text", "linear attention")])
+def test_exports_that_it_cannot_have_are_refused(
+    tmp_path: Path, recipe: ExportRecipe, message: str, family: str, layers: str
+) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint", family)
+    with pytest.raises(InputError, match=f"{message}.*{family} models, which have {layers} layers"):
         export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe))
     assert not (tmp_path / "bundle").exists()
 
@@ -213,12 +233,38 @@ def test_unknown_mixers_are_refused_by_name(tmp_path: Path, settings: dict[str, 
         export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"layer_types": ["linear_attention", "mamba", "linear_attention", "full_attention"]},
+            "layer_types has 'mamba'; supported are linear_attention and full_attention",
+        ),
+        ({"layer_types": None, "full_attention_interval": 9}, "no layer of the checkpoint has attention"),
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads 3 is not a multiple of linear_num_key_heads 2"),
+        ({"linear_key_head_dim": 8}, r"qkv.weight has shape \[160, 64\], but config.json implies \[128, 64\]"),
+        ({"linear_conv_kernel_dim": 3}, r"weight has shape \[160, 1, 4\], but config.json implies \[160, 1, 3\]"),
+        ({"rope_parameters": {"rope_type": "ntk"}}, "rope scaling 'ntk' is not supported"),
+    ],
+    ids=["unknown mixer", "no attention", "heads", "weights", "kernel", "rope"],
+)
+def test_half_supported_delta_nets_are_refused_by_name(
+    tmp_path: Path, settings: dict[str, object], message: str
+) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint", "qwen3_5_text")
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    (source / "config.json").write_text(json.dumps({**config, **settings}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=message):
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
+
+
 def test_a_missing_state_output_is_named(bundle: Path, tmp_path: Path) -> None:
     model = onnx.load(bundle / "model.onnx", load_external_data=False)
-    kept = [value for value in model.graph.output if value.name != "present_conv.1"]
+    lost = [value.name for value in model.graph.output if value.name.startswith("present_conv")][-1]
+    kept = [value for value in model.graph.output if value.name != lost]
     del model.graph.output[:]
     model.graph.output.extend(kept)
     (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
     (tmp_path / "model.onnx.data").write_bytes((bundle / "model.onnx.data").read_bytes())
-    with pytest.raises(BundleError, match="no output for its state input past_conv.1"):
+    with pytest.raises(BundleError, match=f"no output for its state input {lost.replace('present', 'past')}"):
         GraphSession(tmp_path / "model.onnx", SessionConfig(choose_device("cpu"), 1), metadata_of(open_bundle(bundle)))

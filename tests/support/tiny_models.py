@@ -153,8 +153,29 @@ FAMILY_SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
         "conv_bias": False,
         "block_auto_adjust_ff_dim": False,
     },
+    "qwen3_5_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "head_dim": 32,
+        "attention_bias": False,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "linear_conv_kernel_dim": 4,
+        "rope_theta": None,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_interleaved": True,
+            "mrope_section": [3, 3, 2],
+        },
+    },
 }
-ATTENTION_FAMILIES: Final = tuple(sorted(FAMILY_SETTINGS.keys() - {"lfm2"}))
+HYBRID_FAMILIES: Final = ("lfm2", "qwen3_5_text")
+"""Families with layers that keep a state in place of keys and values."""
+ATTENTION_FAMILIES: Final = tuple(sorted(FAMILY_SETTINGS.keys() - set(HYBRID_FAMILIES)))
 """Families whose layers all have attention, and so a cache that can be cut anywhere, and token trees."""
 ARCHITECTURES: Final = {
     "gemma3_text": "Gemma3ForCausalLM",
@@ -163,6 +184,7 @@ ARCHITECTURES: Final = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
 }
 """Architecture names that are not the capitalized model type."""
 
@@ -202,6 +224,7 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDAr
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads", config["num_attention_heads"])
     head_dim = config.get("head_dim", hidden // heads)
     gemma = model_type in ("gemma2", "gemma3_text")
+    adding_one = gemma or model_type == "qwen3_5_text"
     tensors: dict[str, npt.NDArray[np.float32]] = {}
     if model_type == "lfm2" and config.get("block_auto_adjust_ff_dim", True):
         multiple = config.get("block_multiple_of", 256)
@@ -216,7 +239,7 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDAr
             tensors[f"{name}.bias"] = (random.standard_normal(rows) * 0.5).astype(np.float32)
 
     def norm(name: str, width: int) -> None:
-        tensors[f"{name}.weight"] = (float(not gemma) + 0.2 * random.standard_normal(width)).astype(np.float32)
+        tensors[f"{name}.weight"] = (float(not adding_one) + 0.2 * random.standard_normal(width)).astype(np.float32)
 
     flagged = bool(config.get("attention_bias"))
     # Gemma multiplies its embeddings by sqrt(hidden).
@@ -255,6 +278,18 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDAr
         if model_type != "olmo2":
             norm(f"{name}.input_layernorm", hidden)
         norm(f"{name}.post_attention_layernorm", hidden)
+        if model_type == "qwen3_5_text":
+            for projection, rows, columns in (("gate", wide, hidden), ("up", wide, hidden), ("down", hidden, wide)):
+                linear(f"{name}.mlp.{projection}_proj", rows, columns)
+            if (config.get("layer_types") or ["linear_attention", "full_attention"])[layer] == "full_attention":
+                for projection, count in (("q", 2 * heads), ("k", kv_heads), ("v", kv_heads)):
+                    linear(f"{name}.self_attn.{projection}_proj", count * head_dim, hidden, flagged)
+                linear(f"{name}.self_attn.o_proj", hidden, heads * head_dim, flagged)
+                norm(f"{name}.self_attn.q_norm", head_dim)
+                norm(f"{name}.self_attn.k_norm", head_dim)
+            else:
+                tensors |= delta_net_weights(config, f"{name}.linear_attn", random)
+            continue
         if gemma:
             norm(f"{name}.pre_feedforward_layernorm", hidden)
         if gemma or model_type == "olmo2":
@@ -332,6 +367,31 @@ def _gemma4_layer(config: Mapping[str, Any], layer: int) -> _LayerShapes:
         linears |= {"per_layer_input_gate": (width, hidden), "per_layer_projection": (hidden, width)}
         norms["post_per_layer_input_norm"] = hidden
     return _LayerShapes(linears, norms)
+
+
+def delta_net_weights(
+    config: Mapping[str, Any], name: str, random: np.random.Generator
+) -> dict[str, npt.NDArray[np.float32]]:
+    """Random weights of a gated delta net whose states remember some dozens of tokens, float32."""
+    hidden, value_heads = config["hidden_size"], config["linear_num_value_heads"]
+    values = value_heads * config["linear_value_head_dim"]
+    convolved = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + values
+    shapes = {
+        "in_proj_qkv.weight": (convolved, hidden),
+        "in_proj_z.weight": (values, hidden),
+        "in_proj_b.weight": (value_heads, hidden),
+        "in_proj_a.weight": (value_heads, hidden),
+        "out_proj.weight": (hidden, values),
+        "conv1d.weight": (convolved, 1, config["linear_conv_kernel_dim"]),
+    }
+    tensors = {
+        f"{name}.{suffix}": random.standard_normal(shape) * 1.5 / math.sqrt(shape[-1])
+        for suffix, shape in shapes.items()
+    }
+    tensors[f"{name}.A_log"] = random.uniform(-4, 0, value_heads)
+    tensors[f"{name}.dt_bias"] = random.standard_normal(value_heads)
+    tensors[f"{name}.norm.weight"] = 1 + 0.2 * random.standard_normal(config["linear_value_head_dim"])
+    return {suffix: value.astype(np.float32) for suffix, value in tensors.items()}
 
 
 def tiny_tokenizer(vocab_size: int) -> Tokenizer:

@@ -27,6 +27,7 @@ from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from support.adversarial_drafters import eager
 from support.tiny_models import (
     FAMILY_SETTINGS,
+    HYBRID_FAMILIES,
     tiny_config,
     tiny_weights,
     write_bundle,
@@ -55,7 +56,7 @@ def test_decoding_beyond_the_window_equals_the_reference(tmp_path, family: str) 
     graph = RuntimeGraph(bundle / "model.onnx", SessionConfig(choose_device("cpu"), 1))
     prompt, limits = [7, 8, 9, 7, 8], DecodeLimits(48, frozenset())
     outputs, tree_tokens, trees = [], 0, graph.graph_io.supports_trees
-    assert trees is (family != "lfm2")  # the states of a convolution are known along a chain
+    assert trees is (family not in HYBRID_FAMILIES)  # states are known along a chain
     for speculator in (None, eager(SuffixDrafter(), RecyclingDrafter(RecycledTable(300)), trees=trees)):
         sampler = Sampler(SamplingParams(), 300)
         steps = list(decode(graph.bind(graph.arena(256)), prompt, sampler, limits, speculator, None))
@@ -92,6 +93,8 @@ SETTINGS_WITH_EFFECT = [
     ("gemma3_text", {}, {"sliding_window_pattern": 2}),
     ("gemma3_text", {}, {"final_logit_softcapping": 4.0}),
     ("smollm3", {}, {"no_rope_layers": [1, 1, 1]}),
+    ("qwen3_5_text", {}, {"rms_norm_eps": 0.1}),
+    ("qwen3_5_text", {}, {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}}),
     ("granite", {}, {"embedding_multiplier": 3.1}),
     ("granite", {}, {"attention_multiplier": 0.5}),
     ("granite", {}, {"residual_multiplier": 0.71}),
@@ -119,6 +122,11 @@ def test_settings_change_the_logits(tmp_path, family: str, before: dict[str, Any
         ("olmo2", "layernorm.weight", 4),
         ("olmo2", "_norm.weight", 4),
         ("phi3", "_proj.weight", 8),
+        ("qwen3_5_text", "_norm.weight", 2),
+        ("qwen3_5_text", "linear_attn.norm.weight", 3),
+        ("qwen3_5_text", "A_log", 3),
+        ("qwen3_5_text", "dt_bias", 3),
+        ("qwen3_5_text", "conv1d.weight", 3),
         ("gpt_oss", "sinks", 3),
         pytest.param("gpt_oss", ".bias", 15, marks=pytest.mark.nightly),
         pytest.param("gpt_oss", "_proj_bias", 6, marks=pytest.mark.nightly),
@@ -159,6 +167,8 @@ def test_every_tensor_changes_the_logits(tmp_path, family: str, suffix: str, cou
         ("olmo2", {"num_hidden_layers": 1, "num_key_value_heads": 1}),
         ("olmo2", {"head_dim": 24, "attention_bias": True}),
         ("granite", {"num_hidden_layers": 1, "logits_scaling": 8.0, "residual_multiplier": 0.22}),
+        ("qwen3_5_text", {"linear_num_key_heads": 1, "linear_conv_kernel_dim": 2}),
+        ("qwen3_5_text", {"head_dim": 24, "num_hidden_layers": 2, "layer_types": None, "full_attention_interval": 2}),
         ("mistral", {"sliding_window": 1}),
         ("mistral", {"head_dim": 24, "sliding_window": 2}),
     ],
@@ -287,18 +297,18 @@ def test_damaged_experts_are_refused_in_one_line(tmp_path, damage, message: str)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
-NESTED = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "ministral3"}
+NESTED = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "ministral3", "qwen3_5": "qwen3_5_text"}
 """Multimodal families, and those of their language models."""
 
 
 def nested(folder: Path, rename: dict[str, str], kind: str = "gemma3", **text_settings: Any) -> Path:
-    """Write a multimodal checkpoint that contains the tiny language model and an image tensor."""
+    """Write a multimodal checkpoint with the tiny language model, an image tensor and one of a draft head."""
     inside = NESTED[kind]
     write_checkpoint(folder, inside)
     text = {**tiny_config(inside), **text_settings}
     config = {"model_type": kind, "text_config": text, "vision_config": {"hidden_size": 32}, "eos_token_id": 0}
     write_json(folder / "config.json", config)
-    weights = {"vision_tower.patch.weight": np.ones((4, 4), np.float32)}
+    weights = {"vision_tower.patch.weight": np.ones((4, 4), np.float32), "mtp.fc.weight": np.ones((4, 4), np.float32)}
     for name, value in tiny_weights(tiny_config(inside)).items():
         old = next(prefix for prefix in rename if name.startswith(prefix))
         weights[rename[old] + name.removeprefix(old)] = value

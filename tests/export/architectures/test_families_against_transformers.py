@@ -136,6 +136,19 @@ CASES = {
         "lfm2",
         {"block_auto_adjust_ff_dim": True, "block_multiple_of": 24, "block_ffn_dim_multiplier": 1.3},
     ),
+    "qwen3.5": ("qwen3_5_text", {}),
+    "qwen3.5, separate head, biases, as many key heads as value heads": (
+        "qwen3_5_text",
+        {
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_conv_kernel_dim": 2,
+            "num_key_value_heads": 1,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+        },
+    ),
     "olmo2, separate head": ("olmo2", {"tie_word_embeddings": False, "num_key_value_heads": None}),
 }
 

@@ -1,0 +1,62 @@
+"""The gated delta net of the reference decoder, token by token."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .reference_operations import WeightSource, linear, rms_norm
+from .reference_positions import Float64Array, Settings
+
+
+def delta_net(weights: WeightSource, config: Settings, name: str, normed: Float64Array) -> Float64Array:
+    """A layer's gated delta net (Yang et al. 2024) as Qwen3.5 has it.
+
+    Args:
+        weights: the checkpoint's tensors.
+        config: the settings of the language model.
+        name: the module of the delta net.
+        normed: its input, float64 [n, hidden].
+
+    Returns:
+        float64 [n, hidden].
+    """
+    length, heads = len(normed), config.get("linear_num_value_heads", 32)
+    key_heads, key_dim = config.get("linear_num_key_heads", 16), config.get("linear_key_head_dim", 128)
+
+    def project(module: str, value: Float64Array) -> Float64Array:
+        return linear(weights, f"{name}.{module}", value, biased=False)
+
+    convolved = _convolved(weights, f"{name}.conv1d.weight", project("in_proj_qkv", normed))
+    width = key_heads * key_dim
+    query, key, value = np.split(convolved, [width, 2 * width], axis=-1)
+    query, key = (_unit(each.reshape(length, key_heads, key_dim)) for each in (query, key))
+    query, key = (np.repeat(each, heads // key_heads, axis=1) for each in (query, key))
+    value = value.reshape(length, heads, -1)
+    beta = 1 / (1 + np.exp(-project("in_proj_b", normed)))
+    step = project("in_proj_a", normed) + weights.read(f"{name}.dt_bias")
+    decay = np.exp(-np.exp(weights.read(f"{name}.A_log").astype(np.float64)) * np.logaddexp(0, step))
+    state = np.zeros((heads, key_dim, value.shape[-1]))
+    read = np.empty_like(value)
+    for token in range(length):
+        state *= decay[token][:, None, None]
+        stored = np.einsum("hkv,hk->hv", state, key[token])
+        state += np.einsum("hk,hv->hkv", key[token], beta[token][:, None] * (value[token] - stored))
+        read[token] = np.einsum("hkv,hk->hv", state, query[token]) * key_dim**-0.5
+    epsilon = float(config.get("rms_norm_eps") or 1e-6)
+    scaled = rms_norm(read, epsilon) * weights.read(f"{name}.norm.weight")
+    return project("out_proj", scaled.reshape(length, -1) * _silu(project("in_proj_z", normed)))
+
+
+def _convolved(weights: WeightSource, kernels: str, value: Float64Array) -> Float64Array:
+    """SiLU of every channel's inputs at the last few tokens, weighted by its kernel."""
+    taps = weights.read(kernels).astype(np.float64)[:, 0].T
+    inputs = np.concatenate([np.zeros((len(taps) - 1, value.shape[-1])), value])
+    return _silu(np.stack([(inputs[token : token + len(taps)] * taps).sum(axis=0) for token in range(len(value))]))
+
+
+def _unit(heads: Float64Array) -> Float64Array:
+    return np.asarray(heads / np.sqrt((heads**2).sum(axis=-1, keepdims=True) + 1e-6))
+
+
+def _silu(value: Float64Array) -> Float64Array:
+    return np.asarray(value / (1 + np.exp(-value)))
