@@ -27,7 +27,7 @@ ONLY_IN = {
     "matplotlib": ("edge/bench/",),
     "mcp": ("edge/app/tools/mcp_connection.py",),
     "msgspec": ("edge/service/", "edge/server/", "edge/rpc/", "edge/app/", "edge/conversations/"),
-    "torch": (),
+    "torch": ("export/draft_training/",),
     "transformers": (),
 }
 TOKENS_ONLY = ("runtime/decode.py", "runtime/sampling/", "runtime/kv/", "runtime/graph/", "runtime/speculation/")

@@ -26,6 +26,7 @@ _COMMANDS: Final = {
     "app": "Chat with models in the browser.",
     "run": "Chat with a model, or answer one prompt (the default).",
     "export": "Export a model to a folder that edge-run runs.",
+    "train-draft": "Train a draft for a model, on the model's own answers.",
     "inspect": "Show what a model is made of.",
     "devices": "List the devices of this machine.",
     "bench": "Compare the speed of speculative and plain decoding.",
@@ -36,7 +37,7 @@ _COMMANDS: Final = {
     "models": "List the models on this machine, or remove one.",
     "rpc": "Answer JSON-RPC requests of another program over standard input and output.",
 }
-"""What each command does; the module and the function are named like the command."""
+"""What each command does; the module and the function are named like the command, with `_` for `-`."""
 _DEFAULT_COMMAND: Final = "run"
 _OTHER_NAMES: Final = {
     "start": "app",
@@ -56,6 +57,8 @@ _OTHER_NAMES: Final = {
     "api": "serve",
     "convert": "export",
     "quantize": "export",
+    "train": "train-draft",
+    "distill": "train-draft",
     "show": "inspect",
     "info": "inspect",
     "benchmark": "bench",
@@ -147,7 +150,8 @@ def _command_line(chosen: str) -> Callable[..., object]:
     )
     app.callback()(_global_options)
     for name, summary in _COMMANDS.items():
-        command = getattr(import_module(f".{name}", __package__), name) if name == chosen else _not_chosen
+        module = name.replace("-", "_")
+        command = getattr(import_module(f".{module}", __package__), module) if name == chosen else _not_chosen
         app.command(name=name, short_help=summary)(command)
     return typer.main.get_command(app)
 

@@ -67,10 +67,19 @@ class CacheShape(Protocol):
 class ContractSession:
     """A loaded graph, its KV buffers, and the number of committed slots in them (`length`)."""
 
-    def __init__(self, bundle: Path, config: CacheShape, capacity: int, graph: ModelProto | None = None) -> None:
+    def __init__(
+        self,
+        bundle: Path,
+        config: CacheShape,
+        capacity: int,
+        graph: ModelProto | None = None,
+        *,
+        extra_outputs: Sequence[str] = (),
+    ) -> None:
         """Load the bundle's graph, or `graph` with the bundle's weights, with `capacity` cache slots.
 
-        The caches have the element type that the graph declares.
+        The caches have the element type that the graph declares. Of `extra_outputs`, which the contract does not have,
+        every pass leaves the values in `extra`.
 
         Raises:
             ExportError: ONNX Runtime cannot load it.
@@ -105,6 +114,9 @@ class ContractSession:
         self._new_states: list[npt.NDArray[np.float32]] = []
         """What the last pass returned of them: states of the same shape, or in front of them others along axis 1."""
         self.length = 0
+        self._extra_outputs = tuple(extra_outputs)
+        self.extra: list[npt.NDArray[Any]] = []
+        """The extra outputs of the last pass, in order."""
         self._options = run_options()
 
     def forward(self, tokens: npt.NDArray[np.int64], logits_for: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
@@ -171,8 +183,8 @@ class ContractSession:
         for name, value in values.items():
             binding.bind_ortvalue_input(name, value)
         binding.bind_output(inputs_outputs.LOGITS)
-        for name in self._states:
-            binding.bind_output(inputs_outputs.present_of(name))
+        for name in (*map(inputs_outputs.present_of, self._states), *self._extra_outputs):
+            binding.bind_output(name)
         for past, present, buffer in self.buffers:
             shared = ort.OrtValue.ortvalue_from_numpy(buffer)
             binding.bind_ortvalue_input(past, shared)
@@ -182,7 +194,9 @@ class ContractSession:
         except ORT_ERRORS as error:
             raise ExportError(f"the graph cannot be run: {error_reason(error)}", _HINT) from error
         outputs = binding.get_outputs()
-        self._new_states = [output.numpy() for output in outputs[1 : 1 + len(self._states)]]
+        first_extra = 1 + len(self._states)
+        self._new_states = [output.numpy() for output in outputs[1:first_extra]]
+        self.extra = [output.numpy() for output in outputs[first_extra : first_extra + len(self._extra_outputs)]]
         logits: npt.NDArray[np.float32] = outputs[0].numpy()
         return logits
 

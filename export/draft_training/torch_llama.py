@@ -44,8 +44,8 @@ class ModelShape:
             )
         return cls(**{name: config[name] for name in cls.__dataclass_fields__ if name in config})
 
-    def to_config(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Return the Hugging Face `config.json` for this shape and the type of the weights."""
+    def to_config(self, dtype: torch.dtype, end_ids: list[int]) -> dict[str, Any]:
+        """Return the Hugging Face `config.json` for this shape, the type of the weights, and the end tokens."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -55,21 +55,10 @@ class ModelShape:
             "attention_bias": False,
             "mlp_bias": False,
             "bos_token_id": None,
-            "eos_token_id": 0,
-            "pad_token_id": 0,
+            "eos_token_id": end_ids[0] if len(end_ids) == 1 else end_ids or None,
+            "pad_token_id": end_ids[0] if end_ids else None,
             "torch_dtype": str(dtype).removeprefix("torch."),
         }
-
-
-TARGET_SHAPE = ModelShape()
-DRAFT_SHAPE = ModelShape(
-    hidden_size=128,
-    intermediate_size=344,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    head_dim=32,
-)
 
 
 def rotary_tables(shape: ModelShape) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,6 @@ Batch k is a pure function of (examples, seed, k).
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,10 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-from .corpus import Pair
-from .tasks import TaskMaker
-from .tokenizer import ChatCodec
 
 POOL_EXAMPLES = 8192
 """Number of conversations that are sorted by length and cut into batches. Larger pools have less padding."""
@@ -39,7 +34,7 @@ class Example:
     top_ids: NDArray[np.int64] | None = None
     """The teacher's most likely token ids at each answer position, [answer.sum(), k]."""
     top_probs: NDArray[np.float32] | None = None
-    """Probabilities of `top_ids`, [answer.sum(), k]; each row sums to 1."""
+    """Their probabilities, [answer.sum(), k]. The target gives what is missing to 1 to other tokens."""
 
     def clipped(self, context: int) -> Example:
         """Return the example truncated to the model's context."""
@@ -137,15 +132,11 @@ def in_epochs(count: int, seed: int, places: range) -> list[int]:
     return [orders[place // count][place % count] for place in places]
 
 
-def task_examples(pairs: Sequence[Pair], maker: TaskMaker, codec: ChatCodec, seed: int) -> ExampleSource:
-    """Conversations that are made anew from the pairs in every epoch; place k always gives the same conversation."""
+def fixed_examples(examples: Sequence[Example], seed: int) -> ExampleSource:
+    """The same examples in every epoch, in a new order."""
 
     def source(places: range) -> list[Example]:
-        chats = [
-            maker.make(pairs[index], random.Random(f"{seed}/{place}"))
-            for place, index in zip(places, in_epochs(len(pairs), seed, places), strict=True)
-        ]
-        return [Example(ids, answer) for ids, answer in codec.encode_chats(chats)]
+        return [examples[index] for index in in_epochs(len(examples), seed, places)]
 
     return source
 
@@ -165,12 +156,16 @@ class BatchStream:
 
     def batch(self, number: int) -> Batch:
         """Return batch `number`, counted from 0."""
+        return collate(self.examples(number), self.pad)
+
+    def examples(self, number: int) -> list[Example]:
+        """Return the examples of batch `number`."""
         pool, place = divmod(number, self.per_pool)
         if pool != self._number:
             self._number, self._pool = pool, self._encode(pool)
         edges = cut_by_cost([len(example.ids) for example in self._pool], self.per_pool)
         part = int(np.random.default_rng((self.seed, 2, pool)).permutation(self.per_pool)[place])
-        return collate(self._pool[edges[part] : edges[part + 1]], self.pad)
+        return self._pool[edges[part] : edges[part + 1]]
 
     def _encode(self, pool: int) -> list[Example]:
         examples = self.source(range(pool * self.pool_examples, (pool + 1) * self.pool_examples))

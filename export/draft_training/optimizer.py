@@ -5,11 +5,21 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .model import CausalLM
+
+class OptimizerKind(StrEnum):
+    """Optimizer of the matrices between embedding and LM head; all other parameters are AdamW's."""
+
+    MUON = "muon"
+    ADAMW = "adamw"
+
+
+_BY_TOKEN = ("model.embed_tokens.", "lm_head.")
+"""Matrices with a row for each token, which are not Muon's: most rows have no gradient in a step."""
 
 
 @dataclass
@@ -49,18 +59,24 @@ class Optimizers:
     """Both optimizers, with a common state that fits in a safetensors file."""
 
     def __init__(
-        self, model: CausalLM, *, matrix_rate: float, other_rate: float, weight_decay: float, kind: str = "muon"
+        self,
+        model: nn.Module,
+        *,
+        matrix_rate: float,
+        other_rate: float,
+        weight_decay: float,
+        kind: OptimizerKind = OptimizerKind.MUON,
     ) -> None:
-        named = dict(model.named_parameters())
-        matrices = [p for name, p in named.items() if p.dim() == 2 and "embed" not in name]
+        named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         vectors = [p for p in named.values() if p.dim() != 2]
-        embedding = [p for name, p in named.items() if "embed" in name]
+        embedding = [p for name, p in named.items() if p.dim() == 2 and name.startswith(_BY_TOKEN)]
+        matrices = [p for name, p in named.items() if p.dim() == 2 and not name.startswith(_BY_TOKEN)]
         adam_groups = [
             {"params": embedding, "lr": other_rate, "weight_decay": 0.0},
             {"params": vectors, "lr": other_rate, "weight_decay": 0.0},
         ]
         self.parts: list[torch.optim.Optimizer] = []
-        if kind == "muon":
+        if kind is OptimizerKind.MUON:
             # match_rms_adamw scales each update to the size an AdamW update would have, so rates mean the same.
             self.parts.append(
                 torch.optim.Muon(matrices, lr=matrix_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
@@ -103,22 +119,23 @@ class Optimizers:
 class Average:
     """Exponential moving average of the weights, with a smaller decay in early steps."""
 
-    def __init__(self, model: CausalLM, decay: float) -> None:
+    def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay, self.updates = decay, 0
-        self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self.weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
     @torch.no_grad()
-    def update(self, model: CausalLM) -> None:
+    def update(self, model: nn.Module) -> None:
         """Move the average towards the model's current weights."""
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         current = dict(model.named_parameters())
         torch._foreach_lerp_(list(self.weights.values()), [current[name] for name in self.weights], 1 - decay)
 
-    def swap(self, model: CausalLM) -> None:
+    def swap(self, model: nn.Module) -> None:
         """Exchange the average and the model's weights; calling it twice restores both."""
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                held = parameter.detach().clone()
-                parameter.copy_(self.weights[name])
+            current = dict(model.named_parameters())
+            for name, average in self.weights.items():
+                held = current[name].detach().clone()
+                current[name].copy_(average)
                 self.weights[name] = held

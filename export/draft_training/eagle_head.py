@@ -1,0 +1,213 @@
+"""An EAGLE-3 head in PyTorch, with the tensor names of SpecForge's and SGLang's checkpoints.
+
+At the index t of a text x the head reads the embedding of x[t + 1] and three hidden states of the target at t, and
+predicts x[t + 2]. A chain goes on from its own output in place of the target's states. Training does the same for
+several depths ("training-time test"; Li et al., "EAGLE-3", arXiv:2503.01840).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ...models.atomic import write_atomically
+from ...models.manifest import Architecture
+from .torch_llama import MLP, Linear, ModelShape, RMSNorm, rotary_tables, rotate
+from .training_state import write_weights
+
+ARCHITECTURE: Final = "LlamaForCausalLMEagle3"
+STATES: Final = 3
+"""Number of the target's layers whose states are read."""
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Sizes of a head; its layer is as wide as the target's."""
+
+    target: Architecture
+    layers: tuple[int, ...]
+    """The target's layers before which its states are read."""
+    vocab_size: int
+    """Number of tokens of the head's own LM head."""
+    rope_theta: float = 10000.0
+    eps: float = 1e-5
+
+    @property
+    def llama(self) -> ModelShape:
+        """The sizes of the head's layer."""
+        return ModelShape(
+            vocab_size=self.vocab_size,
+            hidden_size=self.target.hidden_size,
+            intermediate_size=self.target.intermediate_size,
+            num_hidden_layers=1,
+            num_attention_heads=self.target.heads,
+            num_key_value_heads=self.target.kv_heads,
+            head_dim=self.target.head_dim,
+            max_position_embeddings=self.target.context,
+            rms_norm_eps=self.eps,
+            rope_theta=self.rope_theta,
+        )
+
+    def to_config(self) -> dict[str, Any]:
+        """The `config.json` of the head's checkpoint."""
+        shape = self.llama
+        return {
+            "architectures": [ARCHITECTURE],
+            "model_type": "llama",
+            "hidden_size": shape.hidden_size,
+            "intermediate_size": shape.intermediate_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": shape.num_attention_heads,
+            "num_key_value_heads": shape.num_key_value_heads,
+            "head_dim": shape.head_dim,
+            "max_position_embeddings": shape.max_position_embeddings,
+            "rms_norm_eps": shape.rms_norm_eps,
+            "rope_theta": shape.rope_theta,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            "vocab_size": self.target.vocab_size,
+            "draft_vocab_size": self.vocab_size,
+            # SpecForge and SGLang count from the output of the layer before.
+            "eagle_config": {
+                "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in self.layers],
+                "use_aux_hidden_state": True,
+            },
+            "torch_dtype": "bfloat16",
+        }
+
+
+class _ChainAttention(nn.Module):
+    """Attention of the head's layer over the text and, in a chain, over the tokens of the chain before."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
+        self.q_proj = Linear(2 * shape.hidden_size, self.heads * self.head_dim)
+        self.k_proj = Linear(2 * shape.hidden_size, self.kv_heads * self.head_dim)
+        self.v_proj = Linear(2 * shape.hidden_size, self.kv_heads * self.head_dim)
+        self.o_proj = Linear(self.heads * self.head_dim, shape.hidden_size)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, chain: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Mix x [B, T, 2 C] at the depth of `chain`, to which keys and values [B, H, T, D] are added.
+
+        The query at index t sees the text up to t, whose keys are the first of the chain, and its own chain: of each
+        later depth the key at index t alone.
+        """
+        batch, length, _ = x.shape
+
+        def split(projected: Tensor, heads: int) -> Tensor:
+            return projected.view(batch, length, heads, self.head_dim).transpose(1, 2)
+
+        query, key, value = (
+            split(self.q_proj(x), self.heads),
+            split(self.k_proj(x), self.kv_heads),
+            split(self.v_proj(x), self.kv_heads),
+        )
+        query, key = rotate(query, cos, sin).to(value.dtype), rotate(key, cos, sin).to(value.dtype)
+        repeats = self.heads // self.kv_heads
+        chain.append((key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)))
+        keys, values = chain[0]
+        mask = torch.full((length, length), -torch.inf, device=x.device).triu(1)
+        scores = [(query @ keys.transpose(2, 3)).float() * self.head_dim**-0.5 + mask]
+        scores += [(query * own).sum(-1, keepdim=True).float() * self.head_dim**-0.5 for own, _ in chain[1:]]
+        weights = torch.softmax(torch.cat(scores, dim=-1), dim=-1).to(value.dtype)
+        mixed = weights[..., :length] @ values
+        for depth, (_, own) in enumerate(chain[1:]):
+            mixed = mixed + weights[..., length + depth : length + depth + 1] * own
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
+        return out
+
+
+class _HeadLayer(nn.Module):
+    """The head's only layer, which reads an embedding and a hidden state."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.self_attn = _ChainAttention(shape)
+        self.mlp = MLP(shape)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, chain: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """The hidden states [B, T, C] after embeddings and hidden states [B, T, C]."""
+        both = torch.cat((self.input_layernorm(embedded), self.hidden_norm(hidden)), dim=-1)
+        hidden = hidden + self.self_attn(both, cos, sin, chain)
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
+class EagleHead(nn.Module):
+    """An EAGLE-3 head; embeddings are the target's, and not its own.
+
+    Args:
+        shape: its sizes.
+        target_ids: the target's token ids of the head's tokens, ascending, int64 [V].
+    """
+
+    def __init__(self, shape: HeadShape, target_ids: Tensor) -> None:
+        super().__init__()
+        llama = shape.llama
+        self.shape = shape
+        self.fc = Linear(STATES * llama.hidden_size, llama.hidden_size)
+        self.midlayer = _HeadLayer(llama)
+        self.norm = RMSNorm(llama.hidden_size, llama.rms_norm_eps)
+        self.lm_head = Linear(llama.hidden_size, llama.vocab_size)
+        self.register_buffer("target_ids", target_ids, persistent=False)
+        draft_ids = torch.full((shape.target.vocab_size,), -1, dtype=torch.int64)
+        draft_ids[target_ids] = torch.arange(len(target_ids))
+        self.register_buffer("draft_ids", draft_ids, persistent=False)
+        cos, sin = rotary_tables(llama)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2) if residual else 1.0))
+
+    def draft_tokens(self, token_ids: Tensor) -> Tensor:
+        """The head's numbers of the target's tokens; -1 for those that it does not have."""
+        return self.get_buffer("draft_ids")[token_ids]
+
+    def chains(self, embedded: Tensor, states: Tensor, depths: int) -> list[Tensor]:
+        """Run chains of `depths` tokens from every index of a text at once, along the text's own tokens.
+
+        Args:
+            embedded: the target's embeddings of the text, float [B, T, C].
+            states: the target's states, float [B, T, 3 C].
+            depths: number of tokens of a chain.
+
+        Returns:
+            For each depth k the normed hidden states [B, T, C], which at index t predict token t + 2 + k.
+        """
+        hidden: Tensor = self.fc(states)
+        chain: list[tuple[Tensor, Tensor]] = []
+        outputs = []
+        length = embedded.shape[1]
+        positions = torch.arange(length, device=embedded.device)
+        last = self.get_buffer("cos").shape[0] - 1
+        for depth in range(depths):
+            read = nn.functional.pad(embedded[:, depth + 1 :], (0, 0, 0, min(length, depth + 1)))
+            at = (positions + depth).clamp(max=last)
+            hidden = self.midlayer(read, hidden, self.get_buffer("cos")[at], self.get_buffer("sin")[at], chain)
+            outputs.append(self.norm(hidden))
+        return outputs
+
+    def write(self, folder: Path) -> None:
+        """Write the checkpoint, in bfloat16; `model.safetensors` is written last."""
+        write_atomically(folder / "config.json", json.dumps(self.shape.to_config(), indent=2).encode())
+        target_ids = self.get_buffer("target_ids").cpu()
+        offered = torch.zeros(self.shape.target.vocab_size, dtype=torch.bool)
+        offered[target_ids] = True
+        maps = {"d2t": target_ids - torch.arange(len(target_ids)), "t2d": offered}
+        write_weights(folder, {**dict(self.named_parameters()), **maps}, torch.bfloat16)

@@ -1,0 +1,131 @@
+"""What to train, for which target, on which prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+from ...errors import InputError
+from ...models.bundle import TOKENIZER_AND_CONFIG_FILES, Bundle
+from ...models.json_file import is_whole
+from .losses import LossKind
+from .rounding import BlockRounding
+from .target_text import AnswerOptions, PromptConversation
+from .torch_llama import ModelShape
+from .training_loop import TrainOptions
+
+DEFAULT_VOCABULARY: Final = 32_000
+_HEAD_MULTIPLE: Final = 128
+_SMALL: Final = 512
+"""Hidden size below which heads of 32 channels are used."""
+
+
+class DraftKind(StrEnum):
+    """What is trained."""
+
+    MODEL = "model"
+    """A small Llama model with the target's vocabulary."""
+    EAGLE3 = "eagle3"
+    """An EAGLE-3 head on the target's hidden states."""
+
+
+@dataclass(frozen=True)
+class DraftSize:
+    """Sizes of a draft model."""
+
+    layers: int = 2
+    hidden_size: int | None = None
+    """None for two fifths of the target's, as a multiple of 128."""
+
+    def shape(self, target: Bundle, vocab_size: int, context: int) -> ModelShape:
+        """The shape of the draft of a target.
+
+        Raises:
+            InputError: the size does not divide into heads, or nothing says how large the target is.
+        """
+        hidden = self.hidden_size
+        if hidden is None:
+            of_target = target.config.get("hidden_size")
+            if of_target is None or not is_whole(of_target, 1):
+                raise InputError(f"nothing in {target.folder} says the target's hidden size", "give --hidden-size")
+            hidden = max(_HEAD_MULTIPLE, int(0.4 * of_target) // _HEAD_MULTIPLE * _HEAD_MULTIPLE)
+        head_dim = 64 if hidden >= _SMALL else 32
+        if hidden % head_dim:
+            raise InputError(f"--hidden-size is {hidden}", f"give a multiple of {head_dim}, better of {_HEAD_MULTIPLE}")
+        return ModelShape(
+            vocab_size=vocab_size,
+            hidden_size=hidden,
+            intermediate_size=-(-8 * hidden // 24) * 8,
+            num_hidden_layers=self.layers,
+            num_attention_heads=hidden // head_dim,
+            num_key_value_heads=hidden // head_dim,
+            head_dim=head_dim,
+            max_position_embeddings=context,
+        )
+
+
+@dataclass(frozen=True)
+class DraftTrainingRequest:
+    """A draft to train."""
+
+    target: str | None
+    """The model to draft for, as for `edgerun.load`."""
+    out: Path
+    """Folder of the checkpoint; a run in it is continued."""
+    conversations: tuple[PromptConversation, ...]
+    """What the target answers, and the draft learns."""
+    held_out: tuple[PromptConversation, ...]
+    """What acceptance is measured on; always answered greedily."""
+    kind: DraftKind = DraftKind.MODEL
+    loss: LossKind = LossKind.KL
+    hard: float = 0.0
+    """See `draft_loss`."""
+    answers: AnswerOptions = field(default_factory=AnswerOptions)
+    size: DraftSize = field(default_factory=DraftSize)
+    vocabulary: int = DEFAULT_VOCABULARY
+    """Largest number of tokens of a head."""
+    depths: int = 4
+    """Number of tokens of a chain with which a head is trained."""
+    initial: Path | None = None
+    """Draft checkpoint to start from; None to start from random weights."""
+    dropout: float = 0.0
+    rounding: BlockRounding | None = None
+    """Weight format to train a draft model for; None for float weights."""
+    device: str | None = None
+    """PyTorch's name of the device that trains; None for a GPU if there is one."""
+    training: TrainOptions = field(default_factory=TrainOptions)
+
+    def settings(self, target: Bundle) -> dict[str, Any]:
+        """What has to be the same when a run is continued, as JSON values."""
+        return {
+            "target": target.fingerprint,
+            "conversations": [[each.system, *each.turns] for each in (*self.conversations, *self.held_out)],
+            "held_out": len(self.held_out),
+            "answers": asdict(self.answers),
+            "kind": self.kind,
+            "loss": self.loss,
+            "hard": self.hard,
+            "size": asdict(self.size),
+            "vocabulary": self.vocabulary,
+            "depths": self.depths,
+            "initial": None if self.initial is None else str(self.initial),
+            "dropout": self.dropout,
+            "rounding": None if self.rounding is None else asdict(self.rounding),
+            "seed": self.training.seed,
+            "batch_tokens": self.training.batch_tokens,
+        }
+
+
+def checkpoint_files(target: Bundle) -> Mapping[str, bytes]:
+    """The target's files that its draft needs, by name: all but config.json.
+
+    Raises:
+        InputError: the target has no tokenizer.json.
+    """
+    found = {name: target.file(name) for name in TOKENIZER_AND_CONFIG_FILES if name != "config.json"}
+    if found["tokenizer.json"] is None:
+        raise InputError(f"{target.folder} has no tokenizer.json, which the draft needs", "add it")
+    return {name: path.read_bytes() for name, path in found.items() if path is not None}

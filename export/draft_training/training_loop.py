@@ -1,0 +1,184 @@
+"""The training loop: resumable, within a time budget, with checkpoint selection."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ...models.atomic import write_atomically
+from ...models.progress import Progress, silent
+from .optimizer import Average, OptimizerKind, Optimizers, Schedule
+from .precision import autocast
+from .training_state import load_state, save_state
+
+RECORD_NAME: Final = "training.json"
+"""What a run measured, for people and programs."""
+_STAGE: Final = "training"
+_RECENT: Final = 50
+"""Number of steps over which the reported loss is averaged."""
+
+
+class DeviceBatch(Protocol):
+    """A batch that can be moved to a device."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens without padding."""
+
+    def to(self, device: torch.device) -> DeviceBatch:
+        """The same batch on `device`."""
+
+
+BatchT = TypeVar("BatchT", bound=DeviceBatch)
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Options of a run, which ends with the first of its budgets, `steps` or `minutes`."""
+
+    steps: int = 4000
+    minutes: float | None = None
+    batch_tokens: int = 8192
+    matrix_rate: float = 1e-3
+    other_rate: float = 1e-3
+    weight_decay: float = 0.1
+    warmup: int = 100
+    average: float = 0.997
+    optimizer: OptimizerKind = OptimizerKind.MUON
+    seed: int = 1
+    evaluate_every: int = 250
+    save_every: int = 100
+    save_seconds: float = 30.0
+    """A run is saved when this much time has passed, too."""
+
+
+@dataclass(frozen=True)
+class TrainingTask(Generic[BatchT]):
+    """What a run trains, on what, and how it is judged."""
+
+    model: nn.Module
+    """Trained in place, on the device of its parameters."""
+    batch: Callable[[int], BatchT]
+    """The batch of each step, which depends on its number alone."""
+    loss: Callable[[BatchT], Tensor]
+    """The loss to minimize, a scalar."""
+    validate: Callable[[], dict[str, float]]
+    """Named figures of the model as it is now; the checkpoint with the highest `score` is kept."""
+    save: Callable[[], None]
+    """Writes the checkpoint of the model as it is now."""
+
+
+def train(
+    task: TrainingTask[BatchT],
+    options: TrainOptions,
+    folder: Path,
+    progress: Progress = silent,
+    report: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Train a model in place, and keep the best averaged weights with `task.save`.
+
+    If the folder has the state of a run, the run resumes from it: weights, optimizer, average, step, time used. The
+    data and dropout of a step depend on the seed and the step number only, so a resumed run repeats an uninterrupted
+    one exactly if its budget is counted in steps.
+
+    Args:
+        task: what to train.
+        options: options of the run.
+        folder: folder of the state and the record of the run.
+        progress: receives the stage "training".
+        report: receives a line for each evaluation.
+
+    Returns:
+        The run's record: `step`, `tokens`, `seconds`, `best` (the highest score), `best_step`, and `history` with the
+        figures of every evaluation.
+    """
+    device = next(task.model.parameters()).device
+    optimizers = Optimizers(
+        task.model,
+        matrix_rate=options.matrix_rate,
+        other_rate=options.other_rate,
+        weight_decay=options.weight_decay,
+        kind=options.optimizer,
+    )
+    average = Average(task.model, options.average)
+    record: dict[str, Any] = {"step": 0, "tokens": 0, "seconds": 0.0, "best": 0.0, "best_step": 0, "history": []}
+    found = load_state(folder)
+    if found is not None:
+        tensors, numbers = found
+        record = numbers["record"]
+        _restore(task.model, optimizers, average, tensors, numbers)
+        report(f"resuming at step {record['step']}, {record['seconds'] / 60:.1f} minutes used")
+    schedule = Schedule(options.steps, options.minutes, options.warmup, record["seconds"])
+    task.model.train()
+    recent: list[float] = []
+    share = schedule.progress(record["step"])
+    saved_at = time.monotonic()
+    # The clock is read once a step, so that the step that ends the budget is always evaluated and saved. A finished run
+    # that is started again does nothing, which is not an error.
+    while share < 1.0:
+        progress(_STAGE, share)
+        step = record["step"]
+        torch.manual_seed(options.seed * 1_000_003 + step)
+        batch = task.batch(step).to(device)
+        with autocast(device):
+            loss = task.loss(batch)  # type: ignore[arg-type]
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(task.model.parameters(), 1.0)
+        optimizers.step(schedule.factor(step, share))
+        average.update(task.model)
+        recent = [*recent[1 - _RECENT :], float(loss.detach())]
+        record.update(step=step + 1, tokens=record["tokens"] + batch.tokens, seconds=schedule.elapsed)
+        share = schedule.progress(step + 1)
+        last = share >= 1.0
+        if last or (step + 1) % options.evaluate_every == 0:
+            average.swap(task.model)
+            measured = task.validate()
+            if measured["score"] >= record["best"]:
+                record.update(best=measured["score"], best_step=step + 1)
+                task.save()
+            average.swap(task.model)
+            measured |= {"step": step + 1, "tokens": record["tokens"], "minutes": schedule.elapsed / 60}
+            measured["train_loss"] = sum(recent) / len(recent)
+            record["history"].append(measured)
+            report(json.dumps({name: round(value, 4) for name, value in measured.items()}))
+        due = (step + 1) % options.save_every == 0 or time.monotonic() - saved_at > options.save_seconds
+        if last or due:
+            record["seconds"] = schedule.elapsed
+            _snapshot(folder, task.model, optimizers, average, record)
+            saved_at = time.monotonic()
+    progress(_STAGE, 1.0)
+    write_atomically(folder / RECORD_NAME, json.dumps({"options": asdict(options), **record}, indent=2).encode())
+    return record
+
+
+def _snapshot(folder: Path, model: nn.Module, optimizers: Optimizers, average: Average, record: dict[str, Any]) -> None:
+    """Write everything that a resumed run needs, in float32."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    tensors: dict[str, Tensor] = {f"model/{name}": p for name, p in trained.items()}
+    tensors |= {f"average/{name}": p for name, p in average.weights.items()}
+    tensors |= {f"optimizer/{name}": value for name, value in optimizers.state().items()}
+    save_state(folder, tensors, {"record": record, "average_updates": average.updates})
+
+
+def _restore(
+    model: nn.Module, optimizers: Optimizers, average: Average, tensors: dict[str, Tensor], numbers: dict[str, Any]
+) -> None:
+    """Restore what `_snapshot` wrote."""
+    parts: dict[str, dict[str, Tensor]] = {"model": {}, "average": {}, "optimizer": {}}
+    for key, value in tensors.items():
+        part, name = key.split("/", 1)
+        parts[part][name] = value
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, values in parts["model"].items():
+            parameters[name].copy_(values)
+            average.weights[name].copy_(parts["average"][name])
+    average.updates = int(numbers["average_updates"])
+    optimizers.load_state(parts["optimizer"])
