@@ -5,32 +5,31 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..errors import EdgeError
+from ..export.draft_training.losses import LossKind
+from ..export.draft_training.optimizer import OptimizerKind
+from ..export.draft_training.request import DraftTrainingRequest
+from ..export.draft_training.rounding import BlockRounding
+from ..export.draft_training.target_text import AnswerOptions, PromptConversation
+from ..export.draft_training.torch_llama import CausalLM
+from ..export.draft_training.train_draft import train_draft
+from ..export.draft_training.training_batches import BatchStream
+from ..export.draft_training.training_loop import TrainingTask, TrainOptions, train
 from ..models.atomic import write_atomically
-from .batches import BatchStream, ExampleSource, task_examples
-from .checkpoint import load_model
+from ..models.progress import ProgressDisplay
+from .checkpoint import load_model, save_model
 from .corpus import data_folder
-from .distill import (
-    agreement,
-    answer_requests,
-    distillation_loss,
-    distillation_requests,
-    fixed_examples,
-    load_examples,
-    save_examples,
-)
-from .evaluate import answer_all, answer_loss, by_group, validate
-from .model import DRAFT_SHAPE, TARGET_SHAPE, CausalLM
-from .recipe import load_pairs, tokenizer_texts
-from .rounding import BlockRounding
-from .tasks import TaskMaker
+from .evaluate import agreement, answer_all, answer_loss, by_group, validate
+from .examples import answer_cross_entropy, task_examples
+from .recipe import DRAFT_SIZE, TARGET_SHAPE, load_pairs, tokenizer_texts
+from .tasks import TaskMaker, distillation_requests
 from .tokenizer import ChatCodec, train_tokenizer
-from .train import TrainOptions, answer_cross_entropy, train
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -47,12 +46,11 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--steps", type=int, default=default.steps, help="maximum number of steps")
     run.add_argument("--minutes", type=float, help="time budget of the run and its resumptions")
     run.add_argument("--batch-tokens", type=int, default=default.batch_tokens)
-    run.add_argument("--optimizer", choices=("muon", "adamw"), default=default.optimizer)
+    run.add_argument("--optimizer", type=OptimizerKind, choices=list(OptimizerKind), default=default.optimizer)
     run.add_argument("--matrix-rate", type=float, default=default.matrix_rate, help="peak rate, layer matrices")
     run.add_argument("--other-rate", type=float, default=default.other_rate, help="peak rate, embedding and norms")
     run.add_argument("--warmup", type=int, default=default.warmup)
     run.add_argument("--average", type=float, default=default.average, help="decay of the weight average")
-    run.add_argument("--label-smoothing", type=float, default=default.label_smoothing)
     run.add_argument("--dropout", type=float, default=0.1)
     run.add_argument(
         "--round",
@@ -64,22 +62,24 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--evaluate-every", type=int, default=default.evaluate_every)
     run.add_argument("--save-every", type=int, default=default.save_every)
     run.add_argument("--seed", type=int, default=default.seed)
-    run.add_argument("--compile", action="store_true", help="fuse with torch.compile (needs a C++ compiler)")
 
     tokenizer = commands.add_parser("tokenizer", parents=[shared], help="train only the tokenizer")
     tokenizer.add_argument("--out", type=Path, required=True)
     tokenizer.add_argument("--vocab-size", type=int, default=TARGET_SHAPE.vocab_size)
 
     target = commands.add_parser("target", parents=[shared, run], help="train the target")
-    target.add_argument("--lead-weight", type=float, default=default.lead_weight, help="loss weight of the first word")
+    target.add_argument("--lead-weight", type=float, default=2.0, help="loss weight of the first word")
+    target.add_argument("--label-smoothing", type=float, default=0.0)
+    target.add_argument("--compile", action="store_true", help="fuse with torch.compile (needs a C++ compiler)")
     start = target.add_mutually_exclusive_group()
     start.add_argument("--init", type=Path, help="checkpoint folder to start from; default: from scratch")
     start.add_argument("--tokenizer", type=Path, help="folder with tokenizer.json; default: train one")
 
     draft = commands.add_parser("draft", parents=[shared, run], help="distil a draft from a target")
-    draft.add_argument("--target", type=Path, required=True, help="the target's checkpoint folder")
+    draft.add_argument("--target", type=Path, required=True, help="the target's bundle, which edge-run export wrote")
     draft.add_argument("--init", type=Path, help="draft checkpoint with the same tokenizer; default: from scratch")
     draft.add_argument("--requests", type=int, default=60_000, help="number of requests that the target answers")
+    draft.add_argument("--loss", type=LossKind, choices=list(LossKind), default=LossKind.KL)
     draft.add_argument("--hard", type=float, default=0.5, help="loss weight of the target's greedy token, 0 to 1")
 
     evaluate = commands.add_parser("evaluate", parents=[shared], help="evaluate on the held-out pairs")
@@ -97,7 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
 def options_from(arguments: argparse.Namespace) -> TrainOptions:
     """The training options given on the command line."""
     values = {name: getattr(arguments, name) for name in TrainOptions.__dataclass_fields__ if hasattr(arguments, name)}
-    return TrainOptions(**values, compiled=arguments.compile)
+    return TrainOptions(**values)
 
 
 def run_tokenizer(arguments: argparse.Namespace) -> None:
@@ -121,61 +121,54 @@ def run_target(arguments: argparse.Namespace) -> None:
             codec = ChatCodec(train_tokenizer(tokenizer_texts(pairs.train), TARGET_SHAPE.vocab_size))
     model.to(arguments.device)
     model.round_weights(arguments.rounding)
+    if arguments.compile:
+        model.compile_training()
     maker = TaskMaker(pairs.train, pairs.heldout + pairs.validation)
-    record = train(
-        model,
-        codec.tokenizer,
-        stream_of(task_examples(pairs.train, maker, codec, arguments.seed), model, codec, arguments),
-        arguments.out,
-        options_from(arguments),
-        answer_cross_entropy(arguments.lead_weight, arguments.label_smoothing),
-        lambda trained: validate(trained, codec, pairs.validation),
-    )
-    report(record)
-
-
-def run_draft(arguments: argparse.Namespace) -> None:
-    """Let the target answer the training requests once, then train the draft on the answers."""
-    torch.manual_seed(arguments.seed)
-    pairs = load_pairs(data_folder(arguments.data))
-    target, codec = load_model(arguments.target)
-    target.to(arguments.device)
-    if arguments.init is not None:
-        draft, own = load_model(arguments.init, arguments.dropout)
-        if own.tokenizer.get_vocab() != codec.tokenizer.get_vocab():
-            raise ValueError(f"the draft in {arguments.init} does not have the vocabulary of the target")
-    else:
-        draft = CausalLM(replace(DRAFT_SHAPE, vocab_size=target.shape.vocab_size), arguments.dropout)
-    draft.to(arguments.device)
-    draft.round_weights(arguments.rounding)
-    answers_file = arguments.out / "target_answers.safetensors"
-    if not answers_file.exists():
-        maker = TaskMaker(pairs.train, pairs.heldout + pairs.validation)
-        requests = distillation_requests(pairs.train, maker, arguments.requests, arguments.seed)
-        save_examples(answers_file, answer_requests(target, codec, requests))
-    answered = load_examples(answers_file)
-    validation = answer_requests(target, codec, [pair.request for pair in pairs.validation])
-    record = train(
-        draft,
-        codec.tokenizer,
-        stream_of(fixed_examples(answered, arguments.seed), draft, codec, arguments),
-        arguments.out,
-        options_from(arguments),
-        distillation_loss(arguments.hard),
-        lambda trained: {"score": agreement(trained, validation, codec.end)},
-    )
-    report(record)
-
-
-def stream_of(source: ExampleSource, model: CausalLM, codec: ChatCodec, arguments: argparse.Namespace) -> BatchStream:
-    """The batch stream for a run's options."""
-    return BatchStream(
-        source,
+    stream = BatchStream(
+        task_examples(pairs.train, maker, codec, arguments.seed),
         pad=codec.end,
         batch_tokens=arguments.batch_tokens,
         context=model.shape.max_position_embeddings,
         seed=arguments.seed,
     )
+    task = TrainingTask(
+        model,
+        stream.batch,
+        answer_cross_entropy(model, arguments.lead_weight, arguments.label_smoothing),
+        lambda: validate(model, codec, pairs.validation),
+        lambda: save_model(arguments.out, model, codec.tokenizer),
+    )
+    with ProgressDisplay() as progress:
+        report(train(task, options_from(arguments), arguments.out, progress, say))
+
+
+def run_draft(arguments: argparse.Namespace) -> None:
+    """Let the target answer the training requests, then train the draft on the answers."""
+    pairs = load_pairs(data_folder(arguments.data))
+    maker = TaskMaker(pairs.train, pairs.heldout + pairs.validation)
+    requests = distillation_requests(pairs.train, maker, arguments.requests, arguments.seed)
+    request = DraftTrainingRequest(
+        target=str(arguments.target),
+        out=arguments.out,
+        conversations=tuple(PromptConversation((each,)) for each in requests),
+        held_out=tuple(PromptConversation((pair.request,)) for pair in pairs.validation),
+        loss=arguments.loss,
+        hard=arguments.hard,
+        answers=AnswerOptions(max_tokens=48, seed=arguments.seed),
+        size=DRAFT_SIZE,
+        initial=arguments.init,
+        dropout=arguments.dropout,
+        rounding=arguments.rounding,
+        device=arguments.device,
+        training=options_from(arguments),
+    )
+    with ProgressDisplay() as progress:
+        report(train_draft(request, progress, say))
+
+
+def say(line: str) -> None:
+    """Print a line about a run on standard error."""
+    sys.stderr.write(f"{line}\n")
 
 
 def report(record: dict[str, Any]) -> None:
@@ -199,7 +192,7 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
         draft, _ = load_model(arguments.draft)
         draft.to(arguments.device)
         result["draft_parameters"] = draft.count()
-        result["agreement"] = agreement(draft, answer_requests(model, codec, requests), codec.end)
+        result["agreement"] = agreement(draft, model, codec, requests)
     if arguments.answers is not None:
         lines = [
             json.dumps({"source": pair.source, "request": pair.request, "command": pair.command, "answer": answer})
@@ -231,7 +224,7 @@ def main() -> int:
     }
     try:
         commands[arguments.command](arguments)
-    except (FileNotFoundError, ValueError) as error:
+    except (EdgeError, FileNotFoundError, ValueError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return 0

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from .batches import Example, collate
+from ..export.draft_training.precision import autocast
+from ..export.draft_training.torch_llama import CausalLM
+from ..export.draft_training.training_batches import Example, collate
 from .corpus import Pair, first_word
 from .generate import greedy
-from .model import CausalLM
-from .precision import autocast
 from .tasks import Turn
 from .tokenizer import ChatCodec
 
@@ -70,6 +70,31 @@ def answer_loss(model: CausalLM, codec: ChatCodec, pairs: Sequence[Pair], batch_
         count += batch.targets.numel()
     model.train(was_training)
     return total / max(1, count)
+
+
+@torch.no_grad()
+def agreement(draft: CausalLM, target: CausalLM, codec: ChatCodec, requests: Sequence[str]) -> float:
+    """Fraction of the target's greedy answer tokens that are also the draft's top token after the same prefix."""
+    context = target.shape.max_position_embeddings
+    prompts = [prompt for prompt in codec.encode_prompts(requests) if len(prompt) < context]
+    answers = greedy(target, prompts, end=codec.end, max_new=48)
+    examples = [
+        Example(prompt + answer, [False] * len(prompt) + [True] * len(answer))
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    was_training = draft.training
+    draft.eval()
+    device = next(draft.parameters()).device
+    same = count = 0
+    examples.sort(key=lambda example: len(example.ids))
+    for start in range(0, len(examples), 64):
+        batch = collate(examples[start : start + 64], codec.end).to(device)
+        with autocast(device):
+            top = draft.head(draft.hidden(batch.ids)[batch.predicts]).argmax(-1)
+        same += int((top == batch.targets).sum())
+        count += batch.targets.numel()
+    draft.train(was_training)
+    return same / max(1, count)
 
 
 def validate(model: CausalLM, codec: ChatCodec, pairs: Sequence[Pair]) -> dict[str, float]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .model import CausalLM, LayerCache
-from .precision import autocast
+from ..export.draft_training.precision import autocast
+from ..export.draft_training.torch_llama import CausalLM, LayerCache
 
 
 def greedy(

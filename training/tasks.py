@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from ..export.draft_training.training_batches import in_epochs
 from .corpus import Pair, pair_key
 from .placeholders import fill
 from .rewording import reword
@@ -94,3 +95,13 @@ def reword_words(text: str, rng: random.Random) -> str:
     words = re.split(r"(?<=\S)\s+", text)
     kept = [word for word in words if len(words) < 4 or rng.random() > 0.125]
     return " ".join(kept) if kept else text
+
+
+def distillation_requests(pairs: Sequence[Pair], maker: TaskMaker, count: int, seed: int) -> list[str]:
+    """Make `count` distinct requests from the pairs, of all kinds that the target was trained on."""
+    requests: dict[str, None] = {}
+    for place, index in enumerate(in_epochs(len(pairs), seed, range(2 * count))):
+        requests.setdefault(maker.make(pairs[index], random.Random(f"distill/{seed}/{place}"))[0].user)
+        if len(requests) == count:
+            break
+    return list(requests)

@@ -14,12 +14,15 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("tqdm")
 
 from safetensors import safe_open  # noqa: E402
 
-from edgerun.training.batches import LEAD, BatchStream, cut_by_cost, task_examples  # noqa: E402
-from edgerun.training.checkpoint import load_model, load_state, save_model  # noqa: E402
+from edgerun.export.draft_training.optimizer import OptimizerKind, Schedule  # noqa: E402
+from edgerun.export.draft_training.torch_llama import CausalLM, ModelShape  # noqa: E402
+from edgerun.export.draft_training.training_batches import LEAD, Batch, BatchStream, cut_by_cost  # noqa: E402
+from edgerun.export.draft_training.training_loop import TrainingTask, TrainOptions, train  # noqa: E402
+from edgerun.export.draft_training.training_state import load_state  # noqa: E402
+from edgerun.training.checkpoint import load_model, save_model  # noqa: E402
 from edgerun.training.corpus import (  # noqa: E402
     HELDOUT_FILE,
     NL2BASH_COMMANDS,
@@ -28,24 +31,14 @@ from edgerun.training.corpus import (  # noqa: E402
     Pair,
     pair_key,
 )
-from edgerun.training.distill import (  # noqa: E402
-    agreement,
-    answer_requests,
-    distillation_loss,
-    fixed_examples,
-    load_examples,
-    save_examples,
-)
-from edgerun.training.evaluate import by_group, compare, validate  # noqa: E402
+from edgerun.training.evaluate import agreement, by_group, compare, validate  # noqa: E402
 from edgerun.training.everyday import load_everyday  # noqa: E402
+from edgerun.training.examples import answer_cross_entropy, task_examples  # noqa: E402
 from edgerun.training.generate import greedy  # noqa: E402
-from edgerun.training.model import CausalLM, ModelShape  # noqa: E402
-from edgerun.training.optimizer import Schedule  # noqa: E402
 from edgerun.training.placeholders import fill  # noqa: E402
 from edgerun.training.recipe import load_pairs, tokenizer_texts  # noqa: E402
 from edgerun.training.tasks import TaskMaker, Turn  # noqa: E402
 from edgerun.training.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, ChatCodec, train_tokenizer  # noqa: E402
-from edgerun.training.train import TrainOptions, answer_cross_entropy, train  # noqa: E402
 
 TOOLS = {"ls": "List files.", "rm": "Remove files.", "cat": "Print files.", "wc": "Count lines.", "du": "Show sizes."}
 VERBS = ("list", "remove", "print", "count", "measure")
@@ -88,30 +81,35 @@ def run(
     codec: ChatCodec, model: CausalLM, out: Path, steps: int, stop_after: int | None = None, **more: object
 ) -> None:
     options = TrainOptions(
-        steps=steps, warmup=2, evaluate_every=1000, save_every=5, matrix_rate=5e-3, other_rate=1e-2, **more
-    )  # type: ignore[arg-type]
-    calls = 0
-
-    def loss(model: CausalLM, batch: object) -> object:
-        nonlocal calls
-        if calls == stop_after:
-            raise KeyboardInterrupt
-        calls += 1
-        return answer_cross_entropy(2.0)(model, batch)  # type: ignore[arg-type]
-
-    train(
-        model,
-        codec.tokenizer,
-        stream(codec),
-        out,
-        options,
-        loss,  # type: ignore[arg-type]
-        lambda trained: validate(trained, codec, toy_pairs()[:8]),
+        steps=steps,
+        warmup=2,
+        evaluate_every=1000,
+        save_every=5,
+        save_seconds=1e9,
+        matrix_rate=5e-3,
+        other_rate=1e-2,
+        **more,  # type: ignore[arg-type]
     )
+    loss = answer_cross_entropy(model, 2.0)
+    batches = stream(codec)
+
+    def batch(number: int) -> Batch:
+        if stop_after is not None and number >= stop_after:
+            raise KeyboardInterrupt
+        return batches.batch(number)
+
+    task = TrainingTask(
+        model,
+        batch,
+        loss,
+        lambda: validate(model, codec, toy_pairs()[:8]),
+        lambda: save_model(out, model, codec.tokenizer),
+    )
+    train(task, options, out)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_loss_falls(codec: ChatCodec, tmp_path: Path, optimizer: str) -> None:
+@pytest.mark.parametrize("optimizer", list(OptimizerKind))
+def test_loss_falls(codec: ChatCodec, tmp_path: Path, optimizer: OptimizerKind) -> None:
     model = tiny_model(codec)
     before = validate(model, codec, toy_pairs())["loss"]
     run(codec, model, tmp_path, steps=30, optimizer=optimizer)
@@ -322,30 +320,17 @@ def test_greedy_with_cache_equals_greedy_without(codec: ChatCodec) -> None:
         assert len(answer) == 10 or answer[-1] == codec.end
 
 
-def test_distillation_raises_agreement(codec: ChatCodec, tmp_path: Path) -> None:
-    target, draft = tiny_model(codec, seed=1), tiny_model(codec, seed=2)
+def test_a_model_agrees_with_itself(codec: ChatCodec) -> None:
+    model, other = tiny_model(codec, seed=1), tiny_model(codec, seed=2)
     with torch.no_grad():
         # An untrained model with a tied head repeats its input; larger weights make its output depend on more.
-        for name, parameter in target.named_parameters():
-            parameter.mul_(20.0 if "proj" in name else 1.0)
-    answered = answer_requests(target, codec, [pair.request for pair in toy_pairs()], max_new=12)
-    save_examples(tmp_path / "target_answers.safetensors", answered)
-    answered = load_examples(tmp_path / "target_answers.safetensors")
-    before = agreement(draft, answered, codec.end)
-    options = TrainOptions(steps=60, warmup=2, evaluate_every=1000, save_every=1000, matrix_rate=1e-2, other_rate=1e-2)
-    batches = BatchStream(
-        fixed_examples(answered, 1), pad=codec.end, batch_tokens=400, context=96, seed=1, pool=len(answered)
-    )
-    train(
-        draft,
-        codec.tokenizer,
-        batches,
-        tmp_path,
-        options,
-        distillation_loss(),
-        lambda trained: {"score": agreement(trained, answered, codec.end)},
-    )
-    assert agreement(draft, answered, codec.end) > before + 0.1
+        for each in (model, other):
+            for name, parameter in each.named_parameters():
+                parameter.mul_(20.0 if "proj" in name else 1.0)
+    requests = [pair.request for pair in toy_pairs()]
+    # bfloat16 arithmetic of another batch shape may decide near ties otherwise.
+    assert agreement(model, model, codec, requests) > 0.97
+    assert agreement(other, model, codec, requests) < 0.5
 
 
 def test_scores_of_answers() -> None:

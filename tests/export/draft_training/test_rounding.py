@@ -14,11 +14,11 @@ torch = pytest.importorskip("torch")
 
 from safetensors.numpy import load_file  # noqa: E402
 
+from edgerun.export.draft_training.rounding import BlockRounding  # noqa: E402
+from edgerun.export.draft_training.torch_llama import CausalLM, ModelShape  # noqa: E402
 from edgerun.export.quantization.codes import dequantize_rows, quantize_rows  # noqa: E402
 from edgerun.models.manifest import WeightFormat  # noqa: E402
 from edgerun.training.checkpoint import load_model, save_model  # noqa: E402
-from edgerun.training.model import CausalLM, ModelShape  # noqa: E402
-from edgerun.training.rounding import BlockRounding  # noqa: E402
 from edgerun.training.tokenizer import train_tokenizer  # noqa: E402
 
 SHAPE = ModelShape(
