@@ -42,7 +42,9 @@ class ModelShape:
                 f"found model_type={config.get('model_type')!r}, "
                 f"tie_word_embeddings={config.get('tie_word_embeddings')!r}"
             )
-        return cls(**{name: config[name] for name in cls.__dataclass_fields__ if name in config})
+        sizes = {name: config[name] for name in cls.__dataclass_fields__ if config.get(name) is not None}
+        heads = config["num_attention_heads"]
+        return cls(**{"head_dim": config["hidden_size"] // heads, "num_key_value_heads": heads, **sizes})
 
     def to_config(self, dtype: torch.dtype, end_ids: list[int]) -> dict[str, Any]:
         """Return the Hugging Face `config.json` for this shape, the type of the weights, and the end tokens."""

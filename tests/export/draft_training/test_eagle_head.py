@@ -1,0 +1,230 @@
+"""EAGLE-3 heads: chains against one token after the other, the format, and the target's states."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file  # noqa: E402
+
+from edgerun.errors import InputError  # noqa: E402
+from edgerun.export.check.reference import reference_logits  # noqa: E402
+from edgerun.export.checkpoint.safetensors_files import Checkpoint  # noqa: E402
+from edgerun.export.draft_training import precision  # noqa: E402
+from edgerun.export.draft_training.acceptance import CHAIN  # noqa: E402
+from edgerun.export.draft_training.eagle_head import EagleHead, HeadShape  # noqa: E402
+from edgerun.export.draft_training.head_task import head_acceptance, head_labels, with_states  # noqa: E402
+from edgerun.export.draft_training.target_states import TargetStates, state_layers  # noqa: E402
+from edgerun.export.draft_training.training_batches import Example  # noqa: E402
+from edgerun.models.bundle import open_bundle  # noqa: E402
+from edgerun.models.manifest import Architecture  # noqa: E402
+from support.tiny_models import write_bundle  # noqa: E402
+
+Float64Array = npt.NDArray[np.float64]
+
+TARGET = Architecture("llama", 30, 16, 24, 6, 4, 2, 4, 64, tied_head=True)
+LAYERS = (1, 3, 5)
+KEPT = (0, 3, 4, 9, 10, 11, 17, 20, 28, 29)
+
+
+def head(seed: int = 0) -> EagleHead:
+    torch.manual_seed(seed)
+    made = EagleHead(HeadShape(TARGET, LAYERS, len(KEPT)), torch.tensor(KEPT))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(15.0)
+            else:
+                parameter.add_(torch.rand(parameter.shape) - 0.5)
+    return made.eval()
+
+
+def one_by_one(model: EagleHead, embedded: Float64Array, states: Float64Array, depths: int) -> list[Float64Array]:
+    """The normed outputs of a chain from the last index, in float64 NumPy, as a drafter computes it: after the text,
+    whose keys come from the target's states, each token of the chain adds a key of its own.
+
+    `embedded` has the tokens of the text and of the chain, [n + depths, C]; `states` those of the text, [n, 3 C].
+    """
+    weights = {name: value.detach().double().numpy() for name, value in model.named_parameters()}
+
+    def norm(x: Float64Array, name: str) -> Float64Array:
+        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-5) * weights[f"{name}.weight"]
+
+    def rotated(x: Float64Array, position: int) -> Float64Array:
+        half = TARGET.head_dim // 2
+        angle = position * 10000.0 ** (-np.arange(half) / half)
+        low, high = x[:, :half], x[:, half:]
+        return np.concatenate(
+            [low * np.cos(angle) - high * np.sin(angle), high * np.cos(angle) + low * np.sin(angle)], axis=1
+        )
+
+    keys: list[Float64Array] = []
+    values: list[Float64Array] = []
+
+    def step(token: Float64Array, hidden: Float64Array) -> Float64Array:
+        both = np.concatenate([norm(token, "midlayer.input_layernorm"), norm(hidden, "midlayer.hidden_norm")])
+        position = len(keys)
+        query, key, value = (
+            (weights[f"midlayer.self_attn.{each}_proj.weight"] @ both).reshape(-1, TARGET.head_dim) for each in "qkv"
+        )
+        keys.append(rotated(key, position))
+        values.append(value)
+        query = rotated(query, position)
+        mixed = []
+        for number in range(TARGET.heads):
+            shared = number // (TARGET.heads // TARGET.kv_heads)
+            scores = np.array([query[number] @ each[shared] for each in keys]) / np.sqrt(TARGET.head_dim)
+            share = np.exp(scores - scores.max())
+            mixed.append(sum(p * each[shared] for p, each in zip(share / share.sum(), values, strict=True)))
+        hidden = hidden + weights["midlayer.self_attn.o_proj.weight"] @ np.concatenate(mixed)
+        inner = norm(hidden, "midlayer.post_attention_layernorm")
+        gate = weights["midlayer.mlp.gate_proj.weight"] @ inner
+        up = weights["midlayer.mlp.up_proj.weight"] @ inner
+        out: Float64Array = hidden + weights["midlayer.mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up)
+        return out
+
+    count = len(states)
+    for index in range(count):
+        hidden = step(embedded[index + 1], weights["fc.weight"] @ states[index])
+    outputs = [norm(hidden, "norm")]
+    for depth in range(1, depths):
+        hidden = step(embedded[count + depth], hidden)
+        outputs.append(norm(hidden, "norm"))
+    return outputs
+
+
+def test_chains_from_all_indices_equal_chains_one_token_at_a_time() -> None:
+    model = head()
+    rng = np.random.default_rng(0)
+    length, depths = 9, 3
+    embedded, states = rng.normal(size=(length, 16)), rng.normal(size=(length, 48))
+    with torch.no_grad():
+        found = model.chains(torch.tensor(embedded[None]).float(), torch.tensor(states[None]).float(), depths)
+    for count in range(1, length - depths):
+        expected = one_by_one(model, embedded, states[:count], depths)
+        for depth in range(depths):
+            np.testing.assert_allclose(found[depth][0, count - 1].numpy(), expected[depth], atol=2e-4)
+
+
+def test_the_checkpoint_has_the_published_format(tmp_path: Path) -> None:
+    model = head()
+    model.write(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["draft_vocab_size"] == len(KEPT)
+    # Counted by outputs, as SpecForge does: the layer before which a state is read is one more.
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4]
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        "fc.weight": (16, 48),
+        "midlayer.input_layernorm.weight": (16,),
+        "midlayer.hidden_norm.weight": (16,),
+        "midlayer.post_attention_layernorm.weight": (16,),
+        "midlayer.self_attn.q_proj.weight": (16, 32),
+        "midlayer.self_attn.k_proj.weight": (8, 32),
+        "midlayer.self_attn.v_proj.weight": (8, 32),
+        "midlayer.self_attn.o_proj.weight": (16, 16),
+        "midlayer.mlp.gate_proj.weight": (24, 16),
+        "midlayer.mlp.up_proj.weight": (24, 16),
+        "midlayer.mlp.down_proj.weight": (16, 24),
+        "norm.weight": (16,),
+        "lm_head.weight": (len(KEPT), 16),
+        "d2t": (len(KEPT),),
+        "t2d": (TARGET.vocab_size,),
+    }
+    assert tensors["d2t"].dtype == torch.int64
+    assert (torch.arange(len(KEPT)) + tensors["d2t"]).tolist() == list(KEPT)
+    assert torch.nonzero(tensors["t2d"]).flatten().tolist() == list(KEPT)
+
+
+@pytest.mark.parametrize(("layers", "expected"), [(28, (2, 14, 25)), (7, (2, 3, 4)), (6, (1, 3, 5)), (4, (1, 2, 3))])
+def test_states_are_read_where_published_heads_read_them(layers: int, expected: tuple[int, int, int]) -> None:
+    assert state_layers(layers) == expected
+
+
+def test_too_few_layers_are_refused() -> None:
+    with pytest.raises(InputError, match="which has 3; train a draft model instead"):
+        state_layers(3)
+
+
+def test_states_are_those_of_the_reference_decoder(tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path, num_hidden_layers=6)
+    ids = np.array([5, 20, 33, 41, 7, 250], np.int64)
+    embedded, states = TargetStates(open_bundle(bundle), 16).read(ids)
+    checkpoint = Checkpoint(tmp_path / "checkpoint")
+    config = json.loads((tmp_path / "checkpoint" / "config.json").read_text(encoding="utf-8"))
+    matrix, weight = checkpoint.read("model.embed_tokens.weight"), checkpoint.read("model.norm.weight")
+    np.testing.assert_allclose(embedded, matrix[ids], atol=1e-6)
+    for number, layer in enumerate((1, 3, 5)):
+        state = states[:, 64 * number : 64 * (number + 1)]
+        normed = state / np.sqrt(np.mean(state * state, axis=1, keepdims=True) + config["rms_norm_eps"]) * weight
+        # The layers before the state, as a model of their own.
+        expected = reference_logits(checkpoint, {**config, "num_hidden_layers": layer}, ids, 256)
+        np.testing.assert_allclose(normed @ matrix.T, expected, atol=1e-3)
+
+
+def test_acceptance_of_a_head_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "native_bfloat16", lambda kind: False)
+    bundle = open_bundle(write_bundle(tmp_path, num_hidden_layers=4))
+    source = TargetStates(bundle, 40)
+    torch.manual_seed(0)
+    kept = torch.arange(0, 300, 2)
+    model = EagleHead(HeadShape(source.architecture, source.layers, len(kept)), kept).eval()
+    rng = np.random.default_rng(1)
+    examples = []
+    for _ in range(12):
+        prompt, answer = int(rng.integers(1, 6)), int(rng.integers(2, 20))
+        ids = rng.integers(5, 300, prompt + answer)
+        probs = rng.dirichlet(np.ones(4), size=answer).astype(np.float32)
+        top = np.stack([rng.choice(300, 4, replace=False) for _ in range(answer)])
+        examples.append(Example(ids.tolist(), [False] * prompt + [True] * answer, top, probs))
+    # Let some predictions be right, so that chains have several lengths.
+    for _ in range(3):
+        batch = with_states(examples, source, 0)
+        with torch.no_grad():
+            for depth, hidden in enumerate(model.chains(batch.embedded, batch.states, CHAIN)):
+                best = kept[model.lm_head(hidden).argmax(-1)]
+                for row, example in enumerate(examples):
+                    for index in range(len(example.ids) - depth - 2):
+                        if example.answer[index + depth + 2] and rng.random() < 0.25:
+                            example.ids[index + depth + 2] = int(best[row, index])
+    batch = with_states(examples, source, 0)
+    assert (head_labels(model, batch.batch).tokens < 0).any()
+    with torch.no_grad():
+        chains = [model.lm_head(each) for each in model.chains(batch.embedded, batch.states, CHAIN)]
+    passes = positions = agreeing = 0
+    overlap = 0.0
+    for row, example in enumerate(examples):
+        start, end = example.answer.index(True), len(example.ids)
+        place = start + 1
+        while place < end:
+            accepted = 0
+            while accepted < CHAIN and place + accepted < end:
+                token = int(kept[chains[accepted][row, place - 2].argmax()])
+                if token != example.ids[place + accepted]:
+                    break
+                accepted += 1
+            place += accepted + 1
+            passes += 1
+        for index in range(start + 1, end):
+            probs = chains[0][row, index - 2].double().softmax(-1).numpy()
+            by_token = dict(zip(kept.tolist(), probs.tolist(), strict=True))
+            agreeing += max(by_token, key=by_token.__getitem__) == example.ids[index]
+            assert example.top_ids is not None
+            assert example.top_probs is not None
+            overlap += sum(
+                min(by_token.get(int(token), 0.0), float(p))
+                for token, p in zip(example.top_ids[index - start], example.top_probs[index - start], strict=True)
+            )
+            positions += 1
+    found = head_acceptance(model, examples, source, 0)
+    assert 0 < agreeing < positions
+    assert found["tokens_per_pass"] == positions / passes
+    assert found["agreement"] == agreeing / positions
+    assert found["acceptance"] == pytest.approx(overlap / positions, abs=1e-6)

@@ -1,0 +1,115 @@
+"""Losses of drafts against enumerations in NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from edgerun.export.draft_training.losses import Labels, LossKind, draft_loss, total_variation  # noqa: E402
+
+VOCABULARY = 5
+
+
+def distributions(seed: int, rows: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Logits of a draft [rows, V], and probabilities of a target [rows, V]."""
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(rows, VOCABULARY)) * 2, rng.dirichlet(np.ones(VOCABULARY) * 0.5, size=rows)
+
+
+def labels(target: npt.NDArray[np.float64], kept: int = VOCABULARY) -> Labels:
+    order = np.argsort(-target, axis=1, kind="stable")[:, :kept]
+    return Labels(
+        torch.from_numpy(order[:, 0].copy()),
+        torch.from_numpy(order.copy()),
+        torch.from_numpy(np.take_along_axis(target, order, axis=1)),
+    )
+
+
+def softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    exponent = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return exponent / exponent.sum(axis=1, keepdims=True)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 6))
+def test_the_gradient_of_tvd_is_the_enumerated_policy_gradient(seed: int, rows: int) -> None:
+    logits, target = distributions(seed, rows)
+    given_logits = torch.tensor(logits, requires_grad=True)
+    total_variation(given_logits.log_softmax(-1), labels(target)).backward()
+    draft = softmax(logits)
+    reward = (target > draft).astype(np.float64)
+    mean = np.mean([draft[row] @ reward[row] for row in range(rows)])
+    variance = np.mean([draft[row] @ (reward[row] - mean) ** 2 for row in range(rows)])
+    deviation = max(np.sqrt(variance), 1e-4)
+    expected = np.zeros_like(logits)
+    for row in range(rows):
+        for token in range(VOCABULARY):
+            score = np.eye(VOCABULARY)[token] - draft[row]  # the gradient of log q(token)
+            expected[row] -= draft[row, token] * (reward[row, token] - mean) / deviation * score / rows
+    np.testing.assert_allclose(given_logits.grad.numpy(), expected, atol=1e-12)
+
+
+@given(st.integers(0, 10_000))
+def test_the_gradient_of_tvd_is_that_of_the_distance_divided_by_the_deviation(seed: int) -> None:
+    logits, target = distributions(seed, 3)
+    policy, distance = torch.tensor(logits, requires_grad=True), torch.tensor(logits, requires_grad=True)
+    total_variation(policy.log_softmax(-1), labels(target)).backward()
+    (torch.from_numpy(target) - distance.softmax(-1)).abs().sum(-1).mul(0.5).mean().backward()
+    draft = softmax(logits)
+    mean = np.mean(np.sum(draft * (target > draft), axis=1))
+    np.testing.assert_allclose(
+        policy.grad.numpy() * max(np.sqrt(mean * (1 - mean)), 1e-4), distance.grad.numpy(), atol=1e-12
+    )
+
+
+@given(st.integers(0, 10_000), st.integers(1, VOCABULARY))
+def test_kl_and_cross_entropy_are_those_of_numpy(seed: int, kept: int) -> None:
+    logits, target = distributions(seed, 4)
+    some = labels(target, kept)
+    draft = np.log(softmax(logits))
+    probs = np.zeros_like(target)
+    for row, best in enumerate(some.top_ids.numpy()):
+        probs[row, best] = target[row, best] / target[row, best].sum()
+    divergence = np.mean(
+        [
+            sum(p * (np.log(p) - q) for p, q in zip(*each, strict=True) if p > 0)
+            for each in zip(probs, draft, strict=True)
+        ]
+    )
+    entropy = -np.mean([draft[row, token] for row, token in enumerate(some.tokens.tolist())])
+    found = {hard: float(draft_loss(LossKind.KL, torch.from_numpy(logits), some, hard)) for hard in (0.0, 0.25, 1.0)}
+    for hard, value in found.items():
+        assert value == pytest.approx((1 - hard) * divergence + hard * entropy, abs=1e-5)
+    assert float(draft_loss(LossKind.CROSS_ENTROPY, torch.from_numpy(logits), some)) == pytest.approx(entropy, abs=1e-5)
+
+
+def test_tokens_that_a_head_does_not_have_do_not_count() -> None:
+    logits, target = distributions(3, 2)
+    some = labels(target)
+    lacking = Labels(torch.tensor([int(some.tokens[0]), -1]), some.top_ids, some.top_probs)
+    alone = Labels(some.tokens[:1], some.top_ids[:1], some.top_probs[:1])
+    both = draft_loss(LossKind.CROSS_ENTROPY, torch.from_numpy(logits), lacking)
+    assert float(both) == pytest.approx(
+        float(draft_loss(LossKind.CROSS_ENTROPY, torch.from_numpy(logits[:1]), alone)), abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("kind", list(LossKind))
+def test_every_loss_brings_a_draft_closer_to_its_target(kind: LossKind) -> None:
+    logits, target = distributions(11, 8)
+    written = labels(target)
+    weights = torch.tensor(logits, requires_grad=True)
+    accepted = []
+    for _ in range(200):
+        accepted.append(float(torch.minimum(weights.detach().softmax(-1), torch.from_numpy(target)).sum(-1).mean()))
+        loss = draft_loss(kind, weights, written)
+        (gradient,) = torch.autograd.grad(loss, weights)
+        with torch.no_grad():
+            weights -= 0.5 * gradient
+    if kind is not LossKind.CROSS_ENTROPY:
+        assert accepted[-1] > accepted[0] + 0.1
+    assert float((weights.argmax(-1) == written.tokens).float().mean()) >= 0.75
