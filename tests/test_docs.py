@@ -48,7 +48,9 @@ def test_links_lead_somewhere(document: Path) -> None:
         assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
-@pytest.mark.parametrize("command", ["run", "export", "bench", "tune", "verify", "pull", "models", "rpc", "serve"])
+@pytest.mark.parametrize(
+    "command", ["run", "export", "bench", "tune", "verify", "pull", "models", "rpc", "serve", "train-draft"]
+)
 def test_the_user_guide_names_every_option(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     main([command, "--help"])
     options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help", "--no-cache"}

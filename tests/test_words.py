@@ -36,7 +36,10 @@ PATTERN = re.compile(rf"{IS_NO}|(?<![a-z])(?:{'|'.join(RETIRED)})(?![a-z])", re.
 SUFFIXES = (".py", ".md", ".toml", ".jinja")
 EXCEPT = ("tests/test_words.py", "training/everyday.py", "models/bundled/shell-helper/")
 """This list itself, and what models are trained on or read."""
-COMMANDS = ("run", "export", "bench", "verify", "tune", "inspect", "devices", "pull", "models", "rpc", "serve", "app")
+COMMANDS = (
+    *("run", "export", "bench", "verify", "tune", "inspect", "devices", "pull", "models", "rpc", "serve", "app"),
+    "train-draft",
+)
 
 
 def tracked() -> list[Path]:

@@ -18,9 +18,9 @@ from ..export.draft_training.request import DraftTrainingRequest
 from ..export.draft_training.rounding import BlockRounding
 from ..export.draft_training.target_text import AnswerOptions, PromptConversation
 from ..export.draft_training.torch_llama import CausalLM
-from ..export.draft_training.train_draft import train_draft
 from ..export.draft_training.training_batches import BatchStream
 from ..export.draft_training.training_loop import TrainingTask, TrainOptions, train
+from ..export.draft_training.training_run import train_draft
 from ..models.atomic import write_atomically
 from ..models.progress import ProgressDisplay
 from .checkpoint import load_model, save_model

@@ -149,8 +149,8 @@ def train_draft(
         from ...export.draft_training.request import DraftKind, DraftSize, DraftTrainingRequest
         from ...export.draft_training.rounding import BlockRounding
         from ...export.draft_training.target_text import AnswerOptions, PromptConversation
-        from ...export.draft_training.train_draft import train_draft as run
         from ...export.draft_training.training_loop import TrainOptions
+        from ...export.draft_training.training_run import train_draft as run
     except ModuleNotFoundError as error:
         raise InputError(f"train-draft needs the package {error.name}", 'pip install "edge-run[train]"') from error
     try:
