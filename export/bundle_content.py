@@ -8,6 +8,7 @@ from ..models.manifest import GraphLayout
 from .checkpoint.config import DecoderConfig
 from .checkpoint.layout import QuantPlan
 from .checkpoint.source import ModelSource
+from .graph.draft_features import DraftFeatures
 from .npu.npu_request import NpuRequest
 
 
@@ -41,3 +42,5 @@ class BundleContent:
     """Whether the graph gives the states before its LM head, for embeddings."""
     npu: NpuRequest | None = None
     """The static graphs for NPUs to write beside it; None for none."""
+    features: DraftFeatures | None = None
+    """The hidden states that the graph gives for a draft head; None for none."""

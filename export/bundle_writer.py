@@ -69,7 +69,7 @@ def write_bundle(
     files: dict[str, FileDigest] = {}
     with WeightFile(folder / WEIGHTS_NAME) as data:
         weights = Initializers(checkpoint, data, counted(total, progress, "writing weights"))
-        graph = build_graph(config, content.context, content.plan, weights, content.hidden_states)
+        graph = build_graph(config, content.context, content.plan, weights, content.hidden_states, content.features)
         files[WEIGHTS_NAME] = data.digest()
     (folder / GRAPH_NAME).write_bytes(graph.SerializeToString())
     for name in TOKENIZER_AND_CONFIG_FILES:

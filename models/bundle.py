@@ -39,7 +39,9 @@ CACHE_SCALES_NAME: Final = "kv_scales.json"
 TARGET_IDS_NAME: Final = "d2t.npy"
 """The target's token ids of a draft's logits, unless a manifest names another file."""
 DRAFT_GRAPH_NAME: Final = "draft.onnx"
-"""The graph of a layer-skip draft, which uses the model's weights."""
+"""The graph of a layer-skip draft or of a draft head, which uses the model's weights."""
+DRAFT_WEIGHTS_NAME: Final = "draft.onnx.data"
+"""The own weights of a draft head."""
 DRAFT_FOLDER: Final = "draft"
 """Folder below the model's in which an export puts the draft, a bundle too."""
 SENTENCE_POOLING: Final = "1_Pooling/config.json"
@@ -224,6 +226,7 @@ def holds_only_bundle_files(folder: Path) -> bool:
         WEIGHTS_NAME,
         MANIFEST_NAME,
         DRAFT_GRAPH_NAME,
+        DRAFT_WEIGHTS_NAME,
         TARGET_IDS_NAME,
         GENAI_CONFIG,
         POOLING_NAME,

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 
 from ..errors import BundleError
 from .device_kind import DeviceKind
+from .draft_heads import HeadKind
 from .graph_variant import VARIANT_CONTRACT, Precision, VariantFile
 from .json_file import is_finite, is_whole, parse_json_object, shown
 
@@ -125,10 +126,12 @@ class DraftPairing:
     d2t_offsets: bool = False
     """Whether that file holds differences to the draft's own ids, as in EAGLE-3, instead of the target's ids."""
     graph: str = ""
-    """File of a layer-skip draft: this model's graph without some sub-layers, over the same weights and the same cache.
-    `path` is then this folder. Empty if the draft is a model of its own."""
+    """File of a layer-skip draft: this model's graph without some sub-layers, over the same weights and the same cache;
+    or of a draft head. `path` is then this folder. Empty if the draft is a model of its own."""
     skips: tuple[str, ...] = ()
     """The sub-layers that a layer-skip draft skips, such as `3.attention` and `5.feed-forward`."""
+    head: HeadKind | None = None
+    """Kind of a draft head, whose graph in this folder reads the hidden states of this model; None for other drafts."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +230,7 @@ class Manifest:
 
 _DEVICES: Final = tuple(kind.value for kind in DeviceKind)
 _Value = TypeVar("_Value")
-_Choice = TypeVar("_Choice", GraphLayout, Method)
+_Choice = TypeVar("_Choice", GraphLayout, Method, HeadKind)
 
 
 class _Fields:
@@ -345,6 +348,7 @@ def _draft_pairing(data: _Fields) -> DraftPairing:
         data.flag("d2t_offsets") if "d2t_offsets" in data else False,
         graph,
         data.texts("skips") if "skips" in data else (),
+        data.choice("head", HeadKind) if "head" in data else None,
     )
 
 

@@ -22,6 +22,7 @@ from ..errors import BundleError
 from .array_file import read_array
 from .atomic import write_atomically
 from .bundle import GRAPH_NAME, TARGET_IDS_NAME, Bundle, open_bundle
+from .draft_heads import HeadKind
 from .find import find_model
 from .json_file import is_whole, read_json_object
 from .manifest import MANIFEST_NAME, DraftPairing
@@ -45,11 +46,21 @@ class DraftPair:
     layer_skip: bool = False
     """Whether the draft is the target without some sub-layers, which runs on the target's weights and cache; `draft`
     is then the target's bundle with that graph."""
+    head: HeadKind | None = None
+    """Kind of a draft head, which reads the target's hidden states; `draft` is then the target's bundle with its graph.
+    None for other drafts."""
 
     @property
     def name(self) -> str:
         """Name of the draft."""
+        if self.head is not None:
+            return f"{self.head} head"
         return f"{self.draft.graph.stem} of its own" if self.layer_skip else self.draft.folder.name
+
+    @property
+    def has_own_files(self) -> bool:
+        """Whether the draft is a model of its own, in a folder of its own."""
+        return not self.layer_skip and self.head is None
 
     @cached_property
     def token_count(self) -> int:
@@ -73,7 +84,7 @@ def find_draft(target: Bundle, draft: str | os.PathLike[str] | None = "auto") ->
     named = target.manifest.draft if target.manifest is not None else None
     beside = Path(os.path.realpath(target.folder / named.path)) if named is not None else None
     if draft == "auto" and named is not None and named.graph:
-        return _layer_skip_draft(target, named)
+        return _draft_in_bundle(target, named)
     if draft == "auto":
         return pair(target, open_bundle(beside), named) if beside is not None and beside.is_dir() else None
     found = open_bundle(find_model(draft))
@@ -84,8 +95,8 @@ def find_draft(target: Bundle, draft: str | os.PathLike[str] | None = "auto") ->
     )
 
 
-def _layer_skip_draft(target: Bundle, named: DraftPairing) -> DraftPair:
-    """Open the target's graph without some sub-layers.
+def _draft_in_bundle(target: Bundle, named: DraftPairing) -> DraftPair:
+    """Open the target's graph without some sub-layers, or a draft head.
 
     Raises:
         BundleError: the graph or the map of its ids is missing or damaged.
@@ -96,7 +107,8 @@ def _layer_skip_draft(target: Bundle, named: DraftPairing) -> DraftPair:
             raise BundleError(f"{path} is missing", "copy the whole model folder")
     check_external_data(graph)
     target_ids = _read_map(ids, offsets=named.d2t_offsets) if named.d2t else None
-    return DraftPair(dataclasses.replace(target, graph=graph, manifest=None), target_ids, layer_skip=True)
+    bundle = dataclasses.replace(target, graph=graph, manifest=None)
+    return DraftPair(bundle, target_ids, layer_skip=named.head is None, head=named.head)
 
 
 def pair(target: Bundle, draft: Bundle, named: DraftPairing | None = None) -> DraftPair:

@@ -149,7 +149,9 @@ def load(
 
             config = with_kv_format(kv, bundle, config, context, cache=cache, progress=progress)
         placed = None
-        if pair is not None and pair.layer_skip and where.kind is DeviceKind.NPU:
+        if pair is not None and pair.head is not None and where.kind is not DeviceKind.CPU:
+            _log.warning("%s runs without its draft head, which works on the CPU alone", bundle.folder)
+        elif pair is not None and pair.layer_skip and where.kind is DeviceKind.NPU:
             _log.warning("%s runs without the draft of its own layers, which cannot use an NPU's cache", bundle.folder)
         elif pair is not None:
             config, placed = place_draft(pair, config, draft_device)

@@ -89,6 +89,7 @@ class LoadedModel:
         self._uses_cache = persistence.cache
         graph = open_graph(bundle, config, cache=persistence.cache, prefill=prefill)
         self._graph: DecoderGraph | None = graph
+        self._feature_size = graph.graph_io.feature_size if draft is not None and draft.pair.head is not None else None
         self.graph_io: Final = graph.graph_io
         self.context: Final = _context_limit(bundle, graph.graph_io.capacity, context)
         """Largest number of tokens of prompt and answer together."""
@@ -412,7 +413,10 @@ class LoadedModel:
         return self.prompts.refusal is not None
 
     def _new_arena(self) -> KVArena:
-        return self._open_graph().arena(self.context)
+        arena = self._open_graph().arena(self.context)
+        if self._feature_size is not None:
+            arena.keep_features(self._feature_size)
+        return arena
 
     def _open_graph(self) -> DecoderGraph:
         if self._graph is None:

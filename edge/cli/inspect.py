@@ -201,7 +201,9 @@ def _draft(bundle: Bundle) -> dict[str, Any] | None:
     if pair is None:
         return None
     facts: dict[str, Any] = {"name": pair.name}
-    if not pair.layer_skip:
+    if pair.head is not None:
+        facts["head"] = str(pair.head)
+    elif pair.has_own_files:
         facts["bytes"] = pair.draft.weight_bytes
     elif bundle.manifest is not None and bundle.manifest.draft is not None:
         facts["skips"] = ", ".join(bundle.manifest.draft.skips)

@@ -78,7 +78,7 @@ def verify(
     )
     with opened.open() as engine:
         pair = find_draft(engine.bundle, draft)
-        bundles = [engine.bundle, *([] if pair is None or pair.layer_skip else [pair.draft])]
+        bundles = [engine.bundle, *([] if pair is None or not pair.has_own_files else [pair.draft])]
         packed = sum(map(verify_prepacked, bundles)) + verify_int8_graph(engine.bundle) > 0
         encoder = PromptEncoder(engine, BenchSettings(max_tokens))
         prompt_ids = [encoder.encode((), each.exchanges[0]).prompt for each in conversations]

@@ -125,7 +125,7 @@ def without(model: ModelProto, skipped: Collection[SubLayer]) -> ModelProto:
             (inputs_outputs.present_value, inputs_outputs.past_value),
         )
     }
-    dropped = {*caches, inputs_outputs.HIDDEN_STATES}
+    dropped = {*caches, inputs_outputs.HIDDEN_STATES, inputs_outputs.DRAFT_FEATURES}
     outputs = [value for value in graph.output if value.name not in dropped]
     nodes = needed_nodes(list(_bypassed(graph.node, joins)), [value.name for value in outputs])
     used = {name for node in nodes for name in node.input}

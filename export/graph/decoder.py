@@ -17,6 +17,7 @@ from . import inputs_outputs
 from .attention import Attention
 from .convolution import append_convolution
 from .delta_net import append_delta_net
+from .draft_features import DraftFeatures
 from .embedding_head import EmbeddingAndHead
 from .feed_forward import append_feed_forward
 from .initializers import Initializers
@@ -28,7 +29,12 @@ IR_VERSION: Final = 10
 
 
 def build_graph(
-    config: DecoderConfig, context: int, plan: QuantPlan, weights: Initializers, hidden_states: bool = False
+    config: DecoderConfig,
+    context: int,
+    plan: QuantPlan,
+    weights: Initializers,
+    hidden_states: bool = False,
+    features: DraftFeatures | None = None,
 ) -> ModelProto:
     """Build the graph and write its weights to the external data file.
 
@@ -38,6 +44,7 @@ def build_graph(
         plan: the quantization plan.
         weights: creates and stores the initializers.
         hidden_states: whether the states before the LM head are an output too.
+        features: the hidden states that are an output for a draft head; None for none.
 
     Returns:
         The model, whose large initializers refer to the external data file.
@@ -47,7 +54,7 @@ def build_graph(
         OSError: the disk refused a write.
     """
     nodes = Nodes(config, plan, weights)
-    head_input = _append_decoder(nodes, context)
+    head_input = _append_decoder(nodes, context, features)
     if hidden_states:
         nodes.add("Identity", [head_input], inputs_outputs.HIDDEN_STATES)
     graph = GraphProto(
@@ -55,8 +62,13 @@ def build_graph(
         node=[*weights.conversions, *nodes.protos],
         initializer=weights.protos,
         input=inputs_outputs.graph_inputs(config),
-        output=inputs_outputs.graph_outputs(config, hidden_states),
+        output=inputs_outputs.graph_outputs(config, hidden_states, features),
     )
+    return as_model(graph)
+
+
+def as_model(graph: GraphProto) -> ModelProto:
+    """The model of a graph, for the operator sets that the exporter uses."""
     return helper.make_model(
         graph,
         opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)],
@@ -65,7 +77,7 @@ def build_graph(
     )
 
 
-def _append_decoder(nodes: Nodes, context: int) -> str:
+def _append_decoder(nodes: Nodes, context: int, features: DraftFeatures | None) -> str:
     """Append everything between the graph's inputs and its logits; returns the name of the head's input [R, hidden]."""
     config, attention, embedding_head = nodes.config, Attention(nodes, context), EmbeddingAndHead(nodes)
     residual = embedding_head.append_embedding()
@@ -74,7 +86,11 @@ def _append_decoder(nodes: Nodes, context: int) -> str:
     layers = [layer_layout(config, index) for index in range(config.layers)]
     first = layers[0].before_attention
     normed = residual if first is None else nodes.norm(residual, first, "layers.0.input_norm")
+    # What the LM head reads, of tokens without logits too.
+    whole = features is not None and features.after_norm and features.all_tokens
+    entering: dict[int, str] = {}
     for index, layer in enumerate(layers):
+        entering[index] = residual
         name, last = f"layers.{index}", index == config.layers - 1
         if layer.convolution is not None:
             attended = append_convolution(nodes, index, layer, layer.convolution, normed)
@@ -82,7 +98,7 @@ def _append_decoder(nodes: Nodes, context: int) -> str:
             attended = append_delta_net(nodes, index, layer, layer.delta_net, normed)
         else:
             attended = attention.append(index, layer, normed)
-        if last:
+        if last and not whole:
             # Nothing after this point mixes positions, so those without requested logits are dropped here.
             attended = nodes.add("Gather", [attended, "logit_rows"], "asked.attended", axis=1)
             residual = nodes.add("Gather", [residual, "logit_rows"], "asked.residual", axis=1)
@@ -105,7 +121,28 @@ def _append_decoder(nodes: Nodes, context: int) -> str:
             factor = nodes.weights.vector(f"{name}.scale", [layer.scale])
             residual = nodes.add("Mul", [residual, factor], f"{name}.scaled")
         normed = residual if next_norm is None else nodes.norm(residual, next_norm, f"{name}.next_norm")
+    if features is not None:
+        normed = _append_features(nodes, features, [entering[each] for each in features.layers], normed)
     return embedding_head.append_head(normed)
+
+
+def _append_features(nodes: Nodes, features: DraftFeatures, entering: list[str], normed: str) -> str:
+    """Append the output for a draft head.
+
+    Args:
+        nodes: the graph so far.
+        features: which states it has.
+        entering: the residual stream [1, M, hidden] before each of its layers.
+        normed: the states after the last norm, of all tokens if the features are, else of those with logits.
+
+    Returns:
+        The name of the states after the last norm of the tokens with logits.
+    """
+    states = nodes.add("Concat", entering, "features.joined", axis=-1) if entering else normed
+    nodes.add("Squeeze", [states, nodes.integers("features.axes", 0)], inputs_outputs.DRAFT_FEATURES)
+    if entering or not features.all_tokens:
+        return normed
+    return nodes.add("Gather", [normed, "logit_rows"], "asked.normed", axis=1)
 
 
 def _add_to_residual(

@@ -11,9 +11,13 @@ from typing import Final
 from onnx import TensorProto, ValueInfoProto, helper
 
 from ..checkpoint.config import DecoderConfig
+from .draft_features import DraftFeatures
 
 LOGITS: Final = "logits"
 HIDDEN_STATES: Final = "hidden_states"
+DRAFT_FEATURES: Final = "draft_features"
+DRAFT_STATES: Final = "draft_states"
+NEXT_STATES: Final = "next_states"
 PAST_STATES: Final = ("past_conv.", "past_recurrent.")
 """Beginnings of the names of inputs that are states of layers without attention."""
 
@@ -91,8 +95,10 @@ def pass_inputs() -> list[ValueInfoProto]:
     ]
 
 
-def graph_outputs(config: DecoderConfig, hidden_states: bool) -> list[ValueInfoProto]:
-    """All outputs of the graph, the states before the LM head among them if `hidden_states`."""
+def graph_outputs(
+    config: DecoderConfig, hidden_states: bool, features: DraftFeatures | None = None
+) -> list[ValueInfoProto]:
+    """All outputs of the graph, the states before the LM head among them if `hidden_states`, and the `features`."""
     logits = helper.make_tensor_value_info(LOGITS, TensorProto.FLOAT, ["R", config.vocab_size])
     buffers = [
         helper.make_tensor_value_info(name(layer), TensorProto.FLOAT, _buffer_shape(config, layer))
@@ -100,9 +106,14 @@ def graph_outputs(config: DecoderConfig, hidden_states: bool) -> list[ValueInfoP
         for name in (present_key, present_value)
     ]
     states = helper.make_tensor_value_info(HIDDEN_STATES, TensorProto.FLOAT, ["R", config.hidden_size])
+    given = []
+    if features is not None:
+        shape = ["M" if features.all_tokens else "R", features.size(config)]
+        given.append(helper.make_tensor_value_info(DRAFT_FEATURES, TensorProto.FLOAT, shape))
     return [
         logits,
         *([states] if hidden_states else []),
+        *given,
         *buffers,
         *_states(config, present=True),
     ]

@@ -22,7 +22,7 @@ from ..kv.growing import GrowingArena
 from .graph_io import BASE_GRAPH, GraphIO, LogitsMode
 from .ort import ORT_ERRORS, error_reason, run_options
 from .pass_inputs import Floats, PassInputs, wrapped
-from .pass_outputs import HiddenStatesOutput, LogitsOutput
+from .pass_outputs import FeaturesOutput, HiddenStatesOutput, LogitsOutput
 
 _SEQUENCES: Final = (tuple, list)
 _IN_PLACE: Final = (InPlaceArena, BorrowedArena)
@@ -71,6 +71,7 @@ class BoundSession:
         self._inputs: Final = PassInputs(self._io, graph_io)
         self._logits: LogitsOutput = self._logits_output()
         self._hidden: Final = HiddenStatesOutput(self._io, graph_io) if hidden_states else None
+        self._features: Final = None if graph_io.feature_size is None else FeaturesOutput(self._io, graph_io)
         self.whole_logits = True
         """Whether all logits are wanted. A session in this process's memory gives them in any case."""
         self.host_bytes = 0
@@ -215,6 +216,8 @@ class BoundSession:
         first_logits = self._logits.bind(width, wanted)
         if self._hidden is not None:
             self._hidden.bind(width, self._logits.count)
+        if self._features is not None:
+            self._features.bind(width, self._logits.count)
         inputs.write_attention(base, arena.capacity, tree_mask)
         try:
             if base or self._first_session is None:
@@ -227,6 +230,11 @@ class BoundSession:
             ) from error
         if self._growing is not None:
             self._growing.finish_pass(width)
+        if (slots := arena.features) is not None:
+            if self._features is None:
+                slots.forget(base)
+            else:
+                self._features.store(slots, base, width, wanted)
         return self._logits.select(first_logits, wanted)
 
     def _run_session(self) -> None:

@@ -113,6 +113,22 @@ class TopOutputs:
 
 
 @dataclass(frozen=True)
+class HeadInputs:
+    """Inputs of a draft head besides those of a decoder. The first tokens of a pass have features of the target, the
+    others have states that the head computed for the token before."""
+
+    features: GraphValue
+    """`[F, f]`: the target's features, of the first F tokens."""
+    states: GraphValue
+    """`[M - F, d]`: the head's own states, of the others."""
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Sizes of features and of states."""
+        return int(self.features.shape[-1] or 0), int(self.states.shape[-1] or 0)
+
+
+@dataclass(frozen=True)
 class GraphIO:
     """The inputs and outputs of a decoder graph."""
 
@@ -139,6 +155,11 @@ class GraphIO:
     hidden_states: GraphValue | None = None
     """The states that the LM head reads, where the graph gives them: `[1, M, d]` of all new tokens, or `[R, d]` of
     those in `InputRole.LOGIT_POSITIONS`."""
+    draft_features: GraphValue | None = None
+    """Hidden states for a draft head, where the graph gives them: `[M, f]` of all new tokens, or `[R, f]` of those in
+    `InputRole.LOGIT_POSITIONS`."""
+    head: HeadInputs | None = None
+    """The inputs of a draft head; None for a whole language model."""
     widths: tuple[int, ...] | None = None
     """Numbers of new tokens that passes may have if shapes are fixed, ascending: a pass over fewer tokens than its
     width is padded and takes as long as a full one. None if any number is possible."""
@@ -159,6 +180,17 @@ class GraphIO:
         """Size of a hidden state; None if the graph does not give them."""
         size = None if self.hidden_states is None else self.hidden_states.shape[-1]
         return size if isinstance(size, int) else None
+
+    @property
+    def feature_size(self) -> int | None:
+        """Number of features of a token for a draft head; None if the graph does not give them."""
+        size = None if self.draft_features is None else self.draft_features.shape[-1]
+        return size if isinstance(size, int) else None
+
+    @property
+    def selects_features(self) -> bool:
+        """Whether features are those of the tokens with logits only."""
+        return self.draft_features is not None and self.draft_features.shape[0] == self.logits.shape[0]
 
     @property
     def has_position_input(self) -> bool:

@@ -16,7 +16,17 @@ import numpy as np
 from ...errors import BundleError
 from ...models.json_file import is_whole
 from .cache_io import EXPORT_HINT, CachePart, cache_part, find_cache, fixed_slots
-from .graph_io import CacheMode, CacheTensor, GraphIO, GraphValue, InputRole, LogitsMode, TopOutputs, element_type
+from .graph_io import (
+    CacheMode,
+    CacheTensor,
+    GraphIO,
+    GraphValue,
+    HeadInputs,
+    InputRole,
+    LogitsMode,
+    TopOutputs,
+    element_type,
+)
 from .model_metadata import ModelMetadata
 from .state_io import find_states
 from .unsupported import reject_inputs
@@ -37,6 +47,12 @@ _ROLES_BY_NAME: Final[Mapping[str, InputRole]] = {
 _WINDOW_BIAS: Final = re.compile("attention_bias_([1-9][0-9]{0,8})")
 _HIDDEN_STATES: Final = ("hidden_states", "last_hidden_state")
 """Names of an output with hidden states: of edge-run and of GenAI's model builder, and of transformers."""
+DRAFT_FEATURES: Final = "draft_features"
+"""Name of a target's output, and of a draft head's input, with hidden states."""
+_DRAFT_STATES: Final = "draft_states"
+"""Name of a draft head's input with the states that it computed itself."""
+_NEXT_STATES: Final = "next_states"
+"""Name of a draft head's output with such states."""
 _RANKS: Final[Mapping[InputRole, tuple[int, ...]]] = {
     InputRole.TOKENS: (2,),
     InputRole.POSITIONS: (2, 3),
@@ -88,7 +104,9 @@ def introspect(
     Raises:
         BundleError: the graph is not a decoder that edge-run can run; names the input or output that shows it.
     """
-    reject_inputs(inputs, where)
+    head = _head_inputs(inputs) if metadata.draft_head else None
+    head_names = set() if head is None else {head.features.name, head.states.name}
+    reject_inputs([value for value in inputs if value.name not in head_names], where)
     decoder = metadata.genai.get("decoder")
     states = find_states(inputs, outputs, where, decoder if isinstance(decoder, Mapping) else {})
     state_inputs = {tensor.past for tensor in states.tensors}
@@ -102,7 +120,8 @@ def introspect(
         _sizes_in_config(metadata),
     )
     window_biases = _window_biases(inputs)
-    known = {*(tensor.past for tensor in cache), *(value.name for value in window_biases.values()), *state_inputs}
+    windows = {value.name for value in window_biases.values()}
+    known = {*(tensor.past for tensor in cache), *windows, *state_inputs, *head_names}
     roles = _roles(inputs, where, renamed, known)
     if not cache and states.tensors:
         raise BundleError(
@@ -121,6 +140,7 @@ def introspect(
     logits = _logits(outputs, where, renamed, {tensor.present for tensor in cache} | state_outputs)
     vocab_size = _vocab_size(logits, where, metadata)
     capacity = _capacity(cache, inputs, outputs, where)
+    hidden_names = _HIDDEN_STATES if head is None else (_NEXT_STATES,)
     # Only GroupQueryAttention, which works in place, takes lengths as inputs.
     has_lengths = InputRole.LAST_SLOT in roles and InputRole.TOTAL_LENGTH in roles
     is_fused = metadata.operators is not None and "GroupQueryAttention" in metadata.operators
@@ -136,7 +156,9 @@ def introspect(
         logits_mode=_logits_mode(roles, logits),
         causal=has_lengths or is_fused,
         window_biases=window_biases,
-        hidden_states=_hidden_states(outputs, selected=InputRole.LOGIT_POSITIONS in roles),
+        hidden_states=_float_output(outputs, hidden_names, 2 if InputRole.LOGIT_POSITIONS in roles else 3),
+        draft_features=_float_output(outputs, (DRAFT_FEATURES,), 2),
+        head=head,
         states=states.tensors,
         state_types=states.types,
         top=_top_outputs(outputs) if InputRole.LOGIT_POSITIONS in roles else None,
@@ -248,14 +270,21 @@ def _logits(
     return candidates[0]
 
 
-def _hidden_states(outputs: Sequence[GraphValue], *, selected: bool) -> GraphValue | None:
-    """The output with the states before the LM head; `selected` if the graph computes logits of selected positions."""
+def _head_inputs(inputs: Sequence[GraphValue]) -> HeadInputs | None:
+    """The inputs that only a draft head has; None if one is missing."""
+    by_name = {value.name: value for value in inputs}
+    features, states = by_name.get(DRAFT_FEATURES), by_name.get(_DRAFT_STATES)
+    return None if features is None or states is None else HeadInputs(features, states)
+
+
+def _float_output(outputs: Sequence[GraphValue], names: Sequence[str], rank: int) -> GraphValue | None:
+    """The first output of one of these names with floats and that many dimensions, the last of a fixed size."""
     return next(
         (
             value
             for value in outputs
-            if value.name in _HIDDEN_STATES
-            and len(value.shape) == (2 if selected else 3)
+            if value.name in names
+            and len(value.shape) == rank
             and isinstance(value.shape[-1], int)
             and (dtype := element_type(value)) is not None
             and dtype.kind == "f"

@@ -26,6 +26,8 @@ class ModelMetadata:
     """The `model` section of genai_config.json."""
     operators: Operators | None = None
     """Operators of the graph; None for graphs that edge-run exported."""
+    draft_head: bool = False
+    """Whether the graph is a draft head, which is of no use without its target."""
     probe_result: ProbeResult | None = None
     """Result of an earlier probe of the graph."""
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
+from ..kv.features import FeatureSlots
 from .graph_io import GraphIO, InputRole, LogitsMode
 from .pass_inputs import Floats, PassInputs, value_dtype, wrapped
 
@@ -95,6 +96,49 @@ class LogitsOutput:
         """The first rows of the logits buffer, with as many dimensions as the graph's output."""
         logits = self._logits[:count]
         return logits[None] if len(self._graph_io.logits.shape) == 3 else logits
+
+
+class FeaturesOutput:
+    """The features of one binding for a draft head, whose graph gives them.
+
+    Args:
+        io: the session's binding.
+        graph_io: the graph's inputs and outputs.
+    """
+
+    def __init__(self, io: ort.IOBinding, graph_io: GraphIO) -> None:
+        if graph_io.draft_features is None or graph_io.feature_size is None:
+            raise ValueError("the graph does not give features")
+        self.size: Final = graph_io.feature_size
+        """Number of features of a token."""
+        self._io: Final = io
+        self._name: Final = graph_io.draft_features.name
+        self._selected: Final = graph_io.selects_features
+        self._by_count: dict[int, tuple[Floats, ort.OrtValue]] = {}
+        self._bound: Floats = np.empty((0, self.size), np.float32)
+
+    def bind(self, width: int, rows: int) -> None:
+        """Bind a buffer for a pass over `width` tokens that gives `rows` rows of logits."""
+        count = rows if self._selected else width
+        if count == len(self._bound):
+            return
+        kept = self._by_count.get(count)
+        if kept is None:
+            array = np.empty((count, self.size), np.float32)
+            kept = array, wrapped(array)
+            if count <= KEPT_LOGIT_ROWS:
+                self._by_count[count] = kept
+        self._bound = kept[0]
+        self._io.bind_ortvalue_output(self._name, kept[1])
+
+    def store(self, slots: FeatureSlots, base: int, width: int, wanted: npt.NDArray[np.int64]) -> None:
+        """Store the features of the pass over `width` tokens from slot `base` on, with logits of those `wanted`."""
+        if not self._selected or (wanted.size == width and wanted[0] == 0 and wanted[-1] == width - 1):
+            slots.write(base, self._bound)
+            return
+        slots.forget(base)
+        if wanted[-1] == width - 1:
+            slots.write(base + width - 1, self._bound[-1:])
 
 
 class HiddenStatesOutput:

@@ -25,6 +25,7 @@ from .bound_session import BoundSession
 from .device_loading import Assignments, load_on_device
 from .device_session import DeviceSession
 from .graph_io import CacheMode, GraphIO, GraphValue, InputRole
+from .head_session import HeadSession
 from .hybrid_session import HybridSession
 from .introspection import introspect
 from .memory import drop_file_pages
@@ -172,6 +173,8 @@ class GraphSession:
 
     def _bind(self, graph_io: GraphIO, arena: KVArena, *, hidden_states: bool = False) -> BoundSession:
         session, first = self._session, self._first_session
+        if graph_io.head is not None:
+            return HeadSession(session, graph_io, arena)
         if graph_io.states:
             return HybridSession(session, graph_io, arena, first, hidden_states=hidden_states)
         if self.config.device.provider == CPU_PROVIDER:

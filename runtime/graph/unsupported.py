@@ -68,7 +68,7 @@ _UNSUPPORTED_KINDS: Final = (
         "choose a variant of the model whose cache is not quantized token by token",
     ),
     _kind(
-        r"hidden_states",
+        r"hidden_states|draft_features",
         "continues from another model's hidden states (it takes {}): it is a draft head",
         "give the model it belongs to",
     ),

@@ -15,6 +15,7 @@ import numpy as np
 
 from ...errors import ContextError
 from .buffers import Array, CacheBuffers, CacheSnapshot, CacheTensorType, StackedBuffers, grouped
+from .features import FeatureSlots
 
 _FIRST_CAPACITY: Final = 256
 _DOUBLED_UP_TO: Final = 2048
@@ -38,6 +39,7 @@ class KVArena(ABC):
             that a pass over draft tokens wrote.
         last_prefill: first slot that the last prefill pass of the prompt wrote, and the slot after its last one.
         is_plain: whether the graph of plain decoding wrote the slots that are not committed yet.
+        features: the target's hidden states at the tokens of the slots, for a draft head; None for none.
     """
 
     def __init__(self, tensor_types: Sequence[CacheTensorType], limit: int) -> None:
@@ -50,6 +52,7 @@ class KVArena(ABC):
         self.plain_length = 0
         self.last_prefill = (0, 0)
         self.is_plain = True
+        self.features: FeatureSlots | None = None
 
     @property
     @abstractmethod
@@ -64,7 +67,11 @@ class KVArena(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers."""
-        return self.buffers.nbytes
+        return self.buffers.nbytes + (0 if self.features is None else self.features.nbytes)
+
+    def keep_features(self, size: int) -> None:
+        """Keep the features of tokens from now on, `size` numbers each, for a draft head."""
+        self.features = FeatureSlots(size)
 
     @abstractmethod
     def reserve(self, tokens: int) -> None:
@@ -113,6 +120,8 @@ class KVArena(ABC):
             nodes = np.asarray(path, np.intp)
             moved = np.flatnonzero(nodes != np.arange(nodes.size))
             self.buffers.move(base + nodes[moved], base + moved)
+        if self.features is not None:
+            self.features.compact(base, path)
         self.length = base + len(path)
 
     def pad_to(self, length: int, value: float) -> None:
@@ -161,6 +170,8 @@ class KVArena(ABC):
         self.reserve(slots)
         self._resize(slots)
         self.buffers.write(converted, slots)
+        if self.features is not None:
+            self.features.copy_from(None, slots)
         same_types = all(array is before for array, before in zip(converted, snapshot, strict=True))
         self.length, self.plain_length = slots, slots if same_types else 0
 
@@ -176,6 +187,8 @@ class KVArena(ABC):
         self.reserve(slots)
         self._resize(slots)
         self.buffers.copy(source.buffers, slots)
+        if self.features is not None:
+            self.features.copy_from(source.features, slots)
         self.length = slots
         self.plain_length = min(source.plain_length, slots)
 

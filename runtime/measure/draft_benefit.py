@@ -17,7 +17,6 @@ from ..options import GenerateOptions
 from ..result import Reply, Stats
 from ..speculation.choice import Speculation
 from ..speculation.drafters.draft_model import DraftModel
-from ..speculation.drafters.layer_skip import LayerSkipDraft
 from ..speculation.tree import Source
 from ..text.turn_markers import Markers, TokenArray, answer_start, read_markers
 
@@ -77,7 +76,7 @@ def measure_draft_benefit(
         bound = engine.model.new_sequence().bound
         # The draft is not compared after a text's last token, whose successor is unknown.
         agreeing = sum(count_agreement(bound, draft, text.tokens[:-1], text.start - 1) for text in chosen)
-        plain, speculative = _replay_all(engine, chosen)
+        plain, speculative = _replay_all(engine, chosen, draft.source)
     return DraftBenefit(
         agreement=agreeing / sum(len(text.tokens) - text.start for text in chosen),
         tokens_per_pass=_decoded_tokens(speculative) / sum(stats.decode_passes for stats in speculative),
@@ -109,8 +108,7 @@ def count_agreement(bound: BoundGraph, draft: DraftModel, text: Sequence[int], s
     """
     arena = bound.arena
     arena.rewind_to(0)
-    if isinstance(draft, LayerSkipDraft):
-        draft.attach(arena)
+    draft.attach(arena)
     draft.reset(())
     agreeing = 0
     for index, token in enumerate(text):
@@ -141,9 +139,9 @@ def _choose_texts(engine: Engine, texts: Sequence[TokenArray], markers: Markers,
     return found
 
 
-def _replay_all(engine: Engine, texts: Sequence[_Text]) -> tuple[list[Stats], list[Stats]]:
+def _replay_all(engine: Engine, texts: Sequence[_Text], source: Source) -> tuple[list[Stats], list[Stats]]:
     """Return the statistics of each text, replayed plainly and with the draft."""
-    modes = (Speculation.OFF, Speculation.of(Source.MODEL))
+    modes = (Speculation.OFF, Speculation.of(source))
     caches = [engine.model.new_sequence() for _ in modes]
     # The first passes allocate memory, so they are not timed.
     for mode, cache in zip(modes, caches, strict=True):

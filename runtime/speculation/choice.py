@@ -15,6 +15,8 @@ _NAMES = {
     "ngram": Source.NGRAM,
     "recycle": Source.RECYCLED,
     "model": Source.MODEL,
+    "eagle": Source.EAGLE,
+    "medusa": Source.MEDUSA,
 }
 SOURCE_NAMES = {source: name for name, source in _NAMES.items()} | {Source.GRAMMAR: "grammar"}
 """The user-visible name of each drafter, and of the grammar that an answer follows."""

@@ -18,17 +18,19 @@ faster, and in ONNX Runtime it is per process: all other sessions of the program
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from ...errors import BundleError, InputError
 from ...models.bundle import Bundle
 from ...models.device_kind import DeviceKind
+from ...models.draft_heads import HeadKind
 from ...models.pairing import DraftPair
 from ..devices.providers import choose_device, cpu_device
 from ..graph.bound_graph import BoundGraph, DecoderGraph
 from ..graph.graph_io import CacheMode, GraphIO
+from ..graph.head_session import HeadSession
 from ..graph.model_metadata import ModelMetadata
 from ..graph.open_graph import graph_to_load, open_gpu_form, open_graph
 from ..graph.prepacked import prepacked_draft_graph
@@ -38,12 +40,19 @@ from ..kv.prefix_cache import PrefixCache
 from ..measure.measuring_time import MeasuringTime
 from ..measure.pass_timing import TimingExtent, load_or_measure_pass_cost, measure_pass_cost
 from .drafters.draft_model import DraftModel, Int32, check_target_ids
+from .drafters.hidden_state_head import HiddenStateHead
 from .drafters.layer_skip import LayerSkipDraft
 from .pass_cost import PassCost
+from .tree import Source
 
 NewDraftModel: TypeAlias = Callable[[], DraftModel]
 """Makes a `DraftModel` for one more sequence, of a model that is loaded once."""
 
+HEAD_SOURCES: Final[Mapping[HeadKind | None, Source]] = {
+    HeadKind.EAGLE: Source.EAGLE,
+    HeadKind.MEDUSA: Source.MEDUSA,
+}
+"""What the candidates of draft heads are counted under."""
 _ONE_THREAD_BELOW: Final = 16 << 20
 """Bytes of weights below which a draft runs on one thread: at 9.6 MB a pass takes 0.33 ms with one thread and 0.37 with
 two, at 270 MB 14 and 10."""
@@ -67,22 +76,23 @@ def place_draft(pair: DraftPair, config: SessionConfig, device: str = "auto") ->
     Args:
         pair: see `find_draft`.
         config: the configuration of the target alone.
-        device: as for `choose_device`; `auto` for the CPU, or the target's device if the draft is made of its layers.
+        device: as for `choose_device`; `auto` for the CPU, or the target's device if the draft is part of its bundle.
 
     Raises:
         DeviceError: this machine has no such device.
-        InputError: a draft of the target's own layers cannot run on another device.
+        InputError: a draft of the target's own layers, or a head over its hidden states, cannot run on another device.
     """
     if device != "auto":
         chosen = choose_device(device)
     else:
-        at_target = pair.layer_skip or config.device.kind is DeviceKind.CPU
+        at_target = not pair.has_own_files or config.device.kind is DeviceKind.CPU
         chosen = config.device if at_target else cpu_device()
     if chosen == config.device:
         config, draft_config = share_cores(config, pair.draft)
         return config, PlacedDraft(pair, draft_config)
-    if pair.layer_skip:
-        what = f"a draft of the model's own layers runs on its device, {config.device}, and not on {chosen}"
+    if not pair.has_own_files:
+        kind = "a draft of the model's own layers" if pair.layer_skip else "a draft head"
+        what = f"{kind} runs on the model's device, {config.device}, and not on {chosen}"
         raise InputError(what, "leave the draft device out")
     threads = 1 if pair.draft.weight_bytes < _ONE_THREAD_BELOW else config.threads
     # Idle threads that spin would take the cores from what drives the other device.
@@ -196,6 +206,54 @@ def load_layer_skip_draft(
         return LayerSkipDraft(bound, cost, graph_io.vocab_size, pair.target_ids)
 
     return new_model
+
+
+def load_head(
+    pair: DraftPair,
+    config: SessionConfig,
+    target: Bundle,
+    graph_io: GraphIO,
+    context: int,
+    *,
+    cache: bool = True,
+    measuring: MeasuringTime | None = None,
+) -> Callable[[], HiddenStateHead]:
+    """Load a draft head, to be attached to the arena of an answer.
+
+    Args:
+        pair: see `find_draft`.
+        config: configuration of the head's session; see `share_cores`.
+        target: bundle of the target.
+        graph_io: inputs and outputs of the target's graph.
+        context: as for `load_draft`.
+        cache: as for `load_draft`.
+        measuring: as for `load_draft`.
+
+    Raises:
+        BundleError: the graph cannot be loaded, or does not fit the target's hidden states or vocabulary.
+    """
+    graph = pair.draft.graph
+    metadata = ModelMetadata(input_vocab=target.input_vocab, draft_head=True)
+    session = GraphSession(graph, replace(config, kv_scales=None), metadata)
+    own = session.graph_io
+    if own.head is None or own.hidden_size != own.head.sizes[1]:
+        raise BundleError(f"{graph} is not a draft head: it does not continue from its own states", _HINT)
+    if own.head.sizes[0] != graph_io.feature_size:
+        given = "none" if graph_io.feature_size is None else graph_io.feature_size
+        what = f"{graph} reads {own.head.sizes[0]} features of each token, and {target.graph} gives {given}"
+        raise BundleError(what, _HINT)
+    if pair.target_ids is not None:
+        _check_ids(pair, pair.target_ids, own.vocab_size, graph_io.vocab_size)
+    elif own.vocab_size != graph_io.vocab_size:
+        raise BundleError(f"{graph} has a head of {own.vocab_size} tokens, but no map of its ids", _HINT)
+
+    def bind() -> HeadSession:
+        bound = session.bind(session.arena(context))
+        assert isinstance(bound, HeadSession)  # noqa: S101  the graph has the inputs of a head
+        return bound
+
+    cost = _pass_cost(pair.draft, config, bind(), measuring, cache=cache)
+    return lambda: HiddenStateHead(bind(), cost, graph_io.vocab_size, pair.target_ids, HEAD_SOURCES[pair.head])
 
 
 def _check_ids(pair: DraftPair, target_ids: Int32, head: int, target_vocab: int) -> None:

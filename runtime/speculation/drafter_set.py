@@ -14,7 +14,6 @@ from ..scheduling.work_thread import WorkThread
 from .choice import SOURCE_NAMES
 from .draft_ahead import DraftAhead
 from .drafters.interface import Drafter
-from .drafters.layer_skip import LayerSkipDraft
 from .drafters.model import ModelDrafter
 from .drafters.oracle import OracleDrafter
 from .drafters.sampled import AcceptanceEstimate
@@ -30,6 +29,8 @@ _SpeculatorKey: TypeAlias = tuple[frozenset[Source], bool, bool]
 
 _HINTS: Final = {
     Source.MODEL: "give a draft model with --draft",
+    Source.EAGLE: "export the model with an EAGLE-3 head: edge-run export SRC OUT --draft HEAD",
+    Source.MEDUSA: "export the model with Medusa heads: edge-run export SRC OUT --draft HEADS",
     Source.HISTORY: "keep conversations with --history",
     Source.NGRAM: "make a table with edge-run tune --text",
     Source.SUFFIX: "leave it out",
@@ -102,8 +103,7 @@ class DrafterSet:
         choice, recording, sampling = request.speculation, request.recording, request.sampling
         self.prompt_ids = request.prompt_ids
         if self.model is not None:
-            if isinstance(self.model.model, LayerSkipDraft):
-                self.model.model.attach(arena)
+            self.model.model.attach(arena)
             self.model.temperature = 1.0 if sampling.greedy else sampling.temperature
         if request.draft_sampling is not DraftSampling.OFF and recording is None and not sampling.greedy:
             return self._sampled_speculator(request.draft_sampling, sampling)
@@ -134,7 +134,7 @@ class DrafterSet:
     def _speculator(self, key: _SpeculatorKey) -> Speculator:
         if key not in self._speculators:
             drafters = [drafter for source, drafter in self._drafters.items() if source in key[0]]
-            model = self.model if Source.MODEL in key[0] else None
+            model = self.model if self.model is not None and self.model.source in key[0] else None
             if key not in self._shared.rates:
                 everyone = [*drafters, *([] if model is None else [model])]
                 self._shared.rates[key] = LearnedRates(everyone)

@@ -22,7 +22,7 @@ from .choice import SOURCE_NAMES
 from .drafters.interface import Drafter
 from .mixing import MixerState
 from .speculator import LearnedRates
-from .tree import Source
+from .tree import DRAFT_MODELS
 
 _MAX_OUTCOMES: Final = 400.0
 """Number of outcomes that the file counts for at most when new ones are added, so that old ones fade."""
@@ -121,7 +121,7 @@ class RatesStore:
             exact: whether they draft for exact answers.
         """
         names = [SOURCE_NAMES[drafter.source] for drafter in drafters]
-        draft = self._draft if any(drafter.source is Source.MODEL for drafter in drafters) else ""
+        draft = self._draft if any(drafter.source in DRAFT_MODELS for drafter in drafters) else ""
         # Other buckets, or other priors for them, mean that the evidence is another one.
         buckets = hashlib.sha256(repr([tuple(drafter.prior) for drafter in drafters]).encode()).hexdigest()
         key = MeasurementKey((self._model, draft, tuple(names), buckets, exact), {"drafters": names})

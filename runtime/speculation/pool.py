@@ -30,7 +30,7 @@ from ..measure.system_load import LoadMeter
 from ..options import GenerationRequest, Persistence
 from ..scheduling.work_thread import WorkThread
 from .choice import Speculation
-from .draft_loading import NewDraftModel, PlacedDraft, load_draft, load_layer_skip_draft
+from .draft_loading import NewDraftModel, PlacedDraft, load_draft, load_head, load_layer_skip_draft
 from .drafter_set import DrafterSet, SharedLearning
 from .drafters.draft_model import DraftModel
 from .drafters.edit import EditDrafter
@@ -278,6 +278,8 @@ class DrafterPool:
     def _load_draft_model(self, draft: PlacedDraft) -> NewDraftModel:
         graph_io, pair, config = self._graph.graph_io, draft.pair, draft.config
         cache, measuring, context = self._persistence.cache, self.measuring, self._context
+        if pair.head is not None:
+            return load_head(pair, config, self._bundle, graph_io, context, cache=cache, measuring=measuring)
         if pair.layer_skip:
             return load_layer_skip_draft(
                 pair, config, self._bundle, graph_io, context, cache=cache, measuring=measuring

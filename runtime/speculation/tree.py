@@ -38,6 +38,14 @@ class Source(IntEnum):
     """The part of the conversation that is being rewritten."""
     GRAMMAR = 8
     """The only token that the grammar of the answer allows."""
+    EAGLE = 9
+    """An EAGLE-3 head over the target's hidden states."""
+    MEDUSA = 10
+    """Medusa heads over the target's last hidden state."""
+
+
+DRAFT_MODELS: Final = frozenset({Source.MODEL, Source.EAGLE, Source.MEDUSA})
+"""Sources whose candidates take time to compute."""
 
 
 class Tree:

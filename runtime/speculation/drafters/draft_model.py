@@ -13,7 +13,8 @@ A path is the tuple of draft tokens behind the sequence; `()` is the sequence it
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -23,18 +24,19 @@ from ...graph.bound_graph import BoundGraph
 from ...kv.arena import KVArena
 from ...kv.prefix_cache import PrefixCache
 from ..pass_cost import PassCost
+from ..tree import Source
 
 Path: TypeAlias = tuple[int, ...]
 Floats: TypeAlias = npt.NDArray[np.float32]
 Int32: TypeAlias = npt.NDArray[np.int32]
 
-_USUAL_CATCH_UP: Final = 2
+USUAL_CATCH_UP: Final = 2
 """Number of tokens missing from the cache after a fully accepted draft."""
-_ROUNDS_SERVED: Final = 32
+ROUNDS_SERVED: Final = 32
 """Number of rounds over which the cost of the prefill is spread: an answer of a line or two."""
 _OBSERVED_EVERY: Final = 4
 """One of this many passes refines the pass cost: the bookkeeping takes a tenth of a small model's pass."""
-_PREFILL_WIDTH: Final = 128
+PREFILL_WIDTH: Final = 128
 """Maximum number of tokens of the sequence in a pass."""
 _UNKNOWN: Final = -1
 
@@ -78,6 +80,8 @@ class DraftModel:
         self.cost: Final = cost
         self.passes = 0
         """Number of passes run so far."""
+        self.source = Source.MODEL
+        """What its candidates are counted under."""
         self._bound: Final = bound
         self._prefixes: Final = prefixes
         self._branches: Final = graph_io.supports_trees
@@ -108,6 +112,9 @@ class DraftModel:
     @property
     def _arena(self) -> KVArena:
         return self._bound.arena
+
+    def attach(self, arena: KVArena) -> None:
+        """Learn that the target generates in `arena` from now on; only drafts over what it computes use that."""
 
     @property
     def pending(self) -> int:
@@ -142,8 +149,8 @@ class DraftModel:
         if self.has_logits(path):
             return 0.0
         context = self._arena.length
-        later = max(self.pending - _USUAL_CATCH_UP, 0)
-        spread = later / _PREFILL_WIDTH * self.cost.seconds(_PREFILL_WIDTH, context) / _ROUNDS_SERVED
+        later = max(self.pending - USUAL_CATCH_UP, 0)
+        spread = later / PREFILL_WIDTH * self.cost.seconds(PREFILL_WIDTH, context) / ROUNDS_SERVED
         return self.cost.seconds(self.width(path) - later, context) + spread
 
     def has_logits(self, path: Path) -> bool:
@@ -218,10 +225,10 @@ class DraftModel:
         missing = self._own(sequence[arena.length :])
         if len(sequence) + len(self._scratch) + len(nodes) > arena.limit or missing.min(initial=0) < 0:
             return
-        while missing.size > _PREFILL_WIDTH:
-            self._forward(missing[:_PREFILL_WIDTH])
-            arena.commit(_PREFILL_WIDTH)
-            missing = missing[_PREFILL_WIDTH:]
+        while missing.size > PREFILL_WIDTH:
+            self._forward(missing[:PREFILL_WIDTH])
+            arena.commit(PREFILL_WIDTH)
+            missing = missing[PREFILL_WIDTH:]
         logits = self._run(missing, nodes)
         arena.commit(missing.size)
         for node in nodes:
@@ -238,7 +245,7 @@ class DraftModel:
         """
         behind, scratch = missing.size, len(self._scratch)
         tokens = np.concatenate([missing, self._own([node[-1] for node in nodes])]) if nodes else missing
-        if _is_chain([*self._scratch, *nodes]):
+        if is_chain([*self._scratch, *nodes]):
             return self._forward(tokens)
         depths = np.array([len(node) for node in nodes], np.int64)
         positions = np.concatenate([self._arena.length + np.arange(behind), len(self._token_ids) - 1 + depths])
@@ -258,21 +265,27 @@ class DraftModel:
         positions: npt.NDArray[np.int64] | None = None,
         mask: npt.NDArray[np.bool_] | None = None,
     ) -> Floats:
+        with self._timed_pass(tokens.size):
+            logits = self._bound.forward(tokens, logits_for=(tokens.size - 1,), positions=positions, tree_mask=mask)
+        last: Floats = logits[0]
+        return last
+
+    @contextmanager
+    def _timed_pass(self, width: int) -> Iterator[None]:
+        """Run a pass over `width` tokens behind the scratch slots, and observe its time now and then."""
         arena = self._arena
         base = arena.length
         started = time.perf_counter()
         # Scratch slots count as committed during the pass: it writes behind them, and growing the arena keeps them.
         arena.commit(len(self._scratch))
         try:
-            logits = self._bound.forward(tokens, logits_for=(tokens.size - 1,), positions=positions, tree_mask=mask)
+            yield
         finally:
             arena.rewind_to(base)
         if self.passes % _OBSERVED_EVERY == 0:
             # The cost is shared with other sequences, whose threads may be using it.
-            self._timings.append((tokens.size, base, time.perf_counter() - started))
+            self._timings.append((width, base, time.perf_counter() - started))
         self.passes += 1
-        last: Floats = logits[0]
-        return last
 
     def _keep_common(self, path: Path) -> None:
         """Drop the scratch slots, which are a chain, from where they differ from `path`."""
@@ -344,7 +357,7 @@ def _continues(path: Path, beginning: Path) -> bool:
     return len(path) > len(beginning) and path[: len(beginning)] == beginning
 
 
-def _is_chain(paths: Sequence[Path]) -> bool:
+def is_chain(paths: Sequence[Path]) -> bool:
     """Whether each path continues the one before, and the first one the sequence."""
     return all(path[:-1] == above for above, path in zip(((), *paths), paths, strict=False))
 

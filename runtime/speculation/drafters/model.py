@@ -32,7 +32,6 @@ class ModelDrafter:
         temperature: temperature of its probabilities, above 0: the target's, or 1 if the target is greedy.
     """
 
-    source: Final = Source.MODEL
     prior: Final[Sequence[float]] = (
         *((low + high) / 2 for low, high in zip((_MIN_PROB, *_EDGES), (*_EDGES, 1.0), strict=True)),  # first candidates
         *(0.8 * (low + high) / 2 for low, high in zip((_MIN_PROB, *_EDGES), (*_EDGES, 1.0), strict=True)),  # others
@@ -41,6 +40,11 @@ class ModelDrafter:
     def __init__(self, model: DraftModel, temperature: float = 1.0) -> None:
         self.model: Final = model
         self.temperature = temperature
+
+    @property
+    def source(self) -> Source:
+        """See `Drafter.source`."""
+        return self.model.source
 
     def reset(self, token_ids: Sequence[int]) -> None:
         """Replace the sequence."""

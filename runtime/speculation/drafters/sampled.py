@@ -178,7 +178,7 @@ class SampledDrafter:
         if len(tokens) > 1 and not trying:
             self._backoff.reset()
             self._backoff.start()
-        sources = [Source.ANCHOR, *[Source.MODEL] * (len(tokens) - 1)]
+        sources = [Source.ANCHOR, *[self.model.source] * (len(tokens) - 1)]
         return SampledDraft(Tree.of(tokens, parents, path_probs, sources), distributions)
 
     def next_token(self, distribution: Distribution, depth: int, drafted: int) -> int:

@@ -1,0 +1,185 @@
+"""A draft head over the target's hidden states: EAGLE-3, and other heads that continue from their own output.
+
+The head pairs the target's features of each token with the token after it, and predicts the token after that. So a
+sequence whose last token, the anchor, has not been run has a pair for every token but the anchor, and the head's first
+prediction comes after the anchor. For a draft token there are no features yet: in their place the head reads the state
+that it computed for the token before, which makes drafting sequential, one pass for each draft token that is
+continued. When the target has verified them, the accepted tokens run again with the target's features, together with
+what comes next.
+
+The head has a KV cache of its own. It begins at the first token whose features are known, at most `FEATURE_WINDOW`
+tokens back, and follows the sequence wherever that goes: fewer tokens mean worse drafts, never another text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from ...graph.head_session import HeadSession
+from ...kv.arena import KVArena
+from ...kv.features import FeatureSlots
+from ..pass_cost import PassCost
+from ..tree import Source
+from .draft_model import PREFILL_WIDTH, ROUNDS_SERVED, USUAL_CATCH_UP, DraftModel, Floats, Int32, Path, is_chain
+
+
+class HiddenStateHead(DraftModel):
+    """A `DraftModel` that reads the features which the target's passes leave in their arena; see `attach`.
+
+    Args:
+        bound: session of the head.
+        cost: as for `DraftModel`.
+        target_vocab: as for `DraftModel`.
+        target_ids: as for `DraftModel`. The embedding always has the target's ids.
+        source: what its candidates are counted under.
+    """
+
+    def __init__(
+        self,
+        bound: HeadSession,
+        cost: PassCost,
+        target_vocab: int,
+        target_ids: Int32 | None = None,
+        source: Source = Source.EAGLE,
+    ) -> None:
+        super().__init__(bound, cost, target_vocab, target_ids)
+        self.source = source
+        self._own_ids.fill(-1)
+        embedded = min(bound.graph_io.input_vocab, target_vocab)
+        self._own_ids[:embedded] = np.arange(embedded)
+        self._session: Final = bound
+        feature_size, state_size = bound.graph_io.head.sizes if bound.graph_io.head is not None else (0, 0)
+        self._no_features: Final = np.empty((0, feature_size), np.float32)
+        self._no_states: Final = np.empty((0, state_size), np.float32)
+        self._features: FeatureSlots | None = None
+        self._first = 0
+        """Index in the sequence of the token whose pair is in the first slot."""
+        self._states: dict[Path, Floats] = {}
+        """The head's state after each path that was run."""
+        self._stale = True
+        """Whether the sequence has changed since draft tokens were last run."""
+
+    def attach(self, arena: KVArena) -> None:
+        """Read the features of the sequence in the target's `arena` from now on."""
+        self._features = arena.features
+
+    def reset(self, token_ids: Sequence[int]) -> None:
+        """Replace the sequence; cache slots of the common prefix are kept."""
+        new = list(token_ids)
+        pairs = enumerate(zip(self._token_ids, new, strict=False))
+        same = next((i for i, (old, token) in pairs if old != token), min(len(new), len(self._token_ids)))
+        # The pair of a token holds the token after it too.
+        self._arena.rewind_to(min(self._arena.length, max(same - 1 - self._first, 0)))
+        self._token_ids = new
+        self._stale = True
+
+    def append(self, token: int) -> None:
+        """Append a token to the sequence."""
+        super().append(token)
+        self._stale = True
+
+    @property
+    def pending(self) -> int:
+        """Number of pairs of the sequence that are not in the KV cache yet."""
+        return max(len(self._token_ids) - 1 - self._first - self._arena.length, 0)
+
+    def seconds(self, path: Path) -> float:
+        """See `DraftModel.seconds`: a pass for the sequence, and one for each token of the path that was not run."""
+        self._commit_accepted()
+        if path in self._logits:
+            return 0.0
+        context = self._arena.length
+        steps = sum(path[:depth] not in self._logits for depth in range(1, len(path) + 1))
+        seconds = steps * self.cost.seconds(1, context)
+        if () not in self._logits:
+            later = max(self.pending - USUAL_CATCH_UP, 0)
+            seconds += later / PREFILL_WIDTH * self.cost.seconds(PREFILL_WIDTH, context) / ROUNDS_SERVED
+            seconds += self.cost.seconds(max(self.pending - later, 1), context)
+        return seconds
+
+    def width(self, path: Path) -> int:
+        """Number of tokens that have to run for the logits after the sequence and `path`."""
+        return max(1, self.pending + sum(path[:depth] not in self._logits for depth in range(1, len(path) + 1)))
+
+    def logits(self, path: Path) -> Floats | None:
+        """See `DraftModel.logits`."""
+        started = time.perf_counter()
+        if not self._token_ids:
+            raise ValueError("an empty sequence has no next token")
+        self._commit_accepted()
+        for depth in range(len(path) + 1):
+            node = path[:depth]
+            if node not in self._logits and not (self._run_draft_token(node) if node else self._run_sequence()):
+                break
+        self._spent += time.perf_counter() - started
+        return self._logits.get(path)
+
+    def _commit_accepted(self) -> None:
+        """Forget draft tokens once the sequence has grown: accepted ones run again with the target's features."""
+        if self._stale:
+            self._drop_draft()
+            self._stale = False
+
+    def _drop_draft(self) -> None:
+        super()._drop_draft()
+        self._states.clear()
+
+    def _run_sequence(self) -> bool:
+        """Run the missing pairs of the sequence; False if their features are not known."""
+        arena, features, end = self._arena, self._features, len(self._token_ids) - 1
+        if features is None or end < 1 or not features.start < end <= features.end:
+            return False
+        first = self._first + arena.length
+        if first < features.start or end - first > features.window or end - self._first >= arena.limit:
+            # A head that begins later drafts worse for a while, and can be anywhere in the context.
+            self._first = first = max(features.start, end - min(features.window, max(arena.limit // 2, 1)))
+            arena.rewind_to(0)
+        elif first >= end:  # all slots are there, but not the logits of the last one
+            first = end - 1
+            arena.rewind_to(first - self._first)
+        tokens = self._own(self._token_ids[first + 1 : end + 1])
+        if tokens.min() < 0:
+            return False
+        for start in range(first, end, PREFILL_WIDTH):
+            stop = min(start + PREFILL_WIDTH, end)
+            logits, state = self._forward_states(
+                tokens[start - first : stop - first], features.read(start, stop), self._no_states
+            )
+            arena.commit(stop - start)
+        self._logits[()], self._states[()] = logits[: self.head].copy(), state
+        return True
+
+    def _run_draft_token(self, path: Path) -> bool:
+        """Run the last token of a path, whose parent was run; False if it cannot be."""
+        scratch, base = len(self._scratch), self._arena.length
+        token = self._own(path[-1:])
+        if base + scratch + 1 > self._arena.limit or token[0] < 0:
+            return False
+        state = self._states[path[:-1]][None]
+        if is_chain([*self._scratch, path]):
+            logits, new = self._forward_states(token, self._no_features, state)
+        else:
+            visible = np.zeros((1, scratch + 1), np.bool_)
+            visible[0, [*(self._slots[path[:depth]] for depth in range(1, len(path))), scratch]] = True
+            positions = np.array([base + len(path) - 1], np.int64)
+            logits, new = self._forward_states(token, self._no_features, state, positions, visible)
+        self._slots[path] = scratch
+        self._scratch.append(path)
+        self._logits[path], self._states[path] = logits[: self.head].copy(), new
+        return True
+
+    def _forward_states(
+        self,
+        tokens: Int32,
+        features: Floats,
+        states: Floats,
+        positions: np.ndarray[tuple[int], np.dtype[np.int64]] | None = None,
+        mask: np.ndarray[tuple[int, int], np.dtype[np.bool_]] | None = None,
+    ) -> tuple[Floats, Floats]:
+        """Run a pass behind the draft tokens that were run; returns logits and state of its last token."""
+        with self._timed_pass(tokens.size):
+            return self._session.forward_states(tokens, features, states, positions=positions, tree_mask=mask)
