@@ -6,6 +6,7 @@ from .allocation.budget import parse_budget
 from .architectures.family import supported_families
 from .check.parity import Parity
 from .destination import ExportResult
+from .drafts.head_checkpoint import read_head_kind
 from .gguf import is_gguf
 from .npu.npu_request import NpuRequest
 from .pipeline import export_checkpoint, export_model, find_source, may_be_quantized
@@ -20,6 +21,7 @@ from .recipe import (
     DraftRequest,
     ExportRecipe,
     ExportRequest,
+    HeadRequest,
     MixedPrecisionRequest,
 )
 from .upgrade import upgrade_model
@@ -36,6 +38,7 @@ __all__ = [
     "ExportRequest",
     "ExportResult",
     "FrontierPlan",
+    "HeadRequest",
     "Method",
     "MixedPrecisionRequest",
     "NpuRequest",
@@ -49,6 +52,7 @@ __all__ = [
     "may_be_quantized",
     "measure_frontier",
     "parse_budget",
+    "read_head_kind",
     "supported_families",
     "upgrade_model",
 ]

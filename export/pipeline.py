@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +21,7 @@ from .calibration.work_folder import work_folder
 from .checkpoint.open import open_source
 from .completion import complete_bundle
 from .destination import ExportResult, bundle_written_whole, require_apart
+from .drafts.draft_head import DraftHead, open_draft_head
 from .drafts.make_draft import require_draft
 from .gguf import is_gguf
 from .graph.gpu_variants import write_gpu_variants
@@ -76,7 +78,9 @@ def export_model(request: ExportRequest, progress: Progress = silent) -> ExportR
             "calibration, mixed weights, drafts and reports need a checkpoint of a family that edge-run exports itself",
             f"these are {', '.join(supported_families())}",
         )
-    option = "--hidden-states" if request.recipe.hidden_states else "--device npu" if request.recipe.npu else None
+    recipe = request.recipe
+    asked = {"--hidden-states": recipe.hidden_states, "--device npu": recipe.npu, "a draft head": recipe.draft_head}
+    option = next((name for name, has in asked.items() if has), None)
     if option is not None and (holds_graph(source) or needs_optimum(source)):
         raise InputError(
             f"{option} needs a checkpoint of a family that edge-run exports itself",
@@ -121,19 +125,29 @@ def export_checkpoint(request: ExportRequest, progress: Progress = silent) -> Ex
             recipe.npu.require_expressible(config, model.context)
         if recipe.draft is not None:
             require_draft(checkpoint.folder, recipe.draft)
+        head = None if recipe.draft_head is None else open_draft_head(recipe.draft_head, recipe, config)
         if recipe.data_free:
-            return _export_data_free(request, model, progress, started)
+            return _export_data_free(request, model, head, progress, started)
         with work_folder(source, settings_of(recipe, model.context), recipe.work_folder) as folder:
             # The calibrated model maps files of the work folder, so it lives only in the called function.
-            return _export_calibrated(request, model, folder, progress, started)
+            return _export_calibrated(request, model, head, folder, progress, started)
 
 
 def _export_calibrated(
-    request: ExportRequest, model: SourceModel, folder: Path, progress: Progress, started: float
+    request: ExportRequest,
+    model: SourceModel,
+    head: DraftHead | None,
+    folder: Path,
+    progress: Progress,
+    started: float,
 ) -> ExportResult:
     prepared = prepare(model, request, folder, progress)
+    if head is not None:
+        prepared = replace(prepared, content=replace(prepared.content, features=head.features))
     with bundle_written_whole(request.destination) as staging:
         written = write_bundle(staging, prepared.content, progress)
+        if head is not None:
+            head.add_to(staging, prepared.content, progress)
         report = complete_bundle(staging, request, prepared, written, progress, started)
         notes = write_gpu_variants(staging, progress) if request.recipe.gpu else []
         sizes = _file_sizes(staging)
@@ -148,7 +162,9 @@ def _export_calibrated(
     )
 
 
-def _export_data_free(request: ExportRequest, model: SourceModel, progress: Progress, started: float) -> ExportResult:
+def _export_data_free(
+    request: ExportRequest, model: SourceModel, head: DraftHead | None, progress: Progress, started: float
+) -> ExportResult:
     recipe, checkpoint = request.recipe, model.source
     plan = recipe.quant_plan(model.config, checkpoint.stored_format)
     if not is_gguf(request.source):
@@ -163,9 +179,12 @@ def _export_data_free(request: ExportRequest, model: SourceModel, progress: Prog
         request.command,
         recipe.hidden_states,
         recipe.npu,
+        None if head is None else head.features,
     )
     with bundle_written_whole(request.destination) as staging:
         written = write_bundle(staging, content, progress, sample_text=True)
+        if head is not None:
+            head.add_to(staging, content, progress)
         notes = write_gpu_variants(staging, progress) if recipe.gpu else []
         sizes = _file_sizes(staging)
     seconds = time.perf_counter() - started

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import InputError
+from ..models.draft_heads import HeadKind
 from ..models.manifest import MIN_CONTEXT, GraphLayout, Method, WeightFormat
 from .allocation.budget import Budget
 from .checkpoint.config import DecoderConfig
@@ -112,6 +113,17 @@ class DraftRequest:
             )
 
 
+@dataclass(frozen=True)
+class HeadRequest:
+    """A draft head that is exported with its target."""
+
+    source: Path
+    """The head's checkpoint."""
+    kind: HeadKind
+    weight_format: WeightFormat | None = None
+    """Format of its weights; None for the target's default."""
+
+
 def _float_format(name: str) -> WeightFormat:  # noqa: ARG001 -- the same for every matrix
     return FP32
 
@@ -142,6 +154,8 @@ class ExportRecipe:
     """Formats chosen linear by linear, instead of `body` and `head`."""
     draft: DraftRequest | None = None
     """The draft model to export with the target; None for none."""
+    draft_head: HeadRequest | None = None
+    """The draft head to export with the target; None for none."""
     hidden_states: bool = False
     """Whether the graph gives the states before its LM head too, for embeddings."""
     npu: NpuRequest | None = None
@@ -156,6 +170,12 @@ class ExportRecipe:
     def __post_init__(self) -> None:
         if self.layout is not GraphLayout.EDGE and (self.draft or self.calibrated):
             raise InputError("calibration, mixed weights and drafts need edge-run's own layout", "leave --layout out")
+        if self.draft is not None and self.draft_head is not None:
+            raise InputError("a model has one draft: a draft model or a draft head", "leave one of them out")
+        if self.draft_head is not None and (self.layout is not GraphLayout.EDGE or self.npu is not None or self.gpu):
+            raise InputError(
+                "a draft head needs edge-run's own layout, on the CPU", "leave --layout and --device out, or the head"
+            )
         if self.layout is not GraphLayout.EDGE and self.hidden_states:
             raise InputError("--hidden-states needs edge-run's own layout", "leave --layout or --hidden-states out")
         if self.layout is not GraphLayout.EDGE and (self.npu is not None or self.gpu):

@@ -156,7 +156,10 @@ def export(
     ] = None,
     draft: Annotated[
         Path | None,
-        typer.Option(metavar="SRC", help="Checkpoint of a draft model, on disk or on the hub; it becomes part of OUT."),
+        typer.Option(
+            metavar="SRC",
+            help="Checkpoint of a draft model or a draft head (EAGLE-3), on disk or on the hub; it becomes part of OUT.",
+        ),
     ] = None,
     draft_weights: Annotated[
         WeightChoice | None,
@@ -189,6 +192,7 @@ def export(
     edge-run export Qwen2.5-0.5B-Instruct my-model --weights mixed --budget 3.5bpw
     edge-run export Qwen2.5-0.5B-Instruct my-model --weights mixed --budget 280MB@file --half-scales --zero-points
     edge-run export Qwen2.5-1.5B-Instruct my-model --draft Qwen2.5-0.5B-Instruct
+    edge-run export Qwen/Qwen3-1.7B my-model --draft AngelSlim/Qwen3-1.7B_eagle3
     edge-run export Qwen2.5-0.5B-Instruct my-model --device gpu
     edge-run export Qwen2.5-0.5B-Instruct my-model --device npu --widths 1,4,128 --contexts 512,2048
     edge-run export Phi-3-mini-4k-instruct-onnx/cpu-int4 my-model

@@ -18,7 +18,14 @@ from ...models.hub.model_id import parse_hub_id
 from ...models.manifest import GraphLayout, Method, WeightFormat
 
 if TYPE_CHECKING:
-    from ...export import CalibrationRequest, DraftRequest, ExportRequest, MixedPrecisionRequest, NpuRequest
+    from ...export import (
+        CalibrationRequest,
+        DraftRequest,
+        ExportRequest,
+        HeadRequest,
+        MixedPrecisionRequest,
+        NpuRequest,
+    )
 
 DEFAULT_BLOCK: Final = 32
 """Weights that share a scale by default; also what GGUF files have."""
@@ -187,6 +194,7 @@ class ExportOptions:
             raise InputError(
                 f"--block {self.block} has no effect without --weights or --head", "add --weights int8, int4 or int2"
             )
+        head = self._draft_head()
         recipe = ExportRecipe(
             body=self._format(WeightChoice.INT4 if self.mixed else weights),
             head=self._format(self.head),
@@ -199,7 +207,8 @@ class ExportOptions:
             calibration=self._calibration(),
             awq=self.method is not None and self.method.awq,
             mixed_precision=self._mixed_precision() if self.mixed else None,
-            draft=self._draft(),
+            draft=None if head is not None else self._draft(),
+            draft_head=head,
             report=self.report,
             work_folder=self.work,
         )
@@ -269,6 +278,24 @@ class ExportOptions:
             return None
         file = None if self.calibration == Path("self") else self.calibration
         return CalibrationRequest(file, self.calibration_tokens or DEFAULT_CALIBRATION_TOKENS, self.seed)
+
+    def _draft_head(self) -> HeadRequest | None:
+        """The draft head that `--draft` names; None where it names a whole model, or nothing."""
+        from ...export import HeadRequest, read_head_kind
+
+        if self.draft is None:
+            return None
+        source = _on_disk(self.draft)
+        kind = read_head_kind(source)
+        if kind is None:
+            return None
+        for option, typed in (("--draft-vocab", self.draft_vocab), ("--draft-layers", self.draft_layers)):
+            if typed is not None:
+                raise InputError(
+                    f"{option} has no effect on the draft head {self.draft}, whose size is that of its checkpoint",
+                    "leave it out",
+                )
+        return HeadRequest(source, kind, self._format(self.draft_weights))
 
     def _draft(self) -> DraftRequest | None:
         from ...export import DraftRequest, find_source

@@ -18,7 +18,7 @@ logs that it expands a matrix to float32 instead, which is many times slower.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -34,7 +34,7 @@ from ...models.manifest import WeightFormat
 from ..bundle_content import BundleContent
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.json_fields import read_json
-from ..checkpoint.layout import fused_linears
+from ..checkpoint.layout import FusedLinear, fused_linears
 from ..checkpoint.prefetch import in_order
 from ..checkpoint.source import Float32Array, ModelSource, RowRange
 from ..quantization.codes import dequantized
@@ -67,12 +67,14 @@ class Parity:
         return asdict(self)
 
 
-class QuantizedWeights:
-    """Reads a checkpoint with every linear's weights quantized to its format and dequantized."""
+class RoundedLinears:
+    """Reads a checkpoint with the weights of some linears quantized to their formats and dequantized."""
 
-    def __init__(self, checkpoint: ModelSource, config: DecoderConfig, plan: Mapping[str, WeightFormat]) -> None:
+    def __init__(
+        self, checkpoint: ModelSource, linears: Iterable[FusedLinear], plan: Mapping[str, WeightFormat]
+    ) -> None:
         self._checkpoint = checkpoint
-        self._formats = {name: plan[linear.name] for linear in fused_linears(config) for name in linear.weights}
+        self._formats = {name: plan[linear.name] for linear in linears for name in linear.weights}
 
     def read(self, name: str) -> Float32Array:
         """Read a whole tensor that belongs to no linear: a norm or a bias."""
@@ -89,6 +91,13 @@ class QuantizedWeights:
     def chunks(self, name: str) -> Iterator[Float32Array]:
         """Read a linear's matrix from top to bottom, some rows at a time."""
         return in_order(self.read_rows, self._checkpoint.row_ranges(name))
+
+
+class QuantizedWeights(RoundedLinears):
+    """Reads a checkpoint with every linear's weights quantized to its format and dequantized."""
+
+    def __init__(self, checkpoint: ModelSource, config: DecoderConfig, plan: Mapping[str, WeightFormat]) -> None:
+        super().__init__(checkpoint, fused_linears(config), plan)
 
 
 def check_parity(folder: Path, content: BundleContent, progress: Callable[[float], None]) -> Parity:

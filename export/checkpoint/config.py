@@ -175,9 +175,18 @@ def read_config(folder: Path) -> DecoderConfig:
         CheckpointError: the file is absent, damaged or incomplete, or describes a model that is not supported.
     """
     config: Mapping[str, Any] = read_json(folder / "config.json")
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str):
+    if not isinstance(config.get("model_type"), str):
         raise CheckpointError(f"{folder / 'config.json'} has no model_type", "download the checkpoint again")
+    return parse_config(config)
+
+
+def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
+    """Read a parsed config.json with a `model_type`.
+
+    Raises:
+        CheckpointError: it is incomplete, or describes a model that is not supported.
+    """
+    model_type = str(config["model_type"])
     family = find_family(model_type)
     config = {**family.defaults, **_text_settings(config, family)}
     _refuse_unsupported(config, family)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from ...errors import CheckpointError
 from ...models.json_file import is_whole, parse_json_object, shown
@@ -31,7 +32,9 @@ INDEX_FILE: Final = "model.safetensors.index.json"
 
 _ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes per element of the supported float types."""
-_KNOWN_BYTES: Final = {**_ITEM_BYTES, "U8": 1}
+_KNOWN_BYTES: Final = {**_ITEM_BYTES, "U8": 1, "I64": 8, "I32": 4, "BOOL": 1}
+_INTEGERS: Final = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
+"""Types of integer tensors."""
 _MXFP4_SUFFIX: Final = "_blocks"
 """Suffix of tensors with MXFP4 codes."""
 _MAX_HEADER_BYTES: Final = 100 << 20
@@ -51,8 +54,13 @@ class _Tensor:
 class Checkpoint:
     """The tensors of a checkpoint folder by name, converted to float32; see `ModelSource`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, renamed: Sequence[tuple[str, str]] | None = None) -> None:
         """Read the headers of all weight files, without the weights.
+
+        Args:
+            folder: The checkpoint.
+            renamed: Prefixes of tensor names, and those that such names have instead in the files; the first that fits
+                applies. None for those of a language model, which are found out.
 
         Raises:
             CheckpointError: the folder has no safetensors weights, or a file is missing, truncated or malformed.
@@ -61,7 +69,7 @@ class Checkpoint:
         self._tensors: dict[str, _Tensor] = {}
         for file in _weight_files(folder):
             self._tensors.update(_read_header(file))
-        self._prefixes = _prefixes(self._tensors)
+        self._prefixes = (_prefixes(self._tensors),) if renamed is None else tuple(renamed)
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
         """Check that a tensor exists with that shape and a float type; see `ModelSource.require`."""
@@ -70,11 +78,28 @@ class Checkpoint:
                 f"{name} has shape {list(self.shape(name))}, but config.json implies {list(shape)}",
                 "config.json and the weights belong to different models",
             )
-        dtype = "BF16" if self._has(f"{name}{_MXFP4_SUFFIX}") else self._find(name).dtype
+        dtype = "BF16" if self.has(f"{name}{_MXFP4_SUFFIX}") else self._find(name).dtype
         if dtype not in _ITEM_BYTES:
             raise CheckpointError(
                 f"{name} has type {dtype}", "supported are F32, F16 and BF16: export the float checkpoint"
             )
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        return self._stored_name(name) in self._tensors
+
+    def integers(self, name: str) -> npt.NDArray[np.int64]:
+        """Read a whole tensor of integers.
+
+        Raises:
+            CheckpointError: it does not exist, is of another type or cannot be read.
+        """
+        tensor = self._find(name)
+        if tensor.dtype not in _INTEGERS:
+            raise CheckpointError(f"{name} has type {tensor.dtype}, not integers", _DOWNLOAD_AGAIN)
+        dtype = _INTEGERS[tensor.dtype]
+        raw = self._read_bytes(name, tensor, 0, math.prod(tensor.shape) * dtype.itemsize)
+        return raw.view(dtype).astype(np.int64).reshape(tensor.shape)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor; for stacked experts, that of the matrix of all experts."""
@@ -117,7 +142,7 @@ class Checkpoint:
 
     def _stack(self, name: str) -> FloatStack | Mxfp4Stack | None:
         """Return the experts of a layer if the tensor stacks them, else None."""
-        if self._has(f"{name}{_MXFP4_SUFFIX}"):
+        if self.has(f"{name}{_MXFP4_SUFFIX}"):
             return self._mxfp4(name)
         tensor = self._find(name)
         # A tensor of stacked experts is named like a module, a convolution's kernels like a weight.
@@ -140,12 +165,11 @@ class Checkpoint:
             lambda start, count: self._read_bytes(name, scales, start, count),
         )
 
-    def _has(self, name: str) -> bool:
-        return self._stored_name(name) in self._tensors
-
     def _stored_name(self, name: str) -> str:
-        standard, stored = self._prefixes
-        return stored + name.removeprefix(standard) if name.startswith(standard) else name
+        for standard, stored in self._prefixes:
+            if name.startswith(standard):
+                return stored + name.removeprefix(standard)
+        return name
 
     def _find(self, name: str) -> _Tensor:
         tensor = self._tensors.get(self._stored_name(name))

@@ -1,0 +1,97 @@
+"""Reference of EAGLE-3 heads in float64 NumPy, token by token and without a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..checkpoint.source import RowRange
+from .reference import WeightSource
+from .reference_positions import Float64Array, head_dim, rotation
+
+
+class HeadOutputs(NamedTuple):
+    """What a head computes at every token."""
+
+    logits: Float64Array
+    """float64 [n, draft vocabulary]."""
+    states: Float64Array
+    """The outputs of the layer before the last norm, float64 [n, hidden]."""
+
+
+def reference_head(
+    weights: WeightSource,
+    config: Mapping[str, Any],
+    embeddings: Float64Array,
+    features: Float64Array,
+    context: int,
+) -> HeadOutputs:
+    """Run a head over a sequence: first over tokens with the target's features, then from its own states.
+
+    Args:
+        weights: the head's tensors, named like those of a decoder of one layer.
+        config: the parsed config.json of the head.
+        embeddings: embeddings of the tokens, float64 [n, hidden].
+        features: the target's features of the first tokens, float64 [k, 3 * target hidden], k at least 1.
+        context: number of positions that the exported graph supports.
+    """
+    settings = {**config, "model_type": "llama"}
+    heads, dim = settings["num_attention_heads"], head_dim(settings)
+    kv_heads = settings.get("num_key_value_heads") or heads
+    name, count = "model.layers.0", len(embeddings)
+    cosines, sines = rotation(settings, 0, np.arange(count), context)
+    epsilon = float(settings.get("rms_norm_eps") or 1e-6)
+    biased = bool(settings.get("attention_bias"))
+
+    def matrix(module: str) -> Float64Array:
+        return np.concatenate([np.asarray(piece, np.float64) for piece in weights.chunks(f"{module}.weight")])
+
+    def linear(module: str, value: Float64Array, *, has_bias: bool = False) -> Float64Array:
+        product = value @ matrices[module].T
+        return product + weights.read(f"{module}.bias") if has_bias else product
+
+    def norm(module: str, value: Float64Array) -> Float64Array:
+        scaled = value / np.sqrt(np.mean(value**2) + epsilon)
+        return np.asarray(scaled * weights.read(f"{module}.weight"))
+
+    def rotated(value: Float64Array, position: int) -> Float64Array:
+        first, second = np.split(value, 2, axis=-1)
+        cosine, sine = cosines[position], sines[position]
+        return np.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+
+    modules = [f"{name}.self_attn.{each}_proj" for each in "qkvo"]
+    modules += [f"{name}.mlp.{each}_proj" for each in ("gate", "up", "down")]
+    matrices = {module: matrix(module) for module in (*modules, "fc", "lm_head")}
+    keys: list[Float64Array] = []
+    values: list[Float64Array] = []
+    states: list[Float64Array] = []
+    logits: list[Float64Array] = []
+    for index, embedding in enumerate(embeddings):
+        hidden = linear("fc", features[index]) if index < len(features) else states[-1]
+        normed = np.concatenate([norm(f"{name}.input_layernorm", embedding), norm(f"{name}.hidden_norm", hidden)])
+        query, key, value = (linear(each, normed, has_bias=biased) for each in modules[:3])
+        keys.append(rotated(key.reshape(kv_heads, dim), index))
+        values.append(value.reshape(kv_heads, dim))
+        queries = rotated(query.reshape(heads, dim), index)
+        attended = np.empty((heads, dim))
+        for head in range(heads):
+            group = head // (heads // kv_heads)
+            scores = np.array([queries[head] @ each[group] for each in keys]) / np.sqrt(dim)
+            shares = np.exp(scores - scores.max())
+            attended[head] = shares / shares.sum() @ np.array([each[group] for each in values])
+        hidden = hidden + linear(modules[3], attended.reshape(-1), has_bias=biased)
+        normed = norm(f"{name}.post_attention_layernorm", hidden)
+        gate = linear(modules[4], normed)
+        hidden = hidden + linear(modules[6], gate / (1 + np.exp(-gate)) * linear(modules[5], normed))
+        states.append(hidden)
+        logits.append(linear("lm_head", norm("model.norm", hidden)))
+    return HeadOutputs(np.array(logits), np.array(states))
+
+
+def embedding_rows(weights: WeightSource, tokens: npt.NDArray[np.int64]) -> Float64Array:
+    """Embeddings of tokens, float64 [n, hidden], without the factor that some families apply."""
+    rows = [RowRange("model.embed_tokens.weight", token, token + 1) for token in tokens.tolist()]
+    return np.concatenate([weights.read_rows(row) for row in rows]).astype(np.float64)

@@ -1,0 +1,68 @@
+"""Tiny random draft heads in the published formats, for the tiny models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgerun.models.draft_heads import EAGLE_ARCHITECTURES, eagle_tensors
+
+from .tiny_models import tiny_config, write_json, write_weights
+
+Tensors = dict[str, npt.NDArray[Any]]
+
+
+def eagle_config(target: Mapping[str, Any], **overrides: Any) -> dict[str, Any]:
+    """config.json of an EAGLE-3 head for a target; an override of None removes the setting."""
+    names = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+    config = {
+        "architectures": [EAGLE_ARCHITECTURES[0]],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "intermediate_size": 80,
+        "draft_vocab_size": 200,
+        **{name: target[name] for name in names},
+        **overrides,
+    }
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def eagle_weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:
+    """Random weights of a head with the target's embedding, and its map to the target's tokens."""
+    random = np.random.default_rng(seed)
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    dim = config.get("head_dim", hidden // heads)
+    shapes = eagle_tensors(
+        hidden,
+        config.get("target_hidden_size", hidden),
+        heads * dim,
+        config["num_key_value_heads"] * dim,
+        config["intermediate_size"],
+        config["draft_vocab_size"],
+    )
+    tensors: Tensors = {}
+    for name, shape in shapes.items():
+        scale = 1.5 / math.sqrt(shape[-1]) if len(shape) == 2 else 0.2
+        tensors[name] = (random.standard_normal(shape) * scale + (len(shape) == 1)).astype(np.float32)
+    ids = np.sort(random.permutation(config["vocab_size"])[: config["draft_vocab_size"]])
+    tensors["d2t"] = (ids - np.arange(ids.size)).astype(np.int64)
+    tensors["t2d"] = np.isin(np.arange(config["vocab_size"]), ids)
+    return tensors
+
+
+def write_eagle_head(folder: Path, target: Mapping[str, Any] | None = None, *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a random EAGLE-3 head for a target with that config.json (the tiny llama when None); return its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = eagle_config(tiny_config() if target is None else target, **overrides)
+    write_json(folder / "config.json", config)
+    write_weights(folder, eagle_weights(config, seed))
+    return folder
