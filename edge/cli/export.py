@@ -158,7 +158,7 @@ def export(
         Path | None,
         typer.Option(
             metavar="SRC",
-            help="Checkpoint of a draft model or a draft head (EAGLE-3), on disk or on the hub; it becomes part of OUT.",
+            help="Checkpoint of a draft model or of a draft head, on disk or on the hub; it becomes part of OUT.",
         ),
     ] = None,
     draft_weights: Annotated[

@@ -52,23 +52,42 @@ def reference_logits(
     """
     if config["model_type"] in ("gemma4", "gemma4_text"):
         return gemma4_logits(weights, config, tokens)
-    if config["model_type"] == "gemma3":
-        config = _gemma3_text(config)
-    elif config["model_type"] in ("mistral3", "qwen3_5"):
-        config = {"tie_word_embeddings": False, **config, **config["text_config"]}
-    rows = [RowRange("model.embed_tokens.weight", token, token + 1) for token in tokens.tolist()]
-    hidden = np.concatenate([weights.read_rows(row) for row in rows]).astype(np.float64)
-    if config["model_type"] in _GEMMA:
-        hidden = hidden * math.sqrt(config["hidden_size"])
-    hidden = hidden * _granite(config, "embedding_multiplier")
-    for layer in range(config["num_hidden_layers"]):
-        hidden = _layer(weights, config, layer, hidden, context)
+    config = _text_settings(config)
+    hidden = reference_states(weights, config, tokens, context)[-1]
     hidden = _norm(weights, config, "model.embedding_norm" if config["model_type"] == "lfm2" else "model.norm", hidden)
     tied = config.get("tie_word_embeddings", config["model_type"] in (*_GEMMA, "smollm3", "lfm2"))
     tied = config.get("tie_embedding", tied) if config["model_type"] == "lfm2" else tied
     logits = linear(weights, "model.embed_tokens" if tied else "lm_head", hidden, biased=False)
     logits = logits / _granite(config, "logits_scaling")
     return soft_capped(logits, _cap(config, "final_logit_softcapping", {"gemma2": 30.0}))
+
+
+def reference_states(
+    weights: WeightSource, config: Mapping[str, Any], tokens: TokenArray, context: int
+) -> list[Float64Array]:
+    """Compute the residual stream of every position; arguments as for `reference_logits`, but not for Gemma 4.
+
+    Returns:
+        float64 [n, hidden] before each layer, and after the last one.
+    """
+    config = _text_settings(config)
+    rows = [RowRange("model.embed_tokens.weight", token, token + 1) for token in tokens.tolist()]
+    hidden = np.concatenate([weights.read_rows(row) for row in rows]).astype(np.float64)
+    if config["model_type"] in _GEMMA:
+        hidden = hidden * math.sqrt(config["hidden_size"])
+    states = [hidden * _granite(config, "embedding_multiplier")]
+    for layer in range(config["num_hidden_layers"]):
+        states.append(_layer(weights, config, layer, states[-1], context))
+    return states
+
+
+def _text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of the language model, which are nested in some multimodal models."""
+    if config["model_type"] == "gemma3":
+        return _gemma3_text(config)
+    if config["model_type"] in ("mistral3", "qwen3_5"):
+        return {"tie_word_embeddings": False, **config, **config["text_config"]}
+    return config
 
 
 def _layer(weights: WeightSource, config: Settings, layer: int, hidden: Float64Array, context: int) -> Float64Array:

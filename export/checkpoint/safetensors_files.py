@@ -33,7 +33,7 @@ INDEX_FILE: Final = "model.safetensors.index.json"
 _ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes per element of the supported float types."""
 _KNOWN_BYTES: Final = {**_ITEM_BYTES, "U8": 1, "I64": 8, "I32": 4, "BOOL": 1}
-_INTEGERS: Final = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
+_INTEGERS: Final[Mapping[str, np.dtype[np.signedinteger[Any]]]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
 """Types of integer tensors."""
 _MXFP4_SUFFIX: Final = "_blocks"
 """Suffix of tensors with MXFP4 codes."""
@@ -99,7 +99,8 @@ class Checkpoint:
             raise CheckpointError(f"{name} has type {tensor.dtype}, not integers", _DOWNLOAD_AGAIN)
         dtype = _INTEGERS[tensor.dtype]
         raw = self._read_bytes(name, tensor, 0, math.prod(tensor.shape) * dtype.itemsize)
-        return raw.view(dtype).astype(np.int64).reshape(tensor.shape)
+        values: npt.NDArray[np.int64] = raw.view(dtype).astype(np.int64).reshape(tensor.shape)
+        return values
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor; for stacked experts, that of the matrix of all experts."""

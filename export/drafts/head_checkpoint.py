@@ -192,9 +192,10 @@ def _listed_layers(settings: Mapping[str, Any]) -> tuple[int, ...] | None:
     listed = inner.get(EAGLE_LAYERS) if isinstance(inner, Mapping) else None
     if listed is None:
         return None
-    if not isinstance(listed, list) or len(listed) != EAGLE_FEATURE_LAYERS or not all(is_whole(each, 0) for each in listed):
+    layers = [each for each in listed if is_whole(each, 0)] if isinstance(listed, list) else []
+    if len(layers) != EAGLE_FEATURE_LAYERS or layers != listed:
         raise CheckpointError(f"config.json: {EAGLE_LAYERS} must be a list of three layers, found {shown(listed)}")
-    return tuple(listed)
+    return tuple(layers)
 
 
 def _open_layer(folder: Path) -> Checkpoint:

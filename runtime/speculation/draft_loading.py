@@ -92,7 +92,7 @@ def place_draft(pair: DraftPair, config: SessionConfig, device: str = "auto") ->
         return config, PlacedDraft(pair, draft_config)
     if not pair.has_own_files:
         kind = "a draft of the model's own layers" if pair.layer_skip else "a draft head"
-        what = f"{kind} runs on the model's device, {config.device}, and not on {chosen}"
+        what = f"{kind} runs on its device, {config.device}, and not on {chosen}"
         raise InputError(what, "leave the draft device out")
     threads = 1 if pair.draft.weight_bytes < _ONE_THREAD_BELOW else config.threads
     # Idle threads that spin would take the cores from what drives the other device.
