@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checkpoint.source import RowRange
-from .reference import WeightSource
+from .reference_operations import WeightSource
 from .reference_positions import Float64Array, head_dim, rotation
 
 

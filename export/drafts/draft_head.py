@@ -136,9 +136,7 @@ def _check_head(
                 )
 
 
-def _name_head(
-    folder: Path, kind: HeadKind, target_ids: TargetIds | None, digests: Mapping[str, FileDigest]
-) -> None:
+def _name_head(folder: Path, kind: HeadKind, target_ids: TargetIds | None, digests: Mapping[str, FileDigest]) -> None:
     """Name a draft head, whose graph is in the bundle, in the manifest."""
     names = [DRAFT_GRAPH_NAME]
     if target_ids is not None:

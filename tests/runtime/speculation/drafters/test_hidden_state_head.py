@@ -138,9 +138,7 @@ def test_trees_leave_the_features_of_the_accepted_path(target: GraphSession, ora
     bound.forward([23, 30, 31, 32], positions=[3, 4, 4, 5], tree_mask=mask)
     bound.arena.compact(3, [0, 2, 3])
     assert bound.arena.features is not None
-    np.testing.assert_allclose(
-        bound.arena.features.read(0, 6), oracle.features([20, 21, 22, 23, 31, 32]), atol=2e-4
-    )
+    np.testing.assert_allclose(bound.arena.features.read(0, 6), oracle.features([20, 21, 22, 23, 31, 32]), atol=2e-4)
 
 
 @settings(max_examples=25, deadline=None)
