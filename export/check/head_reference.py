@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checkpoint.source import RowRange
-from .reference_operations import WeightSource
+from .reference_operations import WeightSource, rms_norm, rotate, softmax
 from .reference_positions import Float64Array, head_dim, rotation
 
 
@@ -54,13 +54,11 @@ def reference_head(
         return product + weights.read(f"{module}.bias") if has_bias else product
 
     def norm(module: str, value: Float64Array) -> Float64Array:
-        scaled = value / np.sqrt(np.mean(value**2) + epsilon)
-        return np.asarray(scaled * weights.read(f"{module}.weight"))
+        return np.asarray(rms_norm(value, epsilon) * weights.read(f"{module}.weight"))
 
     def rotated(value: Float64Array, position: int) -> Float64Array:
-        first, second = np.split(value, 2, axis=-1)
-        cosine, sine = cosines[position], sines[position]
-        return np.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+        at = slice(position, position + 1)
+        return rotate(value.reshape(1, -1, dim), cosines[at], sines[at])[0]
 
     modules = [f"{name}.self_attn.{each}_proj" for each in "qkvo"]
     modules += [f"{name}.mlp.{each}_proj" for each in ("gate", "up", "down")]
@@ -73,15 +71,14 @@ def reference_head(
         hidden = linear("fc", features[index]) if index < len(features) else states[-1]
         normed = np.concatenate([norm(f"{name}.input_layernorm", embedding), norm(f"{name}.hidden_norm", hidden)])
         query, key, value = (linear(each, normed, has_bias=biased) for each in modules[:3])
-        keys.append(rotated(key.reshape(kv_heads, dim), index))
+        keys.append(rotated(key, index))
         values.append(value.reshape(kv_heads, dim))
-        queries = rotated(query.reshape(heads, dim), index)
+        queries = rotated(query, index)
         attended = np.empty((heads, dim))
         for head in range(heads):
             group = head // (heads // kv_heads)
             scores = np.array([queries[head] @ each[group] for each in keys]) / np.sqrt(dim)
-            shares = np.exp(scores - scores.max())
-            attended[head] = shares / shares.sum() @ np.array([each[group] for each in values])
+            attended[head] = softmax(scores) @ np.array([each[group] for each in values])
         hidden = hidden + linear(modules[3], attended.reshape(-1), has_bias=biased)
         normed = norm(f"{name}.post_attention_layernorm", hidden)
         gate = linear(modules[4], normed)
