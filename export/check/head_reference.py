@@ -58,7 +58,8 @@ def reference_head(
 
     def rotated(value: Float64Array, position: int) -> Float64Array:
         at = slice(position, position + 1)
-        return rotate(value.reshape(1, -1, dim), cosines[at], sines[at])[0]
+        turned: Float64Array = rotate(value.reshape(1, -1, dim), cosines[at], sines[at])[0]
+        return turned
 
     modules = [f"{name}.self_attn.{each}_proj" for each in "qkvo"]
     modules += [f"{name}.mlp.{each}_proj" for each in ("gate", "up", "down")]

@@ -25,7 +25,7 @@ from ..check.parity import TOLERANCE, QuantizedWeights, RoundedLinears
 from ..checkpoint.config import DecoderConfig
 from ..graph import inputs_outputs
 from ..graph.draft_features import DraftFeatures
-from ..graph.eagle_head import EagleParts, build_eagle_head
+from ..graph.eagle_graph import EagleParts, build_eagle_head
 from ..graph.initializers import Initializers
 from ..graph.weight_file import WeightFile
 from ..recipe import DEFAULT_METHODS, INT4, ExportRecipe, HeadRequest, with_methods
