@@ -200,10 +200,12 @@ class ExportRecipe:
             has = "layers that differ in their heads, caches or inputs"
         else:
             return
+        # What is measured runs over texts side by side in a batch, which a state that is no part of its inputs cannot.
+        calibrates = config.delta_net is None and config.convolution is not None
         asked = {
-            "calibration (--method gptq, --awq, --weights mixed)": self.calibrated,
+            "calibration (--method gptq, --awq, --weights mixed)": self.calibrated and not calibrates,
             "--draft": self.draft is not None,
-            "--report": self.report,
+            "--report": self.report and not calibrates,
             "--layout genai": self.layout is not GraphLayout.EDGE,
             "--device npu": self.npu is not None,
             "--device gpu": self.gpu and config.keeps_states,

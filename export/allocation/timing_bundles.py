@@ -75,7 +75,8 @@ def timing_bundles(config: DecoderConfig, formats: Sequence[WeightFormat]) -> li
     body = _layer_weights(config)
     max_layers = max(len(formats), int(_LARGE_MODEL * config.layers / body))
     other_layers = config.layers if body <= _SMALL_MODEL else 1
-    depths = [min(config.layers, max_layers)] + [other_layers] * (len(formats) - 1)
+    least = _layers_of_all_kinds(config)
+    depths = [max(least, min(config.layers, max_layers))] + [max(least, other_layers)] * (len(formats) - 1)
     return [_bundle(config, layers, formats, first) for first, layers in enumerate(depths)]
 
 
@@ -86,8 +87,18 @@ def uniform_bundles(config: DecoderConfig, formats: Sequence[WeightFormat]) -> l
         known = largest.get(each.bits)
         if not each.rank and (known is None or known.block < each.block):
             largest[each.bits] = each
-    layers = min(config.layers, max(2, int(_LARGE_UNIFORM_MODEL * config.layers / _layer_weights(config))))
+    layers = max(2, _layers_of_all_kinds(config), int(_LARGE_UNIFORM_MODEL * config.layers / _layer_weights(config)))
+    layers = min(config.layers, layers)
     return [_bundle(config, layers, [each], 0) for _, each in sorted(largest.items())]
+
+
+def _layers_of_all_kinds(config: DecoderConfig) -> int:
+    """Smallest number of first layers that have linears of every kind that the model has."""
+    kinds = [
+        frozenset(linear.name.rsplit(".", 1)[-1] for linear in layer_layout(config, index).linears)
+        for index in range(config.layers)
+    ]
+    return 1 + max(kinds.index(kind) for kind in set(kinds))
 
 
 def _layer_weights(config: DecoderConfig) -> int:
@@ -100,7 +111,7 @@ def _bundle(config: DecoderConfig, layers: int, formats: Sequence[WeightFormat],
 
     The head is tied, whatever the model's is: that saves writing a matrix and takes the same time.
     """
-    short = replace(config, layers=layers, attention=config.attention[:layers], tied_head=True)
+    short = replace(config.first_layers(layers), tied_head=True)
     outer = replace(formats[first], rank=0)
     plan = {EMBEDDING_LINEAR: outer, HEAD_LINEAR: outer}
     for index in range(layers):

@@ -194,13 +194,8 @@ def _scalable_linears(config: DecoderConfig) -> Iterator[_ScalableLinear]:
 def _scalable_in_layer(layer: Layer, config: DecoderConfig) -> Iterator[_ScalableLinear]:
     if layer.before_attention is not None:
         yield _ScalableLinear(layer.qkv, norm=layer.before_attention)
-    # A value head serves all query heads of its group.
-    yield _ScalableLinear(
-        layer.output,
-        producer=layer.qkv,
-        first_row=config.query_width + config.kv_width,
-        shared=(config.heads // config.kv_heads, config.head_dim),
-    )
+    if (producer := layer.producer) is not None:
+        yield _ScalableLinear(layer.output, None, layer.qkv, producer.first_row, producer.shared)
     if layer.before_mlp is not None:
         yield _ScalableLinear(layer.gate_up, norm=layer.before_mlp)
     yield _ScalableLinear(layer.down, producer=layer.gate_up, first_row=config.intermediate_size)

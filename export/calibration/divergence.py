@@ -96,7 +96,7 @@ class PlanEvaluator:
         self._stages: list[tuple[FusedLinear, ...]] = [(self._linears["embedding"],)]
         for index in range(config.layers):
             layer = layer_layout(config, index)
-            self._stages += [(layer.qkv, layer.output), (layer.gate_up, layer.down)]
+            self._stages += [layer.mixer_linears, layer.feed_forward_linears]
         plan_bytes = sum(batch.tokens.size for batch in self._batches) * config.hidden_size * 4 * len(self._stages)
         self._stride = max(1, math.ceil(plan_bytes / (_STATE_BYTES / 2)))
         """States are kept after every `_stride`-th stage, so that those of two plans fit."""
@@ -160,7 +160,7 @@ class PlanEvaluator:
             rows = np.cumsum(batch.counted.ravel()).reshape(batch.counted.shape) - 1
             for which in np.unique(batch.texts[batch.counted]).tolist():
                 own = batch.texts == which
-                session.length = 0
+                session.reset()
                 counted = np.flatnonzero(batch.counted[own])
                 logits[rows[own & batch.counted]] = session.forward(self._text[which], counted)
             following, step = batch.following[batch.counted], self._runner.logits_batch
@@ -235,7 +235,7 @@ class PlanEvaluator:
         index, second_half = divmod(stage - 1, 2)
         if second_half:
             return self._runner.feed_forward(index, hidden, lambda linear: weights[linear.name])
-        return self._runner.attention(index, hidden, batch, lambda linear: weights[linear.name])
+        return self._runner.mixer(index, hidden, batch, lambda linear: weights[linear.name])
 
     def _latest(self, number: int, keys: Sequence[int], exact_stages: int) -> tuple[int, Float32Array | None]:
         """The stage to begin with, and the states before it; None before the first."""

@@ -18,6 +18,7 @@ from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layout import FusedLinear, Norm, layer_layout
 from ..graph import inputs_outputs
 from ..graph.attention import Attention
+from ..graph.convolution import append_convolution
 from ..graph.decoder import IR_VERSION, OPSET
 from ..graph.feed_forward import append_feed_forward
 from ..graph.initializers import Initializers
@@ -34,7 +35,9 @@ class Vector:
     """A vector input: checkpoint vectors concatenated, with `plus` added to each element."""
 
     sources: tuple[str, ...]
-    plus: float
+    plus: float = 0.0
+    tap: int | None = None
+    """Which token of the kernels `[channels, 1, kernel]` of a convolution; None for sources that are vectors."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,11 @@ class _FedWeights(Initializers):
         self.vectors[name] = Vector(tuple(sources), plus)
         return name
 
+    def taps(self, name: str, source: str, kernel: int) -> list[str]:
+        names = [f"{name}.{tap}" for tap in range(kernel)]
+        self.vectors.update({each: Vector((source,), tap=tap) for tap, each in enumerate(names)})
+        return names
+
 
 class _FedNodes(Nodes):
     """Builds linears that multiply by matrix inputs."""
@@ -85,6 +93,10 @@ class _FedNodes(Nodes):
         if not linear.biased:
             return product
         return self.add("Add", [product, self.weights.vector(f"{linear.name}.bias", linear.biases)], linear.name)
+
+    def within_text(self, value: str, back: int) -> str:
+        """Multiply by the input that masks other texts: several lie side by side in a row of a batch."""
+        return self.add("Mul", [value, within_text(back)], f"{value}.within")
 
     def add_residual(self, value: str, after: Norm | None) -> None:
         """Add the half's output to the residual."""
@@ -135,6 +147,30 @@ def attention_half(config: DecoderConfig, index: int, context: int) -> HalfLayer
         helper.make_tensor_value_info("total_sequence_length", TensorProto.INT32, []),
     ]
     return nodes.finished([*(each for each in declared if each.name in used), *past])
+
+
+def within_text(back: int) -> str:
+    """Name of the input that says which tokens have one of their own text that far before them."""
+    return f"within_text.{back}"
+
+
+def convolution_half(config: DecoderConfig, index: int) -> HalfLayer:
+    """Build norm, convolution and output projection of layer `index`.
+
+    Besides the inputs of every half, the graph has the state before the first token, `Batch.within_text` for every
+    token that a kernel reaches back, and the kernels.
+
+    Raises:
+        ValueError: The layer has no convolution.
+    """
+    nodes, layer = _FedNodes(config), layer_layout(config, index)
+    if layer.convolution is None:
+        raise ValueError(f"layer {index} has no convolution")
+    normed = _normed(nodes, layer.before_attention)
+    mixed = append_convolution(nodes, index, layer, layer.convolution, normed)
+    nodes.add_residual(nodes.linear(layer.output, mixed), layer.after_attention)
+    masks = [_floats(within_text(back), 3) for back in range(1, layer.convolution.kernel)]
+    return nodes.finished([_floats(inputs_outputs.past_conv(index), 3), *masks])
 
 
 def feed_forward_half(config: DecoderConfig, index: int) -> HalfLayer:

@@ -25,7 +25,15 @@ from ..checkpoint.source import Float32Array, RowRange
 from ..graph import inputs_outputs
 from ..graph.decoder import IR_VERSION, OPSET
 from ..graph.nodes import MICROSOFT
-from .layer_graphs import HIDDEN, HalfLayer, attention_half, feed_forward_half
+from .layer_graphs import (
+    HIDDEN,
+    HalfLayer,
+    Vector,
+    attention_half,
+    convolution_half,
+    feed_forward_half,
+    within_text,
+)
 from .text_batches import Batch
 
 WeightsOf = Callable[[FusedLinear], Float32Array]
@@ -63,11 +71,12 @@ class LayerRunner:
         self.source = model.source
         self.config = config
         self._context = model.context
-        self._attention: dict[LayerAttention, _Half] = {}
+        self._mixers: dict[LayerAttention | None, _Half] = {}
+        """Attention halves by their kind; the convolution half by None."""
         self._feed_forward: _Half | None = None
         self._norm = _session(_norm_graph(config))
         self._head = _session(_head_graph(config))
-        self._vectors: dict[tuple[tuple[str, ...], float], Float32Array] = {}
+        self._vectors: dict[tuple[tuple[str, ...], float, int | None], Float32Array] = {}
 
     def matrix(self, linear: FusedLinear) -> Float32Array:
         """A linear's matrix from the checkpoint, float32 [N, K].
@@ -93,10 +102,10 @@ class LayerRunner:
             hidden = matrix[batch.tokens]
         return np.asarray(hidden * np.float32(self.config.embedding_scale), np.float32)
 
-    def attention(self, index: int, hidden: Float32Array, batch: Batch, weights_of: WeightsOf) -> Float32Array:
-        """Hidden states after the attention of layer `index`."""
-        half = self._attention_half(index)
-        return self._run(half, index, hidden, weights_of, self._attention_feeds(half, index, batch), [])[0]
+    def mixer(self, index: int, hidden: Float32Array, batch: Batch, weights_of: WeightsOf) -> Float32Array:
+        """Hidden states after the attention, or the convolution, of layer `index`."""
+        half = self._mixer_half(index)
+        return self._run(half, index, hidden, weights_of, self._mixer_feeds(half, index, batch), [])[0]
 
     def feed_forward(self, index: int, hidden: Float32Array, weights_of: WeightsOf) -> Float32Array:
         """Hidden states after the feed-forward of layer `index`."""
@@ -106,16 +115,16 @@ class LayerRunner:
         self, index: int, hidden: Float32Array, batch: Batch, weights_of: WeightsOf
     ) -> tuple[Float32Array, dict[str, Float32Array]]:
         """Hidden states after layer `index`, and the inputs of its linears by their names, float32 [B, S, K]."""
-        middle, first = self.attention_captured(index, hidden, batch, weights_of)
+        middle, first = self.mixer_captured(index, hidden, batch, weights_of)
         after, second = self.feed_forward_captured(index, middle, weights_of)
         return after, {**first, **second}
 
-    def attention_captured(
+    def mixer_captured(
         self, index: int, hidden: Float32Array, batch: Batch, weights_of: WeightsOf
     ) -> tuple[Float32Array, dict[str, Float32Array]]:
-        """Hidden states after the attention of layer `index`, and the inputs of its linears by their names."""
-        half = self._attention_half(index)
-        return self._captured(half, index, hidden, weights_of, self._attention_feeds(half, index, batch))
+        """Hidden states as after `mixer`, and the inputs of its linears by their names."""
+        half = self._mixer_half(index)
+        return self._captured(half, index, hidden, weights_of, self._mixer_feeds(half, index, batch))
 
     def feed_forward_captured(
         self, index: int, hidden: Float32Array, weights_of: WeightsOf
@@ -126,7 +135,7 @@ class LayerRunner:
     def head_inputs(self, states: Float32Array) -> Float32Array:
         """Inputs of the head, float32 [R, hidden], from hidden states [R, hidden] after the last layer."""
         norm = final_norm(self.config)
-        weight = self._vector((norm.weight,), float(self.config.traits.norms_add_one))
+        weight = self._vector((norm.weight,), Vector((), float(self.config.traits.norms_add_one)))
         return self._norm.run(["normed"], {HIDDEN: states, "norm": weight})[0]
 
     def logits(self, states: Float32Array, weights_of: WeightsOf) -> Float32Array:
@@ -163,17 +172,22 @@ class LayerRunner:
             for name, linear in half.graph.matrices.items()
         }
         vectors = {
-            name: self._vector(tuple(_of_layer(each, half.index, index) for each in vector.sources), vector.plus)
+            name: self._vector(tuple(_of_layer(each, half.index, index) for each in vector.sources), vector)
             for name, vector in half.graph.vectors.items()
         }
         return half.session.run([half.graph.output, *outputs], {HIDDEN: hidden, **matrices, **vectors, **feeds})
 
-    def _attention_half(self, index: int) -> _Half:
-        kind = self.config.attention[index]
-        if kind not in self._attention:
-            graph = attention_half(self.config, index, self._context)
-            self._attention[kind] = _Half(graph, _session(graph.model), index)
-        return self._attention[kind]
+    def _mixer_half(self, index: int) -> _Half:
+        is_convolution = index in self.config.convolution_layers
+        kind = None if is_convolution else self.config.attention[index]
+        if kind not in self._mixers:
+            graph = (
+                convolution_half(self.config, index)
+                if is_convolution
+                else attention_half(self.config, index, self._context)
+            )
+            self._mixers[kind] = _Half(graph, _session(graph.model), index)
+        return self._mixers[kind]
 
     def _feed_forward_half(self) -> _Half:
         if self._feed_forward is None:
@@ -181,10 +195,18 @@ class LayerRunner:
             self._feed_forward = _Half(graph, _session(graph.model), 0)
         return self._feed_forward
 
-    def _attention_feeds(self, half: _Half, index: int, batch: Batch) -> dict[str, npt.NDArray[Any]]:
+    def _mixer_feeds(self, half: _Half, index: int, batch: Batch) -> dict[str, npt.NDArray[Any]]:
+        names = {value.name for value in half.graph.model.graph.input}
+        return {name: value for name, value in self._feeds(half, index, batch).items() if name in names}
+
+    def _feeds(self, half: _Half, index: int, batch: Batch) -> dict[str, npt.NDArray[Any]]:
         rows, slots = batch.tokens.shape
+        if (convolution := self.config.convolution) is not None and convolution.layers[index]:
+            before = np.zeros((rows, convolution.kernel - 1, self.config.hidden_size), np.float32)
+            masks = {within_text(back): batch.within_text(back) for back in range(1, convolution.kernel)}
+            return {inputs_outputs.past_conv(half.index): before, **masks}
         empty = np.zeros((rows, self.config.kv_heads, 0, self.config.head_dim), np.float32)
-        feeds: dict[str, npt.NDArray[Any]] = {
+        return {
             "position_ids": batch.positions,
             "attention_bias": batch.bias(self.config.attention[index].window),
             "seqlens_k": np.full(rows, slots - 1, np.int32),
@@ -192,14 +214,15 @@ class LayerRunner:
             inputs_outputs.past_key(half.index): empty,
             inputs_outputs.past_value(half.index): empty,
         }
-        names = {value.name for value in half.graph.model.graph.input}
-        return {name: value for name, value in feeds.items() if name in names}
 
-    def _vector(self, sources: tuple[str, ...], plus: float) -> Float32Array:
-        if (sources, plus) not in self._vectors:
-            value = np.concatenate([self.source.read(name) for name in sources])
-            self._vectors[sources, plus] = value + np.float32(plus)
-        return self._vectors[sources, plus]
+    def _vector(self, sources: tuple[str, ...], vector: Vector) -> Float32Array:
+        """The value of a vector input, read from these tensors."""
+        key = sources, vector.plus, vector.tap
+        if key not in self._vectors:
+            tensors = [self.source.read(name) for name in sources]
+            value = np.concatenate([each if vector.tap is None else each[:, 0, vector.tap] for each in tensors])
+            self._vectors[key] = value + np.float32(vector.plus)
+        return self._vectors[key]
 
 
 def _session(model: ModelProto) -> ModelSession:

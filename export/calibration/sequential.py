@@ -148,14 +148,14 @@ class _SequentialQuantizer:
         layer = layer_layout(self._runner.config, index)
         matrices = {linear.name: self._runner.matrix(linear) for linear in layer.linears}
 
-        def attention(states: list[Float32Array], number: int, weights_of: WeightsOf) -> _Captured:
-            return self._runner.attention_captured(index, states[number], self._batches[number], weights_of)
+        def mixer(states: list[Float32Array], number: int, weights_of: WeightsOf) -> _Captured:
+            return self._runner.mixer_captured(index, states[number], self._batches[number], weights_of)
 
         def feed_forward(states: list[Float32Array], number: int, weights_of: WeightsOf) -> _Captured:
             return self._runner.feed_forward_captured(index, states[number], weights_of)
 
-        self._quantize_half(attention, (layer.qkv, layer.output), matrices)
-        self._quantize_half(feed_forward, (layer.gate_up, layer.down), matrices)
+        self._quantize_half(mixer, layer.mixer_linears, matrices)
+        self._quantize_half(feed_forward, layer.feed_forward_linears, matrices)
 
     def quantize_head(self) -> None:
         """Quantize the head, the last linear."""

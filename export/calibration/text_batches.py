@@ -47,6 +47,10 @@ class Batch:
         """Slots that hold a token, bool [B, S]."""
         return np.asarray(self.texts != _NONE)
 
+    def within_text(self, back: int) -> Float32Array:
+        """Which tokens have one of their own text `back` slots before them, float32 [B, S, 1] of zeros and ones."""
+        return (self.positions >= back)[..., None].astype(np.float32)
+
     def bias(self, window: int | None) -> Float32Array:
         """Attention bias, float32 [B, 1, S, S], with which a token attends to the tokens before it in its text.
 

@@ -119,6 +119,11 @@ class ContractSession:
         """The extra outputs of the last pass, in order."""
         self._options = run_options()
 
+    def reset(self) -> None:
+        """Begin a new text."""
+        self.length = 0
+        self._states = {name: np.zeros_like(state) for name, state in self._states.items()}
+
     def forward(self, tokens: npt.NDArray[np.int64], logits_for: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """Run tokens [m] after the committed slots and commit theirs.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final
@@ -156,6 +156,19 @@ class DecoderConfig:
         """Whether all layers with attention have the same heads and their own caches, and no layer has own inputs."""
         shapes = {(each.shape, each.owner is None) for each in self.attention}
         return shapes == {(HeadShape(self.kv_heads, self.head_dim), True)} and not self.per_layer_width
+
+    def first_layers(self, count: int) -> DecoderConfig:
+        """The architecture of the first layers alone."""
+        experts, convolution, delta_net = self.experts, self.convolution, self.delta_net
+        return replace(
+            self,
+            layers=count,
+            attention=self.attention[:count],
+            intermediate_sizes=self.intermediate_sizes[:count],
+            experts=None if experts is None else replace(experts, layers=experts.layers[:count]),
+            convolution=None if convolution is None else replace(convolution, layers=convolution.layers[:count]),
+            delta_net=None if delta_net is None else replace(delta_net, layers=delta_net.layers[:count]),
+        )
 
     @property
     def query_width(self) -> int:

@@ -94,6 +94,15 @@ class Convolution:
 
 
 @dataclass(frozen=True)
+class Producer:
+    """The rows of a mixer's first linear that its output projection's inputs are proportional to."""
+
+    first_row: int
+    shared: tuple[int, int] = (1, 1)
+    """How many inputs are proportional to one row: number of heads side by side, and of channels of each."""
+
+
+@dataclass(frozen=True)
 class LayerInput:
     """The linears and the norm by which a layer reads its own part of the per-layer inputs."""
 
@@ -133,6 +142,8 @@ class Layer:
     three inputs B, C and x; in one with a delta net queries, keys, values and the gate of its output."""
     output: FusedLinear
     """The output projection of attention, or of the convolution."""
+    producer: Producer | None
+    """What of `qkv` the inputs of `output` are proportional to; None where they are to no part of it."""
     convolution: Convolution | None
     """None for a layer without a short convolution."""
     delta_net: DeltaNet | None
@@ -159,10 +170,20 @@ class Layer:
     @property
     def linears(self) -> tuple[FusedLinear, ...]:
         """All linears, in the order of the graph."""
-        router = () if self.router is None else (self.router,)
         own = () if self.own_input is None else (self.own_input.gate, self.own_input.output)
+        return *self.mixer_linears, *self.feed_forward_linears, *own
+
+    @property
+    def mixer_linears(self) -> tuple[FusedLinear, ...]:
+        """The linears of attention, of the convolution or of the delta net."""
         gates = () if self.gates is None else (self.gates,)
-        return self.qkv, *gates, self.output, *router, self.gate_up, self.down, *own
+        return self.qkv, *gates, self.output
+
+    @property
+    def feed_forward_linears(self) -> tuple[FusedLinear, ...]:
+        """The linears of the feed-forward."""
+        router = () if self.router is None else (self.router,)
+        return *router, self.gate_up, self.down
 
     @property
     def norms(self) -> tuple[Norm, ...]:
@@ -185,6 +206,7 @@ def layer_layout(config: DecoderConfig, index: int) -> Layer:
     return Layer(
         qkv=mixer.inputs,
         output=mixer.output,
+        producer=mixer.producer,
         convolution=mixer.convolution,
         delta_net=mixer.delta_net,
         gates=mixer.gates,
@@ -208,6 +230,7 @@ class _Mixer(NamedTuple):
 
     inputs: FusedLinear
     output: FusedLinear
+    producer: Producer | None = None
     convolution: Convolution | None = None
     delta_net: DeltaNet | None = None
     gates: FusedLinear | None = None
@@ -229,9 +252,12 @@ def _attention(config: DecoderConfig, index: int) -> _Mixer:
     )
     output = FusedLinear(f"{linear}.o", (f"{attention}.{traits.output}",), (hidden,), query_width, config.output_bias)
     query_norm, key_norm = (f"{attention}.{name}.weight" for name in traits.head_norms)
+    # A value head serves all query heads of its group; normed values are proportional to nothing.
+    producer = Producer(query_width + kv_width, (config.heads // settings.shape.kv_heads, settings.shape.head_dim))
     return _Mixer(
         inputs,
         output,
+        producer if parts == 3 and not traits.value_norm else None,
         query_norm=_head_norm(config, index, query_norm, query_width),
         key_norm=None if parts == 1 else _head_norm(config, index, key_norm, kv_width),
     )
@@ -247,7 +273,8 @@ def _convolution(config: DecoderConfig, index: int) -> _Mixer | None:
     inputs = FusedLinear(f"{linear}.conv_in", (f"{module}.in_proj",), (3 * hidden,), hidden, biased)
     output = FusedLinear(f"{linear}.conv_out", (f"{module}.out_proj",), (hidden,), hidden, biased)
     bias = f"{module}.conv.bias" if biased else None
-    return _Mixer(inputs, output, Convolution(f"{module}.conv.weight", bias, hidden, convolution.kernel))
+    weights = Convolution(f"{module}.conv.weight", bias, hidden, convolution.kernel)
+    return _Mixer(inputs, output, Producer(hidden), weights)  # the gate behind the convolution, C
 
 
 def _delta_net(config: DecoderConfig, index: int) -> _Mixer | None:

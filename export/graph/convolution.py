@@ -53,4 +53,5 @@ def _shifted(nodes: Nodes, inputs: str, gated: str, tap: int, kernel: int) -> st
     if not back:
         return gated
     first, last = nodes.integers(f"conv.first.{tap}", tap), nodes.integers(f"conv.last.{back}", -back)
-    return nodes.add("Slice", [inputs, first, last, nodes.integers("conv.axis", 1)], f"{gated}.{tap}")
+    shifted = nodes.add("Slice", [inputs, first, last, nodes.integers("conv.axis", 1)], f"{gated}.{tap}")
+    return nodes.within_text(shifted, back)

@@ -109,6 +109,13 @@ class Nodes:
         )
         return output, sum_
 
+    def within_text(self, value: str, back: int) -> str:  # noqa: ARG002 -- see the return value
+        """What `value` of the tokens `back` tokens before each one is, zero where these belong to another text.
+
+        A pass of the exported graph is over one text, so it is `value` itself.
+        """
+        return value
+
     def linear(self, linear: FusedLinear, value: str) -> str:
         """Append a linear of a layer, including its bias."""
         weight_format = self.plan[linear.name]

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 import edgerun
+from edgerun.edge.cli.main import main
 from edgerun.errors import CheckpointError, EdgeError, InputError
 from edgerun.export import (
     CalibrationRequest,
@@ -96,6 +98,45 @@ def test_calibration_lowers_the_divergence(checkpoint: Path, tmp_path: Path, met
     assert manifest.calibration is not None
     assert manifest.calibration.awq is awq
     assert {each.method for each in manifest.weights.values()} == {method}
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose layers are mostly convolutions."""
+    return write_checkpoint(tmp_path_factory.mktemp("by-text") / "hybrid", "lfm2")
+
+
+@pytest.mark.parametrize(
+    ("method", "awq"), [(Method.GPTQ, False), pytest.param(Method.K_QUANT, True, marks=pytest.mark.nightly)]
+)
+def test_convolution_layers_are_calibrated_too(hybrid: Path, tmp_path: Path, method: Method, awq: bool) -> None:
+    recipe = ExportRecipe(WeightFormat(2, 32), method=method, awq=awq, calibration=TEXT)
+    calibrated = export(hybrid, tmp_path / "calibrated", recipe)
+    plain = export(hybrid, tmp_path / "plain", ExportRecipe(WeightFormat(2, 32), method=Method.RTN, calibration=TEXT))
+    assert calibrated.report is not None
+    assert plain.report is not None
+    assert calibrated.report.quality is not None
+    assert plain.report.quality is not None
+    assert calibrated.report.quality.mean_kl < 0.9 * plain.report.quality.mean_kl
+    assert calibrated.parity.max_abs_diff < 1e-3
+    weights = weights_of(tmp_path / "calibrated")
+    assert weights["layers.0.conv_in"].method is weights["layers.0.conv_out"].method is method
+    assert answer(tmp_path / "calibrated")
+
+
+def test_a_mixed_export_of_a_hybrid_from_the_command_line(hybrid: Path, tmp_path: Path) -> None:
+    options = ["--weights", "mixed", "--budget", "5bpw", "--calibration", "text.txt", "--calibration-tokens", "1100"]
+    assert main(["export", str(hybrid), str(tmp_path / "bundle"), *options, "--time-limit", "0.05"]) == 0
+    plan, config = weights_of(tmp_path / "bundle"), read_config(hybrid)
+    spent = sum(bytes_read(linear, plan[linear.name]) for linear in planned_linears(config))
+    assert spent <= 5 * weight_count(config) / 8
+    graph = onnx.load(tmp_path / "bundle" / "model.onnx", load_external_data=False).graph
+    for node in graph.node:
+        if node.name in plan and node.op_type == "MatMulNBits":
+            bits = next(each.i for each in node.attribute if each.name == "bits")
+            assert bits == plan[node.name].bits
+    assert {"layers.0.conv_in", "layers.0.conv_out"} <= {node.name for node in graph.node}
+    assert answer(tmp_path / "bundle")
 
 
 def test_a_mixed_export_is_within_its_budget_and_writes_its_plan(

@@ -190,20 +190,27 @@ def test_it_cannot_draft_for_another_model(bundle: Path, tmp_path: Path) -> None
         engine.generate(PROMPT, raw=True, max_tokens=5)
 
 
+REFUSED = [
+    (ExportRecipe(INT4, draft=DraftRequest()), "--draft"),
+    (ExportRecipe(INT4, gpu=True), "--device gpu"),
+    (ExportRecipe(INT4, layout=GraphLayout.GENAI), "--layout genai"),
+]
+REFUSED_WITH_DELTA_NETS = [
+    (ExportRecipe(INT4, calibration=CalibrationRequest()), "calibration"),
+    (ExportRecipe(INT4, report=True), "--report"),
+]
+
+
 @pytest.mark.parametrize(
-    ("recipe", "message"),
+    ("family", "layers", "recipe", "message"),
     [
-        (ExportRecipe(INT4, calibration=CalibrationRequest()), "calibration"),
-        (ExportRecipe(INT4, draft=DraftRequest()), "--draft"),
-        (ExportRecipe(INT4, report=True), "--report"),
-        (ExportRecipe(INT4, gpu=True), "--device gpu"),
-        (ExportRecipe(INT4, layout=GraphLayout.GENAI), "--layout genai"),
+        *(("lfm2", "convolution", *each) for each in REFUSED),
+        *(("qwen3_5_text", "linear attention", *each) for each in [*REFUSED, *REFUSED_WITH_DELTA_NETS]),
     ],
-    ids=["calibration", "draft", "report", "gpu", "genai"],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-@pytest.mark.parametrize(("family", "layers"), [("lfm2", "convolution"), ("qwen3_5_text", "linear attention")])
 def test_exports_that_it_cannot_have_are_refused(
-    tmp_path: Path, recipe: ExportRecipe, message: str, family: str, layers: str
+    tmp_path: Path, family: str, layers: str, recipe: ExportRecipe, message: str
 ) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", family)
     with pytest.raises(InputError, match=f"{message}.*{family} models, which have {layers} layers"):

@@ -30,7 +30,7 @@ def runner_of(folder, family: str = "llama", **overrides) -> LayerRunner:
 
 def run_layer(runner: LayerRunner, index: int, hidden, batch: Batch, weights_of: WeightsOf):
     """Hidden states after a layer."""
-    return runner.feed_forward(index, runner.attention(index, hidden, batch, weights_of), weights_of)
+    return runner.feed_forward(index, runner.mixer(index, hidden, batch, weights_of), weights_of)
 
 
 def texts_of(*lengths: int):
@@ -40,7 +40,12 @@ def texts_of(*lengths: int):
 
 @pytest.mark.parametrize(
     ("family", "overrides"),
-    [*((family, {}) for family in PLAIN), ("llama", {**BIASED, "tie_word_embeddings": False})],
+    [
+        *((family, {}) for family in PLAIN),
+        ("llama", {**BIASED, "tie_word_embeddings": False}),
+        ("lfm2", {}),
+        ("lfm2", {"conv_L_cache": 5, "conv_bias": True}),
+    ],
 )
 def test_logits_are_those_of_the_reference(tmp_path, family: str, overrides) -> None:
     runner = runner_of(tmp_path, family, **overrides)
@@ -69,7 +74,7 @@ def test_a_layer_uses_the_given_matrices(tmp_path) -> None:
     np.testing.assert_allclose(doubled, 2 * hidden, rtol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["llama", "olmo2", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "olmo2", "gemma2", "lfm2"])
 def test_captured_inputs_give_the_outputs(tmp_path, family: str) -> None:
     """The output of a half layer is its last linear applied to the captured inputs."""
     runner = runner_of(tmp_path, family)
@@ -82,7 +87,7 @@ def test_captured_inputs_give_the_outputs(tmp_path, family: str) -> None:
     }
     if family == "llama":
         linears = {linear.name: linear for linear in fused_linears(runner.config)}
-        middle = runner.attention(0, hidden, batch, runner.matrix)
+        middle = runner.mixer(0, hidden, batch, runner.matrix)
         for linear, before, later in (("o", hidden, middle), ("down", middle, after)):
             product = inputs[f"layers.0.{linear}"] @ runner.matrix(linears[f"layers.0.{linear}"]).T
             np.testing.assert_allclose(later - before, product, atol=1e-4)
