@@ -90,9 +90,9 @@ class DecoderConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    """Channels between the projections of a dense feed-forward, where `intermediate_sizes` does not differ."""
-    intermediate_sizes: tuple[int, ...]
-    """One entry per layer."""
+    """Channels between the projections of a dense feed-forward; see also `feed_forward_width`."""
+    double_wide: bool
+    """Whether layers that read another layer's keys have twice as many."""
     layers: int
     heads: int
     kv_heads: int
@@ -157,6 +157,11 @@ class DecoderConfig:
         shapes = {(each.shape, each.owner is None) for each in self.attention}
         return shapes == {(HeadShape(self.kv_heads, self.head_dim), True)} and not self.per_layer_width
 
+    def feed_forward_width(self, index: int) -> int:
+        """Channels between the projections of the dense feed-forward of layer `index`."""
+        doubled = self.double_wide and self.attention[index].owner is not None
+        return self.intermediate_size * (2 if doubled else 1)
+
     def first_layers(self, count: int) -> DecoderConfig:
         """The architecture of the first layers alone."""
         experts, convolution, delta_net = self.experts, self.convolution, self.delta_net
@@ -164,7 +169,6 @@ class DecoderConfig:
             self,
             layers=count,
             attention=self.attention[:count],
-            intermediate_sizes=self.intermediate_sizes[:count],
             experts=None if experts is None else replace(experts, layers=experts.layers[:count]),
             convolution=None if convolution is None else replace(convolution, layers=convolution.layers[:count]),
             delta_net=None if delta_net is None else replace(delta_net, layers=delta_net.layers[:count]),
@@ -221,8 +225,6 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
     full = next((shape for shape, window in zip(shapes, windows, strict=True) if window is None), usual)
     rotations = read_rotations(config, family, full.head_dim, usual.head_dim)
     owners = cache_owners(config, family.shared_caches, windows)
-    intermediate_size = family.intermediate_size.read(config)
-    doubled = family.double_wide is not None and bool(config.get(family.double_wide))
     rotated = rotated_layers(config, layers) if family.unrotated else [True] * layers
     scaling = rotations.rope.scaling
     return DecoderConfig(
@@ -230,10 +232,8 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         traits=family,
         vocab_size=count(config, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=intermediate_size,
-        intermediate_sizes=tuple(
-            intermediate_size * (2 if doubled and owner != layer else 1) for layer, owner in enumerate(owners)
-        ),
+        intermediate_size=family.intermediate_size.read(config),
+        double_wide=family.double_wide is not None and bool(config.get(family.double_wide)),
         layers=layers,
         heads=heads,
         kv_heads=shapes[0].kv_heads,

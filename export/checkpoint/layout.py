@@ -308,7 +308,7 @@ def _feed_forward(config: DecoderConfig, index: int) -> tuple[FusedLinear | None
     linear, hidden, experts = f"layers.{index}", config.hidden_size, config.experts
     mlp = f"model.layers.{index}.{config.traits.mlp}"
     if experts is None or config.traits.experts is None or not experts.layers[index]:
-        wide, biased = config.intermediate_sizes[index], config.mlp_bias
+        wide, biased = config.feed_forward_width(index), config.mlp_bias
         modules = tuple(f"{mlp}.{name}" for name in config.traits.gate_up)
         return (
             None,

@@ -16,7 +16,7 @@ def append_feed_forward(nodes: Nodes, index: int, layer: Layer, normed: str) -> 
     """Append the feed-forward of layer `index`, down(activation(gate) * up); returns the name of [1, M, hidden]."""
     if layer.router is not None and nodes.config.experts is not None:
         return _append_experts(nodes, f"layers.{index}", layer, layer.router, nodes.config.experts, normed)
-    name, width = f"layers.{index}", nodes.config.intermediate_sizes[index]
+    name, width = f"layers.{index}", nodes.config.feed_forward_width(index)
     both = nodes.linear(layer.gate_up, normed)
     widths = "mlp.widths" if width == nodes.config.intermediate_size else f"mlp.widths.{width}"
     gate, up = nodes.split(both, [f"{name}.gate", f"{name}.up"], nodes.integers(widths, width, width))
