@@ -200,7 +200,7 @@ class ExportRecipe:
             has = "layers that differ in their heads, caches or inputs"
         else:
             return
-        # What is measured runs over texts side by side in a batch, which a state that is no part of its inputs cannot.
+        # Calibration packs several texts into one row, which the state of a linear attention cannot tell apart.
         calibrates = config.delta_net is None and config.convolution is not None
         asked = {
             "calibration (--method gptq, --awq, --weights mixed)": self.calibrated and not calibrates,
