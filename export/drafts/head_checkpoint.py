@@ -192,7 +192,8 @@ def _listed_layers(settings: Mapping[str, Any]) -> tuple[int, ...] | None:
     listed = inner.get(EAGLE_LAYERS) if isinstance(inner, Mapping) else None
     if listed is None:
         return None
-    layers = [each for each in listed if is_whole(each, 0)] if isinstance(listed, list) else []
+    # The layer before the first one is the embedding.
+    layers = [each for each in listed if is_whole(each, -1)] if isinstance(listed, list) else []
     if len(layers) != EAGLE_FEATURE_LAYERS or layers != listed:
         raise CheckpointError(f"config.json: {EAGLE_LAYERS} must be a list of three layers, found {shown(listed)}")
     return tuple(layers)

@@ -49,7 +49,7 @@ class FeatureSlots:
 
     def write(self, slot: int, features: Features) -> None:
         """Store the features float32 `[n, size]` of the slots from `slot` on, which a pass computed."""
-        if not self.start <= slot <= self.end:
+        if self.start == self.end or not self.start <= slot <= self.end:
             self.start = self._first = slot
         if slot + len(features) - self._first > len(self._rows):
             self._make_room(slot, len(features))
@@ -58,8 +58,7 @@ class FeatureSlots:
 
     def forget(self, slot: int) -> None:
         """Forget the features from `slot` on: a pass has written these slots and did not compute their features."""
-        self.end = min(self.end, slot)
-        self.start = min(self.start, self.end)
+        self.end = max(self.start, min(self.end, slot))
 
     def compact(self, base: int, path: Sequence[int]) -> None:
         """Move the features of an accepted path together; arguments as for `KVArena.compact`."""
@@ -82,8 +81,6 @@ class FeatureSlots:
         self.start = self.end = self._first = slots
         if source is not None and source.size == self.size and source.start < (end := min(source.end, slots)):
             first = max(source.start, end - self.window)
-            self.start = self._first = first
-            self.end = first
             self.write(first, source.read(first, end))
 
     def _make_room(self, slot: int, count: int) -> None:
