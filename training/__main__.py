@@ -136,6 +136,7 @@ def run_target(arguments: argparse.Namespace) -> None:
         stream.batch,
         answer_cross_entropy(model, arguments.lead_weight, arguments.label_smoothing),
         lambda: validate(model, codec, pairs.validation),
+        "first_word",
         lambda: save_model(arguments.out, model, codec.tokenizer),
     )
     with ProgressDisplay() as progress:

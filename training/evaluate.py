@@ -100,8 +100,8 @@ def agreement(draft: CausalLM, target: CausalLM, codec: ChatCodec, requests: Seq
 def validate(model: CausalLM, codec: ChatCodec, pairs: Sequence[Pair]) -> dict[str, float]:
     """Compute the validation figures of a training run, within seconds.
 
-    Checkpoints are selected by `score`, the fraction of correct first words. The first word decides whether an answer
-    is useful, and it keeps improving after the loss on whole commands has begun to rise.
+    Checkpoints are selected by `first_word`, the fraction of correct first words. The first word decides whether an
+    answer is useful, and it keeps improving after the loss on whole commands has begun to rise.
     """
     answers = answer_all(model, codec, [pair.request for pair in pairs], max_new=8)
-    return {"score": compare(pairs, answers).first_word, "loss": answer_loss(model, codec, pairs)}
+    return {"first_word": compare(pairs, answers).first_word, "loss": answer_loss(model, codec, pairs)}

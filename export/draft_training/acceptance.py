@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 CHAIN: Final = 4
 """Number of draft tokens of a chain whose acceptance length is reported."""
+SCORE: Final = "tokens_per_pass"
+"""The figure by which checkpoints are compared."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +48,14 @@ def acceptance_figures(answers: Sequence[AnswerAcceptance]) -> dict[str, float]:
     """Figures of a draft over several answers.
 
     Returns:
-        `score` and `tokens_per_pass`: the acceptance length, mean tokens of a verifying pass with greedy chains of
+        `tokens_per_pass`: the acceptance length, mean tokens of a verifying pass with greedy chains of
         `CHAIN` tokens; `agreement`: share of positions where the first token of a chain is the target's; `acceptance`:
         mean of the sum of min(p, q).
     """
     passes = sum(chain_passes(each.matches) for each in answers)
     positions = sum(max(0, each.matches.shape[1] - 1) for each in answers)
-    per_pass = positions / max(1, passes)
     return {
-        "score": per_pass,
-        "tokens_per_pass": per_pass,
+        SCORE: positions / max(1, passes),
         "agreement": float(sum(each.matches[0, 1:].sum() for each in answers)) / max(1, positions),
         "acceptance": float(sum(each.expected[1:].sum() for each in answers)) / max(1, positions),
     }

@@ -70,7 +70,9 @@ class TrainingTask(Generic[BatchT]):
     loss: Callable[[BatchT], Tensor]
     """The loss to minimize, a scalar."""
     validate: Callable[[], dict[str, float]]
-    """Named figures of the model as it is now; the checkpoint with the highest `score` is kept."""
+    """Named figures of the model as it is now."""
+    score: str
+    """Name of the figure that selects: the checkpoint with the highest one is kept."""
     save: Callable[[], None]
     """Writes the checkpoint of the model as it is now."""
 
@@ -140,14 +142,14 @@ def train(
         if last or (step + 1) % options.evaluate_every == 0:
             average.swap(task.model)
             measured = task.validate()
-            if measured["score"] >= record["best"]:
-                record.update(best=measured["score"], best_step=step + 1)
+            if measured[task.score] >= record["best"]:
+                record.update(best=measured[task.score], best_step=step + 1)
                 task.save()
             average.swap(task.model)
-            measured |= {"step": step + 1, "tokens": record["tokens"], "minutes": schedule.elapsed / 60}
-            measured["train_loss"] = sum(recent) / len(recent)
+            measured = {"step": step + 1, **measured, "train_loss": sum(recent) / len(recent)}
+            measured |= {"tokens": record["tokens"], "minutes": schedule.elapsed / 60}
             record["history"].append(measured)
-            report(json.dumps({name: round(value, 4) for name, value in measured.items()}))
+            report(", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in measured.items()))
         due = (step + 1) % options.save_every == 0 or time.monotonic() - saved_at > options.save_seconds
         if last or due:
             record["seconds"] = schedule.elapsed

@@ -20,6 +20,7 @@ from ...models.json_file import is_finite, read_json_object
 from ...models.progress import Progress, silent
 from ...runtime.engine import Engine
 from ...runtime.engine_loading import load
+from .acceptance import SCORE
 from .draft_model_task import model_acceptance, model_loss
 from .eagle_head import EagleHead, HeadShape
 from .head_task import head_acceptance, head_loss, with_states
@@ -107,6 +108,7 @@ def _train_model(
         _stream(request, texts, context).batch,
         model_loss(model, request.loss, request.hard),
         lambda: model_acceptance(model, held_out, texts.pad),
+        SCORE,
         lambda: write_checkpoint(request.out, model, files, texts.ends),
     )
     return train(task, request.training, request.out / WORK_FOLDER, progress, report)
@@ -139,6 +141,7 @@ def _train_head(
         lambda number: with_states(stream.examples(number), source, texts.pad),
         head_loss(head, request.loss, request.depths, request.hard),
         lambda: head_acceptance(head, texts.held_out, source, texts.pad),
+        SCORE,
         lambda: head.write(request.out),
     )
     return train(task, request.training, request.out / WORK_FOLDER, progress, report)

@@ -103,6 +103,7 @@ def run(
         batch,
         loss,
         lambda: validate(model, codec, toy_pairs()[:8]),
+        "first_word",
         lambda: save_model(out, model, codec.tokenizer),
     )
     train(task, options, out)

@@ -48,7 +48,6 @@ def test_passes_are_those_of_a_decoder(depths: int, length: int, seed: int) -> N
 def test_the_ends_of_the_range() -> None:
     right, wrong = np.ones((CHAIN, 11), np.bool_), np.zeros((CHAIN, 11), np.bool_)
     assert acceptance_figures([AnswerAcceptance(right, np.ones(11))]) == {
-        "score": CHAIN + 1,
         "tokens_per_pass": CHAIN + 1,
         "agreement": 1.0,
         "acceptance": 1.0,
