@@ -53,6 +53,8 @@ class Step(NamedTuple):
     """How each token came to be, if log-probabilities were asked for."""
     prompt_readers: Mapping[str, int] | None = None
     """Number of prompt tokens that each graph read, by its name; None after the first round."""
+    replayed: int = 0
+    """Number of tokens that the passes ran once more, because a recurrent state cannot be cut back."""
     closed: bool = False
     """Whether the answer stops without an end-of-sequence token, because nothing else could follow."""
 
@@ -130,6 +132,7 @@ def decode(
     eos, cancelled = limits.eos, limits.cancelled
     question = len(prompt_ids) - answer_length
     try:
+        before = arena.replayed
         recomputing_passes = _begin(bound, prompt_ids, question, sampler, near_ties, constraint)
         logits, passes, readers = prefill(bound, prompt_ids, cancelled, limits.progress)
         first = sampler.choose(logits, len(prompt_ids))
@@ -143,7 +146,8 @@ def decode(
             ended = tokens[-1] in eos
             closed = constraint is not None and not ended and constraint.ends_with(tokens[-1])
             finish = FinishReason.STOP if ended or closed else FinishReason.LENGTH if remaining <= 0 else None
-            yield emitted.step(finish, log_softmax, closed=closed)
+            replayed, before = arena.replayed - before, arena.replayed
+            yield emitted.step(finish, log_softmax, replayed, closed=closed)
             if finish is not None:
                 return
             if cancelled():
@@ -159,9 +163,10 @@ def decode(
                 started = time.perf_counter()
                 logits = bound.forward(tokens[-1:])[0]
                 arena.commit(1)
+                replayed = arena.replayed - before
                 emitted = _chosen(logits, sampler, arena.length, near_ties, started)
                 if speculator is not None:
-                    speculator.skip_round(emitted.tokens[0], emitted.target_s / emitted.passes)
+                    speculator.skip_round(emitted.tokens[0], emitted.target_s / emitted.passes, replayed)
     except Cancelled:
         yield Step((), FinishReason.CANCELLED, target_passes=0)
 
@@ -181,17 +186,27 @@ class _Emitted(NamedTuple):
     readers: Mapping[str, int] | None = None
     """See `Step.prompt_readers`."""
 
-    def step(self, finish: FinishReason | None, log_softmax: LogSoftmax | None, *, closed: bool) -> Step:
+    def step(self, finish: FinishReason | None, log_softmax: LogSoftmax | None, replayed: int, *, closed: bool) -> Step:
         """The step of this round, with log-probabilities if there is a `log_softmax`."""
         tokens = self.tokens[:-1] if finish is FinishReason.STOP and not closed else self.tokens
         if log_softmax is None:
             return Step(
-                tokens, finish, self.passes, self.target_s, self.report, prompt_readers=self.readers, closed=closed
+                tokens,
+                finish,
+                self.passes,
+                self.target_s,
+                self.report,
+                prompt_readers=self.readers,
+                replayed=replayed,
+                closed=closed,
             )
         logprobs = tuple(log_softmax.at(*chosen) for chosen in zip(self.logits, self.tokens, strict=False))
         every = (DraftOrigin(self.kind),) if self.report is None else origins_of(self.report, self.tokens)
         origins = every[: len(tokens)]
-        return Step(tokens, finish, self.passes, self.target_s, self.report, logprobs, origins, self.readers, closed)
+        return Step(
+            *(tokens, finish, self.passes, self.target_s, self.report),
+            *(logprobs, origins, self.readers, replayed, closed),
+        )
 
 
 def _begin(
@@ -253,7 +268,7 @@ def _speculate(
     arena = bound.arena
     base = arena.length
     # Every node of the tree takes a cache slot, whether it is accepted or not.
-    draft = speculator.propose(base, remaining, arena.limit - base, constraint)
+    draft = speculator.propose(base, remaining, arena.limit - base, constraint, arena.replay)
     tree = draft.tree
     if constraint is not None:
         constraint.prepare(tree.token_ids, tree.parent_nodes)

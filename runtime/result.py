@@ -90,6 +90,8 @@ class Stats:
     """Number of forward passes of the model, the prefill included."""
     decode_passes: int = 0
     """Number of forward passes after the first token."""
+    replayed_tokens: int = 0
+    """Number of tokens that passes ran once more, because the state of a layer without attention cannot be cut back."""
     first_token_s: float = 0.0
     """Seconds from the start of the request to the first token: measuring, loading drafters, and the prefill."""
     measuring_s: float = 0.0
@@ -191,7 +193,7 @@ class Stats:
 
 _SUMMED: Final = (
     *("prompt_tokens", "reused_tokens", "completion_tokens", "target_passes", "decode_passes", "answers"),
-    *("context_shifts", "first_token_s", "measuring_s", "drafter_loading_s", "total_s"),
+    *("replayed_tokens", "context_shifts", "first_token_s", "measuring_s", "drafter_loading_s", "total_s"),
     *("draft_s", "target_s", "host_s", "drafted", "accepted", "hidden_s", "passes_ahead", "passes_kept"),
 )
 
@@ -253,6 +255,7 @@ class StatsRecorder:
             completion_tokens=self.completion_tokens,
             target_passes=sum(passes),
             decode_passes=sum(passes[1:]),
+            replayed_tokens=sum(step.replayed for step in self._steps),
             first_token_s=(self._first_token or ended) - self._started,
             measuring_s=self._measuring_s,
             drafter_loading_s=self._drafter_loading_s,

@@ -37,6 +37,8 @@ def stats_line(stats: Stats, engine: Engine, load_s: float | None = None) -> str
     if stats.drafted:
         sources = ", ".join(f"{name} {count.accepted}/{count.drafted}" for name, count in stats.by_source.items())
         parts.append(f"draft tokens accepted: {sources}")
+    if stats.replayed_tokens:
+        parts.append(f"{stats.replayed_tokens} tokens run again")
     if stats.passes_ahead:
         kept = f"{stats.passes_kept}/{stats.passes_ahead} draft passes ahead kept"
         parts.append(f"{kept}, {_ms(stats.hidden_s)} of drafting hidden")
@@ -129,6 +131,7 @@ def _answer_json(reply: Reply, speculation: Speculation, load_s: float, *, with_
             "target_passes": stats.target_passes,
             "drafted": stats.drafted,
             "accepted": stats.accepted,
+            "replayed_tokens": stats.replayed_tokens,
             "tokens_per_pass": round(stats.tokens_per_pass, 3),
             "by_source": {name: asdict(count) for name, count in stats.by_source.items()},
             "passes_ahead": stats.passes_ahead,

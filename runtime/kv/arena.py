@@ -40,6 +40,7 @@ class KVArena(ABC):
         last_prefill: first slot that the last prefill pass of the prompt wrote, and the slot after its last one.
         is_plain: whether the graph of plain decoding wrote the slots that are not committed yet.
         features: the target's hidden states at the tokens of the slots, for a draft head; None for none.
+        replayed: number of tokens that have run once more since the arena was made, inside passes over others.
     """
 
     def __init__(self, tensor_types: Sequence[CacheTensorType], limit: int) -> None:
@@ -53,6 +54,7 @@ class KVArena(ABC):
         self.last_prefill = (0, 0)
         self.is_plain = True
         self.features: FeatureSlots | None = None
+        self.replayed = 0
 
     @property
     @abstractmethod
@@ -88,6 +90,14 @@ class KVArena(ABC):
     @abstractmethod
     def written(self) -> int:
         """Number of slots that may be committed, counted from the first."""
+
+    @property
+    def replay(self) -> int | None:
+        """Number of committed tokens that the next pass runs once more; None where a rejection costs nothing.
+
+        Where it is a number, the accepted tokens of a draft that is rejected in the middle run once more too.
+        """
+        return None
 
     def commit(self, tokens: int) -> None:
         """Commit the `tokens` slots after the committed ones, which a pass has just written."""

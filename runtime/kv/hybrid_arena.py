@@ -42,14 +42,12 @@ class HybridArena(KVArena):
         spacing: number of tokens between two checkpoints.
         states: by type, the states that the next pass starts from.
         token_ids: tokens of the committed slots, from which states are computed again.
-        replayed: number of tokens that have run once more since the arena was made.
     """
 
     state_types: tuple[StateType, ...]
     spacing: int
     states: tuple[StateBuffers, ...]
     token_ids: list[int]
-    replayed: int
 
     def _start(self, state_types: Sequence[StateType]) -> None:
         """Set the attributes; the slots of the KV cache are ready."""
@@ -57,9 +55,10 @@ class HybridArena(KVArena):
         slot_bytes = sum(tensor_type.slot_bytes for tensor_type in self.tensor_types)
         needed = max(_LEAST_SPACING, -(-_CACHE_SHARE * total_bytes(state_types) // slot_bytes))
         self.spacing = 1 << (needed - 1).bit_length()
+        self._cuts_anywhere = all(each.of_every_token for each in state_types)
+        """Whether the states after every token of the last pass are known."""
         self.states = tuple(StateBuffers(each) for each in state_types)
         self.token_ids = []
-        self.replayed = 0
         self._position = 0
         """Number of tokens before the states."""
         self._checkpoints: dict[int, Checkpoint] = {}
@@ -84,6 +83,15 @@ class HybridArena(KVArena):
     def written(self) -> int:
         """See `KVArena.written`: states are known of the last pass alone."""
         return max(self.length, self._pass_base + len(self._pass_ids))
+
+    @property
+    def replay(self) -> int | None:
+        """See `KVArena.replay`."""
+        if self._cuts_anywhere:
+            return None
+        if self._views_at(self.length) is not None:
+            return 0
+        return self.length - self._newest_known()
 
     def commit(self, tokens: int) -> None:
         """See `KVArena.commit`."""
@@ -219,7 +227,7 @@ class HybridArena(KVArena):
             return [each.past for each in self.states]
         if self._outputs is None or not self._position < position <= self._end:
             return None
-        if position < self._end and not all(each.of_every_token for each in self.state_types):
+        if position < self._end and not self._cuts_anywhere:
             return None
         offset = position - self._position
         return [buffers.view(output, offset) for buffers, output in zip(self.states, self._outputs, strict=True)]
@@ -265,11 +273,16 @@ class HybridArena(KVArena):
         return known
 
     def _move_to_checkpoint(self) -> None:
-        nearest = max((each for each in self._checkpoints if each <= self.length), default=0)
-        if nearest <= self._position <= self.length:
+        nearest = self._newest_known()
+        if nearest == self._position:
             return
         self._write_states(self._checkpoints[nearest] if nearest else None)
         self._position = nearest
+
+    def _newest_known(self) -> int:
+        """The last position up to the committed length at which the states are known before the last pass."""
+        known = [each for each in (self._position, *self._checkpoints) if each <= self.length]
+        return max(known, default=0)
 
     def _write_states(self, states: Checkpoint | None) -> None:
         """Let the next pass start from a copy of some states, or from zeros, those before the first token."""

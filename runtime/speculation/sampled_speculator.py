@@ -18,6 +18,7 @@ from .drafters.draft_model import DraftModel
 from .drafters.sampled import AcceptanceEstimate, SampledContinuation, SampledDrafter
 from .growth import TokenPrices
 from .pass_cost import PassCost
+from .pruning import expected_replay, replay_seconds
 from .rounds import Draft
 from .sampled_verification import SampledDraft, verify_block, verify_recursive
 from .speculator import Speculator
@@ -98,7 +99,12 @@ class SampledSpeculator(Speculator):
             anchor, prices, max_depth, chain=self._chain, constraint=constraint
         )
         expected = float(sampled.tree.path_prob.sum())
-        price = sum(prices.positions[: len(sampled.tree) - 1])
+        drafted = len(sampled.tree) - 1
+        price = sum(prices.positions[:drafted])
+        if self._replay is not None and drafted:
+            last = sampled.tree.path_probs[-1]
+            again = expected_replay(drafted, last, expected - last, self._replay)
+            price += self.rate * again * replay_seconds(self._curve, self._replay + drafted)
         passes = self._draft_model.passes - before
         seconds = self._draft_model.take_seconds_spent()
         return Draft(sampled.tree, None, expected, expected - 1 - price, seconds, draft_passes=passes)

@@ -111,6 +111,8 @@ class Speculator:
         self._curve: list[float] = []
         self._prices = TokenPrices((0.0,), 0.0)
         self._host_s = _INITIAL_HOST_S
+        self._replay: int | None = None
+        """See `KVArena.replay`, before the last draft."""
         self._cheap = False
         """Whether lookups are so cheap that a disabled speculator watches the sequence for repetitions."""
         self._lead = 0.0
@@ -131,15 +133,21 @@ class Speculator:
         """Whether the next round is a plain one, without a draft."""
         return self.balance.backoff.left > 0
 
-    def skip_round(self, token: int, seconds: float) -> None:
-        """Add the token of a plain round, run while drafting is disabled, whose pass took `seconds`."""
+    def skip_round(self, token: int, seconds: float, replayed: int = 0) -> None:
+        """Add the token of a plain round, run while drafting is disabled.
+
+        Args:
+            token: the token.
+            seconds: what its pass took.
+            replayed: number of tokens that the pass ran once more.
+        """
         backoff, doubtful = self.balance.backoff, self.cost.doubt is not None
         backoff.count_down()
         if doubtful:
             # The costs that decided against drafting may be wrong, and only drafts show what wider passes cost.
             backoff.shorten(_DOUBTFUL_WAIT)
         if doubtful or backoff.left % _PLAIN_OBSERVED_EVERY == 0:
-            self.cost.observe(1, len(self._token_ids) - 1, seconds)
+            self.cost.observe(1 + replayed, len(self._token_ids) - 1 - replayed, seconds)
         self._token_ids.append(token)
         if self._cheap and self._suffix is not None:
             self._settle_ahead()
@@ -157,7 +165,14 @@ class Speculator:
         self._rounds = 0
         self._lead = 0.0
 
-    def propose(self, context: int, max_tokens: int, room: int, constraint: TokenConstraint | None = None) -> Draft:
+    def propose(
+        self,
+        context: int,
+        max_tokens: int,
+        room: int,
+        constraint: TokenConstraint | None = None,
+        replay: int | None = None,
+    ) -> Draft:
         """Draft the tree that the next pass verifies.
 
         Args:
@@ -166,12 +181,14 @@ class Speculator:
             room: number of free cache slots; at least 1.
             constraint: what the answer has to follow; None if any token may come. While drafting is disabled, only
                 the tokens that it forces are drafted.
+            replay: see `KVArena.replay`.
 
         Raises:
             EdgeError: the draft model failed.
         """
         started = time.perf_counter()
         anchor = self._token_ids[-1]
+        self._replay = replay
         if self._rounds % _PRICE_REFRESH == 0 or not self._curve:
             self._update_prices(context)
         self._rounds += 1
@@ -189,7 +206,7 @@ class Speculator:
         draft.draft_s += draft.ahead.waited_s
         draft.host_s = time.perf_counter() - started - draft.draft_s
         if self._ahead is not None and (continuation := self._continuation(draft, self._ahead)) is not None:
-            target_s = self._curve[len(draft.tree) - 1]
+            target_s = self._curve[min((replay or 0) + len(draft.tree), len(self._curve)) - 1]
             # Behind a path that leaves room for one token only, nothing is drafted.
             self._ahead.start(continuation, len(self._token_ids), target_s, min(max_tokens, room) - 2)
         return draft
@@ -215,15 +232,17 @@ class Speculator:
         started = time.perf_counter()
         if self._ahead is not None:
             self._ahead.stop()
-        tree = draft.tree
+        tree, replayed = draft.tree, self._replay or 0
         emitted = result.emitted(tree)
+        width = replayed + len(tree)
+        pass_s = self._curve[min(width, len(self._curve)) - 1]
         if len(tree) > 1 or self._rounds % _PLAIN_OBSERVED_EVERY == 0:
-            self.cost.observe(len(tree), context, timing.target_s)
+            self.cost.observe(width, context - replayed, timing.target_s)
         self._learn(draft, result, logits)
         self._token_ids += emitted
         decay = 1 - 1 / _RATE_HORIZON
         self._emitted = self._emitted * decay + len(emitted)
-        self._seconds = self._seconds * decay + self._curve[len(tree) - 1] + draft.draft_s + draft.host_s
+        self._seconds = self._seconds * decay + pass_s + draft.draft_s + draft.host_s
         host_s = draft.host_s + time.perf_counter() - started
         if self.disabled:
             self.balance.backoff.count_down()
@@ -233,7 +252,7 @@ class Speculator:
             price = self._host_s * self.rate
             gained = draft.advantage - price if price > _NEGLIGIBLE else 0.0
             # Draft model time is not counted: whether to run the model is decided at every node.
-            lost = self._tokens_lost(len(tree), len(emitted), timing.recompute_s)
+            lost = self._tokens_lost(pass_s, len(emitted), timing.recompute_s)
             self._cheap = price < _CHEAP and not lost
             self.balance.observe(gained - lost, cheap=self._cheap)
         return Round(
@@ -249,10 +268,16 @@ class Speculator:
             "near tie: recomputed one token at a time" if timing.recompute_s else draft.note,
         )
 
-    def _tokens_lost(self, width: int, emitted: int, recompute_s: float) -> float:
-        """Tokens that recomputing near ties has cost beyond what draft tokens had gained until then."""
+    def _tokens_lost(self, pass_s: float, emitted: int, recompute_s: float) -> float:
+        """Tokens that recomputing near ties has cost beyond what draft tokens had gained until then.
+
+        Args:
+            pass_s: expected seconds of the pass over the draft.
+            emitted: number of tokens that the round produced.
+            recompute_s: seconds of passes that recomputed near ties.
+        """
         plain_s = self._curve[0]
-        self._lead += emitted - self._curve[width - 1] / plain_s
+        self._lead += emitted - pass_s / plain_s
         if not recompute_s:
             return 0.0
         lost, self._lead = max(recompute_s / plain_s - self._lead, 0.0), 0.0
@@ -292,7 +317,7 @@ class Speculator:
         """Draft the tokens that the constraint forces, as far as they pay."""
         growth = TreeGrowth((), None, self.mixer, self._model_value, constraint)
         tree = growth.grow(anchor, prices, max_depth, chain=True)
-        pruned = prune(tree, self._curve, self.rate, self._max_width)
+        pruned = prune(tree, self._curve, self.rate, self._max_width, self._replay)
         return Draft(pruned.tree, growth, pruned.expected_tokens, pruned.advantage)
 
     def _grow_draft(
@@ -301,7 +326,7 @@ class Speculator:
         """Grow a tree and prune it to the candidates that pay, on paths of at most `max_depth` tokens."""
         growth = TreeGrowth(self.drafters, self.model, self.mixer, self._model_value, constraint)
         tree = growth.grow(anchor, prices, max_depth, chain=not self._trees)
-        pruned = prune(tree, self._curve, self.rate, self._max_width)
+        pruned = prune(tree, self._curve, self.rate, self._max_width, self._replay)
         draft_s = 0.0 if self.model is None else self.model.take_seconds_spent()
         note = ""
         if self.model is not None and not growth.model_passes:

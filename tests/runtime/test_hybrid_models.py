@@ -24,6 +24,7 @@ from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.model_metadata import metadata_of
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.kv.hybrid_arena import HybridArena
+from edgerun.runtime.result import StatsRecorder
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
 from edgerun.runtime.speculation.drafters.model import ModelDrafter
@@ -86,13 +87,23 @@ def test_adversarial_chains_do_not_change_the_text(bundle: Path, exact: bool) ->
         assert isinstance(arena, HybridArena)
         tokens = [token for step in steps for token in step.tokens]
         assert arena.token_ids == [*prompt, *tokens][: arena.length]
+        recorder = StatsRecorder(len(prompt))
+        for step in steps:
+            recorder.add(step)
+        assert recorder.stats(keep_rounds=False).replayed_tokens == arena.replayed
         if all(each.of_every_token for each in arena.state_types):
             assert arena.replayed == 0  # rounds rewind within their pass, or to the end of plain decoding's slots
+        if name is None:
+            assert arena.replayed == 0
+        replayed.append(arena.replayed)
         return tokens
 
+    replayed: list[int] = []
     plain = tokens_of(None, [])
     for name in adversaries([1], 300, 0):
         assert tokens_of(name, [*prompt, *plain]) == plain
+    cuts_anywhere = all(each.of_every_token for each in graph.graph_io.state_types)
+    assert (sum(replayed) > 0) is not cuts_anywhere
 
 
 def test_a_draft_model_drafts_chains(bundle: Path, tmp_path: Path) -> None:

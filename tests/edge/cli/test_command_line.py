@@ -85,6 +85,7 @@ def test_json_is_one_object_with_the_documented_fields(tiny_bundle: Path, capsys
         "target_passes",
         "drafted",
         "accepted",
+        "replayed_tokens",
         "tokens_per_pass",
         "by_source",
         "passes_ahead",

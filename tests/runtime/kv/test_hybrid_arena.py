@@ -135,12 +135,14 @@ def test_accepted_tokens_run_once_more_until_a_pass_is_accepted_as_a_whole(
     read(bound, 20, width=20)
     replays = []
     for width, accepted in [(4, 2), (3, 1), (5, 5), (1, 1), (6, 3), (2, 2)]:
-        before, base = arena.replayed, arena.length
+        before, base, announced = arena.replayed, arena.length, arena.replay
         logits = bound.forward(TEXT[base : base + width])
         np.testing.assert_allclose(logits, expected[base : base + width], atol=TOLERANCE)
         arena.compact(base, range(accepted))
         replays.append(arena.replayed - before)
+        assert announced in (None, replays[-1])
     known = all(each.of_every_token for each in arena.state_types)
+    assert (arena.replay is None) == known
     assert replays == ([0] * 6 if known else [0, 2, 3, 0, 0, 3])
 
 

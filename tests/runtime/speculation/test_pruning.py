@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgerun.runtime.speculation.pruning import MIN_ADVANTAGE, PrunedDraft, best_width, prune
+from edgerun.runtime.speculation.pruning import MIN_ADVANTAGE, PrunedDraft, best_width, expected_replay, prune
 from edgerun.runtime.speculation.tree import Source, Tree
 from support.adversarial_drafters import chain_tree
 
@@ -86,6 +86,42 @@ def test_the_smallest_of_the_best_widths_is_chosen(
     assert advantage == pytest.approx(advantages[width - 1])
     assert all(value < advantage + 1e-9 for value in advantages[: width - 1])
     assert expected == pytest.approx(1 + sum(probabilities[: width - 1]))
+
+
+DESCENDING = st.lists(st.floats(0, 1), max_size=12).map(lambda all_: sorted(all_, reverse=True))
+
+
+@given(DESCENDING, st.integers(0, 9), st.floats(0.01, 2), st.floats(0, 10))
+def test_tokens_that_run_again_are_charged(probabilities: list[float], pending: int, slope: float, rate: float) -> None:
+    """Where passes cost the same for every further token, as many as a rejection leaves are run again."""
+    curve = [1 + slope * width for width in range(32)]
+    advantages = [0.0]
+    for drafted in range(1, len(probabilities) + 1):
+        chances = [1.0, *probabilities[:drafted], 0.0]
+        again = sum(
+            (chances[accepted] - chances[accepted + 1]) * (pending + accepted + 1) for accepted in range(drafted)
+        )
+        assert expected_replay(drafted, chances[drafted], sum(chances[:drafted]), pending) == pytest.approx(again)
+        advantages.append(sum(chances[1:]) - rate * slope * (drafted + again))
+    width, advantage, _ = best_width(probabilities, curve, rate, 16, pending)
+    if width == 1:
+        assert max(advantages) <= MIN_ADVANTAGE + 1e-9
+    else:
+        assert advantage == pytest.approx(max(advantages))
+        assert advantage == pytest.approx(advantages[width - 1])
+
+
+def test_a_rejection_that_costs_something_shortens_drafts() -> None:
+    tree = chain_tree(1, [2, 3, 4, 5], [0.9, 0.6, 0.4, 0.3], Source.SUFFIX)
+    curve = [1 + width / 5 for width in range(24)]
+    widths = [len(prune(tree, curve, 1.0, 16, replay).tree) for replay in (None, 0, 2, 6)]
+    assert widths == [5, 5, 3, 2]
+
+
+@pytest.mark.parametrize("pending", [1, 2, 3, 50])
+def test_what_runs_again_leaves_less_room(pending: int) -> None:
+    tree = chain_tree(1, [2, 3, 4], [1.0, 1.0, 1.0], Source.SUFFIX)
+    assert len(prune(tree, [1.0, 1.0, 1.0, 1.0], 1.0, 16, pending).tree) == max(4 - pending, 1)
 
 
 def test_nothing_is_drafted_where_nothing_pays() -> None:
