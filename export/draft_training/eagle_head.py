@@ -11,19 +11,24 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...models.atomic import write_atomically
+from ...models.draft_heads import (
+    DRAFT_VOCAB_SIZE,
+    DRAFTED_TOKENS,
+    EAGLE_ARCHITECTURES,
+    EAGLE_CONFIG,
+    EAGLE_FEATURE_LAYERS,
+    EAGLE_LAYERS,
+    TARGET_ID_OFFSETS,
+)
 from ...models.manifest import Architecture
 from .torch_llama import MLP, Linear, ModelShape, RMSNorm, rotary_tables, rotate
 from .training_state import write_weights
-
-ARCHITECTURE: Final = "LlamaForCausalLMEagle3"
-STATES: Final = 3
-"""Number of the target's layers whose states are read."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ class HeadShape:
         """The `config.json` of the head's checkpoint."""
         shape = self.llama
         return {
-            "architectures": [ARCHITECTURE],
+            "architectures": [EAGLE_ARCHITECTURES[0]],
             "model_type": "llama",
             "hidden_size": shape.hidden_size,
             "intermediate_size": shape.intermediate_size,
@@ -74,10 +79,10 @@ class HeadShape:
             "mlp_bias": False,
             "tie_word_embeddings": False,
             "vocab_size": self.target.vocab_size,
-            "draft_vocab_size": self.vocab_size,
+            DRAFT_VOCAB_SIZE: self.vocab_size,
             # SpecForge and SGLang count from the output of the layer before.
-            "eagle_config": {
-                "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in self.layers],
+            EAGLE_CONFIG: {
+                EAGLE_LAYERS: [layer - 1 for layer in self.layers],
                 "use_aux_hidden_state": True,
             },
             "torch_dtype": "bfloat16",
@@ -159,7 +164,7 @@ class EagleHead(nn.Module):
         super().__init__()
         llama = shape.llama
         self.shape = shape
-        self.fc = Linear(STATES * llama.hidden_size, llama.hidden_size)
+        self.fc = Linear(EAGLE_FEATURE_LAYERS * llama.hidden_size, llama.hidden_size)
         self.midlayer = _HeadLayer(llama)
         self.norm = RMSNorm(llama.hidden_size, llama.rms_norm_eps)
         self.lm_head = Linear(llama.hidden_size, llama.vocab_size)
@@ -209,5 +214,5 @@ class EagleHead(nn.Module):
         target_ids = self.get_buffer("target_ids").cpu()
         offered = torch.zeros(self.shape.target.vocab_size, dtype=torch.bool)
         offered[target_ids] = True
-        maps = {"d2t": target_ids - torch.arange(len(target_ids)), "t2d": offered}
+        maps = {TARGET_ID_OFFSETS: target_ids - torch.arange(len(target_ids)), DRAFTED_TOKENS: offered}
         write_weights(folder, {**dict(self.named_parameters()), **maps}, torch.bfloat16)

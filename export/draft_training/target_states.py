@@ -11,6 +11,7 @@ from onnx import TensorProto, helper
 
 from ...errors import InputError
 from ...models.bundle import Bundle
+from ...models.draft_heads import feature_layers
 from ...models.manifest import Architecture, GraphLayout
 from ..check.contract_session import ContractSession
 
@@ -21,7 +22,7 @@ _FEWEST_LAYERS: Final = 4
 _CACHE_BYTES: Final = 1 << 30
 
 
-def state_layers(layers: int) -> tuple[int, int, int]:
+def state_layers(layers: int) -> tuple[int, ...]:
     """The layers before which a head reads the residual stream of a target with so many layers.
 
     They are those of published heads: 2, half of the layers and the third from the end; targets with too few layers for
@@ -34,7 +35,7 @@ def state_layers(layers: int) -> tuple[int, int, int]:
         raise InputError(
             f"an EAGLE-3 head reads three layers of its target, which has {layers}", "train a draft model instead"
         )
-    usual = (2, layers // 2, layers - 3)
+    usual = feature_layers(layers)
     return usual if usual[0] < usual[1] < usual[2] else (1, layers // 2, layers - 1)
 
 

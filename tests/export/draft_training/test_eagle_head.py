@@ -14,16 +14,25 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file  # noqa: E402
 
 from edgerun.errors import InputError  # noqa: E402
+from edgerun.export import FP32, ExportRecipe, ExportRequest, HeadRequest, export_checkpoint  # noqa: E402
 from edgerun.export.check.reference import reference_logits  # noqa: E402
 from edgerun.export.checkpoint.safetensors_files import Checkpoint  # noqa: E402
 from edgerun.export.draft_training import precision  # noqa: E402
 from edgerun.export.draft_training.acceptance import CHAIN  # noqa: E402
 from edgerun.export.draft_training.eagle_head import EagleHead, HeadShape  # noqa: E402
 from edgerun.export.draft_training.head_task import head_acceptance, head_labels, with_states  # noqa: E402
+from edgerun.export.draft_training.request import DraftKind, DraftTrainingRequest  # noqa: E402
 from edgerun.export.draft_training.target_states import TargetStates, state_layers  # noqa: E402
+from edgerun.export.draft_training.target_text import AnswerOptions, PromptConversation, load_examples  # noqa: E402
 from edgerun.export.draft_training.training_batches import Example  # noqa: E402
+from edgerun.export.draft_training.training_loop import TrainOptions  # noqa: E402
+from edgerun.export.draft_training.training_run import train_draft  # noqa: E402
 from edgerun.models.bundle import open_bundle  # noqa: E402
+from edgerun.models.draft_heads import HeadKind, eagle_tensors  # noqa: E402
 from edgerun.models.manifest import Architecture  # noqa: E402
+from edgerun.runtime.engine_loading import load  # noqa: E402
+from edgerun.runtime.measure.draft_benefit import count_agreement  # noqa: E402
+from edgerun.runtime.speculation.choice import Speculation  # noqa: E402
 from support.tiny_models import write_bundle  # noqa: E402
 
 Float64Array = npt.NDArray[np.float64]
@@ -122,19 +131,7 @@ def test_the_checkpoint_has_the_published_format(tmp_path: Path) -> None:
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4]
     tensors = load_file(tmp_path / "model.safetensors")
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
-        "fc.weight": (16, 48),
-        "midlayer.input_layernorm.weight": (16,),
-        "midlayer.hidden_norm.weight": (16,),
-        "midlayer.post_attention_layernorm.weight": (16,),
-        "midlayer.self_attn.q_proj.weight": (16, 32),
-        "midlayer.self_attn.k_proj.weight": (8, 32),
-        "midlayer.self_attn.v_proj.weight": (8, 32),
-        "midlayer.self_attn.o_proj.weight": (16, 16),
-        "midlayer.mlp.gate_proj.weight": (24, 16),
-        "midlayer.mlp.up_proj.weight": (24, 16),
-        "midlayer.mlp.down_proj.weight": (16, 24),
-        "norm.weight": (16,),
-        "lm_head.weight": (len(KEPT), 16),
+        **eagle_tensors(hidden=16, target_hidden=16, query=16, key_value=8, intermediate=24, draft_vocab=len(KEPT)),
         "d2t": (len(KEPT),),
         "t2d": (TARGET.vocab_size,),
     }
@@ -228,3 +225,45 @@ def test_acceptance_of_a_head_is_counted(tmp_path: Path, monkeypatch: pytest.Mon
     assert found["tokens_per_pass"] == positions / passes
     assert found["agreement"] == agreeing / positions
     assert found["acceptance"] == pytest.approx(overlap / positions, abs=1e-6)
+
+
+def test_an_exported_head_drafts_what_it_was_trained_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "native_bfloat16", lambda kind: False)
+    target = write_bundle(tmp_path / "target", num_hidden_layers=4)
+    told = [PromptConversation((f"the thing {number} of them",)) for number in range(16)]
+    request = DraftTrainingRequest(
+        str(target),
+        tmp_path / "head",
+        tuple(told),
+        tuple(told[:6]),
+        kind=DraftKind.EAGLE3,
+        answers=AnswerOptions(max_tokens=16),
+        device="cpu",
+        training=TrainOptions(
+            steps=12, batch_tokens=400, matrix_rate=1e-2, other_rate=1e-2, warmup=2, average=0.9, evaluate_every=12
+        ),
+    )
+    record = train_draft(request)
+    checkpoint = ExportRequest(
+        tmp_path / "target" / "checkpoint",
+        tmp_path / "pair",
+        ExportRecipe(FP32, draft_head=HeadRequest(tmp_path / "head", HeadKind.EAGLE, FP32)),
+    )
+    pair = export_checkpoint(checkpoint).bundle
+    examples = load_examples(tmp_path / "head" / "training" / "held-out" / "answers-00000.safetensors")
+    agreeing = positions = 0
+    with load(pair, device="cpu", learned=False) as engine:
+        drafter, bound = engine.model.drafters.draft_model(), engine.model.new_sequence().bound
+        assert drafter is not None
+        for example in examples:
+            start = example.answer.index(True)
+            agreeing += count_agreement(bound, drafter, example.ids[:-1], start)
+            positions += len(example.ids) - 1 - start
+        answers = [
+            engine.generate("the thing", temperature=0.0, max_tokens=20, speculation=speculation).text
+            for speculation in (Speculation.parse("eagle"), Speculation.OFF)
+        ]
+    assert answers[0] == answers[1]
+    # The last digit may decide near ties otherwise.
+    assert 0 < agreeing < positions
+    assert abs(agreeing - record["history"][-1]["agreement"] * positions) <= 1
