@@ -180,6 +180,26 @@ def test_a_prefix_is_continued_and_branches_copy_it(name: str, folder_of: Callab
     assert all(reply.stats.reused_tokens > 30 for reply in replies[1:])
 
 
+@pytest.mark.parametrize("name", ["genai-qwen3.5", "community-qwen3.5"])
+def test_exact_answers_equal_plain_ones(name: str, folder_of: Callable[[str], Path]) -> None:
+    """Near ties are decided by plain passes, for which the arena is rewound to slots of plain decoding."""
+    with edgerun.load(folder_of(name), threads=1, cache=False) as loaded:
+        loaded.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
+        plain = loaded.generate(PROMPT, OPTIONS, exact=True)
+        reply = loaded.generate(PROMPT, OPTIONS, exact=True, speculation=Speculation.parse("suffix,recycle"))
+        assert reply.text == plain.text
+        assert reply.stats.drafted > 0
+
+
+@pytest.mark.parametrize("name", ["genai-qwen3.5", "community-qwen3.5"])
+def test_an_answer_goes_on_beyond_the_context(name: str, folder_of: Callable[[str], Path]) -> None:
+    """Slots cannot be dropped from the middle, on which later states depend, so what is kept runs again."""
+    with edgerun.load(folder_of(name), threads=1, context=160, cache=False) as loaded:
+        reply = loaded.generate(PROMPT, OPTIONS, max_tokens=250, overflow="window")
+    assert reply.stats.completion_tokens == 250
+    assert reply.stats.context_shifts > 0
+
+
 def test_several_answers_equal_those_one_by_one(engine: Engine) -> None:
     chosen = {"temperature": 0.9, "max_tokens": 20}
     several = engine.generate(PROMPT, OPTIONS, **chosen, seed=5, n=3)
