@@ -24,7 +24,7 @@ from .json_file import is_whole, read_json_object
 from .manifest import MANIFEST_NAME, MIN_CONTEXT, FileDigest, Manifest
 from .onnx_file.external_data import check_external_data, external_files
 from .regular_file import MAX_JSON_BYTES, open_regular, read_regular
-from .variants import GENAI_CONFIG
+from .variants import GENAI_CONFIG, embedding_name
 
 GRAPH_NAME: Final = "model.onnx"
 WEIGHTS_NAME: Final = "model.onnx.data"
@@ -98,6 +98,17 @@ class Bundle:
         return {} if path is None else read_json_object(path, BundleError, "restore it or export the model again")
 
     @cached_property
+    def embedding(self) -> Path | None:
+        """The graph that turns token ids into the embeddings that `graph` takes, if that is another one."""
+        name = embedding_name(self.graph.name)
+        path = None if name is None or self.manifest is not None else self.graph.with_name(name)
+        return path if path is not None and path.is_file() else None
+
+    @property
+    def _graphs(self) -> list[Path]:
+        return [self.graph] if self.embedding is None else [self.graph, self.embedding]
+
+    @cached_property
     def context(self) -> int | None:
         """Largest context of the model; None if no file says so."""
         if self.manifest is not None:
@@ -129,14 +140,15 @@ class Bundle:
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of the graph and its external weights."""
-        data = [self.graph.parent / name for name in external_files(self.graph)]
-        return self.graph.stat().st_size + sum(path.stat().st_size for path in data)
+        data = [graph.parent / name for graph in self._graphs for name in external_files(graph)]
+        return sum(path.stat().st_size for path in (*self._graphs, *data))
 
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hexadecimal) of the digests of graph and weights; without a manifest, of samples of these files."""
         if self.manifest is None:
-            paths = [self.graph, *(self.graph.parent / name for name in external_files(self.graph))]
+            data = [graph.parent / name for graph in self._graphs for name in external_files(graph)]
+            paths = [*self._graphs, *data]
             return hashlib.sha256(b"".join(map(_sample_digest, paths))).hexdigest()
         files = self.manifest.files
         parts = "".join(files[name].sha256 for name in (GRAPH_NAME, WEIGHTS_NAME) if name in files)
@@ -183,7 +195,7 @@ def open_bundle(path: Path, *, kind: DeviceKind = DeviceKind.CPU, tokenizer: Pat
             manifest = Manifest.from_json(read_regular(manifest_path, MAX_JSON_BYTES), str(manifest_path))
         bundle = Bundle(folder, graph, manifest, first, tokenizer)
         bundle.verify()
-        for each in (graph, first):
+        for each in (graph, first, bundle.embedding):
             if each is not None:
                 check_external_data(each)
     except OSError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -50,6 +50,8 @@ _GRAPH_NAME: Final = re.compile(
 )
 _COMPLETE: Final = ("model", "decoder_model_merged")
 """Names of graphs for passes with and without a cache, the preferred one first."""
+_DECODER_PART: Final = "decoder_model_merged"
+_EMBEDDING_PART: Final = "embed_tokens"
 _COMPONENTS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("encoder_model", "encoder"), "an encoder-decoder model"),
     **dict.fromkeys(
@@ -60,6 +62,8 @@ _COMPONENTS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("context", "context_ctx", "iterator", "iterator_ctx", "lm_head"), "a model cut into stages"),
 }
 """Kind of a model that has a graph of this name beside its decoder; the most specific first."""
+_WITH_TEXT: Final = frozenset(_COMPONENTS[name] for name in ("vision_encoder", "audio_encoder", _EMBEDDING_PART))
+"""Kinds of models that take text alone too, given the graph with their embedding."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,8 @@ class GraphFiles:
     graph: str
     prefill: str | None = None
     """The graph for passes without a cache, if that is another one."""
+    embedding: str | None = None
+    """The graph that turns token ids into the embeddings that `graph` takes, if that is another one."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +139,24 @@ def choose_graph(
     if len(best) > 1:
         among = ", ".join(sorted(labels.get(candidate, candidate.files.graph) for candidate in best))
         raise BundleError(f"{where} has several graphs that suit equally well", f"name one of {among}")
-    _require_text_decoder(best[0], paths, names, where)
-    return best[0].files
+    files_of_best = best[0].files
+    embedding = embedding_name(files_of_best.graph)
+    if embedding is not None and PurePosixPath(embedding) in paths:
+        files_of_best = replace(files_of_best, embedding=embedding)
+    _require_text_decoder(best[0], files_of_best, paths, names, where)
+    return files_of_best
+
+
+def embedding_name(graph: str) -> str | None:
+    """Return the name of the graph with a decoder's embedding, where transformers.js would have one of its own.
+
+    Models that also take images or sound are cut there: `decoder_model_merged_q4.onnx` takes embeddings, those of the
+    text from `embed_tokens_q4.onnx`.
+    """
+    path = PurePosixPath(graph)
+    if not path.name.startswith(_DECODER_PART):
+        return None
+    return str(path.with_name(path.name.replace(_DECODER_PART, _EMBEDDING_PART, 1)))
 
 
 def variant_of(files: Iterable[str], graph: str, named: Mapping[str, str] | None = None) -> str:
@@ -244,7 +266,11 @@ def _by_file_name(variant: str, paths: Sequence[PurePosixPath]) -> list[_Candida
 
 
 def _require_text_decoder(
-    chosen: _Candidate, paths: Sequence[PurePosixPath], named: Mapping[PurePosixPath, str], where: str
+    chosen: _Candidate,
+    files: GraphFiles,
+    paths: Sequence[PurePosixPath],
+    named: Mapping[PurePosixPath, str],
+    where: str,
 ) -> None:
     """Check that a decoder is not a part of a larger model.
 
@@ -252,7 +278,10 @@ def _require_text_decoder(
         BundleError: the graphs beside it show that it is.
     """
     beside = [path for path in paths if path.parent == chosen.folder and path.suffix == ".onnx"]
-    if (part := _find_component(beside)) is not None and named.get(chosen.folder) != part[0].name:
+    part = _find_component(beside)
+    if part is None or named.get(chosen.folder) == part[0].name:
+        return
+    if files.embedding is None or part[1] not in _WITH_TEXT:
         raise _not_a_text_decoder(part, where)
 
 

@@ -31,6 +31,10 @@ class Operators:
     own_domains: frozenset[str]
     """Domains of the functions that the model contains."""
 
+    def __or__(self, other: Operators) -> Operators:
+        """Return those of both."""
+        return Operators(self.used | other.used, self.own_domains | other.own_domains)
+
     def __contains__(self, operator: str) -> bool:
         """Return whether an operator of that name is used, in any domain."""
         return any(name == operator for _, name in self.used)

@@ -40,4 +40,7 @@ def metadata_of(bundle: Bundle) -> ModelMetadata:
     """
     if bundle.manifest is not None:
         return ModelMetadata(input_vocab=bundle.input_vocab)
-    return ModelMetadata(bundle.first, bundle.input_vocab, bundle.config, bundle.genai, operators_of(bundle.graph))
+    operators = operators_of(bundle.graph)
+    if bundle.embedding is not None:
+        operators |= operators_of(bundle.embedding)
+    return ModelMetadata(bundle.first, bundle.input_vocab, bundle.config, bundle.genai, operators)

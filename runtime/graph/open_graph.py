@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from ...errors import BundleError
 from ...models.bundle import Bundle
 from ...models.byte_sizes import format_bytes
 from ...models.device_kind import DeviceKind
@@ -50,6 +51,12 @@ def open_graph(
         static = StaticGraphs(bundle, config, cache=cache)
         _check(static, bundle, config, cache=cache)
         return static
+    if bundle.embedding is not None and config.device.provider != CPU_PROVIDER:
+        raise BundleError(
+            f"{bundle.graph} has its embedding in {bundle.embedding.name}, which works on the CPU alone, "
+            f"not on {config.device}",
+            "add --device cpu",
+        )
     metadata = metadata_of(bundle)
     key = model_key(bundle, config)
     stored = _PROBES.load(key) if cache and metadata.operators is not None else None
@@ -59,8 +66,8 @@ def open_graph(
         graph = open_gpu_form(bundle, config, metadata, cache=cache)
     else:
         file = graph_to_load(bundle, config, cache=cache)
-        own = GraphSession(file, config, metadata)
-        graph = _with_further_graphs(own, file, bundle, metadata, prefill, cache)
+        own = GraphSession(file, config, metadata, model=joined_graph(bundle))
+        graph = own if bundle.embedding else _with_further_graphs(own, file, bundle, metadata, prefill, cache)
     if cache and graph.probe_result is not None and graph.probe_result != stored:
         _PROBES.save(key, graph.probe_result)
     if config.device.provider != CPU_PROVIDER:
@@ -85,12 +92,22 @@ def prompt_graph_obstacle(
         "not asked for": prefill is PrefillMode.PLAIN,
         f"runs on the CPU alone, not on {config.device}": config.device.provider != CPU_PROVIDER,
         "runs with a float cache alone, not with --kv int8": config.kv is not KVFormat.FLOAT,
+        "is not made of models with a graph for their embedding": bundle.embedding is not None,
         "needs a cache that is extended in place": graph_io.cache_mode is not CacheMode.IN_PLACE,
         "is not made of models with convolution or linear attention layers": bool(graph_io.states),
         "is kept in the cache folder, and --no-cache was given": not cache,
         f"is not needed by a model below {format_bytes(_SMALL_MODEL_BYTES)}": small,
     }
     return next((reason for reason, applies in found.items() if applies), None)
+
+
+def joined_graph(bundle: Bundle) -> bytes | None:
+    """The graph that takes token ids, of a model with a graph for its embedding; None for any other."""
+    if bundle.embedding is None:
+        return None
+    from ...models.onnx_file.joined_graph import with_embedding  # noqa: PLC0415 -- importing protobuf takes 28 ms
+
+    return with_embedding(bundle.graph, bundle.embedding)
 
 
 def _with_further_graphs(
@@ -174,5 +191,5 @@ def open_gpu_form(bundle: Bundle, config: SessionConfig, metadata: ModelMetadata
 
 def graph_to_load(bundle: Bundle, config: SessionConfig, *, cache: bool) -> Path:
     """The file to load for a model's graph: its prepacked copy on the CPU if caching is on, else the original."""
-    prepack = cache and config.device.kind is DeviceKind.CPU
+    prepack = cache and config.device.kind is DeviceKind.CPU and bundle.embedding is None
     return prepacked_graph(bundle) if prepack else bundle.graph

@@ -149,6 +149,23 @@ def test_decoders_of_multimodal_models_are_refused(beside: str, what: str, alone
     assert choose_graph(["model.onnx", f"other/{beside}"]) == GraphFiles("model.onnx")
 
 
+def test_a_decoder_of_a_multimodal_model_is_chosen_with_its_embedding() -> None:
+    """Of the same precision; the parts for images and sound are left out."""
+    files = [
+        f"onnx/{part}{suffix}.onnx"
+        for part in ("decoder_model_merged", "embed_tokens", "vision_encoder", "audio_encoder")
+        for suffix in ("", "_q4", "_fp16")
+    ]
+    q4 = GraphFiles("onnx/decoder_model_merged_q4.onnx", embedding="onnx/embed_tokens_q4.onnx")
+    assert choose_graph(files) == choose_graph(files, "q4") == q4
+    plain = GraphFiles("onnx/decoder_model_merged.onnx", embedding="onnx/embed_tokens.onnx")
+    assert choose_graph(files, "fp32") == plain
+    with pytest.raises(BundleError, match="is an encoder-decoder model"):
+        choose_graph([*files, "onnx/encoder_model_q4.onnx"])
+    with pytest.raises(BundleError, match="is a model of images and text"):
+        choose_graph([file for file in files if file != q4.embedding])
+
+
 PARTS = st.sampled_from(
     ["model", "decoder_model", "q4", "_fp16", "onnx", "cpu-int4", "cuda", ".onnx", "/", "genai_config.json", "vision"]
 )

@@ -20,6 +20,7 @@ from support.layout_kinds import (
     Attention,
     Cache,
     CacheType,
+    Embedding,
     Layout,
     LogitOutput,
     Mask,
@@ -87,6 +88,17 @@ class LayoutWriter:
         opsets = [helper.make_opsetid("", self.layout.opset), helper.make_opsetid("com.microsoft", 1)]
         return helper.make_model(graph, opset_imports=opsets, ir_version=8, producer_name="layouts")
 
+    def embedding(self) -> onnx.ModelProto:
+        """Build the graph that makes embeddings of token ids."""
+        nodes = Nodes(self.layout.opset)
+        shape = ["batch_size", "sequence_length"]
+        nodes.op("Identity", self._embedded(nodes, "input_ids"), outputs=["inputs_embeds"])
+        constants = [numpy_helper.from_array(value, name) for name, value in nodes.constants.items()]
+        inputs = [helper.make_tensor_value_info("input_ids", self.integer_type, shape)]
+        outputs = [helper.make_tensor_value_info("inputs_embeds", TensorProto.FLOAT, [*shape, HEADS * HEAD_DIM])]
+        graph = helper.make_graph(nodes.nodes, "embedding", inputs, outputs, constants)
+        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.layout.opset)], ir_version=8)
+
     # Inputs and outputs
 
     def _inputs(self, *, cached: bool) -> list[onnx.ValueInfoProto]:
@@ -94,6 +106,8 @@ class LayoutWriter:
         batch = 1 if layout.fixed_batch else "batch_size"
         total = "total_sequence_length" if cached else "sequence_length"
         inputs: list[tuple[str, int, list[int | str]]] = [("input_ids", self.integer_type, [batch, "sequence_length"])]
+        if layout.embedding is Embedding.APART:
+            inputs = [("inputs_embeds", TensorProto.FLOAT, [batch, "sequence_length", HEADS * HEAD_DIM])]
         if layout.mask in (Mask.TOKENS, Mask.NOT_CAUSAL):
             inputs.append(("attention_mask", self.integer_type, [batch, total]))
         elif layout.mask in (Mask.BIAS, Mask.BOOL_ATTENDED, Mask.BOOL_BLOCKED):
@@ -169,10 +183,9 @@ class LayoutWriter:
     def _pass(self, nodes: Nodes, output_names: Mapping[str, str], *, cached: bool) -> None:
         """One pass of the decoder; `output_names` are the names of the outputs in this graph or branch."""
         weights, layout = self.weights, self.layout
-        ids = layout.name_of("input_ids")
-        table = nodes.constant(weights["model.embed_tokens.weight"], np.float32, "model.embed_tokens.weight")
+        ids = layout.name_of("input_ids" if layout.embedding is Embedding.INSIDE else "inputs_embeds")
         shared = self._shared_values(nodes, ids, cached=cached)
-        hidden = nodes.op("Gather", table, ids, axis=0)
+        hidden = self._embedded(nodes, ids) if layout.embedding is Embedding.INSIDE else ids
         for layer in range(LAYERS):
             name = f"model.layers.{layer}"
             normed = self._norm(nodes, hidden, f"{name}.input_layernorm.weight")
@@ -197,6 +210,10 @@ class LayoutWriter:
         else:
             head = nodes.constant(weights["model.embed_tokens.weight"].T, np.float32, "lm_head.transposed")
             nodes.op("MatMul", hidden, head, outputs=[target])
+
+    def _embedded(self, nodes: Nodes, ids: str) -> str:
+        table = self.weights["model.embed_tokens.weight"]
+        return nodes.op("Gather", nodes.constant(table, np.float32, "model.embed_tokens.weight"), ids, axis=0)
 
     def _norm(self, nodes: Nodes, value: str, name: str) -> str:
         return nodes.norm(value, name, self.weights[name], fused=self.fused)

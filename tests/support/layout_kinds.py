@@ -84,6 +84,13 @@ class Decoders(Enum):
     TWO = "decoder_model.onnx for the first pass, decoder_with_past_model.onnx for later ones"
 
 
+class Embedding(Enum):
+    """What the decoder takes."""
+
+    INSIDE = "input_ids"
+    APART = "inputs_embeds [batch, new, 64], which a graph of its own makes of input_ids"
+
+
 class Weights(Enum):
     """Files that hold the weights."""
 
@@ -114,6 +121,7 @@ class Layout:
     operator_states: bool = False
     """Whether convolutions keep the inputs that the next token needs, as ONNX Runtime's operator does, or one more."""
     decoders: Decoders = Decoders.ONE
+    embedding: Embedding = Embedding.INSIDE
     weights: Weights = Weights.INSIDE
     settings: Settings = Settings.HUGGING_FACE
     int32_ids: bool = False

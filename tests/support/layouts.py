@@ -30,6 +30,7 @@ from support.layout_kinds import (
     Cache,
     CacheType,
     Decoders,
+    Embedding,
     Layout,
     LogitOutput,
     Mask,
@@ -194,6 +195,16 @@ HYBRID_LAYOUTS: Final[Mapping[str, Layout]] = {
         OPTIMUM, states=States.RECURRENT, cache_type=CacheType.FLOAT16, float16_logits=True, subfolder="onnx"
     ),
     "community-qwen3.5-fused": replace(COMMUNITY, states=States.RECURRENT, logit_output=LogitOutput.LAST_N),
+    # Qwen3.5 with its image encoder, and LFM2-VL: the embedding is a graph of its own.
+    "community-qwen3.5-parts": replace(
+        OPTIMUM,
+        states=States.RECURRENT,
+        positions=Positions.THREE,
+        embedding=Embedding.APART,
+        weights=Weights.ONE_FILE,
+        subfolder="onnx",
+    ),
+    "community-lfm2-parts": replace(COMMUNITY, states=States.CONVOLUTION, embedding=Embedding.APART),
     # Granite 4 and other Mamba hybrids for transformers.js.
     "community-mamba": replace(
         COMMUNITY,
@@ -249,6 +260,11 @@ def write_layout(folder: Path, layout: Layout, *, seed: int = 0) -> Path:
     *first, last = (graph_folder / name for name in _GRAPHS[layout.decoders])
     for path in first:
         _save(writer.model(cached=False), path, layout)
+    if layout.embedding is Embedding.APART:
+        last = last.with_name("decoder_model_merged_q4.onnx")
+        _save(writer.embedding(), last.with_name("embed_tokens_q4.onnx"), layout)
+        # The image encoder is not looked at.
+        last.with_name("vision_encoder_q4.onnx").write_bytes(b"")
     _save(writer.model(merged=layout.decoders is Decoders.MERGED), last, layout)
     if layout.settings is Settings.HUGGING_FACE:
         write_json(folder / "config.json", tiny_config("llama", **layout.overrides))

@@ -85,6 +85,22 @@ def test_only_the_files_of_one_graph_are_downloaded(hub: HubServer) -> None:
     assert open_bundle(found.path).graph == found.folder / "model_q4.onnx"
 
 
+def test_the_embedding_of_a_multimodal_model_comes_along(hub: HubServer) -> None:
+    """Its image encoder does not."""
+    parts = {
+        f"onnx/{part}_q4.onnx{suffix}": graph(f"{part}_q4.onnx_data") if not suffix else weights(1)
+        for part in ("decoder_model_merged", "embed_tokens", "vision_encoder")
+        for suffix in ("", "_data")
+    }
+    hub.repo("org/parts", {**TEXTS, **parts})
+    found = fetch_model(HubId("org/parts"))
+    expected = {name.removeprefix("onnx/") for name in parts if "vision" not in name}
+    assert names(found.folder) == {"config.json", "tokenizer.json", *expected}
+    bundle = open_bundle(found.path)
+    assert bundle.graph == found.folder / "decoder_model_merged_q4.onnx"
+    assert bundle.embedding == found.folder / "embed_tokens_q4.onnx"
+
+
 def test_a_model_folder_holds_plain_files_of_its_own(hub: HubServer) -> None:
     hub.repo("org/js", TRANSFORMERS_JS)
     found = fetch_model(HubId("org/js", "fp32"))

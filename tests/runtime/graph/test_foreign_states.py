@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -25,10 +26,11 @@ from edgerun.models.device_kind import DeviceKind
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph import session
 from edgerun.runtime.graph.model_metadata import metadata_of
+from edgerun.runtime.graph.open_graph import open_graph
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.kv.hybrid_arena import GrowingHybridArena, HybridArena, InPlaceHybridArena
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
-from support.layout_kinds import CONTEXT, VOCABULARY
+from support.layout_kinds import CONTEXT, VOCABULARY, Weights
 from support.layout_reference import Decoder, layout_weights
 from support.layouts import HYBRID_LAYOUTS, LAYOUTS, write_layout
 
@@ -214,6 +216,48 @@ def test_inspect_names_the_states(folder_of: Callable[[str], Path], capsys: pyte
     assert facts["layers"] == 2
     assert main(["inspect", str(folder_of("community-lfm2-float16")), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["state_layers"] == "0: convolution, float16 [64, 3] each"
+
+
+# A graph of its own for the embedding
+
+
+def test_a_model_in_parts_answers_like_one_graph(
+    folder_of: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the folder, and from the decoder's file."""
+    whole, parts = folder_of("community-lfm2"), folder_of("community-lfm2-parts")
+    texts = []
+    for path in (whole, parts, parts / "onnx" / "decoder_model_merged_q4.onnx"):
+        assert main([str(path), "-p", PROMPT, "--raw", "-n", "20", "--json"]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert texts[0] == texts[1] == texts[2]
+    weights = [open_bundle(path).weight_bytes for path in (whole, parts)]
+    assert weights[1] == pytest.approx(weights[0], rel=0.02)
+    assert open_bundle(whole).fingerprint != open_bundle(parts).fingerprint
+
+
+def test_an_embedding_beside_a_decoder_that_takes_token_ids_is_ignored(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = folder_of("community-lfm2-parts")
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(source / name, tmp_path)
+    shutil.copy(source / "onnx" / "embed_tokens_q4.onnx", tmp_path)
+    shutil.copy(source / "onnx" / "embed_tokens_q4.onnx_data", tmp_path)
+    decoder = write_layout(tmp_path / "whole", replace(HYBRID_LAYOUTS["community-lfm2"], weights=Weights.INSIDE))
+    shutil.copy(decoder / "onnx" / "model.onnx", tmp_path / "decoder_model_merged_q4.onnx")
+    with (
+        edgerun.load(tmp_path, threads=1, cache=False) as joined,
+        edgerun.load(decoder, threads=1, cache=False) as alone,
+    ):
+        assert joined.generate(PROMPT, OPTIONS).text == alone.generate(PROMPT, OPTIONS).text
+
+
+def test_a_model_in_parts_is_refused_on_other_devices(folder_of: Callable[[str], Path]) -> None:
+    bundle = open_bundle(folder_of("community-lfm2-parts"))
+    gpu = SessionConfig(replace(choose_device("cpu"), provider="WebGpuExecutionProvider", kind=DeviceKind.GPU), 1)
+    with pytest.raises(BundleError, match=r"its embedding in embed_tokens_q4\.onnx, which works on the CPU alone"):
+        open_graph(bundle, gpu, cache=False)
 
 
 # What is refused

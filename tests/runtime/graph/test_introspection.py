@@ -52,7 +52,10 @@ EXPECTED_ERRORS = {
         "edge-run runs decoder-only language models"
     ),
     "embeddings-in": f"{{graph}} {SPLIT_MODEL}",
-    "embeddings-in-parts": f"{{folder}} is a model of images and text (vision_encoder.onnx says so); {ONE_GRAPH}",
+    "embeddings-in-parts": (
+        "{folder}/embed_tokens.onnx does not turn token ids into embeddings: it takes input_ids, attention_mask and "
+        "gives logits; choose an export whose decoder takes input_ids"
+    ),
     "pixels-in": f"{{graph}} is part of a model for images or audio (it takes pixel_values); {TEXT_ONLY}",
     "genai-vision": f"{{graph}} {SPLIT_MODEL}",
     "audio-in": f"{{graph}} is part of a model for images or audio (it takes audio_features); {TEXT_ONLY}",

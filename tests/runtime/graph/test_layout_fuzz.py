@@ -31,6 +31,7 @@ from support.layout_kinds import (
     Cache,
     CacheType,
     Decoders,
+    Embedding,
     Layout,
     LogitOutput,
     Mask,
@@ -126,6 +127,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
     common = Layout(
         logit_output=one(*LogitOutput),
+        embedding=one(*Embedding),
         weights=one(*Weights),
         settings=one(*Settings),
         int32_ids=one(False, True),
@@ -137,6 +139,9 @@ def layouts(draw: st.DrawFn) -> Layout:
         states=one(*States),
         operator_states=one(False, True),
     )
+    if common.settings is Settings.GENAI:
+        # genai_config.json names a single graph, of other parts.
+        common = replace(common, embedding=Embedding.INSIDE)
     if one(False, True):
         bias = one(False, True)
         return replace(
@@ -156,6 +161,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     if common.states is States.NONE:
         # In a single layer of attention it would be the mask of another model, in which every token attends to all.
         masks.append(Mask.BOOL_BLOCKED)
+    alone = common.settings is Settings.GENAI or common.embedding is Embedding.APART
     # One head of keys and values does not share its state among several.
     caches = [cache for cache in Cache if cache is not Cache.JOINED or common.states is not States.RECURRENT]
     return replace(
@@ -165,7 +171,7 @@ def layouts(draw: st.DrawFn) -> Layout:
         mask=one(*masks),
         positions=one(*Positions),
         # genai_config.json describes a single graph.
-        decoders=Decoders.ONE if common.settings is Settings.GENAI else one(*Decoders),
+        decoders=Decoders.ONE if alone else one(*Decoders),
         open_heads=one(False, True),
     )
 

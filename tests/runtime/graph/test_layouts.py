@@ -18,6 +18,7 @@ from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.graph_io import CacheMode, LogitsMode
 from edgerun.runtime.graph.model_metadata import metadata_of
+from edgerun.runtime.graph.open_graph import joined_graph
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.result import Reply
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
@@ -47,11 +48,12 @@ IN_PLACE = {name for name in LAYOUTS if name.startswith(("genai", "community", "
     "community-unfused",
     "community-qwen3.5",
     "community-qwen3.5-float16",
+    "community-qwen3.5-parts",
 }
 ENGINES = [
     *("optimum", "optimum-float16", "optimum-last-token", "optimum-last-n", "optimum-two-traced-at-one"),
     *("optimum-bias-mask", "optimum-merged", "stacked-genai", "joined", "renamed-genai"),
-    *("community-lfm2-float16", "community-qwen3.5", "optimum-qwen3.5-two-decoders", "genai-lfm2"),
+    *("community-lfm2-float16", "community-qwen3.5-parts", "optimum-qwen3.5-two-decoders", "genai-lfm2"),
     *("genai", "genai-window-cache", "genai-int8-cache", "genai-fixed-capacity", "community"),
 ]
 DRAFTS = ["optimum", "optimum-last-token", "optimum-two-traced-at-one", "genai-float16", "genai-fixed-capacity"]
@@ -71,7 +73,8 @@ def graph_of(folder_of: Callable[[str], Path]) -> Callable[[str], GraphSession]:
     @cache
     def graph(name: str) -> GraphSession:
         bundle = open_bundle(folder_of(name))
-        return GraphSession(bundle.graph, SessionConfig(choose_device("cpu"), 1), metadata_of(bundle))
+        config = SessionConfig(choose_device("cpu"), 1)
+        return GraphSession(bundle.graph, config, metadata_of(bundle), model=joined_graph(bundle))
 
     return graph
 
