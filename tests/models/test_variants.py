@@ -150,7 +150,7 @@ def test_decoders_of_multimodal_models_are_refused(beside: str, what: str, alone
 
 
 def test_a_decoder_of_a_multimodal_model_is_chosen_with_its_embedding() -> None:
-    """Of the same precision; the parts for images and sound are left out."""
+    """The embedding is the one of its precision; the parts for images and sound are left out."""
     files = [
         f"onnx/{part}{suffix}.onnx"
         for part in ("decoder_model_merged", "embed_tokens", "vision_encoder", "audio_encoder")
