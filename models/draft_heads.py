@@ -59,6 +59,8 @@ MEDUSA_HEADS: Final = "medusa_num_heads"
 """Setting with the number of heads."""
 MEDUSA_LAYERS: Final = "medusa_num_layers"
 """Setting with the number of residual blocks of each head, 1 where it is absent."""
+MEDUSA_FILE: Final = "medusa_lm_head.safetensors"
+"""File of the weights, where it is not called like that of a model."""
 MEDUSA_PREFIX: Final = "medusa_head."
 """What the names of a head's tensors may begin with."""
 

@@ -1,8 +1,8 @@
-"""Reference of EAGLE-3 heads in float64 NumPy, token by token and without a cache."""
+"""References of draft heads in float64 NumPy: EAGLE-3 token by token and without a cache, and Medusa."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from ..checkpoint.source import RowRange
 from .reference_operations import WeightSource, rms_norm, rotate, softmax
+from .reference_operations import linear as linear_of
 from .reference_positions import Float64Array, head_dim, rotation
 
 
@@ -87,6 +88,30 @@ def reference_head(
         states.append(hidden)
         logits.append(linear("lm_head", norm("model.norm", hidden)))
     return HeadOutputs(np.array(logits), np.array(states))
+
+
+def reference_medusa(
+    weights: WeightSource, blocks: Sequence[Sequence[str]], outputs: Sequence[str], state: Float64Array
+) -> Float64Array:
+    """Run Medusa heads.
+
+    Args:
+        weights: the tensors of the heads.
+        blocks: modules of the residual blocks of each head.
+        outputs: module of the LM head of each head.
+        state: the target's last hidden state, float64 [hidden].
+
+    Returns:
+        Logits of every head, float64 [heads, vocabulary].
+    """
+    logits = []
+    for own_blocks, output in zip(blocks, outputs, strict=True):
+        hidden = state
+        for block in own_blocks:
+            product = linear_of(weights, block, hidden, biased=True)
+            hidden = hidden + product / (1 + np.exp(-product))
+        logits.append(linear_of(weights, output, hidden, biased=False))
+    return np.array(logits)
 
 
 def embedding_rows(weights: WeightSource, tokens: npt.NDArray[np.int64]) -> Float64Array:

@@ -54,21 +54,25 @@ class _Tensor:
 class Checkpoint:
     """The tensors of a checkpoint folder by name, converted to float32; see `ModelSource`."""
 
-    def __init__(self, folder: Path, renamed: Sequence[tuple[str, str]] | None = None) -> None:
+    def __init__(
+        self, folder: Path, renamed: Sequence[tuple[str, str]] | None = None, single_file: str = SINGLE_FILE
+    ) -> None:
         """Read the headers of all weight files, without the weights.
 
         Args:
             folder: The checkpoint.
             renamed: Prefixes of tensor names, and those that such names have instead in the files; the first that fits
                 applies. None for those of a language model, which are found out.
+            single_file: Name of the file with all weights, unless they are in several.
 
         Raises:
             CheckpointError: the folder has no safetensors weights, or a file is missing, truncated or malformed.
         """
         self.folder = folder
         self._tensors: dict[str, _Tensor] = {}
-        for file in _weight_files(folder):
+        for file in _weight_files(folder, single_file):
             self._tensors.update(_read_header(file))
+        self._renamed: Final = renamed is not None
         self._prefixes = (_prefixes(self._tensors),) if renamed is None else tuple(renamed)
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
@@ -175,8 +179,9 @@ class Checkpoint:
     def _find(self, name: str) -> _Tensor:
         tensor = self._tensors.get(self._stored_name(name))
         if tensor is None:
+            shown_name = self._stored_name(name) if self._renamed else name
             raise CheckpointError(
-                f"{self.folder} lacks the tensor {name}", "the checkpoint is incomplete: " + _DOWNLOAD_AGAIN
+                f"{self.folder} lacks the tensor {shown_name}", "the checkpoint is incomplete: " + _DOWNLOAD_AGAIN
             )
         return tensor
 
@@ -220,9 +225,9 @@ def _prefixes(names: Collection[str]) -> tuple[str, str]:
     return "model.", "model." if wrapped else ""
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
+def _weight_files(folder: Path, single_file: str) -> list[Path]:
+    if (folder / single_file).is_file():
+        return [folder / single_file]
     if (folder / INDEX_FILE).is_file():
         return _shards(folder / INDEX_FILE)
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
@@ -230,7 +235,7 @@ def _weight_files(folder: Path) -> list[Path]:
             f"{folder} only contains pickled weights, which can run code when opened",
             "save the checkpoint as safetensors (save_pretrained with safe_serialization=True)",
         )
-    raise CheckpointError(f"{folder} does not contain {SINGLE_FILE}", "give the folder of a Hugging Face checkpoint")
+    raise CheckpointError(f"{folder} does not contain {single_file}", "give the folder of a Hugging Face checkpoint")
 
 
 def _shards(index: Path) -> list[Path]:

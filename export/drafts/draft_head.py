@@ -18,18 +18,20 @@ from ...models.draft_heads import HeadKind
 from ...models.manifest import MANIFEST_NAME, DraftPairing, FileDigest, Manifest, WeightFormat
 from ...models.progress import Progress, counted
 from ..bundle_content import BundleContent
-from ..check.contract_session import ContractSession
+from ..check.contract_session import ContractSession, ModelSession
 from ..check.float_activations import with_float_activations
-from ..check.head_reference import embedding_rows, reference_head
-from ..check.parity import TOLERANCE, QuantizedWeights, RoundedLinears
+from ..check.head_reference import embedding_rows, reference_head, reference_medusa
+from ..check.parity import TOLERANCE, QuantizedWeights, RoundedLinears, log_softmax
 from ..checkpoint.config import DecoderConfig
 from ..graph import inputs_outputs
 from ..graph.draft_features import DraftFeatures
 from ..graph.eagle_graph import EagleParts, build_eagle_head
 from ..graph.initializers import Initializers
+from ..graph.medusa_graph import TOP_IDS, TOP_PROBABILITIES, build_medusa_heads
 from ..graph.weight_file import WeightFile
 from ..recipe import DEFAULT_METHODS, INT4, ExportRecipe, HeadRequest, with_methods
 from .head_checkpoint import EagleHead, TargetIds, open_eagle_head
+from .medusa_checkpoint import MedusaHeads, open_medusa_heads
 
 _STAGE: Final = "draft"
 _CHECKED_TOKENS: Final = 12
@@ -41,7 +43,7 @@ _CHECKED_FEATURES: Final = 8
 class DraftHead:
     """A draft head that fits its target."""
 
-    head: EagleHead
+    head: EagleHead | MedusaHeads
     weight_format: WeightFormat
     """Format of its linears."""
 
@@ -52,7 +54,8 @@ class DraftHead:
 
     def add_to(self, folder: Path, target: BundleContent, progress: Progress) -> None:
         """Write the head into the bundle of its target; arguments and errors as for `add_eagle_head`."""
-        add_eagle_head(folder, target, self.head, self.weight_format, progress)
+        add = add_eagle_head if isinstance(self.head, EagleHead) else add_medusa_heads
+        add(folder, target, self.head, self.weight_format, progress)
 
 
 def open_draft_head(request: HeadRequest, recipe: ExportRecipe, target: DecoderConfig) -> DraftHead:
@@ -63,7 +66,50 @@ def open_draft_head(request: HeadRequest, recipe: ExportRecipe, target: DecoderC
         InputError: It does not fit the target.
     """
     weight_format = request.weight_format or (recipe.body if recipe.mixed_precision is None else INT4) or INT4
-    return DraftHead(open_eagle_head(request.source, target), weight_format)
+    opened = open_eagle_head if request.kind is HeadKind.EAGLE else open_medusa_heads
+    return DraftHead(opened(request.source, target), weight_format)
+
+
+def add_medusa_heads(
+    folder: Path, target: BundleContent, heads: MedusaHeads, weight_format: WeightFormat, progress: Progress
+) -> None:
+    """Write the graph of Medusa heads into their target's bundle; arguments and errors as for `add_eagle_head`."""
+    plan = with_methods({linear.name: weight_format for linear in heads.linears}, DEFAULT_METHODS)
+    total = sum(linear.weight_count for linear in heads.linears)
+    with WeightFile(folder / DRAFT_WEIGHTS_NAME) as data:
+        weights = Initializers(heads.checkpoint, data, counted(total, progress, _STAGE))
+        graph = build_medusa_heads(target.config, heads.blocks, heads.outputs, plan, weights)
+        digests = {DRAFT_WEIGHTS_NAME: data.digest()}
+    (folder / DRAFT_GRAPH_NAME).write_bytes(graph.SerializeToString())
+    _check_medusa(folder, heads, plan, graph)
+    _name_head(folder, HeadKind.MEDUSA, None, digests)
+
+
+def _check_medusa(folder: Path, heads: MedusaHeads, plan: Mapping[str, WeightFormat], graph: onnx.ModelProto) -> None:
+    """Compare the graph of Medusa heads with the reference.
+
+    Raises:
+        ExportError: They differ.
+    """
+    features = np.random.default_rng(0).standard_normal((1, heads.config.hidden_size)).astype(np.float32)
+    session = ModelSession(with_float_activations(graph), folder)
+    found, ids = session.run((TOP_PROBABILITIES, TOP_IDS), {inputs_outputs.DRAFT_FEATURES: features})
+    logits = reference_medusa(
+        RoundedLinears(heads.checkpoint, heads.linears, plan),
+        [[each.modules[0] for each in blocks] for blocks in heads.blocks],
+        [each.modules[0] for each in heads.outputs],
+        features[0].astype(np.float64),
+    )
+    expected = np.exp(log_softmax(logits))
+    best = np.sort(expected, axis=-1)[:, ::-1][:, : found.shape[1]]
+    difference = max(
+        float(np.abs(found - best).max()), float(np.abs(found - np.take_along_axis(expected, ids, axis=-1)).max())
+    )
+    if not difference <= TOLERANCE:
+        raise ExportError(
+            f"the exported Medusa heads differ from the reference by {difference:.2g} in a probability",
+            "this is a defect of the exporter: please report the heads",
+        )
 
 
 def add_eagle_head(
