@@ -184,7 +184,8 @@ def run(
         str,
         typer.Option(
             metavar="NAMES",
-            help="Drafters for speculative decoding: auto, off, or some of suffix,edit,recycle,ngram,history,model.",
+            help="Drafters for speculative decoding: auto, off, or some of suffix,edit,recycle,ngram,history, "
+            "model,eagle,medusa.",
         ),
     ] = "auto",
     draft_sampling: Annotated[

@@ -54,8 +54,10 @@ class DraftHead:
 
     def add_to(self, folder: Path, target: BundleContent, progress: Progress) -> None:
         """Write the head into the bundle of its target; arguments and errors as for `add_eagle_head`."""
-        add = add_eagle_head if isinstance(self.head, EagleHead) else add_medusa_heads
-        add(folder, target, self.head, self.weight_format, progress)
+        if isinstance(self.head, EagleHead):
+            add_eagle_head(folder, target, self.head, self.weight_format, progress)
+        else:
+            add_medusa_heads(folder, target, self.head, self.weight_format, progress)
 
 
 def open_draft_head(request: HeadRequest, recipe: ExportRecipe, target: DecoderConfig) -> DraftHead:
@@ -66,8 +68,9 @@ def open_draft_head(request: HeadRequest, recipe: ExportRecipe, target: DecoderC
         InputError: It does not fit the target.
     """
     weight_format = request.weight_format or (recipe.body if recipe.mixed_precision is None else INT4) or INT4
-    opened = open_eagle_head if request.kind is HeadKind.EAGLE else open_medusa_heads
-    return DraftHead(opened(request.source, target), weight_format)
+    if request.kind is HeadKind.EAGLE:
+        return DraftHead(open_eagle_head(request.source, target), weight_format)
+    return DraftHead(open_medusa_heads(request.source, target), weight_format)
 
 
 def add_medusa_heads(

@@ -47,9 +47,7 @@ class MedusaHeads:
     def linears(self) -> tuple[FusedLinear, ...]:
         """All linears, in the order of the graph."""
         return tuple(
-            linear
-            for blocks, output in zip(self.blocks, self.outputs, strict=True)
-            for linear in (*blocks, output)
+            linear for blocks, output in zip(self.blocks, self.outputs, strict=True) for linear in (*blocks, output)
         )
 
 
@@ -103,4 +101,3 @@ def open_medusa_heads(folder: Path, target: DecoderConfig) -> MedusaHeads:
         for name, rows in zip(linear.biases, linear.rows, strict=linear.biased):
             checkpoint.require(name, (rows,))
     return opened
-

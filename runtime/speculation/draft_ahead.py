@@ -137,7 +137,9 @@ class DraftAhead:
         self.drafter: Final = drafter
         self.total = NOTHING_AHEAD
         """What was run ahead since this object was made, as far as it was settled."""
-        self._model: Final[DraftModel] = drafter.model
+        if not isinstance(drafter.model, DraftModel):
+            raise TypeError(f"a {type(drafter.model).__name__} takes turns with the target")
+        self._model: Final = drafter.model
         self._thread: Final = thread
         self._idle: Final = threading.Lock()
         """Held while the thread works."""

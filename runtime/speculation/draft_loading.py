@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final, TypeAlias
 
 from ...errors import BundleError, InputError
@@ -31,6 +32,7 @@ from ..devices.providers import choose_device, cpu_device
 from ..graph.bound_graph import BoundGraph, DecoderGraph
 from ..graph.graph_io import CacheMode, GraphIO
 from ..graph.head_session import HeadSession
+from ..graph.medusa_session import MedusaSession
 from ..graph.model_metadata import ModelMetadata
 from ..graph.open_graph import graph_to_load, open_gpu_form, open_graph
 from ..graph.prepacked import prepacked_draft_graph
@@ -42,17 +44,16 @@ from ..measure.pass_timing import TimingExtent, load_or_measure_pass_cost, measu
 from .drafters.draft_model import DraftModel, Int32, check_target_ids
 from .drafters.hidden_state_head import HiddenStateHead
 from .drafters.layer_skip import LayerSkipDraft
+from .drafters.medusa import MedusaDraft
+from .drafters.model import PathModel
 from .pass_cost import PassCost
 from .tree import Source
 
-NewDraftModel: TypeAlias = Callable[[], DraftModel]
-"""Makes a `DraftModel` for one more sequence, of a model that is loaded once."""
+NewDraftModel: TypeAlias = Callable[[], PathModel]
+"""Makes a `PathModel` for one more sequence, of a model that is loaded once."""
 
-HEAD_SOURCES: Final[Mapping[HeadKind | None, Source]] = {
-    HeadKind.EAGLE: Source.EAGLE,
-    HeadKind.MEDUSA: Source.MEDUSA,
-}
-"""What the candidates of draft heads are counted under."""
+_HEAD_SOURCES: Final[Mapping[HeadKind | None, Source]] = {HeadKind.EAGLE: Source.EAGLE}
+"""What the candidates of heads that continue from their own output are counted under."""
 _ONE_THREAD_BELOW: Final = 16 << 20
 """Bytes of weights below which a draft runs on one thread: at 9.6 MB a pass takes 0.33 ms with one thread and 0.37 with
 two, at 270 MB 14 and 10."""
@@ -238,10 +239,7 @@ def load_head(
     own = session.graph_io
     if own.head is None or own.hidden_size != own.head.sizes[1]:
         raise BundleError(f"{graph} is not a draft head: it does not continue from its own states", _HINT)
-    if own.head.sizes[0] != graph_io.feature_size:
-        given = "none" if graph_io.feature_size is None else graph_io.feature_size
-        what = f"{graph} reads {own.head.sizes[0]} features of each token, and {target.graph} gives {given}"
-        raise BundleError(what, _HINT)
+    _require_features(graph, own.head.sizes[0], target, graph_io)
     if pair.target_ids is not None:
         _check_ids(pair, pair.target_ids, own.vocab_size, graph_io.vocab_size)
     elif own.vocab_size != graph_io.vocab_size:
@@ -253,7 +251,31 @@ def load_head(
         return bound
 
     cost = _pass_cost(pair.draft, config, bind(), measuring, cache=cache)
-    return lambda: HiddenStateHead(bind(), cost, graph_io.vocab_size, pair.target_ids, HEAD_SOURCES[pair.head])
+    return lambda: HiddenStateHead(bind(), cost, graph_io.vocab_size, pair.target_ids, _HEAD_SOURCES[pair.head])
+
+
+def load_medusa_heads(
+    pair: DraftPair, config: SessionConfig, target: Bundle, graph_io: GraphIO
+) -> Callable[[], MedusaDraft]:
+    """Load Medusa heads, to be attached to the arena of an answer; arguments as for `load_head`.
+
+    Raises:
+        BundleError: the graph cannot be loaded, or does not fit the target's hidden states.
+    """
+    session = MedusaSession(pair.draft.graph, config)
+    _require_features(pair.draft.graph, session.feature_size, target, graph_io)
+    return lambda: MedusaDraft(session, graph_io.vocab_size)
+
+
+def _require_features(graph: Path, size: int, target: Bundle, graph_io: GraphIO) -> None:
+    """Check that a target gives the features that a head reads.
+
+    Raises:
+        BundleError: it does not.
+    """
+    if size != graph_io.feature_size:
+        given = "none" if graph_io.feature_size is None else graph_io.feature_size
+        raise BundleError(f"{graph} reads {size} features of each token, and {target.graph} gives {given}", _HINT)
 
 
 def _check_ids(pair: DraftPair, target_ids: Int32, head: int, target_vocab: int) -> None:

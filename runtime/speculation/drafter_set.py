@@ -13,6 +13,7 @@ from ..sampling.sampler import SamplingParams
 from ..scheduling.work_thread import WorkThread
 from .choice import SOURCE_NAMES
 from .draft_ahead import DraftAhead
+from .drafters.draft_model import DraftModel
 from .drafters.interface import Drafter
 from .drafters.model import ModelDrafter
 from .drafters.oracle import OracleDrafter
@@ -153,6 +154,11 @@ class DrafterSet:
     def _sampled_speculator(self, draft_sampling: DraftSampling, sampling: SamplingParams) -> SampledSpeculator:
         if self.model is None:
             raise InputError("there is no draft model to sample draft tokens from", _HINTS[Source.MODEL])
+        if not isinstance(self.model.model, DraftModel):
+            raise InputError(
+                "draft tokens cannot be sampled from Medusa heads, which propose a few tokens and no distribution",
+                "leave --draft-sampling out",
+            )
         if draft_sampling not in self._sampled:
             self._sampled[draft_sampling] = SampledSpeculator(
                 self.model.model,

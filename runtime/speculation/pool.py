@@ -18,6 +18,7 @@ from typing import Final
 from ...errors import EdgeError
 from ...models.bundle import Bundle
 from ...models.cache import cache_folder
+from ...models.draft_heads import HeadKind
 from ...models.progress import Progress, silent
 from ..graph.bound_graph import BoundGraph, DecoderGraph
 from ..kv.arena import KVArena
@@ -30,15 +31,14 @@ from ..measure.system_load import LoadMeter
 from ..options import GenerationRequest, Persistence
 from ..scheduling.work_thread import WorkThread
 from .choice import Speculation
-from .draft_loading import NewDraftModel, PlacedDraft, load_draft, load_head, load_layer_skip_draft
+from .draft_loading import NewDraftModel, PlacedDraft, load_draft, load_head, load_layer_skip_draft, load_medusa_heads
 from .drafter_set import DrafterSet, SharedLearning
-from .drafters.draft_model import DraftModel
 from .drafters.edit import EditDrafter
 from .drafters.history import HistoryDrafter
 from .drafters.history_indexing import HistoryIndexer
 from .drafters.history_store import HistoryStore
 from .drafters.interface import Drafter
-from .drafters.model import ModelDrafter
+from .drafters.model import ModelDrafter, PathModel
 from .drafters.ngram import NgramDrafter
 from .drafters.ngram_table import NgramTable, open_bundle_table
 from .drafters.recycling import RecycledTable, RecyclingDrafter
@@ -112,7 +112,7 @@ class DrafterPool:
                     self._pass_cost = measure_pass_cost(bound, threads=config.threads, progress=progress)
         return self._pass_cost
 
-    def draft_model(self) -> DraftModel | None:
+    def draft_model(self) -> PathModel | None:
         """The draft model of the set that the next answer would have; None if there is none."""
         drafters = self._take_set(())
         self._idle.append(drafters)
@@ -278,6 +278,8 @@ class DrafterPool:
     def _load_draft_model(self, draft: PlacedDraft) -> NewDraftModel:
         graph_io, pair, config = self._graph.graph_io, draft.pair, draft.config
         cache, measuring, context = self._persistence.cache, self.measuring, self._context
+        if pair.head is HeadKind.MEDUSA:
+            return load_medusa_heads(pair, config, self._bundle, graph_io)
         if pair.head is not None:
             return load_head(pair, config, self._bundle, graph_io, context, cache=cache, measuring=measuring)
         if pair.layer_skip:

@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgerun.models.draft_heads import EAGLE_ARCHITECTURES, eagle_tensors
+from edgerun.models.draft_heads import (
+    EAGLE_ARCHITECTURES,
+    MEDUSA_HEADS,
+    MEDUSA_LAYERS,
+    MEDUSA_PREFIX,
+    eagle_tensors,
+    medusa_block,
+    medusa_output,
+)
 
 from .tiny_models import tiny_config, write_json, write_weights
 
@@ -65,4 +73,24 @@ def write_eagle_head(folder: Path, target: Mapping[str, Any] | None = None, *, s
     config = eagle_config(tiny_config() if target is None else target, **overrides)
     write_json(folder / "config.json", config)
     write_weights(folder, eagle_weights(config, seed))
+    return folder
+
+
+def write_medusa_heads(
+    folder: Path, target: Mapping[str, Any] | None = None, *, heads: int = 3, blocks: int = 1, seed: int = 0
+) -> Path:
+    """Write random Medusa heads for a target with that config.json (the tiny llama when None); return their folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config, random = tiny_config() if target is None else target, np.random.default_rng(seed)
+    hidden = config["hidden_size"]
+    tensors: Tensors = {}
+    for head in range(heads):
+        for block in range(blocks):
+            module = MEDUSA_PREFIX + medusa_block(head, block)
+            tensors[f"{module}.weight"] = (random.standard_normal((hidden, hidden)) / 8).astype(np.float32)
+            tensors[f"{module}.bias"] = random.standard_normal(hidden).astype(np.float32)
+        output = random.standard_normal((config["vocab_size"], hidden)) * 0.4
+        tensors[f"{MEDUSA_PREFIX}{medusa_output(head, blocks)}.weight"] = output.astype(np.float32)
+    write_json(folder / "config.json", {MEDUSA_HEADS: heads, MEDUSA_LAYERS: blocks})
+    write_weights(folder, tensors)
     return folder

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Protocol
 
+from ...kv.arena import KVArena
 from ..tree import Source
-from .draft_model import DraftModel, Path
+from .draft_model import Path, TopTokens
 from .interface import Candidate
 
 _EDGES: Final = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
@@ -22,6 +23,35 @@ _CLASSES: Final = len(_EDGES) + 1
 _MIN_PROB: Final = 0.02
 """Candidates less probable than this are dropped: no token position is that cheap."""
 _MAX_CANDIDATES: Final = 3
+
+
+class PathModel(Protocol):
+    """What a drafter needs of a draft model; see `DraftModel`, whose methods these are."""
+
+    @property
+    def source(self) -> Source:
+        """What its candidates are counted under."""
+
+    def attach(self, arena: KVArena) -> None:
+        """Learn that the target generates in `arena` from now on."""
+
+    def reset(self, token_ids: Sequence[int]) -> None:
+        """Replace the sequence."""
+
+    def append(self, token: int) -> None:
+        """Append a token to the sequence."""
+
+    def has_logits(self, path: Path) -> bool:
+        """Whether `top_tokens(path)` takes no time."""
+
+    def seconds(self, path: Path) -> float:
+        """Expected seconds of `top_tokens(path)` now."""
+
+    def take_seconds_spent(self) -> float:
+        """Seconds that the model has run since the last call of this method."""
+
+    def top_tokens(self, path: Path, count: int, temperature: float = 1.0) -> TopTokens:
+        """The `count` most probable tokens after the sequence and `path`."""
 
 
 class ModelDrafter:
@@ -37,7 +67,7 @@ class ModelDrafter:
         *(0.8 * (low + high) / 2 for low, high in zip((_MIN_PROB, *_EDGES), (*_EDGES, 1.0), strict=True)),  # others
     )
 
-    def __init__(self, model: DraftModel, temperature: float = 1.0) -> None:
+    def __init__(self, model: PathModel, temperature: float = 1.0) -> None:
         self.model: Final = model
         self.temperature = temperature
 

@@ -76,9 +76,7 @@ def run_torch(checkpoint: Path, head: Path) -> HeadOutputs:
     functional = torch.nn.functional
     config = json.loads((head / "config.json").read_text(encoding="utf-8"))
     weights = {name: torch.from_numpy(value) for name, value in load_file(head / "model.safetensors").items()}
-    target = {
-        name: torch.from_numpy(value) for name, value in load_file(checkpoint / "model.safetensors").items()
-    }
+    target = {name: torch.from_numpy(value) for name, value in load_file(checkpoint / "model.safetensors").items()}
     embedding = weights.get("embed_tokens.weight", target["model.embed_tokens.weight"])
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     dim = config.get("head_dim", config["hidden_size"] // heads)
@@ -229,7 +227,9 @@ def test_heads_that_do_not_fit_are_refused_in_one_line(checkpoint: Path, tmp_pat
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("missing", ["fc.weight", "midlayer.hidden_norm.weight", "norm.weight", "lm_head.weight", "d2t"])
+@pytest.mark.parametrize(
+    "missing", ["fc.weight", "midlayer.hidden_norm.weight", "norm.weight", "lm_head.weight", "d2t"]
+)
 def test_missing_tensors_are_named(checkpoint: Path, tmp_path: Path, missing: str) -> None:
     head = write_eagle_head(tmp_path / "head", tiny_config(**TARGET))
     tensors = load_file(head / "model.safetensors")
