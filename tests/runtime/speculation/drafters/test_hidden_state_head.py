@@ -50,7 +50,7 @@ TARGET: dict[str, Any] = {"num_hidden_layers": 6, "max_position_embeddings": CON
 
 def export_with_head(folder: Path, recipe: ExportRecipe, family: str = "llama", **head: Any) -> Path:
     """A bundle of a random target with a random head."""
-    own = dict(TARGET) if family != "lfm2" else {"max_position_embeddings": CONTEXT}
+    own = dict(TARGET) if family == "llama" else {"max_position_embeddings": CONTEXT}
     source = write_checkpoint(folder / "target", family, **own)
     config = tiny_config(family, **own)
     written = write_eagle_head(folder / "head", config, **head)
@@ -285,45 +285,55 @@ def test_a_wrong_head_changes_nothing(folder: Path, options: GenerateOptions) ->
     assert counts.drafted > 10 * max(counts.accepted, 1)
 
 
-class Right(HiddenStateHead):
-    """A head that knows the answer, as far as its vocabulary has it, and proposes another token beside it."""
+class Informed(HiddenStateHead):
+    """A head that knows the answer, as far as its vocabulary has it, and is wrong at every fifth token."""
 
     text: list[int]
 
     def logits(self, path: tuple[int, ...]) -> npt.NDArray[np.float32] | None:
-        """The logits, with the next token of the answer far above all others."""
+        """The logits, with the next token of the answer, or another one, far above all others."""
         found = super().logits(path)
         sequence = [*self._token_ids, *path]
         assert self.target_ids is not None
         if found is None or self.text[: len(sequence)] != sequence or len(sequence) == len(self.text):
             return found
-        return np.where(self.target_ids == self.text[len(sequence)], found.max() + 2, found)
+        is_next = self.target_ids == self.text[len(sequence)]
+        if len(sequence) % 5 == 0:
+            is_next = np.roll(is_next, 1)
+        return np.where(is_next, found.max() + 2, found)
 
 
-@pytest.mark.parametrize("trees", [True, False], ids=["trees", "chains"])
-def test_accepted_tokens_run_again_with_the_targets_features(folder: Path, oracle: Oracle, trees: bool) -> None:
-    with loaded(folder / "bundle", trees=trees) as engine:
+@pytest.mark.parametrize("kind", ["llama, trees", "llama, chains", "lfm2", "qwen3_5_text"])
+def test_accepted_tokens_run_again_with_the_targets_features(
+    folder: Path, tmp_path: Path, kind: str, oracle: Oracle
+) -> None:
+    if not kind.startswith("llama"):
+        folder = tmp_path
+        export_with_head(tmp_path, ExportRecipe(FP32), kind, num_key_value_heads=2)
+        oracle = Oracle(tmp_path)
+    with loaded(folder / "bundle", trees=kind != "llama, chains") as engine:
         prompt = "in the other thing"
         options = GREEDY.changed({"max_tokens": 60, "ignore_eos": True})
         plain = engine.generate(prompt, options, speculation=Speculation.OFF)
         head = engine.model.drafters.draft_model()
         assert isinstance(head, HiddenStateHead)
-        head.__class__ = Right
+        head.__class__ = Informed
         head.text = [*engine.model.prefixes._kept[-1].token_ids.tolist(), -1]  # type: ignore[attr-defined]
         reply = engine.generate(prompt, options, speculation=EAGLE)
         counts = reply.stats.by_source["eagle"]
         assert reply.text == plain.text
-        assert counts.accepted > 20
+        assert counts.drafted > counts.accepted > 10
         assert reply.stats.decode_passes + counts.accepted == 59
         known = oracle.run(head._token_ids, (21,))
         found = HiddenStateHead.logits(head, (21,))
     assert found is not None
-    np.testing.assert_allclose(found, known.logits[-1], atol=1e-3)
+    np.testing.assert_allclose(found, known.logits[-1], atol=2e-3)
 
 
 @pytest.mark.parametrize("choice", [Speculation.AUTO, EAGLE], ids=str)
-def test_a_hybrid_target_drafts_chains(tmp_path: Path, choice: Speculation) -> None:
-    bundle = export_with_head(tmp_path, ExportRecipe(INT4), "lfm2", num_key_value_heads=4)
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+def test_a_hybrid_target_drafts_chains(tmp_path: Path, family: str, choice: Speculation) -> None:
+    bundle = export_with_head(tmp_path, ExportRecipe(INT4), family, num_key_value_heads=2)
     with loaded(bundle) as engine:
         plain = engine.generate("in the in the", GREEDY, speculation=Speculation.OFF)
         reply = engine.generate("in the in the", GREEDY, speculation=choice)
