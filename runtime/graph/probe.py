@@ -100,7 +100,9 @@ def probe(graph_io: GraphIO, bind: BindGraph, where: str, *, may_be_in_place: bo
         BundleError: under no assumption does the graph give the same logits in one pass and in several.
     """
     tolerance = _SHARED_SCALE_TOLERANCE if shared_scales else _TOLERANCE
-    hint = "upgrade it with edge-run export, or choose another variant of the model"
+    # Graphs with states cannot be upgraded.
+    upgrade = "" if graph_io.states else "upgrade it with edge-run export, or "
+    hint = f"{upgrade}choose another variant of the model"
     failures: list[EdgeError] = []
     runs = False
     for assumed in _assumptions(graph_io, may_be_in_place):

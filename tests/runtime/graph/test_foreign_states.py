@@ -331,6 +331,28 @@ def test_a_window_of_states_is_refused_by_name(tmp_path: Path) -> None:
     )
 
 
+def test_a_state_of_other_channels_is_refused(tmp_path: Path) -> None:
+    """The channels of the output are reversed: the graph runs, and would write nonsense."""
+    folder = write_layout(tmp_path, HYBRID_LAYOUTS["community-lfm2"])
+    graph = folder / "onnx" / "model.onnx"
+    model = onnx.load(graph, load_external_data=False)
+    for node in model.graph.node:
+        if "present_conv.0" in node.output:
+            reverse = [helper.make_tensor("reversed", 7, [1], [-1]), helper.make_tensor("far", 7, [1], [-99])]
+            model.graph.initializer.extend([*reverse, helper.make_tensor("channels", 7, [1], [1])])
+            turned = ["state", "reversed", "far", "channels", "reversed"]
+            model.graph.node.append(helper.make_node("Slice", turned, ["present_conv.0"], "turned"))
+            node.output[:] = ["state"]
+            break
+    graph.write_bytes(model.SerializeToString())
+    with pytest.raises(BundleError) as error:
+        edgerun.load(folder, cache=False)
+    assert str(error.value) == (
+        f"{graph} gives other logits for the same tokens in several passes than in one: "
+        "its cache does not work as its inputs declare; choose another variant of the model"
+    )
+
+
 def test_an_output_of_another_size_than_declared_is_refused(tmp_path: Path) -> None:
     """The graph runs, but not with a state of the size that its input has."""
     folder = write_layout(tmp_path, HYBRID_LAYOUTS["community-lfm2"])
