@@ -29,7 +29,7 @@ from edgerun.export.allocation.allocate import Allocation, AllocationProblem, al
 from edgerun.export.allocation.budget import Budget, Measure
 from edgerun.export.allocation.choices import linear_choices
 from edgerun.export.allocation.evolutionary_search import SearchSettings
-from edgerun.export.allocation.format_candidates import format_candidates, with_embedding
+from edgerun.export.allocation.format_candidates import completed_plan, format_candidates
 from edgerun.export.allocation.plan_costs import ByteCosts, plan_cost, weight_count
 from edgerun.export.allocation.quantized_weights import QuantizedLinearStore
 from edgerun.export.bundle_content import SourceModel
@@ -161,7 +161,7 @@ class Comparison:
             formats = [option.weight_format for option in choice.options]
             at = formats.index(found.plan[choice.linear])
             if at > 0:
-                plan = with_embedding(self.config, {**found.plan, choice.linear: formats[at - 1]})
+                plan = completed_plan(self.config, {**found.plan, choice.linear: formats[at - 1]})
                 count += self.search_evaluator.divergence(plan, self.options.searched).mean_kl <= found.divergence
         return count
 
@@ -181,7 +181,7 @@ class Comparison:
 
     def exported_kl(self, plan: Plan) -> float:
         """Mean KL of a plan as an export rounds it, on held-out text."""
-        whole = with_embedding(self.config, plan)
+        whole = completed_plan(self.config, plan)
         key = hashlib.sha256(repr(sorted(whole.items())).encode()).hexdigest()[:16]
         folder = self.options.work / f"rounded-{key}"
         store = quantize_sequentially(self.observed, self.text, whole, folder, silent)

@@ -27,7 +27,7 @@ import numpy as np
 import edgerun
 from checkpoints import SHAPES
 from edgerun.export import WeightFormat
-from edgerun.export.allocation.format_candidates import BASE_FORMATS, planned_linears, with_embedding
+from edgerun.export.allocation.format_candidates import BASE_FORMATS, completed_plan, planned_linears
 from edgerun.export.allocation.linear_times import linear_kind, measure
 from edgerun.export.allocation.plan_costs import bytes_read, weight_count
 from edgerun.export.allocation.timing_bundles import TimingBundle
@@ -53,7 +53,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = config_of(options.shape, folder)
-        uniform = with_embedding(config, {linear.name: _FOUR for linear in planned_linears(config)})
+        uniform = completed_plan(config, {linear.name: _FOUR for linear in planned_linears(config)})
         plans = [
             uniform,
             partly_two(config, uniform, options.seed),
@@ -143,7 +143,7 @@ def random_plans(config: DecoderConfig, count: int, seed: int) -> list[dict[str,
                 else [BASE_FORMATS[each] for each in rng.choice(len(BASE_FORMATS), 2, replace=False)]
             )
             plan = {linear: forms[rng.integers(len(forms))] for linear in linears}
-        plans.append(with_embedding(config, plan))
+        plans.append(completed_plan(config, plan))
     return plans
 
 

@@ -30,7 +30,7 @@ from edgerun.export import Method, WeightFormat
 from edgerun.export.allocation.allocate import AllocationProblem, allocate, cost_limits
 from edgerun.export.allocation.budget import Budget, Measure, parse_budget
 from edgerun.export.allocation.evolutionary_search import SearchSettings
-from edgerun.export.allocation.format_candidates import BASE_FORMATS, planned_linears, with_embedding
+from edgerun.export.allocation.format_candidates import BASE_FORMATS, completed_plan, planned_linears
 from edgerun.export.allocation.linear_times import LinearTimes, load_or_measure
 from edgerun.export.allocation.plan_costs import bytes_read, weight_count
 from edgerun.export.allocation.plan_selection import measured_over_predicted
@@ -72,7 +72,7 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     with open_source(source) as (config, _):
         times = load_or_measure(config, BASE_FORMATS)
-        plans = {UNIFORM: with_embedding(config, uniform_plan(config, WeightFormat(4, 128)))}
+        plans = {UNIFORM: completed_plan(config, uniform_plan(config, WeightFormat(4, 128)))}
         # The speed of the machine now, not when the linears were timed.
         times = times.scaled(measured_over_predicted(times, plans[UNIFORM], WIDTHS))
         plans |= {str(budget): plan_within(budget, config, times) for budget in options.budgets}

@@ -92,7 +92,7 @@ def complete_bundle(
     cache_quality = store_cache_scales(folder, text)
     (measured,) = BundleTimer().time_passes([folder], _WIDTHS, _ROUNDS)
     progress(_STAGE, 1.0)
-    drafts, notes = [], _notes(content.plan)
+    drafts, notes = [], [*_notes(content.plan), *model.notes]
     if cache_quality is not None:
         notes.append(
             f"With --kv int8 the mean KL from a float cache is {cache_quality.mean_kl:#.3g}, and the most likely token "

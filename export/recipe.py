@@ -198,6 +198,11 @@ class ExportRecipe:
             has = "convolution layers" if config.convolution is not None else "linear attention layers"
         elif not config.uniform:
             has = "layers that differ in their heads, caches or inputs"
+        elif config.experts is not None and self.draft is not None and self.draft.source is None:
+            raise InputError(
+                f"--draft: a draft of its own layers is not supported for {config.family} models, which have experts",
+                "leave it out, or give the checkpoint of a draft model",
+            )
         else:
             return
         # Calibration packs several texts into one row, which the state of a linear attention cannot tell apart.

@@ -15,7 +15,7 @@ from ..checkpoint.layout import QuantPlan
 from .budget import Budget, Measure, require_reachable
 from .choices import KnapsackProblem, LinearChoice, PlanDivergence, Selection, linear_choices, plan_of, total_costs
 from .evolutionary_search import CachedDivergence, SearchSettings, evolve
-from .format_candidates import is_allowed, planned_linears, with_embedding
+from .format_candidates import completed_plan, is_allowed, planned_linears
 from .lagrange import cheapest_selection, first_selection, lagrangian_selection
 from .local_search import local_search, lower_useless_options
 from .plan_costs import ByteCosts, Costs, FileCosts
@@ -164,7 +164,7 @@ def allocate(
         if problem.measured_ratio is None:
             return False
         assumed = leading.measured_ratio
-        measured = problem.measured_ratio(with_embedding(config, plan_of(choices, selection)))
+        measured = problem.measured_ratio(completed_plan(config, plan_of(choices, selection)))
         leading = replace(leading, measured_ratio=measured)
         return abs(measured / assumed - 1) > _TIME_TOLERANCE
 
@@ -182,7 +182,7 @@ def allocate(
         best = local_search(knapsack(), knapsack().reduced(selection), divergence, seconds, progress)
         selection = lower_useless_options(choices, best, divergence)
     return Allocation(
-        plan=with_embedding(config, plan_of(choices, selection)),
+        plan=completed_plan(config, plan_of(choices, selection)),
         divergence=divergence(selection),
         costs=tuple(spent + each.fixed for spent, each in zip(total_costs(choices, selection), costs, strict=True)),
         sensitivities=sensitivities,
@@ -199,4 +199,4 @@ def frontier_plans(config: DecoderConfig, choices: tuple[LinearChoice, ...]) -> 
     dearest = sum(choice.options[-1].costs[0] for choice in choices)
     limits = [cheapest * (dearest / cheapest) ** (step / (_FRONTIER_PLANS - 1)) for step in range(_FRONTIER_PLANS)]
     problems = (KnapsackProblem(choices, (limit, *unlimited)) for limit in limits)
-    return tuple(with_embedding(config, plan_of(choices, lagrangian_selection(each))) for each in problems)
+    return tuple(completed_plan(config, plan_of(choices, lagrangian_selection(each))) for each in problems)

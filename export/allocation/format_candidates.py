@@ -62,22 +62,37 @@ def is_allowed(linear: FusedLinear, weight_format: WeightFormat) -> bool:
     """Whether a linear can be stored in a format.
 
     Only linears inside layers can have a low-rank correction, of at most their own rank: the embedding is read by row
-    and not multiplied, and the head may be the embedding's matrix.
+    and not multiplied, and the head may be the embedding's matrix. The operator of experts has neither corrections nor
+    zero points nor float16 scales, and its blocks divide the columns of both its linears.
     """
+    if linear.experts:
+        plain = not (weight_format.rank or weight_format.zero_points or weight_format.half_scales)
+        both = (linear, linear.companion or linear)
+        return plain and not any(weight_format.block and each.columns % weight_format.block for each in both)
     outer = linear.name in (EMBEDDING_LINEAR, PER_LAYER_EMBEDDING, HEAD_LINEAR)
     return not weight_format.rank or (not outer and weight_format.rank <= min(linear.shape))
 
 
 def planned_linears(config: DecoderConfig) -> Iterator[FusedLinear]:
-    """The linears that have a format of their own; a tied head stands for the embedding too."""
+    """The linears that have a format of their own.
+
+    A tied head stands for the embedding too, and the first linear of experts for the second.
+    """
+    companions = set()
     for linear in fused_linears(config):
-        if not linear.exact and not (config.tied_head and linear.name == EMBEDDING_LINEAR):
+        if linear.companion is not None:
+            companions.add(linear.companion.name)
+        is_shared = linear.name in companions or (config.tied_head and linear.name == EMBEDDING_LINEAR)
+        if not linear.exact and not is_shared:
             yield linear
 
 
-def with_embedding(config: DecoderConfig, plan: Mapping[str, WeightFormat]) -> dict[str, WeightFormat]:
-    """Complete a plan to every linear, in the order of the graph; a tied embedding takes its head's format."""
+def completed_plan(config: DecoderConfig, plan: Mapping[str, WeightFormat]) -> dict[str, WeightFormat]:
+    """Complete the formats of `planned_linears` to every linear, in the order of the graph."""
     formats = dict(plan)
     if config.tied_head:
         formats[EMBEDDING_LINEAR] = formats[HEAD_LINEAR]
+    for linear in fused_linears(config):
+        if linear.companion is not None:
+            formats[linear.companion.name] = formats[linear.name]
     return {linear.name: WeightFormat(32) if linear.exact else formats[linear.name] for linear in fused_linears(config)}

@@ -33,6 +33,7 @@ from ...runtime.measure.measurement_store import MeasurementKey, MeasurementStor
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layout import FusedLinear, QuantPlan, fused_linears
 from ..graph import inputs_outputs
+from ..graph.feed_forward import EXPERTS_NODE
 from .format_candidates import BASE_FORMATS, EMBEDDING_LINEAR, HEAD_LINEAR
 from .timing_bundles import TimingBundle, timing_bundles, uniform_bundles
 
@@ -131,8 +132,9 @@ class TimeCosts:
         return interpolated(self.times.overhead, self.width)
 
     def of(self, linear: FusedLinear, weight_format: WeightFormat) -> float:
-        """Milliseconds of a linear."""
-        return self.times.linear(linear, weight_format, self.width)
+        """Milliseconds of a linear and its companion."""
+        both = (linear,) if linear.companion is None else (linear, linear.companion)
+        return sum(self.times.linear(each, weight_format, self.width) for each in both)
 
 
 def load_or_measure(
@@ -276,10 +278,18 @@ def _whole_pass(times: LinearTimes, bundle: TimingBundle, seconds: float, width:
 
 
 def linear_seconds(nodes: Mapping[str, float], linear: str, config: DecoderConfig) -> float:
-    """Seconds of the nodes of a linear: one node, or several whose names begin with the linear's."""
+    """Seconds of the nodes of a linear: one node, or several whose names begin with the linear's.
+
+    The operator of experts counts as their first linear.
+    """
     if linear == HEAD_LINEAR:
         return nodes[inputs_outputs.LOGITS if config.logits_softcap is None else "head.product"]
-    return sum(seconds for name, seconds in nodes.items() if name == linear or name.startswith(f"{linear}."))
+    own = [linear]
+    if linear_kind(linear) == "gate_up":
+        own.append(linear.removesuffix("gate_up") + EXPERTS_NODE)
+    return sum(
+        seconds for name, seconds in nodes.items() if any(name == each or name.startswith(f"{each}.") for each in own)
+    )
 
 
 def linear_kind(linear: str) -> str:

@@ -22,7 +22,7 @@ from ...models.regular_file import read_regular
 from ...models.text_files import decode_text
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layout import fused_linears
-from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, is_allowed, planned_linears, with_embedding
+from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, completed_plan, is_allowed, planned_linears
 
 _FORMATS: Final = {
     str(each): each
@@ -87,15 +87,22 @@ def read_plan(file: Path, config: DecoderConfig) -> dict[str, WeightFormat]:
     plan = {name: _parsed(file, name, value) for name, value in table.items()}
     for name, weight_format in plan.items():
         if not is_allowed(known[name], weight_format):
+            hint = "give a rank only to linears inside layers, and no larger than their smaller dimension"
+            if known[name].experts:
+                hint = "give experts blocks that divide their columns, without zero points, float16 scales and ranks"
+            raise InputError(f"{file} gives {name} the format {weight_format}, which it cannot have", hint)
+    for linear in known.values():
+        other = linear.companion
+        if other is not None and plan.get(other.name, plan[linear.name]) != plan[linear.name]:
             raise InputError(
-                f"{file} gives {name} the format {weight_format}, which it cannot have",
-                "give a rank only to linears inside layers, and no larger than their smaller dimension",
+                f"{file} gives {linear.name} and {other.name} two formats, but one operator multiplies by both",
+                f"leave {other.name} out",
             )
     if config.tied_head and plan.get(EMBEDDING_LINEAR, plan[HEAD_LINEAR]) != plan[HEAD_LINEAR]:
         raise InputError(
             f"{file} gives embedding and head two formats, but they share one matrix", "leave the embedding out"
         )
-    return with_embedding(config, plan)
+    return completed_plan(config, plan)
 
 
 def spelled(weight_format: WeightFormat) -> str:

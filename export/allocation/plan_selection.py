@@ -70,9 +70,6 @@ class PlanSearch:
             store: Quantized linears.
             times: Times of passes on this machine.
             folder: Keeps all measurements.
-
-        Raises:
-            InputError: The model has experts.
         """
         self._config = model.config
         self._recipe = recipe

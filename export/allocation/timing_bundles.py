@@ -19,7 +19,7 @@ from ...models.bundle import GRAPH_NAME, WEIGHTS_NAME, digest_file, mark_verifie
 from ...models.manifest import MANIFEST_NAME, FileDigest, Manifest, WeightFormat
 from ..bundle_writer import PRODUCER, architecture_of
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import QuantPlan, expected_tensors, fused_linears, layer_layout
+from ..checkpoint.layout import FusedLinear, QuantPlan, expected_tensors, fused_linears, layer_layout
 from ..checkpoint.source import Float32Array, LowRankFactors, QuantizedRows, RowRange, UInt8Array
 from ..graph.decoder import build_graph
 from ..graph.initializers import Initializers
@@ -89,7 +89,7 @@ def uniform_bundles(config: DecoderConfig, formats: Sequence[WeightFormat]) -> l
             largest[each.bits] = each
     layers = max(2, _layers_of_all_kinds(config), int(_LARGE_UNIFORM_MODEL * config.layers / _layer_weights(config)))
     layers = min(config.layers, layers)
-    return [_bundle(config, layers, [each], 0) for _, each in sorted(largest.items())]
+    return [_bundle(config, layers, [each, *formats], 0, cycle=1) for _, each in sorted(largest.items())]
 
 
 def _layers_of_all_kinds(config: DecoderConfig) -> int:
@@ -106,8 +106,10 @@ def _layer_weights(config: DecoderConfig) -> int:
     return sum(linear.weight_count for layer in layers for linear in layer.linears)
 
 
-def _bundle(config: DecoderConfig, layers: int, formats: Sequence[WeightFormat], first: int) -> TimingBundle:
-    """A model of the first layers, whose formats rotate from the one at index `first`.
+def _bundle(
+    config: DecoderConfig, layers: int, formats: Sequence[WeightFormat], first: int, cycle: int | None = None
+) -> TimingBundle:
+    """A model of the first layers, whose formats rotate from the one at index `first`, all of them or the first `cycle`.
 
     The head is tied, whatever the model's is: that saves writing a matrix and takes the same time.
     """
@@ -116,9 +118,23 @@ def _bundle(config: DecoderConfig, layers: int, formats: Sequence[WeightFormat],
     plan = {EMBEDDING_LINEAR: outer, HEAD_LINEAR: outer}
     for index in range(layers):
         for place, linear in enumerate(layer_layout(short, index).linears):
-            weight_format = formats[(index + place + first) % len(formats)]
-            plan[linear.name] = weight_format if is_allowed(linear, weight_format) else replace(weight_format, rank=0)
+            number = (index + place + first) % (cycle or len(formats))
+            plan.setdefault(linear.name, _timed_format(linear, formats, number))
+            if linear.companion is not None:
+                plan[linear.companion.name] = plan[linear.name]
     return TimingBundle(short, plan)
+
+
+def _timed_format(linear: FusedLinear, formats: Sequence[WeightFormat], first: int) -> WeightFormat:
+    """The first of the formats from index `first` on, without their corrections if need be, that a linear can have."""
+    if linear.exact:
+        return WeightFormat(32)
+    for number in range(len(formats)):
+        weight_format = formats[(first + number) % len(formats)]
+        for each in (weight_format, replace(weight_format, rank=0)):
+            if is_allowed(linear, each):
+                return each
+    return WeightFormat(32)
 
 
 class _RandomSource:

@@ -26,6 +26,7 @@ from ..quantization.codes import dequantized
 from ..quantization.input_statistics import InputStatistics
 from ..quantization.methods import QUANTIZERS
 from .calibrated_source import Statistics
+from .expert_layers import expert_of
 
 STAGE: Final = "AWQ scaling"
 _EXPONENTS: Final = tuple(step / 10 for step in range(1, 10))
@@ -125,7 +126,7 @@ def apply_awq(
 
     Args:
         source: The model's tensors.
-        config: The model's numbers; a model without experts.
+        config: The model's numbers.
         statistics: Statistics of the linears' inputs.
         weight_format: Format and method by whose errors the scales are chosen. For GPTQ the error of k-quant is used,
             which needs no factorization of the moments for each candidate.
@@ -171,12 +172,16 @@ class _ScalableLinear:
     """First row of the producer that computes inputs."""
     shared: tuple[int, int] = (1, 1)
     """Inputs that share factors: number of heads side by side, and of channels of each."""
+    beside: tuple[FusedLinear, ...] = ()
+    """Other linears that read the same inputs."""
 
     def enter(self, scales: AwqScales, factors: Float32Array) -> None:
         """Multiply the linear's columns by factors [K], and divide what computes its inputs."""
         inverse = np.reciprocal(factors)
-        scales.inputs[self.linear.name] = inverse
-        scales.columns.update(dict.fromkeys(self.linear.weights, factors))
+        for linear in (self.linear, *self.beside):
+            experts = (expert_of(linear.name, expert) for expert in range(linear.experts))
+            scales.inputs.update(dict.fromkeys((linear.name, *experts), inverse))
+            scales.columns.update(dict.fromkeys(linear.weights, factors))
         if self.norm is not None:
             scales.norms[self.norm.weight] = inverse
         if self.producer is not None:
@@ -197,8 +202,32 @@ def _scalable_in_layer(layer: Layer, config: DecoderConfig) -> Iterator[_Scalabl
     if (producer := layer.producer) is not None:
         yield _ScalableLinear(layer.output, None, layer.qkv, producer.first_row, producer.shared)
     if layer.before_mlp is not None:
-        yield _ScalableLinear(layer.gate_up, norm=layer.before_mlp)
-    yield _ScalableLinear(layer.down, producer=layer.gate_up, first_row=config.intermediate_size)
+        # The router keeps its scores: its columns are multiplied by the same factors, and it stays in float32.
+        beside = () if layer.router is None else (layer.router,)
+        yield _ScalableLinear(layer.gate_up, norm=layer.before_mlp, beside=beside)
+    if layer.router is None:
+        yield _ScalableLinear(layer.down, producer=layer.gate_up, first_row=layer.gate_up.shape[0] // 2)
+    elif config.experts is not None and not config.experts.up_offset and config.experts.limit is None:
+        yield from _scalable_experts(layer.gate_up, layer.down)
+
+
+def _scalable_experts(gate_up: FusedLinear, down: FusedLinear) -> Iterator[_ScalableLinear]:
+    """The second linear of every expert, whose inputs are proportional to the rows of up of its first one.
+
+    Bounds of up, or a constant that is added to it, would not be.
+    """
+    for expert in range(down.experts):
+        second, first = _expert(down, expert), _expert(gate_up, expert)
+        yield _ScalableLinear(second, producer=first, first_row=first.shape[0] // 2)
+
+
+def _expert(linear: FusedLinear, expert: int) -> FusedLinear:
+    """One expert of a linear whose modules are apart."""
+    modules = len(linear.modules) // linear.experts
+    own = slice(expert * modules, (expert + 1) * modules)
+    return FusedLinear(
+        expert_of(linear.name, expert), linear.modules[own], linear.rows[own], linear.columns, linear.biased
+    )
 
 
 def _by_tensor(linear: FusedLinear, start: int, factors: Float32Array) -> Iterator[tuple[str, Float32Array]]:

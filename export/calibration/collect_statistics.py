@@ -26,6 +26,7 @@ from ..checkpoint.prefetch import in_order
 from ..checkpoint.source import Float32Array
 from ..quantization.input_statistics import InputStatistics
 from .calibration_text import CalibrationText
+from .expert_layers import RoutedInputs, expert_of
 from .layer_runner import LayerRunner
 from .text_batches import Batch, pack_texts
 
@@ -33,6 +34,8 @@ Float64Array = npt.NDArray[np.float64]
 
 STAGE: Final = "collecting statistics"
 _HEAD: Final = "head"
+PRIOR_TOKENS: Final = 64
+"""Weight of the statistics of all experts of a layer in those of each one, in tokens."""
 
 
 class StatisticsStore:
@@ -43,17 +46,20 @@ class StatisticsStore:
         self._tied = config.tied_head
 
     def of(self, linear: str) -> InputStatistics | None:
-        """Statistics of a linear's inputs.
+        """Statistics of the inputs of a linear, or of one of its experts, which is named by `expert_of`.
 
         An embedding has none, unless the head shares its matrix: then those of the head.
         """
         if linear == "embedding":
             return self.of(_HEAD) if self._tied else None
-        averages = read_array(self._folder / f"{linear}.npy")
-        tokens = int(read_array(self._folder / f"{linear}.tokens.npy"))
+        averages, tokens = read_array(self._folder / f"{linear}.npy"), self.tokens(linear)
         moments = self._folder / f"{linear}.moments.npy"
         second = map_array(moments) if moments.is_file() else None
         return InputStatistics(averages[0], averages[1], second, tokens)
+
+    def tokens(self, linear: str) -> int:
+        """Number of tokens that a linear, or one of its experts, has read."""
+        return int(read_array(self._folder / f"{linear}.tokens.npy"))
 
 
 def collect_statistics(
@@ -71,7 +77,6 @@ def collect_statistics(
 
     Raises:
         CheckpointError: A tensor cannot be read.
-        InputError: The model has experts.
         OSError: The disk refused a write.
     """
     config = model.config
@@ -90,10 +95,27 @@ def collect_statistics(
     head = _Sums(head_layout(config), second_moments)
     for batch, states in zip(batches, hidden, strict=True):
         head.add(runner.head_inputs(states[batch.filled]))
-    head.save(folder)
+    head.save(folder, _HEAD)
     remove(folder / _states_file(config.layers))
     progress(STAGE, 1.0)
     return StatisticsStore(folder, config)
+
+
+def rare_experts(store: StatisticsStore, config: DecoderConfig) -> list[str]:
+    """A note for the report if the text reached some experts so rarely that the statistics of all count more."""
+    if config.experts is None:
+        return []
+    layers = (layer_layout(config, index) for index in range(config.layers))
+    linears = [layer.gate_up for layer in layers if layer.router is not None]
+    tokens = [store.tokens(expert_of(linear.name, expert)) for linear in linears for expert in range(linear.experts)]
+    rare = [each for each in tokens if each < PRIOR_TOKENS]
+    if not rare:
+        return []
+    return [
+        f"{len(rare)} of {len(tokens)} experts read fewer than {PRIOR_TOKENS} tokens of the calibration text "
+        f"({rare.count(0)} of them none), so they are quantized mostly by the inputs of all experts of their layer. "
+        "More text gives them statistics of their own (--calibration-tokens)."
+    ]
 
 
 def _collect_layer(
@@ -107,46 +129,89 @@ def _collect_layer(
     """Collect the statistics of one layer, and replace `hidden` by the states after it."""
     linears = {linear.name: linear for linear in layer_layout(runner.config, index).linears}
     matrices = {name: runner.matrix(linear) for name, linear in linears.items()}
-    sums = {name: _Sums(linear, second_moments) for name, linear in linears.items()}
+    dense = {name: _Sums(linear, second_moments) for name, linear in linears.items() if not linear.experts}
+    experts = {
+        name: [_Sums(linear, second_moments) for _ in range(linear.experts)]
+        for name, linear in linears.items()
+        if linear.experts
+    }
 
-    def run(number: int) -> tuple[Float32Array, dict[str, Float32Array]]:
+    def run(number: int) -> tuple[Float32Array, dict[str, Float32Array], dict[str, RoutedInputs]]:
         return runner.captured(index, hidden[number], batches[number], lambda linear: matrices[linear.name])
 
     numbers = range(len(batches))
-    for number, (after, inputs) in zip(numbers, in_order(run, numbers), strict=True):
-        hidden[number] = after
+    for number, (after, inputs, routed) in zip(numbers, in_order(run, numbers), strict=True):
+        hidden[number], filled = after, batches[number].filled
         for name, values in inputs.items():
-            sums[name].add(values[batches[number].filled])
-    for each in sums.values():
-        each.save(folder)
+            dense[name].add(values[filled])
+        for name, sums in experts.items():
+            for expert, each in enumerate(sums):
+                tokens, values = routed[expert_of(name, expert)]
+                each.add(values[filled.reshape(-1)[tokens]])
+    for name, sums in experts.items():
+        _save_experts(name, sums, folder)
+    for name, each in dense.items():
+        each.save(folder, name)
+
+
+def _save_experts(linear: str, experts: list[_Sums], folder: Path) -> None:
+    """Write the averages of every expert, and those of all of them together.
+
+    An expert's are drawn towards those of all, as if `PRIOR_TOKENS` further tokens had come with these: few tokens say
+    little about most directions of the inputs.
+    """
+    together = experts[0].empty()
+    for each in experts:
+        together.add_sums(each)
+    for expert, each in enumerate(experts):
+        each.add_sums(together, PRIOR_TOKENS / max(together.tokens, 1))
+        each.save(folder, expert_of(linear, expert), counted=PRIOR_TOKENS)
+    together.save(folder, linear)
 
 
 class _Sums:
     """Sums over tokens of a linear's inputs."""
 
     def __init__(self, linear: FusedLinear, second_moments: bool) -> None:
-        self._name = linear.name
-        self._tokens = 0
+        self._linear = linear
+        self.tokens: float = 0
+        """Number of tokens, or their weight where some count less."""
         self._squares: Float64Array = np.zeros(linear.columns)
         self._magnitudes: Float64Array = np.zeros(linear.columns)
         self._moments = np.zeros((linear.columns, linear.columns), np.float32) if second_moments else None
 
+    def empty(self) -> _Sums:
+        """Sums over no tokens of the same linear."""
+        return _Sums(self._linear, self._moments is not None)
+
     def add(self, inputs: Float32Array) -> None:
         """Add inputs, float32 [tokens, K]."""
-        self._tokens += len(inputs)
+        self.tokens += len(inputs)
         self._squares += np.square(inputs).sum(axis=0, dtype=np.float64)
         self._magnitudes += np.abs(inputs).sum(axis=0, dtype=np.float64)
         if self._moments is not None:
             self._moments += inputs.T @ inputs
 
-    def save(self, folder: Path) -> None:
-        """Write the averages; the file whose presence marks them complete comes last."""
+    def add_sums(self, other: _Sums, weight: float = 1.0) -> None:
+        """Add the sums over other tokens, each of which counts as `weight` tokens."""
+        self.tokens += weight * other.tokens
+        self._squares += weight * other._squares
+        self._magnitudes += weight * other._magnitudes
+        if self._moments is not None and other._moments is not None:
+            self._moments += np.float32(weight) * other._moments
+
+    def save(self, folder: Path, name: str, counted: float = 0.0) -> None:
+        """Write the averages; the file whose presence marks them complete comes last.
+
+        `counted` is the part of the tokens that are not the linear's own.
+        """
+        total = max(self.tokens, 1)
         if self._moments is not None:
-            self._moments /= np.float32(self._tokens)
-            _save(folder / f"{self._name}.moments.npy", self._moments)
-        averages = np.stack([self._squares, self._magnitudes]) / self._tokens
-        _save(folder / f"{self._name}.tokens.npy", np.array(self._tokens))
-        _save(folder / f"{self._name}.npy", averages.astype(np.float32))
+            self._moments /= np.float32(total)
+            _save(folder / f"{name}.moments.npy", self._moments)
+        averages = np.stack([self._squares, self._magnitudes]) / total
+        _save(folder / f"{name}.tokens.npy", np.array(round(self.tokens - counted)))
+        _save(folder / f"{name}.npy", averages.astype(np.float32))
 
 
 def _resumed(runner: LayerRunner, folder: Path, batches: list[Batch]) -> tuple[int, list[Float32Array]]:

@@ -77,9 +77,6 @@ class PlanEvaluator:
             weights_of: Returns the dequantized matrix [N, K] of a linear in a format. A tied head is requested as the
                 embedding.
             folder: Folder for hidden states that do not fit into memory.
-
-        Raises:
-            InputError: The model has experts.
         """
         self._model = model
         self._config = config = model.config
@@ -184,6 +181,9 @@ class PlanEvaluator:
     def _completed(self, plan: QuantPlan) -> dict[str, WeightFormat]:
         """The plan with a format for every linear; a tied head has its embedding's."""
         complete = {name: plan.get(name, EXACT) for name in self._linears}
+        for linear in self._linears.values():
+            if linear.companion is not None:
+                complete[linear.companion.name] = complete[linear.name]
         if self._config.tied_head:
             shared = plan.get("embedding", plan.get("head", EXACT))
             complete |= {"embedding": shared, "head": shared}

@@ -173,6 +173,19 @@ def convolution_half(config: DecoderConfig, index: int) -> HalfLayer:
     return nodes.finished([_floats(inputs_outputs.past_conv(index), 3), *masks])
 
 
+def router_half(config: DecoderConfig, index: int) -> HalfLayer:
+    """Build norm and router of layer `index`; in place of hidden states it returns the scores, [B, S, experts].
+
+    Raises:
+        ValueError: The layer has no experts.
+    """
+    nodes, layer = _FedNodes(config), layer_layout(config, index)
+    if layer.router is None:
+        raise ValueError(f"layer {index} has no experts")
+    nodes.add("Identity", [nodes.linear(layer.router, _normed(nodes, layer.before_mlp))], _SUM)
+    return nodes.finished([])
+
+
 def feed_forward_half(config: DecoderConfig, index: int) -> HalfLayer:
     """Build norm and feed-forward of layer `index`."""
     nodes, layer = _FedNodes(config), layer_layout(config, index)

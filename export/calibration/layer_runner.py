@@ -16,15 +16,16 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
-from ...errors import InputError
 from ..bundle_content import SourceModel
 from ..check.contract_session import ModelSession
+from ..check.reference_operations import rms_norm
 from ..checkpoint.config import DecoderConfig, LayerAttention
 from ..checkpoint.layout import FusedLinear, embedding_layout, final_norm, head_layout, layer_layout
 from ..checkpoint.source import Float32Array, RowRange
 from ..graph import inputs_outputs
 from ..graph.decoder import IR_VERSION, OPSET
 from ..graph.nodes import MICROSOFT
+from .expert_layers import ExpertWeights, RoutedInputs, run_experts
 from .layer_graphs import (
     HIDDEN,
     HalfLayer,
@@ -32,6 +33,7 @@ from .layer_graphs import (
     attention_half,
     convolution_half,
     feed_forward_half,
+    router_half,
     within_text,
 )
 from .text_batches import Batch
@@ -55,25 +57,18 @@ class _Half:
 
 
 class LayerRunner:
-    """Runs a decoder without experts half a layer at a time; hidden states are float32 [B, S, hidden]."""
+    """Runs a decoder half a layer at a time; hidden states are float32 [B, S, hidden]."""
 
     def __init__(self, model: SourceModel) -> None:
-        """Load the graphs of norm and head; those of half layers are loaded when needed.
-
-        Raises:
-            InputError: The model has experts.
-        """
+        """Load the graphs of norm and head; those of half layers are loaded when needed."""
         config = model.config
-        if config.experts is not None:
-            raise InputError(
-                "models with experts cannot be calibrated", "choose a method that needs no text: rtn, k-quant or hqq"
-            )
         self.source = model.source
         self.config = config
         self._context = model.context
         self._mixers: dict[LayerAttention | None, _Half] = {}
         """Attention halves by their kind; the convolution half by None."""
-        self._feed_forward: _Half | None = None
+        self._feed_forwards: dict[bool, _Half] = {}
+        """Dense feed-forwards, and routers where the key is true."""
         self._norm = _session(_norm_graph(config))
         self._head = _session(_head_graph(config))
         self._vectors: dict[tuple[tuple[str, ...], float, int | None], Float32Array] = {}
@@ -109,15 +104,21 @@ class LayerRunner:
 
     def feed_forward(self, index: int, hidden: Float32Array, weights_of: WeightsOf) -> Float32Array:
         """Hidden states after the feed-forward of layer `index`."""
-        return self._run(self._feed_forward_half(), index, hidden, weights_of, {}, [])[0]
+        if layer_layout(self.config, index).router is not None:
+            return self._experts(index, hidden, weights_of)[0]
+        return self._run(self._feed_forward_half(index), index, hidden, weights_of, {}, [])[0]
 
     def captured(
         self, index: int, hidden: Float32Array, batch: Batch, weights_of: WeightsOf
-    ) -> tuple[Float32Array, dict[str, Float32Array]]:
-        """Hidden states after layer `index`, and the inputs of its linears by their names, float32 [B, S, K]."""
+    ) -> tuple[Float32Array, dict[str, Float32Array], dict[str, RoutedInputs]]:
+        """Hidden states after layer `index`, and the inputs of its linears.
+
+        Returns:
+            The states; the inputs by the names of linears, float32 [B, S, K]; those of single experts by `expert_of`.
+        """
         middle, first = self.mixer_captured(index, hidden, batch, weights_of)
-        after, second = self.feed_forward_captured(index, middle, weights_of)
-        return after, {**first, **second}
+        after, second, routed = self._feed_forward_captured(index, middle, weights_of)
+        return after, {**first, **second}, routed
 
     def mixer_captured(
         self, index: int, hidden: Float32Array, batch: Batch, weights_of: WeightsOf
@@ -129,8 +130,11 @@ class LayerRunner:
     def feed_forward_captured(
         self, index: int, hidden: Float32Array, weights_of: WeightsOf
     ) -> tuple[Float32Array, dict[str, Float32Array]]:
-        """Hidden states after the feed-forward of layer `index`, and the inputs of its linears by their names."""
-        return self._captured(self._feed_forward_half(), index, hidden, weights_of, {})
+        """Hidden states after the feed-forward of layer `index`, and the inputs of its linears by their names.
+
+        The linears of experts, which get inputs of their own each, are not among them.
+        """
+        return self._feed_forward_captured(index, hidden, weights_of)[:2]
 
     def head_inputs(self, states: Float32Array) -> Float32Array:
         """Inputs of the head, float32 [R, hidden], from hidden states [R, hidden] after the last layer."""
@@ -189,11 +193,45 @@ class LayerRunner:
             self._mixers[kind] = _Half(graph, _session(graph.model), index)
         return self._mixers[kind]
 
-    def _feed_forward_half(self) -> _Half:
-        if self._feed_forward is None:
-            graph = feed_forward_half(self.config, 0)
-            self._feed_forward = _Half(graph, _session(graph.model), 0)
-        return self._feed_forward
+    def _feed_forward_half(self, index: int) -> _Half:
+        routed = layer_layout(self.config, index).router is not None
+        if routed not in self._feed_forwards:
+            graph = router_half(self.config, index) if routed else feed_forward_half(self.config, index)
+            self._feed_forwards[routed] = _Half(graph, _session(graph.model), index)
+        return self._feed_forwards[routed]
+
+    def _feed_forward_captured(
+        self, index: int, hidden: Float32Array, weights_of: WeightsOf
+    ) -> tuple[Float32Array, dict[str, Float32Array], dict[str, RoutedInputs]]:
+        if layer_layout(self.config, index).router is not None:
+            return self._experts(index, hidden, weights_of)
+        half = self._feed_forward_half(index)
+        return *self._captured(half, index, hidden, weights_of, {}), {}
+
+    def _experts(
+        self, index: int, hidden: Float32Array, weights_of: WeightsOf
+    ) -> tuple[Float32Array, dict[str, Float32Array], dict[str, RoutedInputs]]:
+        """Hidden states after experts, the inputs of the router, and those of the experts."""
+        config, layer = self.config, layer_layout(self.config, index)
+        if config.experts is None or layer.router is None:
+            raise ValueError(f"layer {index} has no experts")
+        scores, inputs = self._captured(self._feed_forward_half(index), index, hidden, weights_of, {})
+        gate_up, down = (
+            ExpertWeights(linear, weights_of(linear), self._biases(linear)) for linear in (layer.gate_up, layer.down)
+        )
+        normed = inputs[layer.router.name].reshape(-1, config.hidden_size)
+        output, routed = run_experts(config.experts, gate_up, down, normed, scores.reshape(len(normed), -1))
+        if layer.after_mlp is not None:
+            weight = self._vector((layer.after_mlp.weight,), Vector((), float(config.traits.norms_add_one)))
+            output = (rms_norm(output, config.norm_epsilon) * weight).astype(np.float32)
+        after = hidden + np.float32(config.residual_scale) * output.reshape(hidden.shape)
+        return after, inputs, routed
+
+    def _biases(self, linear: FusedLinear) -> Float32Array | None:
+        """The biases of all experts of a linear, float32 [N]; None for a linear without."""
+        if not linear.biased:
+            return None
+        return np.concatenate([self.source.read(name).reshape(-1) for name in linear.biases])
 
     def _mixer_feeds(self, half: _Half, index: int, batch: Batch) -> dict[str, npt.NDArray[Any]]:
         names = {value.name for value in half.graph.model.graph.input}

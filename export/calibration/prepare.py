@@ -26,10 +26,12 @@ from ..recipe import FP32, CalibrationRequest, ExportRecipe, ExportRequest, with
 from .awq import apply_awq
 from .calibrated_source import CalibratedSource
 from .calibration_text import CalibrationText, calibration_text
-from .collect_statistics import collect_statistics
+from .collect_statistics import StatisticsStore, collect_statistics, rare_experts
 from .divergence import PlanEvaluator
 from .sequential import STAGE, quantize_sequentially
 
+_STATISTICS: Final = "statistics"
+"""Folder of the inputs' statistics in the work folder."""
 AWQ_FORMAT: Final = WeightFormat(4, 64)
 """Format by which AWQ scales are chosen where linears have different formats: one in the middle."""
 
@@ -48,6 +50,8 @@ class CalibratedModel:
     """Measures plans of the checkpoint on held-out text, without AWQ scaling and without statistics."""
     allocation: Allocation | None = None
     times: LinearTimes | None = None
+    notes: tuple[str, ...] = ()
+    """Notes on the calibration for the report."""
 
 
 def prepare(model: SourceModel, request: ExportRequest, folder: Path, progress: Progress) -> CalibratedModel:
@@ -61,8 +65,7 @@ def prepare(model: SourceModel, request: ExportRequest, folder: Path, progress: 
 
     Raises:
         CheckpointError: A tensor cannot be read.
-        InputError: There is too little text, no plan is within the budget, the plan file does not fit the model, or the
-            model has experts.
+        InputError: There is too little text, no plan is within the budget, or the plan file does not fit the model.
         ExportError: A trial export failed.
         OSError: The disk refused a write.
     """
@@ -72,10 +75,11 @@ def prepare(model: SourceModel, request: ExportRequest, folder: Path, progress: 
     if mixed is not None and mixed.budget is not None:
         _require_feasible_bytes(config, mixed.budget)
     text = calibration_text(checkpoint, recipe.calibration or CalibrationRequest(), folder, progress)
-    correction_targets = None
+    correction_targets, notes = None, []
     if recipe.calibrated:
         calibrated = calibrated_source(checkpoint, text, recipe, folder, progress)
         correction_targets = calibrated.correction_target
+        notes = rare_experts(StatisticsStore(folder / _STATISTICS, config), config)
         model = replace(checkpoint, source=calibrated)
     store = QuantizedLinearStore(model.source, config, folder / "linears", correction_targets)
     allocation = times = None
@@ -110,6 +114,7 @@ def prepare(model: SourceModel, request: ExportRequest, folder: Path, progress: 
         uncalibrated_evaluator=PlanEvaluator(checkpoint, text.held_out, uncalibrated.weights, folder / "uncalibrated"),
         allocation=allocation,
         times=times,
+        notes=tuple(notes),
     )
 
 
@@ -140,6 +145,8 @@ def _quantize_all(config: DecoderConfig, plan: QuantPlan, store: QuantizedLinear
     linears = list(planned_linears(config))
     for number, linear in enumerate(linears, 1):
         store.make(linear, plan[linear.name])
+        if linear.companion is not None:
+            store.make(linear.companion, plan[linear.companion.name])
         progress(STAGE, number / len(linears))
 
 
@@ -161,7 +168,7 @@ def calibrated_source(
     """
     mixed = recipe.mixed_precision is not None
     second_moments = recipe.awq or mixed or Method.GPTQ in recipe.methods.values()
-    statistics = collect_statistics(model, text, folder / "statistics", second_moments, progress)
+    statistics = collect_statistics(model, text, folder / _STATISTICS, second_moments, progress)
     if not recipe.awq:
         return CalibratedSource(model.source, model.config, statistics)
     weight_format = AWQ_FORMAT if mixed or recipe.body in (None, FP32) else recipe.body

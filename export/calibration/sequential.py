@@ -105,7 +105,6 @@ def quantize_sequentially(
 
     Raises:
         CheckpointError: A tensor cannot be read.
-        InputError: The model has experts.
         OSError: The disk refused a write.
     """
     source = SequentialSource(model.source, correction_targets)
@@ -188,7 +187,8 @@ class _SequentialQuantizer:
         self._exact, self._changed = [states for states, _ in exact], list(after)
 
     def _has_target(self, linear: FusedLinear) -> bool:
-        return self._plan[linear.name].method is Method.GPTQ
+        # Quantized experts get other tokens too. Each is quantized by the statistics of its tokens in the float model.
+        return self._plan[linear.name].method is Method.GPTQ and not linear.experts
 
     def _set_target(self, linear: FusedLinear, weights: Float32Array, inputs: Iterator[list[Float32Array]]) -> None:
         """Compute a linear's target weights from its inputs in both models, a pair [tokens, K] for each batch."""

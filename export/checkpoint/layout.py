@@ -7,7 +7,7 @@ more checkpoint tensors, one under the other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, TypeAlias
 
 from ...models.manifest import WeightFormat
@@ -40,6 +40,8 @@ class FusedLinear:
     """Number of experts it stacks, each with the same number of modules; 0 for a dense linear."""
     stacked: bool = False
     """Whether the checkpoint already stacks the experts, in a tensor that is named like a module."""
+    companion: FusedLinear | None = None
+    """The linear that has to have the same format, because one operator multiplies by both."""
 
     @property
     def interleaved(self) -> bool:
@@ -325,7 +327,7 @@ def _feed_forward(config: DecoderConfig, index: int) -> tuple[FusedLinear | None
     downs = [f"{expert}.down_proj" for expert in each]
     if traits.stacked:
         both, downs = [f"{mlp}.experts.gate_up_proj"], [f"{mlp}.experts.down_proj"]
-    gate_up, down = (
+    down, gate_up = (
         FusedLinear(
             f"{linear}.{name}",
             tuple(modules),
@@ -335,9 +337,9 @@ def _feed_forward(config: DecoderConfig, index: int) -> tuple[FusedLinear | None
             experts=experts_count,
             stacked=traits.stacked,
         )
-        for name, modules, rows, columns in (("gate_up", both, 2 * wide, hidden), ("down", downs, hidden, wide))
+        for name, modules, rows, columns in (("down", downs, hidden, wide), ("gate_up", both, 2 * wide, hidden))
     )
-    return router, gate_up, down
+    return router, replace(gate_up, companion=down), down
 
 
 def _fused(name: str, modules: tuple[str, ...], rows: tuple[int, ...], columns: int, biased: bool) -> FusedLinear:

@@ -6,7 +6,7 @@ Graph, quantization, parity check and manifest are the same for both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -56,6 +56,15 @@ class QuantizedRows(NamedTuple):
     the middle code, 2 ** (bits - 1)."""
     factors: LowRankFactors | None = None
     """Low-rank correction of these rows; None where the format has none."""
+
+
+def joined_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows:
+    """Several parts of a matrix as one, from top to bottom; their format has no low-rank correction."""
+    fields = (
+        None if field[0] is None else np.concatenate(field)
+        for field in zip(*(part[:-1] for part in parts), strict=True)
+    )
+    return QuantizedRows(*fields)
 
 
 class ModelSource(Protocol):

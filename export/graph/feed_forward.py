@@ -8,6 +8,8 @@ from ..checkpoint.config import Activation, ExpertsConfig
 from ..checkpoint.layout import FusedLinear, Layer
 from .nodes import INT8_ACTIVATIONS, MICROSOFT, Nodes
 
+EXPERTS_NODE: Final = "experts"
+"""Last part of the name of the operator that runs experts."""
 _INTERLEAVED: Final = 1
 """Alternating rows of gate and up, the only order that the CPU operators support."""
 
@@ -52,12 +54,12 @@ def _append_experts(
     }
     if weight_format.bits == 32:
         inputs = _trimmed([normed, flat, first[0], first[2], second[0], second[2]])
-        output = nodes.add("MoE", inputs, f"{name}.experts", domain=MICROSOFT, **attributes)
+        output = nodes.add("MoE", inputs, f"{name}.{EXPERTS_NODE}", domain=MICROSOFT, **attributes)
     else:
         output = nodes.add(
             "QMoE",
             _trimmed([normed, flat, *first, *second]),
-            f"{name}.experts",
+            f"{name}.{EXPERTS_NODE}",
             domain=MICROSOFT,
             **attributes,
             expert_weight_bits=weight_format.bits,

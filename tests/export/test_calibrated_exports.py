@@ -100,6 +100,91 @@ def test_calibration_lowers_the_divergence(checkpoint: Path, tmp_path: Path, met
     assert {each.method for each in manifest.weights.values()} == {method}
 
 
+EXPERTS = {
+    "qwen3_moe": {"num_experts": 4, "num_hidden_layers": 2, "mlp_only_layers": [1]},
+    "gpt_oss": {"num_hidden_layers": 1, "layer_types": None, "num_local_experts": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "awq"),
+    [
+        ("qwen3_moe", False),
+        pytest.param("qwen3_moe", True, marks=pytest.mark.nightly),
+        pytest.param("gpt_oss", False, marks=pytest.mark.nightly),
+    ],
+)
+def test_experts_are_calibrated_too(tmp_path: Path, family: str, awq: bool) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint", family, **EXPERTS[family])
+    done = export(
+        source, tmp_path / "bundle", ExportRecipe(WeightFormat(4, 32), method=Method.GPTQ, awq=awq, calibration=TEXT)
+    )
+    assert done.parity.max_abs_diff < 1e-3  # the graph equals the reference with the dequantized weights
+    assert done.report is not None
+    chosen, nearest = (each.kl for each in done.report.plans)
+    assert chosen is not None
+    assert nearest is not None
+    assert chosen < 0.9 * nearest
+    weights = weights_of(tmp_path / "bundle")
+    assert weights["layers.0.gate_up"].method is weights["layers.0.down"].method is Method.GPTQ
+    assert answer(tmp_path / "bundle")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "lfm2"])
+def test_a_plan_is_followed_from_the_command_line(tmp_path: Path, family: str) -> None:
+    settings = EXPERTS.get(family, {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]})
+    source = write_checkpoint(tmp_path / "checkpoint", family, **settings)
+    linears = [linear.name for linear in planned_linears(read_config(source))]
+    formats = [f'"{name}" = "{("int4/32 gptq", "int8/32")[number % 2]}"' for number, name in enumerate(linears)]
+    (tmp_path / "plan.toml").write_text("\n".join(["[linears]", *formats, ""]), encoding="utf-8")
+    options = ["--weights", "mixed", "--plan", "plan.toml", "--calibration", "text.txt", "--calibration-tokens", "1100"]
+    assert main(["export", str(source), str(tmp_path / "bundle"), *options]) == 0
+    plan = weights_of(tmp_path / "bundle")
+    assert [plan[name].bits for name in linears] == [(4, 8)[number % 2] for number in range(len(linears))]
+    graph = onnx.load(tmp_path / "bundle" / "model.onnx", load_external_data=False).graph
+    bits = {
+        node.name: next(each.i for each in node.attribute if each.name in ("bits", "expert_weight_bits"))
+        for node in graph.node
+        if node.op_type in ("MatMulNBits", "QMoE")
+    }
+    own = {name.replace("experts", "gate_up"): stored for name, stored in bits.items() if name.startswith("layers.")}
+    assert len(own) > 4
+    assert own == {name: plan[name].bits for name in own}
+    assert answer(tmp_path / "bundle")
+
+
+@pytest.mark.nightly
+def test_a_mixed_export_of_experts_from_the_command_line(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint", "qwen3_moe", **EXPERTS["qwen3_moe"])
+    options = ["--weights", "mixed", "--budget", "6bpw", "--calibration", "text.txt", "--calibration-tokens", "1100"]
+    assert main(["export", str(source), str(tmp_path / "bundle"), *options, "--time-limit", "0.05"]) == 0
+    plan, config = weights_of(tmp_path / "bundle"), read_config(source)
+    spent = sum(bytes_read(linear, plan[linear.name]) for linear in planned_linears(config))
+    assert spent <= 6 * weight_count(config) / 8
+    assert plan["layers.0.gate_up"] == plan["layers.0.down"]
+    assert plan["layers.0.router"].bits == 32
+    graph = onnx.load(tmp_path / "bundle" / "model.onnx", load_external_data=False).graph
+    (experts,) = [node for node in graph.node if node.op_type == "QMoE"]
+    settings = {each.name: each.i for each in experts.attribute}
+    stored = plan["layers.0.gate_up"]
+    assert (settings["expert_weight_bits"], settings["block_size"]) == (stored.bits, stored.block)
+    assert answer(tmp_path / "bundle")
+    # The plan file names the experts of a layer once.
+    text = (tmp_path / "bundle" / "plan.toml").read_text(encoding="utf-8")
+    assert '"layers.0.gate_up"' in text
+    assert '"layers.0.down"' not in text
+    (tmp_path / "two.toml").write_text(f'{text}"layers.0.down" = "int8/32"\n', encoding="utf-8")
+    two = MixedPrecisionRequest(plan=tmp_path / "two.toml")
+    with pytest.raises(InputError, match=r"layers\.0\.gate_up and layers\.0\.down two formats, but one operator"):
+        export(source, tmp_path / "again", ExportRecipe(calibration=TEXT, mixed_precision=two))
+
+
+def test_drafts_of_their_own_layers_are_refused_for_experts(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint", "qwen3_moe")
+    with pytest.raises(InputError, match="qwen3_moe models, which have experts"):
+        export(source, tmp_path / "bundle", ExportRecipe(draft=DraftRequest()))
+
+
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose layers are mostly convolutions."""
@@ -124,6 +209,7 @@ def test_convolution_layers_are_calibrated_too(hybrid: Path, tmp_path: Path, met
     assert answer(tmp_path / "calibrated")
 
 
+@pytest.mark.nightly
 def test_a_mixed_export_of_a_hybrid_from_the_command_line(hybrid: Path, tmp_path: Path) -> None:
     options = ["--weights", "mixed", "--budget", "5bpw", "--calibration", "text.txt", "--calibration-tokens", "1100"]
     assert main(["export", str(hybrid), str(tmp_path / "bundle"), *options, "--time-limit", "0.05"]) == 0
@@ -334,10 +420,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float) -
         export(source, tmp_path / "bundle", mixed("5bpw"))
 
 
-def test_only_checkpoints_without_experts_are_calibrated(tmp_path: Path, checkpoint: Path) -> None:
-    source = write_checkpoint(tmp_path / "checkpoint", "qwen3_moe")
-    with pytest.raises(InputError, match="models with experts cannot be calibrated"):
-        export(source, tmp_path / "bundle", mixed("5bpw"))
+def test_only_checkpoints_are_calibrated(tmp_path: Path, checkpoint: Path) -> None:
     bundle = export_checkpoint(ExportRequest(checkpoint, tmp_path / "onnx", ExportRecipe())).bundle
     with pytest.raises(InputError, match="need a checkpoint of a family that edge-run exports itself"):
         export_model(ExportRequest(bundle, tmp_path / "bundle", mixed("5bpw")))

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgerun.export import WeightFormat
-from edgerun.export.allocation.format_candidates import BASE_FORMATS, LOW_RANK_FORMATS, planned_linears, with_embedding
+from edgerun.export.allocation.format_candidates import BASE_FORMATS, LOW_RANK_FORMATS, completed_plan, planned_linears
 from edgerun.export.allocation.linear_times import (
     WIDTHS,
     LinearTimes,
@@ -60,7 +60,7 @@ def test_a_plan_is_predicted_exactly_where_times_add_up(cache: Path, tmp_path: P
     times = measure(config, (*BASE_FORMATS, *LOW_RANK_FORMATS), timer=machine)
     rng = np.random.default_rng(0)
     linears = [linear.name for linear in planned_linears(config)]
-    plan = with_embedding(config, {linear: BASE_FORMATS[rng.integers(len(BASE_FORMATS))] for linear in linears})
+    plan = completed_plan(config, {linear: BASE_FORMATS[rng.integers(len(BASE_FORMATS))] for linear in linears})
     plan |= {
         "layers.0.qkv": LOW_RANK_FORMATS[0],
         "layers.1.o": LOW_RANK_FORMATS[2],
@@ -98,7 +98,7 @@ def test_whole_passes_measure_the_slowdown_of_the_machine(
     use_machine(monkeypatch, machine)
     times = load_or_measure(config, FORMATS)
     formats = {linear.name: FORMATS[place % 3] for place, linear in enumerate(planned_linears(config))}
-    plan = with_embedding(config, formats)
+    plan = completed_plan(config, formats)
     for slow in (1.5, 0.7, 1.0):
         machine.slow = slow
         assert measured_over_predicted(times, plan, [1, 4]) == pytest.approx(slow)
@@ -183,7 +183,7 @@ def test_no_two_matrices_share_memory(cache: Path, tmp_path: Path, monkeypatch: 
     for layers in (1, 2):
         short = replace(config, layers=layers, attention=config.attention[:layers], tied_head=True)
         names = [linear.name for linear in planned_linears(short)]
-        TimingBundle(short, with_embedding(short, dict.fromkeys(names, FORMATS[1]))).write(tmp_path / str(layers))
+        TimingBundle(short, completed_plan(short, dict.fromkeys(names, FORMATS[1]))).write(tmp_path / str(layers))
         with packed_graphs([tmp_path / str(layers)]) as [(bundle, graph)]:
             GraphSession(graph, SessionConfig(choose_device("cpu"), 1))
             sizes.append(sum(file.stat().st_size for file in graph.parent.iterdir()) - bundle.weight_bytes)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgerun.errors import InputError
-from edgerun.export.allocation.format_candidates import planned_linears, with_embedding
+from edgerun.export.allocation.format_candidates import completed_plan, planned_linears
 from edgerun.export.allocation.plan_file import read_plan, spelled, write_plan
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.models.manifest import Method, WeightFormat
@@ -52,7 +52,7 @@ def test_a_written_plan_is_read_again(tmp_path_factory, config: DecoderConfig, d
     file.write_text(text, encoding="utf-8")
     read = read_plan(file, model)
     assert {name: spelled(each) for name, each in read.items()} == {
-        name: spelled(each) for name, each in with_embedding(model, plan).items()
+        name: spelled(each) for name, each in completed_plan(model, plan).items()
     }
     file.write_text(write_plan(read), encoding="utf-8")
     assert read_plan(file, model) == read

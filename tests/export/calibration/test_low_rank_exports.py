@@ -16,10 +16,10 @@ from edgerun.export import ExportRecipe, Method, WeightFormat
 from edgerun.export.allocation.format_candidates import (
     BASE_FORMATS,
     LOW_RANK_FORMATS,
+    completed_plan,
     format_candidates,
     is_allowed,
     planned_linears,
-    with_embedding,
 )
 from edgerun.export.allocation.plan_costs import bytes_read
 from edgerun.export.allocation.quantized_weights import QuantizedLinearStore
@@ -55,7 +55,7 @@ def content_of(folder: Path, family: str, corrected: dict[str, WeightFormat]) ->
     """A tiny model of 2 bits, some of whose linears have a low-rank correction."""
     source = Checkpoint(write_checkpoint(folder / "checkpoint", family))
     config = read_config(source.folder)
-    plan = with_embedding(config, {**uniform_plan(config, TWO), **corrected})
+    plan = completed_plan(config, {**uniform_plan(config, TWO), **corrected})
     store = QuantizedLinearStore(source, config, folder / "linears")
     for linear in planned_linears(config):
         store.make(linear, plan[linear.name])

@@ -104,7 +104,7 @@ def test_statistics_are_averages_of_the_inputs(tmp_path, family: str, tied: bool
     (batch,) = pack_texts(calibration)
     hidden = runner.embed(batch)
     for index in range(config.layers):
-        hidden, found = runner.captured(index, hidden, batch, runner.matrix)
+        hidden, found, _ = runner.captured(index, hidden, batch, runner.matrix)
         inputs |= {name: values[batch.filled].astype(np.float64) for name, values in found.items()}
     inputs["head"] = runner.head_inputs(hidden[batch.filled]).astype(np.float64)
     for linear in fused_linears(config):

@@ -24,7 +24,7 @@ from edgerun.export import (
     export_checkpoint,
     export_model,
 )
-from edgerun.export.allocation.format_candidates import planned_linears, with_embedding
+from edgerun.export.allocation.format_candidates import completed_plan, planned_linears
 from edgerun.export.allocation.quantized_weights import QuantizedLinearStore
 from edgerun.export.bundle_content import BundleContent
 from edgerun.export.bundle_writer import write_bundle as write_content
@@ -158,7 +158,7 @@ def test_low_rank_corrections_are_kept(tmp_path: Path, monkeypatch: pytest.Monke
     config = read_config(source.folder)
     two = WeightFormat(2, 64, method=Method.K_QUANT)
     corrected = {"layers.0.gate_up": replace(two, rank=32), "layers.0.down": replace(two, rank=32)}
-    plan = with_embedding(config, {**uniform_plan(config, two), **corrected})
+    plan = completed_plan(config, {**uniform_plan(config, two), **corrected})
     store = QuantizedLinearStore(source, config, tmp_path / "linears")
     for linear in planned_linears(config):
         store.make(linear, plan[linear.name])

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as arrays
 import edgerun
 from edgerun.errors import InputError
 from edgerun.export import ExportRecipe, ExportRequest, Method, WeightFormat, export_checkpoint
-from edgerun.export.allocation.format_candidates import planned_linears, with_embedding
+from edgerun.export.allocation.format_candidates import completed_plan, planned_linears
 from edgerun.export.allocation.plan_costs import FileCosts, plan_cost
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.drafts.trimmed_head import write_trimmed
@@ -94,7 +94,7 @@ def test_export(tmp_path: Path, weight_format: WeightFormat, tied: bool) -> None
     assert manifest.parity["max_abs_diff"] < 1e-4
     config = read_config(tmp_path / "half" / "checkpoint")
     for folder, each in ((bundle, half), (whole, weight_format)):
-        plan = with_embedding(config, {linear.name: each for linear in planned_linears(config)})
+        plan = completed_plan(config, {linear.name: each for linear in planned_linears(config)})
         assert stored_bytes(folder) == plan_cost(plan, FileCosts(config), config)
     types = {tensor.data_type for name, tensor in initializers(bundle).items() if name.endswith("scales")}
     assert types == {onnx.TensorProto.FLOAT16}
