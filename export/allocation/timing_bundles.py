@@ -109,8 +109,9 @@ def _layer_weights(config: DecoderConfig) -> int:
 def _bundle(
     config: DecoderConfig, layers: int, formats: Sequence[WeightFormat], first: int, cycle: int | None = None
 ) -> TimingBundle:
-    """A model of the first layers, whose formats rotate from the one at index `first`, all of them or the first `cycle`.
+    """A model of the first layers, whose formats rotate from the one at index `first`.
 
+    All formats take turns, or the first `cycle`; the others are for linears that cannot have these.
     The head is tied, whatever the model's is: that saves writing a matrix and takes the same time.
     """
     short = replace(config.first_layers(layers), tied_head=True)

@@ -34,6 +34,9 @@ Float64Array = npt.NDArray[np.float64]
 
 STAGE: Final = "collecting statistics"
 _HEAD: Final = "head"
+MAX_MOMENT_BYTES: Final = 1 << 29
+"""Largest size of the second moments of a linear's experts; beyond it they share those of all their tokens. The first
+linears of Qwen3-30B-A3B would have 2.1 GB in each of 48 layers, its second ones have 0.3 GB."""
 PRIOR_TOKENS: Final = 64
 """Weight of the statistics of all experts of a layer in those of each one, in tokens."""
 
@@ -53,8 +56,10 @@ class StatisticsStore:
         if linear == "embedding":
             return self.of(_HEAD) if self._tied else None
         averages, tokens = read_array(self._folder / f"{linear}.npy"), self.tokens(linear)
-        moments = self._folder / f"{linear}.moments.npy"
-        second = map_array(moments) if moments.is_file() else None
+        # Large experts have the second moments of all of their layer.
+        names = (linear, linear.rpartition(".")[0])
+        files = (self._folder / f"{name}.moments.npy" for name in names)
+        second = next((map_array(file) for file in files if file.is_file()), None)
         return InputStatistics(averages[0], averages[1], second, tokens)
 
     def tokens(self, linear: str) -> int:
@@ -130,11 +135,7 @@ def _collect_layer(
     linears = {linear.name: linear for linear in layer_layout(runner.config, index).linears}
     matrices = {name: runner.matrix(linear) for name, linear in linears.items()}
     dense = {name: _Sums(linear, second_moments) for name, linear in linears.items() if not linear.experts}
-    experts = {
-        name: [_Sums(linear, second_moments) for _ in range(linear.experts)]
-        for name, linear in linears.items()
-        if linear.experts
-    }
+    experts = {name: _ExpertSums(linear, second_moments) for name, linear in linears.items() if linear.experts}
 
     def run(number: int) -> tuple[Float32Array, dict[str, Float32Array], dict[str, RoutedInputs]]:
         return runner.captured(index, hidden[number], batches[number], lambda linear: matrices[linear.name])
@@ -145,44 +146,24 @@ def _collect_layer(
         for name, values in inputs.items():
             dense[name].add(values[filled])
         for name, sums in experts.items():
-            for expert, each in enumerate(sums):
+            for expert in range(linears[name].experts):
                 tokens, values = routed[expert_of(name, expert)]
-                each.add(values[filled.reshape(-1)[tokens]])
-    for name, sums in experts.items():
-        _save_experts(name, sums, folder)
+                sums.add(expert, values[filled.reshape(-1)[tokens]])
+    for sums in experts.values():
+        sums.save(folder)
     for name, each in dense.items():
         each.save(folder, name)
-
-
-def _save_experts(linear: str, experts: list[_Sums], folder: Path) -> None:
-    """Write the averages of every expert, and those of all of them together.
-
-    An expert's are drawn towards those of all, as if `PRIOR_TOKENS` further tokens had come with these: few tokens say
-    little about most directions of the inputs.
-    """
-    together = experts[0].empty()
-    for each in experts:
-        together.add_sums(each)
-    for expert, each in enumerate(experts):
-        each.add_sums(together, PRIOR_TOKENS / max(together.tokens, 1))
-        each.save(folder, expert_of(linear, expert), counted=PRIOR_TOKENS)
-    together.save(folder, linear)
 
 
 class _Sums:
     """Sums over tokens of a linear's inputs."""
 
     def __init__(self, linear: FusedLinear, second_moments: bool) -> None:
-        self._linear = linear
         self.tokens: float = 0
         """Number of tokens, or their weight where some count less."""
         self._squares: Float64Array = np.zeros(linear.columns)
         self._magnitudes: Float64Array = np.zeros(linear.columns)
         self._moments = np.zeros((linear.columns, linear.columns), np.float32) if second_moments else None
-
-    def empty(self) -> _Sums:
-        """Sums over no tokens of the same linear."""
-        return _Sums(self._linear, self._moments is not None)
 
     def add(self, inputs: Float32Array) -> None:
         """Add inputs, float32 [tokens, K]."""
@@ -212,6 +193,32 @@ class _Sums:
         averages = np.stack([self._squares, self._magnitudes]) / total
         _save(folder / f"{name}.tokens.npy", np.array(round(self.tokens - counted)))
         _save(folder / f"{name}.npy", averages.astype(np.float32))
+
+
+class _ExpertSums:
+    """Sums over the tokens of every expert of a linear, and over those of all of them together."""
+
+    def __init__(self, linear: FusedLinear, second_moments: bool) -> None:
+        self._name = linear.name
+        own = linear.experts * 4 * linear.columns**2 <= MAX_MOMENT_BYTES
+        self._each = [_Sums(linear, second_moments and own) for _ in range(linear.experts)]
+        self._together = _Sums(linear, second_moments)
+
+    def add(self, expert: int, inputs: Float32Array) -> None:
+        """Add inputs of one expert, float32 [tokens, K]."""
+        self._each[expert].add(inputs)
+        self._together.add(inputs)
+
+    def save(self, folder: Path) -> None:
+        """Write the averages of every expert, and those of all together.
+
+        An expert's are drawn towards those of all, as if `PRIOR_TOKENS` further tokens had come with these: few tokens
+        say little about most directions of the inputs.
+        """
+        for expert, each in enumerate(self._each):
+            each.add_sums(self._together, PRIOR_TOKENS / max(self._together.tokens, 1))
+            each.save(folder, expert_of(self._name, expert), counted=PRIOR_TOKENS)
+        self._together.save(folder, self._name)
 
 
 def _resumed(runner: LayerRunner, folder: Path, batches: list[Batch]) -> tuple[int, list[Float32Array]]:

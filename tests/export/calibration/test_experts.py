@@ -83,6 +83,23 @@ def test_statistics_are_those_of_the_tokens_of_an_expert(tmp_path: Path, family:
         assert found.store.tokens(linear.name) == len(every) == len(found.texts) * 30 * found.config.experts.top_k
 
 
+def test_large_experts_share_the_second_moments_of_their_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Collected(tmp_path / "own", "qwen3_moe", tokens=300)
+    monkeypatch.setattr("edgerun.export.calibration.collect_statistics.MAX_MOMENT_BYTES", 5 * 4 * 64 * 64 - 1)
+    shared = Collected(tmp_path / "shared", "qwen3_moe", tokens=300)
+    for name, is_shared in (("layers.0.gate_up", True), ("layers.0.down", False)):
+        together = shared.store.of(name)
+        first, second = own.store.of(f"{name}.1"), shared.store.of(f"{name}.1")
+        assert together is not None
+        assert first is not None
+        assert second is not None
+        np.testing.assert_array_equal(first.mean_square, second.mean_square)
+        expected = together if is_shared else first
+        assert expected.second_moment is not None
+        assert second.second_moment is not None
+        np.testing.assert_array_equal(second.second_moment, expected.second_moment)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_output_error_of_every_expert_is_less_than_that_of_rounding(tmp_path: Path, family: str) -> None:
     found = Collected(tmp_path, family)
