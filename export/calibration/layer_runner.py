@@ -223,7 +223,7 @@ class LayerRunner:
         output, routed = run_experts(config.experts, gate_up, down, normed, scores.reshape(len(normed), -1))
         if layer.after_mlp is not None:
             weight = self._vector((layer.after_mlp.weight,), Vector((), float(config.traits.norms_add_one)))
-            output = (rms_norm(output, config.norm_epsilon) * weight).astype(np.float32)
+            output = (rms_norm(output.astype(np.float64), config.norm_epsilon) * weight).astype(np.float32)
         after = hidden + np.float32(config.residual_scale) * output.reshape(hidden.shape)
         return after, inputs, routed
 

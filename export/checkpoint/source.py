@@ -60,11 +60,14 @@ class QuantizedRows(NamedTuple):
 
 def joined_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows:
     """Several parts of a matrix as one, from top to bottom; their format has no low-rank correction."""
-    fields = (
-        None if field[0] is None else np.concatenate(field)
-        for field in zip(*(part[:-1] for part in parts), strict=True)
+    offsets = [part.offsets for part in parts if part.offsets is not None]
+    zero_points = [part.zero_points for part in parts if part.zero_points is not None]
+    return QuantizedRows(
+        np.concatenate([part.packed for part in parts]),
+        np.concatenate([part.scales for part in parts]),
+        np.concatenate(offsets) if offsets else None,
+        np.concatenate(zero_points) if zero_points else None,
     )
-    return QuantizedRows(*fields)
 
 
 class ModelSource(Protocol):

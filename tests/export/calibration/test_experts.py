@@ -60,7 +60,7 @@ class Collected:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_statistics_are_those_of_the_tokens_of_an_expert(tmp_path: Path, family: str) -> None:
-    found = Collected(tmp_path, family)
+    found = Collected(tmp_path, family, tokens=600)
     runner, inputs = LayerRunner(found.model), {}
     for batch in pack_texts(found.texts):
         hidden = runner.embed(batch)
