@@ -67,7 +67,7 @@ def is_allowed(linear: FusedLinear, weight_format: WeightFormat) -> bool:
     """
     if linear.experts:
         plain = not (weight_format.rank or weight_format.zero_points or weight_format.half_scales)
-        both = (linear, linear.companion or linear)
+        both = (linear, linear.paired or linear)
         return plain and not any(weight_format.block and each.columns % weight_format.block for each in both)
     outer = linear.name in (EMBEDDING_LINEAR, PER_LAYER_EMBEDDING, HEAD_LINEAR)
     return not weight_format.rank or (not outer and weight_format.rank <= min(linear.shape))
@@ -78,11 +78,11 @@ def planned_linears(config: DecoderConfig) -> Iterator[FusedLinear]:
 
     A tied head stands for the embedding too, and the first linear of experts for the second.
     """
-    companions = set()
+    paired = set()
     for linear in fused_linears(config):
-        if linear.companion is not None:
-            companions.add(linear.companion.name)
-        is_shared = linear.name in companions or (config.tied_head and linear.name == EMBEDDING_LINEAR)
+        if linear.paired is not None:
+            paired.add(linear.paired.name)
+        is_shared = linear.name in paired or (config.tied_head and linear.name == EMBEDDING_LINEAR)
         if not linear.exact and not is_shared:
             yield linear
 
@@ -93,6 +93,6 @@ def completed_plan(config: DecoderConfig, plan: Mapping[str, WeightFormat]) -> d
     if config.tied_head:
         formats[EMBEDDING_LINEAR] = formats[HEAD_LINEAR]
     for linear in fused_linears(config):
-        if linear.companion is not None:
-            formats[linear.companion.name] = formats[linear.name]
+        if linear.paired is not None:
+            formats[linear.paired.name] = formats[linear.name]
     return {linear.name: WeightFormat(32) if linear.exact else formats[linear.name] for linear in fused_linears(config)}

@@ -132,8 +132,8 @@ class TimeCosts:
         return interpolated(self.times.overhead, self.width)
 
     def of(self, linear: FusedLinear, weight_format: WeightFormat) -> float:
-        """Milliseconds of a linear and its companion."""
-        both = (linear,) if linear.companion is None else (linear, linear.companion)
+        """Milliseconds of a linear and of the one paired with it."""
+        both = (linear,) if linear.paired is None else (linear, linear.paired)
         return sum(self.times.linear(each, weight_format, self.width) for each in both)
 
 

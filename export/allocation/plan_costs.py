@@ -67,10 +67,10 @@ def bytes_read(linear: FusedLinear, weight_format: WeightFormat) -> int:
     """Bytes of a linear that a pass reads, packed for x86, low-rank factors included.
 
     A pass reads only one row of an embedding for each token, which is negligible, so the embedding's size in the file
-    and in memory is counted instead. Of experts all are counted, and those of the linear's companion with them.
+    and in memory is counted instead. All experts of a linear are counted, and with them those of the one paired with it.
     """
-    if linear.companion is not None:
-        return bytes_read(replace(linear, companion=None), weight_format) + bytes_read(linear.companion, weight_format)
+    if linear.paired is not None:
+        return bytes_read(replace(linear, paired=None), weight_format) + bytes_read(linear.paired, weight_format)
     rows, columns = linear.shape
     if weight_format.bits == 32:
         return 4 * rows * columns
@@ -92,8 +92,8 @@ def bytes_stored(linear: FusedLinear, weight_format: WeightFormat, *, tied_head:
         weight_format: Its format.
         tied_head: Whether the head shares the matrix of the embedding.
     """
-    if linear.companion is not None:
-        parts = (replace(linear, companion=None), linear.companion)
+    if linear.paired is not None:
+        parts = (replace(linear, paired=None), linear.paired)
         return sum(bytes_stored(each, weight_format, tied_head=tied_head) for each in parts)
     rows, columns = linear.shape
     if weight_format.bits == 32:

@@ -92,7 +92,7 @@ def read_plan(file: Path, config: DecoderConfig) -> dict[str, WeightFormat]:
                 hint = "give experts blocks that divide their columns, without zero points, float16 scales and ranks"
             raise InputError(f"{file} gives {name} the format {weight_format}, which it cannot have", hint)
     for linear in known.values():
-        other = linear.companion
+        other = linear.paired
         if other is not None and plan.get(other.name, plan[linear.name]) != plan[linear.name]:
             raise InputError(
                 f"{file} gives {linear.name} and {other.name} two formats, but one operator multiplies by both",

@@ -121,8 +121,8 @@ def _bundle(
         for place, linear in enumerate(layer_layout(short, index).linears):
             number = (index + place + first) % (cycle or len(formats))
             plan.setdefault(linear.name, _timed_format(linear, formats, number))
-            if linear.companion is not None:
-                plan[linear.companion.name] = plan[linear.name]
+            if linear.paired is not None:
+                plan[linear.paired.name] = plan[linear.name]
     return TimingBundle(short, plan)
 
 

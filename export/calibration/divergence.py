@@ -182,8 +182,8 @@ class PlanEvaluator:
         """The plan with a format for every linear; a tied head has its embedding's."""
         complete = {name: plan.get(name, EXACT) for name in self._linears}
         for linear in self._linears.values():
-            if linear.companion is not None:
-                complete[linear.companion.name] = complete[linear.name]
+            if linear.paired is not None:
+                complete[linear.paired.name] = complete[linear.name]
         if self._config.tied_head:
             shared = plan.get("embedding", plan.get("head", EXACT))
             complete |= {"embedding": shared, "head": shared}

@@ -145,8 +145,8 @@ def _quantize_all(config: DecoderConfig, plan: QuantPlan, store: QuantizedLinear
     linears = list(planned_linears(config))
     for number, linear in enumerate(linears, 1):
         store.make(linear, plan[linear.name])
-        if linear.companion is not None:
-            store.make(linear.companion, plan[linear.companion.name])
+        if linear.paired is not None:
+            store.make(linear.paired, plan[linear.paired.name])
         progress(STAGE, number / len(linears))
 
 

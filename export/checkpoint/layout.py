@@ -40,7 +40,7 @@ class FusedLinear:
     """Number of experts it stacks, each with the same number of modules; 0 for a dense linear."""
     stacked: bool = False
     """Whether the checkpoint already stacks the experts, in a tensor that is named like a module."""
-    companion: FusedLinear | None = None
+    paired: FusedLinear | None = None
     """The linear that has to have the same format, because one operator multiplies by both."""
 
     @property
@@ -339,7 +339,7 @@ def _feed_forward(config: DecoderConfig, index: int) -> tuple[FusedLinear | None
         )
         for name, modules, rows, columns in (("down", downs, hidden, wide), ("gate_up", both, 2 * wide, hidden))
     )
-    return router, replace(gate_up, companion=down), down
+    return router, replace(gate_up, paired=down), down
 
 
 def _fused(name: str, modules: tuple[str, ...], rows: tuple[int, ...], columns: int, biased: bool) -> FusedLinear:
