@@ -67,7 +67,7 @@ def bytes_read(linear: FusedLinear, weight_format: WeightFormat) -> int:
     """Bytes of a linear that a pass reads, packed for x86, low-rank factors included.
 
     A pass reads only one row of an embedding for each token, which is negligible, so the embedding's size in the file
-    and in memory is counted instead. All experts of a linear are counted, and with them those of the one paired with it.
+    and in memory is counted instead. All experts are counted, and with a linear of theirs the one paired with it.
     """
     if linear.paired is not None:
         return bytes_read(replace(linear, paired=None), weight_format) + bytes_read(linear.paired, weight_format)
