@@ -14,10 +14,10 @@ from ...models.bundle import Bundle
 from ...models.draft_heads import feature_layers
 from ...models.manifest import Architecture, GraphLayout
 from ..check.contract_session import ContractSession
+from ..graph.embedding_head import embedded_value
 
 Float32Array = npt.NDArray[np.float32]
 
-_EMBEDDED: Final = "embedded"
 _FEWEST_LAYERS: Final = 4
 _CACHE_BYTES: Final = 1 << 30
 
@@ -62,7 +62,8 @@ class TargetStates:
         """The layers before which the residual stream is read."""
         model = onnx.load(bundle.graph, load_external_data=False)
         made = {name for node in model.graph.node for name in node.output}
-        taps = [_EMBEDDED, *(f"layers.{layer - 1}.next_norm.residual" for layer in self.layers)]
+        embedded = embedded_value(model.graph)
+        taps = [embedded or "", *(f"layers.{layer - 1}.next_norm.residual" for layer in self.layers)]
         if not made.issuperset(taps):
             raise InputError(
                 f"the graph of {bundle.folder} does not name the states of its layers", "export the target again"

@@ -12,14 +12,11 @@ from ..checkpoint.layout import FusedLinear, Layer, Norm, QuantPlan, final_norm
 from . import inputs_outputs
 from .attention import Attention
 from .decoder import as_model
-from .embedding_head import EmbeddingAndHead
+from .embedding_head import EmbeddingAndHead, embedded_value
 from .feed_forward import append_feed_forward
 from .initializers import Initializers
 from .needed_nodes import needed_nodes
 from .nodes import Nodes
-
-_EMBEDDED: tuple[str, ...] = ("embedded", "embedded.joined")
-"""Names of the value with the target's embeddings, before any scaling; see `EmbeddingAndHead`."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +113,9 @@ class SharedEmbedding:
 
 def embedding_of(target: GraphProto) -> SharedEmbedding:
     """The embedding of an exported graph, without the factor that some families apply to it."""
-    given = {name for node in target.node for name in node.output}
-    value = next(name for name in _EMBEDDED if name in given)
+    value = embedded_value(target)
+    if value is None:
+        raise ValueError("the graph has no embedding under a known name")
     nodes = needed_nodes(list(target.node), [value])
     used = {name for node in nodes for name in node.input}
     return SharedEmbedding(value, nodes, [each for each in target.initializer if each.name in used])

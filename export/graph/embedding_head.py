@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+from onnx import GraphProto
+
 from ..checkpoint.layout import FusedLinear, embedding_layout, head_layout
 from . import inputs_outputs
 from .initializers import StoredMatrix
 from .nodes import MICROSOFT, Nodes
+
+_EMBEDDED: Final = ("embedded", "embedded.joined")
+"""Names of the value with the embeddings: the second where blocks divide the hidden size, so that nothing is cut off."""
+
+
+def embedded_value(graph: GraphProto) -> str | None:
+    """Name of the embeddings [1, M, hidden] in an exported graph, before any scaling; None in other graphs."""
+    given = {name for node in graph.node for name in node.output}
+    return next((name for name in _EMBEDDED if name in given), None)
 
 
 class EmbeddingAndHead:

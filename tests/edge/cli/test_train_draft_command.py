@@ -11,6 +11,7 @@ import pytest
 
 import edgerun
 from edgerun.edge.cli.main import main
+from edgerun.export import FP32, INT4, WeightFormat
 from support.tiny_models import write_bundle
 
 
@@ -77,8 +78,9 @@ def test_other_losses_continue_a_draft(tmp_path: Path, capsys: pytest.CaptureFix
     assert (config["hidden_size"], config["vocab_size"], config["eos_token_id"]) == (64, 300, 0)
 
 
-def test_a_head_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target, out = write_bundle(tmp_path / "target", num_hidden_layers=4), tmp_path / "head"
+@pytest.mark.parametrize("weights", [FP32, INT4], ids=str)
+def test_a_head_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str], weights: WeightFormat) -> None:
+    target, out = write_bundle(tmp_path / "target", weights=weights, num_hidden_layers=4), tmp_path / "head"
     code, printed, errors = train(
         capsys, target, out, "--text", prompts(tmp_path), "--head", "eagle3", "--draft-vocab", 40, "--json"
     )
