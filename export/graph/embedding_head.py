@@ -12,7 +12,7 @@ from .initializers import StoredMatrix
 from .nodes import MICROSOFT, Nodes
 
 _EMBEDDED: Final = ("embedded", "embedded.joined")
-"""Names of the value with the embeddings: the second where blocks divide the hidden size, so that nothing is cut off."""
+"""Names of the value with the embeddings: the second where blocks divide the hidden size and nothing is cut off."""
 
 
 def embedded_value(graph: GraphProto) -> str | None:
