@@ -215,9 +215,9 @@ def test_drafts_have_the_ids_of_the_target(folder: Path, target: GraphSession, o
     assert head.top_tokens((), 3).tokens == tuple(ids[expected].tolist())
 
 
-def loaded(bundle: Path, *, trees: bool = True) -> Engine:
+def loaded(bundle: Path, *, trees: bool = True, **options: Any) -> Engine:
     """An engine for which every draft token pays."""
-    engine = edgerun.load(bundle, threads=1, cache=False)
+    engine = edgerun.load(bundle, threads=1, cache=False, **options)
     if not trees:
         assert engine.model._graph is not None
         engine.model._graph.disable_trees()
@@ -339,4 +339,35 @@ def test_a_hybrid_target_drafts_chains(tmp_path: Path, family: str, choice: Spec
         reply = engine.generate("in the in the", GREEDY, speculation=choice)
         assert not engine.model.graph_io.supports_trees
     assert reply.text == plain.text
+    assert reply.stats.by_source["eagle"].drafted > 0
+
+
+def test_the_int8_prompt_graph_gives_features_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+    bundle = export_with_head(tmp_path, ExportRecipe(INT4))
+    with edgerun.load(bundle, threads=1, learned=False, prefill="int8") as engine:
+        reply = engine.generate("the other thing " * 60, max_tokens=4, raw=True, speculation=EAGLE)
+        arena = engine.model.prefixes._kept[-1].arena
+    assert reply.stats.prompt_readers["int8"] > 100
+    assert arena.features is not None
+    assert (arena.features.start, arena.features.end >= arena.length) == (0, True)
+
+
+def test_a_head_works_beside_an_int8_cache(folder: Path) -> None:
+    with loaded(folder / "bundle", kv="int8") as engine:
+        plain = engine.generate("in the in the", GREEDY, speculation=Speculation.OFF)
+        reply = engine.generate("in the in the", GREEDY, speculation=EAGLE)
+    assert reply.text == plain.text
+    assert reply.stats.by_source["eagle"].drafted > 0
+
+
+def test_a_saved_session_continues(folder: Path, tmp_path: Path) -> None:
+    with loaded(folder / "bundle") as engine:
+        session = engine.session()
+        session.send("the other", GREEDY, speculation=EAGLE)
+        session.save(tmp_path / "session")
+        expected = session.send("thing", GREEDY, speculation=Speculation.OFF).text
+        again = engine.session(resume=tmp_path / "session")
+        reply = again.send("thing", GREEDY, speculation=EAGLE)
+    assert reply.text == expected
     assert reply.stats.by_source["eagle"].drafted > 0
