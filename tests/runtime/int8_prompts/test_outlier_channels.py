@@ -80,7 +80,7 @@ def int8_path_of(bundle: Path) -> Path:
 def divergence(bundle: Path) -> float:
     """Mean KL divergence of a bundle's int8 graph from its checkpoint in float32.
 
-    The bundle's own graph cannot be the reference: it rounds activations too, on some processors more than the int8 graph.
+    The bundle's own graph cannot be the reference: it rounds activations too, on some processors more than this.
     """
     reference = bundle.with_name("float32")
     if not reference.exists():
