@@ -205,12 +205,10 @@ class ExportRecipe:
             )
         else:
             return
-        # Calibration packs several texts into one row, which the state of a linear attention cannot tell apart.
-        calibrates = config.delta_net is None and config.convolution is not None
         asked = {
-            "calibration (--method gptq, --awq, --weights mixed)": self.calibrated and not calibrates,
+            "calibration (--method gptq, --awq, --weights mixed)": self.calibrated and not config.keeps_states,
             "--draft": self.draft is not None,
-            "--report": self.report and not calibrates,
+            "--report": self.report and not config.keeps_states,
             "--layout genai": self.layout is not GraphLayout.EDGE,
             "--device npu": self.npu is not None,
             "--device gpu": self.gpu and config.keeps_states,

@@ -20,12 +20,15 @@ from ..graph import inputs_outputs
 from ..graph.attention import Attention
 from ..graph.convolution import append_convolution
 from ..graph.decoder import IR_VERSION, OPSET
+from ..graph.delta_net import append_delta_net
 from ..graph.feed_forward import append_feed_forward
 from ..graph.initializers import Initializers
 from ..graph.nodes import MICROSOFT, Nodes
 
 HIDDEN: Final = "hidden"
 """Name of the input: hidden states before the half, [B, S, hidden]."""
+TEXT_STARTS: Final = "text_starts"
+"""Name of the input with `Batch.text_starts`."""
 _SUM: Final = "sum"
 """Name of the output: hidden states after the half."""
 
@@ -98,6 +101,10 @@ class _FedNodes(Nodes):
         """Multiply by the input that masks other texts: several lie side by side in a row of a batch."""
         return self.add("Mul", [value, within_text(back)], f"{value}.within")
 
+    def forgetting_other_texts(self, decay: str) -> str:
+        """Add the input that is far below zero where a text begins, so that nothing is left of the one before it."""
+        return self.add("Add", [decay, TEXT_STARTS], f"{decay}.within")
+
     def add_residual(self, value: str, after: Norm | None) -> None:
         """Add the half's output to the residual."""
         if after is not None:
@@ -154,23 +161,29 @@ def within_text(back: int) -> str:
     return f"within_text.{back}"
 
 
-def convolution_half(config: DecoderConfig, index: int) -> HalfLayer:
-    """Build norm, convolution and output projection of layer `index`.
+def state_half(config: DecoderConfig, index: int) -> HalfLayer:
+    """Build norm, convolution or delta net, and output projection of layer `index`.
 
-    Besides the inputs of every half, the graph has the state before the first token, `Batch.within_text` for every
-    token that a kernel reaches back, and the kernels.
+    Besides the inputs of every half, the graph has the states before the first token, `Batch.within_text` for every
+    token that a kernel reaches back, for a delta net `TEXT_STARTS`, and the layer's vectors and kernels.
 
     Raises:
-        ValueError: The layer has no convolution.
+        ValueError: The layer has attention.
     """
     nodes, layer = _FedNodes(config), layer_layout(config, index)
-    if layer.convolution is None:
-        raise ValueError(f"layer {index} has no convolution")
     normed = _normed(nodes, layer.before_attention)
-    mixed = append_convolution(nodes, index, layer, layer.convolution, normed)
+    states = [_floats(inputs_outputs.past_conv(index), 3)]
+    if layer.convolution is not None:
+        kernel = layer.convolution.kernel
+        mixed = append_convolution(nodes, index, layer, layer.convolution, normed)
+    elif layer.delta_net is not None:
+        kernel = layer.delta_net.config.kernel
+        mixed = append_delta_net(nodes, index, layer, layer.delta_net, normed)
+        states += [_floats(inputs_outputs.past_recurrent(index), 4), _floats(TEXT_STARTS, 3)]
+    else:
+        raise ValueError(f"layer {index} has no states but a cache")
     nodes.add_residual(nodes.linear(layer.output, mixed), layer.after_attention)
-    masks = [_floats(within_text(back), 3) for back in range(1, layer.convolution.kernel)]
-    return nodes.finished([_floats(inputs_outputs.past_conv(index), 3), *masks])
+    return nodes.finished([*states, *(_floats(within_text(back), 3) for back in range(1, kernel))])
 
 
 def router_half(config: DecoderConfig, index: int) -> HalfLayer:

@@ -20,7 +20,7 @@ from ..bundle_content import SourceModel
 from ..check.contract_session import ModelSession
 from ..check.reference_operations import rms_norm
 from ..checkpoint.config import DecoderConfig, LayerAttention
-from ..checkpoint.layout import FusedLinear, embedding_layout, final_norm, head_layout, layer_layout
+from ..checkpoint.layout import FusedLinear, Layer, embedding_layout, final_norm, head_layout, layer_layout
 from ..checkpoint.source import Float32Array, RowRange
 from ..graph import inputs_outputs
 from ..graph.decoder import IR_VERSION, OPSET
@@ -28,12 +28,13 @@ from ..graph.nodes import MICROSOFT
 from .expert_layers import ExpertWeights, RoutedInputs, run_experts
 from .layer_graphs import (
     HIDDEN,
+    TEXT_STARTS,
     HalfLayer,
     Vector,
     attention_half,
-    convolution_half,
     feed_forward_half,
     router_half,
+    state_half,
     within_text,
 )
 from .text_batches import Batch
@@ -66,7 +67,7 @@ class LayerRunner:
         self.config = config
         self._context = model.context
         self._mixers: dict[LayerAttention | None, _Half] = {}
-        """Attention halves by their kind; the convolution half by None."""
+        """Attention halves by their kind; that of the other layers, which are of one kind, by None."""
         self._feed_forwards: dict[bool, _Half] = {}
         """Dense feed-forwards, and routers where the key is true."""
         self._norm = _session(_norm_graph(config))
@@ -182,13 +183,11 @@ class LayerRunner:
         return half.session.run([half.graph.output, *outputs], {HIDDEN: hidden, **matrices, **vectors, **feeds})
 
     def _mixer_half(self, index: int) -> _Half:
-        is_convolution = index in self.config.convolution_layers
-        kind = None if is_convolution else self.config.attention[index]
+        has_attention = index not in {*self.config.convolution_layers, *self.config.delta_net_layers}
+        kind = self.config.attention[index] if has_attention else None
         if kind not in self._mixers:
             graph = (
-                convolution_half(self.config, index)
-                if is_convolution
-                else attention_half(self.config, index, self._context)
+                attention_half(self.config, index, self._context) if has_attention else state_half(self.config, index)
             )
             self._mixers[kind] = _Half(graph, _session(graph.model), index)
         return self._mixers[kind]
@@ -239,10 +238,9 @@ class LayerRunner:
 
     def _feeds(self, half: _Half, index: int, batch: Batch) -> dict[str, npt.NDArray[Any]]:
         rows, slots = batch.tokens.shape
-        if (convolution := self.config.convolution) is not None and convolution.layers[index]:
-            before = np.zeros((rows, convolution.kernel - 1, self.config.hidden_size), np.float32)
-            masks = {within_text(back): batch.within_text(back) for back in range(1, convolution.kernel)}
-            return {inputs_outputs.past_conv(half.index): before, **masks}
+        layer = layer_layout(self.config, index)
+        if layer.convolution is not None or layer.delta_net is not None:
+            return self._states(half, layer, batch)
         empty = np.zeros((rows, self.config.kv_heads, 0, self.config.head_dim), np.float32)
         return {
             "position_ids": batch.positions,
@@ -252,6 +250,23 @@ class LayerRunner:
             inputs_outputs.past_key(half.index): empty,
             inputs_outputs.past_value(half.index): empty,
         }
+
+    def _states(self, half: _Half, layer: Layer, batch: Batch) -> dict[str, npt.NDArray[Any]]:
+        """Empty states, and where texts begin."""
+        rows, feeds = len(batch.tokens), {}
+        convolution = layer.convolution
+        if layer.delta_net is not None:
+            config, convolution = layer.delta_net.config, layer.delta_net.convolution
+            matrix = (rows, config.value_heads, config.key_dim, config.value_dim)
+            feeds = {
+                inputs_outputs.past_recurrent(half.index): np.zeros(matrix, np.float32),
+                TEXT_STARTS: batch.text_starts(),
+            }
+        if convolution is None:
+            raise ValueError("the layer has no states")
+        before = np.zeros((rows, convolution.kernel - 1, convolution.channels), np.float32)
+        masks = {within_text(back): batch.within_text(back) for back in range(1, convolution.kernel)}
+        return {inputs_outputs.past_conv(half.index): before, **masks, **feeds}
 
     def _vector(self, sources: tuple[str, ...], vector: Vector) -> Float32Array:
         """The value of a vector input, read from these tensors."""

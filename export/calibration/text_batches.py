@@ -18,6 +18,8 @@ BoolArray = npt.NDArray[np.bool_]
 SLOTS: Final = 512
 """Approximate number of tokens of a batch: more are hardly faster, need more memory, and cannot be run in part."""
 _MASKED: Final = np.float32(-1e9)
+_FORGOTTEN: Final = np.float32(-1e4)
+"""Logarithm of a decay to 0 in float32."""
 _NONE: Final = -1
 
 
@@ -50,6 +52,10 @@ class Batch:
     def within_text(self, back: int) -> Float32Array:
         """Which tokens have one of their own text `back` slots before them, float32 [B, S, 1] of zeros and ones."""
         return (self.positions >= back)[..., None].astype(np.float32)
+
+    def text_starts(self) -> Float32Array:
+        """Logarithms of a decay that leaves nothing where a text begins, float32 [B, S, 1]; 0 elsewhere."""
+        return np.where(self.positions == 0, _FORGOTTEN, np.float32(0))[..., None]
 
     def bias(self, window: int | None) -> Float32Array:
         """Attention bias, float32 [B, 1, S, S], with which a token attends to the tokens before it in its text.

@@ -255,7 +255,7 @@ def _attention(config: DecoderConfig, index: int) -> _Mixer:
     output = FusedLinear(f"{linear}.o", (f"{attention}.{traits.output}",), (hidden,), query_width, config.output_bias)
     query_norm, key_norm = (f"{attention}.{name}.weight" for name in traits.head_norms)
     # A value head serves all query heads of its group; normed values are proportional to nothing.
-    producer = Producer(query_width + kv_width, (config.heads // settings.shape.kv_heads, settings.shape.head_dim))
+    producer = Producer(inputs.shape[0] - kv_width, (config.heads // settings.shape.kv_heads, settings.shape.head_dim))
     return _Mixer(
         inputs,
         output,

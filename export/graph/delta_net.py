@@ -92,7 +92,8 @@ def _append_gates(nodes: Nodes, name: str, layer: Layer, delta_net: DeltaNet, no
     shifted = nodes.add("Add", [step, nodes.weights.vector(f"{name}.dt_bias", [delta_net.step_bias])], f"{name}.step")
     rates = nodes.add("Exp", [nodes.weights.vector(f"{name}.a_log", [delta_net.log_rate])], f"{name}.rates")
     scaled = nodes.add("Mul", [nodes.add("Softplus", [shifted], f"{name}.softplus"), rates], f"{name}.rate")
-    return nodes.add("Neg", [scaled], f"{name}.decay"), nodes.add("Sigmoid", [beta], f"{name}.beta")
+    decay = nodes.forgetting_other_texts(nodes.add("Neg", [scaled], f"{name}.decay"))
+    return decay, nodes.add("Sigmoid", [beta], f"{name}.beta")
 
 
 def _append_gated_norm(nodes: Nodes, name: str, delta_net: DeltaNet, read: str, gate: str) -> str:

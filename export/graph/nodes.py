@@ -116,6 +116,10 @@ class Nodes:
         """
         return value
 
+    def forgetting_other_texts(self, decay: str) -> str:
+        """The logarithm of a state's decay, without bound below where a text begins; one pass is over one text."""
+        return decay
+
     def linear(self, linear: FusedLinear, value: str) -> str:
         """Append a linear of a layer, including its bias."""
         weight_format = self.plan[linear.name]

@@ -192,21 +192,27 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("method", "awq"), [(Method.GPTQ, False), pytest.param(Method.K_QUANT, True, marks=pytest.mark.nightly)]
+    ("family", "mixer", "awq"),
+    [
+        ("lfm2", "conv", False),
+        pytest.param("lfm2", "conv", True, marks=pytest.mark.nightly),
+        pytest.param("qwen3_5_text", "delta", False, marks=pytest.mark.nightly),
+        pytest.param("qwen3_5_text", "delta", True, marks=pytest.mark.nightly),
+    ],
 )
-def test_convolution_layers_are_calibrated_too(hybrid: Path, tmp_path: Path, method: Method, awq: bool) -> None:
-    recipe = ExportRecipe(WeightFormat(2, 32), method=method, awq=awq, calibration=TEXT)
-    calibrated = export(hybrid, tmp_path / "calibrated", recipe)
-    plain = export(hybrid, tmp_path / "plain", ExportRecipe(WeightFormat(2, 32), method=Method.RTN, calibration=TEXT))
-    assert calibrated.report is not None
-    assert plain.report is not None
-    assert calibrated.report.quality is not None
-    assert plain.report.quality is not None
-    assert calibrated.report.quality.mean_kl < 0.9 * plain.report.quality.mean_kl
-    assert calibrated.parity.max_abs_diff < 1e-3
-    weights = weights_of(tmp_path / "calibrated")
-    assert weights["layers.0.conv_in"].method is weights["layers.0.conv_out"].method is method
-    assert answer(tmp_path / "calibrated")
+def test_layers_with_states_are_calibrated_too(tmp_path: Path, family: str, mixer: str, awq: bool) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint", family)
+    recipe = ExportRecipe(WeightFormat(4, 32), method=Method.GPTQ, awq=awq, calibration=TEXT)
+    done = export(source, tmp_path / "bundle", recipe)
+    assert done.parity.max_abs_diff < 1e-3
+    assert done.report is not None
+    chosen, nearest = (each.kl for each in done.report.plans)
+    assert chosen is not None
+    assert nearest is not None
+    assert chosen < 0.9 * nearest
+    weights = weights_of(tmp_path / "bundle")
+    assert weights[f"layers.0.{mixer}_in"].method is weights[f"layers.0.{mixer}_out"].method is Method.GPTQ
+    assert answer(tmp_path / "bundle")
 
 
 @pytest.mark.nightly

@@ -17,7 +17,7 @@ from edgerun.export import FP32, INT4, DraftRequest, ExportRecipe, ExportRequest
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.json_fields import read_json
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from edgerun.export.recipe import CalibrationRequest, GraphLayout
+from edgerun.export.recipe import GraphLayout
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.decode import DecodeLimits, decode
 from edgerun.runtime.devices.providers import choose_device
@@ -206,17 +206,13 @@ REFUSED = [
     (ExportRecipe(INT4, gpu=True), "--device gpu"),
     (ExportRecipe(INT4, layout=GraphLayout.GENAI), "--layout genai"),
 ]
-REFUSED_WITH_DELTA_NETS = [
-    (ExportRecipe(INT4, calibration=CalibrationRequest()), "calibration"),
-    (ExportRecipe(INT4, report=True), "--report"),
-]
 
 
 @pytest.mark.parametrize(
     ("family", "layers", "recipe", "message"),
     [
         *(("lfm2", "convolution", *each) for each in REFUSED),
-        *(("qwen3_5_text", "linear attention", *each) for each in [*REFUSED, *REFUSED_WITH_DELTA_NETS]),
+        *(("qwen3_5_text", "linear attention", *each) for each in REFUSED),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
