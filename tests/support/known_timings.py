@@ -29,19 +29,8 @@ class KnownMachine:
 
     def linear(self, kind: str, form: WeightFormat, width: int) -> float:
         """Seconds of one linear of a pass."""
-        places = {
-            "qkv": 1,
-            "o": 2,
-            "conv_in": 1,
-            "conv_out": 2,
-            "delta_in": 1,
-            "delta_gates": 1,
-            "delta_out": 2,
-            "router": 1,
-            "gate_up": 3,
-            "down": 4,
-            "head": 5,
-        }
+        first, last = ("qkv", "conv_in", "delta_in", "delta_gates", "router"), ("o", "conv_out", "delta_out")
+        places = {**dict.fromkeys(first, 1), **dict.fromkeys(last, 2), "gate_up": 3, "down": 4, "head": 5}
         if form.bits == 32:
             return self.slow * 1e-4 * places[kind] * 32 * width
         return self.slow * 1e-4 * places[kind] * (form.bits + 64 / form.block + form.rank / 24) * width
