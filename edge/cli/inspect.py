@@ -22,6 +22,7 @@ from ...runtime.graph.open_graph import open_graph, prompt_graph_obstacle
 from ...runtime.graph.session import SessionConfig
 from ...runtime.int8_prompts.int8_graph_files import int8_graph_obstacle
 from ...runtime.kv.prefix_files import prefix_folder
+from ...runtime.kv.state_buffers import StatePart
 from ...runtime.measure.exactness import EXACTNESS_REPORTS
 from ...runtime.measure.measurement_store import MeasurementKey, model_key
 from ...runtime.measure.pass_timing import PASS_COSTS
@@ -240,6 +241,8 @@ def _states(graph_io: GraphIO) -> str | None:
     for state_type in graph_io.state_types:
         members = graph_io.states[first : first + state_type.layers]
         first += len(members)
+        if state_type.part is StatePart.UPDATES:
+            continue
         layers = ", ".join(str(tensor.layer) for tensor in members)
         sizes = ", ".join(map(str, state_type.shape))
         described.append(f"{layers}: {members[0].kind}, {state_type.dtype} [{sizes}] each")

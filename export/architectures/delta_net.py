@@ -51,6 +51,11 @@ class DeltaNetConfig:
         return self.value_heads * self.value_dim
 
     @property
+    def update_width(self) -> int:
+        """Numbers by which a token updates the states: keys and values of the value heads, decays and betas."""
+        return self.value_heads * (self.key_dim + self.value_dim + 2)
+
+    @property
     def convolved(self) -> int:
         """Channels of queries, keys and values together, which are convolved."""
         return 2 * self.key_width + self.value_width

@@ -106,7 +106,7 @@ class ContractSession:
             )
         ]
         self._states = {
-            value.name: np.zeros(value.shape, np.float32)
+            value.name: np.zeros([size if isinstance(size, int) else 0 for size in value.shape], np.float32)
             for value in self._session.get_inputs()
             if value.name.startswith(inputs_outputs.PAST_STATES)
         }
@@ -136,7 +136,8 @@ class ContractSession:
         logits = self.run(tokens, positions, bias, logits_for)
         self.length = total
         for (name, state), new in zip(self._states.items(), self._new_states, strict=True):
-            self._states[name] = np.ascontiguousarray(new[:, -state.shape[1] :])
+            # Without rejected tokens there are no updates to come: their input has no tokens.
+            self._states[name] = np.ascontiguousarray(new[:, new.shape[1] - state.shape[1] :])
         return logits
 
     def forward_counting_expansions(

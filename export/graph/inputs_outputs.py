@@ -18,7 +18,7 @@ HIDDEN_STATES: Final = "hidden_states"
 DRAFT_FEATURES: Final = "draft_features"
 DRAFT_STATES: Final = "draft_states"
 NEXT_STATES: Final = "next_states"
-PAST_STATES: Final = ("past_conv.", "past_recurrent.")
+PAST_STATES: Final = ("past_conv.", "past_recurrent.", "past_recurrent_updates.")
 """Beginnings of the names of inputs that are states of layers without attention."""
 
 
@@ -60,6 +60,21 @@ def past_recurrent(layer: int) -> str:
 def present_recurrent(layer: int) -> str:
     """Name of the output with that after the last new token."""
     return present_of(past_recurrent(layer))
+
+
+def advanced_recurrent(layer: int) -> str:
+    """Name of the output with that state after the updates in the input `past_updates`, before the first new token."""
+    return f"advanced_recurrent.{layer}"
+
+
+def past_updates(layer: int) -> str:
+    """Name of the input with the updates of a layer's state by the cached tokens after it."""
+    return f"past_recurrent_updates.{layer}"
+
+
+def present_updates(layer: int) -> str:
+    """Name of the output with those by the new tokens."""
+    return present_of(past_updates(layer))
 
 
 def present_of(past: str) -> str:
@@ -122,8 +137,8 @@ def graph_outputs(
 def _states(config: DecoderConfig, *, present: bool = False) -> list[ValueInfoProto]:
     """Inputs for the states of layers without attention; their outputs if `present`.
 
-    Those of short convolutions are followed by the inputs at the new tokens, `[1, kernel - 1 + M, hidden_size]`; those
-    of delta nets are as large as the inputs.
+    Those of short convolutions are followed by the inputs at the new tokens, `[1, kernel - 1 + M, hidden_size]`; of
+    delta nets, the convolution is followed by the inputs at the last new tokens, and the matrix is as large as before.
     """
     shapes: dict[str, list[str | int]] = {}
     if config.convolution is not None:
@@ -131,13 +146,15 @@ def _states(config: DecoderConfig, *, present: bool = False) -> list[ValueInfoPr
         shapes |= {past_conv(layer): [1, tokens, config.hidden_size] for layer in config.convolution_layers}
     if (delta_net := config.delta_net) is not None:
         matrix: list[str | int] = [1, delta_net.value_heads, delta_net.key_dim, delta_net.value_dim]
+        kernel: str | int = "kept + kernel" if present else delta_net.kernel - 1
         for layer in config.delta_net_layers:
-            shapes[past_conv(layer)] = [1, delta_net.kernel - 1, delta_net.convolved]
+            shapes[past_conv(layer)] = [1, kernel, delta_net.convolved]
             shapes[past_recurrent(layer)] = matrix
-    return [
-        helper.make_tensor_value_info(present_of(name) if present else name, TensorProto.FLOAT, shape)
-        for name, shape in shapes.items()
-    ]
+            shapes[past_updates(layer)] = [1, "kept" if present else "updates", delta_net.update_width]
+    declared = {present_of(name) if present else name: shape for name, shape in shapes.items()}
+    if present and delta_net is not None:
+        declared |= {advanced_recurrent(layer): matrix for layer in config.delta_net_layers}
+    return [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in declared.items()]
 
 
 def _buffer_shape(config: DecoderConfig, layer: int) -> list[str | int]:

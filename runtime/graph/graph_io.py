@@ -90,7 +90,7 @@ class CacheTensor:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A state of one layer without attention; see `state_io`."""
+    """A state of one layer without attention, or its updates; see `state_io`."""
 
     past: str
     """Name of the input."""
@@ -99,6 +99,8 @@ class StateTensor:
     layer: int
     kind: str
     """What it is of, such as "convolution" or "recurrent"; states of one type are of one kind."""
+    advanced: str | None = None
+    """Name of the output with the state before the pass, to which the graph has applied updates; see `StatePart`."""
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,20 @@ class HybridSession(BoundSession):
         positions: npt.ArrayLike | None,
         tree_mask: npt.NDArray[np.bool_] | None,
     ) -> Floats:
+        try:
+            return self._run_from_states(ids, wanted, positions, tree_mask)
+        except EdgeError:
+            self._hybrid.forget_states()
+            raise
+
+    def _run_from_states(
+        self,
+        ids: list[int],
+        wanted: npt.NDArray[np.int64],
+        positions: npt.ArrayLike | None,
+        tree_mask: npt.NDArray[np.bool_] | None,
+    ) -> Floats:
+        """Run a pass that begins where the states are known, at the committed length or before it."""
         arena = self._hybrid
         replayed = arena.move_states()
         while len(replayed) > _WIDEST_REPLAY:
@@ -109,6 +123,9 @@ class HybridSession(BoundSession):
             first += len(members)
             for tensor, value in zip(members, self._wrapped(buffers.past), strict=True):
                 self._io.bind_ortvalue_input(tensor.past, value)
+                if tensor.advanced is not None:
+                    self._io.bind_ortvalue_output(tensor.advanced, value)
+                    self._bound_outputs.append((tensor.advanced, value))
             if buffers.keeps(width):
                 values = self._wrapped(StateView(output, -1, output))
             else:

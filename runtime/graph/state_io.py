@@ -3,7 +3,8 @@
 `edge-run export` calls them `past_conv.N` and `past_recurrent.N` (docs/graph-contract.md), transformers.js' graphs do
 too, ONNX Runtime GenAI's `past.N.conv` and `past.N.recurrent`, and others `past_ssm.N`, `cache_params.past.ssm.N` and
 more. What the names share is a word for the content and a layer number. Only graphs of `edge-run export` return more
-than the states after the last token: convolutions return the inputs at all new tokens, after those before them.
+than the states after the last token: convolutions return the inputs at all new tokens, after those before them, and
+linear attention returns the updates of its state by the new tokens (`past_recurrent_updates.N`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ...errors import BundleError
-from ..kv.state_buffers import StateType
+from ..kv.state_buffers import UPDATED_WIDTH, StatePart, StateType
 from .cache_io import EXPORT_HINT, shape_text
 from .graph_io import GraphValue, StateTensor, element_type
 
@@ -32,6 +33,8 @@ _FILLERS: Final = frozenset(
 """Words that say nothing about the content."""
 _KINDS: Final = {"conv": "convolution"}
 """Words for the content of states whose usual name is another."""
+_UPDATES: Final = "updates"
+"""Word in the names of inputs with updates of states."""
 _SELECTED_LOGITS: Final = "logit_rows"
 """An input that only graphs have that follow the graph contract."""
 
@@ -65,6 +68,8 @@ def find_states(
     pasts = states_by_key(inputs, decoder.get("inputs"), "past")
     presents = states_by_key(outputs, decoder.get("outputs"), "present")
     own = any(value.name == _SELECTED_LOGITS for value in inputs)
+    names = {value.name for value in outputs}
+    has_updates = own and any(_UPDATES in key for key in pasts)
     groups: dict[tuple[str, StateType], list[StateTensor]] = {}
     for key in sorted(pasts, key=_order):
         past = pasts[key]
@@ -73,12 +78,31 @@ def find_states(
             raise BundleError(f"{where} has no output for its state input {past.name}", EXPORT_HINT)
         words, numbers = _order(key)
         kind = " ".join(_KINDS.get(word, word) for word in words) or "state"
-        tensor = StateTensor(past.name, present.name, numbers[0] if numbers else 0, kind)
-        groups.setdefault((kind, _state_type(past, present, where, own=own)), []).append(tensor)
+        advanced = past.name.replace("past_", "advanced_", 1)
+        tensor = StateTensor(
+            past.name, present.name, numbers[0] if numbers else 0, kind, advanced if advanced in names else None
+        )
+        if has_updates and _UPDATES in key:
+            state_type = _updates_type(past, present, where)
+        else:
+            state_type = _state_type(past, present, where, own=own)
+        if has_updates and tensor.advanced is not None:
+            state_type = replace(state_type, part=StatePart.UPDATED)
+        elif has_updates and state_type.of_every_token:
+            state_type = replace(state_type, kept=UPDATED_WIDTH)
+        groups.setdefault((kind, state_type), []).append(tensor)
     return FoundStates(
         tuple(tensor for members in groups.values() for tensor in members),
         tuple(replace(each, layers=len(members)) for (_, each), members in groups.items()),
     )
+
+
+def _updates_type(past: GraphValue, present: GraphValue, where: str) -> StateType:
+    """The type of the updates of one state."""
+    width = past.shape[2] if len(past.shape) == 3 else None
+    if not isinstance(width, int) or past.type != "tensor(float)" or present.type != past.type:
+        raise BundleError(f"{where} takes {past.name} as {past.type} {shape_text(past.shape)}", EXPORT_HINT)
+    return StateType(1, (0, width), of_every_token=True, part=StatePart.UPDATES, kept=UPDATED_WIDTH)
 
 
 def states_by_key(values: Sequence[GraphValue], section: object, side: str) -> dict[Key, GraphValue]:

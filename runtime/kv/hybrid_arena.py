@@ -2,10 +2,11 @@
 
 The state of a convolution is its inputs at the last few tokens. A pass returns those before it followed by the inputs
 of all its tokens, so the state after any of them is a part of what it returned, and rewinding within the last pass is
-exact and free. The state of linear attention has one value after a pass; the one before the pass survives it, and
-where only some tokens of a pass are accepted, these run once more from there, inside the next pass. For positions
-further back there are checkpoints, and likewise the tokens since the newest one run once more
-(docs/decisions/0075-convolution-states.md, docs/decisions/0076-recurrent-states.md).
+exact and free. The state of linear attention has one value after a pass; the one before the pass survives it. Where
+only some tokens of a pass are accepted, the next pass advances it by their updates, if the graph returns updates;
+otherwise these tokens run once more from there, inside the next pass. For positions further back there are
+checkpoints, and the tokens since the newest one run once more (docs/decisions/0075-convolution-states.md,
+docs/decisions/0076-recurrent-states.md).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from .arena import InPlaceArena, KVArena
 from .buffers import CacheSnapshot, CacheTensorType
 from .growing import GrowingArena
-from .state_buffers import Checkpoint, StateBuffers, StateType, StateView, total_bytes
+from .state_buffers import Checkpoint, StateBuffers, StatePart, StateType, StateView, total_bytes
 
 _LEAST_SPACING: Final = 16
 """Smallest number of tokens between two checkpoints."""
@@ -55,8 +56,11 @@ class HybridArena(KVArena):
         slot_bytes = sum(tensor_type.slot_bytes for tensor_type in self.tensor_types)
         needed = max(_LEAST_SPACING, -(-_CACHE_SHARE * total_bytes(state_types) // slot_bytes))
         self.spacing = 1 << (needed - 1).bit_length()
-        self._cuts_anywhere = all(each.of_every_token for each in state_types)
-        """Whether the states after every token of the last pass are known."""
+        parts = {each.part for each in state_types}
+        self._has_updates = StatePart.UPDATES in parts
+        """Whether the next pass can bring states from the beginning of the last pass to any of its tokens."""
+        self._cuts_anywhere = all(each.of_every_token or each.part is StatePart.UPDATED for each in state_types)
+        """Whether the next pass can start after any token of the last one."""
         self.states = tuple(StateBuffers(each) for each in state_types)
         self.token_ids = []
         self._position = 0
@@ -130,7 +134,7 @@ class HybridArena(KVArena):
         positions = sorted(known)
         states = [
             np.array([known[each][index] for each in positions], buffers.state_type.dtype).reshape(
-                -1, *buffers.past.states.shape
+                len(positions), *buffers.shape
             )
             for index, buffers in enumerate(self.states)
         ]
@@ -145,7 +149,7 @@ class HybridArena(KVArena):
         if token_ids.dtype != np.int64 or token_ids.ndim != 1 or positions.dtype != np.int64 or positions.ndim != 1:
             raise ValueError("expected token ids and positions of states")
         for found, buffers in zip(states, self.states, strict=True):
-            expected, dtype = (positions.size, *buffers.past.states.shape), buffers.state_type.dtype
+            expected, dtype = (positions.size, *buffers.shape), buffers.state_type.dtype
             if found.dtype != dtype or found.shape != expected:
                 raise ValueError(f"expected {dtype} states {list(expected)}, found {found.dtype} {list(found.shape)}")
         if positions.size and not 0 < positions.min() <= positions.max() <= token_ids.size:
@@ -202,6 +206,8 @@ class HybridArena(KVArena):
         """Take over the result of a pass over `ids`, before which `move_states` was called."""
         self._outputs, self._end = outputs, self.length + len(ids)
         self._pass_ids = ids
+        for buffers in self.states:
+            buffers.end_pass()
         self._count_replay(self.length - self._position)
 
     def join_passes(self, ids: list[int]) -> None:
@@ -211,7 +217,8 @@ class HybridArena(KVArena):
     def end_replay(self, ids: list[int], outputs: Checkpoint) -> None:
         """Take over the result of a pass over the first of the tokens that `move_states` returned, and no new ones."""
         for buffers, output in zip(self.states, outputs, strict=True):
-            buffers.start_from(buffers.view(output, len(ids)))
+            if (view := buffers.view(output, len(ids), len(ids))) is not None:
+                buffers.start_from(view)
         self._count_replay(len(ids))
         self._position += len(ids)
 
@@ -227,13 +234,24 @@ class HybridArena(KVArena):
             return [each.past for each in self.states]
         if self._outputs is None or not self._position < position <= self._end:
             return None
-        if position < self._end and not self._cuts_anywhere:
-            return None
-        offset = position - self._position
-        return [buffers.view(output, offset) for buffers, output in zip(self.states, self._outputs, strict=True)]
+        offset, width = position - self._position, self._end - self._position
+        views = [
+            buffers.view(output, offset, width) for buffers, output in zip(self.states, self._outputs, strict=True)
+        ]
+        known = [view for view in views if view is not None]
+        return known if len(known) == len(views) else None
+
+    def forget_states(self) -> None:
+        """Start from a checkpoint, because a pass that failed may have written to the states it started from."""
+        if self._has_updates:
+            self._position = self.length + 1
+            self._outputs = None
+            self._move_to_checkpoint()
 
     def _copy_at(self, position: int) -> Checkpoint | None:
         """A copy of the states at a position; None if they are not known."""
+        if self._has_updates and self._position < position < self._end:
+            return None  # the matrices there are made by the next pass
         views = self._views_at(position)
         return None if views is None else tuple(view.states.copy() for view in views)
 
@@ -267,9 +285,13 @@ class HybridArena(KVArena):
         """Copies of the states by position, up to a committed length and at it, or as near before it as is known."""
         self._keep_checkpoints()
         known = {position: state for position, state in self._checkpoints.items() if position <= length}
-        newest = length if self._views_at(length) is not None else self._position
-        if 0 < newest <= length and newest not in known and (states := self._copy_at(newest)) is not None:
-            known[newest] = states
+        if length in known:
+            return known
+        newest, states = length, self._copy_at(length)
+        if states is None:
+            newest, states = self._position, self._copy_at(self._position)
+        if states is not None and 0 < newest <= length:
+            known.setdefault(newest, states)
         return known
 
     def _move_to_checkpoint(self) -> None:

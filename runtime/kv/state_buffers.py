@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -20,8 +21,21 @@ Checkpoint: TypeAlias = tuple[States, ...]
 """States of all layers at one position, by type."""
 
 _FLOAT32: Final = np.dtype(np.float32)
+UPDATED_WIDTH: Final = 32
+"""Number of tokens at the end of a pass for which graphs with updates return updates and inputs of convolutions."""
 KEPT_WIDTH: Final = 32
 """Width of the widest pass whose output buffers are kept for later passes."""
+
+
+class StatePart(Enum):
+    """What an input and an output of a graph are of a state."""
+
+    WHOLE = auto()
+    """The state itself."""
+    UPDATED = auto()
+    """A state that the graph first advances by updates, in place, and then by the tokens of the pass."""
+    UPDATES = auto()
+    """The updates of such a state: by the accepted tokens of the last pass, and by the tokens of this one."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +50,16 @@ class StateType:
     """Whether a pass returns the states followed by the inputs of its tokens, from which the state after each of them
     can be taken. Otherwise it returns the states after its last token."""
     dtype: np.dtype[Any] = _FLOAT32
+    part: StatePart = StatePart.WHOLE
+    kept: int | None = None
+    """Number of tokens at the end of a pass whose inputs are returned; None for all."""
 
     def over(self, tokens: int) -> tuple[int, ...]:
         """Shape of what a pass over some tokens returns."""
         if not self.of_every_token:
             return (self.layers, *self.shape)
-        return (self.layers, self.shape[0] + tokens, *self.shape[1:])
+        kept = tokens if self.kept is None else min(tokens, self.kept)
+        return (self.layers, self.shape[0] + kept, *self.shape[1:])
 
     @property
     def nbytes(self) -> int:
@@ -85,6 +103,11 @@ class StateBuffers:
         kept = [self._own, *(each for buffers in self._returned.values() for each in buffers)]
         return sum({id(each): each.nbytes for each in kept}.values())
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the states at one position."""
+        return (self.state_type.layers, *self.state_type.shape)
+
     def new_output(self, width: int) -> States:
         """A buffer for what a pass over `width` tokens returns, in which the states that it starts from do not lie."""
         key = width if self.state_type.of_every_token else 0
@@ -100,12 +123,25 @@ class StateBuffers:
         """Whether the buffers for what passes over `width` tokens return are kept for later passes."""
         return width <= KEPT_WIDTH or not self.state_type.of_every_token
 
-    def view(self, output: States, offset: int) -> StateView:
-        """The states after the first `offset` tokens of the pass that returned `output`; after all, for a value that
-        every token changes."""
-        if not self.state_type.of_every_token:
-            return StateView(output, 0, output)
-        return StateView(output, offset, output[:, offset : offset + self.state_type.shape[0]])
+    def view(self, output: States, offset: int, width: int) -> StateView | None:
+        """The states after the first tokens of a pass; None if they are not known.
+
+        Args:
+            output: what the pass returned.
+            offset: number of the first tokens, at least 1.
+            width: number of all.
+        """
+        state_type = self.state_type
+        if state_type.part is StatePart.UPDATES:
+            if offset == width:
+                return StateView(self._own, 0, self._own)
+            return StateView(output, offset, output[:, :offset]) if width <= output.shape[1] else None
+        if not state_type.of_every_token:
+            if offset == width:
+                return StateView(output, 0, output)
+            return self.past if state_type.part is StatePart.UPDATED else None
+        first = output.shape[1] - state_type.shape[0] - (width - offset)
+        return StateView(output, first, output[:, first : first + state_type.shape[0]]) if first >= 0 else None
 
     def start_from(self, view: StateView) -> None:
         """Let the next pass start from states that a pass returned."""
@@ -114,6 +150,11 @@ class StateBuffers:
             self.write(view.states)
         else:
             self.past = view
+
+    def end_pass(self) -> None:
+        """Forget the updates that the pass has applied to the states it started from."""
+        if self.state_type.part is StatePart.UPDATES:
+            self.past = StateView(self._own, 0, self._own)
 
     def write(self, states: States | float) -> None:
         """Let the next pass start from a copy of `states`."""

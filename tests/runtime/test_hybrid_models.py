@@ -91,7 +91,8 @@ def test_adversarial_chains_do_not_change_the_text(bundle: Path, exact: bool) ->
         for step in steps:
             recorder.add(step)
         assert recorder.stats(keep_rounds=False).replayed_tokens == arena.replayed
-        if all(each.of_every_token for each in arena.state_types):
+        cuts_anywhere.add(arena.replay is None)
+        if arena.replay is None:
             assert arena.replayed == 0  # rounds rewind within their pass, or to the end of plain decoding's slots
         if name is None:
             assert arena.replayed == 0
@@ -99,11 +100,11 @@ def test_adversarial_chains_do_not_change_the_text(bundle: Path, exact: bool) ->
         return tokens
 
     replayed: list[int] = []
+    cuts_anywhere: set[bool] = set()
     plain = tokens_of(None, [])
     for name in adversaries([1], 300, 0):
         assert tokens_of(name, [*prompt, *plain]) == plain
-    cuts_anywhere = all(each.of_every_token for each in graph.graph_io.state_types)
-    assert (sum(replayed) > 0) is not cuts_anywhere
+    assert {sum(replayed) == 0} == cuts_anywhere
 
 
 def test_a_draft_model_drafts_chains(bundle: Path, tmp_path: Path) -> None:
