@@ -125,13 +125,18 @@ def train(
     # The clock is read once a step, so that the step that ends the budget is always evaluated and saved. A finished run
     # that is started again does nothing, which is not an error.
     while share < 1.0:
-        progress(_STAGE, share)
         step = record["step"]
-        torch.manual_seed(options.seed * 1_000_003 + step)
-        batch = task.batch(step).to(device)
-        with autocast(device):
-            loss = task.loss(batch)  # type: ignore[arg-type]
-        loss.backward()  # type: ignore[no-untyped-call]
+        try:
+            progress(_STAGE, share)
+            torch.manual_seed(options.seed * 1_000_003 + step)
+            batch = task.batch(step).to(device)
+            with autocast(device):
+                loss = task.loss(batch)  # type: ignore[arg-type]
+            loss.backward()  # type: ignore[no-untyped-call]
+        except KeyboardInterrupt:
+            # Nothing has changed yet in this step, which takes nearly all of its time until here.
+            _snapshot(folder, task.model, optimizers, average, record)
+            raise
         torch.nn.utils.clip_grad_norm_(task.model.parameters(), 1.0)
         optimizers.step(schedule.factor(step, share))
         average.update(task.model)
