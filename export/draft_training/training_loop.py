@@ -145,16 +145,7 @@ def train(
         share = schedule.progress(step + 1)
         last = share >= 1.0
         if last or (step + 1) % options.evaluate_every == 0:
-            average.swap(task.model)
-            measured = task.validate()
-            if measured[task.score] >= record["best"]:
-                record.update(best=measured[task.score], best_step=step + 1)
-                task.save()
-            average.swap(task.model)
-            measured = {"step": step + 1, **measured, "train_loss": sum(recent) / len(recent)}
-            measured |= {"tokens": record["tokens"], "minutes": schedule.elapsed / 60}
-            record["history"].append(measured)
-            report(", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in measured.items()))
+            report(_evaluate(task, average, record, sum(recent) / len(recent)))
         due = (step + 1) % options.save_every == 0 or time.monotonic() - saved_at > options.save_seconds
         if last or due:
             record["seconds"] = schedule.elapsed
@@ -163,6 +154,20 @@ def train(
     progress(_STAGE, 1.0)
     write_atomically(folder / RECORD_NAME, json.dumps({"options": asdict(options), **record}, indent=2).encode())
     return record
+
+
+def _evaluate(task: TrainingTask[BatchT], average: Average, record: dict[str, Any], train_loss: float) -> str:
+    """Measure the averaged weights, keep them if they are the best, and return a line about them."""
+    average.swap(task.model)
+    measured = task.validate()
+    if measured[task.score] >= record["best"]:
+        record.update(best=measured[task.score], best_step=record["step"])
+        task.save()
+    average.swap(task.model)
+    measured = {"step": record["step"], **measured, "train_loss": train_loss, "tokens": record["tokens"]}
+    measured["minutes"] = record["seconds"] / 60
+    record["history"].append(measured)
+    return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in measured.items())
 
 
 def _snapshot(folder: Path, model: nn.Module, optimizers: Optimizers, average: Average, record: dict[str, Any]) -> None:
