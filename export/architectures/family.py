@@ -266,6 +266,15 @@ class Family:
     """Defaults of settings that config.json may omit, where they differ from the common ones."""
 
 
+_MISSING: Final[Mapping[str, str]] = {
+    "granitemoehybrid": "Mamba-2 layers",
+    "qwen3_5_moe": "a shared expert beside the selected ones",
+    "qwen3_5_moe_text": "a shared expert beside the selected ones",
+    "qwen3_next": "a shared expert beside the selected ones",
+}
+"""What the export lacks for relatives of supported families, by `model_type`."""
+
+
 def supported_families() -> list[str]:
     """Return the `model_type`s that have an architecture file, sorted."""
     names = {module.name for module in pkgutil.iter_modules(architectures.__path__)}
@@ -280,8 +289,9 @@ def find_family(model_type: str) -> Family:
     """
     supported = supported_families()
     if model_type not in supported:
+        missing = f": it has {_MISSING[model_type]}" if model_type in _MISSING else ""
         raise CheckpointError(
-            f"model_type {model_type!r} is not a supported architecture",
+            f"model_type {model_type!r} is not a supported architecture{missing}",
             f"supported are {', '.join(supported)}; Optimum exports more: {OPTIMUM}",
         )
     family = importlib.import_module(f"{architectures.__name__}.{model_type}").FAMILY
