@@ -7,6 +7,7 @@ from .architectures.family import supported_families
 from .check.parity import Parity
 from .destination import ExportResult
 from .drafts.head_checkpoint import read_head_kind
+from .drafts.mtp_checkpoint import has_mtp_module
 from .gguf import is_gguf
 from .npu.npu_request import NpuRequest
 from .pipeline import export_checkpoint, export_model, find_source, may_be_quantized
@@ -48,6 +49,7 @@ __all__ = [
     "export_checkpoint",
     "export_model",
     "find_source",
+    "has_mtp_module",
     "is_gguf",
     "may_be_quantized",
     "measure_frontier",

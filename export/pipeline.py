@@ -10,6 +10,7 @@ from typing import Final
 
 from ..errors import CheckpointError, InputError
 from ..models.bundle import SENTENCE_POOLING
+from ..models.draft_heads import HeadKind
 from ..models.json_file import read_json_object
 from ..models.progress import Progress, silent
 from ..runtime.embedding import Pooling
@@ -26,7 +27,7 @@ from .drafts.make_draft import require_draft
 from .gguf import is_gguf
 from .graph.gpu_variants import write_gpu_variants
 from .optimum_path import export_by_optimum, needs_optimum
-from .recipe import ExportRequest, with_methods
+from .recipe import ExportRecipe, ExportRequest, with_methods
 from .upgrade import holds_graph, upgrade_model
 
 _SOURCES_HINT: Final = (
@@ -115,6 +116,11 @@ def export_checkpoint(request: ExportRequest, progress: Progress = silent) -> Ex
         if recipe.method is not None:
             raise InputError("--method is not supported for a GGUF file", "leave --method out")
         recipe.require_default_scales("GGUF file")
+        if recipe.draft_head is not None and recipe.draft_head.kind is HeadKind.MTP:
+            raise InputError(
+                "the multi-token-prediction module of a GGUF file cannot be exported",
+                "leave --draft mtp out, or export the original checkpoint",
+            )
     require_apart(source, request.destination)
     with open_source(source) as (config, checkpoint):
         if recipe.hidden_states and (pooling := checkpoint.folder / SENTENCE_POOLING).is_file():
@@ -125,12 +131,26 @@ def export_checkpoint(request: ExportRequest, progress: Progress = silent) -> Ex
             recipe.npu.require_expressible(config, model.context)
         if recipe.draft is not None:
             require_draft(checkpoint.folder, recipe.draft)
-        head = None if recipe.draft_head is None else open_draft_head(recipe.draft_head, recipe, config)
+        head, notes = _open_head(recipe, model)
         if recipe.data_free:
-            return _export_data_free(request, model, head, progress, started)
-        with work_folder(source, settings_of(recipe, model.context), recipe.work_folder) as folder:
-            # The calibrated model maps files of the work folder, so it lives only in the called function.
-            return _export_calibrated(request, model, head, folder, progress, started)
+            result = _export_data_free(request, model, head, progress, started)
+        else:
+            with work_folder(source, settings_of(recipe, model.context), recipe.work_folder) as folder:
+                # The calibrated model maps files of the work folder, so it lives only in the called function.
+                result = _export_calibrated(request, model, head, folder, progress, started)
+        return replace(result, notes=(*result.notes, *notes))
+
+
+def _open_head(recipe: ExportRecipe, model: SourceModel) -> tuple[DraftHead | None, list[str]]:
+    """Open the draft head that a recipe requests; returns notes where an optional one cannot be used."""
+    if recipe.draft_head is None:
+        return None, []
+    try:
+        return open_draft_head(recipe.draft_head, recipe, model.source.folder, model.config), []
+    except CheckpointError as error:
+        if not recipe.draft_head.optional:
+            raise
+        return None, [f"exported without a draft head: {error.what}"]
 
 
 def _export_calibrated(

@@ -117,11 +117,13 @@ class DraftRequest:
 class HeadRequest:
     """A draft head that is exported with its target."""
 
-    source: Path
-    """The head's checkpoint."""
+    source: Path | None
+    """The head's checkpoint; None for a multi-token-prediction module, which is part of the target's."""
     kind: HeadKind
     weight_format: WeightFormat | None = None
     """Format of its weights; None for the target's default."""
+    optional: bool = False
+    """Whether the model is exported without it, with a note, where it cannot be used."""
 
 
 def _float_format(name: str) -> WeightFormat:  # noqa: ARG001 -- the same for every matrix

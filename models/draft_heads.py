@@ -1,6 +1,7 @@
 """Published formats of draft heads: their settings in config.json and the names of their tensors.
 
-A draft head is a small network that proposes tokens from the hidden states of its target. Two formats are in use. An
+A draft head is a small network that proposes tokens from the hidden states of its target. Two formats of
+checkpoints of their own are in use, and some models bring a head along in theirs: a multi-token-prediction module. An
 EAGLE-3 head (Li et al. 2025; the format of SpecForge and SGLang) is one decoder layer over the embedding of a token and
 a projection of three of the target's hidden states; it has an LM head of its own over part of the vocabulary. Medusa
 heads (Cai et al. 2024) are residual blocks and an LM head for each of the next few tokens, over the target's last
@@ -21,6 +22,9 @@ class HeadKind(StrEnum):
     """EAGLE-3: one layer that continues from its own output."""
     MEDUSA = "medusa"
     """One block for each of the next tokens."""
+    MTP = "mtp"
+    """The multi-token-prediction module of the target's own checkpoint: one layer that continues from its own output,
+    with the target's embedding and LM head."""
 
 
 EAGLE_ARCHITECTURES: Final = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")

@@ -157,8 +157,10 @@ def export(
     draft: Annotated[
         Path | None,
         typer.Option(
-            metavar="SRC",
-            help="Checkpoint of a draft model or of a draft head, on disk or on the hub; it becomes part of OUT.",
+            metavar="SRC|mtp|none",
+            help="Checkpoint of a draft model or of a draft head, on disk or on the hub; it becomes part of OUT. "
+            "mtp: the multi-token-prediction module in CHECKPOINT itself; none: no draft.",
+            show_default="mtp, where the checkpoint has one",
         ),
     ] = None,
     draft_weights: Annotated[
@@ -192,6 +194,7 @@ def export(
     edge-run export Qwen2.5-0.5B-Instruct my-model --weights mixed --budget 3.5bpw
     edge-run export Qwen2.5-0.5B-Instruct my-model --weights mixed --budget 280MB@file --half-scales --zero-points
     edge-run export Qwen2.5-1.5B-Instruct my-model --draft Qwen2.5-0.5B-Instruct
+    edge-run export Qwen/Qwen3.5-0.8B my-model --draft mtp --draft-weights int8
     edge-run export Qwen/Qwen3-1.7B my-model --draft AngelSlim/Qwen3-1.7B_eagle3
     edge-run export Qwen2.5-0.5B-Instruct my-model --device gpu
     edge-run export Qwen2.5-0.5B-Instruct my-model --device npu --widths 1,4,128 --contexts 512,2048

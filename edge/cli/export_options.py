@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import typer
 
 from ...errors import InputError
+from ...models.draft_heads import HeadKind
 from ...models.find import is_on_hub
 from ...models.hub.model_id import parse_hub_id
 from ...models.manifest import GraphLayout, Method, WeightFormat
@@ -32,6 +33,10 @@ DEFAULT_BLOCK: Final = 32
 _OF_MIXED_WEIGHTS: Final = ("budget", "time_limit", "low_rank", "bandwidth")
 _UNRECORDED: Final = ("offline", "debug", "work")
 """Options that do not change what is written, so the manifest leaves them out."""
+NO_DRAFT: Final = Path("none")
+"""Value of `--draft` for none."""
+OWN_MODULE: Final = Path("mtp")
+"""Value of `--draft` for the multi-token-prediction module of the checkpoint itself."""
 
 
 class WeightChoice(StrEnum):
@@ -194,7 +199,7 @@ class ExportOptions:
             raise InputError(
                 f"--block {self.block} has no effect without --weights or --head", "add --weights int8, int4 or int2"
             )
-        head = self._draft_head()
+        head = self._draft_head(source)
         recipe = ExportRecipe(
             body=self._format(WeightChoice.INT4 if self.mixed else weights),
             head=self._format(self.head),
@@ -207,7 +212,7 @@ class ExportOptions:
             calibration=self._calibration(),
             awq=self.method is not None and self.method.awq,
             mixed_precision=self._mixed_precision() if self.mixed else None,
-            draft=None if head is not None else self._draft(),
+            draft=None if head is not None or self.draft == NO_DRAFT else self._draft(),
             draft_head=head,
             report=self.report,
             work_folder=self.work,
@@ -279,23 +284,31 @@ class ExportOptions:
         file = None if self.calibration == Path("self") else self.calibration
         return CalibrationRequest(file, self.calibration_tokens or DEFAULT_CALIBRATION_TOKENS, self.seed)
 
-    def _draft_head(self) -> HeadRequest | None:
-        """The draft head that `--draft` names; None where it names a whole model, or nothing."""
-        from ...export import HeadRequest, read_head_kind
+    def _draft_head(self, target: Path) -> HeadRequest | None:
+        """The draft head that `--draft` names, or the target's own where no draft is named; None for none."""
+        from ...export import HeadRequest, has_mtp_module, read_head_kind
 
         if self.draft is None:
+            asked = self.draft_layers is not None or self.draft_vocab is not None
+            possible = not asked and self.layout is GraphLayout.EDGE and self.device is None
+            own = HeadRequest(None, HeadKind.MTP, self._format(self.draft_weights), optional=True)
+            return own if possible and has_mtp_module(target) else None
+        if self.draft == NO_DRAFT:
+            self._refuse_with_draft("--draft none", ("--draft-weights", self.draft_weights))
             return None
-        source = _on_disk(self.draft)
-        kind = read_head_kind(source)
+        source = None if self.draft == OWN_MODULE else _on_disk(self.draft)
+        kind = HeadKind.MTP if source is None else read_head_kind(source)
         if kind is None:
             return None
-        for option, typed in (("--draft-vocab", self.draft_vocab), ("--draft-layers", self.draft_layers)):
-            if typed is not None:
-                raise InputError(
-                    f"{option} has no effect on the draft head {self.draft}, whose size is that of its checkpoint",
-                    "leave it out",
-                )
+        self._refuse_with_draft(f"the draft head {self.draft}, whose size is that of its checkpoint")
         return HeadRequest(source, kind, self._format(self.draft_weights))
+
+    def _refuse_with_draft(self, draft: str, *others: tuple[str, object]) -> None:
+        """Refuse options that a draft does not have."""
+        sizes = ("--draft-vocab", self.draft_vocab), ("--draft-layers", self.draft_layers)
+        for option, typed in (*sizes, *others):
+            if typed is not None:
+                raise InputError(f"{option} has no effect on {draft}", "leave it out")
 
     def _draft(self) -> DraftRequest | None:
         from ...export import DraftRequest, find_source

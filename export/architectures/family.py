@@ -19,6 +19,7 @@ from .. import architectures
 from ..checkpoint.json_fields import count, number
 from .attention_shapes import FullAttention
 from .delta_net import DeltaNet
+from .multi_token_prediction import MultiTokenPrediction
 from .per_layer_inputs import PerLayerInputs
 from .short_convolution import ShortConvolution
 from .sliding_windows import Never, Windows
@@ -26,7 +27,10 @@ from .sliding_windows import Never, Windows
 OPTIMUM: Final = 'pip install "edge-run[optimum]"'
 """How to install the exporter of other families."""
 _SHARED_MODULES: Final = frozenset(
-    ("attention_shapes", "delta_net", "family", "per_layer_inputs", "short_convolution", "sliding_windows")
+    (
+        *("attention_shapes", "delta_net", "family", "multi_token_prediction"),
+        *("per_layer_inputs", "short_convolution", "sliding_windows"),
+    )
 )
 """Modules of `architectures` that are not named like a `model_type`."""
 
@@ -208,6 +212,8 @@ class Family:
     """The layers with a short convolution in place of attention; None for a family without them."""
     delta_net: DeltaNet | None = None
     """The layers with a gated delta net in place of attention; None for a family without them."""
+    mtp: MultiTokenPrediction | None = None
+    """The multi-token-prediction module that checkpoints may have; None for a family without one."""
     gated_attention: bool = False
     """Whether the query projection also gives a gate for the output of each head."""
     experts: Experts | None = None

@@ -1,4 +1,4 @@
-"""Language model of Qwen3.5 checkpoints; neither the image part nor the multi-token-prediction head is exported."""
+"""Language model of Qwen3.5 checkpoints; the image part is not exported."""
 
 from dataclasses import replace
 from typing import Final

@@ -4,6 +4,7 @@ from typing import Final
 
 from .delta_net import DeltaNet
 from .family import ConfigFlag, Family, HeadNorm
+from .multi_token_prediction import MultiTokenPrediction
 
 FAMILY: Final = Family(
     qkv_bias=ConfigFlag("attention_bias"),
@@ -13,5 +14,6 @@ FAMILY: Final = Family(
     gated_attention=True,
     partial_rotary=True,
     delta_net=DeltaNet(),
+    mtp=MultiTokenPrediction(),
     defaults={"head_dim": 256, "partial_rotary_factor": 0.25},
 )

@@ -52,9 +52,14 @@ def reference_logits(
     """
     if config["model_type"] in ("gemma4", "gemma4_text"):
         return gemma4_logits(weights, config, tokens)
-    config = _text_settings(config)
+    config = language_settings(config)
     hidden = reference_states(weights, config, tokens, context)[-1]
-    hidden = _norm(weights, config, "model.embedding_norm" if config["model_type"] == "lfm2" else "model.norm", hidden)
+    name = "model.embedding_norm" if config["model_type"] == "lfm2" else "model.norm"
+    return reference_lm_head(weights, config, reference_norm(weights, config, name, hidden))
+
+
+def reference_lm_head(weights: WeightSource, config: Settings, hidden: Float64Array) -> Float64Array:
+    """Compute the logits float64 [n, vocabulary] of states after the last norm, float64 [n, hidden]."""
     tied = config.get("tie_word_embeddings", config["model_type"] in (*_GEMMA, "smollm3", "lfm2"))
     tied = config.get("tie_embedding", tied) if config["model_type"] == "lfm2" else tied
     logits = linear(weights, "model.embed_tokens" if tied else "lm_head", hidden, biased=False)
@@ -70,18 +75,18 @@ def reference_states(
     Returns:
         float64 [n, hidden] before each layer, and after the last one.
     """
-    config = _text_settings(config)
+    config = language_settings(config)
     rows = [RowRange("model.embed_tokens.weight", token, token + 1) for token in tokens.tolist()]
     hidden = np.concatenate([weights.read_rows(row) for row in rows]).astype(np.float64)
     if config["model_type"] in _GEMMA:
         hidden = hidden * math.sqrt(config["hidden_size"])
     states = [hidden * _granite(config, "embedding_multiplier")]
     for layer in range(config["num_hidden_layers"]):
-        states.append(_layer(weights, config, layer, states[-1], context))
+        states.append(reference_layer(weights, config, layer, states[-1], context))
     return states
 
 
-def _text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def language_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings of the language model, which are nested in some multimodal models."""
     if config["model_type"] == "gemma3":
         return _gemma3_text(config)
@@ -90,12 +95,15 @@ def _text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
-def _layer(weights: WeightSource, config: Settings, layer: int, hidden: Float64Array, context: int) -> Float64Array:
+def reference_layer(
+    weights: WeightSource, config: Settings, layer: int, hidden: Float64Array, context: int
+) -> Float64Array:
+    """Compute the residual stream after a layer from the one before it, float64 [n, hidden]."""
     name, kind = f"model.layers.{layer}", config["model_type"]
     residual_multiplier = _granite(config, "residual_multiplier")
 
     def norm(suffix: str, value: Float64Array) -> Float64Array:
-        return _norm(weights, config, f"{name}.{suffix}", value)
+        return reference_norm(weights, config, f"{name}.{suffix}", value)
 
     def attention(value: Float64Array) -> Float64Array:
         return _attention(weights, config, layer, value, context)
@@ -145,7 +153,8 @@ def _attention(weights: WeightSource, config: Settings, layer: int, normed: Floa
     suffix = "layernorm" if kind == "lfm2" else "norm"
 
     def normed_heads(query: Float64Array, key: Float64Array) -> tuple[Float64Array, Float64Array]:
-        return _norm(weights, config, f"{name}.q_{suffix}", query), _norm(weights, config, f"{name}.k_{suffix}", key)
+        names = f"{name}.q_{suffix}", f"{name}.k_{suffix}"
+        return reference_norm(weights, config, names[0], query), reference_norm(weights, config, names[1], key)
 
     if kind == "olmo2":
         query, key = normed_heads(query, key)
@@ -259,7 +268,8 @@ def _activated(config: Settings, gate: Float64Array) -> Float64Array:
         return np.asarray(gate / (1 + np.exp(-gate)))
 
 
-def _norm(weights: WeightSource, config: Settings, name: str, value: Float64Array) -> Float64Array:
+def reference_norm(weights: WeightSource, config: Settings, name: str, value: Float64Array) -> Float64Array:
+    """Compute an RMS norm of the model."""
     default = 1e-5 if config["model_type"] in ("phi3", "olmo2", "gpt_oss", "lfm2") else 1e-6
     epsilon = float(config.get("norm_eps" if config["model_type"] == "lfm2" else "rms_norm_eps") or default)
     weight = weights.read(f"{name}.weight").astype(np.float64)

@@ -205,7 +205,7 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
     """
     model_type = str(config["model_type"])
     family = find_family(model_type)
-    config = {**family.defaults, **_text_settings(config, family)}
+    config = {**family.defaults, **text_settings(config, family)}
     _refuse_unsupported(config, family)
     heads = count(config, "num_attention_heads")
     kv_heads = count(config, "num_key_value_heads", default=heads)
@@ -281,7 +281,7 @@ def _check_heads(heads: int, shape: HeadShape) -> None:
         )
 
 
-def _text_settings(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+def text_settings(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
     """Return the settings of the language model, which are nested in a multimodal model."""
     if family.nested is None:
         return config

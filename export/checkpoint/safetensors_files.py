@@ -92,6 +92,10 @@ class Checkpoint:
         """Whether there is a tensor of that name."""
         return self._stored_name(name) in self._tensors
 
+    def has_any(self, prefix: str) -> bool:
+        """Whether the name of some tensor in the files begins like that."""
+        return any(name.startswith(prefix) for name in self._tensors)
+
     def integers(self, name: str) -> npt.NDArray[np.int64]:
         """Read a whole tensor of integers.
 

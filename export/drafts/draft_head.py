@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 from threadpoolctl import threadpool_limits
 
-from ...errors import ExportError
+from ...errors import ExportError, InputError
 from ...models.atomic import write_atomically
 from ...models.bundle import DRAFT_GRAPH_NAME, DRAFT_WEIGHTS_NAME, GRAPH_NAME, TARGET_IDS_NAME, digest_file
 from ...models.draft_heads import HeadKind
@@ -20,18 +21,23 @@ from ...models.progress import Progress, counted
 from ..bundle_content import BundleContent
 from ..check.contract_session import ContractSession, ModelSession
 from ..check.float_activations import with_float_activations
-from ..check.head_reference import embedding_rows, reference_head, reference_medusa
+from ..check.head_reference import HeadOutputs, embedding_rows, reference_head, reference_medusa
+from ..check.mtp_reference import TargetWeights, reference_mtp
 from ..check.parity import TOLERANCE, QuantizedWeights, RoundedLinears, log_softmax
 from ..checkpoint.config import DecoderConfig
+from ..checkpoint.layout import QuantPlan, final_norm
+from ..checkpoint.source import Float32Array, ModelSource
 from ..graph import inputs_outputs
 from ..graph.draft_features import DraftFeatures
 from ..graph.eagle_graph import EagleParts, build_eagle_head
 from ..graph.initializers import Initializers
 from ..graph.medusa_graph import TOP_IDS, TOP_PROBABILITIES, build_medusa_heads
+from ..graph.mtp_graph import MtpParts, build_mtp_module
 from ..graph.weight_file import WeightFile
 from ..recipe import DEFAULT_METHODS, INT4, ExportRecipe, HeadRequest, with_methods
 from .head_checkpoint import EagleHead, TargetIds, open_eagle_head
 from .medusa_checkpoint import MedusaHeads, open_medusa_heads
+from .mtp_checkpoint import MtpModule, open_mtp_module
 
 _STAGE: Final = "draft"
 _CHECKED_TOKENS: Final = 12
@@ -39,11 +45,16 @@ _CHECKED_FEATURES: Final = 8
 """Number of those tokens that have features of the target; the others continue from the head's own states."""
 
 
+_KINDS: Final = {EagleHead: HeadKind.EAGLE, MedusaHeads: HeadKind.MEDUSA, MtpModule: HeadKind.MTP}
+
+Head: TypeAlias = EagleHead | MedusaHeads | MtpModule
+
+
 @dataclass(frozen=True)
 class DraftHead:
     """A draft head that fits its target."""
 
-    head: EagleHead | MedusaHeads
+    head: Head
     weight_format: WeightFormat
     """Format of its linears."""
 
@@ -53,39 +64,81 @@ class DraftHead:
         return self.head.features
 
     def add_to(self, folder: Path, target: BundleContent, progress: Progress) -> None:
-        """Write the head into the bundle of its target; arguments and errors as for `add_eagle_head`."""
-        if isinstance(self.head, EagleHead):
-            add_eagle_head(folder, target, self.head, self.weight_format, progress)
+        """Write the graph of the head into its target's bundle, and name it in the manifest.
+
+        Args:
+            folder: The target's bundle, whose graph gives the features that the head reads.
+            target: The content of that bundle.
+            progress: Receives the stage "draft".
+
+        Raises:
+            CheckpointError: A tensor cannot be read.
+            ExportError: The graph does not compute what the checkpoint does.
+            OSError: The disk refused a write.
+        """
+        head = self.head
+        plan = with_methods({linear.name: self.weight_format for linear in head.linears}, DEFAULT_METHODS)
+        total = sum(linear.weight_count for linear in head.linears)
+        with WeightFile(folder / DRAFT_WEIGHTS_NAME) as data:
+            weights = Initializers(head.checkpoint, data, counted(total, progress, _STAGE))
+            graph = _build_graph(folder, target, head, plan, weights)
+            digests = {DRAFT_WEIGHTS_NAME: data.digest()}
+        (folder / DRAFT_GRAPH_NAME).write_bytes(graph.SerializeToString())
+        if isinstance(head, MedusaHeads):
+            _check_medusa(folder, head, plan, graph)
         else:
-            add_medusa_heads(folder, target, self.head, self.weight_format, progress)
+            _check_head(folder, target, head, plan, graph)
+        kind = next(kind for of, kind in _KINDS.items() if isinstance(head, of))
+        _name_head(folder, kind, head.target_ids if isinstance(head, EagleHead) else None, digests)
 
 
-def open_draft_head(request: HeadRequest, recipe: ExportRecipe, target: DecoderConfig) -> DraftHead:
+def open_draft_head(request: HeadRequest, recipe: ExportRecipe, folder: Path, target: DecoderConfig) -> DraftHead:
     """Open the draft head that a recipe requests, before anything slow.
+
+    Args:
+        request: The requested head.
+        recipe: The recipe.
+        folder: The target's checkpoint.
+        target: The target.
 
     Raises:
         CheckpointError: It is damaged, incomplete or of a variant that is not supported.
         InputError: It does not fit the target.
     """
     weight_format = request.weight_format or (recipe.body if recipe.mixed_precision is None else INT4) or INT4
-    if request.kind is HeadKind.EAGLE:
-        return DraftHead(open_eagle_head(request.source, target), weight_format)
-    return DraftHead(open_medusa_heads(request.source, target), weight_format)
+    if request.kind is HeadKind.MTP:
+        return DraftHead(open_mtp_module(folder, target), weight_format)
+    if request.source is None:
+        raise InputError("a draft head needs a checkpoint", "give its folder as the source")
+    opened = open_eagle_head if request.kind is HeadKind.EAGLE else open_medusa_heads
+    return DraftHead(opened(request.source, target), weight_format)
 
 
-def add_medusa_heads(
-    folder: Path, target: BundleContent, heads: MedusaHeads, weight_format: WeightFormat, progress: Progress
-) -> None:
-    """Write the graph of Medusa heads into their target's bundle; arguments and errors as for `add_eagle_head`."""
-    plan = with_methods({linear.name: weight_format for linear in heads.linears}, DEFAULT_METHODS)
-    total = sum(linear.weight_count for linear in heads.linears)
-    with WeightFile(folder / DRAFT_WEIGHTS_NAME) as data:
-        weights = Initializers(heads.checkpoint, data, counted(total, progress, _STAGE))
-        graph = build_medusa_heads(target.config, heads.blocks, heads.outputs, plan, weights)
-        digests = {DRAFT_WEIGHTS_NAME: data.digest()}
-    (folder / DRAFT_GRAPH_NAME).write_bytes(graph.SerializeToString())
-    _check_medusa(folder, heads, plan, graph)
-    _name_head(folder, HeadKind.MEDUSA, None, digests)
+def _build_graph(
+    folder: Path,
+    target: BundleContent,
+    head: Head,
+    plan: QuantPlan,
+    weights: Initializers,
+) -> onnx.ModelProto:
+    if isinstance(head, MedusaHeads):
+        return build_medusa_heads(target.config, head.blocks, head.outputs, plan, weights)
+    graph = onnx.load(folder / GRAPH_NAME, load_external_data=False).graph
+    if isinstance(head, EagleHead):
+        eagle = EagleParts(head.config, head.projection, head.layer, head.feature_norm, head.lm_head)
+        return build_eagle_head(eagle, target.context, plan, weights, None if head.has_embedding else graph)
+    module = MtpParts(head.config, head.projection, head.layer, head.embedding_norm, head.state_norm)
+    used, original = (_norm_factors(source, target.config) for source in (target.source, target.original))
+    # Where calibration multiplied the columns of the LM head, it divided the norm before it.
+    factors = None
+    if not np.array_equal(used, original):
+        factors = (used / np.where(original == 0, 1, original)).astype(np.float32)
+    return build_mtp_module(module, target.context, plan, weights, graph, original, factors)
+
+
+def _norm_factors(source: ModelSource, config: DecoderConfig) -> Float32Array:
+    """The factors of a model's last norm, float32 [hidden]."""
+    return source.read(final_norm(config).weight) + np.float32(config.traits.norms_add_one)
 
 
 def _check_medusa(folder: Path, heads: MedusaHeads, plan: Mapping[str, WeightFormat], graph: onnx.ModelProto) -> None:
@@ -115,38 +168,8 @@ def _check_medusa(folder: Path, heads: MedusaHeads, plan: Mapping[str, WeightFor
         )
 
 
-def add_eagle_head(
-    folder: Path, target: BundleContent, head: EagleHead, weight_format: WeightFormat, progress: Progress
-) -> None:
-    """Write the graph of an EAGLE-3 head into its target's bundle, and name it in the manifest.
-
-    Args:
-        folder: The target's bundle, whose graph gives the features that the head reads.
-        target: The content of that bundle.
-        head: The head.
-        weight_format: Format of the head's linears.
-        progress: Receives the stage "draft".
-
-    Raises:
-        CheckpointError: A tensor cannot be read.
-        ExportError: The graph does not compute what the checkpoint does.
-        OSError: The disk refused a write.
-    """
-    plan = with_methods({linear.name: weight_format for linear in head.linears}, DEFAULT_METHODS)
-    parts = EagleParts(head.config, head.projection, head.layer, head.feature_norm, head.lm_head)
-    embedding = None if head.has_embedding else onnx.load(folder / GRAPH_NAME, load_external_data=False).graph
-    total = sum(linear.weight_count for linear in head.linears)
-    with WeightFile(folder / DRAFT_WEIGHTS_NAME) as data:
-        weights = Initializers(head.checkpoint, data, counted(total, progress, _STAGE))
-        graph = build_eagle_head(parts, target.context, plan, weights, embedding)
-        digests = {DRAFT_WEIGHTS_NAME: data.digest()}
-    (folder / DRAFT_GRAPH_NAME).write_bytes(graph.SerializeToString())
-    _check_head(folder, target, head, plan, graph)
-    _name_head(folder, HeadKind.EAGLE, head.target_ids, digests)
-
-
 def _check_head(
-    folder: Path, target: BundleContent, head: EagleHead, plan: Mapping[str, WeightFormat], graph: onnx.ModelProto
+    folder: Path, target: BundleContent, head: EagleHead | MtpModule, plan: QuantPlan, graph: onnx.ModelProto
 ) -> None:
     """Compare a head's graph with the reference, with the target's features and continuing from its own states.
 
@@ -158,14 +181,14 @@ def _check_head(
     given = min(_CHECKED_FEATURES, count - 1)
     tokens = random.integers(0, head.config.vocab_size, count)
     features = random.standard_normal((given, head.feature_size)).astype(np.float32)
-    rounded = RoundedLinears(head.checkpoint, head.linears, plan)
-    embedded = rounded if head.has_embedding else QuantizedWeights(target.source, target.config, target.plan)
     with threadpool_limits(1, user_api="blas"):
-        expected = reference_head(
-            rounded, head.settings, embedding_rows(embedded, tokens), features.astype(np.float64), target.context
-        )
+        expected = _reference(target, head, plan, tokens, features.astype(np.float64))
     session = ContractSession(
-        folder, head.config, count, with_float_activations(graph), extra_outputs=(inputs_outputs.NEXT_STATES,)
+        folder,
+        head.config,
+        count,
+        with_float_activations(graph),
+        extra_outputs=(inputs_outputs.NEXT_STATES,),
     )
     state = np.empty((0, head.config.hidden_size), np.float32)
     for start, stop in ((0, given), *((index, index + 1) for index in range(given, count))):
@@ -175,7 +198,7 @@ def _check_head(
         last = np.array([stop - start - 1])
         logits = session.run(tokens[start:stop], positions, bias, last, feeds)
         session.length = stop
-        state = session.extra[0]
+        (state,) = session.extra
         for found, wanted in ((logits[0], expected.logits[stop - 1]), (state[0], expected.states[stop - 1])):
             difference = float(np.abs(found - wanted).max())
             if not difference <= TOLERANCE * max(1.0, float(wanted.std())):
@@ -183,6 +206,23 @@ def _check_head(
                     f"the exported draft head differs from the reference by {difference:.2g}",
                     "this is a defect of the exporter: please report the head",
                 )
+
+
+def _reference(
+    target: BundleContent,
+    head: EagleHead | MtpModule,
+    plan: QuantPlan,
+    tokens: npt.NDArray[np.int64],
+    features: npt.NDArray[np.float64],
+) -> HeadOutputs:
+    """What a head computes over tokens [n], of which the first k have features [k, f]."""
+    rounded = RoundedLinears(head.checkpoint, head.linears, plan)
+    used = QuantizedWeights(target.source, target.config, target.plan)
+    if isinstance(head, MtpModule):
+        weights = TargetWeights(used, target.original)
+        return reference_mtp(rounded, weights, head.settings, tokens, features, target.context)
+    embedded = embedding_rows(rounded if head.has_embedding else used, tokens)
+    return reference_head(rounded, head.settings, embedded, features, target.context)
 
 
 def _name_head(folder: Path, kind: HeadKind, target_ids: TargetIds | None, digests: Mapping[str, FileDigest]) -> None:

@@ -86,8 +86,7 @@ def _append_decoder(nodes: Nodes, context: int, features: DraftFeatures | None) 
     layers = [layer_layout(config, index) for index in range(config.layers)]
     first = layers[0].before_attention
     normed = residual if first is None else nodes.norm(residual, first, "layers.0.input_norm")
-    # What the LM head reads, of tokens without logits too.
-    whole = features is not None and features.after_norm and features.all_tokens
+    whole = features is not None and features.needs_last_layer(config)
     entering: dict[int, str] = {}
     for index, layer in enumerate(layers):
         entering[index] = residual
@@ -121,28 +120,18 @@ def _append_decoder(nodes: Nodes, context: int, features: DraftFeatures | None) 
             factor = nodes.weights.vector(f"{name}.scale", [layer.scale])
             residual = nodes.add("Mul", [residual, factor], f"{name}.scaled")
         normed = residual if next_norm is None else nodes.norm(residual, next_norm, f"{name}.next_norm")
+    entering[config.layers] = residual
     if features is not None:
-        normed = _append_features(nodes, features, [entering[each] for each in features.layers], normed)
+        _append_features(nodes, [entering[each] for each in features.layers] or [normed])
+    if whole:
+        normed = nodes.add("Gather", [normed, "logit_rows"], "asked.normed", axis=1)
     return embedding_head.append_head(normed)
 
 
-def _append_features(nodes: Nodes, features: DraftFeatures, entering: list[str], normed: str) -> str:
-    """Append the output for a draft head.
-
-    Args:
-        nodes: the graph so far.
-        features: which states it has.
-        entering: the residual stream [1, M, hidden] before each of its layers.
-        normed: the states after the last norm, of all tokens if the features are, else of those with logits.
-
-    Returns:
-        The name of the states after the last norm of the tokens with logits.
-    """
-    states = nodes.add("Concat", entering, "features.joined", axis=-1) if entering else normed
-    nodes.add("Squeeze", [states, nodes.integers("features.axes", 0)], inputs_outputs.DRAFT_FEATURES)
-    if entering or not features.all_tokens:
-        return normed
-    return nodes.add("Gather", [normed, "logit_rows"], "asked.normed", axis=1)
+def _append_features(nodes: Nodes, states: list[str]) -> None:
+    """Append the output for a draft head: hidden states [1, M, hidden], side by side."""
+    joined = states[0] if len(states) == 1 else nodes.add("Concat", states, "features.joined", axis=-1)
+    nodes.add("Squeeze", [joined, nodes.integers("features.axes", 0)], inputs_outputs.DRAFT_FEATURES)
 
 
 def _add_to_residual(

@@ -14,13 +14,18 @@ class DraftFeatures:
     """Which hidden states a graph gives as `draft_features`."""
 
     layers: tuple[int, ...] = ()
-    """Layers whose inputs, the residual stream, are concatenated; empty for the states after the last norm."""
+    """Layers whose inputs, the residual stream, are concatenated; the number of layers stands for the output of the
+    last one. Empty for the states after the last norm."""
     all_tokens: bool = True
     """Whether all tokens of a pass have features, or those with logits only."""
 
     def size(self, config: DecoderConfig) -> int:
         """Number of features of a token."""
         return max(1, len(self.layers)) * config.hidden_size
+
+    def needs_last_layer(self, config: DecoderConfig) -> bool:
+        """Whether the last layer has to run for tokens without logits too."""
+        return self.all_tokens and (self.after_norm or config.layers in self.layers)
 
     @property
     def after_norm(self) -> bool:

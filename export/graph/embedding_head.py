@@ -11,6 +11,8 @@ from . import inputs_outputs
 from .initializers import StoredMatrix
 from .nodes import MICROSOFT, Nodes
 
+HEAD_INPUT: Final = "head.rows"
+"""Name of the normed hidden states [R, hidden] that the LM head reads."""
 _EMBEDDED: Final = ("embedded", "embedded.joined")
 """Names of the value with the embeddings: the second where blocks divide the hidden size and nothing is cut off."""
 
@@ -50,7 +52,7 @@ class EmbeddingAndHead:
     def append_head(self, normed: str) -> str:
         """Append the logits [R, vocabulary] of normed hidden states [1, R, hidden]; returns the name of [R, hidden]."""
         nodes, config = self._nodes, self._nodes.config
-        rows = nodes.add("Squeeze", [normed, nodes.integers("head.axes", 0)], "head.rows")
+        rows = nodes.add("Squeeze", [normed, nodes.integers("head.axes", 0)], HEAD_INPUT)
         cap = config.logits_softcap
         # Scaling the hidden states instead of the logits is cheaper. It differs only by float rounding, and not at all
         # for Granite's powers of two.

@@ -75,21 +75,17 @@ class Nodes:
 
     def norm(self, value: str, norm: Norm, output: str) -> str:
         """Append an RMS norm over the last axis."""
-        return self.add(
-            "SimplifiedLayerNormalization",
-            [value, self._norm_weight(norm, output)],
-            output,
-            axis=-1,
-            epsilon=self.config.norm_epsilon,
-            stash_type=1,
-        )
+        return self.norm_by(value, self._norm_weight(norm, output), output)
 
     def unweighted_norm(self, value: str, width: int, output: str) -> str:
         """Append an RMS norm without weights over the last axis, of `width` channels."""
-        ones = self._constant(f"ones.{width}", np.ones(width, np.float32))
+        return self.norm_by(value, self._constant(f"ones.{width}", np.ones(width, np.float32)), output)
+
+    def norm_by(self, value: str, factors: str, output: str) -> str:
+        """Append an RMS norm over the last axis that scales by the initializer `factors`."""
         return self.add(
             "SimplifiedLayerNormalization",
-            [value, ones],
+            [value, factors],
             output,
             axis=-1,
             epsilon=self.config.norm_epsilon,

@@ -17,6 +17,7 @@ _NAMES = {
     "model": Source.MODEL,
     "eagle": Source.EAGLE,
     "medusa": Source.MEDUSA,
+    "mtp": Source.MTP,
 }
 SOURCE_NAMES = {source: name for name, source in _NAMES.items()} | {Source.GRAMMAR: "grammar"}
 """The user-visible name of each drafter, and of the grammar that an answer follows."""

@@ -52,7 +52,7 @@ from .tree import Source
 NewDraftModel: TypeAlias = Callable[[], PathModel]
 """Makes a `PathModel` for one more sequence, of a model that is loaded once."""
 
-_HEAD_SOURCES: Final[Mapping[HeadKind | None, Source]] = {HeadKind.EAGLE: Source.EAGLE}
+_HEAD_SOURCES: Final[Mapping[HeadKind | None, Source]] = {HeadKind.EAGLE: Source.EAGLE, HeadKind.MTP: Source.MTP}
 """What the candidates of heads that continue from their own output are counted under."""
 _ONE_THREAD_BELOW: Final = 16 << 20
 """Bytes of weights below which a draft runs on one thread: at 9.6 MB a pass takes 0.33 ms with one thread and 0.37 with

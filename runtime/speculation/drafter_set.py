@@ -31,6 +31,7 @@ _SpeculatorKey: TypeAlias = tuple[frozenset[Source], bool, bool]
 _HINTS: Final = {
     Source.MODEL: "give a draft model with --draft",
     Source.EAGLE: "export the model with an EAGLE-3 head: edge-run export SRC OUT --draft HEAD",
+    Source.MTP: "export a checkpoint that has a multi-token-prediction module, such as Qwen3.5's",
     Source.MEDUSA: "export the model with Medusa heads: edge-run export SRC OUT --draft HEADS",
     Source.HISTORY: "keep conversations with --history",
     Source.NGRAM: "make a table with edge-run tune --text",

@@ -42,9 +42,11 @@ class Source(IntEnum):
     """An EAGLE-3 head over the target's hidden states."""
     MEDUSA = 10
     """Medusa heads over the target's last hidden state."""
+    MTP = 11
+    """The multi-token-prediction module of the target."""
 
 
-DRAFT_MODELS: Final = frozenset({Source.MODEL, Source.EAGLE, Source.MEDUSA})
+DRAFT_MODELS: Final = frozenset({Source.MODEL, Source.EAGLE, Source.MEDUSA, Source.MTP})
 """Sources whose candidates take time to compute."""
 
 

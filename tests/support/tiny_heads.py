@@ -20,7 +20,7 @@ from edgerun.models.draft_heads import (
     medusa_output,
 )
 
-from .tiny_models import tiny_config, write_json, write_weights
+from .tiny_models import tiny_config, tiny_weights, write_checkpoint, write_json, write_weights
 
 Tensors = dict[str, npt.NDArray[Any]]
 
@@ -93,4 +93,30 @@ def write_medusa_heads(
         tensors[f"{MEDUSA_PREFIX}{medusa_output(head, blocks)}.weight"] = output.astype(np.float32)
     write_json(folder / "config.json", {MEDUSA_HEADS: heads, MEDUSA_LAYERS: blocks})
     write_weights(folder, tensors)
+    return folder
+
+
+def mtp_weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:
+    """Random weights of the multi-token-prediction module of a tiny Qwen3.5."""
+    random = np.random.default_rng(seed)
+    hidden = config["hidden_size"]
+    layer = {**config, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    name = "model.layers.0."
+    tensors: Tensors = {
+        f"mtp.layers.0.{key.removeprefix(name)}": value
+        for key, value in tiny_weights(layer, seed + 1).items()
+        if key.startswith(name)
+    }
+    tensors["mtp.fc.weight"] = (random.standard_normal((hidden, 2 * hidden)) / math.sqrt(hidden)).astype(np.float32)
+    for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        tensors[f"mtp.{norm}.weight"] = (0.2 * random.standard_normal(hidden)).astype(np.float32)
+    return tensors
+
+
+def write_mtp_checkpoint(folder: Path, *, seed: int = 0, without: str | None = None, **overrides: Any) -> Path:
+    """Write a random Qwen3.5 with a multi-token-prediction module, of which the tensor `without` is missing."""
+    write_checkpoint(folder, "qwen3_5_text", seed=seed, **{"mtp_num_hidden_layers": 1, **overrides})
+    config = tiny_config("qwen3_5_text", **{"mtp_num_hidden_layers": 1, **overrides})
+    tensors = {**tiny_weights(config, seed), **mtp_weights(config, seed)}
+    write_weights(folder, {name: value for name, value in tensors.items() if name != without})
     return folder

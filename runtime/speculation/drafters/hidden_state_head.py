@@ -1,4 +1,4 @@
-"""A draft head over the target's hidden states: EAGLE-3, and other heads that continue from their own output.
+"""A draft head over the target's hidden states that continues from its own: EAGLE-3, multi-token prediction.
 
 The head pairs the target's features of each token with the token after it, and predicts the token after that. So a
 sequence whose last token, the anchor, has not been run has a pair for every token but the anchor, and the head's first

@@ -26,20 +26,17 @@ from edgerun.export.drafts.head_checkpoint import open_eagle_head
 from edgerun.models.bundle import open_bundle
 from edgerun.models.draft_heads import HeadKind
 from edgerun.models.pairing import find_draft
-from edgerun.runtime.devices.providers import choose_device
-from edgerun.runtime.graph.bound_session import BoundSession
-from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from edgerun.runtime.graph.session import GraphSession
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.draft_loading import load_head
 from edgerun.runtime.speculation.drafters.hidden_state_head import HiddenStateHead
 from edgerun.runtime.speculation.sampled_speculator import DraftSampling
 from edgerun.runtime.speculation.tree import Source
-from support.adversarial_drafters import NEARLY_FREE, FixedCost
+from support.draft_heads import CPU, WrongHead, bind_with_features, engine_with_eager_head, run_missing
 from support.tiny_heads import write_eagle_head
 from support.tiny_models import tiny_config, write_checkpoint
 
 CONTEXT = 600
-CONFIG = SessionConfig(choose_device("cpu"), 1)
 EAGLE = Speculation.of(Source.EAGLE)
 GREEDY = GenerateOptions(max_tokens=30)
 SAMPLED = GenerateOptions(max_tokens=30, temperature=0.8, top_k=40, top_p=0.95, repeat_penalty=1.1, seed=3)
@@ -94,7 +91,7 @@ def oracle(folder: Path) -> Oracle:
 
 @pytest.fixture(scope="module")
 def target(folder: Path) -> GraphSession:
-    return GraphSession(folder / "bundle" / "model.onnx", CONFIG)
+    return GraphSession(folder / "bundle" / "model.onnx", CPU)
 
 
 def head_of(folder: Path, target: GraphSession) -> HiddenStateHead:
@@ -102,27 +99,12 @@ def head_of(folder: Path, target: GraphSession) -> HiddenStateHead:
     pair = find_draft(bundle)
     assert pair is not None
     assert pair.head is HeadKind.EAGLE
-    return load_head(pair, CONFIG, bundle, target.graph_io, CONTEXT, cache=False)()
-
-
-def bind(target: GraphSession) -> BoundSession:
-    """A session of the target whose arena keeps features."""
-    arena = target.arena(CONTEXT)
-    assert target.graph_io.feature_size is not None
-    arena.keep_features(target.graph_io.feature_size)
-    return target.bind(arena)
-
-
-def read(bound: BoundSession, tokens: list[int]) -> None:
-    """Run what the target has not read of a sequence, without its last token."""
-    if new := tokens[bound.arena.length : -1]:
-        bound.forward(new)
-        bound.arena.commit(len(new))
+    return load_head(pair, CPU, bundle, target.graph_io, CONTEXT, cache=False)()
 
 
 def test_the_target_gives_the_residual_stream_entering_three_layers(target: GraphSession, oracle: Oracle) -> None:
     tokens = np.random.default_rng(1).integers(5, 300, 40).tolist()
-    bound = bind(target)
+    bound = bind_with_features(target, CONTEXT)
     for start, stop in ((0, 17), (17, 18), (18, 30), (30, 40)):
         bound.forward(tokens[start:stop], logits_for=(stop - start - 1,))
         bound.arena.commit(stop - start)
@@ -131,7 +113,7 @@ def test_the_target_gives_the_residual_stream_entering_three_layers(target: Grap
 
 
 def test_trees_leave_the_features_of_the_accepted_path(target: GraphSession, oracle: Oracle) -> None:
-    bound = bind(target)
+    bound = bind_with_features(target, CONTEXT)
     bound.forward([20, 21, 22])
     bound.arena.commit(3)
     mask = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], np.bool_)
@@ -146,10 +128,10 @@ def test_trees_leave_the_features_of_the_accepted_path(target: GraphSession, ora
 def test_wherever_the_sequence_goes_the_logits_are_those_of_the_reference(
     folder: Path, target: GraphSession, oracle: Oracle, data: st.DataObject
 ) -> None:
-    bound, head = bind(target), head_of(folder, target)
+    bound, head = bind_with_features(target, CONTEXT), head_of(folder, target)
     head.attach(bound.arena)
     tokens: list[int] = data.draw(TOKENS)
-    read(bound, tokens)
+    run_missing(bound, tokens)
     head.reset(tokens)
     for _ in range(data.draw(st.integers(1, 8))):
         match data.draw(st.sampled_from(("ask", "append", "replace", "another arena"))):
@@ -157,15 +139,15 @@ def test_wherever_the_sequence_goes_the_logits_are_those_of_the_reference(
                 for token in data.draw(TOKENS):
                     tokens.append(token)
                     head.append(token)
-                read(bound, tokens)
+                run_missing(bound, tokens)
             case "another arena":
-                bound = bind(target)
-                read(bound, tokens)
+                bound = bind_with_features(target, CONTEXT)
+                run_missing(bound, tokens)
                 head.attach(bound.arena)
             case "replace":
                 tokens = [*tokens[: data.draw(st.integers(0, len(tokens)))], *data.draw(TOKENS)]
                 bound.arena.rewind_to(0)
-                read(bound, tokens)
+                run_missing(bound, tokens)
                 head.reset(tokens)
             case _:
                 pass
@@ -181,16 +163,16 @@ def test_wherever_the_sequence_goes_the_logits_are_those_of_the_reference(
 
 def test_where_features_are_unknown_the_head_begins_later(folder: Path, target: GraphSession, oracle: Oracle) -> None:
     tokens = np.random.default_rng(2).integers(5, 300, 30).tolist()
-    bound, head = bind(target), head_of(folder, target)
-    read(bound, tokens[:20])
-    restored = bind(target)
+    bound, head = bind_with_features(target, CONTEXT), head_of(folder, target)
+    run_missing(bound, tokens[:20])
+    restored = bind_with_features(target, CONTEXT)
     restored.arena.restore(bound.arena.snapshot())
     head.attach(restored.arena)
     head.reset(tokens[:20])
     assert head.logits(()) is None
     for token in tokens[20:]:
         head.append(token)
-    read(restored, tokens)
+    run_missing(restored, tokens)
     logits = head.logits((21, 22))
     assert logits is not None
     np.testing.assert_allclose(logits, oracle.run(tokens, (21, 22), first=19).logits[-1], atol=1e-3)
@@ -204,9 +186,9 @@ def test_a_head_without_features_proposes_nothing(folder: Path, target: GraphSes
 
 
 def test_drafts_have_the_ids_of_the_target(folder: Path, target: GraphSession, oracle: Oracle) -> None:
-    bound, head = bind(target), head_of(folder, target)
+    bound, head = bind_with_features(target, CONTEXT), head_of(folder, target)
     tokens = [20, 21, 22, 30, 40]
-    read(bound, tokens)
+    run_missing(bound, tokens)
     head.attach(bound.arena)
     head.reset(tokens)
     ids = np.load(folder / "bundle" / "d2t.npy")
@@ -215,22 +197,9 @@ def test_drafts_have_the_ids_of_the_target(folder: Path, target: GraphSession, o
     assert head.top_tokens((), 3).tokens == tuple(ids[expected].tolist())
 
 
-def loaded(bundle: Path, *, trees: bool = True, **options: Any) -> Engine:
-    """An engine for which every draft token pays."""
-    engine = edgerun.load(bundle, threads=1, cache=False, **options)
-    if not trees:
-        assert engine.model._graph is not None
-        engine.model._graph.disable_trees()
-    engine.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
-    draft = engine.model.drafters.draft_model()
-    assert draft is not None
-    draft.cost = FixedCost({128: {1: 1e-6, 16: 1.1e-6}})
-    return engine
-
-
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
-    with loaded(folder / "bundle") as engine:
+    with engine_with_eager_head(folder / "bundle") as engine:
         yield engine
 
 
@@ -263,21 +232,12 @@ def test_sessions_and_edited_prompts_stay_the_targets(engine: Engine) -> None:
             assert engine.generate(prompt, options, speculation=EAGLE).text == plain.text
 
 
-class Wrong(HiddenStateHead):
-    """A head that is sure of the least likely tokens."""
-
-    def logits(self, path: tuple[int, ...]) -> npt.NDArray[np.float32] | None:
-        """The logits, turned around and sharpened."""
-        found = super().logits(path)
-        return None if found is None else -20 * found
-
-
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_wrong_head_changes_nothing(folder: Path, options: GenerateOptions) -> None:
-    with loaded(folder / "bundle") as engine:
+    with engine_with_eager_head(folder / "bundle") as engine:
         draft = engine.model.drafters.draft_model()
         assert draft is not None
-        draft.__class__ = Wrong
+        draft.__class__ = WrongHead
         plain = engine.generate("the other thing", options, speculation=Speculation.OFF)
         reply = engine.generate("the other thing", options, speculation=EAGLE)
         counts = reply.stats.by_source["eagle"]
@@ -311,7 +271,7 @@ def test_accepted_tokens_run_again_with_the_targets_features(
         folder = tmp_path
         export_with_head(tmp_path, ExportRecipe(FP32), kind, num_key_value_heads=2)
         oracle = Oracle(tmp_path)
-    with loaded(folder / "bundle", trees=kind != "llama, chains") as engine:
+    with engine_with_eager_head(folder / "bundle", trees=kind != "llama, chains") as engine:
         prompt = "in the other thing"
         options = GREEDY.changed({"max_tokens": 60, "ignore_eos": True})
         plain = engine.generate(prompt, options, speculation=Speculation.OFF)
@@ -334,7 +294,7 @@ def test_accepted_tokens_run_again_with_the_targets_features(
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
 def test_a_hybrid_target_drafts_chains(tmp_path: Path, family: str, choice: Speculation) -> None:
     bundle = export_with_head(tmp_path, ExportRecipe(INT4), family, num_key_value_heads=2)
-    with loaded(bundle) as engine:
+    with engine_with_eager_head(bundle) as engine:
         plain = engine.generate("in the in the", GREEDY, speculation=Speculation.OFF)
         reply = engine.generate("in the in the", GREEDY, speculation=choice)
         assert not engine.model.graph_io.supports_trees
@@ -354,7 +314,7 @@ def test_the_int8_prompt_graph_gives_features_too(tmp_path: Path, monkeypatch: p
 
 
 def test_a_head_works_beside_an_int8_cache(folder: Path) -> None:
-    with loaded(folder / "bundle", kv="int8") as engine:
+    with engine_with_eager_head(folder / "bundle", kv="int8") as engine:
         plain = engine.generate("in the in the", GREEDY, speculation=Speculation.OFF)
         reply = engine.generate("in the in the", GREEDY, speculation=EAGLE)
     assert reply.text == plain.text
@@ -362,7 +322,7 @@ def test_a_head_works_beside_an_int8_cache(folder: Path) -> None:
 
 
 def test_a_saved_session_continues(folder: Path, tmp_path: Path) -> None:
-    with loaded(folder / "bundle") as engine:
+    with engine_with_eager_head(folder / "bundle") as engine:
         session = engine.session()
         session.send("the other", GREEDY, speculation=EAGLE)
         session.save(tmp_path / "session")

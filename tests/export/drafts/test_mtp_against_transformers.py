@@ -1,0 +1,103 @@
+"""Multi-token-prediction modules against one built of transformers' layers, where that is installed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import pytest
+
+from edgerun.export import FP32, ExportRecipe, ExportRequest, HeadRequest, export_checkpoint
+from edgerun.export.check.contract_session import ContractSession
+from edgerun.export.check.mtp_reference import TargetWeights, reference_mtp
+from edgerun.export.checkpoint.config import read_config
+from edgerun.export.checkpoint.safetensors_files import Checkpoint
+from edgerun.export.drafts.mtp_checkpoint import open_mtp_module
+from edgerun.models.bundle import open_bundle
+from edgerun.models.draft_heads import HeadKind
+from support.tiny_heads import write_mtp_checkpoint
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+COUNT, GIVEN = 14, 9
+"""Number of tokens, and of those that have features of the target."""
+
+
+def torch_module(source: Path, tokens: npt.NDArray[np.int64]) -> tuple[Any, Any, Any]:
+    """Features of a text [COUNT + 1], and the module's logits and states, in float64."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, attn_implementation="eager"
+    ).double()
+    weights = {name: value.double() for name, value in safetensors.load_file(source / "model.safetensors").items()}
+    config = transformers.AutoConfig.from_pretrained(source)
+    config.layer_types, config.num_hidden_layers, config._attn_implementation = ["full_attention"], 1, "eager"
+
+    def loaded(module: Any, prefix: str) -> Any:
+        own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+        module.double().load_state_dict(own)
+        return module
+
+    def norm(name: str) -> Any:
+        return loaded(qwen.Qwen3_5RMSNorm(config.hidden_size, eps=config.rms_norm_eps), f"mtp.{name}.")
+
+    layer = loaded(qwen.Qwen3_5DecoderLayer(config, 0), "mtp.layers.0.")
+    before, embedding_norm, state_norm, last_norm = (
+        [],
+        norm("pre_fc_norm_embedding"),
+        norm("pre_fc_norm_hidden"),
+        norm("norm"),
+    )
+    model.model.norm.register_forward_pre_hook(lambda _, inputs: before.append(inputs[0]))
+    with torch.no_grad():
+        normed = model.model(torch.tensor(tokens[:GIVEN])[None]).last_hidden_state
+        embedded = embedding_norm(model.model.embed_tokens(torch.tensor(tokens[1:])[None]))
+        for count in range(GIVEN, COUNT + 1):
+            both = torch.cat([embedded[:, :count], state_norm(normed)], dim=-1)
+            hidden = both @ weights["mtp.fc.weight"].T
+            angles = model.model.rotary_emb(hidden, torch.arange(count)[None].expand(3, 1, count))
+            mask = torch.full((count, count), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+            states = last_norm(layer(hidden, position_embeddings=angles, attention_mask=mask))
+            normed = torch.cat([normed, states[:, -1:]], dim=1)
+        logits = model.lm_head(states)
+    return before[0][0].numpy(), logits[0].numpy(), states[0].numpy()
+
+
+@pytest.mark.parametrize(
+    "overrides", [{}, {"tie_word_embeddings": False, "attention_bias": True}], ids=["tied", "biased"]
+)
+def test_logits_and_states_equal_those_of_transformers(tmp_path: Path, overrides: dict[str, Any]) -> None:
+    if "qwen3_5_text" not in transformers.CONFIG_MAPPING:
+        pytest.skip("this transformers has no qwen3_5_text")
+    source = write_mtp_checkpoint(tmp_path / "source", **overrides)
+    tokens = np.random.default_rng(5).integers(5, 300, COUNT + 1)
+    features, logits, states = torch_module(source, tokens)
+    checkpoint, config = Checkpoint(source), json.loads((source / "config.json").read_text(encoding="utf-8"))
+    module, weights = open_mtp_module(source, read_config(source)), TargetWeights(checkpoint, checkpoint)
+    computed = reference_mtp(module.checkpoint, weights, config, tokens[1:], features, 256)
+    # transformers keeps its rotary angles in float32 even in a float64 model.
+    np.testing.assert_allclose(computed.logits, logits, atol=2e-4)
+    np.testing.assert_allclose(computed.states, states, atol=2e-4)
+
+    recipe = ExportRecipe(FP32, draft_head=HeadRequest(None, HeadKind.MTP))
+    bundle = export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe)).bundle
+    architecture = open_bundle(bundle).manifest.architecture  # type: ignore[union-attr]
+    graph = onnx.load(bundle / "draft.onnx", load_external_data=False)
+    session = ContractSession(bundle, architecture, COUNT, graph, extra_outputs=("next_states",))
+    state = np.empty((0, architecture.hidden_size), np.float32)
+    for start, stop in ((0, GIVEN), *((index, index + 1) for index in range(GIVEN, COUNT))):
+        bias = np.where(np.arange(stop) <= np.arange(start, stop)[:, None], np.float32(0), np.float32(-1e9))
+        feeds = {"draft_features": features[start:stop].astype(np.float32), "draft_states": state}
+        rows = np.arange(stop - start)
+        found = session.run(tokens[start + 1 : stop + 1], np.arange(start, stop), bias, rows, feeds)
+        np.testing.assert_allclose(found, logits[start:stop], atol=2e-4)
+        np.testing.assert_allclose(session.extra[0], states[start:stop], atol=2e-4)
+        session.length, state = stop, session.extra[0][-1:]

@@ -1,0 +1,194 @@
+"""Exports with a multi-token-prediction module: what is chosen, what is written, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from edgerun.edge.cli.main import main
+from edgerun.errors import CheckpointError, InputError
+from edgerun.export import INT4, ExportRecipe, ExportRequest, HeadRequest, export_checkpoint
+from edgerun.export.bundle_content import BundleContent
+from edgerun.export.bundle_writer import write_bundle
+from edgerun.export.calibration.awq import AwqScales, AwqSource
+from edgerun.export.checkpoint.config import read_config
+from edgerun.export.checkpoint.safetensors_files import Checkpoint
+from edgerun.export.drafts.draft_head import open_draft_head
+from edgerun.export.recipe import FP32
+from edgerun.models.bundle import open_bundle
+from edgerun.models.draft_heads import HeadKind
+from edgerun.models.manifest import GraphLayout
+from edgerun.models.pairing import find_draft
+from edgerun.models.progress import silent
+from support.tiny_heads import write_mtp_checkpoint
+from support.tiny_models import write_checkpoint
+
+MODULE = HeadRequest(None, HeadKind.MTP)
+
+
+def export(*arguments: object) -> int:
+    return main(["export", *map(str, arguments)])
+
+
+def draft_of(bundle: Path) -> dict[str, Any] | None:
+    found = json.loads((bundle / "edge.json").read_text(encoding="utf-8")).get("draft")
+    assert found is None or isinstance(found, dict)
+    return found
+
+
+def test_the_module_becomes_the_draft_where_no_other_is_asked_for(tmp_path: Path) -> None:
+    source, bundle = write_mtp_checkpoint(tmp_path / "source"), tmp_path / "bundle"
+    assert export(source, bundle) == 0
+    draft = draft_of(bundle)
+    assert draft is not None
+    assert draft["head"] == "mtp"
+    pair = find_draft(open_bundle(bundle))
+    assert pair is not None
+    assert pair.head is HeadKind.MTP
+    graph = onnx.load(bundle / "draft.onnx", load_external_data=False).graph
+    bits = {a.i for node in graph.node if node.op_type == "MatMulNBits" for a in node.attribute if a.name == "bits"}
+    assert bits == {4}
+    locations = {entry.value for each in graph.initializer for entry in each.external_data if entry.key == "location"}
+    assert locations == {"model.onnx.data", "draft.onnx.data"}
+
+
+@pytest.mark.parametrize("arguments", [("--draft", "none"), ("--layout", "genai")], ids=" ".join)
+def test_there_is_none_where_it_is_declined_or_impossible(tmp_path: Path, arguments: tuple[str, ...], capsys) -> None:
+    source, bundle = write_mtp_checkpoint(tmp_path / "source"), tmp_path / "bundle"
+    code = export(source, bundle, *arguments)
+    if arguments[0] == "--layout":  # hybrids have no such layout yet, which has nothing to do with the draft
+        assert code == 2
+        assert "head" not in capsys.readouterr().err
+        return
+    assert code == 0
+    assert draft_of(bundle) is None
+    assert not (bundle / "draft.onnx").exists()
+    outputs = {each.name for each in onnx.load(bundle / "model.onnx", load_external_data=False).graph.output}
+    assert "draft_features" not in outputs
+
+
+def test_its_weights_have_a_format_of_their_own_if_asked(tmp_path: Path) -> None:
+    source, bundle = write_mtp_checkpoint(tmp_path / "source"), tmp_path / "bundle"
+    assert export(source, bundle, "--draft", "mtp", "--draft-weights", "fp32") == 0
+    graph = onnx.load(bundle / "draft.onnx", load_external_data=False).graph
+    # The LM head is the model's.
+    assert [node.op_type for node in graph.node].count("MatMulNBits") == 1
+
+
+def test_multimodal_checkpoints_have_it_beside_the_language_model(tmp_path: Path) -> None:
+    source = write_mtp_checkpoint(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    nested = {"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": config}
+    (source / "config.json").write_text(json.dumps(nested), encoding="utf-8")
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(source / "model.safetensors")
+    renamed = {
+        f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name: value
+        for name, value in tensors.items()
+    }
+    save_file(renamed, source / "model.safetensors")
+    recipe = ExportRecipe(INT4, draft_head=MODULE)
+    bundle = export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe)).bundle
+    assert (draft_of(bundle) or {})["head"] == "mtp"
+
+
+PARTS = {
+    "a tensor": ({"without": "mtp.layers.0.self_attn.q_proj.weight"}, "mtp.layers.0.self_attn.q_proj.weight"),
+    "a norm": ({"without": "mtp.pre_fc_norm_hidden.weight"}, "mtp.pre_fc_norm_hidden.weight"),
+    "more layers": ({"mtp_num_hidden_layers": 2}, "has 2 layers"),
+    "an embedding": ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings"),
+}
+
+
+@pytest.mark.parametrize(("overrides", "message"), PARTS.values(), ids=PARTS)
+def test_a_module_that_cannot_be_used_is_left_out_with_a_line(
+    tmp_path: Path, overrides: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, bundle = write_mtp_checkpoint(tmp_path / "source", **overrides), tmp_path / "bundle"
+    assert export(source, bundle) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "exported without a draft head" in printed
+    assert message.rpartition(".")[2] in printed
+    assert draft_of(bundle) is None
+
+
+@pytest.mark.parametrize(("overrides", "message"), PARTS.values(), ids=PARTS)
+def test_and_refused_where_it_was_asked_for(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:
+    source = write_mtp_checkpoint(tmp_path / "source", **overrides)
+    with pytest.raises(CheckpointError, match=message) as error:
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(INT4, draft_head=MODULE)))
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_a_checkpoint_without_one(tmp_path: Path, family: str) -> None:
+    """Settings without weights do not make a module: checkpoints lose its weights when transformers saves them."""
+    source = write_checkpoint(tmp_path / "source", family, mtp_num_hidden_layers=1)
+    assert export(source, tmp_path / "bundle") == 0
+    assert draft_of(tmp_path / "bundle") is None
+    with pytest.raises(CheckpointError, match="has no multi-token-prediction module"):
+        export_checkpoint(ExportRequest(source, tmp_path / "other", ExportRecipe(INT4, draft_head=MODULE)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--draft", "none", "--draft-weights", "int8"), "--draft-weights has no effect on --draft none"),
+        (("--draft", "mtp", "--draft-vocab", "100"), "--draft-vocab has no effect"),
+        (("--draft", "mtp", "--device", "gpu"), "on the CPU"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_options_that_contradict_each_other(tmp_path: Path, arguments, message: str, capsys) -> None:
+    source = write_mtp_checkpoint(tmp_path / "source")
+    assert export(source, tmp_path / "bundle", *arguments) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_drafts_need_the_own_layout() -> None:
+    with pytest.raises(InputError, match="layout"):
+        ExportRecipe(INT4, layout=GraphLayout.GENAI, draft_head=MODULE)
+
+
+def test_scales_that_calibration_put_into_the_head_do_not_reach_the_module(tmp_path: Path) -> None:
+    """AWQ scaling divides the last norm and multiplies a separate LM head, which the module uses too."""
+    source = write_mtp_checkpoint(tmp_path / "source", tie_word_embeddings=False)
+    config, checkpoint = read_config(source), Checkpoint(source)
+    factors = np.exp(np.random.default_rng(0).standard_normal(config.hidden_size)).astype(np.float32)
+    scales = AwqScales()
+    scales.norms["model.norm.weight"] = 1 / factors
+    scales.columns["lm_head.weight"] = factors
+    recipe = ExportRecipe(FP32, draft_head=MODULE)
+    head = open_draft_head(MODULE, recipe, source, config)
+    logits = []
+    for name, used in (("plain", checkpoint), ("scaled", AwqSource(checkpoint, config, scales))):
+        content = BundleContent(
+            used, checkpoint, config, recipe.quant_plan(config), 64, GraphLayout.EDGE, "", features=head.features
+        )
+        (tmp_path / name).mkdir()
+        write_bundle(tmp_path / name, content, silent)
+        head.add_to(tmp_path / name, content, silent)  # compares it with the reference
+        logits.append(_logits(tmp_path / name, config.hidden_size))
+    np.testing.assert_allclose(logits[0], logits[1], atol=2e-4)
+
+
+def _logits(bundle: Path, hidden: int) -> Any:
+    from edgerun.export.check.contract_session import ContractSession
+    from edgerun.export.check.float_activations import with_float_activations
+
+    graph = with_float_activations(onnx.load(bundle / "draft.onnx", load_external_data=False))
+    session = ContractSession(bundle, open_bundle(bundle).manifest.architecture, 8, graph)  # type: ignore[union-attr]
+    random = np.random.default_rng(2)
+    feeds = {
+        "draft_features": random.standard_normal((3, hidden)).astype(np.float32),
+        "draft_states": random.standard_normal((1, hidden)).astype(np.float32),
+    }
+    bias = np.where(np.tri(4), np.float32(0), np.float32(-1e9))
+    return session.run(np.array([5, 6, 7, 8]), np.arange(4), bias, np.arange(4), feeds)

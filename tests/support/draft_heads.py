@@ -1,0 +1,57 @@
+"""Draft heads in tests: targets whose arenas keep features, engines that draft with them all the time, wrong heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import edgerun
+from edgerun import Engine
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph.bound_session import BoundSession
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from edgerun.runtime.speculation.drafters.hidden_state_head import HiddenStateHead
+
+from .adversarial_drafters import NEARLY_FREE, FixedCost
+
+CPU = SessionConfig(choose_device("cpu"), 1)
+
+
+def bind_with_features(target: GraphSession, context: int) -> BoundSession:
+    """A session of the target whose arena keeps features."""
+    arena = target.arena(context)
+    assert target.graph_io.feature_size is not None
+    arena.keep_features(target.graph_io.feature_size)
+    return target.bind(arena)
+
+
+def run_missing(bound: BoundSession, tokens: list[int]) -> None:
+    """Run what the target has not read of a sequence, without its last token."""
+    if new := tokens[bound.arena.length : -1]:
+        bound.forward(new)
+        bound.arena.commit(len(new))
+
+
+def engine_with_eager_head(bundle: Path, *, trees: bool = True, **options: Any) -> Engine:
+    """An engine for which every draft token pays."""
+    engine = edgerun.load(bundle, threads=1, cache=False, **options)
+    if not trees:
+        assert engine.model._graph is not None
+        engine.model._graph.disable_trees()
+    engine.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
+    draft = engine.model.drafters.draft_model()
+    assert draft is not None
+    draft.cost = FixedCost({128: {1: 1e-6, 16: 1.1e-6}})
+    return engine
+
+
+class WrongHead(HiddenStateHead):
+    """A head that is sure of the least likely tokens."""
+
+    def logits(self, path: tuple[int, ...]) -> npt.NDArray[np.float32] | None:
+        """The logits, turned around and sharpened."""
+        found = super().logits(path)
+        return None if found is None else -20 * found
