@@ -43,8 +43,6 @@ _STAGE: Final = "draft"
 _CHECKED_TOKENS: Final = 12
 _CHECKED_FEATURES: Final = 8
 """Number of those tokens that have features of the target; the others continue from the head's own states."""
-
-
 _KINDS: Final = {EagleHead: HeadKind.EAGLE, MedusaHeads: HeadKind.MEDUSA, MtpModule: HeadKind.MTP}
 
 Head: TypeAlias = EagleHead | MedusaHeads | MtpModule

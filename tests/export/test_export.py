@@ -284,8 +284,8 @@ def test_a_context_beyond_the_limit_is_refused_before_anything_is_written(tmp_pa
 
 
 def test_every_architecture_file_has_a_tiny_model() -> None:
-    # gemma3, gemma4 and mistral3 are gemma3_text, gemma4_text and ministral3 nested in a multimodal checkpoint.
-    assert supported_families() == sorted([*FAMILIES, "gemma3", "gemma4", "mistral3"])
+    # The others are gemma3_text, gemma4_text, ministral3 and qwen3_5_text nested in a multimodal checkpoint.
+    assert supported_families() == sorted([*FAMILIES, "gemma3", "gemma4", "mistral3", "qwen3_5"])
 
 
 def test_an_earlier_bundle_is_replaced(tmp_path) -> None:
