@@ -6,8 +6,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from checkpoints import Shape, write_checkpoint
+from checkpoints import write_checkpoint
 from edgerun.export import ExportRecipe, ExportRequest, WeightFormat, export_checkpoint, upgrade_model
+from shapes import Shape
 
 
 def checkpoint(work: Path, shape: Shape, tokenizer: Path | None = None) -> Path:

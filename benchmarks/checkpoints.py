@@ -14,8 +14,6 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -23,78 +21,12 @@ import ml_dtypes
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-_STD: Final = 0.02
+from shapes import INITIAL_STD, SHAPES, Shape
+
 _CHUNK_VALUES: Final = 4 << 20
 _DTYPES: Final = {"float32": ("F32", np.dtype(np.float32)), "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16))}
 _END_OF_TEXT: Final = "<|endoftext|>"
 _CHAT_TEMPLATE: Final = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a Qwen2 model."""
-
-    name: str
-    vocab: int
-    hidden: int
-    layers: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    context: int = 32768
-
-    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Name and shape of every tensor in file order (linear weights are [out, in]); the LM head is tied."""
-        yield "model.embed_tokens.weight", (self.vocab, self.hidden)
-        for i in range(self.layers):
-            layer = f"model.layers.{i}"
-            yield f"{layer}.input_layernorm.weight", (self.hidden,)
-            for name, heads in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)):
-                yield f"{layer}.self_attn.{name}_proj.weight", (heads * self.head_dim, self.hidden)
-                yield f"{layer}.self_attn.{name}_proj.bias", (heads * self.head_dim,)
-            yield f"{layer}.self_attn.o_proj.weight", (self.hidden, self.heads * self.head_dim)
-            yield f"{layer}.post_attention_layernorm.weight", (self.hidden,)
-            yield f"{layer}.mlp.gate_proj.weight", (self.intermediate, self.hidden)
-            yield f"{layer}.mlp.up_proj.weight", (self.intermediate, self.hidden)
-            yield f"{layer}.mlp.down_proj.weight", (self.hidden, self.intermediate)
-        yield "model.norm.weight", (self.hidden,)
-
-    def config(self, dtype: str) -> dict[str, object]:
-        """The checkpoint's config.json."""
-        return {
-            "architectures": ["Qwen2ForCausalLM"],
-            "model_type": "qwen2",
-            "vocab_size": self.vocab,
-            "hidden_size": self.hidden,
-            "num_hidden_layers": self.layers,
-            "intermediate_size": self.intermediate,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "max_position_embeddings": self.context,
-            "rope_theta": 1000000.0,
-            "rms_norm_eps": 1e-6,
-            "hidden_act": "silu",
-            "tie_word_embeddings": True,
-            "attention_dropout": 0.0,
-            "initializer_range": _STD,
-            "use_cache": True,
-            "use_sliding_window": False,
-            "sliding_window": None,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-            "torch_dtype": dtype,
-        }
-
-
-SHAPES: Final = {
-    shape.name: shape
-    for shape in (
-        Shape("tiny", 512, 128, 2, 256, 4, 2, 32, 2048),
-        Shape("qwen2.5-0.5b", 151936, 896, 24, 4864, 14, 2, 64),
-        Shape("qwen2.5-1.5b", 151936, 1536, 28, 8960, 12, 2, 128),
-    )
-}
 
 
 def write_checkpoint(
@@ -135,7 +67,7 @@ def _write_tensor(file: BinaryIO, name: str, size: int, stored: np.dtype[np.gene
         return
     for start in range(0, size, _CHUNK_VALUES):
         values = rng.standard_normal(min(_CHUNK_VALUES, size - start), dtype=np.float32)
-        values *= _STD
+        values *= INITIAL_STD
         file.write(values.astype(stored, copy=False).tobytes())
 
 

@@ -26,7 +26,6 @@ import psutil
 from rich.console import Console
 
 from artifacts import bundle, checkpoint
-from checkpoints import SHAPES, Shape
 from decode_tables import (
     BARE,
     CONTEXT,
@@ -41,6 +40,7 @@ from decode_tables import (
 from peer_models import LlamaTools, genai_model, openvino_model
 from processes import Worker
 from rounds import Series, alternate, join
+from shapes import SHAPES, Shape
 
 _SPARE: Final = 128
 """Slots of the cache beyond the longest context: those of the tokens that are generated."""

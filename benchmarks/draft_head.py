@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 from artifacts import bundle
-from checkpoints import SHAPES
 from edgerun.export.drafts.trimmed_head import head_tokens, write_trimmed
 from edgerun.export.upgrade.edit.editable import EditableGraph
 from edgerun.models.bundle import Bundle, open_bundle
 from edgerun.runtime.measure.bundle_timing import BundleTimer
+from shapes import SHAPES
 
 
 def main() -> None:

@@ -17,7 +17,8 @@ import tempfile
 from pathlib import Path
 
 import edgerun
-from checkpoints import SHAPES, write_checkpoint
+from checkpoints import write_checkpoint
+from shapes import SHAPES
 
 _EXPORT = """
 import resource, sys, time

@@ -23,6 +23,9 @@ class GenaiLoop:
         description = json.loads((model / "genai_config.json").read_text(encoding="utf-8"))
         self.vocab: Final[int] = description["model"]["vocab_size"]
         self._decoding: tuple[int, Any] = 0, None
+        layers = description["model"]["decoder"]
+        self._rewinds: Final = not any("conv" in name for name in layers["inputs"])
+        """Whether GenAI can return to a prompt, which it cannot for models with convolution or recurrent states."""
 
     def prefill(self, tokens: int, seed: int = 0) -> float:
         """Seconds to process a prompt of `tokens` tokens and choose the next one."""
@@ -36,9 +39,12 @@ class GenaiLoop:
         return time.perf_counter() - started
 
     def decode(self, context: int, tokens: int) -> float:
-        """Seconds per token of `tokens` greedy tokens after a prompt of `context` tokens, which is read once."""
+        """Seconds per token of `tokens` greedy tokens after a prompt of `context` tokens.
+
+        It is read once, or before each measurement if the model cannot return to it; that time is not counted.
+        """
         cached, generator = self._decoding
-        if cached != context:
+        if cached != context or not self._rewinds:
             self._decoding = 0, None  # a second cache would double the peak of memory
             generator = self._generator()
             generator.append_tokens(prompt_tokens(context, self.vocab))

@@ -29,7 +29,6 @@ from rich.table import Table
 
 import edgerun
 from artifacts import bundle
-from checkpoints import SHAPES
 from edgerun.edge.bench.prompt_sets import Exchange, limit_per_category
 from edgerun.edge.bench.ratios import PLAIN, MeasuredTurn, compare_modes
 from edgerun.edge.bench.recordings import read_recording
@@ -40,6 +39,7 @@ from edgerun.runtime.speculation.drafters.history import HistoryDrafter
 from edgerun.runtime.speculation.drafters.history_store import HistoryStore
 from edgerun.runtime.speculation.drafters.interface import Drafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
+from shapes import SHAPES
 
 _RECORDING: Final = "mt_redundant_qwen2.5-7b.jsonl"
 _CATEGORIES: Final = 8

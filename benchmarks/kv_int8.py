@@ -28,13 +28,13 @@ from rich.table import Table
 
 import edgerun
 from artifacts import bundle
-from checkpoints import SHAPES
 from edgerun import Engine
 from edgerun.runtime.graph.bound_graph import BoundGraph
 from edgerun.runtime.measure.cache_quality import CacheQuality, measure_cache_quality
 from edgerun.runtime.measure.self_text import sample_texts
 from edgerun.runtime.measure.system_load import LoadMeter
 from edgerun.runtime.prefill import prefill
+from shapes import SHAPES
 
 _WIDTHS: Final = (1, 2, 4, 8)
 _COMPARED: Final = 32

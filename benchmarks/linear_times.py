@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 
 import edgerun
-from checkpoints import SHAPES
 from edgerun.export import WeightFormat
 from edgerun.export.allocation.format_candidates import BASE_FORMATS, completed_plan, planned_linears
 from edgerun.export.allocation.linear_times import linear_kind, measure
@@ -34,6 +33,7 @@ from edgerun.export.allocation.timing_bundles import TimingBundle
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.models.bundle import WEIGHTS_NAME
 from edgerun.runtime.measure.bundle_timing import BundleTimer, PassNodeTimes
+from shapes import SHAPES
 
 _WIDTHS = (1, 4)
 _FOUR = WeightFormat(4, 128)

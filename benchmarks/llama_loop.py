@@ -37,6 +37,9 @@ class LlamaLoop:
         vocab = llama_cpp.llama_model_get_vocab(self._model)
         self.vocab: Final = int(llama_cpp.llama_vocab_n_tokens(vocab))
         self._cached = 0
+        self._hybrid: Final = bool(llama_cpp.llama_model_is_hybrid(self._model))
+        self._prompt_state: Any = None
+        """Of a hybrid model, whose states cannot be cut back: everything it remembers after the prompt."""
 
     def prefill(self, tokens: int, seed: int = 0) -> float:
         """Seconds to process a prompt of `tokens` tokens and choose the next one."""
@@ -53,7 +56,12 @@ class LlamaLoop:
             self._clear()
             self._forward(prompt_tokens(context, self.vocab))
             self._cached = context
-        llama_cpp.llama_memory_seq_rm(self._memory, 0, context, -1)
+            if self._hybrid:
+                self._save()
+        elif self._hybrid:
+            self._restore()
+        else:
+            llama_cpp.llama_memory_seq_rm(self._memory, 0, context, -1)
         token = 1
         started = time.perf_counter()
         for _ in range(tokens):
@@ -83,8 +91,23 @@ class LlamaLoop:
         return int(llama_cpp.llama_model_size(self._model))
 
     def _clear(self) -> None:
-        llama_cpp.llama_memory_clear(self._memory, False)
+        self._clear_memory()
         self._cached = 0
+
+    def _clear_memory(self) -> None:
+        llama_cpp.llama_memory_clear(self._memory, False)
+
+    def _save(self) -> None:
+        size = llama_cpp.llama_state_seq_get_size(self._context, 0)
+        self._prompt_state = (ctypes.c_uint8 * size)()
+        if llama_cpp.llama_state_seq_get_data(self._context, self._prompt_state, size, 0) != size:
+            raise RuntimeError("llama.cpp did not copy the state of the sequence")
+
+    def _restore(self) -> None:
+        self._clear_memory()
+        size = len(self._prompt_state)
+        if llama_cpp.llama_state_seq_set_data(self._context, self._prompt_state, size, 0) != size:
+            raise RuntimeError("llama.cpp did not take the state of the sequence back")
 
     def _forward(self, tokens: Sequence[int]) -> None:
         """Append tokens to the cache; only the last one of a pass gets logits."""

@@ -27,7 +27,6 @@ from rich.console import Console
 from rich.table import Table
 
 from artifacts import bundle
-from checkpoints import SHAPES
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.devices.providers import cpu_device
 from edgerun.runtime.graph.bound_graph import BoundGraph
@@ -38,6 +37,7 @@ from edgerun.runtime.graph.session import SessionConfig
 from edgerun.runtime.long_context.long_graph import LongContextGraph
 from edgerun.runtime.measure.pass_timing import pad_cache
 from edgerun.runtime.measure.system_load import LoadMeter
+from shapes import SHAPES
 
 _WIDTHS: Final = (1, 2, 4, 8)
 _FORMS: Final = ("own", "long", "chosen")

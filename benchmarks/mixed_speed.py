@@ -25,7 +25,6 @@ from typing import Any, Final
 
 import edgerun
 from artifacts import checkpoint
-from checkpoints import SHAPES
 from edgerun.export import Method, WeightFormat
 from edgerun.export.allocation.allocate import AllocationProblem, allocate, cost_limits
 from edgerun.export.allocation.budget import Budget, Measure, parse_budget
@@ -43,6 +42,7 @@ from edgerun.export.report.compared_plans import uniform_plan
 from edgerun.runtime.measure.bundle_timing import BundleTimer
 from processes import Worker
 from rounds import IdleLoad, Series, alternate, join, median_ratio, spread
+from shapes import SHAPES
 
 UNIFORM: Final = "int4/128"
 WIDTHS: Final = (1, 4)

@@ -22,7 +22,6 @@ from rich.console import Console
 
 import edgerun
 from artifacts import bundle
-from checkpoints import SHAPES
 from edgerun.edge.bench.bench_result import BenchConditions, BenchResult
 from edgerun.edge.bench.recordings import read_recording
 from edgerun.edge.bench.runner import BenchSettings, DecodingMode, TurnRange, measure_modes
@@ -30,6 +29,7 @@ from edgerun.edge.bench.table import show
 from edgerun.models.find import bundled_folder
 from edgerun.runtime.measure.system_load import LoadMeter
 from edgerun.runtime.speculation.choice import Speculation
+from shapes import SHAPES
 from shell_requests import shell_requests
 
 _SHAPE: Final = "qwen2.5-0.5b"

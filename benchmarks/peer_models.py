@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from artifacts import checkpoint, made_once
-from checkpoints import Shape
+from shapes import Shape
 
 _CONVERTER: Final = Path(__file__).with_name("llama_convert.py")
 OPENVINO_BLOCK: Final = 128

@@ -30,12 +30,12 @@ from rich.table import Table
 
 import edgerun
 from artifacts import bundle
-from checkpoints import SHAPES
 from edgerun import AnswerStream, Engine, GenerateOptions, Power, Speculation, Stats
 from edgerun.edge.bench.prompt_sets import limit_per_category
 from edgerun.edge.bench.recordings import read_recording
 from edgerun.runtime.devices.processor import default_threads
 from edgerun.runtime.measure.system_load import LoadMeter
+from shapes import SHAPES
 from shell_requests import shell_requests
 
 _RECORDINGS: Final = {"mt_bench": "mt_bench_qwen2.5-7b.jsonl", "mt_redundant": "mt_redundant_qwen2.5-7b.jsonl"}

@@ -31,11 +31,11 @@ from rich.table import Table
 
 import edgerun
 from artifacts import bundle
-from checkpoints import SHAPES
 from edgerun import Engine, GenerateOptions, Reply, Speculation, Stats
 from edgerun.models.cache import cache_folder
 from edgerun.runtime.generation import CachedSequence
 from server_overhead import Client, body, served
+from shapes import SHAPES
 
 
 def answer(engine: Engine, prompt: list[int], tokens: list[int], sequence: CachedSequence | None = None) -> Stats:

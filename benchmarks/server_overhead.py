@@ -32,13 +32,13 @@ from rich.table import Table
 
 import edgerun
 from artifacts import bundle
-from checkpoints import SHAPES
 from edgerun import Engine
 from edgerun.edge.server.answer_service import AnswerService
 from edgerun.edge.server.asgi_app import asgi_app
 from edgerun.edge.server.server_settings import ServerSettings
 from edgerun.edge.server.uvicorn_server import bound_socket, draining_server
 from edgerun.edge.service.model_pool import ModelPool
+from shapes import SHAPES
 
 _PATH: Final = "/v1/completions"
 _SHARE_EVERY: Final = 4

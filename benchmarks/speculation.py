@@ -42,13 +42,13 @@ from rich.table import Table
 
 import edgerun
 from artifacts import bundle
-from checkpoints import SHAPES
 from edgerun.edge.bench.bench_result import BenchResult
 from edgerun.edge.bench.ratios import ModeResult
 from edgerun.edge.bench.table import ratio_text, show
 from edgerun.runtime.measure.system_load import LoadMeter
 from recording_replay import BASE, ORACLE, REAL, RECORDINGS, RecordingReplay, Variant
 from replay_host import RealHost
+from shapes import SHAPES
 from timed_passes import ChargedPasses, PassDurations, durations_table, measure_durations
 
 _SHAPES: Final = ("qwen2.5-0.5b", "qwen2.5-1.5b")

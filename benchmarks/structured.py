@@ -28,9 +28,9 @@ from rich.table import Table
 
 import edgerun
 from artifacts import bundle
-from checkpoints import SHAPES
 from edgerun import Engine, GenerateOptions, Reply, ResponseFormat, Speculation
 from edgerun.runtime.result import DraftCounts
+from shapes import SHAPES
 
 _FIRST: Final = ("Anna", "Ben", "Clara", "David", "Elif", "Farid", "Grace", "Hugo", "Ines", "Jonas")
 _LAST: Final = ("Albrecht", "Baker", "Costa", "Dumont", "Eriksen", "Fischer", "García", "Haddad", "Ito", "Jensen")

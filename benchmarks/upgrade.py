@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.table import Table
 
 from artifacts import upgraded
-from checkpoints import SHAPES
 from edgerun.export import INT4, ExportRecipe
 from peer_models import genai_model, optimum_model
 from processes import Worker
 from rounds import IdleLoad, Series, alternate, join, median_ratio, spread
+from shapes import SHAPES
 
 CONTEXT: Final = 128
 WIDTHS: Final = (1, 2, 4)

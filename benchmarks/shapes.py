@@ -1,0 +1,145 @@
+"""Sizes of known models, and the tensors and the configuration of their checkpoints."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+INITIAL_STD: Final = 0.02
+"""Standard deviation of random weights."""
+
+
+@dataclass(frozen=True)
+class Shape(ABC):
+    """Sizes of a model whose LM head is its embedding."""
+
+    name: str
+    vocab: int
+    hidden: int
+    layers: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    context: int = 32768
+
+    @abstractmethod
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name and shape of every tensor in file order; linear weights are [out, in]."""
+
+    @abstractmethod
+    def config(self, dtype: str) -> dict[str, object]:
+        """The checkpoint's config.json; `dtype` is that of its weights."""
+
+    def _config(self, architecture: str, model_type: str, dtype: str) -> dict[str, object]:
+        """The settings that all families have."""
+        return {
+            "architectures": [architecture],
+            "model_type": model_type,
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "intermediate_size": self.intermediate,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "max_position_embeddings": self.context,
+            "rope_theta": 1000000.0,
+            "tie_word_embeddings": True,
+            "initializer_range": INITIAL_STD,
+            "use_cache": True,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "torch_dtype": dtype,
+        }
+
+
+class Qwen2Shape(Shape):
+    """Sizes of a Qwen2 model."""
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """See `Shape.tensors`."""
+        yield "model.embed_tokens.weight", (self.vocab, self.hidden)
+        for i in range(self.layers):
+            layer = f"model.layers.{i}"
+            yield f"{layer}.input_layernorm.weight", (self.hidden,)
+            for name, heads in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)):
+                yield f"{layer}.self_attn.{name}_proj.weight", (heads * self.head_dim, self.hidden)
+                yield f"{layer}.self_attn.{name}_proj.bias", (heads * self.head_dim,)
+            yield f"{layer}.self_attn.o_proj.weight", (self.hidden, self.heads * self.head_dim)
+            yield f"{layer}.post_attention_layernorm.weight", (self.hidden,)
+            yield f"{layer}.mlp.gate_proj.weight", (self.intermediate, self.hidden)
+            yield f"{layer}.mlp.up_proj.weight", (self.intermediate, self.hidden)
+            yield f"{layer}.mlp.down_proj.weight", (self.hidden, self.intermediate)
+        yield "model.norm.weight", (self.hidden,)
+
+    def config(self, dtype: str) -> dict[str, object]:
+        """See `Shape.config`."""
+        return {
+            **self._config("Qwen2ForCausalLM", "qwen2", dtype),
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "attention_dropout": 0.0,
+            "use_sliding_window": False,
+            "sliding_window": None,
+        }
+
+
+@dataclass(frozen=True)
+class Lfm2Shape(Shape):
+    """Sizes of an LFM2 model: gated convolutions over three tokens in the layers that have no attention."""
+
+    attention_layers: tuple[int, ...] = ()
+    """Indices of the layers with attention."""
+    convolution_tokens: int = 3
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """See `Shape.tensors`."""
+        hidden, keys = self.hidden, self.kv_heads * self.head_dim
+        yield "model.embed_tokens.weight", (self.vocab, hidden)
+        for i in range(self.layers):
+            layer = f"model.layers.{i}"
+            if i in self.attention_layers:
+                yield f"{layer}.self_attn.q_proj.weight", (self.heads * self.head_dim, hidden)
+                yield f"{layer}.self_attn.k_proj.weight", (keys, hidden)
+                yield f"{layer}.self_attn.v_proj.weight", (keys, hidden)
+                yield f"{layer}.self_attn.out_proj.weight", (hidden, self.heads * self.head_dim)
+                yield f"{layer}.self_attn.q_layernorm.weight", (self.head_dim,)
+                yield f"{layer}.self_attn.k_layernorm.weight", (self.head_dim,)
+            else:
+                yield f"{layer}.conv.in_proj.weight", (3 * hidden, hidden)
+                yield f"{layer}.conv.conv.weight", (hidden, 1, self.convolution_tokens)
+                yield f"{layer}.conv.out_proj.weight", (hidden, hidden)
+            yield f"{layer}.feed_forward.w1.weight", (self.intermediate, hidden)
+            yield f"{layer}.feed_forward.w3.weight", (self.intermediate, hidden)
+            yield f"{layer}.feed_forward.w2.weight", (hidden, self.intermediate)
+            yield f"{layer}.operator_norm.weight", (hidden,)
+            yield f"{layer}.ffn_norm.weight", (hidden,)
+        yield "model.embedding_norm.weight", (hidden,)
+
+    def config(self, dtype: str) -> dict[str, object]:
+        """See `Shape.config`."""
+        types = ["full_attention" if i in self.attention_layers else "conv" for i in range(self.layers)]
+        return {
+            **self._config("Lfm2ForCausalLM", "lfm2", dtype),
+            "block_dim": self.hidden,
+            "block_ff_dim": self.intermediate,
+            "block_auto_adjust_ff_dim": False,
+            "conv_L_cache": self.convolution_tokens,
+            "conv_bias": False,
+            "conv_dim": self.hidden,
+            "layer_types": types,
+            "norm_eps": 1e-5,
+        }
+
+
+SHAPES: Final[dict[str, Shape]] = {
+    shape.name: shape
+    for shape in (
+        Qwen2Shape("tiny", 512, 128, 2, 256, 4, 2, 32, 2048),
+        Qwen2Shape("qwen2.5-0.5b", 151936, 896, 24, 4864, 14, 2, 64),
+        Qwen2Shape("qwen2.5-1.5b", 151936, 1536, 28, 8960, 12, 2, 128),
+        Lfm2Shape("lfm2-350m", 65536, 1024, 16, 4608, 16, 8, 64, 128_000, (2, 5, 8, 10, 12, 14)),
+    )
+}
