@@ -134,12 +134,92 @@ class Lfm2Shape(Shape):
         }
 
 
+@dataclass(frozen=True)
+class Qwen35Shape(Shape):
+    """Sizes of Qwen3.5's language model: gated delta nets in three layers of four, gated attention in the fourth."""
+
+    delta_heads: int = 16
+    """Heads of the delta nets, for keys and for values."""
+    delta_dim: int = 128
+    """Channels of such a head."""
+    attention_interval: int = 4
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """See `Shape.tensors`."""
+        hidden, keys, wide = self.hidden, self.kv_heads * self.head_dim, self.delta_heads * self.delta_dim
+        yield "model.language_model.embed_tokens.weight", (self.vocab, hidden)
+        for i in range(self.layers):
+            layer = f"model.language_model.layers.{i}"
+            yield f"{layer}.input_layernorm.weight", (hidden,)
+            yield f"{layer}.post_attention_layernorm.weight", (hidden,)
+            if self._has_attention(i):
+                yield f"{layer}.self_attn.q_proj.weight", (2 * self.heads * self.head_dim, hidden)
+                yield f"{layer}.self_attn.k_proj.weight", (keys, hidden)
+                yield f"{layer}.self_attn.v_proj.weight", (keys, hidden)
+                yield f"{layer}.self_attn.o_proj.weight", (hidden, self.heads * self.head_dim)
+                yield f"{layer}.self_attn.q_norm.weight", (self.head_dim,)
+                yield f"{layer}.self_attn.k_norm.weight", (self.head_dim,)
+            else:
+                yield f"{layer}.linear_attn.in_proj_qkv.weight", (3 * wide, hidden)
+                yield f"{layer}.linear_attn.in_proj_z.weight", (wide, hidden)
+                yield f"{layer}.linear_attn.in_proj_b.weight", (self.delta_heads, hidden)
+                yield f"{layer}.linear_attn.in_proj_a.weight", (self.delta_heads, hidden)
+                yield f"{layer}.linear_attn.conv1d.weight", (3 * wide, 1, 4)
+                yield f"{layer}.linear_attn.A_log", (self.delta_heads,)
+                yield f"{layer}.linear_attn.dt_bias", (self.delta_heads,)
+                yield f"{layer}.linear_attn.norm.weight", (self.delta_dim,)
+                yield f"{layer}.linear_attn.out_proj.weight", (hidden, wide)
+            yield f"{layer}.mlp.gate_proj.weight", (self.intermediate, hidden)
+            yield f"{layer}.mlp.up_proj.weight", (self.intermediate, hidden)
+            yield f"{layer}.mlp.down_proj.weight", (hidden, self.intermediate)
+        yield "model.language_model.norm.weight", (hidden,)
+
+    def config(self, dtype: str) -> dict[str, object]:
+        """See `Shape.config`. The image part, which nothing here runs, is as small as possible."""
+        text = self._config("Qwen3_5ForCausalLM", "qwen3_5_text", dtype)
+        del text["rope_theta"]
+        types = ["full_attention" if self._has_attention(i) else "linear_attention" for i in range(self.layers)]
+        text |= {
+            "head_dim": self.head_dim,
+            "layer_types": types,
+            "full_attention_interval": self.attention_interval,
+            "linear_num_key_heads": self.delta_heads,
+            "linear_num_value_heads": self.delta_heads,
+            "linear_key_head_dim": self.delta_dim,
+            "linear_value_head_dim": self.delta_dim,
+            "linear_conv_kernel_dim": 4,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000000.0,
+                "partial_rotary_factor": 0.25,
+                "mrope_interleaved": True,
+                "mrope_section": [11, 11, 10],
+            },
+        }
+        image = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 1, "out_hidden_size": self.hidden}
+        return {
+            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            "model_type": "qwen3_5",
+            "text_config": text,
+            "vision_config": {"model_type": "qwen3_5", **image},
+            "tie_word_embeddings": True,
+            "torch_dtype": dtype,
+        }
+
+    def _has_attention(self, layer: int) -> bool:
+        return (layer + 1) % self.attention_interval == 0
+
+
 SHAPES: Final[dict[str, Shape]] = {
     shape.name: shape
     for shape in (
         Qwen2Shape("tiny", 512, 128, 2, 256, 4, 2, 32, 2048),
         Qwen2Shape("qwen2.5-0.5b", 151936, 896, 24, 4864, 14, 2, 64),
         Qwen2Shape("qwen2.5-1.5b", 151936, 1536, 28, 8960, 12, 2, 128),
+        Qwen35Shape("qwen3.5-0.8b", 248320, 1024, 24, 3584, 8, 2, 256, 262_144),
         Lfm2Shape("lfm2-350m", 65536, 1024, 16, 4608, 16, 8, 64, 128_000, (2, 5, 8, 10, 12, 14)),
     )
 }
