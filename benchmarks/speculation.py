@@ -131,7 +131,9 @@ def gain_share(mode: ModeResult, oracle: ModeResult) -> float:
 def command_line() -> argparse.ArgumentParser:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=_SHAPES, action="append", help="may be repeated (all)")
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), action="append", help=f"may be repeated ({' and '.join(_SHAPES)})"
+    )
     parser.add_argument("--data", type=Path, default=os.environ.get("EDGERUN_DATA"), metavar="DIR")
     parser.add_argument("--tokenizer", type=Path, required=True, metavar="DIR", help="folder of the real tokenizer")
     parser.add_argument("--spec", action="append", help="as in edge-run --spec; may be repeated (auto)")
