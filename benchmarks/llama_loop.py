@@ -39,7 +39,7 @@ class LlamaLoop:
         self._cached = 0
         self._hybrid: Final = bool(llama_cpp.llama_model_is_hybrid(self._model))
         self._prompt_state: Any = None
-        """Of a hybrid model, whose states cannot be cut back: everything it remembers after the prompt."""
+        """What a hybrid model, whose states cannot be cut back, remembers after the prompt."""
 
     def prefill(self, tokens: int, seed: int = 0) -> float:
         """Seconds to process a prompt of `tokens` tokens and choose the next one."""
