@@ -242,6 +242,9 @@ def test_features_survive_tokens_that_run_once_more(target: GraphSession, oracle
         bound.forward([*tokens[arena.length : arena.length + 2], 7, 8])
         arena.compact(arena.length, [0, 1])
         assert arena.length == start // 2 + 2
+    arena.rewind_to(13)  # where no states are known
+    bound.forward(tokens[13:20])
+    arena.commit(7)
     assert arena.replayed > 0
     assert arena.features is not None
     np.testing.assert_allclose(arena.features.read(0, 20), oracle.features(tokens[:20]), atol=2e-4)
