@@ -114,6 +114,7 @@ def test_drafters_have_the_sequence_after_any_rounds(answers: list[tuple[int, in
         text = [start, 2]
         write(speculator, text, count)
         speculator.reset([*text, 3])
+        speculator.balance.resume()  # drafters are told of the sequence when drafting goes on
         speculator.propose(len(text), 5, 10)
         assert suffix._token_ids == [*text, 3]
         assert recycle.state() == 3
