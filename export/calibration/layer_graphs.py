@@ -179,7 +179,8 @@ def state_half(config: DecoderConfig, index: int) -> HalfLayer:
     elif layer.delta_net is not None:
         kernel = layer.delta_net.config.kernel
         mixed = append_delta_net(nodes, index, layer, layer.delta_net, normed)
-        states += [_floats(inputs_outputs.past_recurrent(index), 4), _floats(TEXT_STARTS, 3)]
+        states += [_floats(inputs_outputs.past_recurrent(index), 4), _floats(inputs_outputs.past_updates(index), 3)]
+        states.append(_floats(TEXT_STARTS, 3))
     else:
         raise ValueError(f"layer {index} has no states but a cache")
     nodes.add_residual(nodes.linear(layer.output, mixed), layer.after_attention)

@@ -260,6 +260,7 @@ class LayerRunner:
             matrix = (rows, config.value_heads, config.key_dim, config.value_dim)
             feeds = {
                 inputs_outputs.past_recurrent(half.index): np.zeros(matrix, np.float32),
+                inputs_outputs.past_updates(half.index): np.zeros((rows, 0, config.update_width), np.float32),
                 TEXT_STARTS: batch.text_starts(),
             }
         if convolution is None:
