@@ -144,9 +144,9 @@ def test_an_edited_copy_is_found_again_behind_each_edit(edits: list[tuple[str, i
     made, since, copied = drafter([]), 0, 0
     for index, (token, unchanged) in enumerate(answer[:-1]):
         made.append(token)
-        near = index and unchanged and answer[index - 1][1] and token == answer[index - 1][0] + 1
+        near = unchanged and (not index or token == answer[index - 1][0] + 1)
         since = since + 1 if near else 1 if unchanged else 0
-        copied = copied + 1 if unchanged else copied // 2
+        copied = copied + 1 if near else copied // 2
         if since >= 4 and copied > 60 and token + 1 in SOURCE and token + 1 - SOURCE[0] not in kept:
             assert proposed(made) == token + 1
 
