@@ -24,7 +24,7 @@ _FLOAT32: Final = np.dtype(np.float32)
 UPDATED_WIDTH: Final = 32
 """Number of tokens at the end of a pass for which graphs with updates return updates and inputs of convolutions."""
 KEPT_WIDTH: Final = 32
-"""Width of the widest pass whose output buffers are kept for later passes."""
+"""Largest number of tokens whose inputs an output buffer may hold that is kept for later passes."""
 
 
 class StatePart(Enum):
@@ -58,8 +58,13 @@ class StateType:
         """Shape of what a pass over some tokens returns."""
         if not self.of_every_token:
             return (self.layers, *self.shape)
-        kept = tokens if self.kept is None else min(tokens, self.kept)
-        return (self.layers, self.shape[0] + kept, *self.shape[1:])
+        return (self.layers, self.shape[0] + self.returned(tokens), *self.shape[1:])
+
+    def returned(self, tokens: int) -> int:
+        """Number of tokens whose inputs a pass over some tokens returns, behind the states that it started from."""
+        if not self.of_every_token:
+            return 0
+        return tokens if self.kept is None else min(tokens, self.kept)
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +99,7 @@ class StateBuffers:
         self.state_type: Final = state_type
         self._own = np.zeros((state_type.layers, *state_type.shape), state_type.dtype)
         self._returned: dict[int, list[States]] = {} if state_type.of_every_token else {0: [self._own]}
-        """Buffers for what passes return, by width; where that has the size of the states, for all widths."""
+        """Buffers for what passes return, by the number of tokens whose inputs they hold."""
         self.past = StateView(self._own, 0, self._own)
 
     @property
@@ -110,7 +115,7 @@ class StateBuffers:
 
     def new_output(self, width: int) -> States:
         """A buffer for what a pass over `width` tokens returns, in which the states that it starts from do not lie."""
-        key = width if self.state_type.of_every_token else 0
+        key = self.state_type.returned(width)
         for buffer in self._returned.get(key, ()):
             if buffer is not self.past.buffer:
                 return buffer
@@ -121,7 +126,7 @@ class StateBuffers:
 
     def keeps(self, width: int) -> bool:
         """Whether the buffers for what passes over `width` tokens return are kept for later passes."""
-        return width <= KEPT_WIDTH or not self.state_type.of_every_token
+        return self.state_type.returned(width) <= KEPT_WIDTH
 
     def view(self, output: States, offset: int, width: int) -> StateView | None:
         """The states after the first tokens of a pass; None if they are not known.

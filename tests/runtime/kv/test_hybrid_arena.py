@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,20 @@ def damaged_states(snapshot: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
         "another type": (*slots, token_ids, positions, states.astype(np.float64)),
         "tokens of another type": (*slots, token_ids.astype(np.int32), positions, states),
     }
+
+
+def test_wide_passes_do_not_keep_what_earlier_ones_returned(graph: GraphSession) -> None:
+    bound = graph.bind(graph.arena(CONTEXT))
+    arena = bound.arena
+    assert isinstance(arena, HybridArena)
+    returned = []
+    for start in range(0, 500, 50):
+        bound.forward(TEXT[start : start + 50])
+        arena.commit(50)
+        assert arena._outputs is not None
+        returned += [weakref.ref(each) for each in arena._outputs]
+    assert len(returned) == 10 * len(arena.states)
+    assert len({id(each()) for each in returned if each() is not None}) <= 2 * len(arena.states)
 
 
 def test_damaged_snapshots_are_refused(strips: GraphSession) -> None:
