@@ -117,7 +117,7 @@ def load_draft(
     cache: bool = True,
     measuring: MeasuringTime | None = None,
     prefix_tokens: int = 0,
-) -> NewDraftModel:
+) -> Callable[[], DraftModel]:
     """Load a draft model that is a separate model. All sequences share its pass cost and the caches of finished ones.
 
     Args:
