@@ -19,6 +19,7 @@ from .. import architectures
 from ..checkpoint.json_fields import count, number
 from .attention_shapes import FullAttention
 from .delta_net import DeltaNet
+from .mamba2 import Mamba2
 from .multi_token_prediction import MultiTokenPrediction
 from .per_layer_inputs import PerLayerInputs
 from .short_convolution import ShortConvolution
@@ -28,7 +29,7 @@ OPTIMUM: Final = 'pip install "edge-run[optimum]"'
 """How to install the exporter of other families."""
 _SHARED_MODULES: Final = frozenset(
     (
-        *("attention_shapes", "delta_net", "family", "multi_token_prediction"),
+        *("attention_shapes", "delta_net", "family", "mamba2", "multi_token_prediction"),
         *("per_layer_inputs", "short_convolution", "sliding_windows"),
     )
 )
@@ -212,6 +213,8 @@ class Family:
     """The layers with a short convolution in place of attention; None for a family without them."""
     delta_net: DeltaNet | None = None
     """The layers with a gated delta net in place of attention; None for a family without them."""
+    mamba: Mamba2 | None = None
+    """The layers with a Mamba-2 state space in place of attention; None for a family without them."""
     mtp: MultiTokenPrediction | None = None
     """The multi-token-prediction module that checkpoints may have; None for a family without one."""
     gated_attention: bool = False
@@ -244,6 +247,8 @@ class Family:
     """Tensor of a layer with one factor on the hidden states after it."""
     unrotated: bool = False
     """Whether some layers have no rotary positions (`no_rope_layers`)."""
+    position_type: str | None = None
+    """Setting that is `rope` where layers have rotary positions; None for a family whose layers always have them."""
     local_rope_base: str | None = None
     """Setting of theta in sliding-window layers; None where all layers share one theta."""
     partial_rotary: bool = False
@@ -273,7 +278,6 @@ class Family:
 
 
 _MISSING: Final[Mapping[str, str]] = {
-    "granitemoehybrid": "Mamba-2 layers",
     "qwen3_5_moe": "a shared expert beside the selected ones",
     "qwen3_5_moe_text": "a shared expert beside the selected ones",
     "qwen3_next": "a shared expert beside the selected ones",

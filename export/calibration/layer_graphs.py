@@ -23,6 +23,7 @@ from ..graph.decoder import IR_VERSION, OPSET
 from ..graph.delta_net import append_delta_net
 from ..graph.feed_forward import append_feed_forward
 from ..graph.initializers import Initializers
+from ..graph.mamba2 import append_mamba
 from ..graph.nodes import MICROSOFT, Nodes
 
 HIDDEN: Final = "hidden"
@@ -162,10 +163,10 @@ def within_text(back: int) -> str:
 
 
 def state_half(config: DecoderConfig, index: int) -> HalfLayer:
-    """Build norm, convolution or delta net, and output projection of layer `index`.
+    """Build norm, convolution or linear attention, and output projection of layer `index`.
 
     Besides the inputs of every half, the graph has the states before the first token, `Batch.within_text` for every
-    token that a kernel reaches back, for a delta net `TEXT_STARTS`, and the layer's vectors and kernels.
+    token that a kernel reaches back, for linear attention `TEXT_STARTS`, and the layer's vectors and kernels.
 
     Raises:
         ValueError: The layer has attention.
@@ -176,9 +177,12 @@ def state_half(config: DecoderConfig, index: int) -> HalfLayer:
     if layer.convolution is not None:
         kernel = layer.convolution.kernel
         mixed = append_convolution(nodes, index, layer, layer.convolution, normed)
-    elif layer.delta_net is not None:
-        kernel = layer.delta_net.config.kernel
-        mixed = append_delta_net(nodes, index, layer, layer.delta_net, normed)
+    elif layer.recurrent is not None:
+        kernel = layer.recurrent.config.kernel
+        if layer.delta_net is not None:
+            mixed = append_delta_net(nodes, index, layer, layer.delta_net, normed)
+        elif layer.mamba is not None:
+            mixed = append_mamba(nodes, index, layer, layer.mamba, normed)
         states += [_floats(inputs_outputs.past_recurrent(index), 4), _floats(inputs_outputs.past_updates(index), 3)]
         states.append(_floats(TEXT_STARTS, 3))
     else:

@@ -183,7 +183,7 @@ class LayerRunner:
         return half.session.run([half.graph.output, *outputs], {HIDDEN: hidden, **matrices, **vectors, **feeds})
 
     def _mixer_half(self, index: int) -> _Half:
-        has_attention = index not in {*self.config.convolution_layers, *self.config.delta_net_layers}
+        has_attention = index not in {*self.config.convolution_layers, *self.config.recurrent_layers}
         kind = self.config.attention[index] if has_attention else None
         if kind not in self._mixers:
             graph = (
@@ -239,7 +239,7 @@ class LayerRunner:
     def _feeds(self, half: _Half, index: int, batch: Batch) -> dict[str, npt.NDArray[Any]]:
         rows, slots = batch.tokens.shape
         layer = layer_layout(self.config, index)
-        if layer.convolution is not None or layer.delta_net is not None:
+        if layer.convolution is not None or layer.recurrent is not None:
             return self._states(half, layer, batch)
         empty = np.zeros((rows, self.config.kv_heads, 0, self.config.head_dim), np.float32)
         return {
@@ -255,8 +255,8 @@ class LayerRunner:
         """Empty states, and where texts begin."""
         rows, feeds = len(batch.tokens), {}
         convolution = layer.convolution
-        if layer.delta_net is not None:
-            config, convolution = layer.delta_net.config, layer.delta_net.convolution
+        if layer.recurrent is not None:
+            config, convolution = layer.recurrent.config, layer.recurrent.convolution
             matrix = (rows, config.value_heads, config.key_dim, config.value_dim)
             feeds = {
                 inputs_outputs.past_recurrent(half.index): np.zeros(matrix, np.float32),

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ..checkpoint.source import RowRange
 from .reference_delta_net import delta_net
 from .reference_gemma4 import gemma4_logits
+from .reference_mamba2 import mamba2
 from .reference_operations import WeightSource, gelu_tanh, linear, rms_norm, rotate, soft_capped, softmax
 from .reference_positions import (
     Float64Array,
@@ -32,6 +33,7 @@ from .reference_positions import (
 TokenArray = npt.NDArray[np.int64]
 
 _GEMMA = ("gemma2", "gemma3_text")
+_GRANITE = ("granite", "granitemoehybrid")
 _ADDING_ONE = (*_GEMMA, "qwen3_5_text")
 """Families whose norms scale by 1 + weight."""
 
@@ -109,13 +111,17 @@ def reference_layer(
         return _attention(weights, config, layer, value, context)
 
     def mix_tokens(value: Float64Array) -> Float64Array:
-        if kind != "qwen3_5_text" or has_attention(config, layer):
+        if kind not in ("qwen3_5_text", "granitemoehybrid") or has_attention(config, layer):
             return attention(value)
+        if kind == "granitemoehybrid":
+            return mamba2(weights, config, f"{name}.mamba", value)
         return delta_net(weights, config, f"{name}.linear_attn", value)
 
     def feed_forward(value: Float64Array) -> Float64Array:
         if _has_experts(config, layer):
             return _experts(weights, config, f"{name}.mlp", value)
+        if kind == "granitemoehybrid":
+            return _shared_feed_forward(weights, f"{name}.shared_mlp", value)
         return _feed_forward(weights, config, f"{name}.mlp", value)
 
     if kind == "olmo2":
@@ -204,7 +210,7 @@ def _attention_scale(config: Settings) -> float:
     kind = config["model_type"]
     if kind in _GEMMA:
         return float((config.get("query_pre_attn_scalar") or 256) ** -0.5)
-    if kind == "granite":
+    if kind in _GRANITE:
         return _granite(config, "attention_multiplier")
     return 1 / math.sqrt(head_dim(config))
 
@@ -216,6 +222,11 @@ def _feed_forward(weights: WeightSource, config: Settings, name: str, normed: Fl
     else:
         gate, up = (linear(weights, f"{name}.{each}_proj", normed, biased) for each in ("gate", "up"))
     return linear(weights, f"{name}.down_proj", _activated(config, gate) * up, biased)
+
+
+def _shared_feed_forward(weights: WeightSource, name: str, normed: Float64Array) -> Float64Array:
+    gate, up = np.split(linear(weights, f"{name}.input_linear", normed, biased=False), 2, axis=-1)
+    return linear(weights, f"{name}.output_linear", gate / (1 + np.exp(-gate)) * up, biased=False)
 
 
 def _has_experts(config: Settings, layer: int) -> bool:
@@ -286,7 +297,7 @@ def _cap(config: Settings, name: str, defaults: Mapping[str, float]) -> float | 
 
 def _granite(config: Settings, name: str) -> float:
     """One of Granite's multipliers; 1 for other models."""
-    return float(config.get(name) or 1.0) if config["model_type"] == "granite" else 1.0
+    return float(config.get(name) or 1.0) if config["model_type"] in _GRANITE else 1.0
 
 
 def _gemma3_text(config: Settings) -> Settings:

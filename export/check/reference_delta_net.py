@@ -26,9 +26,9 @@ def delta_net(weights: WeightSource, config: Settings, name: str, normed: Float6
     def project(module: str, value: Float64Array) -> Float64Array:
         return linear(weights, f"{name}.{module}", value, biased=False)
 
-    convolved = _convolved(weights, f"{name}.conv1d.weight", project("in_proj_qkv", normed))
+    mixed = silu(convolved(weights, f"{name}.conv1d.weight", project("in_proj_qkv", normed)))
     width = key_heads * key_dim
-    query, key, value = np.split(convolved, [width, 2 * width], axis=-1)
+    query, key, value = np.split(mixed, [width, 2 * width], axis=-1)
     query, key = (_unit(each.reshape(length, key_heads, key_dim)) for each in (query, key))
     query, key = (np.repeat(each, heads // key_heads, axis=1) for each in (query, key))
     value = value.reshape(length, heads, -1)
@@ -44,19 +44,20 @@ def delta_net(weights: WeightSource, config: Settings, name: str, normed: Float6
         read[token] = np.einsum("hkv,hk->hv", state, query[token]) * key_dim**-0.5
     epsilon = float(config.get("rms_norm_eps") or 1e-6)
     scaled = rms_norm(read, epsilon) * weights.read(f"{name}.norm.weight")
-    return project("out_proj", scaled.reshape(length, -1) * _silu(project("in_proj_z", normed)))
+    return project("out_proj", scaled.reshape(length, -1) * silu(project("in_proj_z", normed)))
 
 
-def _convolved(weights: WeightSource, kernels: str, value: Float64Array) -> Float64Array:
-    """SiLU of every channel's inputs at the last few tokens, weighted by its kernel."""
+def convolved(weights: WeightSource, kernels: str, value: Float64Array) -> Float64Array:
+    """Every channel's inputs at the last few tokens, weighted by its kernel."""
     taps = weights.read(kernels).astype(np.float64)[:, 0].T
     inputs = np.concatenate([np.zeros((len(taps) - 1, value.shape[-1])), value])
-    return _silu(np.stack([(inputs[token : token + len(taps)] * taps).sum(axis=0) for token in range(len(value))]))
+    return np.stack([(inputs[token : token + len(taps)] * taps).sum(axis=0) for token in range(len(value))])
 
 
 def _unit(heads: Float64Array) -> Float64Array:
     return np.asarray(heads / np.sqrt((heads**2).sum(axis=-1, keepdims=True) + 1e-6))
 
 
-def _silu(value: Float64Array) -> Float64Array:
+def silu(value: Float64Array) -> Float64Array:
+    """value * sigmoid(value)."""
     return np.asarray(value / (1 + np.exp(-value)))

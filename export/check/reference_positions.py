@@ -12,7 +12,7 @@ import numpy.typing as npt
 Float64Array = npt.NDArray[np.float64]
 Settings = Mapping[str, Any]
 
-WITHOUT_WINDOWS = ("llama", "granite", "olmo2", "lfm2", "qwen3_5_text")
+WITHOUT_WINDOWS = ("llama", "granite", "granitemoehybrid", "olmo2", "lfm2", "qwen3_5_text")
 
 
 def has_window(config: Settings, layer: int) -> bool:
@@ -44,7 +44,7 @@ def _has_optional_window(config: Settings, layer: int) -> bool:
 def has_attention(config: Settings, layer: int) -> bool:
     """Whether a layer of a hybrid model has attention, and not a convolution or linear attention."""
     if config.get("layer_types"):
-        return bool(config["layer_types"][layer] == "full_attention")
+        return bool(config["layer_types"][layer] in ("attention", "full_attention"))
     if config["model_type"] == "qwen3_5_text":
         return (layer + 1) % int(config.get("full_attention_interval") or 4) == 0
     return config.get("full_attn_idxs") is None or layer in config["full_attn_idxs"]
@@ -61,6 +61,8 @@ def masked_positions(config: Settings, layer: int, length: int) -> npt.NDArray[n
 
 def has_rotary(config: Settings, layer: int) -> bool:
     """Whether a layer has rotary positions."""
+    if config["model_type"] == "granitemoehybrid":
+        return bool(config.get("position_embedding_type") == "rope")
     if config["model_type"] != "smollm3":
         return True
     listed = config.get("no_rope_layers")

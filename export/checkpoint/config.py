@@ -15,6 +15,7 @@ from ...models.json_file import shown
 from ..architectures.attention_shapes import HeadShape, cache_owners
 from ..architectures.delta_net import DeltaNetConfig
 from ..architectures.family import Experts, Family, Power, find_family, first_present
+from ..architectures.mamba2 import Mamba2Config
 from ..architectures.short_convolution import ConvolutionConfig
 from ..architectures.sliding_windows import rotated_layers
 from ..graph.rope import LongRope, QueryScaling, Rope
@@ -109,6 +110,8 @@ class DecoderConfig:
     """The layers with a convolution in place of attention; None for a model without them."""
     delta_net: DeltaNetConfig | None
     """The layers with a gated delta net in place of attention; None for a model without them."""
+    mamba: Mamba2Config | None
+    """The layers with a Mamba-2 state space in place of attention; None for a model without them."""
     max_positions: int
     default_positions: int
     """Longest context of the default rotary table; LongRoPE has another table for longer contexts."""
@@ -131,7 +134,7 @@ class DecoderConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Indices of the layers with key and value caches: those with attention over their own keys."""
-        others = {*self.convolution_layers, *self.delta_net_layers}
+        others = {*self.convolution_layers, *self.recurrent_layers}
         return tuple(
             index for index in range(self.layers) if self.attention[index].owner is None and index not in others
         )
@@ -142,14 +145,19 @@ class DecoderConfig:
         return () if self.convolution is None else tuple(np.flatnonzero(self.convolution.layers).tolist())
 
     @property
-    def delta_net_layers(self) -> tuple[int, ...]:
-        """Indices of the layers with a gated delta net in place of attention."""
-        return () if self.delta_net is None else tuple(np.flatnonzero(self.delta_net.layers).tolist())
+    def recurrent(self) -> DeltaNetConfig | Mamba2Config | None:
+        """The layers with linear attention: gated delta nets or Mamba-2; None for a model without them."""
+        return self.delta_net or self.mamba
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with linear attention in place of attention."""
+        return () if self.recurrent is None else tuple(np.flatnonzero(self.recurrent.layers).tolist())
 
     @property
     def keeps_states(self) -> bool:
         """Whether some layers keep a state in place of keys and values."""
-        return self.convolution is not None or self.delta_net is not None
+        return self.convolution is not None or self.recurrent is not None
 
     @property
     def uniform(self) -> bool:
@@ -164,7 +172,7 @@ class DecoderConfig:
 
     def first_layers(self, count: int) -> DecoderConfig:
         """The architecture of the first layers alone."""
-        experts, convolution, delta_net = self.experts, self.convolution, self.delta_net
+        experts, convolution, delta_net, mamba = self.experts, self.convolution, self.delta_net, self.mamba
         return replace(
             self,
             layers=count,
@@ -172,6 +180,7 @@ class DecoderConfig:
             experts=None if experts is None else replace(experts, layers=experts.layers[:count]),
             convolution=None if convolution is None else replace(convolution, layers=convolution.layers[:count]),
             delta_net=None if delta_net is None else replace(delta_net, layers=delta_net.layers[:count]),
+            mamba=None if mamba is None else replace(mamba, layers=mamba.layers[:count]),
         )
 
     @property
@@ -214,7 +223,8 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
     layers = count(config, "num_hidden_layers", maximum=MAX_LAYERS)
     convolution = None if family.convolution is None else family.convolution.read(config, layers)
     delta_net = None if family.delta_net is None else family.delta_net.read(config, layers)
-    hybrid = convolution is not None or delta_net is not None
+    mamba = None if family.mamba is None else family.mamba.read(config, layers)
+    hybrid = any(each is not None for each in (convolution, delta_net, mamba))
     windows = [None] * layers if hybrid else family.windows.of_layers(config, layers)
     shapes = [usual] * layers
     if family.full_attention is not None:
@@ -225,7 +235,8 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
     full = next((shape for shape, window in zip(shapes, windows, strict=True) if window is None), usual)
     rotations = read_rotations(config, family, full.head_dim, usual.head_dim)
     owners = cache_owners(config, family.shared_caches, windows)
-    rotated = rotated_layers(config, layers) if family.unrotated else [True] * layers
+    has_rotary = family.position_type is None or config.get(family.position_type) == "rope"
+    rotated = rotated_layers(config, layers) if family.unrotated else [has_rotary] * layers
     scaling = rotations.rope.scaling
     return DecoderConfig(
         family=model_type,
@@ -254,6 +265,7 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         experts=_read_experts(config, family.experts, layers) if family.experts else None,
         convolution=convolution,
         delta_net=delta_net,
+        mamba=mamba,
         max_positions=max_positions(config),
         default_positions=scaling.original_positions if isinstance(scaling, LongRope) else max_positions(config),
         norm_epsilon=number(config, family.norm_epsilon, default=1e-6),

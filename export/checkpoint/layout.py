@@ -13,6 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 from ...models.manifest import WeightFormat
 from ..architectures.delta_net import DeltaNetConfig
 from ..architectures.family import HeadNorm
+from ..architectures.mamba2 import Mamba2Config
 from .config import DecoderConfig
 
 EMBEDDING: Final = "model.embed_tokens.weight"
@@ -135,21 +136,46 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
+class Mamba2:
+    """The weights of a Mamba-2 state space apart from its linears, see `architectures.mamba2`."""
+
+    config: Mamba2Config
+    convolution: Convolution
+    log_rate: str
+    """Checkpoint name of the logarithms of the decay rates, one per head."""
+    step_bias: str
+    """Checkpoint name of what is added to the steps, one per head."""
+    skip: str
+    """Checkpoint name of D, the factors of x in the output, one per head."""
+    norm: str
+    """Checkpoint name of the norm of the gated output."""
+
+    @property
+    def tensors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Names and shapes of the checkpoint's tensors."""
+        own = ((name, (self.config.value_heads,)) for name in (self.log_rate, self.step_bias, self.skip))
+        return (*self.convolution.tensors, *own, (self.norm, (self.config.value_width,)))
+
+
+@dataclass(frozen=True)
 class Layer:
     """The linears and norms of one decoder layer; None for a norm that the layer lacks."""
 
     qkv: FusedLinear
     """Queries, keys and values, with gated attention a gate after the query of each head; queries alone in a layer that
     reads the keys and values of another, queries and keys where values are keys; in a layer with a convolution its
-    three inputs B, C and x; in one with a delta net queries, keys, values and the gate of its output."""
+    three inputs B, C and x; in one with a delta net queries, keys, values and the gate of its output; in one with
+    Mamba-2 the gate, x, B, C and the steps."""
     output: FusedLinear
-    """The output projection of attention, or of the convolution."""
+    """The output projection of attention, or of what a layer has in its place."""
     producer: Producer | None
     """What of `qkv` the inputs of `output` are proportional to; None where they are to no part of it."""
     convolution: Convolution | None
     """None for a layer without a short convolution."""
     delta_net: DeltaNet | None
     """None for a layer without a delta net."""
+    mamba: Mamba2 | None
+    """None for a layer without a Mamba-2 state space."""
     gates: FusedLinear | None
     """The inputs of beta and of the decay in a layer with a delta net; None for others."""
     gate_up: FusedLinear
@@ -170,6 +196,11 @@ class Layer:
     after_mlp: Norm | None
 
     @property
+    def recurrent(self) -> DeltaNet | Mamba2 | None:
+        """The linear attention of the layer; None for a layer without."""
+        return self.delta_net or self.mamba
+
+    @property
     def linears(self) -> tuple[FusedLinear, ...]:
         """All linears, in the order of the graph."""
         own = () if self.own_input is None else (self.own_input.gate, self.own_input.output)
@@ -177,7 +208,7 @@ class Layer:
 
     @property
     def mixer_linears(self) -> tuple[FusedLinear, ...]:
-        """The linears of attention, of the convolution or of the delta net."""
+        """The linears of attention, of the convolution, of the delta net or of the state space."""
         gates = () if self.gates is None else (self.gates,)
         return self.qkv, *gates, self.output
 
@@ -199,7 +230,8 @@ def layer_layout(config: DecoderConfig, index: int) -> Layer:
     """Return the linears and norms of layer `index`."""
     module, traits = f"model.layers.{index}", config.traits
     attention, hidden = f"{module}.self_attn", config.hidden_size
-    mixer = _convolution(config, index) or _delta_net(config, index) or _attention(config, index)
+    others = _convolution(config, index) or _delta_net(config, index) or _mamba(config, index)
+    mixer = others or _attention(config, index)
     router, gate_up, down = _feed_forward(config, index)
 
     def norm(name: str | None) -> Norm | None:
@@ -211,6 +243,7 @@ def layer_layout(config: DecoderConfig, index: int) -> Layer:
         producer=mixer.producer,
         convolution=mixer.convolution,
         delta_net=mixer.delta_net,
+        mamba=mixer.mamba,
         gates=mixer.gates,
         gate_up=gate_up,
         down=down,
@@ -235,6 +268,7 @@ class _Mixer(NamedTuple):
     producer: Producer | None = None
     convolution: Convolution | None = None
     delta_net: DeltaNet | None = None
+    mamba: Mamba2 | None = None
     gates: FusedLinear | None = None
     query_norm: Norm | None = None
     key_norm: Norm | None = None
@@ -303,6 +337,23 @@ def _delta_net(config: DecoderConfig, index: int) -> _Mixer | None:
     convolution = Convolution(f"{module}.conv1d.weight", None, settings.convolved, settings.kernel)
     names = (f"{module}.{name}" for name in ("A_log", "dt_bias", "norm.weight"))
     return _Mixer(inputs, output, delta_net=DeltaNet(settings, convolution, *names), gates=gates)
+
+
+def _mamba(config: DecoderConfig, index: int) -> _Mixer | None:
+    """The Mamba-2 state space of a layer; None for a layer without one."""
+    settings, traits = config.mamba, config.traits.mamba
+    if settings is None or traits is None or not settings.layers[index]:
+        return None
+    linear, module, hidden = f"layers.{index}", f"model.layers.{index}.{traits.module}", config.hidden_size
+    rows = settings.value_width + settings.convolved + settings.value_heads
+    inputs = FusedLinear(f"{linear}.mamba_in", (f"{module}.in_proj",), (rows,), hidden, settings.biased)
+    output = FusedLinear(
+        f"{linear}.mamba_out", (f"{module}.out_proj",), (hidden,), settings.value_width, settings.biased
+    )
+    bias = f"{module}.conv1d.bias" if settings.convolution_biased else None
+    convolution = Convolution(f"{module}.conv1d.weight", bias, settings.convolved, settings.kernel)
+    names = (f"{module}.{name}" for name in ("A_log", "dt_bias", "D", "norm.weight"))
+    return _Mixer(inputs, output, mamba=Mamba2(settings, convolution, *names))
 
 
 def _feed_forward(config: DecoderConfig, index: int) -> tuple[FusedLinear | None, FusedLinear, FusedLinear]:
@@ -437,8 +488,8 @@ def expected_tensors(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ..
             yield layer.scale, (1,)
         if layer.convolution is not None:
             yield from layer.convolution.tensors
-        if layer.delta_net is not None:
-            yield from layer.delta_net.tensors
+        if layer.recurrent is not None:
+            yield from layer.recurrent.tensors
     yield from _tensors_of(head_layout(config))
     yield final_norm(config).weight, (config.hidden_size,)
 

@@ -21,6 +21,7 @@ from .draft_features import DraftFeatures
 from .embedding_head import EmbeddingAndHead
 from .feed_forward import append_feed_forward
 from .initializers import Initializers
+from .mamba2 import append_mamba
 from .nodes import MICROSOFT, Nodes
 from .per_layer_inputs import append_own_input, append_per_layer_inputs
 
@@ -95,6 +96,8 @@ def _append_decoder(nodes: Nodes, context: int, features: DraftFeatures | None) 
             attended = append_convolution(nodes, index, layer, layer.convolution, normed)
         elif layer.delta_net is not None:
             attended = append_delta_net(nodes, index, layer, layer.delta_net, normed)
+        elif layer.mamba is not None:
+            attended = append_mamba(nodes, index, layer, layer.mamba, normed)
         else:
             attended = attention.append(index, layer, normed)
         if last and not whole:

@@ -1,13 +1,4 @@
-"""The gated delta net of a layer in the graph, whose states the caller keeps.
-
-`com.microsoft.LinearAttention` computes the recurrence token by token, with the same bits for every width. The
-convolution is made of elementary operators, which take half the time of `CausalConvWithState`
-(docs/decisions/0076-recurrent-states.md).
-
-A pass returns by what each of its last tokens updates the state. Where only some tokens of a pass are accepted, the
-next pass gets their updates beside the state before that pass, and begins with the recurrence over these alone: neither
-the linears nor the other layers run again for them.
-"""
+"""The gated delta net of a layer in the graph: linear attention whose tokens replace what the state stores."""
 
 from __future__ import annotations
 
@@ -15,19 +6,9 @@ from typing import Final
 
 import numpy as np
 
-from ...runtime.kv.state_buffers import UPDATED_WIDTH
 from ..architectures.delta_net import DeltaNetConfig
 from ..checkpoint.layout import DeltaNet, Layer
-from .convolution import append_taps
-from .inputs_outputs import (
-    advanced_recurrent,
-    past_conv,
-    past_recurrent,
-    past_updates,
-    present_conv,
-    present_recurrent,
-    present_updates,
-)
+from .linear_attention import Recurrence, append_recurrence, append_silu_convolution
 from .nodes import MICROSOFT, Nodes
 
 _NORM_EPSILON: Final = 1e-6
@@ -37,59 +18,18 @@ _NORM_EPSILON: Final = 1e-6
 def append_delta_net(nodes: Nodes, index: int, layer: Layer, delta_net: DeltaNet, normed: str) -> str:
     """Append the delta net of layer `index` without its output projection; returns the name of [1, M, values]."""
     config, name = delta_net.config, f"layers.{index}.delta"
-    advanced, present = advanced_recurrent(index), present_recurrent(index)
     widths = nodes.integers("delta.widths", config.convolved, config.value_width)
     mixed, gate = nodes.split(nodes.linear(layer.qkv, normed), [f"{name}.qkv", f"{name}.z"], widths)
-    convolved = _append_convolution(nodes, index, delta_net, mixed)
+    convolved = append_silu_convolution(nodes, index, name, delta_net.convolution, mixed)
     heads = nodes.integers("delta.parts", 2 * config.key_width, config.value_width)
     query_key, value = nodes.split(convolved, [f"{name}.qk", f"{name}.value"], heads)
     query, key = _append_query_and_key(nodes, name, config, query_key)
     decay, beta = _append_gates(nodes, name, layer, delta_net, normed)
-    updates = nodes.add("Concat", [key, value, decay, beta], f"{name}.updates", axis=-1)
-    nodes.add("Slice", [updates, *_last(nodes, UPDATED_WIDTH)], present_updates(index))
-    parts = [f"{name}.past.{part}" for part in ("key", "value", "decay", "beta")]
     count = config.value_heads
-    sizes = nodes.integers("delta.updates", count * config.key_dim, count * config.value_dim, count, count)
-    before = nodes.split(past_updates(index), parts, sizes)
-    # What the cached tokens read is not needed; their keys stand for queries.
-    _append_recurrence(nodes, config, [before[0], *before], past_recurrent(index), f"{name}.past.read", advanced)
-    read = _append_recurrence(nodes, config, [query, key, value, decay, beta], advanced, f"{name}.read", present)
+    update = {"key": count * config.key_dim, "value": config.value_width, "decay": count, "beta": count}
+    recurrence = Recurrence("gated_delta", count, count, config.key_dim**-0.5, update)
+    read = append_recurrence(nodes, index, name, recurrence, query, [key, value, decay, beta])
     return _append_gated_norm(nodes, name, delta_net, read, gate)
-
-
-def _append_recurrence(
-    nodes: Nodes, config: DeltaNetConfig, inputs: list[str], state: str, read: str, new_state: str
-) -> str:
-    """Append the recurrence over queries, keys, values, decays and betas; returns the name of what the queries read."""
-    query, key, value, decay, beta = inputs
-    nodes.add_multi_output(
-        "LinearAttention",
-        [query, key, value, state, decay, beta],
-        [read, new_state],
-        read,
-        MICROSOFT,
-        q_num_heads=config.value_heads,
-        kv_num_heads=config.value_heads,
-        update_rule="gated_delta",
-        scale=config.key_dim**-0.5,
-    )
-    return read
-
-
-def _last(nodes: Nodes, tokens: int) -> list[str]:
-    """The further inputs of a Slice that keeps the last tokens, or all where there are no more."""
-    bounds = nodes.integers(f"last.{tokens}", -tokens), nodes.integers("last.end", np.iinfo(np.int64).max)
-    return [*bounds, nodes.integers("conv.axis", 1)]
-
-
-def _append_convolution(nodes: Nodes, index: int, delta_net: DeltaNet, mixed: str) -> str:
-    """Append the convolution of queries, keys and values; the inputs at the last tokens are an output."""
-    name, kernel = f"layers.{index}.delta", delta_net.config.kernel
-    inputs = nodes.add("Concat", [past_conv(index), mixed], f"{name}.inputs", axis=1)
-    nodes.add("Slice", [inputs, *_last(nodes, UPDATED_WIDTH + kernel - 1)], present_conv(index))
-    total = append_taps(nodes, name, delta_net.convolution, inputs, mixed)
-    # QuickGelu computes x * sigmoid(alpha * x), which is SiLU in one node.
-    return nodes.add("QuickGelu", [total], f"{name}.convolved", domain=MICROSOFT, alpha=1.0)
 
 
 def _append_query_and_key(nodes: Nodes, name: str, config: DeltaNetConfig, query_key: str) -> tuple[str, str]:

@@ -138,22 +138,23 @@ def _states(config: DecoderConfig, *, present: bool = False) -> list[ValueInfoPr
     """Inputs for the states of layers without attention; their outputs if `present`.
 
     Those of short convolutions are followed by the inputs at the new tokens, `[1, kernel - 1 + M, hidden_size]`; of
-    delta nets, the convolution is followed by the inputs at the last new tokens, and the matrix is as large as before.
+    linear attention, the convolution is followed by the inputs at the last new tokens, and the matrix is as large as
+    before.
     """
     shapes: dict[str, list[str | int]] = {}
     if config.convolution is not None:
         tokens = "kept + M" if present else config.convolution.kernel - 1
         shapes |= {past_conv(layer): [1, tokens, config.hidden_size] for layer in config.convolution_layers}
-    if (delta_net := config.delta_net) is not None:
-        matrix: list[str | int] = [1, delta_net.value_heads, delta_net.key_dim, delta_net.value_dim]
-        kernel: str | int = "kept + kernel" if present else delta_net.kernel - 1
-        for layer in config.delta_net_layers:
-            shapes[past_conv(layer)] = [1, kernel, delta_net.convolved]
+    if (recurrent := config.recurrent) is not None:
+        matrix: list[str | int] = [1, recurrent.value_heads, recurrent.key_dim, recurrent.value_dim]
+        kernel: str | int = "kept + kernel" if present else recurrent.kernel - 1
+        for layer in config.recurrent_layers:
+            shapes[past_conv(layer)] = [1, kernel, recurrent.convolved]
             shapes[past_recurrent(layer)] = matrix
-            shapes[past_updates(layer)] = [1, "kept" if present else "updates", delta_net.update_width]
+            shapes[past_updates(layer)] = [1, "kept" if present else "updates", recurrent.update_width]
     declared = {present_of(name) if present else name: shape for name, shape in shapes.items()}
-    if present and delta_net is not None:
-        declared |= {advanced_recurrent(layer): matrix for layer in config.delta_net_layers}
+    if present and recurrent is not None:
+        declared |= {advanced_recurrent(layer): matrix for layer in config.recurrent_layers}
     return [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in declared.items()]
 
 

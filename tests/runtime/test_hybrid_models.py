@@ -1,4 +1,4 @@
-"""Models with convolutions (LFM2) and linear attention (Qwen3.5) from the outside."""
+"""Models with convolutions (LFM2), gated delta nets (Qwen3.5) and Mamba-2 (Granite 4.0-H) from the outside."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from edgerun.runtime.speculation.drafters.model import ModelDrafter
 from edgerun.runtime.speculation.near_ties import NearTies
 from support.adversarial_drafters import FixedCost, adversaries, eager, speculator_of
 from support.hybrid_graphs import with_end_states
-from support.tiny_models import write_bundle, write_checkpoint
+from support.tiny_models import HYBRID_FAMILIES, write_bundle, write_checkpoint
 
 PROMPT = "the and of the and of to in the and of the and of to in the and of"
 CONTEXT = 512
 
 
-@pytest.fixture(scope="module", params=["lfm2", "end states", "qwen3_5_text"])
+@pytest.fixture(scope="module", params=["lfm2", "end states", "qwen3_5_text", "granitemoehybrid"])
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With states after every token of a pass, in some layers after the last token alone, or with linear attention."""
     folder = tmp_path_factory.mktemp("hybrid")
@@ -132,7 +132,7 @@ def test_a_prefix_is_continued_and_branches_copy_it(bundle: Path, options: Gener
     assert all(reply.stats.reused_tokens > 30 for reply in replies[1:])
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+@pytest.mark.parametrize("family", HYBRID_FAMILIES)
 def test_int4_exports_decode(tmp_path: Path, family: str) -> None:
     bundle = write_bundle(tmp_path, family, weights=INT4)
     with edgerun.load(bundle, device="cpu", learned=False, history=False) as engine:
@@ -214,6 +214,7 @@ REFUSED = [
     [
         *(("lfm2", "convolution", *each) for each in REFUSED),
         *(("qwen3_5_text", "linear attention", *each) for each in REFUSED),
+        *(("granitemoehybrid", "linear attention", *each) for each in REFUSED),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -274,12 +275,54 @@ def test_half_supported_delta_nets_are_refused_by_name(
 
 
 @pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_local_experts": 8}, "num_local_experts is not supported; .* experts beside a shared feed-forward"),
+        ({"num_local_experts": None}, "num_local_experts is not supported"),
+        (
+            {"layer_types": ["mamba", "conv", "mamba", "attention"]},
+            "layer_types has 'conv'; supported are mamba and attention",
+        ),
+        ({"layer_types": None}, "no layer of the checkpoint has attention"),
+        ({"mamba_n_groups": 3}, "mamba_n_heads 8 is not a multiple of mamba_n_groups 3"),
+        (
+            {"mamba_d_head": 24},
+            r"8 mamba_n_heads of 24 channels .* do not make mamba_expand \* hidden_size, which is 128",
+        ),
+        ({"mamba_d_conv": 3}, r"weight has shape \[224, 1, 4\], but config.json implies \[224, 1, 3\]"),
+        ({"time_step_limit": [0.01, 1.0]}, "time_step_limit .* is not supported"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act 'gelu_pytorch_tanh' is not supported"),
+    ],
+    ids=[
+        "experts",
+        "default experts",
+        "mixer",
+        "no attention",
+        "groups",
+        "heads",
+        "kernel",
+        "step limit",
+        "activation",
+    ],
+)
+def test_half_supported_state_spaces_are_refused_by_name(
+    tmp_path: Path, settings: dict[str, object], message: str
+) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint", "granitemoehybrid")
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    changed = {name: value for name, value in {**config, **settings}.items() if value is not None}
+    (source / "config.json").write_text(json.dumps(changed), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=message) as error:
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
     ("model_type", "missing"),
     [
         ("qwen3_next", "a shared expert"),
         ("qwen3_5_moe", "a shared expert"),
         ("qwen3_5_moe_text", "a shared expert"),
-        ("granitemoehybrid", "Mamba-2 layers"),
     ],
 )
 def test_relatives_are_refused_by_what_is_missing(tmp_path: Path, model_type: str, missing: str) -> None:

@@ -142,6 +142,26 @@ FAMILY_SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
         "residual_multiplier": 0.7,
         "logits_scaling": 0.5,
     },
+    "granitemoehybrid": {
+        "num_hidden_layers": 4,
+        "layer_types": ["mamba", "attention", "mamba", "mamba"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+        "position_embedding_type": "nope",
+        "attention_bias": False,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_expand": 2,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 24,
+        "mamba_d_conv": 4,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 0.5,
+    },
     "olmo2": {"attention_bias": False},
     "lfm2": {
         "rms_norm_eps": None,
@@ -173,7 +193,7 @@ FAMILY_SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
         },
     },
 }
-HYBRID_FAMILIES: Final = ("lfm2", "qwen3_5_text")
+HYBRID_FAMILIES: Final = ("lfm2", "qwen3_5_text", "granitemoehybrid")
 """Families with layers that keep a state in place of keys and values."""
 ATTENTION_FAMILIES: Final = tuple(sorted(FAMILY_SETTINGS.keys() - set(HYBRID_FAMILIES)))
 """Families whose layers all have attention, and so a cache that can be cut anywhere, and token trees."""
@@ -185,6 +205,7 @@ ARCHITECTURES: Final = {
     "gpt_oss": "GptOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
 }
 """Architecture names that are not the capitalized model type."""
 
@@ -290,6 +311,17 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDAr
             else:
                 tensors |= delta_net_weights(config, f"{name}.linear_attn", random)
             continue
+        if model_type == "granitemoehybrid":
+            wide = config["shared_intermediate_size"]
+            linear(f"{name}.shared_mlp.input_linear", 2 * wide, hidden)
+            linear(f"{name}.shared_mlp.output_linear", hidden, wide)
+            if config["layer_types"][layer] == "attention":
+                for projection, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+                    linear(f"{name}.self_attn.{projection}_proj", count * head_dim, hidden, flagged)
+                linear(f"{name}.self_attn.o_proj", hidden, heads * head_dim, flagged)
+            else:
+                tensors |= mamba2_weights(config, f"{name}.mamba", random)
+            continue
         if gemma:
             norm(f"{name}.pre_feedforward_layernorm", hidden)
         if gemma or model_type == "olmo2":
@@ -391,6 +423,33 @@ def delta_net_weights(
     tensors[f"{name}.A_log"] = random.uniform(-4, 0, value_heads)
     tensors[f"{name}.dt_bias"] = random.standard_normal(value_heads)
     tensors[f"{name}.norm.weight"] = 1 + 0.2 * random.standard_normal(config["linear_value_head_dim"])
+    return {suffix: value.astype(np.float32) for suffix, value in tensors.items()}
+
+
+def mamba2_weights(
+    config: Mapping[str, Any], name: str, random: np.random.Generator
+) -> dict[str, npt.NDArray[np.float32]]:
+    """Random weights of a Mamba-2 state space whose states remember some dozens of tokens, float32."""
+    hidden, heads = config["hidden_size"], config["mamba_n_heads"]
+    width = config["mamba_expand"] * hidden
+    convolved = width + 2 * config["mamba_n_groups"] * config["mamba_d_state"]
+    shapes = {
+        "in_proj.weight": (width + convolved + heads, hidden),
+        "out_proj.weight": (hidden, width),
+        "conv1d.weight": (convolved, 1, config["mamba_d_conv"]),
+    }
+    tensors = {
+        f"{name}.{suffix}": random.standard_normal(shape) * 1.5 / math.sqrt(shape[-1])
+        for suffix, shape in shapes.items()
+    }
+    biased = {"in_proj": config["mamba_proj_bias"], "out_proj": config["mamba_proj_bias"]}
+    for module, present in {**biased, "conv1d": config["mamba_conv_bias"]}.items():
+        if present:
+            tensors[f"{name}.{module}.bias"] = random.standard_normal(shapes[f"{module}.weight"][0]) * 0.3
+    tensors[f"{name}.A_log"] = random.uniform(-4, 0, heads)
+    tensors[f"{name}.dt_bias"] = random.standard_normal(heads)
+    tensors[f"{name}.D"] = 1 + 0.3 * random.standard_normal(heads)
+    tensors[f"{name}.norm.weight"] = 1 + 0.2 * random.standard_normal(width)
     return {suffix: value.astype(np.float32) for suffix, value in tensors.items()}
 
 

@@ -95,6 +95,9 @@ SETTINGS_WITH_EFFECT = [
     ("smollm3", {}, {"no_rope_layers": [1, 1, 1]}),
     ("qwen3_5_text", {}, {"rms_norm_eps": 0.1}),
     ("qwen3_5_text", {}, {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}}),
+    ("granitemoehybrid", {}, {"position_embedding_type": "rope"}),
+    ("granitemoehybrid", {}, {"rms_norm_eps": 0.1}),
+    ("granitemoehybrid", {}, {"residual_multiplier": 0.71}),
     ("granite", {}, {"embedding_multiplier": 3.1}),
     ("granite", {}, {"attention_multiplier": 0.5}),
     ("granite", {}, {"residual_multiplier": 0.71}),
@@ -127,6 +130,10 @@ def test_settings_change_the_logits(tmp_path, family: str, before: dict[str, Any
         ("qwen3_5_text", "A_log", 3),
         ("qwen3_5_text", "dt_bias", 3),
         ("qwen3_5_text", "conv1d.weight", 3),
+        *(
+            ("granitemoehybrid", suffix, 3)
+            for suffix in ("A_log", "dt_bias", "mamba.D", "conv1d.bias", "mamba.norm.weight")
+        ),
         ("gpt_oss", "sinks", 3),
         pytest.param("gpt_oss", ".bias", 15, marks=pytest.mark.nightly),
         pytest.param("gpt_oss", "_proj_bias", 6, marks=pytest.mark.nightly),
@@ -169,6 +176,8 @@ def test_every_tensor_changes_the_logits(tmp_path, family: str, suffix: str, cou
         ("granite", {"num_hidden_layers": 1, "logits_scaling": 8.0, "residual_multiplier": 0.22}),
         ("qwen3_5_text", {"linear_num_key_heads": 1, "linear_conv_kernel_dim": 2}),
         ("qwen3_5_text", {"head_dim": 24, "num_hidden_layers": 2, "layer_types": None, "full_attention_interval": 2}),
+        ("granitemoehybrid", {"mamba_n_groups": 8, "mamba_d_conv": 2, "logits_scaling": 2.0}),
+        ("granitemoehybrid", {"mamba_n_heads": 1, "mamba_n_groups": 1, "mamba_d_head": 128, "mamba_d_state": 1}),
         ("mistral", {"sliding_window": 1}),
         ("mistral", {"head_dim": 24, "sliding_window": 2}),
     ],

@@ -149,6 +149,22 @@ CASES = {
             "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
         },
     ),
+    "granite 4 hybrid": ("granitemoehybrid", {}),
+    "granite 4 hybrid with rotary positions, one group, no convolution bias, biased projections": (
+        "granitemoehybrid",
+        {
+            "position_embedding_type": "rope",
+            "mamba_n_groups": 1,
+            "mamba_d_head": "auto",
+            "mamba_n_heads": 4,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "mamba_d_conv": 3,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "layer_types": ["attention", "mamba", "mamba", "attention"],
+        },
+    ),
     "olmo2, separate head": ("olmo2", {"tie_word_embeddings": False, "num_key_value_heads": None}),
 }
 

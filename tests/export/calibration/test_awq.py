@@ -35,6 +35,7 @@ FAMILIES = {
     "granite": {},
     "lfm2": {"conv_bias": True},
     "qwen3_5_text": {},
+    "granitemoehybrid": {},
 }
 TOKENS = np.array([7, 200, 31, 4, 299, 18, 31, 4])
 
@@ -74,7 +75,11 @@ def test_the_float_model_is_unchanged(tmp_path, family: str) -> None:
             changed.add(linear.name.split(".")[-1])
     after_norms = set() if family == "olmo2" else {"qkv", "gate_up"}
     # The inputs of a delta net's output projection are normed, and proportional to no part of its first linear.
-    mixers = {"lfm2": {"conv_in", "conv_out"}, "qwen3_5_text": {"delta_in", "delta_gates"}}.get(family, set())
+    mixers = {
+        "lfm2": {"conv_in", "conv_out"},
+        "qwen3_5_text": {"delta_in", "delta_gates"},
+        "granitemoehybrid": {"mamba_in"},
+    }.get(family, set())
     assert changed == {"o", "down"} | after_norms | mixers | (set() if config.tied_head else {"head"})
 
 
@@ -87,7 +92,7 @@ def test_heads_of_a_group_share_their_factors(tmp_path) -> None:
     assert np.ptp(factors) > 0.1
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2", "qwen3_5_text", "granitemoehybrid"])
 def test_statistics_are_those_of_the_scaled_model(tmp_path, family: str) -> None:
     source, config, model, _ = scaled_model(tmp_path, family, tie_word_embeddings=False)
     texts = tuple(np.random.default_rng(0).integers(0, 300, (6, 40)))

@@ -46,6 +46,8 @@ def texts_of(*lengths: int):
         ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": []}),
         ("gpt_oss", {}),
         ("qwen3_5_text", {}),
+        ("granitemoehybrid", {}),
+        ("granitemoehybrid", {"mamba_n_groups": 1, "mamba_proj_bias": True}),
         ("lfm2", {}),
         ("lfm2", {"conv_L_cache": 5, "conv_bias": True}),
     ],
@@ -77,7 +79,7 @@ def test_a_layer_uses_the_given_matrices(tmp_path) -> None:
     np.testing.assert_allclose(doubled, 2 * hidden, rtol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["llama", "olmo2", "gemma2", "lfm2", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["llama", "olmo2", "gemma2", "lfm2", "qwen3_5_text", "granitemoehybrid"])
 def test_captured_inputs_give_the_outputs(tmp_path, family: str) -> None:
     """The output of a half layer is its last linear applied to the captured inputs."""
     runner = runner_of(tmp_path, family)

@@ -36,17 +36,19 @@ def strips(bundle: Path) -> GraphSession:
 
 
 @pytest.fixture(
-    scope="module", params=[(), (0, 1, 3), (1,), None], ids=["strips", "end states", "both", "linear attention"]
+    scope="module",
+    params=[(), (0, 1, 3), (1,), "qwen3_5_text", "granitemoehybrid"],
+    ids=["strips", "end states", "both", "delta nets", "Mamba-2"],
 )
 def graph(
     request: pytest.FixtureRequest, bundle: Path, strips: GraphSession, tmp_path_factory: pytest.TempPathFactory
 ) -> GraphSession:
-    """The same graph, in which some layers return the states after the last token alone; or one with delta nets."""
+    """The same graph, in which some layers return the states after the last token alone; or linear attention."""
     if request.param == ():
         return strips
     folder = tmp_path_factory.mktemp("other")
-    if request.param is None:
-        path = write_bundle(folder, "qwen3_5_text", max_position_embeddings=CONTEXT) / "model.onnx"
+    if isinstance(request.param, str):
+        path = write_bundle(folder, request.param, max_position_embeddings=CONTEXT) / "model.onnx"
     else:
         path = with_end_states(bundle, folder / "bundle", request.param)
     return GraphSession(path, SessionConfig(choose_device("cpu"), 1))
