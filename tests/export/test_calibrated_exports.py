@@ -198,6 +198,8 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param("lfm2", "conv", True, marks=pytest.mark.nightly),
         pytest.param("qwen3_5_text", "delta", False, marks=pytest.mark.nightly),
         pytest.param("qwen3_5_text", "delta", True, marks=pytest.mark.nightly),
+        pytest.param("granitemoehybrid", "mamba", False, marks=pytest.mark.nightly),
+        pytest.param("granitemoehybrid", "mamba", True, marks=pytest.mark.nightly),
     ],
 )
 def test_layers_with_states_are_calibrated_too(tmp_path: Path, family: str, mixer: str, awq: bool) -> None:
