@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import edgerun
+from edgerun import GenerateOptions, Speculation
 from edgerun.export import FP32, ExportRecipe, ExportRequest, export_checkpoint
 from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.check.reference import reference_logits
@@ -18,6 +20,7 @@ from support.tiny_models import write_checkpoint
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+torch.set_num_threads(1)  # several threads for such small models take longer where other tests run too
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TOKENS = np.random.default_rng(11).integers(0, 300, 48)
@@ -202,6 +205,33 @@ def test_logits_equal_those_of_transformers(tmp_path, case: str) -> None:
     bundle = export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32))).bundle
     session = ContractSession(bundle, read_config(bundle), 64)
     np.testing.assert_allclose(session.forward(TOKENS, np.arange(48)), expected, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "lfm2",
+        "qwen3.5",
+        "granite 4 hybrid with two groups",
+        "gemma4, small: shared caches, wide last layers, per-layer inputs",
+        "ministral3",
+    ],
+)
+def test_greedy_text_is_that_of_transformers(tmp_path, case: str) -> None:
+    family, overrides = known_case(case)
+    source = write_checkpoint(tmp_path / "checkpoint", family, max_position_embeddings=512, **overrides)
+    model, prompt = load(source), [7, 8, 9, 7, 8, 30, 41]
+    expected = list(prompt)
+    with torch.no_grad():
+        for _ in range(200):
+            expected.append(int(model(torch.tensor([expected]), use_cache=False).logits[0, -1].argmax()))
+    bundle = export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32))).bundle
+    with edgerun.load(bundle, threads=1, cache=False, learned=False, history=False) as engine:
+        for speculation in (Speculation.OFF, Speculation.AUTO):
+            sequence = engine.model.new_sequence()
+            options = GenerateOptions(max_tokens=200, temperature=0, speculation=speculation, ignore_eos=True)
+            assert list(engine.model.answer(sequence, prompt, options))
+            assert sequence.token_ids == expected
 
 
 @pytest.mark.parametrize(
