@@ -25,6 +25,9 @@ class ChatPage:
         self.answers = page.locator(".message.assistant")
         self.notice = page.locator(".notice")
         self.rows = page.locator("a.row-link")
+        # Named by their labels: while a view is being replaced, the input of the old one is still on the page.
+        self.attached_files = page.locator("input[type=file][aria-label='Attach text files']")
+        self.imported_files = page.locator("input[type=file][aria-label='Import …']")
 
     def send(self, text: str) -> None:
         """Write a message and send it by Enter."""

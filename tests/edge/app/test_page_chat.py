@@ -229,9 +229,7 @@ def test_drafts_are_kept_for_each_conversation(chat: ChatPage) -> None:
     chat.new_chat()
     expect(chat.composer).to_have_value("")
     chat.composer.fill("another thought")
-    chat.page.set_input_files(
-        "input[type=file]", [{"name": "notes.txt", "mimeType": "text/plain", "buffer": b"some notes"}]
-    )
+    chat.attached_files.set_input_files([{"name": "notes.txt", "mimeType": "text/plain", "buffer": b"some notes"}])
     expect(chat.page.locator(".attached")).to_contain_text("notes.txt")
     chat.page.reload()
     expect(chat.composer).to_have_value("another thought")
@@ -251,7 +249,7 @@ def test_files_are_attached_and_others_refused(chat: ChatPage) -> None:
         {"name": "list.csv", "mimeType": "text/csv", "buffer": "größe,zahl\n1,2\n".encode()},
         {"name": "picture.png", "mimeType": "image/png", "buffer": b"\x89PNG\r\n\x1a\n\x00\xff"},
     ]
-    chat.page.set_input_files("input[type=file]", files)
+    chat.attached_files.set_input_files(files)
     expect(chat.notice).to_contain_text("picture.png is not a text file in UTF-8")
     expect(chat.page.locator(".attached li")).to_have_count(1)
     chat.ask("count the lines")

@@ -220,7 +220,7 @@ def another_machine(home: Path, file: Path, texts: list[str], chromium: Browser)
     """The exported file, in an app that has never run."""
     assert len(json.loads(file.read_bytes())["conversations"]) == 2
     with AppServer(home) as server, opened(server, chromium) as app, app.window(path="/#/settings") as chat:
-        chat.page.set_input_files("input[type=file]", file)
+        chat.imported_files.set_input_files(file)
         expect(chat.notice.filter(has_text="Imported 2 conversations")).to_be_visible()
         chat.row("Dates").click()
         expect(chat.messages).to_have_count(8)
