@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..models.manifest import GraphLayout
 from .checkpoint.config import DecoderConfig
-from .checkpoint.layout import QuantPlan
+from .checkpoint.layer_weights import QuantPlan
 from .checkpoint.source import ModelSource
 from .graph.draft_features import DraftFeatures
 from .npu.npu_request import NpuRequest

@@ -24,7 +24,7 @@ from .bundle_writer import WrittenBundle
 from .calibration.divergence import Divergence
 from .calibration.kv_calibration import store_cache_scales
 from .calibration.prepare import CalibratedModel
-from .checkpoint.layout import QuantPlan
+from .checkpoint.layer_weights import QuantPlan
 from .drafts.make_draft import make_draft
 from .recipe import FP32, ExportRecipe, ExportRequest
 from .report import (

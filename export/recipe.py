@@ -12,7 +12,8 @@ from ..models.draft_heads import HeadKind
 from ..models.manifest import MIN_CONTEXT, GraphLayout, Method, WeightFormat
 from .allocation.budget import Budget
 from .checkpoint.config import DecoderConfig
-from .checkpoint.layout import PER_LAYER_EMBEDDING, FusedLinear, QuantPlan, fused_linears
+from .checkpoint.layer_weights import FusedLinear, QuantPlan
+from .checkpoint.layout import PER_LAYER_EMBEDDING, fused_linears
 from .npu.npu_request import NpuRequest
 
 FP32: Final = WeightFormat(32)

@@ -11,7 +11,7 @@ from typing import Final
 from ...models.manifest import WeightFormat
 from ...models.progress import Progress, silent
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import QuantPlan
+from ..checkpoint.layer_weights import QuantPlan
 from .budget import Budget, Measure, require_reachable
 from .choices import KnapsackProblem, LinearChoice, PlanDivergence, Selection, linear_choices, plan_of, total_costs
 from .evolutionary_search import CachedDivergence, SearchSettings, evolve

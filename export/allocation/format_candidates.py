@@ -8,7 +8,8 @@ from typing import Final
 
 from ...models.manifest import Method, WeightFormat
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import PER_LAYER_EMBEDDING, FusedLinear, fused_linears
+from ..checkpoint.layer_weights import FusedLinear
+from ..checkpoint.layout import PER_LAYER_EMBEDDING, fused_linears
 
 BASE_FORMATS: Final = tuple(
     WeightFormat(bits, block)

@@ -31,7 +31,8 @@ from ...models.progress import Progress, silent
 from ...runtime.measure.bundle_timing import BundleTimer, PassNodeTimes
 from ...runtime.measure.measurement_store import MeasurementKey, MeasurementStore
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import FusedLinear, QuantPlan, fused_linears
+from ..checkpoint.layer_weights import FusedLinear, QuantPlan
+from ..checkpoint.layout import fused_linears
 from ..graph import inputs_outputs
 from ..graph.feed_forward import EXPERTS_NODE
 from .format_candidates import BASE_FORMATS, EMBEDDING_LINEAR, HEAD_LINEAR

@@ -14,7 +14,8 @@ from typing import Final, Protocol
 
 from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import FusedLinear, embedding_layout, fused_linears
+from ..checkpoint.layer_weights import FusedLinear
+from ..checkpoint.layout import embedding_layout, fused_linears
 from ..quantization.codes import blocks_of, factor_format
 from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, planned_linears
 

@@ -22,7 +22,8 @@ from ..bundle_content import SourceModel
 from ..calibration.calibration_text import CalibrationText
 from ..calibration.divergence import PlanEvaluator
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import QuantPlan, fused_linears
+from ..checkpoint.layer_weights import QuantPlan
+from ..checkpoint.layout import fused_linears
 from ..recipe import ExportRecipe, MixedPrecisionRequest
 from .allocate import Allocation, AllocationProblem, allocate, cost_limits
 from .budget import Budget, Measure

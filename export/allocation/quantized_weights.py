@@ -21,7 +21,8 @@ from ...models.array_file import map_array
 from ...models.atomic import folder_written_atomically
 from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import FusedLinear, fused_linears
+from ..checkpoint.layer_weights import FusedLinear
+from ..checkpoint.layout import fused_linears
 from ..checkpoint.prefetch import in_order
 from ..checkpoint.source import Float32Array, LowRankFactors, ModelSource, ModelSourceWrapper, QuantizedRows, RowRange
 from ..quantization.codes import dequantized

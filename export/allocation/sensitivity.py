@@ -12,7 +12,7 @@ from ...models.json_file import is_finite, parse_json_object
 from ...models.manifest import WeightFormat
 from ...models.progress import Progress, silent
 from ...models.regular_file import MAX_JSON_BYTES, read_regular
-from ..checkpoint.layout import FusedLinear
+from ..checkpoint.layer_weights import FusedLinear
 from .format_candidates import is_allowed
 from .plan_file import spelled
 

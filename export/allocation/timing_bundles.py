@@ -19,7 +19,8 @@ from ...models.bundle import GRAPH_NAME, WEIGHTS_NAME, digest_file, mark_verifie
 from ...models.manifest import MANIFEST_NAME, FileDigest, Manifest, WeightFormat
 from ..bundle_writer import PRODUCER, architecture_of
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import FusedLinear, QuantPlan, expected_tensors, fused_linears, layer_layout
+from ..checkpoint.layer_weights import FusedLinear, QuantPlan
+from ..checkpoint.layout import expected_tensors, fused_linears, layer_layout
 from ..checkpoint.source import Float32Array, LowRankFactors, QuantizedRows, RowRange, UInt8Array
 from ..graph.decoder import build_graph
 from ..graph.initializers import Initializers

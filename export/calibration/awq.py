@@ -19,7 +19,8 @@ import numpy as np
 from ...models.manifest import Method, WeightFormat
 from ...models.progress import Progress
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import FusedLinear, Layer, Norm, final_norm, head_layout, layer_layout
+from ..checkpoint.layer_weights import FusedLinear, Layer, Norm
+from ..checkpoint.layout import final_norm, head_layout, layer_layout
 from ..checkpoint.prefetch import in_order
 from ..checkpoint.source import Float32Array, ModelSource, ModelSourceWrapper, QuantizedRows, RowRange
 from ..quantization.codes import dequantized

@@ -11,7 +11,8 @@ import numpy as np
 
 from ...models.manifest import Method, WeightFormat
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import FusedLinear, fused_linears
+from ..checkpoint.layer_weights import FusedLinear
+from ..checkpoint.layout import fused_linears
 from ..checkpoint.source import ModelSource, ModelSourceWrapper, QuantizedRows, RowRange, joined_rows
 from ..quantization.input_statistics import CorrectionTarget, InputStatistics
 from ..quantization.methods import QUANTIZERS

@@ -21,7 +21,8 @@ from ...models.file_system import remove
 from ...models.progress import Progress
 from ..bundle_content import SourceModel
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import FusedLinear, head_layout, layer_layout
+from ..checkpoint.layer_weights import FusedLinear
+from ..checkpoint.layout import head_layout, layer_layout
 from ..checkpoint.prefetch import in_order
 from ..checkpoint.source import Float32Array
 from ..quantization.input_statistics import InputStatistics

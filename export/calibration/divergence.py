@@ -20,7 +20,8 @@ from ...models.manifest import WeightFormat
 from ...runtime.text.turn_markers import TokenArray
 from ..bundle_content import SourceModel
 from ..check.contract_session import ContractSession
-from ..checkpoint.layout import FusedLinear, QuantPlan, fused_linears, layer_layout
+from ..checkpoint.layer_weights import FusedLinear, QuantPlan
+from ..checkpoint.layout import fused_linears, layer_layout
 from ..checkpoint.prefetch import in_order
 from ..checkpoint.source import Float32Array
 from .layer_runner import CONCURRENT_PASSES, LayerRunner

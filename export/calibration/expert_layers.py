@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checkpoint.config import ExpertsConfig
-from ..checkpoint.layout import FusedLinear
+from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.source import Float32Array
 
 

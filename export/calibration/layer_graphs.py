@@ -15,7 +15,8 @@ import numpy.typing as npt
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import FusedLinear, Norm, layer_layout
+from ..checkpoint.layer_weights import FusedLinear, Norm
+from ..checkpoint.layout import layer_layout
 from ..graph import inputs_outputs
 from ..graph.attention import Attention
 from ..graph.convolution import append_convolution

@@ -20,7 +20,8 @@ from ..bundle_content import SourceModel
 from ..check.contract_session import ModelSession
 from ..check.reference_operations import rms_norm
 from ..checkpoint.config import DecoderConfig, LayerAttention
-from ..checkpoint.layout import FusedLinear, Layer, embedding_layout, final_norm, head_layout, layer_layout
+from ..checkpoint.layer_weights import FusedLinear, Layer
+from ..checkpoint.layout import embedding_layout, final_norm, head_layout, layer_layout
 from ..checkpoint.source import Float32Array, RowRange
 from ..graph import inputs_outputs
 from ..graph.decoder import IR_VERSION, OPSET

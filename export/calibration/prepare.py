@@ -21,7 +21,7 @@ from ..allocation.plan_selection import PlanSearch
 from ..allocation.quantized_weights import QuantizedLinearStore
 from ..bundle_content import BundleContent, SourceModel
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import QuantPlan
+from ..checkpoint.layer_weights import QuantPlan
 from ..recipe import FP32, CalibrationRequest, ExportRecipe, ExportRequest, with_methods
 from .awq import apply_awq
 from .calibrated_source import CalibratedSource

@@ -26,7 +26,8 @@ from ...models.manifest import Method, WeightFormat
 from ...models.progress import Progress
 from ..allocation.quantized_weights import QuantizedLinearStore
 from ..bundle_content import SourceModel
-from ..checkpoint.layout import FusedLinear, QuantPlan, embedding_layout, head_layout, layer_layout
+from ..checkpoint.layer_weights import FusedLinear, QuantPlan
+from ..checkpoint.layout import embedding_layout, head_layout, layer_layout
 from ..checkpoint.prefetch import in_order
 from ..checkpoint.source import Float32Array, ModelSource, ModelSourceWrapper, QuantizedRows, RowRange
 from ..quantization.input_statistics import CorrectionTarget, InputStatistics

@@ -34,7 +34,8 @@ from ...models.manifest import WeightFormat
 from ..bundle_content import BundleContent
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.json_fields import read_json
-from ..checkpoint.layout import FusedLinear, fused_linears
+from ..checkpoint.layer_weights import FusedLinear
+from ..checkpoint.layout import fused_linears
 from ..checkpoint.prefetch import in_order
 from ..checkpoint.source import Float32Array, ModelSource, RowRange
 from ..quantization.codes import dequantized

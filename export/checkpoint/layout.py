@@ -1,229 +1,29 @@
-"""The linears and norms of a model, and their checkpoint tensors.
-
-A fused linear is one linear of the graph and the smallest part with its own weight format. Its matrix stacks one or
-more checkpoint tensors, one under the other.
-"""
+"""The layout of a model: the weights of each layer, embedding and LM head, derived from its config."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Final, NamedTuple, TypeAlias
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final, NamedTuple
 
-from ...models.manifest import WeightFormat
-from ..architectures.delta_net import DeltaNetConfig
 from ..architectures.family import HeadNorm
-from ..architectures.mamba2 import Mamba2Config
 from .config import DecoderConfig
+from .layer_weights import (
+    Convolution,
+    DeltaNet,
+    FusedLinear,
+    Layer,
+    LayerInput,
+    Mamba2,
+    Norm,
+    PerLayerInputsLayout,
+    Producer,
+)
 
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 PER_LAYER_EMBEDDING: Final = "per_layer_embedding"
 """Name of the linear with the embeddings that layers have of their own."""
-
-QuantPlan: TypeAlias = Mapping[str, WeightFormat]
-"""A quantization plan: the weight format of each linear, by its name."""
-
-
-@dataclass(frozen=True)
-class FusedLinear:
-    """A linear of the graph: `modules[j]` of the checkpoint computes `rows[j]` of its outputs."""
-
-    name: str
-    modules: tuple[str, ...]
-    rows: tuple[int, ...]
-    columns: int
-    """Number of inputs (K)."""
-    biased: bool = False
-    exact: bool = False
-    """Whether it stays in float32 whatever the recipe."""
-    experts: int = 0
-    """Number of experts it stacks, each with the same number of modules; 0 for a dense linear."""
-    stacked: bool = False
-    """Whether the checkpoint already stacks the experts, in a tensor that is named like a module."""
-    paired: FusedLinear | None = None
-    """The linear that has to have the same format, because one operator multiplies by both."""
-
-    @property
-    def interleaved(self) -> bool:
-        """Whether the rows of each expert's two modules alternate."""
-        return self.experts > 0 and len(self.modules) == 2 * self.experts
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Outputs (N) and inputs (K)."""
-        return sum(self.rows), self.columns
-
-    @property
-    def weight_count(self) -> int:
-        """Number of weights in the matrix."""
-        return sum(self.rows) * self.columns
-
-    @property
-    def weights(self) -> list[str]:
-        """Checkpoint names of the matrices, from top to bottom."""
-        return list(self.modules) if self.stacked else [f"{module}.weight" for module in self.modules]
-
-    @property
-    def biases(self) -> list[str]:
-        """Checkpoint names of the biases, in the same order; empty for a linear without bias."""
-        suffix = "_bias" if self.stacked else ".bias"
-        return [f"{module}{suffix}" for module in self.modules] if self.biased else []
-
-
-@dataclass(frozen=True)
-class Norm:
-    """An RMS norm: the name and the number of its weights."""
-
-    weight: str
-    width: int
-
-
-@dataclass(frozen=True)
-class Convolution:
-    """The weights of a short convolution, see `architectures.short_convolution`."""
-
-    weight: str
-    """Checkpoint name of the kernels, `[channels, 1, kernel]`."""
-    bias: str | None
-    channels: int
-    kernel: int
-
-    @property
-    def tensors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Names and shapes of the checkpoint's tensors."""
-        bias = () if self.bias is None else ((self.bias, (self.channels,)),)
-        return ((self.weight, (self.channels, 1, self.kernel)), *bias)
-
-
-@dataclass(frozen=True)
-class Producer:
-    """The rows of a mixer's first linear that its output projection's inputs are proportional to."""
-
-    first_row: int
-    shared: tuple[int, int] = (1, 1)
-    """How many inputs are proportional to one row: number of heads side by side, and of channels of each."""
-
-
-@dataclass(frozen=True)
-class LayerInput:
-    """The linears and the norm by which a layer reads its own part of the per-layer inputs."""
-
-    gate: FusedLinear
-    output: FusedLinear
-    after: Norm
-
-
-@dataclass(frozen=True)
-class DeltaNet:
-    """The weights of a gated delta net apart from its linears, see `architectures.delta_net`."""
-
-    config: DeltaNetConfig
-    convolution: Convolution
-    log_rate: str
-    """Checkpoint name of the logarithms of the decay rates, one per value head."""
-    step_bias: str
-    """Checkpoint name of what is added to the decay's inputs, one per value head."""
-    norm: str
-    """Checkpoint name of the norm of value heads."""
-
-    @property
-    def tensors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Names and shapes of the checkpoint's tensors."""
-        heads = (self.config.value_heads,)
-        own = (self.log_rate, heads), (self.step_bias, heads), (self.norm, (self.config.value_dim,))
-        return (*self.convolution.tensors, *own)
-
-
-@dataclass(frozen=True)
-class Mamba2:
-    """The weights of a Mamba-2 state space apart from its linears, see `architectures.mamba2`."""
-
-    config: Mamba2Config
-    convolution: Convolution
-    log_rate: str
-    """Checkpoint name of the logarithms of the decay rates, one per head."""
-    step_bias: str
-    """Checkpoint name of what is added to the steps, one per head."""
-    skip: str
-    """Checkpoint name of D, the factors of x in the output, one per head."""
-    norm: str
-    """Checkpoint name of the norm of the gated output."""
-
-    @property
-    def tensors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Names and shapes of the checkpoint's tensors."""
-        own = ((name, (self.config.value_heads,)) for name in (self.log_rate, self.step_bias, self.skip))
-        return (*self.convolution.tensors, *own, (self.norm, (self.config.value_width,)))
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The linears and norms of one decoder layer; None for a norm that the layer lacks."""
-
-    qkv: FusedLinear
-    """Queries, keys and values, with gated attention a gate after the query of each head; queries alone in a layer that
-    reads the keys and values of another, queries and keys where values are keys; in a layer with a convolution its
-    three inputs B, C and x; in one with a delta net queries, keys, values and the gate of its output; in one with
-    Mamba-2 the gate, x, B, C and the steps."""
-    output: FusedLinear
-    """The output projection of attention, or of what a layer has in its place."""
-    producer: Producer | None
-    """What of `qkv` the inputs of `output` are proportional to; None where they are to no part of it."""
-    convolution: Convolution | None
-    """None for a layer without a short convolution."""
-    delta_net: DeltaNet | None
-    """None for a layer without a delta net."""
-    mamba: Mamba2 | None
-    """None for a layer without a Mamba-2 state space."""
-    gates: FusedLinear | None
-    """The inputs of beta and of the decay in a layer with a delta net; None for others."""
-    gate_up: FusedLinear
-    down: FusedLinear
-    router: FusedLinear | None
-    """Selects the experts, which gate_up and down then stack; None for a dense layer."""
-    sinks: str | None
-    """Checkpoint name of the attention sinks, one logit per head; None where the family has none."""
-    own_input: LayerInput | None
-    """How the layer reads its own embedding; None for a model without per-layer inputs."""
-    scale: str | None
-    """Checkpoint name of the factor on the hidden states after the layer; None where the family has none."""
-    before_attention: Norm | None
-    query_norm: Norm | None
-    key_norm: Norm | None
-    after_attention: Norm | None
-    before_mlp: Norm | None
-    after_mlp: Norm | None
-
-    @property
-    def recurrent(self) -> DeltaNet | Mamba2 | None:
-        """The linear attention of the layer; None for a layer without."""
-        return self.delta_net or self.mamba
-
-    @property
-    def linears(self) -> tuple[FusedLinear, ...]:
-        """All linears, in the order of the graph."""
-        own = () if self.own_input is None else (self.own_input.gate, self.own_input.output)
-        return *self.mixer_linears, *self.feed_forward_linears, *own
-
-    @property
-    def mixer_linears(self) -> tuple[FusedLinear, ...]:
-        """The linears of attention, of the convolution, of the delta net or of the state space."""
-        gates = () if self.gates is None else (self.gates,)
-        return self.qkv, *gates, self.output
-
-    @property
-    def feed_forward_linears(self) -> tuple[FusedLinear, ...]:
-        """The linears of the feed-forward."""
-        router = () if self.router is None else (self.router,)
-        return *router, self.gate_up, self.down
-
-    @property
-    def norms(self) -> tuple[Norm, ...]:
-        """All norms that the layer has."""
-        before, after = (self.before_attention, self.before_mlp), (self.after_attention, self.after_mlp)
-        own = None if self.own_input is None else self.own_input.after
-        return tuple(norm for norm in (*before, *after, self.query_norm, self.key_norm, own) if norm is not None)
 
 
 def layer_layout(config: DecoderConfig, index: int) -> Layer:
@@ -434,18 +234,6 @@ def head_layout(config: DecoderConfig) -> FusedLinear:
     """The LM head, which shares the embedding's matrix where the two are tied."""
     source = EMBEDDING if config.tied_head else HEAD
     return FusedLinear("head", (source.removesuffix(".weight"),), (config.vocab_size,), config.hidden_size)
-
-
-@dataclass(frozen=True)
-class PerLayerInputsLayout:
-    """The linears and the norm that compute the inputs of all layers beside the hidden states."""
-
-    table: FusedLinear
-    """The embeddings of all layers side by side, a linear of vocab_size x (layers * width)."""
-    projection: FusedLinear
-    """From the token embedding."""
-    norm: Norm
-    """The norm of each layer's part of the projection."""
 
 
 def per_layer_inputs_layout(config: DecoderConfig) -> PerLayerInputsLayout | None:

@@ -25,7 +25,8 @@ from ..check.head_reference import HeadOutputs, embedding_rows, reference_head, 
 from ..check.mtp_reference import TargetWeights, reference_mtp
 from ..check.parity import TOLERANCE, QuantizedWeights, RoundedLinears, log_softmax
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import QuantPlan, final_norm
+from ..checkpoint.layer_weights import QuantPlan
+from ..checkpoint.layout import final_norm
 from ..checkpoint.source import Float32Array, ModelSource
 from ..graph import inputs_outputs
 from ..graph.draft_features import DraftFeatures

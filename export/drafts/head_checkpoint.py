@@ -28,16 +28,8 @@ from ...models.draft_heads import (
 from ...models.json_file import is_whole, shown
 from ..checkpoint.config import DecoderConfig, parse_config
 from ..checkpoint.json_fields import count, read_json
-from ..checkpoint.layout import (
-    EMBEDDING,
-    FusedLinear,
-    Layer,
-    Norm,
-    embedding_layout,
-    final_norm,
-    head_layout,
-    layer_layout,
-)
+from ..checkpoint.layer_weights import FusedLinear, Layer, Norm
+from ..checkpoint.layout import EMBEDDING, embedding_layout, final_norm, head_layout, layer_layout
 from ..checkpoint.safetensors_files import Checkpoint
 from ..graph.draft_features import DraftFeatures, eagle_features
 

@@ -17,7 +17,7 @@ from ...models.draft_heads import (
 )
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.json_fields import count, read_json
-from ..checkpoint.layout import FusedLinear
+from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.safetensors_files import SINGLE_FILE, Checkpoint
 from ..graph.draft_features import DraftFeatures
 

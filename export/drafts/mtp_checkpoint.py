@@ -12,7 +12,8 @@ from ..architectures.family import find_family
 from ..architectures.multi_token_prediction import MultiTokenPrediction
 from ..checkpoint.config import DecoderConfig, text_settings
 from ..checkpoint.json_fields import count, read_json
-from ..checkpoint.layout import FusedLinear, Layer, Norm, final_norm, layer_layout
+from ..checkpoint.layer_weights import FusedLinear, Layer, Norm
+from ..checkpoint.layout import final_norm, layer_layout
 from ..checkpoint.safetensors_files import Checkpoint
 from ..graph.draft_features import DraftFeatures
 

@@ -8,7 +8,7 @@ from onnx import TensorProto
 
 from ..architectures.family import HeadNorm
 from ..checkpoint.config import LayerAttention
-from ..checkpoint.layout import Layer, Norm
+from ..checkpoint.layer_weights import Layer, Norm
 from . import inputs_outputs
 from .nodes import MICROSOFT, Nodes
 from .rope import Rope

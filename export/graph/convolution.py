@@ -8,7 +8,7 @@ them can be taken (docs/decisions/0075-convolution-states.md).
 
 from __future__ import annotations
 
-from ..checkpoint.layout import Convolution, Layer
+from ..checkpoint.layer_weights import Convolution, Layer
 from .inputs_outputs import past_conv, present_conv
 from .nodes import Nodes
 

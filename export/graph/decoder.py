@@ -12,7 +12,8 @@ from typing import Final
 from onnx import GraphProto, ModelProto, helper
 
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import Norm, QuantPlan, final_norm, layer_layout, per_layer_inputs_layout
+from ..checkpoint.layer_weights import Norm, QuantPlan
+from ..checkpoint.layout import final_norm, layer_layout, per_layer_inputs_layout
 from . import inputs_outputs
 from .attention import Attention
 from .convolution import append_convolution

@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from ..architectures.delta_net import DeltaNetConfig
-from ..checkpoint.layout import DeltaNet, Layer
+from ..checkpoint.layer_weights import DeltaNet, Layer
 from .linear_attention import Recurrence, append_recurrence, append_silu_convolution
 from .nodes import MICROSOFT, Nodes
 

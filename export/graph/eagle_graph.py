@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from onnx import GraphProto, ModelProto
 
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import FusedLinear, Layer, Norm, QuantPlan
+from ..checkpoint.layer_weights import FusedLinear, Layer, Norm, QuantPlan
 from . import inputs_outputs
 from .attention import Attention
 from .embedding_head import EmbeddingAndHead

@@ -6,7 +6,8 @@ from typing import Final
 
 from onnx import GraphProto
 
-from ..checkpoint.layout import FusedLinear, embedding_layout, head_layout
+from ..checkpoint.layer_weights import FusedLinear
+from ..checkpoint.layout import embedding_layout, head_layout
 from . import inputs_outputs
 from .initializers import StoredMatrix
 from .nodes import MICROSOFT, Nodes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from ..checkpoint.config import Activation, ExpertsConfig
-from ..checkpoint.layout import FusedLinear, Layer
+from ..checkpoint.layer_weights import FusedLinear, Layer
 from .nodes import INT8_ACTIVATIONS, MICROSOFT, Nodes
 
 EXPERTS_NODE: Final = "experts"

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
-from ..checkpoint.layout import Layer, final_norm
+from ..checkpoint.layer_weights import Layer
+from ..checkpoint.layout import final_norm
 from . import inputs_outputs
 from .attention import Attention
 from .decoder import as_model

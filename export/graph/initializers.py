@@ -11,7 +11,7 @@ import numpy.typing as npt
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from ...models.manifest import WeightFormat
-from ..checkpoint.layout import FusedLinear
+from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.prefetch import in_order
 from ..checkpoint.source import Float32Array, LowRankFactors, ModelSource, RowRange, UInt8Array
 from ..quantization.codes import OFFSETS, blocks_of, quantize_rows, unpack_zero_points

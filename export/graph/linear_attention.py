@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...runtime.kv.state_buffers import UPDATED_WIDTH
-from ..checkpoint.layout import Convolution
+from ..checkpoint.layer_weights import Convolution
 from .convolution import append_taps
 from .inputs_outputs import (
     advanced_recurrent,

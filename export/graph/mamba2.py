@@ -7,7 +7,7 @@ share B and C, so the operator has as many key and query heads as there are grou
 from __future__ import annotations
 
 from ..architectures.mamba2 import Mamba2Config
-from ..checkpoint.layout import Layer, Mamba2
+from ..checkpoint.layer_weights import Layer, Mamba2
 from .linear_attention import Recurrence, append_recurrence, append_silu_convolution
 from .nodes import MICROSOFT, Nodes
 

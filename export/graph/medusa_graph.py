@@ -8,7 +8,7 @@ from typing import Final
 from onnx import GraphProto, ModelProto, TensorProto, helper
 
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import FusedLinear, QuantPlan
+from ..checkpoint.layer_weights import FusedLinear, QuantPlan
 from . import inputs_outputs
 from .decoder import as_model
 from .initializers import Initializers

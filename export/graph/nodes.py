@@ -10,7 +10,7 @@ from onnx import NodeProto, helper
 
 from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import FusedLinear, Norm, QuantPlan
+from ..checkpoint.layer_weights import FusedLinear, Norm, QuantPlan
 from ..quantization.codes import OFFSETS, blocks_of, factor_format
 from .initializers import Initializers, StoredMatrix
 

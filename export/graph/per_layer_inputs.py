@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from ..checkpoint.layout import LayerInput, PerLayerInputsLayout
+from ..checkpoint.layer_weights import LayerInput, PerLayerInputsLayout
 from .embedding_head import gathered_rows
 from .feed_forward import activated
 from .nodes import Nodes

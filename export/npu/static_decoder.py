@@ -15,7 +15,8 @@ from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, helper
 
 from ..architectures.family import HeadNorm
 from ..checkpoint.config import Activation, DecoderConfig
-from ..checkpoint.layout import Layer, Norm, QuantPlan, embedding_layout, final_norm, head_layout, layer_layout
+from ..checkpoint.layer_weights import Layer, Norm, QuantPlan
+from ..checkpoint.layout import embedding_layout, final_norm, head_layout, layer_layout
 from ..graph import inputs_outputs
 from ..graph.decoder import IR_VERSION, OPSET
 from ..graph.nodes import MICROSOFT

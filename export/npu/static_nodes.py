@@ -10,7 +10,7 @@ from onnx import NodeProto, TensorProto, ValueInfoProto, helper
 
 from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import FusedLinear, Norm, QuantPlan
+from ..checkpoint.layer_weights import FusedLinear, Norm, QuantPlan
 from ..graph.nodes import MICROSOFT
 from ..quantization.codes import OFFSETS, factor_format
 from .npu_weights import NpuWeights

@@ -17,7 +17,7 @@ from ..allocation.format_candidates import HEAD_LINEAR, planned_linears
 from ..allocation.linear_times import LinearTimes
 from ..allocation.plan_costs import ByteCosts, Costs, plan_cost
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import QuantPlan
+from ..checkpoint.layer_weights import QuantPlan
 from .figures import SIZE_TOLERANCE, PlanFigures, PlanKind
 from .gather import plan_figures
 

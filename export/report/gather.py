@@ -11,7 +11,7 @@ from ..allocation.linear_times import LinearTimes
 from ..allocation.plan_costs import bytes_read, plan_cost, weight_count
 from ..allocation.sensitivity import Sensitivity
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layout import FusedLinear, QuantPlan
+from ..checkpoint.layer_weights import FusedLinear, QuantPlan
 from .figures import LinearFigures, PlanFigures, PlanKind, SearchStep
 
 WIDTHS: Final = (1, 4)

@@ -23,7 +23,8 @@ from edgerun.export.calibration.layer_runner import LayerRunner
 from edgerun.export.calibration.text_batches import pack_texts
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import read_config
-from edgerun.export.checkpoint.layout import FusedLinear, fused_linears
+from edgerun.export.checkpoint.layer_weights import FusedLinear
+from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.checkpoint.source import ModelSource, RowRange
 from edgerun.export.quantization.codes import dequantized

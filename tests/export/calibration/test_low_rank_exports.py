@@ -32,7 +32,8 @@ from edgerun.export.calibration.collect_statistics import collect_statistics
 from edgerun.export.calibration.divergence import PlanEvaluator
 from edgerun.export.calibration.sequential import quantize_sequentially
 from edgerun.export.checkpoint.config import read_config
-from edgerun.export.checkpoint.layout import FusedLinear, fused_linears
+from edgerun.export.checkpoint.layer_weights import FusedLinear
+from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.graph import decoder as graph_module
 from edgerun.export.quantization.codes import dequantized, factor_format, low_rank_product
