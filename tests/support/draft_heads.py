@@ -55,3 +55,21 @@ class WrongHead(HiddenStateHead):
         """The logits, turned around and sharpened."""
         found = super().logits(path)
         return None if found is None else -20 * found
+
+
+class KnowingHead(HiddenStateHead):
+    """A head that knows the answer, as far as its vocabulary has it, and is wrong at every fifth token."""
+
+    text: list[int]
+
+    def logits(self, path: tuple[int, ...]) -> npt.NDArray[np.float32] | None:
+        """The logits, with the next token of the answer, or another one, far above all others."""
+        found = super().logits(path)
+        sequence = [*self._token_ids, *path]
+        if found is None or self.text[: len(sequence)] != sequence or len(sequence) == len(self.text):
+            return found
+        ids = np.arange(found.size) if self.target_ids is None else self.target_ids
+        is_next = ids == self.text[len(sequence)]
+        if len(sequence) % 5 == 0:
+            is_next = np.roll(is_next, 1)
+        return np.where(is_next, found.max() + 2, found)

@@ -1,0 +1,144 @@
+"""Random targets exported with draft heads over their hidden states, and float64 references of both."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgerun import GenerateOptions
+from edgerun.export import FP32, ExportRecipe, ExportRequest, HeadRequest, WeightFormat, export_checkpoint
+from edgerun.export.check.head_reference import HeadOutputs, embedding_rows, reference_head
+from edgerun.export.check.mtp_reference import TargetWeights, reference_mtp
+from edgerun.export.check.reference import reference_states
+from edgerun.export.checkpoint.config import read_config
+from edgerun.export.checkpoint.safetensors_files import Checkpoint
+from edgerun.export.drafts.head_checkpoint import open_eagle_head
+from edgerun.export.drafts.mtp_checkpoint import open_mtp_module
+from edgerun.models.bundle import open_bundle
+from edgerun.models.draft_heads import HeadKind
+from edgerun.models.pairing import find_draft
+from edgerun.runtime.graph.session import GraphSession
+from edgerun.runtime.speculation.choice import Speculation
+from edgerun.runtime.speculation.draft_loading import load_head
+from edgerun.runtime.speculation.drafters.hidden_state_head import HiddenStateHead
+from edgerun.runtime.speculation.tree import Source
+
+from .draft_heads import CPU, KnowingHead, engine_with_eager_head
+from .tiny_heads import write_eagle_head, write_mtp_checkpoint
+from .tiny_models import tiny_config, write_checkpoint
+
+CONTEXT = 600
+
+
+class EagleReference:
+    """The features of a target and the outputs of its EAGLE-3 head, from the checkpoints in float64."""
+
+    def __init__(self, folder: Path) -> None:
+        self._target = Checkpoint(folder / "target")
+        self._config = json.loads((folder / "target" / "config.json").read_text(encoding="utf-8"))
+        self._head = open_eagle_head(folder / "head", read_config(folder / "target"))
+
+    def features(self, tokens: list[int]) -> npt.NDArray[np.float64]:
+        """The concatenated residual stream entering the layers that the head reads, `[tokens, features]`."""
+        states = reference_states(self._target, self._config, np.array(tokens), CONTEXT)
+        return np.concatenate([states[layer] for layer in self._head.features.layers], axis=-1)
+
+    def run(self, tokens: list[int], path: tuple[int, ...], first: int = 0) -> HeadOutputs:
+        """The head over a sequence from its token `first` on, and then a path of draft tokens."""
+        features = self.features(tokens[:-1])[first:]
+        embeddings = embedding_rows(self._target, np.array([*tokens[first + 1 :], *path]))
+        return reference_head(self._head.checkpoint, self._head.settings, embeddings, features, CONTEXT)
+
+
+class MtpReference:
+    """The features of a target and the outputs of its multi-token-prediction module, in float64."""
+
+    def __init__(self, folder: Path) -> None:
+        self._target = Checkpoint(folder / "target")
+        self._config = json.loads((folder / "target" / "config.json").read_text(encoding="utf-8"))
+        self._module = open_mtp_module(folder / "target", read_config(folder / "target"))
+
+    def features(self, tokens: list[int]) -> npt.NDArray[np.float64]:
+        """The residual stream after the last layer, `[tokens, hidden]`."""
+        return reference_states(self._target, self._config, np.array(tokens), CONTEXT)[-1]
+
+    def run(self, tokens: list[int], path: tuple[int, ...], first: int = 0) -> HeadOutputs:
+        """The module over a sequence from its token `first` on, and then a path of draft tokens."""
+        weights = TargetWeights(self._target, self._target)
+        following = np.array([*tokens[first + 1 :], *path])
+        features = self.features(tokens[:-1])[first:]
+        return reference_mtp(self._module.checkpoint, weights, self._config, following, features, CONTEXT)
+
+
+@dataclass(frozen=True)
+class TargetWithHead:
+    """A bundle of a target and its head, and the reference of both."""
+
+    bundle: Path
+    kind: HeadKind
+    source: Source
+    reference: EagleReference | MtpReference
+
+    @property
+    def speculation(self) -> Speculation:
+        """Drafts of the head alone."""
+        return Speculation.of(self.source)
+
+    def open_target(self) -> GraphSession:
+        """The graph of the target."""
+        return GraphSession(self.bundle / "model.onnx", CPU)
+
+    def open_head(self, target: GraphSession) -> HiddenStateHead:
+        """The head as the runtime loads it, for a target of the same bundle."""
+        bundle = open_bundle(self.bundle)
+        pair = find_draft(bundle)
+        assert pair is not None
+        assert pair.head is self.kind
+        return load_head(pair, CPU, bundle, target.graph_io, CONTEXT, cache=False)()
+
+
+def export_with_eagle_head(
+    folder: Path, weights: WeightFormat = FP32, family: str = "llama", **overrides: Any
+) -> TargetWithHead:
+    """Export a random target with a random EAGLE-3 head, whose settings `overrides` changes."""
+    settings: dict[str, Any] = {"max_position_embeddings": CONTEXT}
+    if family == "llama":
+        settings["num_hidden_layers"] = 6
+    target = write_checkpoint(folder / "target", family, **settings)
+    head = write_eagle_head(folder / "head", tiny_config(family, **settings), **overrides)
+    recipe = ExportRecipe(weights, draft_head=HeadRequest(head, HeadKind.EAGLE))
+    bundle = export_checkpoint(ExportRequest(target, folder / "bundle", recipe)).bundle
+    return TargetWithHead(bundle, HeadKind.EAGLE, Source.EAGLE, EagleReference(folder))
+
+
+def export_with_mtp_module(folder: Path, weights: WeightFormat = FP32, **overrides: object) -> TargetWithHead:
+    """Export a random Qwen3.5, whose settings `overrides` changes, with its random multi-token-prediction module."""
+    target = write_mtp_checkpoint(folder / "target", max_position_embeddings=CONTEXT, **overrides)
+    recipe = ExportRecipe(weights, draft_head=HeadRequest(None, HeadKind.MTP))
+    bundle = export_checkpoint(ExportRequest(target, folder / "bundle", recipe)).bundle
+    return TargetWithHead(bundle, HeadKind.MTP, Source.MTP, MtpReference(folder))
+
+
+def assert_accepted_tokens_run_again(headed: TargetWithHead, *, trees: bool = True) -> None:
+    """Assert that a head that is mostly right, run again over accepted tokens, has the target's features of them."""
+    options = GenerateOptions(max_tokens=60, ignore_eos=True)
+    with engine_with_eager_head(headed.bundle, trees=trees) as engine:
+        plain = engine.generate("in the other thing", options, speculation=Speculation.OFF)
+        head = engine.model.drafters.draft_model()
+        assert isinstance(head, HiddenStateHead)
+        head.__class__ = KnowingHead
+        head.text = [*engine.model.prefixes._kept[-1].token_ids.tolist(), -1]  # type: ignore[attr-defined]
+        reply = engine.generate("in the other thing", options, speculation=headed.speculation)
+        counts = reply.stats.by_source[str(headed.kind)]
+        assert reply.text == plain.text
+        assert counts.drafted > counts.accepted > 10
+        assert reply.stats.decode_passes + counts.accepted == 59
+        expected = headed.reference.run(head._token_ids, (21,))
+        found = HiddenStateHead.logits(head, (21,))
+    assert found is not None
+    np.testing.assert_allclose(found, expected.logits[-1], atol=2e-3)
