@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ...errors import CheckpointError
-from ...models.json_file import shown
 from ..checkpoint.json_fields import count, optional_list
+from .layer_kinds import layers_of_kind
 from .short_convolution import MAX_KERNEL
 
 _LINEAR, _ATTENTION = "linear_attention", "full_attention"
@@ -81,15 +81,7 @@ class DeltaNet:
         if kinds is None:
             period = count(config, self.interval, default=4)
             kinds = [_LINEAR if (layer + 1) % period else _ATTENTION for layer in range(layers)]
-        for kind in kinds:
-            if kind not in (_LINEAR, _ATTENTION):
-                raise CheckpointError(
-                    f"config.json: layer_types has {shown(kind)}", f"supported are {_LINEAR} and {_ATTENTION}"
-                )
-        if _ATTENTION not in kinds:
-            raise CheckpointError(
-                "no layer of the checkpoint has attention", "supported are models with a key/value cache"
-            )
+        delta_layers = layers_of_kind(kinds, (_LINEAR,), (_ATTENTION,))
         key_heads = count(config, "linear_num_key_heads", default=16, maximum=MAX_HEADS)
         value_heads = count(config, "linear_num_value_heads", default=32, maximum=MAX_HEADS)
         if value_heads % key_heads:
@@ -97,7 +89,7 @@ class DeltaNet:
                 f"linear_num_value_heads {value_heads} is not a multiple of linear_num_key_heads {key_heads}"
             )
         return DeltaNetConfig(
-            tuple(kind == _LINEAR for kind in kinds),
+            delta_layers,
             key_heads,
             value_heads,
             count(config, "linear_key_head_dim", default=128),

@@ -20,6 +20,7 @@ from ...errors import CheckpointError
 from ...models.json_file import shown
 from ..checkpoint.json_fields import count, optional_list
 from .delta_net import MAX_HEADS
+from .layer_kinds import layers_of_kind
 from .short_convolution import MAX_KERNEL
 
 _MAMBA: Final = ("mamba", "linear_attention")
@@ -85,15 +86,7 @@ class Mamba2:
                 kind of layer, or leave no layer with attention.
         """
         kinds = optional_list(config, "layer_types", layers) or [_MAMBA[0]] * layers
-        for kind in kinds:
-            if kind not in (*_MAMBA, *_ATTENTION):
-                raise CheckpointError(
-                    f"config.json: layer_types has {shown(kind)}", f"supported are {_MAMBA[0]} and {_ATTENTION[0]}"
-                )
-        if not any(kind in _ATTENTION for kind in kinds):
-            raise CheckpointError(
-                "no layer of the checkpoint has attention", "supported are models with a key/value cache"
-            )
+        mamba_layers = layers_of_kind(kinds, _MAMBA, _ATTENTION)
         _refuse_unsupported(config)
         heads = count(config, "mamba_n_heads", default=128, maximum=MAX_HEADS)
         groups = count(config, "mamba_n_groups", default=1, maximum=MAX_HEADS)
@@ -108,7 +101,7 @@ class Mamba2:
                 f"which is {width}"
             )
         return Mamba2Config(
-            tuple(kind in _MAMBA for kind in kinds),
+            mamba_layers,
             groups,
             heads,
             count(config, "mamba_d_state", default=256),

@@ -13,6 +13,7 @@ from typing import Any, Final
 from ...errors import CheckpointError
 from ...models.json_file import is_whole, shown
 from ..checkpoint.json_fields import count, optional_list
+from .layer_kinds import layers_of_kind
 
 _CONVOLUTION, _ATTENTION = "conv", "full_attention"
 MAX_KERNEL: Final = 64
@@ -54,17 +55,8 @@ class ShortConvolution:
         kinds = optional_list(config, "layer_types", layers)
         if kinds is None:
             kinds = [_ATTENTION if each else _CONVOLUTION for each in self._listed(config, layers)]
-        for kind in kinds:
-            if kind not in (_CONVOLUTION, _ATTENTION):
-                raise CheckpointError(
-                    f"config.json: layer_types has {shown(kind)}", f"supported are {_CONVOLUTION} and {_ATTENTION}"
-                )
-        if _ATTENTION not in kinds:
-            raise CheckpointError(
-                "no layer of the checkpoint has attention", "supported are models with a key/value cache"
-            )
         return ConvolutionConfig(
-            tuple(kind == _CONVOLUTION for kind in kinds),
+            layers_of_kind(kinds, (_CONVOLUTION,), (_ATTENTION,)),
             count(config, self.kernel, default=3, minimum=2, maximum=MAX_KERNEL),
             bool(config.get(self.bias, False)),
         )

@@ -146,7 +146,8 @@ def load_draft(
         _check_ids(pair, pair.target_ids, head, target_vocab)
     elif head < target_vocab and head < pair.token_count:
         raise BundleError(
-            f"the draft {bundle.folder} has {pair.token_count} tokens and a head of {head}, but no map of its ids",
+            f"the draft {bundle.folder} has {pair.token_count} tokens and an LM head of {head}, "
+            "but no map to the target's",
             "put its d2t.npy beside the graph",
         )
     limit = min(context, bundle.context or context)
@@ -195,10 +196,7 @@ def load_layer_skip_draft(
     )
     if not same or own.cache_mode is not CacheMode.IN_PLACE or graph_io.cache_mode is not CacheMode.IN_PLACE:
         raise BundleError(f"{pair.draft.graph} does not run on the cache of {target.graph}", _HINT)
-    if pair.target_ids is not None:
-        _check_ids(pair, pair.target_ids, own.vocab_size, graph_io.vocab_size)
-    elif own.vocab_size != graph_io.vocab_size:
-        raise BundleError(f"{pair.draft.graph} has a head of {own.vocab_size} tokens, but no map of its ids", _HINT)
+    _check_vocab(pair, own.vocab_size, graph_io.vocab_size)
     timed = session.bind(session.arena(context))
     cost = _pass_cost(pair.draft, config, timed, measuring, cache=cache)
 
@@ -219,16 +217,7 @@ def load_head(
     cache: bool = True,
     measuring: MeasuringTime | None = None,
 ) -> Callable[[], HiddenStateHead]:
-    """Load a draft head, to be attached to the arena of an answer.
-
-    Args:
-        pair: see `find_draft`.
-        config: configuration of the head's session; see `share_cores`.
-        target: bundle of the target.
-        graph_io: inputs and outputs of the target's graph.
-        context: as for `load_draft`.
-        cache: as for `load_draft`.
-        measuring: as for `load_draft`.
+    """Load a draft head, to be attached to the arena of an answer; arguments as for `load_layer_skip_draft`.
 
     Raises:
         BundleError: the graph cannot be loaded, or does not fit the target's hidden states or vocabulary.
@@ -240,10 +229,7 @@ def load_head(
     if own.head is None or own.hidden_size != own.head.sizes[1]:
         raise BundleError(f"{graph} is not a draft head: it does not continue from its own states", _HINT)
     _require_features(graph, own.head.sizes[0], target, graph_io)
-    if pair.target_ids is not None:
-        _check_ids(pair, pair.target_ids, own.vocab_size, graph_io.vocab_size)
-    elif own.vocab_size != graph_io.vocab_size:
-        raise BundleError(f"{graph} has a head of {own.vocab_size} tokens, but no map of its ids", _HINT)
+    _check_vocab(pair, own.vocab_size, graph_io.vocab_size)
 
     def bind() -> HeadSession:
         bound = session.bind(session.arena(context))
@@ -257,7 +243,7 @@ def load_head(
 def load_medusa_heads(
     pair: DraftPair, config: SessionConfig, target: Bundle, graph_io: GraphIO
 ) -> Callable[[], MedusaDraft]:
-    """Load Medusa heads, to be attached to the arena of an answer; arguments as for `load_head`.
+    """Load Medusa heads, to be attached to the arena of an answer; arguments as for `load_layer_skip_draft`.
 
     Raises:
         BundleError: the graph cannot be loaded, or does not fit the target's hidden states.
@@ -276,6 +262,18 @@ def _require_features(graph: Path, size: int, target: Bundle, graph_io: GraphIO)
     if size != graph_io.feature_size:
         given = "none" if graph_io.feature_size is None else graph_io.feature_size
         raise BundleError(f"{graph} reads {size} features of each token, and {target.graph} gives {given}", _HINT)
+
+
+def _check_vocab(pair: DraftPair, vocab: int, target_vocab: int) -> None:
+    """Check that the tokens of a draft that comes with its target are those of the target, or have a map to them.
+
+    Raises:
+        BundleError: they are not, or the map does not fit.
+    """
+    if pair.target_ids is not None:
+        _check_ids(pair, pair.target_ids, vocab, target_vocab)
+    elif vocab != target_vocab:
+        raise BundleError(f"{pair.draft.graph} has an LM head of {vocab} tokens, but no map to the target's", _HINT)
 
 
 def _check_ids(pair: DraftPair, target_ids: Int32, head: int, target_vocab: int) -> None:

@@ -1,8 +1,7 @@
-"""Models whose layers differ (Gemma 4) from the outside: shared caches, answers, sessions, and what is refused."""
+"""Models whose layers differ (Gemma 4) from the outside: shared caches, rewinds, and what is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ import onnx
 import pytest
 
 import edgerun
-from edgerun import GenerateOptions, Speculation
 from edgerun.edge.cli.main import main
 from edgerun.errors import CheckpointError, EdgeError, InputError
 from edgerun.export import FP32, INT4, DraftRequest, ExportRecipe, ExportRequest, export_checkpoint
@@ -27,17 +25,6 @@ PROMPT = "the and of the and of to in the and of the and of to in the and of"
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_bundle(tmp_path_factory.mktemp("gemma4"), FAMILY, weights=INT4, max_position_embeddings=512)
-
-
-@pytest.fixture(scope="module")
-def engine(bundle: Path) -> Iterator[edgerun.Engine]:
-    with edgerun.load(bundle, device="cpu", learned=False, history=False) as loaded:
-        yield loaded
-
-
-@pytest.fixture(scope="module")
-def options() -> GenerateOptions:
-    return GenerateOptions(raw=True, ignore_eos=True, max_tokens=80, speculation=Speculation.OFF)
 
 
 def test_layers_that_share_a_cache_have_none_of_their_own(bundle: Path) -> None:
@@ -58,21 +45,6 @@ def test_layers_that_share_a_cache_have_none_of_their_own(bundle: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_speculative_text_equals_plain_text(
-    engine: edgerun.Engine, options: GenerateOptions, temperature: float
-) -> None:
-    drafted = 0
-    for seed in range(2):
-        chosen = {"temperature": temperature, "seed": seed}
-        plain = engine.generate(PROMPT, options, **chosen)
-        for sources in ("auto", "suffix,recycle"):
-            reply = engine.generate(PROMPT, options, **chosen, speculation=Speculation.parse(sources))
-            assert reply.text == plain.text
-            drafted += reply.stats.drafted
-    assert drafted > 0
-
-
 def test_random_rewinds_leave_the_logits_of_one_pass(tmp_path: Path) -> None:
     graph = GraphSession(write_bundle(tmp_path, FAMILY) / "model.onnx", SessionConfig(choose_device("cpu"), 1))
     random = np.random.default_rng(3)
@@ -87,28 +59,6 @@ def test_random_rewinds_leave_the_logits_of_one_pass(tmp_path: Path) -> None:
         logits = bound.forward(part)
         arena.commit(len(part))
         np.testing.assert_allclose(logits, expected[start : start + len(part)], atol=2e-4)
-
-
-def test_a_saved_session_continues_with_the_same_text(bundle: Path, tmp_path: Path) -> None:
-    path, long = tmp_path / "s.kv", {"max_tokens": 60, "ignore_eos": True, "speculation": Speculation.OFF}
-    with edgerun.load(bundle, device="cpu", learned=False, history=False) as engine:
-        with engine.session(system=PROMPT * 2) as chat:
-            chat.send("in the", **long)
-            chat.save(path)
-            expected = chat.send("and of", **long)
-        with engine.session(resume=path) as resumed:
-            reply = resumed.send("and of", **long)
-    assert reply.text == expected.text
-    assert reply.stats.reused_tokens > 60
-
-
-def test_a_conversation_goes_on_beyond_the_context(bundle: Path) -> None:
-    with edgerun.load(bundle, device="cpu", context=160, learned=False) as engine:
-        reply = engine.generate(
-            "the of", raw=True, ignore_eos=True, max_tokens=250, overflow="window", speculation=Speculation.OFF
-        )
-    assert reply.stats.completion_tokens == 250
-    assert reply.stats.context_shifts > 0
 
 
 def test_the_command_line_exports_and_generates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

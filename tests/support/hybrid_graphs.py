@@ -1,4 +1,4 @@
-"""Graphs whose states are known after the last token of a pass alone, as other tools and linear attention have them."""
+"""Bundles of random hybrids, and graphs whose states are known after the last token of a pass alone."""
 
 from __future__ import annotations
 
@@ -11,6 +11,19 @@ from pathlib import Path
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
+
+from .tiny_models import write_bundle
+
+HYBRIDS = ("lfm2", "end states", "qwen3_5_text", "granitemoehybrid")
+"""Families of models with layers without attention; and LFM2 with some states known after a pass alone."""
+
+
+def write_hybrid(folder: Path, kind: str, context: int) -> Path:
+    """Write the bundle of a random hybrid, one of `HYBRIDS`; return its folder."""
+    if kind != "end states":
+        return write_bundle(folder, kind, max_position_embeddings=context)
+    exported = write_bundle(folder, "lfm2", max_position_embeddings=context)
+    return with_end_states(exported, folder / "edited", (0, 3)).parent
 
 
 def with_end_states(bundle: Path, folder: Path, layers: Iterable[int]) -> Path:
