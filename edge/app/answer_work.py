@@ -299,7 +299,7 @@ class AnswerWork:
         options = generate_options(base, sampling)
         if len(self._answers) == 1:
             return options
-        # Without sampling all answers would be equal. Who has chosen that gets it.
+        # Greedy answers would all be equal, so they are sampled, unless the user has set the temperature.
         greedy = "temperature" not in sampling and options.sampling(engine.model.defaults).greedy
         changes: dict[str, Any] = {"temperature": 1.0} if greedy else {}
         if len(indices) > 1:

@@ -184,8 +184,8 @@ def run(
         str,
         typer.Option(
             metavar="NAMES",
-            help="Drafters for speculative decoding: auto, off, or some of suffix,edit,recycle,ngram,history, "
-            "model,eagle,medusa.",
+            help="Drafters for speculative decoding: auto, off, or some of suffix,edit,recycle,ngram,history,"
+            "model,eagle,medusa,mtp.",
         ),
     ] = "auto",
     draft_sampling: Annotated[

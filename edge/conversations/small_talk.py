@@ -14,5 +14,5 @@ _SMALL_TALK: Final = re.compile(
 
 
 def is_small_talk(text: str) -> bool:
-    """Whether a message is none that a model for shell commands can do anything with."""
+    """Whether a message asks for nothing that a model for shell commands can do."""
     return _SMALL_TALK.fullmatch(text.strip()) is not None

@@ -66,7 +66,7 @@ def total_variation(logprobs: Tensor, labels: Labels) -> Tensor:
     variation distance is -E_q[r(x) grad log q(x)], a policy gradient. TVD++ normalizes the rewards by their mean and
     standard deviation over the batch (Goyal et al., "Direct Alignment of Draft Model for Speculative Decoding",
     arXiv:2403.00858). The expectation is over all tokens here instead of a few samples of q, so that the mean changes
-    nothing and the result is the gradient of the distance, divided by the deviation. The value is of no use.
+    nothing and the result is the gradient of the distance, divided by the deviation. Only the gradient has a meaning.
     """
     probs = logprobs.detach().exp()
     target = torch.zeros_like(probs).scatter_add_(1, labels.top_ids, labels.top_probs.to(probs.dtype))

@@ -66,7 +66,7 @@ class AnswerOptions:
 
 
 class TargetText:
-    """Lets a target answer, and reads what it would have said instead."""
+    """Generates answers of a target, with its probabilities of the likeliest tokens at every position."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -98,7 +98,7 @@ class StateTensor:
     """Name of the output."""
     layer: int
     kind: str
-    """What it is of, such as "convolution" or "recurrent"; states of one type are of one kind."""
+    """Kind of layer that keeps it, such as "convolution" or "recurrent"; states of one type are of one kind."""
     advanced: str | None = None
     """Name of the output with the state before the pass, to which the graph has applied updates; see `StatePart`."""
 

@@ -122,7 +122,7 @@ def _with_further_graphs(
         probed = replace(metadata, probe_result=base.probe_result)
         further.append(PromptGraph(bundle, base.config, probed, prefill))
     if _may_run_long_contexts(base, file, bundle):
-        # It measures, and what measures is imported after the graphs.
+        # The module imports runtime.measure, which imports this one.
         from ..long_context.long_graph import LEAST_CONTEXT, LongContextGraph  # noqa: PLC0415 -- see above
 
         if bundle.context is None or bundle.context > LEAST_CONTEXT:

@@ -2,7 +2,7 @@
 
 A folder in the cache holds `model.onnx`, the 8-bit weights (`int8.data`: as they are, and as packed for this machine's
 kernels), and links to the model's own data files for everything else. Weights are decoded and packed one matrix at a
-time. Everything can be made again, so whatever is stale, damaged or in the way of making it costs the int8 graph alone.
+time. Everything can be made again: a model whose int8 graph is stale or damaged, or cannot be made, runs without it.
 """
 
 from __future__ import annotations

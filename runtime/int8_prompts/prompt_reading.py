@@ -127,7 +127,7 @@ class PromptReading:
             )
         if self._prompt is not None and self._write(self._prompt, progress):
             self._prompt.use()
-            self._preloading.start()  # while the user types, perhaps; a prompt that comes now loads it
+            self._preloading.start()  # in the background; a prompt that comes before loads it itself
 
     def tune(self, progress: Progress = silent) -> PromptChoice | None:
         """Make the graph now, check it and measure whether it pays; `refusal` says what came of it.

@@ -1,9 +1,9 @@
 """KV caches of chosen prefixes on disk: system messages, tools, long documents.
 
 The slots of a token depend on the tokens before it only, so a later process takes them from a file instead of computing
-them. A file is memory-mapped and copied once, into the arena that continues it, while its checksum is compared. It has
-a folder that is named after everything that its slots depend on besides the tokens: what is stale or of another model
-lies in a folder where nobody looks. Everything here can be computed again, so every failure means to compute.
+them. A file is memory-mapped and copied once, into the arena that continues it, while its checksum is compared. Its
+folder is named after everything that its slots depend on besides the tokens, so files that are stale or of another
+model lie in other folders. Slots whose file cannot be read are computed.
 """
 
 from __future__ import annotations

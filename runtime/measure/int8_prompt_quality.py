@@ -66,7 +66,7 @@ class Int8Quality:
         numbers = ("mean_kl", "p99_kl", "top1_agreement")
         if not all(is_finite(data.get(name)) for name in numbers) or not is_whole(data.get("positions"), 1):
             raise ValueError("not the quality of an int8 prompt graph")
-        # Those who read the file see the limit of its time; what is measured is judged by today's.
+        # The stored limit is for people who read the file; results are compared with the current one.
         return Int8Quality(data["mean_kl"], data["p99_kl"], data["top1_agreement"], data["positions"])
 
 

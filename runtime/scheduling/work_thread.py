@@ -40,7 +40,7 @@ class WorkThread:
             thread.join()
 
     def __del__(self) -> None:
-        # An engine that is not closed is dropped with all that it has. The thread knows the queue alone.
+        # The thread refers to the queue alone, so an engine that nobody closed can be freed, which ends the thread.
         self._work.put(None)
 
 

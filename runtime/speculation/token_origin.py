@@ -32,8 +32,7 @@ class TokenOrigin:
 
     kind: OriginKind
     drafter: str | None = None
-    """Name of the drafter of an accepted token, or of the rejected one: suffix, edit, history, ngram, recycle,
-    model or other."""
+    """Name of the drafter of an accepted token, or of the rejected one: one of `choice.SOURCE_NAMES`, or `other`."""
     rejected: str | None = None
     """Text of the draft token that the model rejected here, the most probable one if there were several."""
 

@@ -37,9 +37,9 @@ _WHITE_SPACE: Final = ("\n", "\n\n", "\n\n\n", " ", "  ", "\r\n", "\r\n\r\n", " 
 
 
 def parser_limits() -> llguidance.LLParserLimits:
-    """What a grammar and each of its masks may cost: llguidance's own limits, which stop what would explode.
+    """Limits of memory and time for compiling a grammar and for each of its masks: llguidance's defaults.
 
-    Errors leave out what the grammar has matched: it is the text of an answer.
+    Errors leave out what the grammar has matched, because it is the text of an answer.
     """
     return llguidance.LLParserLimits(verbose_errors=False)
 
