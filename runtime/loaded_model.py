@@ -27,10 +27,11 @@ from .kv.arena import KVArena
 from .kv.prefix_cache import PrefixCache
 from .kv.prefix_files import PrefixFiles
 from .measure.measurement_store import model_id
-from .options import GenerateOptions, GenerationRequest, ModelDefaults, Persistence
+from .options import GenerateOptions, GenerationRequest, Persistence
 from .overflow import Overflow, fitted, overflow_of
 from .prefill import PrefillMode
 from .result import Chunk
+from .sampling.model_defaults import ModelDefaults
 from .scheduling.answer_stream import AnswerStream, Cancelled
 from .scheduling.request_queue import RequestQueue
 from .scheduling.several_answers import EarlyStop, best_of, in_sequence, repeated

@@ -1,4 +1,4 @@
-"""Options of one answer, defaults of a model, and the request that both make."""
+"""Options of one answer, and the request that they make of a prompt."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import dataclasses
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from ..errors import BundleError, InputError, TemplateError
-from ..models.bundle import Bundle
+from ..errors import InputError, TemplateError
 from ..models.json_file import shown
-from ..models.variants import GENAI_CONFIG
 from .argument_types import check_fields
 from .kv.prefix_cache import shared_tokens
 from .overflow import Overflow
 from .sampling.logprobs import MAX_ALTERNATIVES
+from .sampling.model_defaults import ModelDefaults
 from .sampling.sampler import SamplingParams
 from .speculation.choice import Speculation
 from .speculation.replay import Recording
@@ -30,8 +29,6 @@ if TYPE_CHECKING:  # llguidance is an extra
     from .structure.expected_futures import ExpectedFutures
     from .structure.grammar import Grammar
 
-_Number = TypeVar("_Number", int, float)
-_LARGEST = 1e30
 MOST_ANSWERS = 128
 """Largest number of answers to one prompt, as in OpenAI's API."""
 LEAST_CONFIDENCE = 0.5
@@ -351,55 +348,3 @@ class Persistence:
     """Maximum memory for the KV caches of finished sequences, which later prompts continue; 0 for none."""
     prefix_disk_bytes: int = 0
     """Maximum size on disk of the KV caches of chosen prefixes, with `cache` alone; 0 for none."""
-
-
-@dataclass(frozen=True)
-class ModelDefaults:
-    """Sampling defaults of a model, from generation_config.json or the `search` section of genai_config.json."""
-
-    samples: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repeat_penalty: float = 1.0
-
-    @classmethod
-    def of(cls, bundle: Bundle) -> ModelDefaults:
-        """Read the defaults of a bundle; a value that its files do not give is that of this class.
-
-        Raises:
-            BundleError: a value is not a number, or out of range.
-        """
-        name = "generation_config.json"
-        config = bundle.json_file(name)
-        if not config and isinstance(search := bundle.json_file(GENAI_CONFIG).get("search"), dict):
-            name, config = GENAI_CONFIG, search
-        try:
-            defaults = cls(
-                samples=bool(config.get("do_sample")),
-                temperature=_number(config, "temperature", 1.0),
-                top_k=_number(config, "top_k", 0),
-                top_p=_number(config, "top_p", 1.0),
-                min_p=_number(config, "min_p", 0.0),
-                repeat_penalty=_number(config, "repetition_penalty", 1.0),
-            )
-            SamplingParams(
-                defaults.temperature,
-                defaults.top_k,
-                defaults.top_p,
-                defaults.min_p,
-                repeat_penalty=defaults.repeat_penalty,
-            )
-        except InputError as error:
-            raise BundleError(f"{bundle.folder / name}: {error.what}", error.hint) from error
-        return defaults
-
-
-def _number(config: Mapping[str, Any], name: str, default: _Number) -> _Number:
-    value = config.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_LARGEST < value < _LARGEST:
-        raise InputError(f"{name} is {value!r:.60}", "it must be a number")
-    return type(default)(value)

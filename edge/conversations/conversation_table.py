@@ -242,7 +242,8 @@ def _sampling(value: Any) -> str:
     if not given:
         return "{}"
     # The runtime takes long to import, and listing conversations does not need it.
-    from ...runtime.options import GenerateOptions, ModelDefaults  # noqa: PLC0415
+    from ...runtime.options import GenerateOptions  # noqa: PLC0415
+    from ...runtime.sampling.model_defaults import ModelDefaults  # noqa: PLC0415
 
     try:
         GenerateOptions(**given).sampling(ModelDefaults())

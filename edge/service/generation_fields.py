@@ -9,7 +9,8 @@ import msgspec
 from msgspec import Meta
 
 from ...errors import InputError
-from ...runtime.options import GenerateOptions, ModelDefaults
+from ...runtime.options import GenerateOptions
+from ...runtime.sampling.model_defaults import ModelDefaults
 from .format_fields import FormatFields, response_format
 from .request_error import ErrorCode, RequestError
 

@@ -21,7 +21,7 @@ from ....models.hub.model_id import parse_hub_id
 from ....models.json_file import is_finite, is_whole
 from ....models.manifest import MANIFEST_NAME, Manifest
 from ....models.regular_file import MAX_JSON_BYTES, read_regular
-from ....runtime.options import ModelDefaults
+from ....runtime.sampling.model_defaults import ModelDefaults
 from ...conversations.data_folder import data_folder
 from ...service.model_pool import ModelPool
 from ...service.offered_models import ModelEntry
