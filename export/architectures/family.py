@@ -109,17 +109,33 @@ NORMS_AROUND: Final = Norms(
 
 
 @dataclass(frozen=True)
+class SharedExpert:
+    """A feed-forward that all tokens run through beside the selected experts; its projections are named like `gate_up`."""
+
+    module: str = "mlp.shared_expert"
+    """Module in the layer."""
+    gate: str | None = "mlp.shared_expert_gate"
+    """Linear with one output, whose sigmoid is a factor on the outputs; None for a feed-forward without this factor."""
+    intermediate_size: str = "shared_expert_intermediate_size"
+    """Setting of the channels between its projections."""
+
+
+@dataclass(frozen=True)
 class Experts:
     """The mixture-of-experts feed-forward of a family, by the names of its settings in config.json."""
 
     count: tuple[str, ...] = ("num_experts", "num_local_experts")
-    """Number of experts per layer; the first of these settings that is present applies."""
+    """Number of experts per layer, 0 for a dense model; the first of these settings that is present applies."""
     top_k: str = "num_experts_per_tok"
     """Number of experts that are selected for each token."""
     intermediate_size: str = "moe_intermediate_size"
     """Channels between the projections of an expert."""
     normalized: Choice = ConfigFlag("norm_topk_prob")
     """Whether the weights of the selected experts are normalized to sum to 1."""
+    module: str = "mlp"
+    """Module of the router and the experts in the layer."""
+    shared: SharedExpert | None = None
+    """The feed-forward beside the experts; None for a family without one."""
     router: str = "gate"
     """Module name of the router."""
     router_bias: bool = False
@@ -278,9 +294,7 @@ class Family:
 
 
 _MISSING: Final[Mapping[str, str]] = {
-    "qwen3_5_moe": "a shared expert beside the selected ones",
-    "qwen3_5_moe_text": "a shared expert beside the selected ones",
-    "qwen3_next": "a shared expert beside the selected ones",
+    "qwen3_next": "queries, keys and values that are interleaved by head",
 }
 """What the export lacks for relatives of supported families, by `model_type`."""
 

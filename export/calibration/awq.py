@@ -19,7 +19,7 @@ import numpy as np
 from ...models.manifest import Method, WeightFormat
 from ...models.progress import Progress
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layer_weights import FusedLinear, Layer, Norm
+from ..checkpoint.layer_weights import FusedLinear, Layer, Norm, SharedExpert
 from ..checkpoint.layout import final_norm, head_layout, layer_layout
 from ..checkpoint.prefetch import in_order
 from ..checkpoint.source import Float32Array, ModelSource, ModelSourceWrapper, QuantizedRows, RowRange
@@ -205,12 +205,21 @@ def _scalable_in_layer(layer: Layer, config: DecoderConfig) -> Iterator[_Scalabl
         yield _ScalableLinear(layer.output, None, layer.qkv, producer.first_row, producer.shared)
     if layer.before_mlp is not None:
         # The router keeps its scores: its columns are multiplied by the same factors, and it stays in float32.
-        beside = () if layer.router is None else (layer.router,)
+        beside = () if layer.router is None else (layer.router, *_shared_inputs(layer.shared))
         yield _ScalableLinear(layer.gate_up, norm=layer.before_mlp, beside=beside)
     if layer.router is None:
         yield _ScalableLinear(layer.down, producer=layer.gate_up, first_row=layer.gate_up.shape[0] // 2)
     elif config.experts is not None and not config.experts.up_offset and config.experts.limit is None:
         yield from _scalable_experts(layer.gate_up, layer.down)
+    if (shared := layer.shared) is not None:
+        yield _ScalableLinear(shared.down, producer=shared.gate_up, first_row=shared.gate_up.shape[0] // 2)
+
+
+def _shared_inputs(shared: SharedExpert | None) -> tuple[FusedLinear, ...]:
+    """The linears of a shared expert that read what the router reads."""
+    if shared is None:
+        return ()
+    return (shared.gate_up,) if shared.gate is None else (shared.gate_up, shared.gate)
 
 
 def _scalable_experts(gate_up: FusedLinear, down: FusedLinear) -> Iterator[_ScalableLinear]:

@@ -22,7 +22,7 @@ from ..graph.attention import Attention
 from ..graph.convolution import append_convolution
 from ..graph.decoder import IR_VERSION, OPSET
 from ..graph.delta_net import append_delta_net
-from ..graph.feed_forward import append_feed_forward
+from ..graph.feed_forward import append_feed_forward, append_shared_expert
 from ..graph.initializers import Initializers
 from ..graph.mamba2 import append_mamba
 from ..graph.nodes import MICROSOFT, Nodes
@@ -193,7 +193,10 @@ def state_half(config: DecoderConfig, index: int) -> HalfLayer:
 
 
 def router_half(config: DecoderConfig, index: int) -> HalfLayer:
-    """Build norm and router of layer `index`; in place of hidden states it returns the scores, [B, S, experts].
+    """Build norm, router and shared expert of layer `index`.
+
+    In place of hidden states the graph returns the scores of the experts, [B, S, experts], and behind them in the last
+    axis, where the layer has a shared expert, what that computes, [B, S, hidden].
 
     Raises:
         ValueError: The layer has no experts.
@@ -201,7 +204,10 @@ def router_half(config: DecoderConfig, index: int) -> HalfLayer:
     nodes, layer = _FedNodes(config), layer_layout(config, index)
     if layer.router is None:
         raise ValueError(f"layer {index} has no experts")
-    nodes.add("Identity", [nodes.linear(layer.router, _normed(nodes, layer.before_mlp))], _SUM)
+    normed = _normed(nodes, layer.before_mlp)
+    scores = nodes.linear(layer.router, normed)
+    shared = [] if layer.shared is None else [append_shared_expert(nodes, index, layer.shared, normed)]
+    nodes.add("Concat", [scores, *shared], _SUM, axis=-1)
     return nodes.finished([])
 
 

@@ -211,16 +211,19 @@ class LayerRunner:
     def _experts(
         self, index: int, hidden: Float32Array, weights_of: WeightsOf
     ) -> tuple[Float32Array, dict[str, Float32Array], dict[str, RoutedInputs]]:
-        """Hidden states after experts, the inputs of the router, and those of the experts."""
+        """Hidden states after experts, the inputs of router and shared expert, and those of the selected experts."""
         config, layer = self.config, layer_layout(self.config, index)
         if config.experts is None or layer.router is None:
             raise ValueError(f"layer {index} has no experts")
-        scores, inputs = self._captured(self._feed_forward_half(index), index, hidden, weights_of, {})
+        outputs, inputs = self._captured(self._feed_forward_half(index), index, hidden, weights_of, {})
+        scores, shared = np.split(outputs.reshape(-1, outputs.shape[-1]), [config.experts.count], axis=-1)
         gate_up, down = (
             ExpertWeights(linear, weights_of(linear), self._biases(linear)) for linear in (layer.gate_up, layer.down)
         )
         normed = inputs[layer.router.name].reshape(-1, config.hidden_size)
-        output, routed = run_experts(config.experts, gate_up, down, normed, scores.reshape(len(normed), -1))
+        output, routed = run_experts(config.experts, gate_up, down, normed, scores)
+        if layer.shared is not None:
+            output = output + shared
         if layer.after_mlp is not None:
             weight = self._vector((layer.after_mlp.weight,), Vector((), float(config.traits.norms_add_one)))
             output = (rms_norm(output.astype(np.float64), config.norm_epsilon) * weight).astype(np.float32)

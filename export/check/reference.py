@@ -16,10 +16,12 @@ import numpy.typing as npt
 
 from ..checkpoint.source import RowRange
 from .reference_delta_net import delta_net
+from .reference_experts import experts, has_experts
 from .reference_gemma4 import gemma4_logits
 from .reference_mamba2 import mamba2
 from .reference_operations import WeightSource, gelu_tanh, linear, rms_norm, rotate, soft_capped, softmax
 from .reference_positions import (
+    DELTA_NETS,
     Float64Array,
     Settings,
     has_attention,
@@ -34,7 +36,7 @@ TokenArray = npt.NDArray[np.int64]
 
 _GEMMA = ("gemma2", "gemma3_text")
 _GRANITE = ("granite", "granitemoehybrid")
-_ADDING_ONE = (*_GEMMA, "qwen3_5_text")
+_ADDING_ONE = (*_GEMMA, *DELTA_NETS)
 """Families whose norms scale by 1 + weight."""
 
 
@@ -92,7 +94,7 @@ def language_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings of the language model, which are nested in some multimodal models."""
     if config["model_type"] == "gemma3":
         return _gemma3_text(config)
-    if config["model_type"] in ("mistral3", "qwen3_5"):
+    if config["model_type"] in ("mistral3", "qwen3_5", "qwen3_5_moe"):
         return {"tie_word_embeddings": False, **config, **config["text_config"]}
     return config
 
@@ -111,15 +113,15 @@ def reference_layer(
         return _attention(weights, config, layer, value, context)
 
     def mix_tokens(value: Float64Array) -> Float64Array:
-        if kind not in ("qwen3_5_text", "granitemoehybrid") or has_attention(config, layer):
+        if kind not in (*DELTA_NETS, "granitemoehybrid") or has_attention(config, layer):
             return attention(value)
         if kind == "granitemoehybrid":
             return mamba2(weights, config, f"{name}.mamba", value)
         return delta_net(weights, config, f"{name}.linear_attn", value)
 
     def feed_forward(value: Float64Array) -> Float64Array:
-        if _has_experts(config, layer):
-            return _experts(weights, config, f"{name}.mlp", value)
+        if has_experts(config, layer):
+            return experts(weights, config, name, value)
         if kind == "granitemoehybrid":
             return _shared_feed_forward(weights, f"{name}.shared_mlp", value)
         return _feed_forward(weights, config, f"{name}.mlp", value)
@@ -154,7 +156,7 @@ def _attention(weights: WeightSource, config: Settings, layer: int, normed: Floa
         query, key, value = (linear(weights, f"{name}.{each}_proj", normed, biased) for each in "qkv")
 
     gate = None
-    if kind == "qwen3_5_text":
+    if kind in DELTA_NETS:
         query, gate = (each.reshape(length, -1) for each in np.split(query.reshape(length, heads, -1), 2, axis=-1))
     suffix = "layernorm" if kind == "lfm2" else "norm"
 
@@ -165,7 +167,7 @@ def _attention(weights: WeightSource, config: Settings, layer: int, normed: Floa
     if kind == "olmo2":
         query, key = normed_heads(query, key)
     query, key, value = (each.reshape(length, -1, dim) for each in (query, key, value))
-    if kind in ("qwen3", "qwen3_moe", "gemma3_text", "lfm2", "qwen3_5_text"):
+    if kind in ("qwen3", "qwen3_moe", "gemma3_text", "lfm2", *DELTA_NETS):
         query, key = normed_heads(query, key)
     if has_rotary(config, layer):
         angles = rotation(config, layer, np.arange(length), context)
@@ -227,47 +229,6 @@ def _feed_forward(weights: WeightSource, config: Settings, name: str, normed: Fl
 def _shared_feed_forward(weights: WeightSource, name: str, normed: Float64Array) -> Float64Array:
     gate, up = np.split(linear(weights, f"{name}.input_linear", normed, biased=False), 2, axis=-1)
     return linear(weights, f"{name}.output_linear", gate / (1 + np.exp(-gate)) * up, biased=False)
-
-
-def _has_experts(config: Settings, layer: int) -> bool:
-    if config["model_type"] == "gpt_oss":
-        return True
-    if config["model_type"] != "qwen3_moe" or layer in (config.get("mlp_only_layers") or []):
-        return False
-    return (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
-
-
-def _experts(weights: WeightSource, config: Settings, name: str, normed: Float64Array) -> Float64Array:
-    """Send each token through its experts of highest router probability, and add their outputs by these weights."""
-    oss = config["model_type"] == "gpt_oss"
-    scores = linear(weights, f"{name}.{'router' if oss else 'gate'}", normed, biased=oss)
-    probs = softmax(scores)
-    selected = np.argsort(-probs, axis=-1)[:, : config["num_experts_per_tok"]]
-    result = np.zeros_like(normed)
-    for expert in np.unique(selected):
-        tokens = np.flatnonzero((selected == expert).any(axis=-1))
-        weight = probs[tokens, expert]
-        if oss or config.get("norm_topk_prob"):
-            weight = weight / np.take_along_axis(probs[tokens], selected[tokens], axis=-1).sum(axis=-1)
-        if oss:
-            output = _oss_expert(weights, config, f"{name}.experts", int(expert), normed[tokens])
-        else:
-            output = _feed_forward(weights, config, f"{name}.experts.{expert}", normed[tokens])
-        result[tokens] += weight[:, None] * output
-    return result
-
-
-def _oss_expert(weights: WeightSource, config: Settings, name: str, expert: int, normed: Float64Array) -> Float64Array:
-    """One expert of gpt-oss, whose gate and up outputs are interleaved."""
-
-    def linear(part: str, rows: int, value: Float64Array) -> Float64Array:
-        weight = weights.read_rows(RowRange(f"{name}.{part}", expert * rows, (expert + 1) * rows))
-        return np.asarray(value @ weight.astype(np.float64).T + weights.read(f"{name}.{part}_bias")[expert])
-
-    limit, alpha = config.get("swiglu_limit", 7.0), config.get("swiglu_alpha", 1.702)
-    gate_up = linear("gate_up_proj", 2 * config["intermediate_size"], normed)
-    gate, up = np.minimum(gate_up[:, ::2], limit), np.clip(gate_up[:, 1::2], -limit, limit)
-    return linear("down_proj", config["hidden_size"], gate / (1 + np.exp(-alpha * gate)) * (up + 1))
 
 
 def _activated(config: Settings, gate: Float64Array) -> Float64Array:

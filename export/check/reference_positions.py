@@ -12,7 +12,9 @@ import numpy.typing as npt
 Float64Array = npt.NDArray[np.float64]
 Settings = Mapping[str, Any]
 
-WITHOUT_WINDOWS = ("llama", "granite", "granitemoehybrid", "olmo2", "lfm2", "qwen3_5_text")
+DELTA_NETS = ("qwen3_5_text", "qwen3_5_moe_text")
+"""Families with gated delta nets, gated attention and partial rotary positions."""
+WITHOUT_WINDOWS = ("llama", "granite", "granitemoehybrid", "olmo2", "lfm2", *DELTA_NETS)
 
 
 def has_window(config: Settings, layer: int) -> bool:
@@ -45,7 +47,7 @@ def has_attention(config: Settings, layer: int) -> bool:
     """Whether a layer of a hybrid model has attention, and not a convolution or linear attention."""
     if config.get("layer_types"):
         return bool(config["layer_types"][layer] in ("attention", "full_attention"))
-    if config["model_type"] == "qwen3_5_text":
+    if config["model_type"] in DELTA_NETS:
         return (layer + 1) % int(config.get("full_attention_interval") or 4) == 0
     return config.get("full_attn_idxs") is None or layer in config["full_attn_idxs"]
 
@@ -71,9 +73,8 @@ def has_rotary(config: Settings, layer: int) -> bool:
 
 def head_dim(config: Settings) -> int:
     """Number of channels per head."""
-    default = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256, "gpt_oss": 64, "qwen3_5_text": 256}.get(
-        config["model_type"]
-    )
+    wide = dict.fromkeys(("gemma2", "gemma3_text", *DELTA_NETS), 256)
+    default = {"qwen3": 128, "gpt_oss": 64, **wide}.get(config["model_type"])
     return int(config.get("head_dim") or default or config["hidden_size"] // config["num_attention_heads"])
 
 
@@ -82,7 +83,7 @@ def rotation(
 ) -> tuple[Float64Array, Float64Array]:
     """Cosine and sine, each [n, dim/2], of every position and rotated channel pair, times the attention factor."""
     settings, theta = _rotary_settings(config, layer)
-    usual = 0.25 if config["model_type"] == "qwen3_5_text" else 1.0
+    usual = 0.25 if config["model_type"] in DELTA_NETS else 1.0
     fraction = settings.get("partial_rotary_factor") or config.get("partial_rotary_factor") or usual
     dim = int(head_dim(config) * fraction)
     kind = settings.get("rope_type", settings.get("type", "default"))

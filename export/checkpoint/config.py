@@ -78,6 +78,8 @@ class ExpertsConfig:
     """Upper bound of the gate, and bound of the magnitude of up; None for no bound."""
     up_offset: float
     """Constant added to up."""
+    shared_size: int
+    """Channels between the projections of the feed-forward beside the experts; 0 for a model without one."""
     layers: tuple[bool, ...]
     """Whether each layer has experts."""
 
@@ -238,6 +240,13 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
     has_rotary = family.position_type is None or config.get(family.position_type) == "rope"
     rotated = rotated_layers(config, layers) if family.unrotated else [has_rotary] * layers
     scaling = rotations.rope.scaling
+    experts = None if family.experts is None else _read_experts(config, family.experts, layers)
+    activation = _activation(config, family)
+    if experts is not None and activation is not Activation.SILU:
+        raise CheckpointError(
+            f"{family.activation} {activation.value} is not supported with experts",
+            f"the operator that runs experts has {Activation.SILU.value} alone",
+        )
     return DecoderConfig(
         family=model_type,
         traits=family,
@@ -262,14 +271,14 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
             for layer in range(layers)
         ),
         per_layer_width=0 if family.per_layer_inputs is None else family.per_layer_inputs.read(config),
-        experts=_read_experts(config, family.experts, layers) if family.experts else None,
+        experts=experts,
         convolution=convolution,
         delta_net=delta_net,
         mamba=mamba,
         max_positions=max_positions(config),
         default_positions=scaling.original_positions if isinstance(scaling, LongRope) else max_positions(config),
         norm_epsilon=number(config, family.norm_epsilon, default=1e-6),
-        activation=_activation(config, family),
+        activation=activation,
         tied_head=bool(config.get(first_present(config, family.tied_head), False)),
         qkv_bias=family.qkv_bias.read(config),
         output_bias=family.output_bias.read(config),
@@ -328,8 +337,11 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
         )
 
 
-def _read_experts(config: Mapping[str, Any], settings: Experts, layers: int) -> ExpertsConfig:
-    experts_count = count(config, first_present(config, settings.count), maximum=MAX_EXPERTS)
+def _read_experts(config: Mapping[str, Any], settings: Experts, layers: int) -> ExpertsConfig | None:
+    name = first_present(config, settings.count)
+    if config.get(name) == 0:
+        return None
+    experts_count = count(config, name, maximum=MAX_EXPERTS)
     period = count(config, settings.period, default=1)
     dense = config.get(settings.dense_layers) or []
     if not isinstance(dense, list):
@@ -342,6 +354,7 @@ def _read_experts(config: Mapping[str, Any], settings: Experts, layers: int) -> 
         alpha=number(config, settings.alpha) if settings.alpha else 1.0,
         limit=number(config, settings.limit) if settings.limit else None,
         up_offset=settings.up_offset,
+        shared_size=0 if settings.shared is None else count(config, settings.shared.intermediate_size),
         layers=tuple((layer + 1) % period == 0 and layer not in dense for layer in range(layers)),
     )
 

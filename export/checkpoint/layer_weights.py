@@ -108,6 +108,21 @@ class LayerInput:
 
 
 @dataclass(frozen=True)
+class SharedExpert:
+    """The linears of a feed-forward that all tokens run through beside the selected experts."""
+
+    gate_up: FusedLinear
+    down: FusedLinear
+    gate: FusedLinear | None
+    """One output, whose sigmoid is a factor on the outputs of `down`; None for no factor."""
+
+    @property
+    def linears(self) -> tuple[FusedLinear, ...]:
+        """All linears, in the order of the graph."""
+        return (self.gate_up, self.down) if self.gate is None else (self.gate_up, self.down, self.gate)
+
+
+@dataclass(frozen=True)
 class DeltaNet:
     """The weights of a gated delta net apart from its linears, see `architectures.delta_net`."""
 
@@ -175,6 +190,8 @@ class Layer:
     down: FusedLinear
     router: FusedLinear | None
     """Selects the experts, which gate_up and down then stack; None for a dense layer."""
+    shared: SharedExpert | None
+    """The feed-forward beside the experts; None for a layer without."""
     sinks: str | None
     """Checkpoint name of the attention sinks, one logit per head; None where the family has none."""
     own_input: LayerInput | None
@@ -209,7 +226,8 @@ class Layer:
     def feed_forward_linears(self) -> tuple[FusedLinear, ...]:
         """The linears of the feed-forward."""
         router = () if self.router is None else (self.router,)
-        return *router, self.gate_up, self.down
+        shared = () if self.shared is None else self.shared.linears
+        return *router, self.gate_up, self.down, *shared
 
     @property
     def norms(self) -> tuple[Norm, ...]:

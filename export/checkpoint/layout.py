@@ -18,6 +18,7 @@ from .layer_weights import (
     Norm,
     PerLayerInputsLayout,
     Producer,
+    SharedExpert,
 )
 
 EMBEDDING: Final = "model.embed_tokens.weight"
@@ -33,6 +34,7 @@ def layer_layout(config: DecoderConfig, index: int) -> Layer:
     others = _convolution(config, index) or _delta_net(config, index) or _mamba(config, index)
     mixer = others or _attention(config, index)
     router, gate_up, down = _feed_forward(config, index)
+    shared = None if router is None else _shared_expert(config, index)
 
     def norm(name: str | None) -> Norm | None:
         return None if name is None else Norm(f"{module}.{name}.weight", hidden)
@@ -48,6 +50,7 @@ def layer_layout(config: DecoderConfig, index: int) -> Layer:
         gate_up=gate_up,
         down=down,
         router=router,
+        shared=shared,
         sinks=f"{attention}.sinks" if traits.sinks else None,
         own_input=_own_input(config, index),
         scale=None if traits.layer_scale is None else f"{module}.{traits.layer_scale}",
@@ -159,8 +162,8 @@ def _mamba(config: DecoderConfig, index: int) -> _Mixer | None:
 def _feed_forward(config: DecoderConfig, index: int) -> tuple[FusedLinear | None, FusedLinear, FusedLinear]:
     """Return the router, if there is one, gate_up and down of layer `index`."""
     linear, hidden, experts = f"layers.{index}", config.hidden_size, config.experts
-    mlp = f"model.layers.{index}.{config.traits.mlp}"
     if experts is None or config.traits.experts is None or not experts.layers[index]:
+        mlp = f"model.layers.{index}.{config.traits.mlp}"
         wide, biased = config.feed_forward_width(index), config.mlp_bias
         modules = tuple(f"{mlp}.{name}" for name in config.traits.gate_up)
         return (
@@ -169,12 +172,13 @@ def _feed_forward(config: DecoderConfig, index: int) -> tuple[FusedLinear | None
             FusedLinear(f"{linear}.down", (f"{mlp}.{config.traits.down}",), (hidden,), wide, biased),
         )
     experts_count, wide, traits = experts.count, experts.intermediate_size, config.traits.experts
+    mlp = f"model.layers.{index}.{traits.module}"
     # A quantized router selects other experts, and it is only a thousandth of their size.
     router = FusedLinear(
         f"{linear}.router", (f"{mlp}.{traits.router}",), (experts_count,), hidden, traits.router_bias, exact=True
     )
     each = [f"{mlp}.experts.{expert}" for expert in range(experts_count)]
-    both = [f"{expert}.{name}" for expert in each for name in config.traits.gate_up]
+    both = [f"{expert}.{name}" for expert in each for name in ("gate_proj", "up_proj")]
     downs = [f"{expert}.down_proj" for expert in each]
     if traits.stacked:
         both, downs = [f"{mlp}.experts.gate_up_proj"], [f"{mlp}.experts.down_proj"]
@@ -191,6 +195,23 @@ def _feed_forward(config: DecoderConfig, index: int) -> tuple[FusedLinear | None
         for name, modules, rows, columns in (("down", downs, hidden, wide), ("gate_up", both, 2 * wide, hidden))
     )
     return router, replace(gate_up, paired=down), down
+
+
+def _shared_expert(config: DecoderConfig, index: int) -> SharedExpert | None:
+    """The feed-forward beside the experts of layer `index`; None for a model without one."""
+    shared = None if config.traits.experts is None else config.traits.experts.shared
+    if shared is None or config.experts is None:
+        return None
+    linear, module, hidden = f"layers.{index}.shared", f"model.layers.{index}", config.hidden_size
+    wide, mlp = config.experts.shared_size, f"{module}.{shared.module}"
+    return SharedExpert(
+        _fused(f"{linear}_gate_up", tuple(f"{mlp}.{name}" for name in config.traits.gate_up), (wide, wide), hidden, False),
+        FusedLinear(f"{linear}_down", (f"{mlp}.{config.traits.down}",), (hidden,), wide),
+        # One row, whose errors would scale all outputs.
+        None
+        if shared.gate is None
+        else FusedLinear(f"{linear}_gate", (f"{module}.{shared.gate}",), (1,), hidden, exact=True),
+    )
 
 
 def _fused(name: str, modules: tuple[str, ...], rows: tuple[int, ...], columns: int, biased: bool) -> FusedLinear:

@@ -25,7 +25,7 @@ from ..quantization.methods import QUANTIZERS
 from .json_fields import read_json
 from .prefetch import in_order
 from .source import Float32Array, QuantizedRows, RowRange, UInt8Array
-from .stacked_experts import FloatStack, Mxfp4Stack
+from .stacked_experts import FloatStack, Mxfp4Stack, expert_part
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -181,13 +181,28 @@ class Checkpoint:
         return name
 
     def _find(self, name: str) -> _Tensor:
-        tensor = self._tensors.get(self._stored_name(name))
+        tensor = self._tensors.get(self._stored_name(name)) or self._one_expert(name)
         if tensor is None:
             shown_name = self._stored_name(name) if self._renamed else name
             raise CheckpointError(
                 f"{self.folder} lacks the tensor {shown_name}", "the checkpoint is incomplete: " + _DOWNLOAD_AGAIN
             )
         return tensor
+
+    def _one_expert(self, name: str) -> _Tensor | None:
+        """The matrix of one expert in a tensor of all experts of a layer; None where there is none."""
+        part = expert_part(self._stored_name(name))
+        if part is None:
+            return None
+        stack = next((self._tensors[each] for each in part.tensors if each in self._tensors), None)
+        if stack is None or len(stack.shape) != 3 or stack.dtype not in _ITEM_BYTES:
+            return None
+        experts, all_rows, columns = stack.shape
+        rows, rest = divmod(all_rows, part.parts)
+        if rest or part.expert >= experts:
+            return None
+        start = (part.expert * part.parts + part.part) * rows * columns * _ITEM_BYTES[stack.dtype]
+        return _Tensor(stack.file, stack.dtype, (rows, columns), stack.offset + start)
 
     def _read_items(self, name: str, tensor: _Tensor, start: int, count: int) -> Float32Array:
         size = _ITEM_BYTES[tensor.dtype]

@@ -1,15 +1,19 @@
-"""Tensors that hold all experts of a layer, as one matrix.
+"""Tensors that hold all experts of a layer, as one matrix, or read like tensors of single experts.
 
-Float tensors have shape [experts, K, N], so each expert is transposed. MXFP4 tensors (Source: OCP Microscaling Formats
+Those of gpt-oss are matrices: float tensors have shape [experts, K, N], so each expert is transposed. MXFP4 tensors (Source: OCP Microscaling Formats
 1.0) have blocks [experts, N, K / 32, 16] of codes, the first of two in the low nibble of a byte, and scales [experts,
 N, K / 32]: a weight is one of sixteen values times 2 ** (scale - 127).
+
+Those of Qwen3.5 and Granite have shape [experts, N, K], with the rows of gate above those of up. There the matrix of
+each expert lies in one piece, so it reads like a tensor of its own, as other releases of the same models have it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -75,3 +79,29 @@ class Mxfp4Stack:
         weights: npt.NDArray[np.float32] = FP4[np.stack([codes & 15, codes >> 4], axis=-1).reshape(-1, 32)]
         with np.errstate(over="ignore"):  # callers check the result for NaN and infinity
             return np.ldexp(weights, exponents[:, None]).reshape(-1, self.columns)
+
+
+class ExpertPart(NamedTuple):
+    """Where the matrix of one expert may lie among those of all experts of a layer."""
+
+    tensors: tuple[str, ...]
+    """Names that a tensor of shape [experts, parts * N, K] may have."""
+    expert: int
+    part: int
+    """Which of the parts it is, from the top."""
+    parts: int
+
+
+_EXPERT: Final = re.compile(r"(?P<module>.+)\.experts\.(?P<expert>[0-9]{1,6})\.(?P<projection>gate|up|down)_proj\.weight")
+
+
+def expert_part(name: str) -> ExpertPart | None:
+    """Where to look for the tensor of one expert, such as `mlp.experts.3.up_proj.weight`; None for other tensors."""
+    found = _EXPERT.fullmatch(name)
+    if found is None:
+        return None
+    module, expert, projection = found["module"], int(found["expert"]), found["projection"]
+    if projection == "down":
+        return ExpertPart((f"{module}.experts.down_proj", f"{module}.output_linear.weight"), expert, 0, 1)
+    stacks = (f"{module}.experts.gate_up_proj", f"{module}.input_linear.weight")
+    return ExpertPart(stacks, expert, int(projection == "up"), 2)

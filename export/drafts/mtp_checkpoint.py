@@ -107,6 +107,10 @@ def open_mtp_module(folder: Path, model: DecoderConfig) -> MtpModule:
             f"the multi-token-prediction module of {folder} has {layers} layers, and only those of one are supported",
             WITHOUT,
         )
+    if model.experts is not None:
+        raise CheckpointError(
+            f"the multi-token-prediction module of {folder} has experts, which is not supported", WITHOUT
+        )
     if settings.get(names.own_embedding):
         raise CheckpointError(
             f"the multi-token-prediction module of {folder} has an embedding of its own ({names.own_embedding}), which "

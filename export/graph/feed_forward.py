@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from ..checkpoint.config import Activation, ExpertsConfig
-from ..checkpoint.layer_weights import FusedLinear, Layer
+from ..checkpoint.layer_weights import FusedLinear, Layer, SharedExpert
 from .nodes import INT8_ACTIVATIONS, MICROSOFT, Nodes
 
 EXPERTS_NODE: Final = "experts"
@@ -16,13 +16,30 @@ _INTERLEAVED: Final = 1
 
 def append_feed_forward(nodes: Nodes, index: int, layer: Layer, normed: str) -> str:
     """Append the feed-forward of layer `index`, down(activation(gate) * up); returns the name of [1, M, hidden]."""
-    if layer.router is not None and nodes.config.experts is not None:
-        return _append_experts(nodes, f"layers.{index}", layer, layer.router, nodes.config.experts, normed)
-    name, width = f"layers.{index}", nodes.config.feed_forward_width(index)
-    both = nodes.linear(layer.gate_up, normed)
+    name = f"layers.{index}"
+    if layer.router is None or nodes.config.experts is None:
+        return _append_dense(nodes, name, layer.gate_up, layer.down, normed)
+    output = _append_experts(nodes, name, layer, layer.router, nodes.config.experts, normed)
+    if layer.shared is None:
+        return output
+    return nodes.add("Add", [output, append_shared_expert(nodes, index, layer.shared, normed)], f"{name}.all_experts")
+
+
+def append_shared_expert(nodes: Nodes, index: int, shared: SharedExpert, normed: str) -> str:
+    """Append the feed-forward that all tokens of layer `index` run through; returns the name of [1, M, hidden]."""
+    name = f"layers.{index}.shared_expert"
+    output = _append_dense(nodes, name, shared.gate_up, shared.down, normed)
+    if shared.gate is None:
+        return output
+    share = nodes.add("Sigmoid", [nodes.linear(shared.gate, normed)], f"{name}.share")
+    return nodes.add("Mul", [output, share], f"{name}.output")
+
+
+def _append_dense(nodes: Nodes, name: str, gate_up: FusedLinear, down: FusedLinear, normed: str) -> str:
+    both, width = nodes.linear(gate_up, normed), down.columns
     widths = "mlp.widths" if width == nodes.config.intermediate_size else f"mlp.widths.{width}"
     gate, up = nodes.split(both, [f"{name}.gate", f"{name}.up"], nodes.integers(widths, width, width))
-    return nodes.linear(layer.down, nodes.add("Mul", [activated(nodes, name, gate), up], f"{name}.gated"))
+    return nodes.linear(down, nodes.add("Mul", [activated(nodes, name, gate), up], f"{name}.gated"))
 
 
 def activated(nodes: Nodes, name: str, gate: str) -> str:

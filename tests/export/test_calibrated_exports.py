@@ -103,6 +103,11 @@ def test_calibration_lowers_the_divergence(checkpoint: Path, tmp_path: Path, met
 EXPERTS = {
     "qwen3_moe": {"num_experts": 4, "num_hidden_layers": 2, "mlp_only_layers": [1]},
     "gpt_oss": {"num_hidden_layers": 1, "layer_types": None, "num_local_experts": 4},
+    "qwen3_5_moe_text": {
+        "num_experts": 4,
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
 }
 
 
@@ -112,6 +117,8 @@ EXPERTS = {
         ("qwen3_moe", False),
         pytest.param("qwen3_moe", True, marks=pytest.mark.nightly),
         pytest.param("gpt_oss", False, marks=pytest.mark.nightly),
+        ("qwen3_5_moe_text", False),
+        pytest.param("qwen3_5_moe_text", True, marks=pytest.mark.nightly),
     ],
 )
 def test_experts_are_calibrated_too(tmp_path: Path, family: str, awq: bool) -> None:

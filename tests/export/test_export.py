@@ -48,7 +48,7 @@ from support.tiny_models import (
 )
 
 FAMILIES = sorted(FAMILY_SETTINGS)
-WITH_EXPERTS = ("gpt_oss", "qwen3_moe")
+WITH_EXPERTS = ("gpt_oss", "qwen3_5_moe_text", "qwen3_moe")
 FORMATS = [FP32, INT8, INT4]
 TOKENS = np.random.default_rng(5).integers(0, 300, 40)
 ACTIVATION_NOISE = 0.1
@@ -284,8 +284,8 @@ def test_a_context_beyond_the_limit_is_refused_before_anything_is_written(tmp_pa
 
 
 def test_every_architecture_file_has_a_tiny_model() -> None:
-    # The others are gemma3_text, gemma4_text, ministral3 and qwen3_5_text nested in a multimodal checkpoint.
-    assert supported_families() == sorted([*FAMILIES, "gemma3", "gemma4", "mistral3", "qwen3_5"])
+    # The others are language models of these families nested in a multimodal checkpoint.
+    assert supported_families() == sorted([*FAMILIES, "gemma3", "gemma4", "mistral3", "qwen3_5", "qwen3_5_moe"])
 
 
 def test_an_earlier_bundle_is_replaced(tmp_path) -> None:

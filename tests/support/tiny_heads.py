@@ -113,10 +113,12 @@ def mtp_weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:
     return tensors
 
 
-def write_mtp_checkpoint(folder: Path, *, seed: int = 0, without: str | None = None, **overrides: Any) -> Path:
+def write_mtp_checkpoint(
+    folder: Path, *, family: str = "qwen3_5_text", seed: int = 0, without: str | None = None, **overrides: Any
+) -> Path:
     """Write a random Qwen3.5 with a multi-token-prediction module, of which the tensor `without` is missing."""
-    write_checkpoint(folder, "qwen3_5_text", seed=seed, **{"mtp_num_hidden_layers": 1, **overrides})
-    config = tiny_config("qwen3_5_text", **{"mtp_num_hidden_layers": 1, **overrides})
+    write_checkpoint(folder, family, seed=seed, **{"mtp_num_hidden_layers": 1, **overrides})
+    config = tiny_config(family, **{"mtp_num_hidden_layers": 1, **overrides})
     tensors = {**tiny_weights(config, seed), **mtp_weights(config, seed)}
     write_weights(folder, {name: value for name, value in tensors.items() if name != without})
     return folder

@@ -29,6 +29,31 @@ MERGES: Final = (
     *("t h", "h e", "i n", "e r", "a n", "o n", "r e", "Ġ t", "Ġ a", "Ġ s", "Ġt he", "an d", "Ġ th", "in g", "o u"),
     *("Ġ w", "e n", "Ġ o", "a t", "i s", "Ġ b", "o r", "Ġ c", "e s", "i t", "Ġ and", "o f", "Ġ of", "t o", "Ġ to"),
 )
+_QWEN3_5: Final[Mapping[str, Any]] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "head_dim": 32,
+    "attention_bias": False,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+    "rope_theta": None,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_interleaved": True,
+        "mrope_section": [3, 3, 2],
+    },
+}
+_QWEN_EXPERTS: Final[Mapping[str, Any]] = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+}
 FAMILY_SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "llama": {"attention_bias": False, "mlp_bias": False},
     "qwen2": {"use_sliding_window": False, "sliding_window": 128, "max_window_layers": 2},
@@ -173,27 +198,16 @@ FAMILY_SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
         "conv_bias": False,
         "block_auto_adjust_ff_dim": False,
     },
-    "qwen3_5_text": {
-        "num_hidden_layers": 4,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
-        "head_dim": 32,
-        "attention_bias": False,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 24,
-        "linear_conv_kernel_dim": 4,
-        "rope_theta": None,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.5,
-            "mrope_interleaved": True,
-            "mrope_section": [3, 3, 2],
-        },
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": {
+        **_QWEN3_5,
+        **_QWEN_EXPERTS,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "intermediate_size": None,
     },
 }
-HYBRID_FAMILIES: Final = ("lfm2", "qwen3_5_text", "granitemoehybrid")
+HYBRID_FAMILIES: Final = ("lfm2", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid")
 """Families with layers that keep a state in place of keys and values."""
 ATTENTION_FAMILIES: Final = tuple(sorted(FAMILY_SETTINGS.keys() - set(HYBRID_FAMILIES)))
 """Families whose layers all have attention, and so a cache that can be cut anywhere, and token trees."""
@@ -205,6 +219,7 @@ ARCHITECTURES: Final = {
     "gpt_oss": "GptOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
 }
 """Architecture names that are not the capitalized model type."""
@@ -241,11 +256,12 @@ def tiny_config(family: str = "llama", **overrides: Any) -> dict[str, Any]:
 def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDArray[np.float32]]:
     """Random weights by their Hugging Face names, float32."""
     random = np.random.default_rng(seed)
-    model_type, hidden, wide = config["model_type"], config["hidden_size"], config["intermediate_size"]
+    model_type, hidden, wide = config["model_type"], config["hidden_size"], config.get("intermediate_size", 0)
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads", config["num_attention_heads"])
     head_dim = config.get("head_dim", hidden // heads)
     gemma = model_type in ("gemma2", "gemma3_text")
-    adding_one = gemma or model_type == "qwen3_5_text"
+    delta_nets = model_type in ("qwen3_5_text", "qwen3_5_moe_text")
+    adding_one = gemma or delta_nets
     tensors: dict[str, npt.NDArray[np.float32]] = {}
     if model_type == "lfm2" and config.get("block_auto_adjust_ff_dim", True):
         multiple = config.get("block_multiple_of", 256)
@@ -299,9 +315,12 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDAr
         if model_type != "olmo2":
             norm(f"{name}.input_layernorm", hidden)
         norm(f"{name}.post_attention_layernorm", hidden)
-        if model_type == "qwen3_5_text":
-            for projection, rows, columns in (("gate", wide, hidden), ("up", wide, hidden), ("down", hidden, wide)):
-                linear(f"{name}.mlp.{projection}_proj", rows, columns)
+        if delta_nets:
+            if model_type == "qwen3_5_text":
+                for projection, rows, columns in (("gate", wide, hidden), ("up", wide, hidden), ("down", hidden, wide)):
+                    linear(f"{name}.mlp.{projection}_proj", rows, columns)
+            else:
+                tensors |= shared_expert_weights(config, f"{name}.mlp", random)
             if (config.get("layer_types") or ["linear_attention", "full_attention"])[layer] == "full_attention":
                 for projection, count in (("q", 2 * heads), ("k", kv_heads), ("v", kv_heads)):
                     linear(f"{name}.self_attn.{projection}_proj", count * head_dim, hidden, flagged)
@@ -399,6 +418,31 @@ def _gemma4_layer(config: Mapping[str, Any], layer: int) -> _LayerShapes:
         linears |= {"per_layer_input_gate": (width, hidden), "per_layer_projection": (hidden, width)}
         norms["post_per_layer_input_norm"] = hidden
     return _LayerShapes(linears, norms)
+
+
+def shared_expert_weights(
+    config: Mapping[str, Any], name: str, random: np.random.Generator
+) -> dict[str, npt.NDArray[np.float32]]:
+    """Random weights of experts, all of a layer in one tensor, and of a shared one with a gate, float32."""
+    hidden, experts = config["hidden_size"], config["num_experts"]
+    wide, shared = config["moe_intermediate_size"], config["shared_expert_intermediate_size"]
+    shapes = {
+        "gate.weight": (experts, hidden),
+        "experts.gate_up_proj": (experts, 2 * wide, hidden),
+        "experts.down_proj": (experts, hidden, wide),
+        "shared_expert.gate_proj.weight": (shared, hidden),
+        "shared_expert.up_proj.weight": (shared, hidden),
+        "shared_expert.down_proj.weight": (hidden, shared),
+        "shared_expert_gate.weight": (1, hidden),
+    }
+    tensors = {
+        f"{name}.{suffix}": (random.standard_normal(shape) * 1.5 / math.sqrt(shape[-1])).astype(np.float32)
+        for suffix, shape in shapes.items()
+    }
+    # Rounded inputs may select other experts, so these add less to the hidden states than dense feed-forwards.
+    tensors[f"{name}.experts.down_proj"] *= np.float32(0.4)
+    tensors[f"{name}.shared_expert.down_proj.weight"] *= np.float32(0.4)
+    return tensors
 
 
 def delta_net_weights(

@@ -95,6 +95,7 @@ SETTINGS_WITH_EFFECT = [
     ("smollm3", {}, {"no_rope_layers": [1, 1, 1]}),
     ("qwen3_5_text", {}, {"rms_norm_eps": 0.1}),
     ("qwen3_5_text", {}, {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}}),
+    ("qwen3_5_moe_text", {}, {"num_experts_per_tok": 3}),
     ("granitemoehybrid", {}, {"position_embedding_type": "rope"}),
     ("granitemoehybrid", {}, {"rms_norm_eps": 0.1}),
     ("granitemoehybrid", {}, {"residual_multiplier": 0.71}),
@@ -130,6 +131,9 @@ def test_settings_change_the_logits(tmp_path, family: str, before: dict[str, Any
         ("qwen3_5_text", "A_log", 3),
         ("qwen3_5_text", "dt_bias", 3),
         ("qwen3_5_text", "conv1d.weight", 3),
+        ("qwen3_5_moe_text", "shared_expert_gate.weight", 3),
+        ("qwen3_5_moe_text", "shared_expert.down_proj.weight", 3),
+        ("qwen3_5_moe_text", "experts.gate_up_proj", 3),
         *(
             ("granitemoehybrid", suffix, 3)
             for suffix in ("A_log", "dt_bias", "mamba.D", "conv1d.bias", "mamba.norm.weight")
@@ -176,6 +180,7 @@ def test_every_tensor_changes_the_logits(tmp_path, family: str, suffix: str, cou
         ("granite", {"num_hidden_layers": 1, "logits_scaling": 8.0, "residual_multiplier": 0.22}),
         ("qwen3_5_text", {"linear_num_key_heads": 1, "linear_conv_kernel_dim": 2}),
         ("qwen3_5_text", {"head_dim": 24, "num_hidden_layers": 2, "layer_types": None, "full_attention_interval": 2}),
+        ("qwen3_5_moe_text", {"num_experts": 1, "num_experts_per_tok": 1, "shared_expert_intermediate_size": 32}),
         ("granitemoehybrid", {"mamba_n_groups": 8, "mamba_d_conv": 2, "logits_scaling": 2.0}),
         ("granitemoehybrid", {"mamba_n_heads": 1, "mamba_n_groups": 1, "mamba_d_head": 128, "mamba_d_state": 1}),
         ("mistral", {"sliding_window": 1}),
@@ -202,6 +207,46 @@ def test_experts_use_one_operator_and_an_exact_router(tmp_path, weight_format) -
         Checkpoint(tmp_path / "checkpoint"), read_json(tmp_path / "checkpoint" / "config.json"), TOKENS, 256
     )
     assert np.corrcoef(logits_of(bundle).ravel(), expected.ravel())[0, 1] > (0.99 if weight_format == INT8 else 0.8)
+
+
+def test_experts_in_one_tensor_export_like_separate_ones(tmp_path) -> None:
+    """Releases of the same models differ in this, and so do the versions of transformers that save them."""
+    source = write_checkpoint(tmp_path / "together", "qwen3_5_moe_text")
+    weights = tiny_weights(tiny_config("qwen3_5_moe_text"))
+    apart = {name: value for name, value in weights.items() if ".experts." not in name}
+    for name, stack in weights.items():
+        if ".experts." in name:
+            module, _, projection = name.rpartition(".")
+            for expert, matrix in enumerate(stack):
+                names = ("gate_proj", "up_proj") if projection == "gate_up_proj" else ("down_proj",)
+                for part, rows in zip(names, np.split(matrix, len(names)), strict=True):
+                    apart[f"{module}.{expert}.{part}.weight"] = np.ascontiguousarray(rows)
+    other = write_checkpoint(tmp_path / "apart", "qwen3_5_moe_text")
+    write_weights(other, apart)
+    bundles = [
+        export_checkpoint(ExportRequest(each, tmp_path / f"{each.name}-bundle", ExportRecipe(INT4))).bundle
+        for each in (source, other)
+    ]
+    for name in ("model.onnx", "model.onnx.data"):
+        assert digest_file(bundles[0] / name) == digest_file(bundles[1] / name)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts": 6}, r"lacks the tensor .*experts\.5\.gate_proj\.weight"),
+        ({"moe_intermediate_size": 64}, r"experts\.0\.gate_proj\.weight has shape \[32, 64\], but .* \[64, 64\]"),
+        ({"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size must be a positive integer"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act gelu_pytorch_tanh is not supported with experts"),
+    ],
+    ids=["more experts", "wider experts", "no shared size", "activation"],
+)
+def test_experts_that_do_not_fit_are_refused_in_one_line(tmp_path, change: dict[str, Any], message: str) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint", "qwen3_5_moe_text")
+    write_json(source / "config.json", tiny_config("qwen3_5_moe_text", **{"intermediate_size": 64, **change}))
+    with pytest.raises(CheckpointError, match=message) as error:
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
+    assert "\n" not in str(error.value)
 
 
 def test_blocks_that_do_not_divide_experts_are_refused(tmp_path) -> None:
@@ -307,6 +352,7 @@ def test_damaged_experts_are_refused_in_one_line(tmp_path, damage, message: str)
 
 
 NESTED = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "ministral3", "qwen3_5": "qwen3_5_text"}
+NESTED["qwen3_5_moe"] = "qwen3_5_moe_text"
 """Multimodal families, and those of their language models."""
 
 

@@ -152,6 +152,11 @@ CASES = {
             "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
         },
     ),
+    "qwen3.5 with experts": ("qwen3_5_moe_text", {}),
+    "qwen3.5 with experts, separate head, one of three experts": (
+        "qwen3_5_moe_text",
+        {"tie_word_embeddings": False, "num_experts": 3, "num_experts_per_tok": 1, "num_key_value_heads": 1},
+    ),
     "granite 4 hybrid": ("granitemoehybrid", {"mamba_n_groups": 1}),
     "granite 4 hybrid with two groups": ("granitemoehybrid", {"mamba_n_groups": 2}),
     "granite 4 hybrid with rotary positions, one group, no convolution bias, biased projections": (
@@ -212,6 +217,7 @@ def test_logits_equal_those_of_transformers(tmp_path, case: str) -> None:
     [
         "lfm2",
         "qwen3.5",
+        "qwen3.5 with experts",
         "granite 4 hybrid with two groups",
         "gemma4, small: shared caches, wide last layers, per-layer inputs",
         "ministral3",

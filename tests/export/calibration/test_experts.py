@@ -33,7 +33,7 @@ from edgerun.export.quantization.methods import QUANTIZERS
 from edgerun.models.progress import silent
 from support.tiny_models import write_checkpoint
 
-FAMILIES = ["qwen3_moe", "gpt_oss"]
+FAMILIES = ["qwen3_moe", "gpt_oss", "qwen3_5_moe_text"]
 GPTQ, NEAREST = (WeightFormat(4, 32, method=method) for method in (Method.GPTQ, Method.RTN))
 
 
@@ -167,7 +167,9 @@ class Uneven:
         return InputStatistics((size**2).astype(np.float32), (0.8 * size).astype(np.float32))
 
 
-@pytest.mark.parametrize(("family", "second_linears"), [("qwen3_moe", True), ("gpt_oss", False)])
+@pytest.mark.parametrize(
+    ("family", "second_linears"), [("qwen3_moe", True), ("gpt_oss", False), ("qwen3_5_moe_text", True)]
+)
 def test_scaling_leaves_the_float_model_as_it_is(tmp_path: Path, family: str, second_linears: bool) -> None:
     """The inputs of gpt-oss's second linears are not proportional to up, which is bounded and has 1 added."""
     found = Collected(tmp_path, family, tokens=300)

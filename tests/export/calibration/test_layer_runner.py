@@ -46,6 +46,7 @@ def texts_of(*lengths: int):
         ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": []}),
         ("gpt_oss", {}),
         ("qwen3_5_text", {}),
+        ("qwen3_5_moe_text", {}),
         ("granitemoehybrid", {}),
         ("granitemoehybrid", {"mamba_n_groups": 1, "mamba_proj_bias": True}),
         ("lfm2", {}),
