@@ -110,7 +110,7 @@ NORMS_AROUND: Final = Norms(
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """A feed-forward that all tokens run through beside the selected experts; its projections are named like `gate_up`."""
+    """A feed-forward that all tokens run through beside the selected experts; `gate_up` names its projections too."""
 
     module: str = "mlp.shared_expert"
     """Module in the layer."""

@@ -204,8 +204,9 @@ def _shared_expert(config: DecoderConfig, index: int) -> SharedExpert | None:
         return None
     linear, module, hidden = f"layers.{index}.shared", f"model.layers.{index}", config.hidden_size
     wide, mlp = config.experts.shared_size, f"{module}.{shared.module}"
+    modules = tuple(f"{mlp}.{name}" for name in config.traits.gate_up)
     return SharedExpert(
-        _fused(f"{linear}_gate_up", tuple(f"{mlp}.{name}" for name in config.traits.gate_up), (wide, wide), hidden, False),
+        _fused(f"{linear}_gate_up", modules, (wide, wide), hidden, biased=False),
         FusedLinear(f"{linear}_down", (f"{mlp}.{config.traits.down}",), (hidden,), wide),
         # One row, whose errors would scale all outputs.
         None

@@ -210,8 +210,8 @@ def test_half_supported_delta_nets_are_refused_by_name(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_local_experts": 8}, "num_local_experts is not supported; .* experts beside a shared feed-forward"),
-        ({"num_local_experts": None}, "num_local_experts is not supported"),
+        ({"num_local_experts": 8}, r"lacks the tensor .*layers\.0\.block_sparse_moe\.router\.layer\.weight"),
+        ({"num_local_experts": None}, r"lacks the tensor .*block_sparse_moe\.router\.layer\.weight"),
         (
             {"layer_types": ["mamba", "conv", "mamba", "attention"]},
             "layer_types has 'conv'; supported are mamba and attention",

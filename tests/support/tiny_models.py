@@ -207,6 +207,8 @@ FAMILY_SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
         "intermediate_size": None,
     },
 }
+GRANITE_EXPERTS: Final[Mapping[str, Any]] = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 32}
+"""Settings of a tiny Granite 4.0-H with experts."""
 HYBRID_FAMILIES: Final = ("lfm2", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid")
 """Families with layers that keep a state in place of keys and values."""
 ATTENTION_FAMILIES: Final = tuple(sorted(FAMILY_SETTINGS.keys() - set(HYBRID_FAMILIES)))
@@ -334,6 +336,13 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDAr
             wide = config["shared_intermediate_size"]
             linear(f"{name}.shared_mlp.input_linear", 2 * wide, hidden)
             linear(f"{name}.shared_mlp.output_linear", hidden, wide)
+            if experts := config.get("num_local_experts", 8):
+                linear(f"{name}.block_sparse_moe.router.layer", experts, hidden)
+                inner = config["intermediate_size"]
+                for module, rows, columns in (("input", 2 * inner, hidden), ("output", hidden, inner)):
+                    stack = f"{name}.block_sparse_moe.{module}_linear"
+                    linear(stack, experts * rows, columns)
+                    tensors[f"{stack}.weight"] = tensors[f"{stack}.weight"].reshape(experts, rows, columns)
             if config["layer_types"][layer] == "attention":
                 for projection, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
                     linear(f"{name}.self_attn.{projection}_proj", count * head_dim, hidden, flagged)

@@ -234,7 +234,7 @@ def test_experts_in_one_tensor_export_like_separate_ones(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_experts": 6}, r"lacks the tensor .*experts\.5\.gate_proj\.weight"),
+        ({"num_experts": 6}, r"mlp\.gate\.weight has shape \[5, 64\], but config\.json implies \[6, 64\]"),
         ({"moe_intermediate_size": 64}, r"experts\.0\.gate_proj\.weight has shape \[32, 64\], but .* \[64, 64\]"),
         ({"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size must be a positive integer"),
         ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act gelu_pytorch_tanh is not supported with experts"),

@@ -16,7 +16,7 @@ from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.json_fields import read_json
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from support.tiny_models import write_checkpoint
+from support.tiny_models import GRANITE_EXPERTS, write_checkpoint
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -158,6 +158,17 @@ CASES = {
         {"tie_word_embeddings": False, "num_experts": 3, "num_experts_per_tok": 1, "num_key_value_heads": 1},
     ),
     "granite 4 hybrid": ("granitemoehybrid", {"mamba_n_groups": 1}),
+    "granite 4 hybrid with experts": ("granitemoehybrid", {**GRANITE_EXPERTS, "mamba_n_groups": 1}),
+    "granite 4 hybrid with experts, one of eight, two groups, separate head": (
+        "granitemoehybrid",
+        {
+            **GRANITE_EXPERTS,
+            "num_local_experts": None,
+            "num_experts_per_tok": 1,
+            "mamba_n_groups": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
     "granite 4 hybrid with two groups": ("granitemoehybrid", {"mamba_n_groups": 2}),
     "granite 4 hybrid with rotary positions, one group, no convolution bias, biased projections": (
         "granitemoehybrid",
@@ -219,6 +230,7 @@ def test_logits_equal_those_of_transformers(tmp_path, case: str) -> None:
         "qwen3.5",
         "qwen3.5 with experts",
         "granite 4 hybrid with two groups",
+        "granite 4 hybrid with experts",
         "gemma4, small: shared caches, wide last layers, per-layer inputs",
         "ministral3",
     ],

@@ -16,7 +16,7 @@ from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.layout import embedding_layout, fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from support.tiny_models import ATTENTION_FAMILIES, write_checkpoint
+from support.tiny_models import ATTENTION_FAMILIES, GRANITE_EXPERTS, write_checkpoint
 
 PLAIN = [family for family in ATTENTION_FAMILIES if family not in ("qwen3_moe", "gpt_oss", "gemma4_text")]
 BIASED = {"attention_bias": True, "mlp_bias": True}
@@ -48,6 +48,7 @@ def texts_of(*lengths: int):
         ("qwen3_5_text", {}),
         ("qwen3_5_moe_text", {}),
         ("granitemoehybrid", {}),
+        ("granitemoehybrid", GRANITE_EXPERTS),
         ("granitemoehybrid", {"mamba_n_groups": 1, "mamba_proj_bias": True}),
         ("lfm2", {}),
         ("lfm2", {"conv_L_cache": 5, "conv_bias": True}),

@@ -37,8 +37,8 @@ def strips(bundle: Path) -> GraphSession:
 
 @pytest.fixture(
     scope="module",
-    params=[(), (0, 1, 3), (1,), "qwen3_5_text", "granitemoehybrid"],
-    ids=["strips", "end states", "both", "delta nets", "Mamba-2"],
+    params=[(), (0, 1, 3), (1,), "qwen3_5_text", "granitemoehybrid", "qwen3_5_moe_text"],
+    ids=["strips", "end states", "both", "delta nets", "Mamba-2", "experts"],
 )
 def graph(
     request: pytest.FixtureRequest, bundle: Path, strips: GraphSession, tmp_path_factory: pytest.TempPathFactory
