@@ -1,8 +1,8 @@
 """Tensors that hold all experts of a layer, as one matrix or as matrices of single experts.
 
 Those of gpt-oss become one matrix. Float tensors have shape [experts, K, N], so each expert is transposed. MXFP4
-tensors (Source: OCP Microscaling Formats 1.0) have blocks [experts, N, K / 32, 16] of codes, the first of two in the low
-nibble of a byte, and scales [experts, N, K / 32]: a weight is one of sixteen values times 2 ** (scale - 127).
+tensors (Source: OCP Microscaling Formats 1.0) have blocks [experts, N, K / 32, 16] of codes, the first of two in the
+low nibble of a byte, and scales [experts, N, K / 32]: a weight is one of sixteen values times 2 ** (scale - 127).
 
 Those of Qwen3.5 and Granite have shape [experts, N, K], with the rows of gate above those of up. There the matrix of
 each expert lies in one piece, so it reads like a tensor of its own, as other releases of the same models have it.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -29,7 +31,7 @@ from edgerun.runtime.speculation.drafters.model import ModelDrafter
 from edgerun.runtime.speculation.near_ties import NearTies
 from support.adversarial_drafters import FixedCost, adversaries, eager, speculator_of
 from support.hybrid_graphs import HYBRIDS, write_hybrid
-from support.tiny_models import HYBRID_FAMILIES, write_bundle, write_checkpoint
+from support.tiny_models import GRANITE_EXPERTS, HYBRID_FAMILIES, write_bundle, write_checkpoint
 
 PROMPT = "the and of the and of to in the and of the and of to in the and of"
 CONTEXT = 512
@@ -89,9 +91,11 @@ def test_a_draft_model_drafts_chains(bundle: Path, tmp_path: Path) -> None:
     assert drafted > 20
 
 
-@pytest.mark.parametrize("family", HYBRID_FAMILIES)
-def test_int4_exports_decode(tmp_path: Path, family: str) -> None:
-    bundle = write_bundle(tmp_path, family, weights=INT4)
+@pytest.mark.parametrize(
+    ("family", "overrides"), [*((family, {}) for family in HYBRID_FAMILIES), ("granitemoehybrid", GRANITE_EXPERTS)]
+)
+def test_int4_exports_decode(tmp_path: Path, family: str, overrides: Mapping[str, Any]) -> None:
+    bundle = write_bundle(tmp_path, family, weights=INT4, **overrides)
     with edgerun.load(bundle, device="cpu", learned=False, history=False) as engine:
         reply = engine.generate(PROMPT, raw=True, ignore_eos=True, max_tokens=40)
     assert reply.stats.completion_tokens == 40

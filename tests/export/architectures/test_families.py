@@ -27,6 +27,7 @@ from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from support.adversarial_drafters import eager
 from support.tiny_models import (
     FAMILY_SETTINGS,
+    GRANITE_EXPERTS,
     HYBRID_FAMILIES,
     tiny_config,
     tiny_weights,
@@ -49,10 +50,14 @@ def config_of(folder: Path, family: str, **overrides: Any) -> DecoderConfig:
     return read_config(folder)
 
 
-@pytest.mark.parametrize("family", FAMILY_SETTINGS)
-def test_decoding_beyond_the_window_equals_the_reference(tmp_path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [*((family, {}) for family in FAMILY_SETTINGS), ("granitemoehybrid", GRANITE_EXPERTS)],
+    ids=[*FAMILY_SETTINGS, "granitemoehybrid with experts"],
+)
+def test_decoding_beyond_the_window_equals_the_reference(tmp_path, family: str, overrides: dict[str, Any]) -> None:
     """Plain decoding and token trees, some of whose draft tokens are rejected, give the reference's greedy tokens."""
-    bundle = write_bundle(tmp_path, family, tie_word_embeddings=False)
+    bundle = write_bundle(tmp_path, family, tie_word_embeddings=False, **overrides)
     graph = RuntimeGraph(bundle / "model.onnx", SessionConfig(choose_device("cpu"), 1))
     prompt, limits = [7, 8, 9, 7, 8], DecodeLimits(48, frozenset())
     outputs, tree_tokens, trees = [], 0, graph.graph_io.supports_trees
@@ -181,6 +186,7 @@ def test_every_tensor_changes_the_logits(tmp_path, family: str, suffix: str, cou
         ("qwen3_5_text", {"linear_num_key_heads": 1, "linear_conv_kernel_dim": 2}),
         ("qwen3_5_text", {"head_dim": 24, "num_hidden_layers": 2, "layer_types": None, "full_attention_interval": 2}),
         ("qwen3_5_moe_text", {"num_experts": 1, "num_experts_per_tok": 1, "shared_expert_intermediate_size": 32}),
+        ("granitemoehybrid", {**GRANITE_EXPERTS, "num_local_experts": 3, "num_experts_per_tok": 3}),
         ("granitemoehybrid", {"mamba_n_groups": 8, "mamba_d_conv": 2, "logits_scaling": 2.0}),
         ("granitemoehybrid", {"mamba_n_heads": 1, "mamba_n_groups": 1, "mamba_d_head": 128, "mamba_d_state": 1}),
         ("mistral", {"sliding_window": 1}),
