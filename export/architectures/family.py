@@ -29,7 +29,7 @@ OPTIMUM: Final = 'pip install "edge-run[optimum]"'
 """How to install the exporter of other families."""
 _SHARED_MODULES: Final = frozenset(
     (
-        *("attention_shapes", "delta_net", "family", "mamba2", "multi_token_prediction"),
+        *("attention_shapes", "delta_net", "family", "layer_kinds", "mamba2", "multi_token_prediction"),
         *("per_layer_inputs", "short_convolution", "sliding_windows"),
     )
 )

@@ -199,7 +199,7 @@ def _scalable_linears(config: DecoderConfig) -> Iterator[_ScalableLinear]:
 
 def _scalable_in_layer(layer: Layer, config: DecoderConfig) -> Iterator[_ScalableLinear]:
     if layer.before_attention is not None:
-        beside = () if layer.gates is None else (layer.gates,)
+        beside: tuple[FusedLinear, ...] = () if layer.gates is None else (layer.gates,)
         yield _ScalableLinear(layer.qkv, norm=layer.before_attention, beside=beside)
     if (producer := layer.producer) is not None:
         yield _ScalableLinear(layer.output, None, layer.qkv, producer.first_row, producer.shared)
