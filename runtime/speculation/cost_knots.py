@@ -34,8 +34,14 @@ class Knot:
     strays: int = 0
     """Number of passes in a row that contradict the estimate, negative if they were faster."""
 
-    def learn(self, log: float) -> float:
-        """Learn from a pass that takes `log` log seconds at the measured speed; returns the change of the estimate."""
+    def learn(self, log: float, common: float = 0.0) -> float:
+        """Learn from a pass; returns the change of the estimate.
+
+        Args:
+            log: what the pass took at the measured speed, in log seconds.
+            common: mean of the `clipped` differences of passes of all widths. What they have in common tells nothing
+                about this width.
+        """
         before, residual = self.log, log - self.log
         if self.first is not None:
             self.first.append(log)
@@ -46,12 +52,17 @@ class Knot:
             return self.log - before
         self.strays = count_strays(self.strays, residual)
         self.passes = min(self.passes + 1, MAX_WEIGHT)
-        self.log += max(-_CLIP, min(_CLIP, residual)) / self.passes
+        self.log += (clipped(residual) - common) / self.passes
         return self.log - before
 
     def distrust(self) -> None:
         """Let the next passes replace the estimate."""
         self.passes, self.first, self.strays = 1, [], 0
+
+
+def clipped(residual: float) -> float:
+    """What a single pass contributes of its difference from an estimate, in log seconds."""
+    return max(-_CLIP, min(_CLIP, residual))
 
 
 def count_strays(strays: int, residual: float) -> int:

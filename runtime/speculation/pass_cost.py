@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...models.json_file import is_finite, is_whole
-from .cost_knots import MAX_WEIGHT, Knot, count_strays, interpolated, staircase
+from .cost_knots import MAX_WEIGHT, Knot, clipped, count_strays, interpolated, staircase
 from .plausible_costs import made_plausible
 
 MAX_OBSERVED_WIDTH: Final = 256
@@ -142,6 +142,8 @@ class PassCost:
         if not self._buckets:
             raise ValueError("there are no measurements")
         self._speed = 0.0
+        self._common = 0.0
+        """Running mean of what passes contribute to the shape."""
         nothing = _Pass(_Bucket({}), Knot(0.0, 1), 0.0)
         self._recent = deque([nothing] * _WINDOW, _WINDOW)
         self._curves: dict[int, tuple[float, npt.NDArray[np.float64]]] = {}
@@ -241,7 +243,12 @@ class PassCost:
         if seen.knot.first is not None and all(entry.knot is seen.knot for entry in self._recent if entry.bucket.knots):
             # Passes of one width alone tell the speed. Their noise must not move this width against the others.
             return
-        seen.bucket.moved += abs(seen.knot.learn(seen.log - speed))
+        # Disturbances make passes slower only, so their mean lies above the speed, and all estimates would rise while
+        # the speed falls, until those of widths and contexts that are not run meanwhile are far too low.
+        common = self._common
+        if seen.knot.first is None:
+            self._common += (clipped(seen.residual - speed) - common) / MAX_WEIGHT
+        seen.bucket.moved += abs(seen.knot.learn(seen.log - speed, common))
         if seen.bucket.moved > _SHAPE_TOLERANCE:
             seen.bucket.moved = 0.0
             self._curves.clear()

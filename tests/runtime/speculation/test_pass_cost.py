@@ -133,6 +133,21 @@ def test_a_wrong_shape_is_learnt_from_noisy_passes() -> None:
         assert measured[width] / measured[1] == pytest.approx(TIMES[width] / TIMES[1], rel=0.05)
 
 
+@pytest.mark.parametrize("doubt", [None, Doubt.OUTDATED])
+def test_passes_elsewhere_do_not_move_the_estimates(doubt: Doubt | None) -> None:
+    """Thousands of passes at long contexts, a little disturbed, leave the costs at short contexts as they were."""
+    rng = np.random.default_rng(0)
+    cost = PassCost({256: TIMES}, doubt)
+    for context, number in ((256, 300), (1024, 6000), (3000, 6000)):
+        widths = rng.choice(list(TIMES), number, p=(0.6, 0.16, 0.1, 0.06, 0.05, 0.03))
+        disturbances = np.exp(np.abs(rng.normal(0, 0.04, number)))
+        for width, disturbance in zip(widths.tolist(), disturbances.tolist(), strict=True):
+            cost.observe(width, context, TIMES[width] * (1 + context / 6000) * disturbance)
+    for context in (256, 1024, 3000):
+        expected = [TIMES[width] * (1 + context / 6000) for width in TIMES]
+        assert [cost.seconds(width, context) for width in TIMES] == pytest.approx(expected, rel=0.12)
+
+
 def test_a_width_that_was_not_measured_starts_at_its_interpolated_cost() -> None:
     cost = PassCost({0: TIMES})
     interpolated = cost.seconds(7, 0)
