@@ -96,7 +96,7 @@ class PassCost:
     `log t = speed + shape[bucket][m]`. The speed is the median residual of the last 15 passes of any width. The shape
     learns from the pass in the middle of those 15, relative to their median: with as many passes before as after, a
     change of speed changes the speed only. Each pass contributes a clipped difference, so one disturbed pass does
-    little harm.
+    little harm, less the mean of all contributions, so that speed and shape do not drift apart.
 
     Args:
         measured: seconds by context length and width; one context per bucket, width 1 among the widths.
