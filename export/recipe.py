@@ -210,7 +210,7 @@ class ExportRecipe:
             return
         asked = {
             "calibration (--method gptq, --awq, --weights mixed)": self.calibrated and not config.keeps_states,
-            "--draft": self.draft is not None,
+            "--draft": self.draft is not None and (self.draft.source is None or not config.keeps_states),
             "--report": self.report and not config.keeps_states,
             "--layout genai": self.layout is not GraphLayout.EDGE,
             "--device npu": self.npu is not None,

@@ -93,7 +93,7 @@ def agreement_by_size(
     def pairs() -> Iterable[tuple[Int64Array, Float32Array]]:
         for done, (text, begin) in enumerate(zip(texts, starts, strict=True), 1):
             for session in sessions:
-                session.length = 0
+                session.reset()
             read = text[: min(len(text) - 1, longest)]
             for start in range(0, len(read), _LOGITS_BATCH):
                 tokens = read[start : start + _LOGITS_BATCH]

@@ -39,16 +39,11 @@ def require_draft(target: Path, request: DraftRequest) -> None:
 
     Raises:
         CheckpointError: The draft's checkpoint is damaged, incomplete or not supported.
-        InputError: The draft has another vocabulary, or layers that keep states.
+        InputError: The draft has another vocabulary.
     """
     if request.source is None:
         return
-    with open_source(request.source) as (config, draft):
-        if config.keeps_states:
-            raise InputError(
-                f"the draft {request.source} is a {config.family} model, which keeps states and cannot draft yet",
-                "give a draft whose layers are all attention",
-            )
+    with open_source(request.source) as (_, draft):
         difference = vocabulary_difference(target, draft.folder)
     if difference:
         raise InputError(

@@ -99,6 +99,18 @@ class KVArena(ABC):
         """
         return None
 
+    def replay_at(self, length: int) -> int:
+        """Number of tokens that would run once more in a pass behind the first `length` slots, committed or held."""
+        del length
+        return 0
+
+    def hold_from(self, position: int | None) -> None:  # noqa: B027 -- slots alone stay until they are overwritten
+        """Hold what passes leave from `position` on, so that a chain of short passes can be cut anywhere.
+
+        Slots that are rewound can be committed again until a pass overwrites them, and a pass that begins where an
+        earlier one did costs nothing more. What was held before `position` is released; None releases everything.
+        """
+
     def commit(self, tokens: int) -> None:
         """Commit the `tokens` slots after the committed ones, which a pass has just written."""
         if not 0 <= tokens <= self.written - self.length:

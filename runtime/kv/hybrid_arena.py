@@ -6,12 +6,13 @@ exact and free. The state of linear attention has one value after a pass; the on
 only some tokens of a pass are accepted, the next pass advances it by their updates, if the graph returns updates;
 otherwise these tokens run once more from there, inside the next pass. For positions further back there are
 checkpoints, and the tokens since the newest one run once more (docs/decisions/0075-convolution-states.md,
-docs/decisions/0076-recurrent-states.md).
+docs/decisions/0076-recurrent-states.md). A draft model runs a chain of short passes that may be cut after any of them;
+there, the buffers that the passes started from are held instead of being reused (docs/decisions/0085-hybrid-drafts.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -28,6 +29,8 @@ _CACHE_SHARE: Final = 8
 anywhere runs 16 tokens again on average, which takes as long as five tokens of decoding."""
 _OTHER_CHECKPOINTS: Final = 4
 """Number of checkpoints that may lie elsewhere: see `HybridArena.move_states`."""
+_HELD_BYTES: Final = 128 << 20
+"""Bytes of states that are held at most: six positions of Qwen3.5-0.8B. Tokens behind the last one run once more."""
 
 
 def largest_state_snapshot(types: Sequence[StateType], slots: int) -> int:
@@ -76,6 +79,9 @@ class HybridArena(KVArena):
         self._pass_base = 0
         self._rewound_to = 0
         """Position to which slots of plain decoding were last rewound, as for another answer to the same prompt."""
+        self._held_from: int | None = None
+        """See `hold_from`. What is held lies in the buffers, by the same positions for all of them."""
+        self._most_held = max(1, _HELD_BYTES // max(total_bytes(state_types), 1))
 
     @property
     def nbytes(self) -> int:
@@ -91,11 +97,21 @@ class HybridArena(KVArena):
     @property
     def replay(self) -> int | None:
         """See `KVArena.replay`."""
-        if self._cuts_anywhere:
-            return None
-        if self._views_at(self.length) is not None:
-            return 0
-        return self.length - self._newest_known()
+        return None if self._cuts_anywhere else self.replay_at(self.length)
+
+    def replay_at(self, length: int) -> int:
+        """See `KVArena.replay_at`."""
+        return 0 if self._views_at(length) is not None else length - self._newest_known(length)
+
+    def hold_from(self, position: int | None) -> None:
+        """See `KVArena.hold_from`."""
+        self._held_from = position
+        if position is None:
+            for buffers in self.states:
+                buffers.release()
+        else:
+            needed = max((each for each in self._held if each <= position), default=position)
+            self._drop_held([each for each in self._held if each < needed])
 
     def commit(self, tokens: int) -> None:
         """See `KVArena.commit`."""
@@ -116,11 +132,13 @@ class HybridArena(KVArena):
         if length < self.plain_length:
             self._rewound_to = length
         super().rewind_to(length)
-        del self.token_ids[length:]
+        holds = self._held_from is not None and self._held_from <= length
         if length < self._pass_base:
-            self._pass_ids, self._pass_base = [], length
-        for position in [each for each in self._checkpoints if each > length]:
-            del self._checkpoints[position]
+            written = self.token_ids[length : self._pass_base] + self._pass_ids
+            self._pass_ids, self._pass_base = written if holds else [], length
+        del self.token_ids[length:]
+        if not holds:
+            self._forget_after(length)
 
     def pad_to(self, length: int, value: float) -> None:
         """See `KVArena.pad_to`; the states become zeros."""
@@ -179,6 +197,7 @@ class HybridArena(KVArena):
             Tokens between the states and the committed length, which have to run once more.
         """
         position, length = self._position, self.length
+        self._forget_after(length)
         if position != length:
             crosses = position // self.spacing != length // self.spacing
             if (
@@ -189,6 +208,8 @@ class HybridArena(KVArena):
             ):
                 self._keep_checkpoints()
             if (views := self._views_at(length)) is not None:
+                if self._has_updates and position < length < self._end and length not in self._held:
+                    self._drop_held([position])  # the next pass applies the updates in place
                 for buffers, view in zip(self.states, views, strict=True):
                     buffers.start_from(view)
                 self._position = length
@@ -208,6 +229,7 @@ class HybridArena(KVArena):
         self._pass_ids = ids
         for buffers in self.states:
             buffers.end_pass()
+        self._hold()
         self._count_replay(self.length - self._position)
 
     def join_passes(self, ids: list[int]) -> None:
@@ -229,9 +251,11 @@ class HybridArena(KVArena):
             self.replayed += tokens
 
     def _views_at(self, position: int) -> list[StateView] | None:
-        """The states at a position, by type, as parts of what the last pass read or returned; None if not known."""
+        """The states at a position, by type, as parts of what passes read or the last one returned; None if not known."""
         if position == self._position:
             return [each.past for each in self.states]
+        if position in self._held:
+            return [each.held[position] for each in self.states]
         if self._outputs is None or not self._position < position <= self._end:
             return None
         offset, width = position - self._position, self._end - self._position
@@ -244,6 +268,7 @@ class HybridArena(KVArena):
     def forget_states(self) -> None:
         """Start from a checkpoint, because a pass that failed may have written to the states it started from."""
         if self._has_updates:
+            self._drop_held([self._position])
             self._position = self.length + 1
             self._outputs = None
             self._move_to_checkpoint()
@@ -295,16 +320,46 @@ class HybridArena(KVArena):
         return known
 
     def _move_to_checkpoint(self) -> None:
-        nearest = self._newest_known()
+        nearest = self._newest_known(self.length)
         if nearest == self._position:
             return
-        self._write_states(self._checkpoints[nearest] if nearest else None)
+        if nearest in self._held:
+            for buffers in self.states:
+                buffers.start_from(buffers.held[nearest])
+        else:
+            self._write_states(self._checkpoints[nearest] if nearest else None)
         self._position = nearest
 
-    def _newest_known(self) -> int:
-        """The last position up to the committed length at which the states are known before the last pass."""
-        known = [each for each in (self._position, *self._checkpoints) if each <= self.length]
+    def _newest_known(self, length: int) -> int:
+        """The last position up to a length at which the states are known before the last pass."""
+        known = [each for each in (self._position, *self._checkpoints, *self._held) if each <= length]
         return max(known, default=0)
+
+    @property
+    def _held(self) -> Collection[int]:
+        """Positions of the states that are held."""
+        return self.states[0].held
+
+    def _hold(self) -> None:
+        """Hold the states that the last pass started from, if they are wanted and there is room."""
+        position, first = self._position, self._held_from
+        if first is None or position < first:
+            return
+        self._drop_held([each for each in self._held if each < first])
+        if len(self._held) < self._most_held:
+            for buffers in self.states:
+                buffers.held[position] = buffers.past
+
+    def _drop_held(self, positions: Iterable[int]) -> None:
+        for position in positions:
+            for buffers in self.states:
+                buffers.held.pop(position, None)
+
+    def _forget_after(self, length: int) -> None:
+        """Drop copies and held states behind a length, whose tokens may be others from now on."""
+        for position in [each for each in self._checkpoints if each > length]:
+            del self._checkpoints[position]
+        self._drop_held([each for each in self._held if each > length])
 
     def _write_states(self, states: Checkpoint | None) -> None:
         """Let the next pass start from a copy of some states, or from zeros, those before the first token."""
@@ -318,6 +373,7 @@ class HybridArena(KVArena):
         self.token_ids, self._checkpoints, self._position = token_ids, checkpoints, position
         self._outputs, self._end = None, 0
         self._pass_ids, self._pass_base = [], self.length
+        self.hold_from(None)
 
 
 class InPlaceHybridArena(HybridArena, InPlaceArena):

@@ -93,6 +93,7 @@ class StateBuffers:
     Attributes:
         state_type: type of the states.
         past: the states that the next pass starts from.
+        held: states that earlier passes started from, by position; no pass writes to their buffers.
     """
 
     def __init__(self, state_type: StateType) -> None:
@@ -101,6 +102,7 @@ class StateBuffers:
         self._returned: dict[int, list[States]] = {} if state_type.of_every_token else {0: [self._own]}
         """Buffers for what passes return, by the number of tokens whose inputs they hold."""
         self.past = StateView(self._own, 0, self._own)
+        self.held: dict[int, StateView] = {}
 
     @property
     def nbytes(self) -> int:
@@ -114,10 +116,10 @@ class StateBuffers:
         return (self.state_type.layers, *self.state_type.shape)
 
     def new_output(self, width: int) -> States:
-        """A buffer for what a pass over `width` tokens returns, in which the states that it starts from do not lie."""
+        """A buffer for what a pass over `width` tokens returns, in which no states lie that are needed."""
         key = self.state_type.returned(width)
         for buffer in self._returned.get(key, ()):
-            if buffer is not self.past.buffer:
+            if buffer is not self.past.buffer and not self._holds(buffer):
                 return buffer
         buffer = np.empty(self.state_type.over(width), self.state_type.dtype)
         if self.keeps(width):
@@ -161,7 +163,20 @@ class StateBuffers:
         if self.state_type.part is StatePart.UPDATES:
             self.past = StateView(self._own, 0, self._own)
 
+    def release(self) -> None:
+        """Hold no states, and free the buffers that this took."""
+        self.held.clear()
+        for buffers in self._returned.values():
+            del buffers[2:]
+
+    def _holds(self, buffer: States) -> bool:
+        return any(view.buffer is buffer for view in self.held.values())
+
     def write(self, states: States | float) -> None:
         """Let the next pass start from a copy of `states`."""
+        if self._holds(self._own):
+            self._own = np.empty_like(self._own)
+            if not self.state_type.of_every_token:
+                self._returned[0].append(self._own)
         np.copyto(self._own, states)
         self.past = StateView(self._own, 0, self._own)

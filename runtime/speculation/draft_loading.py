@@ -37,6 +37,7 @@ from ..graph.model_metadata import ModelMetadata
 from ..graph.open_graph import graph_to_load, open_gpu_form, open_graph
 from ..graph.prepacked import prepacked_draft_graph
 from ..graph.session import GraphSession, SessionConfig
+from ..kv.arena import KVArena
 from ..kv.borrowed import BorrowedArena
 from ..kv.prefix_cache import PrefixCache
 from ..measure.measuring_time import MeasuringTime
@@ -136,11 +137,6 @@ def load_draft(
     bundle = pair.draft
     config = replace(config, kv_scales=None)  # the scales are those of the target's cache, and a draft's is small
     session = open_graph(bundle, config, cache=cache)
-    if session.graph_io.states:
-        raise BundleError(
-            f"the draft {bundle.folder} keeps states, with which a model cannot draft yet",
-            "give another --draft, or --draft none",
-        )
     head = session.graph_io.vocab_size
     if pair.target_ids is not None:
         _check_ids(pair, pair.target_ids, head, target_vocab)
@@ -152,9 +148,15 @@ def load_draft(
         )
     limit = min(context, bundle.context or context)
     slot_bytes = sum(tensor_type.slot_bytes for tensor_type in session.graph_io.tensor_types)
-    prefixes = PrefixCache(lambda: session.arena(limit), prefix_tokens * slot_bytes)
-    cost = _pass_cost(bundle, config, session.bind(session.arena(limit)), measuring, cache=cache)
-    return lambda: DraftModel(session.bind(session.arena(limit)), cost, target_vocab, pair.target_ids, prefixes)
+
+    def new_arena() -> KVArena:
+        arena = session.arena(limit)
+        arena.is_plain = False  # nobody asks for the bits of plain decoding, for which hybrid arenas copy states
+        return arena
+
+    prefixes = PrefixCache(new_arena, prefix_tokens * slot_bytes)
+    cost = _pass_cost(bundle, config, session.bind(new_arena()), measuring, cache=cache)
+    return lambda: DraftModel(session.bind(new_arena()), cost, target_vocab, pair.target_ids, prefixes)
 
 
 def load_layer_skip_draft(

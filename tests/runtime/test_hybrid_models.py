@@ -133,12 +133,6 @@ def test_what_does_not_work_is_refused_in_one_line(bundle: Path, choice: dict[st
     assert "\n" not in str(error.value)
 
 
-def test_it_cannot_draft_for_another_model(bundle: Path, tmp_path: Path) -> None:
-    target = write_bundle(tmp_path, "llama", max_position_embeddings=CONTEXT)
-    with edgerun.load(target, draft=bundle, device="cpu") as engine, pytest.raises(BundleError, match="cannot draft"):
-        engine.generate(PROMPT, raw=True, max_tokens=5)
-
-
 REFUSED = [
     (ExportRecipe(INT4, draft=DraftRequest()), "--draft"),
     (ExportRecipe(INT4, gpu=True), "--device gpu"),

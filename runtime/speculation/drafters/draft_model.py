@@ -133,6 +133,7 @@ class DraftModel:
                 if self._prefixes is None:
                     self._arena.rewind_to(same)
                 else:
+                    self._arena.hold_from(None)
                     self._prefixes.keep(self._arena, self._token_ids)
                     self._bound.use(self._prefixes.take(new))
         self._token_ids = new
@@ -160,7 +161,8 @@ class DraftModel:
 
     def width(self, path: Path) -> int:
         """Number of tokens that have to run for the logits after the sequence and `path`, if they are not known."""
-        return max(1, self.pending + sum(path[:depth] not in self._slots for depth in range(1, len(path) + 1)))
+        missing = self.pending + sum(path[:depth] not in self._slots for depth in range(1, len(path) + 1))
+        return max(1, missing) + self._arena.replay_at(self._arena.length + self._common(path))
 
     def take_seconds_spent(self) -> float:
         """Seconds that the model has run since the last call of this method, from which its cost is refined."""
@@ -229,6 +231,10 @@ class DraftModel:
             self._forward(missing[:PREFILL_WIDTH])
             arena.commit(PREFILL_WIDTH)
             missing = missing[PREFILL_WIDTH:]
+        if self._bound.graph_io.states and missing.size > USUAL_CATCH_UP:
+            # A later prompt may leave this one anywhere in the answer; this is where its states are known.
+            arena.last_prefill = (arena.length, arena.length + missing.size)
+        arena.hold_from(arena.length)
         logits = self._run(missing, nodes)
         arena.commit(missing.size)
         for node in nodes:
@@ -274,7 +280,7 @@ class DraftModel:
     def _timed_pass(self, width: int) -> Iterator[None]:
         """Run a pass over `width` tokens behind the scratch slots, and observe its time now and then."""
         arena = self._arena
-        base = arena.length
+        base, before = arena.length, arena.replayed
         started = time.perf_counter()
         # Scratch slots count as committed during the pass: it writes behind them, and growing the arena keeps them.
         arena.commit(len(self._scratch))
@@ -284,16 +290,21 @@ class DraftModel:
             arena.rewind_to(base)
         if self.passes % _OBSERVED_EVERY == 0:
             # The cost is shared with other sequences, whose threads may be using it.
-            self._timings.append((width, base, time.perf_counter() - started))
+            replayed = arena.replayed - before
+            self._timings.append((width + replayed, base, time.perf_counter() - started))
         self.passes += 1
 
     def _keep_common(self, path: Path) -> None:
         """Drop the scratch slots, which are a chain, from where they differ from `path`."""
+        del self._scratch[self._common(path) :]
+        self._slots = {scratch: slot for slot, scratch in enumerate(self._scratch)}
+
+    def _common(self, path: Path) -> int:
+        """Number of leading scratch slots of a chain that are those of tokens of `path` before its last one."""
         kept = 0
         while kept < min(len(self._scratch), len(path) - 1) and self._scratch[kept] == path[: kept + 1]:
             kept += 1
-        del self._scratch[kept:]
-        self._slots = {scratch: slot for slot, scratch in enumerate(self._scratch)}
+        return kept
 
     def _commit_accepted(self) -> None:
         """Turn the scratch slots of accepted draft tokens into slots of the sequence, now that it has grown."""
@@ -312,10 +323,13 @@ class DraftModel:
             kept = {path: slot for path, slot in self._slots.items() if _continues(path, behind)}
             known = {path: each for path, each in self._logits.items() if path == behind or _continues(path, behind)}
             logits = {path[len(behind) :]: each for path, each in known.items()}
-        if accepted:
+        slots = [*accepted, *sorted(kept.values())]
+        if slots == list(range(len(slots))):
+            arena.commit(len(accepted))
+        elif accepted:
             base = arena.length - 1  # the last token of the sequence plays the anchor
             arena.rewind_to(base)
-            arena.compact(base, [0, *(1 + slot for slot in (*accepted, *sorted(kept.values())))])
+            arena.compact(base, [0, *(1 + slot for slot in slots)])
             arena.rewind_to(base + 1 + len(accepted))
         self._drop_draft()
         for path in sorted(kept, key=kept.__getitem__):

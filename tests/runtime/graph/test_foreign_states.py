@@ -306,13 +306,15 @@ def test_an_upgrade_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_draft_model_with_states_is_refused(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["genai-qwen3.5", "community-lfm2"])
+def test_a_model_with_states_drafts(folder_of: Callable[[str], Path], tmp_path: Path, layout: str) -> None:
     target = write_layout(tmp_path, LAYOUTS["genai"])
-    with (
-        edgerun.load(target, draft=folder_of("genai-qwen3.5"), cache=False) as loaded,
-        pytest.raises(BundleError, match="keeps states, with which a model cannot draft yet"),
-    ):
-        loaded.generate(PROMPT, raw=True, max_tokens=5)
+    with edgerun.load(target, draft=folder_of(layout), cache=False) as loaded:
+        loaded.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
+        expected = loaded.generate(PROMPT, OPTIONS)
+        reply = loaded.generate(PROMPT, OPTIONS, speculation=Speculation.parse("model"))
+        assert reply.text == expected.text
+        assert reply.stats.drafted > 0
 
 
 def test_a_window_of_states_is_refused_by_name(tmp_path: Path) -> None:

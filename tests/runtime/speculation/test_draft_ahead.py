@@ -350,10 +350,10 @@ class _Failing:
         raise EdgeError("the device is gone", "plug it in")
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+@pytest.fixture(scope="module", params=["llama", "qwen3_5_text"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """A pair on one CPU whose draft model runs ahead all the same."""
-    target, draft = (write_bundle(tmp_path_factory.mktemp("pair"), seed=seed) for seed in (1, 1))
+    target, draft = (write_bundle(tmp_path_factory.mktemp("pair"), request.param, seed=seed) for seed in (1, 1))
     with edgerun.load(target, draft=draft, threads=1, cache=False, parallel=2) as engine:
         run_ahead(engine)
         yield engine
