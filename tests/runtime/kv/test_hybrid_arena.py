@@ -121,6 +121,45 @@ def test_random_rewinds_and_replays_equal_sequential_decoding(
         assert arena.replayed <= rewinds * (arena.spacing - 1)
 
 
+@pytest.mark.parametrize("seed", some_nightly(range(6), 3))
+def test_chains_of_short_passes_equal_sequential_decoding_wherever_they_are_cut(
+    graph: GraphSession, expected: npt.NDArray[np.float32], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a draft model runs them: over draft tokens that are rewound after every pass, committed again, and given up."""
+    random = np.random.default_rng(seed)
+    bound, arena = new(graph)
+    read(bound, 30)
+    arena._most_held = (2, 4, 1)[seed // 2]
+    for _ in range(60):
+        if random.random() < 0.1 or arena.length > 400:
+            arena.rewind_to(int(random.integers(0, min(arena.length, 400) + 1)))
+        base, drafted = arena.length, 0
+        arena.hold_from(base)
+        for _ in range(int(random.integers(1, 6))):
+            first, right = base + drafted, int(random.choice([1, 1, 1, 2, 3, 40]))
+            wrong = random.integers(5, 300, random.choice([0, 0, 1, 2])).tolist()
+            arena.commit(drafted)
+            if random.random() < 0.1:
+                with monkeypatch.context() as patched, pytest.raises(EdgeError, match="failed to run"):
+                    patched.setattr(bound, "_run_session", _fail)
+                    bound.forward([7])
+            logits = bound.forward([*TEXT[first : first + right], *wrong])
+            np.testing.assert_allclose(logits[:right], expected[first : first + right], atol=TOLERANCE)
+            arena.rewind_to(base)
+            drafted += right
+            if wrong:
+                arena.commit(drafted + len(wrong))
+                bound.forward(wrong)
+                arena.rewind_to(base)
+            if random.random() < 0.4:
+                drafted = int(random.integers(0, drafted + 1))
+            assert len(arena._held) <= arena._most_held
+        arena.commit(int(random.integers(0, drafted + 1)))
+        assert arena.token_ids == TEXT[: arena.length]
+    check_next(bound, expected)
+    assert arena.replayed > 0 or arena.replay is None
+
+
 @pytest.mark.parametrize("position", [89, 70, 60, 33, 0])
 def test_rewinding_within_the_last_pass_replays_what_has_no_state(
     graph: GraphSession, expected: npt.NDArray[np.float32], position: int
