@@ -251,7 +251,7 @@ class HybridArena(KVArena):
             self.replayed += tokens
 
     def _views_at(self, position: int) -> list[StateView] | None:
-        """The states at a position, by type, as parts of what passes read or the last one returned; None if not known."""
+        """The states at a position, by type, as parts of what passes read or returned; None if they are not known."""
         if position == self._position:
             return [each.past for each in self.states]
         if position in self._held:
@@ -341,7 +341,7 @@ class HybridArena(KVArena):
         return self.states[0].held
 
     def _hold(self) -> None:
-        """Hold the states that the last pass started from, if they are wanted and there is room."""
+        """Hold the states that the last pass started from, if they are asked for and there is room."""
         position, first = self._position, self._held_from
         if first is None or position < first:
             return

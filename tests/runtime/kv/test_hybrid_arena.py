@@ -125,7 +125,7 @@ def test_random_rewinds_and_replays_equal_sequential_decoding(
 def test_chains_of_short_passes_equal_sequential_decoding_wherever_they_are_cut(
     graph: GraphSession, expected: npt.NDArray[np.float32], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a draft model runs them: over draft tokens that are rewound after every pass, committed again, and given up."""
+    """As a draft model runs them: its draft tokens are rewound after every pass, committed again, and given up."""
     random = np.random.default_rng(seed)
     bound, arena = new(graph)
     read(bound, 30)
@@ -140,9 +140,10 @@ def test_chains_of_short_passes_equal_sequential_decoding_wherever_they_are_cut(
             wrong = random.integers(5, 300, random.choice([0, 0, 1, 2])).tolist()
             arena.commit(drafted)
             if random.random() < 0.1:
-                with monkeypatch.context() as patched, pytest.raises(EdgeError, match="failed to run"):
+                with monkeypatch.context() as patched:
                     patched.setattr(bound, "_run_session", _fail)
-                    bound.forward([7])
+                    with pytest.raises(EdgeError, match="failed to run"):
+                        bound.forward([7])
             logits = bound.forward([*TEXT[first : first + right], *wrong])
             np.testing.assert_allclose(logits[:right], expected[first : first + right], atol=TOLERANCE)
             arena.rewind_to(base)
