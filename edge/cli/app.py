@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from ...errors import InputError
-from ...models.byte_sizes import parse_bytes
 from ...runtime.devices.power import Power
 from ...runtime.kv.cache_scales import KVFormat
 from ...runtime.prefill import PrefillMode
@@ -38,6 +37,7 @@ from .shared_options import (
     PrefixCache,
     PrefixDisk,
     Threads,
+    prefix_cache_bytes,
     prefix_disk_bytes,
 )
 
@@ -116,7 +116,6 @@ def app(
     if window:
         _check_window()
     folder = data_folder()
-    kept = None if prefix_cache is None else parse_bytes(prefix_cache, "--prefix-cache")
     each = ModelOptions(
         None,
         device,
@@ -126,7 +125,7 @@ def app(
         draft_device=draft_device,
         cache=cache,
         history=history,
-        prefix_cache=kept,
+        prefix_cache=prefix_cache_bytes(prefix_cache),
         overflow=overflow,
         prefix_disk=prefix_disk_bytes(prefix_disk),
         power=power,

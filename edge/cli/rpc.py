@@ -32,6 +32,7 @@ from .shared_options import (
     PrefixCache,
     Threads,
     ToolFormatName,
+    prefix_cache_bytes,
 )
 
 _STDIN: Final = 0
@@ -80,7 +81,6 @@ def rpc(
     max_line_bytes = parse_bytes(max_line, "--max-line")
     if max_line_bytes < _SHORTEST_LINE:
         raise InputError(f"--max-line is {max_line}", f"it must be at least {_SHORTEST_LINE} bytes")
-    kept = None if prefix_cache is None else parse_bytes(prefix_cache, "--prefix-cache")
     each = ModelOptions(
         None,
         device,
@@ -89,7 +89,7 @@ def rpc(
         draft=draft,
         draft_device=draft_device,
         cache=cache,
-        prefix_cache=kept,
+        prefix_cache=prefix_cache_bytes(prefix_cache),
         overflow=overflow,
         power=power,
         kv=kv,

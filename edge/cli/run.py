@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from ...errors import InputError
-from ...models.byte_sizes import parse_bytes
 from ...models.progress import Progress
 from ...models.text_files import decode_text, read_text, unify_line_ends
 from ...runtime.devices.power import Power
@@ -45,6 +44,7 @@ from .shared_options import (
     Threads,
     Tokenizer,
     ToolFormatName,
+    prefix_cache_bytes,
     prefix_disk_bytes,
 )
 from .single_answer import AnswerFormat, SinglePrompt, answer_prompt
@@ -307,7 +307,6 @@ def run(
     options = options.changed({"keep_prefix": (bool(document) and not raw) or (chatting and save)})
     # Without speculation a draft model would cost memory and processor time for nothing.
     used_draft = None if options.speculation == Speculation.OFF else draft
-    prefix_bytes = None if prefix_cache is None else parse_bytes(prefix_cache, "--prefix-cache")
     opened = ModelOptions(
         model,
         device,
@@ -317,7 +316,7 @@ def run(
         used_draft,
         cache,
         history,
-        prefix_cache=prefix_bytes,
+        prefix_cache=prefix_cache_bytes(prefix_cache),
         overflow=overflow,
         prefix_disk=prefix_disk_bytes(prefix_disk),
         power=power,

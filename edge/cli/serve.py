@@ -37,6 +37,7 @@ from .shared_options import (
     PrefixDisk,
     Threads,
     ToolFormatName,
+    prefix_cache_bytes,
     prefix_disk_bytes,
 )
 
@@ -134,8 +135,6 @@ def serve(
         allow_origins=tuple(allow_origin or ()),
         max_body_bytes=parse_bytes(max_body, "--max-body"),
     )
-    kept = None if prefix_cache is None else parse_bytes(prefix_cache, "--prefix-cache")
-
     each = ModelOptions(
         None,
         device,
@@ -145,7 +144,7 @@ def serve(
         draft_device=draft_device,
         cache=cache,
         history=history,
-        prefix_cache=kept,
+        prefix_cache=prefix_cache_bytes(prefix_cache),
         prefix_disk=prefix_disk_bytes(prefix_disk),
         overflow=overflow,
         power=power,

@@ -160,6 +160,15 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
+def prefix_cache_bytes(size: str | None) -> int | None:
+    """The value of `--prefix-cache` in bytes; None where it is not given.
+
+    Raises:
+        InputError: it is not a size.
+    """
+    return None if size is None else parse_bytes(size, "--prefix-cache")
+
+
 def prefix_disk_bytes(size: str | None) -> int:
     """The value of `--prefix-disk` in bytes.
 
