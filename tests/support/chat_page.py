@@ -30,9 +30,10 @@ class ChatPage:
         self.imported_files = page.locator("input[type=file][aria-label='Import …']")
 
     def send(self, text: str) -> None:
-        """Write a message and send it by Enter."""
+        """Write a message and send it by Enter; waits until it is sent, since no other can be sent before."""
         self.composer.fill(text)
         self.composer.press("Enter")
+        expect(self.composer).to_have_value("")
 
     def ask(self, text: str) -> Locator:
         """Send a message and wait until its answer is finished; returns the answer."""

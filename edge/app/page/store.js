@@ -56,9 +56,18 @@ export function announce(text) {
 
 // ---------------------------------------------------------------- what the server has
 
-/** Fetches settings, presets, folders and models. */
+/** Settles when the app has taken, or refused, every change of its settings that this window has asked for. */
+let settingsChanged = Promise.resolve();
+
+/** Fetches settings, presets, folders and models. What was read before a change of the settings is out of date. */
 export async function refreshState() {
-  const got = await api.getState();
+  let got;
+  let known;
+  do {
+    known = settingsChanged;
+    await known;
+    got = await api.getState();
+  } while (known !== settingsChanged);
   set({
     loaded: true,
     version: got.version,
@@ -73,7 +82,12 @@ export async function refreshState() {
 
 /** Fetches the list of conversations, and of deleted ones where it is shown. */
 export async function refreshConversations() {
-  const got = await api.getConversations();
+  let got;
+  let known;
+  do {
+    known = state.conversations;
+    got = await api.getConversations();
+  } while (known !== state.conversations); // the response may be older than what changed the list meanwhile
   const writing = new Set(got.writing ?? state.writing);
   set({ conversations: got.conversations, writing });
   if (state.deleted) await refreshDeleted();
@@ -92,11 +106,13 @@ async function refreshDeleted() {
 
 const fetching = new Map();
 
-/** Fetches a conversation with its messages. Pieces of answers that arrive meanwhile are added afterwards. */
+/**
+ * Fetches a conversation with its messages. Pieces of answers that arrive meanwhile are added afterwards; after other
+ * changes of messages it is fetched again, since the response may be older than they are.
+ */
 export async function fetchConversation(id) {
-  const underWay = fetching.get(id);
-  if (underWay) {
-    underWay.again = true;
+  if (fetching.has(id)) {
+    fetchAgain(id);
     return;
   }
   const job = { again: false, deltas: [] };
@@ -121,6 +137,12 @@ export async function fetchConversation(id) {
     changed();
   }
   if (job.again) await fetchConversation(id);
+}
+
+/** Has a conversation that is being fetched fetched once more. */
+function fetchAgain(id) {
+  const underWay = fetching.get(id);
+  if (underWay) underWay.again = true;
 }
 
 function setWriting(id, tree) {
@@ -174,6 +196,7 @@ const HANDLERS = {
     if (state.deleted) attempt(refreshDeleted);
   },
   message({ message }) {
+    fetchAgain(message.conversation);
     const tree = state.trees.get(message.conversation);
     const before = tree?.messages.get(message.id);
     if (message.state !== "writing") state.progress.delete(message.id);
@@ -193,6 +216,7 @@ const HANDLERS = {
     }
   },
   message_deleted({ id, conversation }) {
+    fetchAgain(conversation);
     const tree = state.trees.get(conversation);
     if (!tree) return;
     tree.remove(id);
@@ -439,7 +463,9 @@ export async function selectBranch(message) {
 /** Changes settings of the app, here at once and then in every window. */
 export async function changeSettings(changes) {
   set({ settings: { ...state.settings, ...changes } });
-  await api.changeSettings(changes);
+  const change = api.changeSettings(changes);
+  settingsChanged = Promise.allSettled([settingsChanged, change]);
+  await change;
 }
 
 /** The model of a conversation: its record in the list of models, or undefined where it is not there. */

@@ -98,7 +98,7 @@ def test_an_answer_can_be_stopped_as_soon_as_it_is_told_of(tmp_path: Path, endle
 
         store.listen(stop)
         # Without the stop, the answer ends by its length.
-        question = store.add_message(store.create(sampling={"max_tokens": 500}).id, None, "user", "hello")
+        question = store.add_message(store.create(sampling={"max_tokens": 20_000}).id, None, "user", "hello")
         answer = answers.answer(question)
         wait_until(lambda: store.message(answer.id).state is not MessageState.WRITING)
         assert store.message(answer.id).state is MessageState.STOPPED

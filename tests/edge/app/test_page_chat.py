@@ -57,9 +57,8 @@ def long_answer(endless: OpenedApp) -> Iterator[ChatPage]:
         chat.send("hello")
         chat.begun()
         yield chat
-        if chat.answers.last.get_attribute("data-state") == "writing":
-            chat.page.keyboard.press("Escape")
-            chat.in_state("stopped")
+        chat.page.keyboard.press("Escape")
+        expect(chat.answers.last).not_to_have_attribute("data-state", "writing")
 
 
 def test_from_the_first_start_to_the_first_answer(tmp_path: Path, chromium: Browser) -> None:
@@ -101,14 +100,19 @@ def test_commands_of_the_bundled_model_are_shown_as_they_are(tmp_path: Path, chr
         expect(chat.answers.locator("em")).to_have_count(0)
         # Nor as Markdown while the page does not know yet which model it was.
         held: list[Route] = []
+        holding = True
 
         def hold(route: Route) -> None:
-            held.append(route)
+            if holding:
+                held.append(route)
+            else:
+                route.continue_()
 
         chat.page.route("**/api/state", hold)
         chat.page.reload()
         expect(chat.answers.locator(".plain")).to_have_text(command)
         expect(chat.answers.locator("em")).to_have_count(0)
+        holding = False  # a later request would be held for ever
         for route in held:
             route.continue_()
         chat.page.unroute("**/api/state")
@@ -277,7 +281,8 @@ def test_the_view_follows_only_while_it_is_at_the_end(long_answer: ChatPage) -> 
     page.wait_for_function(
         "() => { const box = document.querySelector('.scroller'); return box.scrollHeight > box.clientHeight + 300; }"
     )
-    assert scroller.evaluate(distance) < 100
+    # What has just been written is followed with the next frame.
+    page.wait_for_function(f"() => ({distance})(document.querySelector('.chat .scroller')) < 100")
     scroller.hover()
     page.mouse.wheel(0, -150)
     to_end = page.get_by_role("button", name="Jump to the latest")
@@ -359,6 +364,7 @@ def test_everything_is_reached_by_keys(chat: ChatPage) -> None:
     keys.press("Control+A")
     keys.type("By keys alone")
     keys.press("Enter")
+    expect(settings).to_have_count(0)  # which gives the focus back
     expect(page.get_by_role("heading", level=1)).to_have_text("By keys alone")
     chat.row("By keys alone").focus()
     keys.press("Delete")

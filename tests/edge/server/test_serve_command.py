@@ -88,7 +88,8 @@ def test_a_signal_lets_running_answers_end(endless_bundle: Path, number: signal.
     with served([endless_bundle], "--draft", "none", "--drain", "100") as server:
         assert server.process is not None
         with server.connected() as running:
-            body = chat_body("go on", max_tokens=600, stream=True)
+            # The answer takes longer than what is asked of the server meanwhile.
+            body = chat_body("go on", max_tokens=1500, stream=True)
             running.sendall(raw_request(CHAT, body, {"Connection": "close"}))
             wait_until(lambda: server.load() == (1, 0), "the answer is generated")
             server.process.send_signal(number)

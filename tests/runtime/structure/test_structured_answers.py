@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -266,7 +266,14 @@ def test_a_format_that_takes_too_long_to_compile_is_refused(
 ) -> None:
     from edgerun.runtime.structure import grammar
 
+    refused = threading.Event()
+
+    def slow(_: ResponseFormat) -> str:
+        assert refused.wait(60)
+        return "start: "
+
     monkeypatch.setattr(grammar, "_COMPILE_S", 0.0)
-    monkeypatch.setattr(grammar, "grammar_text", lambda _: time.sleep(0.05))
+    monkeypatch.setattr(grammar, "grammar_text", slow)
     with pytest.raises(InputError, match="takes longer than 0 s to compile"):
         eager_engine.generate("the", ANY, response_format=ResponseFormat.regex("slow"))
+    refused.set()

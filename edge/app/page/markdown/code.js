@@ -6,6 +6,8 @@ import { strings } from "../strings.js";
 
 /** Longest code that is coloured, in characters. */
 const MAX_COLOURED = 50_000;
+/** Time that loading a language and starting the worker may take, in milliseconds: much on a machine that is busy. */
+const LOADING_PATIENCE = 60_000;
 /** Time that colouring may take, in milliseconds. */
 const PATIENCE = 5000;
 /** Code that is being written is coloured again when it has grown by this factor. */
@@ -65,14 +67,20 @@ function send() {
   const first = waiting[0];
   if (!worker) {
     worker = new Worker(new URL("./highlight_worker.js", import.meta.url), { type: "module" });
-    worker.onmessage = ({ data }) => answered(data);
+    worker.onmessage = ({ data }) => (data === true ? limit(waiting[0], PATIENCE) : answered(data));
   }
+  limit(first, LOADING_PATIENCE);
+  worker.postMessage(first.request);
+}
+
+/** Gives up the first request after some milliseconds from now. */
+function limit(first, patience) {
+  clearTimeout(first.timer);
   first.timer = setTimeout(() => {
     worker.terminate();
     worker = null;
     answered(null);
-  }, PATIENCE);
-  worker.postMessage(first.request);
+  }, patience);
 }
 
 /** Colours code; the promise gives HTML, or null where it cannot be coloured or takes too long. */

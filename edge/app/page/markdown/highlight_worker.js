@@ -1,4 +1,4 @@
-/** Worker that colours code, so that code which takes long does not hold up the page. */
+/** Worker that colours code, so that code which takes long does not hold up the page. It says `true` when it begins. */
 
 import hljs from "../vendor/highlight.js/core.min.js";
 
@@ -18,6 +18,7 @@ function language(name, inside) {
 self.onmessage = async ({ data: { code, name, inside } }) => {
   try {
     await language(name, inside);
+    self.postMessage(true);
     self.postMessage(hljs.highlight(code, { language: name, ignoreIllegals: true }).value);
   } catch {
     self.postMessage(null);

@@ -84,7 +84,7 @@ export function Chat({ id }) {
     toMessage(target);
     scroller.current.querySelector(`[data-message="${CSS.escape(target)}"]`)?.focus({ preventScroll: true });
   }, [target, path]);
-  useEffect(() => {
+  useLayoutEffect(() => {
     const press = (event) => scroller.current && moveBetweenMessages(event, scroller.current);
     addEventListener("keydown", press);
     return () => removeEventListener("keydown", press);

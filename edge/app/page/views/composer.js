@@ -192,12 +192,18 @@ export function Composer({ id, conversation, leaf }) {
     );
     setSending(false);
     if (!sent) return; // the text stays where it is, with the error beside it
-    draft.current = { text: "", attachments: [] };
+    // What was written while the message was under way is the next one.
+    const { text: now, attachments: attached } = draft.current;
+    const rest = now.startsWith(text) ? now.slice(text.length) : now;
+    const others = attached.filter((file) => !attachments.includes(file));
+    draft.current = id === null ? { text: "", attachments: [] } : { text: rest, attachments: others };
     keep();
+    if (id === null) writeDraft(sent, rest, others);
+    if (!area.current) return; // the reader has gone elsewhere
     if (id === null) openConversation(sent);
     else {
-      setFiles([]);
-      setText("");
+      setFiles(others);
+      setText(rest);
       area.current.focus();
     }
   };

@@ -1,19 +1,20 @@
 /** Notices with actions, the banner of a lost connection, and what screen readers are told. */
 
-import { html, useEffect, useRef, useState } from "edgerun/preact";
+import { html, useEffect, useLayoutEffect, useRef, useState } from "edgerun/preact";
 
 import { dismissNotice, useStore } from "../store.js";
 import { strings } from "../strings.js";
 import { IconButton } from "./dialogs.js";
 
 const SHOWN_MS = 10000;
+const SHOWN_WITH_ACTION_MS = 30000; // WCAG 2.2.1: twenty seconds are enough to act
 const LOST_AFTER_MS = 1200;
 
 function Notice({ notice }) {
   const [held, setHeld] = useState(false);
   useEffect(() => {
     if (held || notice.kind === "error") return undefined; // errors stay until they are read
-    const timer = setTimeout(() => dismissNotice(notice.id), SHOWN_MS);
+    const timer = setTimeout(() => dismissNotice(notice.id), notice.action ? SHOWN_WITH_ACTION_MS : SHOWN_MS);
     return () => clearTimeout(timer);
   }, [held, notice]);
   const act = () => {
@@ -38,7 +39,7 @@ export function Notices() {
   const notices = useStore((state) => state.notices);
   const latest = useRef(notices);
   latest.current = notices;
-  useEffect(() => {
+  useLayoutEffect(() => {
     const undo = (event) => {
       if (event.key.toLowerCase() !== "z" || !(event.ctrlKey || event.metaKey) || event.shiftKey || event.altKey) return;
       if (event.target.closest?.("input, textarea") && event.target.value) return; // text has its own undo

@@ -1,6 +1,6 @@
 /** Keys that work everywhere, and the list of all keys. */
 
-import { html, useEffect } from "edgerun/preact";
+import { html, useLayoutEffect } from "edgerun/preact";
 
 import { answerInProgress, attempt, openConversation, set, state, stopAnswer } from "../store.js";
 import { strings } from "../strings.js";
@@ -40,9 +40,9 @@ function escape() {
   return true;
 }
 
-/** Listens to keys for as long as the page lives. */
+/** Listens to keys for as long as the page lives; from its first frame on, since a reader may press one at once. */
 export function useShortcuts() {
-  useEffect(() => {
+  useLayoutEffect(() => {
     const press = (event) => {
       if (event.defaultPrevented || event.isComposing) return;
       if (state.dialog && event.key !== "Escape") return;

@@ -1,0 +1,151 @@
+"""The page in a real browser where responses arrive late: after events that are newer, or when the reader has moved on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette", reason="needs the app extra")
+pytest.importorskip("playwright", reason="needs playwright")
+pytest.importorskip("support.tiny_models", reason="needs the export extra")
+
+from playwright.sync_api import Browser, Page, Route, expect
+
+from support.browser import AppServer, browser
+from support.chat_page import OpenedApp, opened
+
+QUESTION = "find files larger than 100 MB"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """A browser for all tests of this module."""
+    with browser() as chromium:
+        yield chromium
+
+
+@pytest.fixture
+def app(tmp_path: Path, chromium: Browser) -> Iterator[OpenedApp]:
+    """An app with the bundled model."""
+    with AppServer(tmp_path) as server, opened(server, chromium) as app:
+        yield app
+
+
+@contextmanager
+def held(page: Page, address: str, method: str = "GET") -> Iterator[Callable[[], None]]:
+    """Hold the response to the first request from now on, which the app has answered; others go on.
+
+    Yields:
+        Delivers the response, and returns when the page has seen it. It waits for the request first.
+    """
+    routes: list[Route] = []
+
+    def hold(route: Route) -> None:
+        if route.request.method != method or routes:
+            route.fallback()
+            return
+        routes.append(route)
+        responses.append(route.fetch())
+
+    def deliver() -> None:
+        while not responses:
+            page.wait_for_timeout(10)  # lets the browser's events come in
+        with page.expect_response(lambda response: response.request == routes[0].request):
+            routes[0].fulfill(response=responses[0])
+        page.evaluate("() => new Promise((resolve) => setTimeout(() => requestAnimationFrame(resolve)))")
+
+    responses: list[object] = []
+    page.route(address, hold)
+    try:
+        yield deliver
+    finally:
+        page.unroute(address)
+
+
+def test_what_is_typed_while_a_message_is_under_way_is_kept(app: OpenedApp) -> None:
+    with app.window() as chat:
+        chat.ask(QUESTION)
+        with held(chat.page, "**/messages", "POST") as deliver:
+            chat.composer.fill("list all folders")
+            chat.composer.press("Enter")
+            expect(chat.messages).to_have_count(4)
+            chat.page.keyboard.type("show the date")
+            deliver()
+        expect(chat.composer).to_have_value("show the date")
+        chat.in_state("complete")
+        chat.composer.press("Enter")
+        expect(chat.messages).to_have_count(6)
+        expect(chat.messages.nth(4)).to_contain_text("show the date")
+        expect(chat.composer).to_have_value("")
+
+
+def test_a_reader_who_has_gone_elsewhere_stays_there(app: OpenedApp) -> None:
+    with app.window() as chat:
+        chat.ask(QUESTION)
+        with held(chat.page, "**/messages", "POST") as deliver:
+            chat.composer.fill("list all folders")
+            chat.composer.press("Enter")
+            expect(chat.messages).to_have_count(4)
+            chat.new_chat()
+            chat.composer.fill("half a thought")
+            deliver()
+        expect(chat.composer).to_have_value("half a thought")
+        expect(chat.page.get_by_role("heading", level=1)).to_have_text("New chat")
+        chat.row(QUESTION).click()
+        expect(chat.messages).to_have_count(4)
+        expect(chat.composer).to_have_value("")
+
+
+def test_an_answer_that_ends_while_its_conversation_is_fetched_has_ended(
+    tmp_path: Path, chromium: Browser, endless_bundle: Path
+) -> None:
+    server = AppServer(tmp_path, [endless_bundle], "--draft", "none")
+    with server, opened(server, chromium) as app, app.window() as chat, app.window() as other:
+        chat.send("hello")
+        chat.begun()
+        with held(chat.page, f"**/api/conversations/{chat.id()}") as deliver:
+            chat.page.reload()
+            expect(chat.page.locator(".writing-dot")).to_be_visible()
+            other.page.goto(chat.page.url)
+            other.page.get_by_role("button", name="Stop the answer (Esc)").click()
+            other.in_state("stopped")
+            expect(chat.page.locator(".writing-dot")).to_have_count(0)
+            deliver()
+        chat.in_state("stopped")
+        expect(chat.page.locator(".writing-dot")).to_have_count(0)
+
+
+def test_a_conversation_that_begins_while_the_list_is_fetched_is_listed(app: OpenedApp) -> None:
+    with app.window() as chat, held(chat.page, "**/api/conversations?deleted=0") as deliver:
+        chat.page.reload()
+        chat.ask(QUESTION)
+        deliver()
+        expect(chat.row(QUESTION)).to_be_visible()
+        expect(chat.page.get_by_role("heading", level=1)).to_have_text(QUESTION)
+
+
+def test_a_setting_that_changes_while_the_state_is_fetched_stays_changed(app: OpenedApp) -> None:
+    with app.window(path="/#/settings") as one, app.window(path="/#/settings") as two:
+        with held(one.page, "**/api/state") as deliver:
+            two.page.get_by_label("Show statistics under answers").uncheck()
+            one.page.get_by_label("Dark").check()
+            deliver()
+            expect(one.page.locator("html")).to_have_attribute("data-theme", "dark", timeout=1)
+        two.page.get_by_label("Light").check()
+        expect(one.page.locator("html")).to_have_attribute("data-theme", "light")
+
+
+def test_keys_work_from_the_first_frame_on(app: OpenedApp) -> None:
+    with app.window() as chat:
+        chat.page.add_init_script(
+            """new MutationObserver((_, observer) => {
+                if (!document.querySelector(".composer")) return;
+                observer.disconnect();
+                window.dispatchEvent(new KeyboardEvent("keydown", { key: "k", ctrlKey: true }));
+            }).observe(document, { childList: true, subtree: true });"""
+        )
+        chat.page.reload()
+        expect(chat.page.get_by_role("combobox", name="Words to search for")).to_be_visible()
