@@ -1,4 +1,4 @@
-"""The page in a real browser where responses arrive late: after events that are newer, or when the reader has moved on."""
+"""The page in a real browser where responses arrive late: after newer events, or when the reader has moved on."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ def test_an_answer_ends_when_its_client_goes_away(endless_server: Served, stream
         if streams:
             received = b""
             while b'"content"' not in received:  # the head, and each event, may come alone
-                assert (piece := connection.recv(65536))
+                piece = connection.recv(65536)
+                assert piece
                 received += piece
         wait_until(lambda: endless_server.load() == (1, 0), "the answer is generated")
     wait_until(lambda: endless_server.load() == (0, 0), "the answer has ended")
@@ -154,9 +155,7 @@ def test_an_answer_that_takes_too_long_ends(endless_bundle: Path) -> None:
     settings = ServerSettings(request_timeout_s=3.0)
     with served_here(endless_bundle, settings, draft=None, cache=False) as server:
         # The time begins before the model is loaded, and a stream after that.
-        wait_until(
-            lambda: server.request("POST", CHAT, chat_body(max_tokens=1)).status == 200, "the model is loaded"
-        )
+        wait_until(lambda: server.request("POST", CHAT, chat_body(max_tokens=1)).status == 200, "the model is loaded")
         with server.connected() as connection:
             connection.sendall(raw_request(CHAT, {**ENDLESS, "stream": True}, {"Connection": "close"}))
             response = b"".join(dechunked(read_all(connection).partition(b"\r\n\r\n")[2])).decode()
