@@ -100,7 +100,7 @@ def linux_hardware(root: Path) -> list[Hardware]:
 
 
 def _of_class(root: Path, name: str, pattern: str, kind: DeviceKind, makers: dict[int, str]) -> Iterator[Hardware]:
-    """The hardware of a class of devices; connectors of a card such as `card0-HDMI-A-1` are none."""
+    """The hardware of a class of devices; connectors of a card, such as `card0-HDMI-A-1`, are left out."""
     for entry in sorted((root / "sys" / "class" / name).glob(pattern)):
         if not entry.name.removeprefix(name if name == "accel" else "card").isdecimal():
             continue

@@ -2,7 +2,7 @@
 
 Weights stay in their file: casts of float32 constants are computed once, when ONNX Runtime loads the graph, and codes
 of quantized weights are the same bytes. Logits and hidden states are returned as float32, and the caller's bias stays
-float32, so that only the cache differs from the float32 form for whoever runs it.
+float32, so that only the cache differs from the float32 form for the caller.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ class ChosenGraphs:
             return session.bind(arena)
 
     def preload(self, graph: FurtherGraph) -> None:
-        """Load a further graph before a pass needs it; what goes wrong is told when one does.
+        """Load a further graph before a pass needs it; failures are reported when a pass needs it.
 
         Raises:
             EdgeError: it is a required graph and cannot be loaded.

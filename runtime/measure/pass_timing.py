@@ -121,7 +121,7 @@ def load_or_measure_pass_cost(
             widths=extent.widths,
             threads=config.threads,
             # What a second measurement finds again is true: a kernel may be that slow.
-            believe_implausible=doubt is Doubt.IMPLAUSIBLE,
+            accept_implausible=doubt is Doubt.IMPLAUSIBLE,
             progress=progress,
         )
     if stored is not None:
@@ -131,7 +131,7 @@ def load_or_measure_pass_cost(
 
 
 def _doubt_of(stored: PassCost) -> Doubt | None:
-    """Why stored costs may be wrong. Implausible ones are believed if a second measurement found the same."""
+    """Why stored costs may be wrong. Implausible ones are accepted if a second measurement found the same."""
     if stored.doubt is None and stored.measurements == 1 and not _all_plausible(stored.measured):
         return Doubt.IMPLAUSIBLE
     return stored.doubt
@@ -164,7 +164,7 @@ def measure_pass_cost(
     widths: Sequence[int] = WIDTHS,
     contexts: Sequence[int] | None = None,
     threads: int = 0,
-    believe_implausible: bool = False,
+    accept_implausible: bool = False,
     progress: Callable[[float], None] = lambda _: None,
 ) -> PassCost:
     """Measure the seconds of a pass by width and context.
@@ -181,7 +181,7 @@ def measure_pass_cost(
         contexts: numbers of filled slots to measure at, none below the arena's length; by default the arena's length,
             or a typical one if that is larger.
         threads: number of threads of the session; 0 for the default.
-        believe_implausible: whether times that look impossible are believed if the machine was idle.
+        accept_implausible: whether times that look impossible are accepted if the machine was idle.
         progress: receives the fraction done, 0 to 1.
 
     Raises:
@@ -206,7 +206,7 @@ def measure_pass_cost(
             arena.reserve(context - arena.length + 1)
             pad_cache(bound, context)
             measured[context], doubt = _measure(
-                bound, stairs or widths, seconds_budget, threads, believe_implausible, report
+                bound, stairs or widths, seconds_budget, threads, accept_implausible, report
             )
             if doubt is not None:
                 doubts.append(doubt)
@@ -243,7 +243,7 @@ def _measure(
     widths: Sequence[int],
     seconds_budget: float,
     threads: int,
-    believe_implausible: bool,
+    accept_implausible: bool,
     progress: Callable[[float], None],
 ) -> tuple[dict[int, float], Doubt | None]:
     """Return the seconds by width at the arena's length, of several attempts if other programs disturb them."""
@@ -261,7 +261,7 @@ def _measure(
         found = _take_turns(bound, widths, budget, _PAUSE_S if attempt else 0.0, report)
         if meter.is_busy:
             doubt = Doubt.BUSY
-        elif believe_implausible or is_plausible(found):
+        elif accept_implausible or is_plausible(found):
             times, doubt = found, None
             break
         elif doubt is None:

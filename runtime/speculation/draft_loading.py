@@ -151,7 +151,7 @@ def load_draft(
 
     def new_arena() -> KVArena:
         arena = session.arena(limit)
-        arena.is_plain = False  # nobody asks for the bits of plain decoding, for which hybrid arenas copy states
+        arena.is_plain = False  # a draft need not repeat bits of plain decoding, for which hybrid arenas copy states
         return arena
 
     prefixes = PrefixCache(new_arena, prefix_tokens * slot_bytes)

@@ -133,8 +133,8 @@ class PassCost:
             for width, seconds in times.items():
                 if not 1 <= width <= MAX_OBSERVED_WIDTH or not 0 < seconds < math.inf:
                     raise ValueError(f"{seconds} s for a pass of width {width}")
-            believed = times if doubt is None else made_plausible(times)
-            knots = {width: Knot(math.log(believed[width]), MAX_WEIGHT) for width in sorted(believed)}
+            accepted = times if doubt is None else made_plausible(times)
+            knots = {width: Knot(math.log(accepted[width]), MAX_WEIGHT) for width in sorted(accepted)}
             self._buckets[index] = _Bucket(knots)
             if doubt is not None:
                 for knot in knots.values():
