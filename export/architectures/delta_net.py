@@ -39,6 +39,8 @@ class DeltaNetConfig:
     """Channels of a value head."""
     kernel: int
     """Number of tokens that the convolution of queries, keys and values spans."""
+    by_key_head: bool
+    """Whether the projections give all of a key head together, with the value heads that it serves."""
 
     @property
     def key_width(self) -> int:
@@ -69,6 +71,9 @@ class DeltaNet:
     """Setting n by which every n-th layer has attention, where `layer_types` is absent."""
     module: str = "linear_attn"
     """Module of a layer's delta net."""
+    by_key_head: bool = False
+    """Whether one projection gives query, key, values and gates of the output of each key head, and another the inputs
+    of its betas and decays (`in_proj_qkvz`, `in_proj_ba`)."""
 
     def read(self, config: Mapping[str, Any], layers: int) -> DeltaNetConfig:
         """Return the delta nets of a parsed config.json.
@@ -95,4 +100,5 @@ class DeltaNet:
             count(config, "linear_key_head_dim", default=128),
             count(config, "linear_value_head_dim", default=128),
             count(config, "linear_conv_kernel_dim", default=4, minimum=2, maximum=MAX_KERNEL),
+            self.by_key_head,
         )

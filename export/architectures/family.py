@@ -293,12 +293,6 @@ class Family:
     """Defaults of settings that config.json may omit, where they differ from the common ones."""
 
 
-_MISSING: Final[Mapping[str, str]] = {
-    "qwen3_next": "queries, keys and values that are interleaved by head",
-}
-"""What the export lacks for relatives of supported families, by `model_type`."""
-
-
 def supported_families() -> list[str]:
     """Return the `model_type`s that have an architecture file, sorted."""
     names = {module.name for module in pkgutil.iter_modules(architectures.__path__)}
@@ -313,9 +307,8 @@ def find_family(model_type: str) -> Family:
     """
     supported = supported_families()
     if model_type not in supported:
-        missing = f": it has {_MISSING[model_type]}" if model_type in _MISSING else ""
         raise CheckpointError(
-            f"model_type {model_type!r} is not a supported architecture{missing}",
+            f"model_type {model_type!r} is not a supported architecture",
             f"supported are {', '.join(supported)}; Optimum exports more: {OPTIMUM}",
         )
     family = importlib.import_module(f"{architectures.__name__}.{model_type}").FAMILY

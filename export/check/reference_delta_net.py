@@ -26,14 +26,20 @@ def delta_net(weights: WeightSource, config: Settings, name: str, normed: Float6
     def project(module: str, value: Float64Array) -> Float64Array:
         return linear(weights, f"{name}.{module}", value, biased=False)
 
-    mixed = silu(convolved(weights, f"{name}.conv1d.weight", project("in_proj_qkv", normed)))
+    if config["model_type"] == "qwen3_next":
+        inputs, gate, beta, step = _by_key_head(
+            project("in_proj_qkvz", normed), project("in_proj_ba", normed), key_heads, key_dim
+        )
+    else:
+        inputs, gate, beta, step = (project(f"in_proj_{each}", normed) for each in ("qkv", "z", "b", "a"))
+    mixed = silu(convolved(weights, f"{name}.conv1d.weight", inputs))
     width = key_heads * key_dim
     query, key, value = np.split(mixed, [width, 2 * width], axis=-1)
     query, key = (_unit(each.reshape(length, key_heads, key_dim)) for each in (query, key))
     query, key = (np.repeat(each, heads // key_heads, axis=1) for each in (query, key))
     value = value.reshape(length, heads, -1)
-    beta = 1 / (1 + np.exp(-project("in_proj_b", normed)))
-    step = project("in_proj_a", normed) + weights.read(f"{name}.dt_bias")
+    beta = 1 / (1 + np.exp(-beta))
+    step = step + weights.read(f"{name}.dt_bias")
     decay = np.exp(-np.exp(weights.read(f"{name}.A_log").astype(np.float64)) * np.logaddexp(0, step))
     state = np.zeros((heads, key_dim, value.shape[-1]))
     read = np.empty_like(value)
@@ -44,7 +50,16 @@ def delta_net(weights: WeightSource, config: Settings, name: str, normed: Float6
         read[token] = np.einsum("hkv,hk->hv", state, query[token]) * key_dim**-0.5
     epsilon = float(config.get("rms_norm_eps") or 1e-6)
     scaled = rms_norm(read, epsilon) * weights.read(f"{name}.norm.weight")
-    return project("out_proj", scaled.reshape(length, -1) * silu(project("in_proj_z", normed)))
+    return project("out_proj", scaled.reshape(length, -1) * silu(gate))
+
+
+def _by_key_head(qkvz: Float64Array, ba: Float64Array, heads: int, key_dim: int) -> list[Float64Array]:
+    """Queries, keys and values side by side, gates, and the inputs of betas and decays, of projections by key head."""
+    length = len(qkvz)
+    query, key, rest = np.split(qkvz.reshape(length, heads, -1), [key_dim, 2 * key_dim], axis=-1)
+    parts = [query, key, *np.split(rest, 2, axis=-1), *np.split(ba.reshape(length, heads, -1), 2, axis=-1)]
+    query, key, value, gate, beta, step = (each.reshape(length, -1) for each in parts)
+    return [np.concatenate([query, key, value], axis=-1), gate, beta, step]
 
 
 def convolved(weights: WeightSource, kernels: str, value: Float64Array) -> Float64Array:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 Float64Array = npt.NDArray[np.float64]
 Settings = Mapping[str, Any]
 
-DELTA_NETS = ("qwen3_5_text", "qwen3_5_moe_text")
+DELTA_NETS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 """Families with gated delta nets, gated attention and partial rotary positions."""
 WITHOUT_WINDOWS = ("llama", "granite", "granitemoehybrid", "olmo2", "lfm2", *DELTA_NETS)
 

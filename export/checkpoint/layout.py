@@ -122,24 +122,31 @@ def _delta_net(config: DecoderConfig, index: int) -> _Mixer | None:
     if settings is None or traits is None or not settings.layers[index]:
         return None
     linear, module, hidden = f"layers.{index}", f"model.layers.{index}.{traits.module}", config.hidden_size
-    inputs = FusedLinear(
+    projections, gates = ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")
+    if settings.by_key_head:
+        projections, gates = ("in_proj_qkvz",), ("in_proj_ba",)
+    inputs = _fused(
         f"{linear}.delta_in",
-        (f"{module}.in_proj_qkv", f"{module}.in_proj_z"),
+        tuple(f"{module}.{name}" for name in projections),
         (settings.convolved, settings.value_width),
         hidden,
+        biased=False,
     )
     # They are a hundredth of the layer's weights, and small errors of a decay add up over the tokens.
-    gates = FusedLinear(
-        f"{linear}.delta_gates",
-        (f"{module}.in_proj_b", f"{module}.in_proj_a"),
-        (settings.value_heads,) * 2,
-        hidden,
+    gate_inputs = replace(
+        _fused(
+            f"{linear}.delta_gates",
+            tuple(f"{module}.{name}" for name in gates),
+            (settings.value_heads,) * 2,
+            hidden,
+            biased=False,
+        ),
         exact=True,
     )
     output = FusedLinear(f"{linear}.delta_out", (f"{module}.out_proj",), (hidden,), settings.value_width)
     convolution = Convolution(f"{module}.conv1d.weight", None, settings.convolved, settings.kernel)
     names = (f"{module}.{name}" for name in ("A_log", "dt_bias", "norm.weight"))
-    return _Mixer(inputs, output, delta_net=DeltaNet(settings, convolution, *names), gates=gates)
+    return _Mixer(inputs, output, delta_net=DeltaNet(settings, convolution, *names), gates=gate_inputs)
 
 
 def _mamba(config: DecoderConfig, index: int) -> _Mixer | None:

@@ -18,8 +18,15 @@ _NORM_EPSILON: Final = 1e-6
 def append_delta_net(nodes: Nodes, index: int, layer: Layer, delta_net: DeltaNet, normed: str) -> str:
     """Append the delta net of layer `index` without its output projection; returns the name of [1, M, values]."""
     config, name = delta_net.config, f"layers.{index}.delta"
-    widths = nodes.integers("delta.widths", config.convolved, config.value_width)
-    mixed, gate = nodes.split(nodes.linear(layer.qkv, normed), [f"{name}.qkv", f"{name}.z"], widths)
+    projected = nodes.linear(layer.qkv, normed)
+    if config.by_key_head:
+        served = config.value_width // config.key_heads
+        widths = {"q": config.key_dim, "k": config.key_dim, "v": served, "z": served}
+        *parts, gate = _split_by_key_head(nodes, name, config, projected, widths)
+        mixed = nodes.add("Concat", parts, f"{name}.qkv", axis=-1)
+    else:
+        both = nodes.integers("delta.widths", config.convolved, config.value_width)
+        mixed, gate = nodes.split(projected, [f"{name}.qkv", f"{name}.z"], both)
     convolved = append_silu_convolution(nodes, index, name, delta_net.convolution, mixed)
     heads = nodes.integers("delta.parts", 2 * config.key_width, config.value_width)
     query_key, value = nodes.split(convolved, [f"{name}.qk", f"{name}.value"], heads)
@@ -30,6 +37,19 @@ def append_delta_net(nodes: Nodes, index: int, layer: Layer, delta_net: DeltaNet
     recurrence = Recurrence("gated_delta", count, count, config.key_dim**-0.5, update)
     read = append_recurrence(nodes, index, name, recurrence, query, [key, value, decay, beta])
     return _append_gated_norm(nodes, name, delta_net, read, gate)
+
+
+def _split_by_key_head(
+    nodes: Nodes, name: str, config: DeltaNetConfig, value: str, widths: dict[str, int]
+) -> list[str]:
+    """Split [1, M, key heads * all widths] into parts [1, M, key heads * width]; `widths` has their names."""
+    kind, total = "".join(widths), sum(widths.values())
+    apart = nodes.integers(f"delta.{kind}.apart", 0, 0, config.key_heads, total)
+    heads = nodes.add("Reshape", [value, apart], f"{name}.{kind}.heads")
+    parts = [f"{name}.{part}.heads" for part in widths]
+    nodes.split(heads, parts, nodes.integers(f"delta.{kind}.widths", *widths.values()))
+    together = nodes.integers("heads.together", 0, 0, -1)
+    return [nodes.add("Reshape", [f"{name}.{part}.heads", together], f"{name}.{part}") for part in widths]
 
 
 def _append_query_and_key(nodes: Nodes, name: str, config: DeltaNetConfig, query_key: str) -> tuple[str, str]:
@@ -59,10 +79,13 @@ def _append_query_and_key(nodes: Nodes, name: str, config: DeltaNetConfig, query
 def _append_gates(nodes: Nodes, name: str, layer: Layer, delta_net: DeltaNet, normed: str) -> tuple[str, str]:
     """Append the decay's logarithm, -exp(A) softplus(a + bias), and beta = sigmoid(b), [1, M, value heads] each."""
     assert layer.gates is not None  # noqa: S101  every delta net has them
-    heads = delta_net.config.value_heads
-    beta, step = nodes.split(
-        nodes.linear(layer.gates, normed), [f"{name}.b", f"{name}.a"], nodes.integers("delta.gates", heads, heads)
-    )
+    config, heads = delta_net.config, delta_net.config.value_heads
+    both = nodes.linear(layer.gates, normed)
+    if config.by_key_head:
+        served = heads // config.key_heads
+        beta, step = _split_by_key_head(nodes, name, config, both, {"b": served, "a": served})
+    else:
+        beta, step = nodes.split(both, [f"{name}.b", f"{name}.a"], nodes.integers("delta.gates", heads, heads))
     shifted = nodes.add("Add", [step, nodes.weights.vector(f"{name}.dt_bias", [delta_net.step_bias])], f"{name}.step")
     rates = nodes.add("Exp", [nodes.weights.vector(f"{name}.a_log", [delta_net.log_rate])], f"{name}.rates")
     scaled = nodes.add("Mul", [nodes.add("Softplus", [shifted], f"{name}.softplus"), rates], f"{name}.rate")

@@ -48,7 +48,7 @@ from support.tiny_models import (
 )
 
 FAMILIES = sorted(FAMILY_SETTINGS)
-WITH_EXPERTS = ("gpt_oss", "qwen3_5_moe_text", "qwen3_moe")
+WITH_EXPERTS = ("gpt_oss", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next")
 FORMATS = [FP32, INT8, INT4]
 TOKENS = np.random.default_rng(5).integers(0, 300, 40)
 ACTIVATION_NOISE = 0.1

@@ -248,20 +248,6 @@ def test_half_supported_state_spaces_are_refused_by_name(
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "missing"),
-    [
-        ("qwen3_next", "queries, keys and values that are interleaved by head"),
-    ],
-)
-def test_relatives_are_refused_by_what_is_missing(tmp_path: Path, model_type: str, missing: str) -> None:
-    source = write_checkpoint(tmp_path / "checkpoint", "qwen3_5_text")
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    (source / "config.json").write_text(json.dumps({**config, "model_type": model_type}), encoding="utf-8")
-    with pytest.raises(CheckpointError, match=f"{model_type}' is not a supported architecture: it has {missing}"):
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
-
-
 def test_a_missing_state_output_is_named(bundle: Path, tmp_path: Path) -> None:
     model = onnx.load(bundle / "model.onnx", load_external_data=False)
     lost = [value.name for value in model.graph.output if value.name.startswith("present_conv")][-1]

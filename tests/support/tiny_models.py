@@ -206,10 +206,22 @@ FAMILY_SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "intermediate_size": None,
     },
+    "qwen3_next": {
+        **_QWEN3_5,
+        **_QWEN_EXPERTS,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "rope_theta": 10000.0,
+        "rope_parameters": None,
+        "partial_rotary_factor": 0.5,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [1],
+    },
 }
 GRANITE_EXPERTS: Final[Mapping[str, Any]] = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 32}
 """Settings of a tiny Granite 4.0-H with experts."""
-HYBRID_FAMILIES: Final = ("lfm2", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid")
+HYBRID_FAMILIES: Final = ("lfm2", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid")
 """Families with layers that keep a state in place of keys and values."""
 ATTENTION_FAMILIES: Final = tuple(sorted(FAMILY_SETTINGS.keys() - set(HYBRID_FAMILIES)))
 """Families whose layers all have attention, and so a cache that can be cut anywhere, and token trees."""
@@ -222,6 +234,7 @@ ARCHITECTURES: Final = {
     "smollm3": "SmolLM3ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
 }
 """Architecture names that are not the capitalized model type."""
@@ -262,7 +275,7 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDAr
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads", config["num_attention_heads"])
     head_dim = config.get("head_dim", hidden // heads)
     gemma = model_type in ("gemma2", "gemma3_text")
-    delta_nets = model_type in ("qwen3_5_text", "qwen3_5_moe_text")
+    delta_nets = model_type in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
     adding_one = gemma or delta_nets
     tensors: dict[str, npt.NDArray[np.float32]] = {}
     if model_type == "lfm2" and config.get("block_auto_adjust_ff_dim", True):
@@ -318,11 +331,12 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDAr
             norm(f"{name}.input_layernorm", hidden)
         norm(f"{name}.post_attention_layernorm", hidden)
         if delta_nets:
-            if model_type == "qwen3_5_text":
+            if model_type == "qwen3_5_text" or layer in config.get("mlp_only_layers", ()):
                 for projection, rows, columns in (("gate", wide, hidden), ("up", wide, hidden), ("down", hidden, wide)):
                     linear(f"{name}.mlp.{projection}_proj", rows, columns)
             else:
-                tensors |= shared_expert_weights(config, f"{name}.mlp", random)
+                experts = shared_expert_weights(config, f"{name}.mlp", random)
+                tensors |= separate_experts(experts) if model_type == "qwen3_next" else experts
             if (config.get("layer_types") or ["linear_attention", "full_attention"])[layer] == "full_attention":
                 for projection, count in (("q", 2 * heads), ("k", kv_heads), ("v", kv_heads)):
                     linear(f"{name}.self_attn.{projection}_proj", count * head_dim, hidden, flagged)
@@ -454,6 +468,19 @@ def shared_expert_weights(
     return tensors
 
 
+def separate_experts(tensors: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, npt.NDArray[np.float32]]:
+    """The tensors with one for each projection of each expert, in place of those with all experts of a layer."""
+    apart = {name: value for name, value in tensors.items() if ".experts." not in name}
+    for name, stack in tensors.items():
+        if ".experts." in name:
+            module, _, projection = name.rpartition(".")
+            parts = ("gate_proj", "up_proj") if projection == "gate_up_proj" else ("down_proj",)
+            for expert, matrix in enumerate(stack):
+                for part, rows in zip(parts, np.split(matrix, len(parts)), strict=True):
+                    apart[f"{module}.{expert}.{part}.weight"] = np.ascontiguousarray(rows)
+    return apart
+
+
 def delta_net_weights(
     config: Mapping[str, Any], name: str, random: np.random.Generator
 ) -> dict[str, npt.NDArray[np.float32]]:
@@ -461,11 +488,11 @@ def delta_net_weights(
     hidden, value_heads = config["hidden_size"], config["linear_num_value_heads"]
     values = value_heads * config["linear_value_head_dim"]
     convolved = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + values
+    projections = {"qkv": convolved, "z": values, "b": value_heads, "a": value_heads}
+    if config["model_type"] == "qwen3_next":
+        projections = {"qkvz": convolved + values, "ba": 2 * value_heads}
     shapes = {
-        "in_proj_qkv.weight": (convolved, hidden),
-        "in_proj_z.weight": (values, hidden),
-        "in_proj_b.weight": (value_heads, hidden),
-        "in_proj_a.weight": (value_heads, hidden),
+        **{f"in_proj_{part}.weight": (rows, hidden) for part, rows in projections.items()},
         "out_proj.weight": (hidden, values),
         "conv1d.weight": (convolved, 1, config["linear_conv_kernel_dim"]),
     }

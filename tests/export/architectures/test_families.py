@@ -29,6 +29,7 @@ from support.tiny_models import (
     FAMILY_SETTINGS,
     GRANITE_EXPERTS,
     HYBRID_FAMILIES,
+    separate_experts,
     tiny_config,
     tiny_weights,
     write_bundle,
@@ -101,6 +102,8 @@ SETTINGS_WITH_EFFECT = [
     ("qwen3_5_text", {}, {"rms_norm_eps": 0.1}),
     ("qwen3_5_text", {}, {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}}),
     ("qwen3_5_moe_text", {}, {"num_experts_per_tok": 3}),
+    ("qwen3_next", {}, {"norm_topk_prob": False}),
+    ("qwen3_next", {}, {"partial_rotary_factor": 0.25}),
     ("granitemoehybrid", {}, {"position_embedding_type": "rope"}),
     ("granitemoehybrid", {}, {"rms_norm_eps": 0.1}),
     ("granitemoehybrid", {}, {"residual_multiplier": 0.71}),
@@ -186,6 +189,8 @@ def test_every_tensor_changes_the_logits(tmp_path, family: str, suffix: str, cou
         ("qwen3_5_text", {"linear_num_key_heads": 1, "linear_conv_kernel_dim": 2}),
         ("qwen3_5_text", {"head_dim": 24, "num_hidden_layers": 2, "layer_types": None, "full_attention_interval": 2}),
         ("qwen3_5_moe_text", {"num_experts": 1, "num_experts_per_tok": 1, "shared_expert_intermediate_size": 32}),
+        ("qwen3_next", {"linear_num_key_heads": 1, "norm_topk_prob": False, "mlp_only_layers": []}),
+        ("qwen3_next", {"num_experts": 0, "mlp_only_layers": [0, 1, 2], "shared_expert_intermediate_size": None}),
         ("granitemoehybrid", {**GRANITE_EXPERTS, "num_local_experts": 3, "num_experts_per_tok": 3}),
         ("granitemoehybrid", {"mamba_n_groups": 8, "mamba_d_conv": 2, "logits_scaling": 2.0}),
         ("granitemoehybrid", {"mamba_n_heads": 1, "mamba_n_groups": 1, "mamba_d_head": 128, "mamba_d_state": 1}),
@@ -219,16 +224,8 @@ def test_experts_in_one_tensor_export_like_separate_ones(tmp_path) -> None:
     """Releases of the same models differ in this, and so do the versions of transformers that save them."""
     source = write_checkpoint(tmp_path / "together", "qwen3_5_moe_text")
     weights = tiny_weights(tiny_config("qwen3_5_moe_text"))
-    apart = {name: value for name, value in weights.items() if ".experts." not in name}
-    for name, stack in weights.items():
-        if ".experts." in name:
-            module, _, projection = name.rpartition(".")
-            for expert, matrix in enumerate(stack):
-                names = ("gate_proj", "up_proj") if projection == "gate_up_proj" else ("down_proj",)
-                for part, rows in zip(names, np.split(matrix, len(names)), strict=True):
-                    apart[f"{module}.{expert}.{part}.weight"] = np.ascontiguousarray(rows)
     other = write_checkpoint(tmp_path / "apart", "qwen3_5_moe_text")
-    write_weights(other, apart)
+    write_weights(other, separate_experts(weights))
     bundles = [
         export_checkpoint(ExportRequest(each, tmp_path / f"{each.name}-bundle", ExportRecipe(INT4))).bundle
         for each in (source, other)

@@ -157,6 +157,18 @@ CASES = {
         "qwen3_5_moe_text",
         {"tie_word_embeddings": False, "num_experts": 3, "num_experts_per_tok": 1, "num_key_value_heads": 1},
     ),
+    "qwen3-next": ("qwen3_next", {}),
+    "qwen3-next, separate head, weights of experts not normalized, experts in every layer": (
+        "qwen3_next",
+        {
+            "tie_word_embeddings": False,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [],
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "layer_types": ["full_attention", "linear_attention", "full_attention"],
+        },
+    ),
     "granite 4 hybrid": ("granitemoehybrid", {"mamba_n_groups": 1}),
     "granite 4 hybrid with experts": ("granitemoehybrid", {**GRANITE_EXPERTS, "mamba_n_groups": 1}),
     "granite 4 hybrid with experts, one of eight, two groups, separate head": (
@@ -229,6 +241,7 @@ def test_logits_equal_those_of_transformers(tmp_path, case: str) -> None:
         "lfm2",
         "qwen3.5",
         "qwen3.5 with experts",
+        "qwen3-next",
         "granite 4 hybrid with two groups",
         "granite 4 hybrid with experts",
         "gemma4, small: shared caches, wide last layers, per-layer inputs",

@@ -47,6 +47,7 @@ def texts_of(*lengths: int):
         ("gpt_oss", {}),
         ("qwen3_5_text", {}),
         ("qwen3_5_moe_text", {}),
+        ("qwen3_next", {"norm_topk_prob": False}),
         ("granitemoehybrid", {}),
         ("granitemoehybrid", GRANITE_EXPERTS),
         ("granitemoehybrid", {"mamba_n_groups": 1, "mamba_proj_bias": True}),
