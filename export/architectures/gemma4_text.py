@@ -24,7 +24,9 @@ FAMILY: Final = Family(
     attention_scale=Constant(1.0),
     logits_softcap="final_logit_softcapping",
     embedding_scale=Power("hidden_size", 0.5),
-    refused={"enable_moe_block": "experts beside the dense feed-forward"},
+    refused={
+        "enable_moe_block": "experts beside the dense feed-forward, whose gates are GELU: the CPU operator has SiLU alone"
+    },
     # All settings are listed because multimodal checkpoints only state what differs.
     defaults={
         "vocab_size": 262_144,

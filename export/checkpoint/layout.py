@@ -122,9 +122,8 @@ def _delta_net(config: DecoderConfig, index: int) -> _Mixer | None:
     if settings is None or traits is None or not settings.layers[index]:
         return None
     linear, module, hidden = f"layers.{index}", f"model.layers.{index}.{traits.module}", config.hidden_size
-    projections, gates = ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")
-    if settings.by_key_head:
-        projections, gates = ("in_proj_qkvz",), ("in_proj_ba",)
+    projections = ("in_proj_qkvz",) if settings.by_key_head else ("in_proj_qkv", "in_proj_z")
+    gates = ("in_proj_ba",) if settings.by_key_head else ("in_proj_b", "in_proj_a")
     inputs = _fused(
         f"{linear}.delta_in",
         tuple(f"{module}.{name}" for name in projections),
