@@ -25,7 +25,7 @@ FAMILY: Final = Family(
     logits_softcap="final_logit_softcapping",
     embedding_scale=Power("hidden_size", 0.5),
     refused={
-        "enable_moe_block": "experts beside the dense feed-forward, whose gates are GELU: the CPU operator has SiLU alone"
+        "enable_moe_block": "experts beside the dense feed-forward, whose gate is GELU: the CPU operator has SiLU alone"
     },
     # All settings are listed because multimodal checkpoints only state what differs.
     defaults={
