@@ -2,7 +2,9 @@
 
 A base graph runs every pass that no further graph takes. Further graphs are faster for some passes, such as those that
 read a long prompt, or run what the base graph cannot, such as token trees beside a graph without a bias. Each is loaded
-when the first pass needs it, in that pass's thread, and bound to the same arena as the base graph.
+when the first pass needs it, in that pass's thread, and bound to the same arena as the base graph. States of layers
+without attention are in that arena too: whichever graph runs a pass moves them to where it begins, and leaves them for
+the next one (`HybridSession`), so any graph may follow any other.
 """
 
 from __future__ import annotations
@@ -206,7 +208,8 @@ class ChosenGraphs:
         session = graph.load()
         if session is None:
             return None
-        if session.graph_io.tensor_types != self._base.graph_io.tensor_types:
+        own, further = self._base.graph_io, session.graph_io
+        if (further.tensor_types, further.state_types) != (own.tensor_types, own.state_types):
             raise EdgeError(f"the graph {graph.name!r} has a cache of other tensors", "delete the cache folder")
         if self.graph_io.widest_pass is not None:
             session.limit_width(self.graph_io.widest_pass)

@@ -94,7 +94,6 @@ def prompt_graph_obstacle(
         "runs with a float cache alone, not with --kv int8": config.kv is not KVFormat.FLOAT,
         "is not made of models with a graph for their embedding": bundle.embedding is not None,
         "needs a cache that is extended in place": graph_io.cache_mode is not CacheMode.IN_PLACE,
-        "is not made of models with convolution or linear attention layers": bool(graph_io.states),
         "is kept in the cache folder, and --no-cache was given": not cache,
         f"is not needed by a model below {format_bytes(_SMALL_MODEL_BYTES)}": small,
     }
