@@ -3,8 +3,8 @@
 A channel whose values are far larger than the others' makes the steps of all of them coarse. Dividing the channel by a
 factor and multiplying its weights with it moves a part of that range to the weights, which have scales of their own for
 each output (SmoothQuant, Xiao et al., 2023, https://arxiv.org/abs/2211.10438). Factors cost nothing where the division
-goes into what computes the channel: the weights of a norm, or the product that gates a feed-forward. The error of some
-outputs of each product over a short text, computed both ways, decides; where it stays too large, the product keeps the
+goes into what computes the channel: the weights of a norm, or the product that gates a feed-forward. Products in float32
+that read the same channels, such as the gates of a delta net, are multiplied with the factors. The error of some outputs of each product over a short text, computed both ways, decides; where it stays too large, the product keeps the
 model's own format.
 """
 
@@ -137,8 +137,10 @@ def _can_divide(editor: GraphEditor, found: Int8Products, inputs: str) -> bool:
         return False
     sources = {each.source for each in found.products if each.inputs == inputs}
     users = [each for each in editor.graph.node if inputs in each.input]
-    if any(each.op_type != OPERATOR or each.output[0] not in sources for each in users):
-        return False
+    for each in users:
+        is_integer = each.op_type == OPERATOR and each.output[0] in sources
+        if not is_integer and _float_weights(editor, each, inputs) is None:
+            return False
     producer = editor.producer(inputs)
     if producer is None or producer.output[0] != inputs:
         return False
@@ -152,6 +154,9 @@ def _divide(editor: GraphEditor, found: Int8Products, inputs: str, factors: Floa
     for each in found.products:
         if each.inputs == inputs:
             each.column_factors = factors
+    for user in editor.graph.node:
+        if (weights := _float_weights(editor, user, inputs)) is not None:
+            user.input[1] = editor.constant(f"{user.output[0]}.int8.divided", weights * factors[:, None])
     producer = editor.producer(inputs)
     if producer is None:
         raise ValueError(f"{inputs} is not computed")
@@ -164,6 +169,14 @@ def _divide(editor: GraphEditor, found: Int8Products, inputs: str, factors: Floa
         if values is not None:
             name = f"{inputs}.int8.{place}"
             producer.input[place] = editor.constant(name, (values / factors).astype(np.float32))
+
+
+def _float_weights(editor: GraphEditor, user: Message, inputs: str) -> Floats | None:
+    """Weights `[columns, outputs]` of a product in float32 with these inputs; None for anything else."""
+    if user.op_type != "MatMul" or user.input[0] != inputs:
+        return None
+    weights = editor.array(user.input[1])
+    return weights if weights is not None and weights.ndim == 2 and weights.dtype == np.float32 else None
 
 
 def _scaled_inputs(norm: Message) -> list[str]:

@@ -17,15 +17,21 @@ import edgerun
 from edgerun import BundleError, Engine, FinishReason, GenerateOptions, InputError, Reply, Speculation
 from edgerun.models.bundle import open_bundle
 from edgerun.models.manifest import GraphLayout
+from edgerun.runtime.decode import DecodeLimits, decode
 from edgerun.runtime.devices.providers import cpu_device
 from edgerun.runtime.graph import open_graph, session
+from edgerun.runtime.graph.graph_choice import ChosenGraphs
 from edgerun.runtime.graph.probe import probe
 from edgerun.runtime.graph.session import SessionConfig
 from edgerun.runtime.int8_prompts import prompt_reading
+from edgerun.runtime.int8_prompts.prompt_graph import PromptGraph
 from edgerun.runtime.measure import prompt_choice
 from edgerun.runtime.measure.measurement_store import model_key
 from edgerun.runtime.measure.prompt_choice import PROMPT_CHOICES, PromptChoice
 from edgerun.runtime.measure.system_load import LoadMeter
+from edgerun.runtime.prefill import PrefillMode
+from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
+from support.adversarial_drafters import adversaries, speculator_of
 from support.waiting import wait_until
 
 PROMPT = [5 + 37 * number % 290 for number in range(200)]
@@ -34,12 +40,21 @@ SLOW = {64: 0.03, 128: 0.05}
 FASTER = PromptChoice(None, SLOW, FAST, 0.0, 0.001, 0.02)
 
 
+FAMILIES = pytest.mark.parametrize("bundle", ["llama", "lfm2", "qwen3_5_text", "granitemoehybrid"], indirect=True)
+"""With attention alone, and with states that every token changes."""
+
+
 @pytest.fixture
-def bundle(tiny_bundle_of: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def bundle(
+    request: pytest.FixtureRequest,
+    tiny_bundle_of: Callable[[str, str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Path:
     """An int4 model with a cache folder of its own, as if it were not small."""
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(open_graph, "_SMALL_MODEL_BYTES", 0)
-    return tiny_bundle_of("llama", "int4")
+    return tiny_bundle_of(getattr(request, "param", "llama"), "int4")
 
 
 @pytest.fixture
@@ -60,6 +75,7 @@ def answer(engine: Engine, prompt: Sequence[int] = PROMPT, **options: Any) -> Re
     return Reply.of(engine.model.answer(None, prompt, GenerateOptions(**{"max_tokens": 8, **options})))
 
 
+@FAMILIES
 def test_asked_for_by_name_it_reads_long_prompts_alone(bundle: Path, files: Callable[[], list[Path]]) -> None:
     stages: list[tuple[str, float]] = []
     with loaded(bundle, prefill="int8", progress=lambda *each: stages.append(each)) as engine:
@@ -77,6 +93,7 @@ def test_asked_for_by_name_it_reads_long_prompts_alone(bundle: Path, files: Call
         assert plain.model.prompts.described({"base": 200}) is None
 
 
+@FAMILIES
 def test_exact_answers_recompute_what_it_wrote(bundle: Path) -> None:
     """A conversation whose first prompt was read with int8 weights answers exactly what plain prefill gives."""
     with loaded(bundle, prefill="int8") as engine, loaded(bundle, prefill="plain") as plain:
@@ -91,6 +108,32 @@ def test_exact_answers_recompute_what_it_wrote(bundle: Path) -> None:
             for each, sequence in zip((engine, plain), sequences, strict=True)
         ]
         assert texts[0] == texts[1]
+
+
+@FAMILIES
+def test_rejected_drafts_leave_the_text_behind_its_prompts_as_it_is(bundle: Path) -> None:
+    """Rejections rewind states that the int8 graph wrote; a second prompt that it reads starts where drafts ended."""
+    opened, config = open_bundle(bundle), SessionConfig(cpu_device(), 1)
+    graphs = open_graph.open_graph(opened, config, cache=True, prefill=PrefillMode.INT8)
+    assert isinstance(graphs, ChosenGraphs)
+    further = graphs.further[0]
+    assert isinstance(further, PromptGraph)
+    further.use()
+
+    def tokens_of(name: str | None, text: list[int]) -> list[int]:
+        bound, sampler = graphs.bind(graphs.arena(256)), Sampler(SamplingParams(), 300)
+        found: list[int] = []
+        for part in (PROMPT[:90], PROMPT[90:160]):
+            prompt = [*found, *part]
+            speculator = None if name is None else speculator_of(adversaries(text, 300, 0)[name], trees=False)
+            steps = list(decode(bound, prompt, sampler, DecodeLimits(30, frozenset()), speculator))
+            assert (steps[0].prompt_readers or {})["int8"] >= 64
+            found = [*prompt, *(token for step in steps for token in step.tokens)]
+        return found
+
+    plain = tokens_of(None, [])
+    for name in adversaries([1], 300, 0):
+        assert tokens_of(name, plain) == plain
 
 
 def test_speculation_and_the_prefix_cache_leave_the_text_as_it_is(bundle: Path) -> None:
@@ -262,6 +305,7 @@ def test_a_model_without_int4_or_int8_weights_cannot_have_one(tiny_bundle: Path,
         loaded(tiny_bundle, prefill="fast")
 
 
+@FAMILIES
 def test_two_answers_at_a_time_say_what_each_says_alone(bundle: Path) -> None:
     prompts = [PROMPT, PROMPT[::-1]]
     with loaded(bundle, prefill="int8", prefix_cache=0) as engine:

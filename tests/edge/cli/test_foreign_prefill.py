@@ -24,7 +24,7 @@ from edgerun.runtime.measure.prompt_choice import PROMPT_CHOICES, PromptChoice
 from edgerun.runtime.measure.system_load import LoadMeter
 from edgerun.runtime.prefill import prefill
 from edgerun.runtime.text.tokenizer import TextTokenizer
-from support.layouts import LAYOUTS, quantize_products, write_layout
+from support.layouts import HYBRID_LAYOUTS, LAYOUTS, quantize_products, write_layout
 
 LONG = "the cat sat on the mat and " * 12
 TOKENS = 6
@@ -66,11 +66,16 @@ def text_after_int8_prompt(model: Path) -> str:
     return tokenizer.decode(tokens)
 
 
-@pytest.mark.parametrize(("layout", "zero_points"), [("genai", False), ("community", True)])
+@pytest.mark.parametrize(
+    ("layout", "zero_points"),
+    [("genai", False), ("community", True), ("genai-lfm2", False), ("community-qwen3.5-fused", True)],
+)
 def test_a_prompt_is_read_with_int8_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str, zero_points: bool
 ) -> None:
-    model = quantize_products(write_layout(tmp_path / "model", LAYOUTS[layout]), zero_points=zero_points)
+    model = quantize_products(
+        write_layout(tmp_path / "model", {**LAYOUTS, **HYBRID_LAYOUTS}[layout]), zero_points=zero_points
+    )
     plain, line = answer(capsys, model, "--prefill", "plain")
     tokens = plain["usage"]["prompt_tokens"]
     assert plain["prompt_graphs"] == {"tokens": {"base": tokens}, "int8_refusal": "not asked for"}

@@ -20,8 +20,12 @@ from edgerun.runtime.measure.measurement_store import model_key
 LONG = "the cat sat on the mat and " * 12
 
 
+FAMILIES = pytest.mark.parametrize("bundle", ["llama", "lfm2", "qwen3_5_text"], indirect=True)
+"""Also models whose states every token changes."""
+
+
 @pytest.fixture
-def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def bundle(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """An int4 model with a cache folder of its own, as if it were not small."""
     tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
     from edgerun.export import INT4
@@ -30,9 +34,10 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(open_graph, "_SMALL_MODEL_BYTES", 0)
     monkeypatch.setattr(thread_choice, "_MAX_ROUNDS", 2)
     monkeypatch.setattr(prompt_choice, "_SECONDS_BUDGET", 0.0)
-    return str(tiny.write_bundle(tmp_path, weights=INT4))
+    return str(tiny.write_bundle(tmp_path, getattr(request, "param", "llama"), weights=INT4))
 
 
+@FAMILIES
 def test_statistics_say_what_read_the_prompt(bundle: str, capsys: pytest.CaptureFixture[str]) -> None:
     def answer(*options: str) -> tuple[dict[str, Any], str]:
         assert main([bundle, "--raw", "-p", LONG, "-n", "3", "--stats", "--json", "--threads", "1", *options]) == 0
@@ -82,6 +87,7 @@ def test_verify_finds_damage(bundle: str, tmp_path: Path, capsys: pytest.Capture
     assert not weights.exists()
 
 
+@FAMILIES
 def test_the_exactness_report_does_not_depend_on_it(
     bundle: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -163,6 +163,32 @@ def test_factors_change_no_product_in_floats(tmp_path: Path) -> None:
         assert before[product.name][0] == product.inputs
 
 
+def test_gates_in_floats_are_multiplied_with_the_factors_of_their_inputs(tmp_path: Path) -> None:
+    """A delta net's decays and betas stay float32, beside products whose inputs they share."""
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", "qwen3_5_text", seed=1, **SIZES)
+    tensors = load_file(checkpoint / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("layers.0.input_layernorm.weight"))
+    tensors[name][OUTLIERS] = 60.0  # the norm adds one
+    for reader in ("qkv", "z", "a", "b"):
+        tensors[name.replace("input_layernorm", f"linear_attn.in_proj_{reader}")][:, OUTLIERS] /= 60
+    save_file(tensors, checkpoint / "model.safetensors")
+    bundle = export_checkpoint(ExportRequest(checkpoint, tmp_path / "bundle", ExportRecipe(INT8))).bundle
+    assert not kept_products(int8_path_of(bundle))
+    editor, found, samples = analysed(bundle)
+    gates = next(each for each in editor.graph.node if each.op_type == "MatMul")
+    before = editor.array(gates.input[1])
+    assert not too_coarse(editor, found, samples, FULL_RANGE)
+    product = next(each for each in found.products if each.inputs == gates.input[0])
+    after = editor.array(gates.input[1])
+    assert before is not None
+    assert after is not None
+    assert product.column_factors is not None
+    np.testing.assert_allclose(after, before * product.column_factors[:, None], rtol=1e-6)
+    norm = editor.producer(gates.input[0])
+    assert norm is not None
+    assert norm.op_type == "SimplifiedLayerNormalization"
+
+
 def test_samples_are_what_products_have_as_inputs(tmp_path: Path) -> None:
     _, found, samples = analysed(bundle_with(tmp_path, enlarge_norms))
     assert set(samples) == set(found.input_names)
