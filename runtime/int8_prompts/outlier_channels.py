@@ -3,9 +3,10 @@
 A channel whose values are far larger than the others' makes the steps of all of them coarse. Dividing the channel by a
 factor and multiplying its weights with it moves a part of that range to the weights, which have scales of their own for
 each output (SmoothQuant, Xiao et al., 2023, https://arxiv.org/abs/2211.10438). Factors cost nothing where the division
-goes into what computes the channel: the weights of a norm, or the product that gates a feed-forward. Products in float32
-that read the same channels, such as the gates of a delta net, are multiplied with the factors. The error of some outputs of each product over a short text, computed both ways, decides; where it stays too large, the product keeps the
-model's own format.
+goes into what computes the channel: the weights of a norm, or the product that gates a feed-forward. The weights of
+products in float32 that read the same channels, such as the gates of a delta net, are multiplied with the factors.
+The error of some outputs of each product over a short text, computed both ways, decides; where it stays too large, the
+product keeps the model's own format.
 """
 
 from __future__ import annotations

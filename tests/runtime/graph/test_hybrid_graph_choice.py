@@ -9,8 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
-
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.devices.providers import cpu_device
 from edgerun.runtime.graph.bound_session import BoundSession
@@ -21,6 +19,7 @@ from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.kv.hybrid_arena import HybridArena
 from support.hybrid_graphs import with_end_states
 from support.nightly import some_nightly
+from support.tiny_models import write_bundle
 
 CONFIG = SessionConfig(cpu_device(), 1)
 CONTEXT = 512
@@ -63,7 +62,7 @@ def graph(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("hybrid")
     layers = {"end states": (0, 1, 3), "both": (1,)}.get(request.param)
     family = request.param if layers is None else "lfm2"
-    bundle: Path = tiny.write_bundle(folder, family, max_position_embeddings=CONTEXT)
+    bundle = write_bundle(folder, family, max_position_embeddings=CONTEXT)
     return bundle / "model.onnx" if layers is None else with_end_states(bundle, folder / "edited", layers)
 
 
@@ -159,8 +158,8 @@ def test_arenas_change_and_are_copied_between_graphs(graph: Path, expected: npt.
 
 
 def test_a_graph_with_other_states_is_not_used(tmp_path: Path) -> None:
-    other = tiny.write_bundle(tmp_path, "lfm2", conv_L_cache=4) / "model.onnx"
-    own = tiny.write_bundle(tmp_path / "own", "lfm2") / "model.onnx"
+    other = write_bundle(tmp_path, "lfm2", conv_L_cache=4) / "model.onnx"
+    own = write_bundle(tmp_path / "own", "lfm2") / "model.onnx"
     graphs = ChosenGraphs(load(own), (AllPasses(lambda: load(other), 0),))
     bound = graphs.bind(graphs.arena(64))
     bound.forward([7, 8])

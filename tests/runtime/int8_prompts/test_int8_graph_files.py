@@ -60,7 +60,7 @@ def bound_to(graph: Path, folder: Path) -> BoundSession:
 
 
 def read(bound: BoundSession, width: int = 64) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Log-probabilities after the prompt, and by name the cache tensors `[kv_heads, slots, head_dim]` and the states."""
+    """Log-probabilities after the prompt, and by name cache tensors `[kv_heads, slots, head_dim]` and states."""
     arena = bound.arena
     arena.rewind_to(0)
     logits = prefill(bound, PROMPT, width=width)[0].astype(np.float64)
@@ -75,7 +75,7 @@ def read(bound: BoundSession, width: int = 64) -> tuple[np.ndarray, dict[str, np
 
 
 def assert_close(folder: Path, *, later_layers: float = 0.15) -> None:
-    """Compare a model's int8 graph with its graph: the distribution after the prompt, the slots of its cache, and states.
+    """Compare a model's int8 graph with its graph: the distribution after the prompt, slots of the cache, and states.
 
     Random weights amplify rounding from layer to layer, so only what the first layer keeps is compared closely.
     """
@@ -89,7 +89,9 @@ def assert_close(folder: Path, *, later_layers: float = 0.15) -> None:
         assert 0 < error < (0.02 if ".0" in name else later_layers), name
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "gemma4_text", "granite", "olmo2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "gemma4_text", "granite", "olmo2"]
+)
 def test_logits_and_cache_are_those_of_the_model_but_for_rounding(tmp_path: Path, family: str) -> None:
     assert_close(write_bundle(tmp_path, family, weights=INT4, seed=1))
 
