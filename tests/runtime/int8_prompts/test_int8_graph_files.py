@@ -106,14 +106,14 @@ def test_sliding_windows_and_experts(tmp_path: Path, family: str) -> None:
 def test_states_of_layers_without_attention(tmp_path: Path, family: str) -> None:
     """An error in a state reaches all later tokens, so states after the prompt lie as close as the slots."""
     bundle = write_bundle(tmp_path, family, weights=INT4, seed=1)
-    assert_close(bundle)
+    assert_close(bundle, later_layers=0.3 if "moe" in family else 0.15)
     int8_path = int8_path_of(bundle)
     assert int8_path is not None
     nodes = GraphEditor(int8_path).graph.node
     in_integers = {each.output[0].partition(".int8")[0] for each in nodes if each.op_type == "MatMulIntegerToFloat"}
     assert any("layers.0." in name for name in in_integers)
-    gates = [each.output[0] for each in nodes if each.op_type == "MatMul"]
-    assert len(gates) == (3 if family == "qwen3_5_text" else 0), "gates of delta nets stay float32"
+    gates = [each.output[0] for each in nodes if each.op_type == "MatMul" and "delta_gates" in each.output[0]]
+    assert bool(gates) is family.startswith("qwen3_5"), "gates of delta nets stay float32"
 
 
 @pytest.mark.parametrize("family", ["qwen2", *HYBRID_FAMILIES])
