@@ -80,7 +80,8 @@ def time_passes(bound: Mapping[str, BoundGraph], turns: int) -> dict[str, dict[i
     times: dict[str, dict[int, list[float]]] = {name: {width: [] for width in _WIDTHS} for name in _FORMS}
     for turn in range(-2, turns):  # the first passes of a width bind its buffers, and measure what to choose
         for width in _WIDTHS:
-            mask = np.tri(width, dtype=np.bool_) if width > 1 else None
+            trees = bound["own"].graph_io.supports_trees
+            mask = np.tri(width, dtype=np.bool_) if width > 1 and trees else None
             for name in _FORMS if turn % 2 else _FORMS[::-1]:
                 time.sleep(_PAUSE_S)
                 started = time.perf_counter()

@@ -138,7 +138,7 @@ def _may_run_long_contexts(base: GraphSession, file: Path, bundle: Bundle) -> bo
     config, graph_io = base.config, base.graph_io
     if config.device.provider != CPU_PROVIDER or config.kv is not KVFormat.FLOAT:
         return False
-    if graph_io.cache_mode is not CacheMode.IN_PLACE or not graph_io.supports_wide_passes or graph_io.states:
+    if graph_io.cache_mode is not CacheMode.IN_PLACE or not graph_io.supports_wide_passes:
         return False
     return file.parent != bundle.graph.parent or bundle.weight_bytes < _HELD_TWICE_BYTES
 

@@ -202,6 +202,8 @@ class LongContextGraph:
             ContextError: the tokens do not fit the context.
             EdgeError: ONNX Runtime failed.
         """
+        arena = own.arena
+        replayed = arena.replayed
         meter, started = LoadMeter(self._config.threads), time.perf_counter()
         seconds: tuple[list[float], list[float]] = ([], [])
         for turn in range(_MAX_TURNS):
@@ -213,6 +215,8 @@ class LongContextGraph:
             # The first passes of a width bind its buffers, which is nothing beside a pass that takes so long.
             if elapsed > (_SECONDS_BUDGET if turn >= _TURNS else _SLOW_TURN_S):
                 break
+        # Where states are recomputed, tokens ran once more in each of these passes, and will in the pass itself.
+        arena.replayed = replayed
         place = _place(request.width, request.base)
         self._again.discard(place)
         # Also while a machine is busy some turns run undisturbed.

@@ -15,7 +15,7 @@ from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.long_context.dense_attention import long_context_graph
 from edgerun.runtime.prefill import prefill
-from support.tiny_models import ATTENTION_FAMILIES, write_bundle
+from support.tiny_models import ATTENTION_FAMILIES, HYBRID_FAMILIES, write_bundle
 
 CPU = SessionConfig(choose_device("cpu"), 1)
 UNSUPPORTED = {"gemma2": "softcap", "gpt_oss": "sinks", "gemma4_text": "reads the cache of another layer"}
@@ -23,6 +23,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in ATTENTION_FAMILIES if family not in UNSUPPORTED),
     ("llama", {"num_key_value_heads": 4}),
     ("llama", {"num_key_value_heads": 1, "head_dim": 24}),
+    *((family, {}) for family in HYBRID_FAMILIES),
+    ("qwen3_5_text", {"head_dim": 256}),
 ]
 
 
@@ -57,7 +59,7 @@ def test_logits_and_slots_are_those_of_the_own_graph(tmp_path: Path, family: str
         tokens = random.integers(5, vocab_size, nodes)
         depths, mask = random_tree(random, nodes)
         base = arena.length
-        tree = {"positions": base + depths, "tree_mask": mask} if turn % 3 else {}
+        tree = {"positions": base + depths, "tree_mask": mask} if turn % 3 and own.graph_io.supports_trees else {}
         wanted = [nodes - 1] if turn % 4 == 1 else None
         results = []
         for bound in (own, long):
