@@ -192,7 +192,7 @@ class ChosenGraphs:
             return session.bind(arena)
 
     def preload(self, graph: FurtherGraph) -> None:
-        """Load a further graph before a pass needs it; failures are reported when a pass needs it.
+        """Load a further graph before a pass needs it; a failure is logged, and the base graph runs its passes.
 
         Raises:
             EdgeError: it is a required graph and cannot be loaded.
