@@ -285,21 +285,7 @@ class ExportRecipe:
         for linear in fused_linears(config):
             requested = self.head_format if linear.name in _VOCABULARY_LINEARS else self.body
             weight_format = FP32 if linear.exact else requested or _widest(linear, stored_format)
-            if linear.experts and weight_format.block and linear.columns % weight_format.block:
-                raise InputError(
-                    f"the experts of {linear.name} have {linear.columns} columns, "
-                    f"which is not a multiple of the block size {weight_format.block}",
-                    "choose smaller blocks, or fp32",
-                )
-            if linear.experts and (weight_format.zero_points or weight_format.half_scales):
-                lacks, option = (
-                    ("zero points", "--zero-points")
-                    if weight_format.zero_points
-                    else ("float16 scales", "--half-scales")
-                )
-                raise InputError(
-                    f"{linear.name} has experts, whose operator does not support {lacks}", f"leave {option} out"
-                )
+            require_expert_format(linear, weight_format)
             plan[linear.name] = weight_format
         return plan
 
@@ -323,6 +309,25 @@ def with_methods(plan: QuantPlan, methods: Mapping[int, Method]) -> dict[str, We
         linear: each if each.bits == FP32.bits else replace(each, method=each.method or methods.get(each.bits))
         for linear, each in plan.items()
     }
+
+
+def require_expert_format(linear: FusedLinear, weight_format: WeightFormat) -> None:
+    """Refuse a format of a linear of experts that their operator does not have.
+
+    Raises:
+        InputError: blocks do not divide the linear's columns, or the format has zero points or float16 scales.
+    """
+    if linear.experts and weight_format.block and linear.columns % weight_format.block:
+        raise InputError(
+            f"the experts of {linear.name} have {linear.columns} columns, "
+            f"which is not a multiple of the block size {weight_format.block}",
+            "choose smaller blocks, or fp32",
+        )
+    if linear.experts and (weight_format.zero_points or weight_format.half_scales):
+        lacks, option = (
+            ("zero points", "--zero-points") if weight_format.zero_points else ("float16 scales", "--half-scales")
+        )
+        raise InputError(f"{linear.name} has experts, whose operator does not support {lacks}", f"leave {option} out")
 
 
 def _require_exportable(weight_format: WeightFormat) -> None:

@@ -31,7 +31,7 @@ def reference_mtp(
     features: Float64Array,
     context: int,
 ) -> HeadOutputs:
-    """Run Qwen3.5's module over a sequence: first over tokens with the target's features, then from its own states.
+    """Run Qwen's module over a sequence: first over tokens with the target's features, then from its own states.
 
     Args:
         weights: the module's tensors; those of its layer are named like a decoder's first layer.
@@ -44,7 +44,8 @@ def reference_mtp(
     Returns:
         Logits of every token, and its states after the module's last norm.
     """
-    settings = {**language_settings(config), "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    layer = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "mlp_only_layers": [], "decoder_sparse_step": 1}
+    settings = {**language_settings(config), **layer}
     embedded = reference_norm(weights, settings, "mtp.pre_fc_norm_embedding", embedding_rows(target.used, tokens))
     given = list(reference_norm(target.original, settings, "model.norm", features))
     while True:

@@ -35,7 +35,15 @@ from ..graph.initializers import Initializers
 from ..graph.medusa_graph import TOP_IDS, TOP_PROBABILITIES, build_medusa_heads
 from ..graph.mtp_graph import MtpParts, build_mtp_module
 from ..graph.weight_file import WeightFile
-from ..recipe import DEFAULT_METHODS, INT4, ExportRecipe, HeadRequest, with_methods
+from ..recipe import (
+    DEFAULT_METHODS,
+    FP32,
+    INT4,
+    ExportRecipe,
+    HeadRequest,
+    require_expert_format,
+    with_methods,
+)
 from .head_checkpoint import EagleHead, TargetIds, open_eagle_head
 from .medusa_checkpoint import MedusaHeads, open_medusa_heads
 from .mtp_checkpoint import MtpModule, open_mtp_module
@@ -76,7 +84,8 @@ class DraftHead:
             OSError: The disk refused a write.
         """
         head = self.head
-        plan = with_methods({linear.name: self.weight_format for linear in head.linears}, DEFAULT_METHODS)
+        formats = {linear.name: FP32 if linear.exact else self.weight_format for linear in head.linears}
+        plan = with_methods(formats, DEFAULT_METHODS)
         total = sum(linear.weight_count for linear in head.linears)
         with WeightFile(folder / DRAFT_WEIGHTS_NAME) as data:
             weights = Initializers(head.checkpoint, data, counted(total, progress, _STAGE))
@@ -106,7 +115,10 @@ def open_draft_head(request: HeadRequest, recipe: ExportRecipe, folder: Path, ta
     """
     weight_format = request.weight_format or (recipe.body if recipe.mixed_precision is None else INT4) or INT4
     if request.kind is HeadKind.MTP:
-        return DraftHead(open_mtp_module(folder, target), weight_format)
+        module = open_mtp_module(folder, target)
+        for linear in module.linears:
+            require_expert_format(linear, weight_format)
+        return DraftHead(module, weight_format)
     if request.source is None:
         raise InputError("a draft head needs a checkpoint", "give its folder as the source")
     opened = open_eagle_head if request.kind is HeadKind.EAGLE else open_medusa_heads

@@ -107,10 +107,6 @@ def open_mtp_module(folder: Path, model: DecoderConfig) -> MtpModule:
             f"the multi-token-prediction module of {folder} has {layers} layers, and only those of one are supported",
             WITHOUT,
         )
-    if model.experts is not None:
-        raise CheckpointError(
-            f"the multi-token-prediction module of {folder} has experts, which is not supported", WITHOUT
-        )
     if settings.get(names.own_embedding):
         raise CheckpointError(
             f"the multi-token-prediction module of {folder} has an embedding of its own ({names.own_embedding}), which "
@@ -126,8 +122,8 @@ def open_mtp_module(folder: Path, model: DecoderConfig) -> MtpModule:
 
 
 def _one_layer(model: DecoderConfig) -> DecoderConfig:
-    """The configuration of a decoder whose only layer is one of the model's with attention."""
-    layer = model.attention_layers[0]
+    """The configuration of a decoder whose only layer has attention, and experts if the model has any."""
+    layer, experts = model.attention_layers[0], model.experts
     return replace(
         model,
         traits=replace(model.traits, convolution=None, delta_net=None),
@@ -135,4 +131,5 @@ def _one_layer(model: DecoderConfig) -> DecoderConfig:
         attention=(model.attention[layer],),
         convolution=None,
         delta_net=None,
+        experts=None if experts is None else replace(experts, layers=(True,)),
     )

@@ -97,10 +97,10 @@ def write_medusa_heads(
 
 
 def mtp_weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:
-    """Random weights of the multi-token-prediction module of a tiny Qwen3.5."""
+    """Random weights of the multi-token-prediction module of a tiny Qwen3.5 or Qwen3-Next."""
     random = np.random.default_rng(seed)
     hidden = config["hidden_size"]
-    layer = {**config, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    layer = {**config, "num_hidden_layers": 1, "layer_types": ["full_attention"], "mlp_only_layers": []}
     name = "model.layers.0."
     tensors: Tensors = {
         f"mtp.layers.0.{key.removeprefix(name)}": value

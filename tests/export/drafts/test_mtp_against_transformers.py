@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,17 @@ COUNT, GIVEN = 14, 9
 
 def torch_module(source: Path, tokens: npt.NDArray[np.int64]) -> tuple[Any, Any, Any]:
     """Features of a text [COUNT + 1], and the module's logits and states, in float64."""
-    from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
-
     model = transformers.AutoModelForCausalLM.from_pretrained(
         source, dtype=torch.float32, attn_implementation="eager"
     ).double()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
     weights = {name: value.double() for name, value in safetensors.load_file(source / "model.safetensors").items()}
     config = transformers.AutoConfig.from_pretrained(source)
     config.layer_types, config.num_hidden_layers, config._attn_implementation = ["full_attention"], 1, "eager"
+    config._experts_implementation = "eager"
+    classes = importlib.import_module(type(model).__module__)
+    kind = type(model).__name__.removesuffix("ForCausalLM")
 
     def loaded(module: Any, prefix: str) -> Any:
         own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
@@ -47,9 +51,9 @@ def torch_module(source: Path, tokens: npt.NDArray[np.int64]) -> tuple[Any, Any,
         return module
 
     def norm(name: str) -> Any:
-        return loaded(qwen.Qwen3_5RMSNorm(config.hidden_size, eps=config.rms_norm_eps), f"mtp.{name}.")
+        return loaded(getattr(classes, f"{kind}RMSNorm")(config.hidden_size, eps=config.rms_norm_eps), f"mtp.{name}.")
 
-    layer = loaded(qwen.Qwen3_5DecoderLayer(config, 0), "mtp.layers.0.")
+    layer = loaded(getattr(classes, f"{kind}DecoderLayer")(config, 0), "mtp.layers.0.")
     before, embedding_norm, state_norm, last_norm = (
         [],
         norm("pre_fc_norm_embedding"),
@@ -72,11 +76,13 @@ def torch_module(source: Path, tokens: npt.NDArray[np.int64]) -> tuple[Any, Any,
 
 
 @pytest.mark.parametrize(
-    "overrides", [{}, {"tie_word_embeddings": False, "attention_bias": True}], ids=["tied", "biased"]
+    "overrides",
+    [{}, {"tie_word_embeddings": False, "attention_bias": True}, {"family": "qwen3_5_moe_text"}],
+    ids=["tied", "biased", "experts"],
 )
 def test_logits_and_states_equal_those_of_transformers(tmp_path: Path, overrides: dict[str, Any]) -> None:
-    if "qwen3_5_text" not in transformers.CONFIG_MAPPING:
-        pytest.skip("this transformers has no qwen3_5_text")
+    if "qwen3_5_moe_text" not in transformers.CONFIG_MAPPING:
+        pytest.skip("this transformers has no Qwen3.5")
     source = write_mtp_checkpoint(tmp_path / "source", **overrides)
     tokens = np.random.default_rng(5).integers(5, 300, COUNT + 1)
     features, logits, states = torch_module(source, tokens)

@@ -10,9 +10,10 @@ import numpy as np
 import onnx
 import pytest
 
+import edgerun
 from edgerun.edge.cli.main import main
 from edgerun.errors import CheckpointError, InputError
-from edgerun.export import INT4, ExportRecipe, ExportRequest, HeadRequest, export_checkpoint
+from edgerun.export import INT4, ExportRecipe, ExportRequest, HeadRequest, WeightFormat, export_checkpoint
 from edgerun.export.bundle_content import BundleContent
 from edgerun.export.bundle_writer import write_bundle
 from edgerun.export.calibration.awq import AwqScales, AwqSource
@@ -80,6 +81,36 @@ def test_its_weights_have_a_format_of_their_own_if_asked(tmp_path: Path) -> None
     assert [node.op_type for node in graph.node].count("MatMulNBits") == 1
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "qwen3_next"])
+def test_the_module_of_a_model_with_experts_has_experts_too(tmp_path: Path, family: str) -> None:
+    """Also where the model's first layer, whose place it takes, has none."""
+    overrides = {"mlp_only_layers": [0]} if family == "qwen3_next" else {}
+    source, bundle = write_mtp_checkpoint(tmp_path / "source", family=family, **overrides), tmp_path / "bundle"
+    assert export(source, bundle) == 0
+    graph = onnx.load(bundle / "draft.onnx", load_external_data=False).graph
+    operators = [node.op_type for node in graph.node]
+    assert (operators.count("QMoE"), operators.count("MoE")) == (1, 0)
+    router = next(each for each in graph.initializer if each.name == "layers.0.router.weight")
+    assert router.data_type == onnx.TensorProto.FLOAT
+    with edgerun.load(bundle, threads=1, cache=False, learned=False, history=False) as engine:
+        options = edgerun.GenerateOptions(raw=True, ignore_eos=True, max_tokens=40, temperature=0)
+        texts = {
+            engine.generate("the and of the", options, speculation=edgerun.Speculation.parse(sources)).text
+            for sources in ("off", "mtp", "auto")
+        }
+    assert len(texts) == 1
+
+
+def test_formats_that_the_experts_of_a_module_cannot_have_are_refused(tmp_path: Path) -> None:
+    source = write_mtp_checkpoint(tmp_path / "source", family="qwen3_5_moe_text")
+    head = HeadRequest(None, HeadKind.MTP, WeightFormat(4, 64))
+    with pytest.raises(
+        InputError, match=r"layers\.0\.down have 32 columns, which is not a multiple of the block size 64"
+    ):
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32, draft_head=head)))
+    assert not (tmp_path / "bundle").exists()
+
+
 def test_multimodal_checkpoints_have_it_beside_the_language_model(tmp_path: Path) -> None:
     source = write_mtp_checkpoint(tmp_path / "source")
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
@@ -102,7 +133,6 @@ PARTS = {
     "a tensor": ({"without": "mtp.layers.0.self_attn.q_proj.weight"}, "mtp.layers.0.self_attn.q_proj.weight"),
     "a norm": ({"without": "mtp.pre_fc_norm_hidden.weight"}, "mtp.pre_fc_norm_hidden.weight"),
     "more layers": ({"mtp_num_hidden_layers": 2}, "has 2 layers"),
-    "experts": ({"family": "qwen3_5_moe_text"}, "module of .* has experts, which is not supported"),
     "an embedding": ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings"),
 }
 
@@ -115,7 +145,7 @@ def test_a_module_that_cannot_be_used_is_left_out_with_a_line(
     assert export(source, bundle) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "exported without a draft head" in printed
-    assert message.rpartition(".* ")[2].rpartition(".")[2] in printed
+    assert message.rpartition(".")[2] in printed
     assert draft_of(bundle) is None
 
 
