@@ -11,7 +11,6 @@ pytest.importorskip("onnx", reason="needs the export extra")
 
 import edgerun
 from edgerun import GenerateOptions, Speculation
-from edgerun.export import INT4
 from support.hybrid_graphs import HYBRIDS, write_hybrid
 from support.tiny_models import write_bundle
 
@@ -24,7 +23,7 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("layers")
     if request.param in HYBRIDS:
         return write_hybrid(folder, request.param, CONTEXT)
-    return write_bundle(folder, request.param, weights=INT4, max_position_embeddings=CONTEXT)
+    return write_bundle(folder, request.param, max_position_embeddings=CONTEXT)
 
 
 @pytest.fixture(scope="module")

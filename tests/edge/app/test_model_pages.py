@@ -32,6 +32,7 @@ def hub(folder: Path) -> Iterator[HubServer]:
         files = files_of(write_bundle(folder / "made", hidden_size=256, intermediate_size=512))
         server.repo("acme/Tiny-Chat", files)
         server.repo("acme/Unwanted", files)
+        server.repo("acme/Removed", files)
         yield server
 
 
@@ -122,16 +123,18 @@ def test_a_download_that_failed_is_resumed_where_it_was_begun(page: Page, hub: H
 
 
 def test_models_are_loaded_and_removed_after_a_question(page: Page) -> None:
-    model = page.locator('[data-model="acme/Tiny-Chat"]')
-    model.get_by_role("button", name="Load Tiny-Chat into memory").click()
+    page.get_by_label("Another model of the hub").fill("acme/Removed")
+    page.get_by_role("button", name="Download", exact=True).click()
+    model = page.locator('[data-model="acme/Removed"]')
+    model.get_by_role("button", name="Load Removed into memory").click()
     expect(model).to_contain_text("in memory")
-    model.get_by_role("button", name="Remove Tiny-Chat").click()
-    dialog = page.get_by_role("dialog", name="Remove Tiny-Chat?")
+    model.get_by_role("button", name="Remove Removed").click()
+    dialog = page.get_by_role("dialog", name="Remove Removed?")
     expect(dialog).to_contain_text("Conversations with it are kept.")
     # Cancel has the focus.
     page.keyboard.press("Enter")
     expect(model).to_be_visible()
-    model.get_by_role("button", name="Remove Tiny-Chat").click()
+    model.get_by_role("button", name="Remove Removed").click()
     dialog.get_by_role("button", name="Remove", exact=True).click()
     expect(model).to_have_count(0)
     expect(page.locator('[data-model="shell-helper"] button[aria-label^="Remove"]')).to_have_count(0)

@@ -83,8 +83,9 @@ def test_accepted_chains_run_again_with_the_targets_features(headed: TargetWithH
 def test_a_hybrid_target_drafts_chains(tmp_path: Path, family: str, choice: Speculation) -> None:
     bundle = export_with_eagle_head(tmp_path, INT4, family, num_key_value_heads=2).bundle
     with engine_with_eager_head(bundle) as engine:
-        plain = engine.generate("in the in the", GREEDY, speculation=Speculation.OFF)
-        reply = engine.generate("in the in the", GREEDY, speculation=choice)
+        # Products of int4 weights in wide passes round otherwise on some processors, which changes near ties.
+        plain = engine.generate("in the in the", GREEDY, exact=True, speculation=Speculation.OFF)
+        reply = engine.generate("in the in the", GREEDY, exact=True, speculation=choice)
         assert not engine.model.graph_io.supports_trees
     assert reply.text == plain.text
     assert reply.stats.by_source["eagle"].drafted > 0

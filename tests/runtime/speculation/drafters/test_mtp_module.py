@@ -45,8 +45,9 @@ def test_features_survive_tokens_that_run_once_more(tmp_path: Path) -> None:
 def test_int4_exports_draft_from_the_outside(tmp_path: Path) -> None:
     bundle = export_with_mtp_module(tmp_path, INT4).bundle
     with engine_with_eager_head(bundle) as engine:
-        plain = engine.generate("in the in the", GREEDY, speculation=Speculation.OFF)
-        reply = engine.generate("in the in the", GREEDY, speculation=MTP)
+        # Products of int4 weights in wide passes round otherwise on some processors, which changes near ties.
+        plain = engine.generate("in the in the", GREEDY, exact=True, speculation=Speculation.OFF)
+        reply = engine.generate("in the in the", GREEDY, exact=True, speculation=MTP)
         assert not engine.model.graph_io.supports_trees
     assert reply.text == plain.text
     assert reply.stats.by_source["mtp"].drafted > 0
