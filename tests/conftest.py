@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, settings
 import edgerun  # noqa: F401  before tests import ONNX Runtime, so that it sends no telemetry
 from support.foreign_exporters import ForeignExports
 
-# Examples are not timed, since other programs may be running. They are the same ones every time, so that a change is not
-# failed for what it did not touch; with EDGERUN_NEW_EXAMPLES property tests look for new ones.
+# Examples are not timed, since other programs may be running. They are the same ones every time, so no change fails
+# for what it did not touch; with EDGERUN_NEW_EXAMPLES property tests look for new ones.
 settings.register_profile("new", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", settings.get_profile("new"), derandomize=True)
 settings.load_profile("new" if os.environ.get("EDGERUN_NEW_EXAMPLES") else "same")

@@ -64,7 +64,7 @@ def wait_for_index(engine: Engine) -> None:
     """Wait until everything that was answered is indexed."""
     store = engine.model.drafters._store
     assert store is not None
-    limit = time.monotonic() + 30
+    limit = time.monotonic() + 120
     while store.unindexed_tokens():
         assert time.monotonic() < limit
         time.sleep(0.01)

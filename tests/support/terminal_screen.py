@@ -25,7 +25,7 @@ if sys.platform != "win32":
     import struct
     import termios
 
-_LIMIT_S = 60
+_LIMIT_S = 120
 
 
 class TerminalScreen:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-_LIMIT_S = 60
+_LIMIT_S = 300
+"""Far above what it takes."""
 _POLL_S = 0.01
 
 
@@ -13,7 +14,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
     """Wait until a condition is true.
 
     Raises:
-        TimeoutError: it was not within a minute.
+        TimeoutError: it was not within five minutes.
     """
     event = threading.Event()
     for _ in range(int(_LIMIT_S / _POLL_S)):

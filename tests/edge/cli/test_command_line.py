@@ -140,7 +140,7 @@ def test_streamed_json_reaches_a_pipe_while_the_answer_is_generated(tmp_path: Pa
         for _ in range(3):
             assert list(json.loads(process.stdout.readline())) == ["delta"]
         process.stdout.close()
-        assert process.wait(timeout=60) == 1
+        assert process.wait(timeout=120) == 1
         assert process.stderr.read() == b""
 
 
@@ -420,7 +420,7 @@ def test_ctrl_c_keeps_the_partial_text_and_exits_130(tmp_path: Path) -> None:
         assert process.stdout is not None
         first = process.stdout.read(1)
         process.send_signal(signal.SIGINT)
-        rest, err = process.communicate(timeout=60)
+        rest, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert err == b""
     assert first
@@ -440,7 +440,7 @@ def test_a_broken_standard_output_ends_the_program(
         ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"],
         capture_output=True,
         stdin=subprocess.DEVNULL,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert result.returncode == code

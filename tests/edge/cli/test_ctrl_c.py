@@ -132,7 +132,7 @@ def test_where_ctrl_c_is_ignored_an_answer_is_completed(tmp_path: Path) -> None:
         assert process.stdout is not None
         first = process.stdout.read(1)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=120)
     assert first
     assert (process.returncode, err) == (0, b"")
 

@@ -13,7 +13,7 @@ import pytest
 
 import edgerun
 from edgerun.edge.server.server_settings import ServerSettings
-from support.serving import CHAT, Served, chat_body, raw_request, read_all, served, served_here, wait_until
+from support.serving import CHAT, PATIENCE_S, Served, chat_body, raw_request, read_all, served, served_here, wait_until
 
 ENDLESS = chat_body("go on", max_tokens=29_000)
 LONG_PROMPT = chat_body("word " * 9_000, max_tokens=4)
@@ -90,7 +90,7 @@ def test_a_slow_reader_delays_nobody_and_gets_the_whole_text(endless_server: Ser
         expected = engine.generate(body["messages"], max_tokens=1000, temperature=0).text
     slow = socket.socket()
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    slow.settimeout(60)
+    slow.settimeout(PATIENCE_S)
     with slow:
         slow.connect(("127.0.0.1", endless_server.port))
         answered = endless_server.metric("answers_total")

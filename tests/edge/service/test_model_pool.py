@@ -25,7 +25,7 @@ from support.hub_fixture import own_hub
 from support.hub_server import files_of
 from support.nightly import some_nightly
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 NAMES = ("a", "b", "c", "d")
 PLAIN = edgerun.GenerateOptions(max_tokens=6, speculation=edgerun.Speculation.OFF)
 """Without speculation a new model is not measured before its first answer."""

@@ -32,7 +32,7 @@ class Terminal:
         self._master = master
         self._unread = ""
 
-    def until(self, wanted: str, seconds: float = 60) -> str:
+    def until(self, wanted: str, seconds: float = 120) -> str:
         """Read up to and including `wanted`; escape sequences are left out."""
         end = time.monotonic() + seconds
         while wanted not in self._unread:
@@ -47,7 +47,7 @@ class Terminal:
         before, _, self._unread = self._unread.partition(wanted)
         return before + wanted
 
-    def until_something(self, seconds: float = 60) -> bool:
+    def until_something(self, seconds: float = 120) -> bool:
         """Wait for any output that has not been read; returns whether there is some."""
         return bool(self._unread or select.select([self._master], [], [], seconds)[0])
 
@@ -63,7 +63,7 @@ class Terminal:
 
     def end(self) -> int:
         """Wait for the program; returns its exit code."""
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=120)
 
 
 OpenTerminal: TypeAlias = Callable[..., Terminal]

@@ -129,7 +129,7 @@ def test_cancelling_a_task_releases_the_engine(engine: Engine) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(asyncio.wait_for(abandon(), 30))
+    asyncio.run(asyncio.wait_for(abandon(), 120))
     assert engine.generate("the", max_tokens=3).text
 
 
@@ -146,7 +146,7 @@ def test_cancelling_a_waiting_task_does_not_disturb_the_running_answer(single: E
         with pytest.raises(asyncio.CancelledError):
             await queued
 
-    asyncio.run(asyncio.wait_for(queue_and_cancel(), 30))
+    asyncio.run(asyncio.wait_for(queue_and_cancel(), 120))
     assert text + "".join(chunk.text for chunk in running) == expected
 
 
@@ -159,7 +159,7 @@ def test_an_answer_inside_an_unfinished_asyncio_stream_raises_instead_of_deadloc
         await stream.aclose()
         assert (await single.agenerate("the", max_tokens=2)).text
 
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
 def test_an_asyncio_stream_that_is_left_makes_room_for_the_next_answer(engine: Engine) -> None:
@@ -185,7 +185,7 @@ def test_an_asyncio_stream_that_an_error_leaves_makes_room_for_the_next_answer(e
                 await fail()
             assert (await engine.agenerate("the", max_tokens=3)).text
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
 def test_cancelled_tasks_leave_the_engine_free(engine: Engine) -> None:

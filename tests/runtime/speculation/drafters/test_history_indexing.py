@@ -40,7 +40,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def wait_until(true: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 30
+    limit = time.monotonic() + 120
     while not true():
         assert time.monotonic() < limit
         time.sleep(0.002)
@@ -85,7 +85,7 @@ def test_an_answer_that_starts_meanwhile_is_waited_for(
 
     def reindex(pause: Callable[[], None] = lambda: None) -> bool:
         started.set()
-        answers.wait(30)
+        answers.wait(120)
         pause()
         steps.append("after")
         return True
@@ -93,7 +93,7 @@ def test_an_answer_that_starts_meanwhile_is_waited_for(
     monkeypatch.setattr(store, "reindex", reindex)
     indexer = HistoryIndexer(store)
     stored(store, indexer, [1, 2])
-    started.wait(30)
+    started.wait(120)
     with indexer.answering():
         answers.set()
         time.sleep(0.02)
@@ -173,7 +173,7 @@ def test_closing_stops_the_work(store: HistoryStore, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(store, "reindex", reindex)
     indexer = HistoryIndexer(store)
     stored(store, indexer, [1, 2, 3])
-    working.wait(30)
+    working.wait(120)
     indexer.close()
     assert not threads()
     assert calls == ["began"]
