@@ -32,7 +32,7 @@ from .overflow import Overflow, fitted, overflow_of
 from .prefill import PrefillMode
 from .result import Chunk
 from .sampling.model_defaults import ModelDefaults
-from .scheduling.answer_stream import AnswerStream, Cancelled
+from .scheduling.answer_stream import AnswerStream, IsCancelled
 from .scheduling.request_queue import RequestQueue
 from .scheduling.several_answers import EarlyStop, best_of, in_sequence, repeated
 from .speculation.draft_loading import PlacedDraft
@@ -366,7 +366,7 @@ class LoadedModel:
         return generate_aligned(generate, request)
 
     def _several(
-        self, request: GenerationRequest, options: GenerateOptions, cancelled: Cancelled
+        self, request: GenerationRequest, options: GenerateOptions, cancelled: IsCancelled
     ) -> Generator[Chunk, None, None]:
         """Generate several answers to a prompt, which differ in their seeds, over one KV cache."""
         sequence = self._continued_prefix(request)

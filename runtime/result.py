@@ -35,7 +35,7 @@ class DraftCounts:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class AnswerCandidate:
     """One of the answers that the best were chosen of."""
 
     seed: int
@@ -53,7 +53,7 @@ class Candidate:
 class BestOf:
     """What the choice of the best answers took."""
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[AnswerCandidate, ...]
     """All answers that were generated, in the order of their seeds."""
     most_tokens: int | None = None
     """Largest number of tokens that each could have had; None for no limit."""

@@ -37,7 +37,7 @@ _ALTERNATIVES: Final = 5
 
 
 @dataclass(frozen=True)
-class AnswerStart:
+class StoredStart:
     """What an answer begins with: text, and its tokens if they are known."""
 
     text: str = ""
@@ -85,7 +85,7 @@ class AnswerWork:
         context: AppContext,
         answers: Sequence[LiveAnswer],
         question: StoredMessage,
-        start: AnswerStart,
+        start: StoredStart,
         pending: threading.Event,
     ) -> None:
         self._context: Final = context
@@ -195,14 +195,14 @@ class AnswerWork:
                 live.show_rounds(writer.rounds)
                 if ended.state is not MessageState.COMPLETE:
                     return ended
-                start = AnswerStart(rounds=writer.rounds)
+                start = StoredStart(rounds=writer.rounds)
         except CancelledError:
             if not live.cancellation.cancelled:
                 raise
             return _Ended(index, live.state_if_cancelled)
         return replace(ended, state=MessageState.LENGTH)
 
-    def _generate(self, engine: Engine, indices: Sequence[int], start: AnswerStart) -> Iterator[_Ended]:
+    def _generate(self, engine: Engine, indices: Sequence[int], start: StoredStart) -> Iterator[_Ended]:
         """Generate answers with a model; yields each when it ends.
 
         Args:
@@ -278,7 +278,7 @@ class AnswerWork:
             shown["small_talk"] = True  # the page says why the answer is a shell command
         return shown
 
-    def _ended_start(self, engine: Engine, start: AnswerStart) -> AnswerWriter | None:
+    def _ended_start(self, engine: Engine, start: StoredStart) -> AnswerWriter | None:
         """The whole answer if its last token is one that ends it: the user has chosen that."""
         *tokens, last = start.tokens or [{}]
         if start.model != self._model or last.get("id") not in engine.tokenizer.eos:
@@ -287,7 +287,7 @@ class AnswerWork:
         return self._writer(self._answers[0], text, tokens)
 
     def _options(
-        self, sampling: Mapping[str, Any], engine: Engine, indices: Sequence[int], start: AnswerStart
+        self, sampling: Mapping[str, Any], engine: Engine, indices: Sequence[int], start: StoredStart
     ) -> GenerateOptions:
         is_of_model = start.model == self._model
         base = GenerateOptions(

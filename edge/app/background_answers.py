@@ -12,7 +12,7 @@ from typing import Final
 from ...errors import InputError
 from ..conversations.records import MessageState, StoredMessage, as_object
 from ..server.error_objects import RefusedError
-from .answer_work import AnswerStart, AnswerWork
+from .answer_work import AnswerWork, StoredStart
 from .app_context import AppContext
 from .live_answer import LiveAnswer
 
@@ -78,11 +78,11 @@ class BackgroundAnswers:
                 HTTPStatus.TOO_MANY_REQUESTS, "busy", f"{MAX_ANSWERS} answers are in progress", "stop one, or wait"
             )
 
-    def answer(self, question: StoredMessage, start: AnswerStart | None = None) -> StoredMessage:
+    def answer(self, question: StoredMessage, start: StoredStart | None = None) -> StoredMessage:
         """Begin a new answer to a message of the user, and return it; arguments and errors as for `answers`."""
         return self.answers(question, 1, start)[0]
 
-    def answers(self, question: StoredMessage, count: int, start: AnswerStart | None = None) -> list[StoredMessage]:
+    def answers(self, question: StoredMessage, count: int, start: StoredStart | None = None) -> list[StoredMessage]:
         """Begin new answers to a message of the user, which are written one after another, and return them.
 
         The first one is shown.
@@ -131,7 +131,7 @@ class BackgroundAnswers:
             raise InputError("the answer has no question", "write a message")
         question = store.message(message.parent)
         rounds = [each.undecided() for each in message.rounds]
-        start = AnswerStart(message.content, store.tokens(message.id), message.model, rounds)
+        start = StoredStart(message.content, store.tokens(message.id), message.model, rounds)
         model = message.model if self._offers(message.model) else store.conversation(message.conversation).model
         if (before := self.live(message.id)) is not None:
             # The windows are told of the end of an answer a moment before its thread ends.
@@ -170,7 +170,7 @@ class BackgroundAnswers:
     def _offers(self, model: str | None) -> bool:
         return model is not None and any(entry.id == model for entry in self._context.pool.names())
 
-    def _begin(self, messages: Sequence[StoredMessage], question: StoredMessage, start: AnswerStart | None) -> None:
+    def _begin(self, messages: Sequence[StoredMessage], question: StoredMessage, start: StoredStart | None) -> None:
         answers = [LiveAnswer(message, self._context.events) for message in messages]
         with self._lock:
             if any(live.id in self._live for live in answers):
@@ -179,7 +179,7 @@ class BackgroundAnswers:
             if self._publisher is None:
                 self._publisher = threading.Thread(target=self._publish, name="edge-run windows", daemon=True)
                 self._publisher.start()
-        work = AnswerWork(self._context, answers, question, start or AnswerStart(), self._pending)
+        work = AnswerWork(self._context, answers, question, start or StoredStart(), self._pending)
         threading.Thread(target=self._run, args=(work, answers), name="edge-run answer", daemon=True).start()
 
     def _run(self, work: AnswerWork, answers: Sequence[LiveAnswer]) -> None:

@@ -11,7 +11,7 @@ from starlette.routing import Route
 from ..conversations.records import MAX_ATTACHMENTS, MessageState, Role, StoredMessage, as_object
 from ..service.request_error import ErrorCode, RequestError
 from ..service.token_objects import chosen_object
-from .answer_work import AnswerStart, text_of
+from .answer_work import StoredStart, text_of
 from .api_endpoint import ApiCall, api_route
 from .app_context import AppContext
 from .background_answers import BackgroundAnswers, writing_error
@@ -137,7 +137,7 @@ class _MessageEndpoints:
                 param="index",
             )
         kept = [*tokens[: body.index], chosen_object(tokens[body.index], body.alternative)]
-        start = AnswerStart(text_of(kept), kept, message.model, message.rounds)
+        start = StoredStart(text_of(kept), kept, message.model, message.rounds)
         return {"answer": as_object(self._answers.answer(question, start))}
 
     def stop(self, call: ApiCall) -> dict[str, Any]:

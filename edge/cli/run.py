@@ -47,7 +47,7 @@ from .shared_options import (
     prefix_cache_bytes,
     prefix_disk_bytes,
 )
-from .single_answer import AnswerFormat, SinglePrompt, answer_prompt
+from .single_answer import AnswerDisplay, SinglePrompt, answer_prompt
 
 if TYPE_CHECKING:
     from ..terminal.chat.opening import ChatSettings
@@ -327,7 +327,7 @@ def run(
     )
     if not chatting:
         asked = SinglePrompt(prompt or "", system, document if raw else "", resume, options)
-        return answer_prompt(opened, asked, AnswerFormat(as_json, json_stream, stats))
+        return answer_prompt(opened, asked, AnswerDisplay(as_json, json_stream, stats))
     from ..terminal.chat.opening import ChatSettings
 
     settings = ChatSettings(options, system, resume, conversation, latest=continue_, saving=save, show_stats=stats)

@@ -35,7 +35,7 @@ class SinglePrompt:
 
 
 @dataclass(frozen=True)
-class AnswerFormat:
+class AnswerDisplay:
     """How an answer is shown."""
 
     as_json: bool
@@ -46,7 +46,7 @@ class AnswerFormat:
     """Whether statistics are printed on standard error."""
 
 
-def answer_prompt(model: ModelOptions, prompt: SinglePrompt, shown: AnswerFormat) -> int:
+def answer_prompt(model: ModelOptions, prompt: SinglePrompt, shown: AnswerDisplay) -> int:
     """Answer a prompt once; Ctrl-C keeps what was written.
 
     Returns:

@@ -19,7 +19,7 @@ import numpy as np
 from ...models.manifest import Method, WeightFormat
 from ...models.progress import Progress
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layer_weights import FusedLinear, Layer, Norm, SharedExpert
+from ..checkpoint.layer_weights import FusedLinear, Layer, Norm, SharedExpertWeights
 from ..checkpoint.layout import final_norm, head_layout, layer_layout
 from ..checkpoint.prefetch import in_order
 from ..checkpoint.source import Float32Array, ModelSource, ModelSourceWrapper, QuantizedRows, RowRange
@@ -215,7 +215,7 @@ def _scalable_in_layer(layer: Layer, config: DecoderConfig) -> Iterator[_Scalabl
         yield _ScalableLinear(shared.down, producer=shared.gate_up, first_row=shared.gate_up.shape[0] // 2)
 
 
-def _shared_inputs(shared: SharedExpert | None) -> tuple[FusedLinear, ...]:
+def _shared_inputs(shared: SharedExpertWeights | None) -> tuple[FusedLinear, ...]:
     """The linears of a shared expert that read what the router reads."""
     if shared is None:
         return ()

@@ -45,7 +45,7 @@ class StaticPass(NamedTuple):
     """New keys and values by the name of their cache input, [1, kv_heads, m, head_dim] of the m tokens of the pass."""
 
 
-class StaticSession:
+class StaticContractSession:
     """Runs a static graph (docs/graph-contract.md) with full control of masks and positions."""
 
     def __init__(self, session: ort.InferenceSession) -> None:
@@ -59,7 +59,7 @@ class StaticSession:
         self._selects_logits = "logit_rows" in shapes
 
     @classmethod
-    def on_cpu(cls, path: Path) -> StaticSession:
+    def on_cpu(cls, path: Path) -> StaticContractSession:
         """Load a graph on the CPU.
 
         Raises:
@@ -165,7 +165,7 @@ def check_static_graphs(
     contract = ContractSession(folder, config, longest, with_float_activations(model))
     expected = contract.forward(tokens, np.arange(longest)).astype(np.float64)
     for number, shape in enumerate(shapes, 1):
-        difference = _difference(StaticSession.on_cpu(folder / shape.file), tokens, expected)
+        difference = _difference(StaticContractSession.on_cpu(folder / shape.file), tokens, expected)
         allowed = TOLERANCE * float(expected.std())
         if not difference <= allowed:
             raise ExportError(
@@ -175,7 +175,9 @@ def check_static_graphs(
         progress(_STAGE, number / len(shapes))
 
 
-def _difference(session: StaticSession, tokens: npt.NDArray[np.int64], expected: npt.NDArray[np.float64]) -> float:
+def _difference(
+    session: StaticContractSession, tokens: npt.NDArray[np.int64], expected: npt.NDArray[np.float64]
+) -> float:
     """Largest logit difference over passes of the graph's width, the last of them narrower."""
     cache, largest = session.empty_cache(), 0.0
     for start in range(0, len(tokens), session.width):

@@ -73,7 +73,7 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Convolution:
+class ConvolutionWeights:
     """The weights of a short convolution, see `architectures.short_convolution`."""
 
     weight: str
@@ -108,7 +108,7 @@ class LayerInput:
 
 
 @dataclass(frozen=True)
-class SharedExpert:
+class SharedExpertWeights:
     """The linears of a feed-forward that all tokens run through beside the selected experts."""
 
     gate_up: FusedLinear
@@ -123,11 +123,11 @@ class SharedExpert:
 
 
 @dataclass(frozen=True)
-class DeltaNet:
+class DeltaNetWeights:
     """The weights of a gated delta net apart from its linears, see `architectures.delta_net`."""
 
     config: DeltaNetConfig
-    convolution: Convolution
+    convolution: ConvolutionWeights
     log_rate: str
     """Checkpoint name of the logarithms of the decay rates, one per value head."""
     step_bias: str
@@ -144,11 +144,11 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
-class Mamba2:
+class Mamba2Weights:
     """The weights of a Mamba-2 state space apart from its linears, see `architectures.mamba2`."""
 
     config: Mamba2Config
-    convolution: Convolution
+    convolution: ConvolutionWeights
     log_rate: str
     """Checkpoint name of the logarithms of the decay rates, one per head."""
     step_bias: str
@@ -178,11 +178,11 @@ class Layer:
     """The output projection of attention, or of what a layer has in its place."""
     producer: Producer | None
     """What of `qkv` the inputs of `output` are proportional to; None where they are to no part of it."""
-    convolution: Convolution | None
+    convolution: ConvolutionWeights | None
     """None for a layer without a short convolution."""
-    delta_net: DeltaNet | None
+    delta_net: DeltaNetWeights | None
     """None for a layer without a delta net."""
-    mamba: Mamba2 | None
+    mamba: Mamba2Weights | None
     """None for a layer without a Mamba-2 state space."""
     gates: FusedLinear | None
     """The inputs of beta and of the decay in a layer with a delta net; None for others."""
@@ -190,7 +190,7 @@ class Layer:
     down: FusedLinear
     router: FusedLinear | None
     """Selects the experts, which gate_up and down then stack; None for a dense layer."""
-    shared: SharedExpert | None
+    shared: SharedExpertWeights | None
     """The feed-forward beside the experts; None for a layer without."""
     sinks: str | None
     """Checkpoint name of the attention sinks, one logit per head; None where the family has none."""
@@ -206,7 +206,7 @@ class Layer:
     after_mlp: Norm | None
 
     @property
-    def recurrent(self) -> DeltaNet | Mamba2 | None:
+    def recurrent(self) -> DeltaNetWeights | Mamba2Weights | None:
         """The linear attention of the layer; None for a layer without."""
         return self.delta_net or self.mamba
 

@@ -9,16 +9,16 @@ from typing import Final, NamedTuple
 from ..architectures.family import HeadNorm
 from .config import DecoderConfig
 from .layer_weights import (
-    Convolution,
-    DeltaNet,
+    ConvolutionWeights,
+    DeltaNetWeights,
     FusedLinear,
     Layer,
     LayerInput,
-    Mamba2,
+    Mamba2Weights,
     Norm,
     PerLayerInputsLayout,
     Producer,
-    SharedExpert,
+    SharedExpertWeights,
 )
 
 EMBEDDING: Final = "model.embed_tokens.weight"
@@ -69,9 +69,9 @@ class _Mixer(NamedTuple):
     inputs: FusedLinear
     output: FusedLinear
     producer: Producer | None = None
-    convolution: Convolution | None = None
-    delta_net: DeltaNet | None = None
-    mamba: Mamba2 | None = None
+    convolution: ConvolutionWeights | None = None
+    delta_net: DeltaNetWeights | None = None
+    mamba: Mamba2Weights | None = None
     gates: FusedLinear | None = None
     query_norm: Norm | None = None
     key_norm: Norm | None = None
@@ -112,7 +112,7 @@ def _convolution(config: DecoderConfig, index: int) -> _Mixer | None:
     inputs = FusedLinear(f"{linear}.conv_in", (f"{module}.in_proj",), (3 * hidden,), hidden, biased)
     output = FusedLinear(f"{linear}.conv_out", (f"{module}.out_proj",), (hidden,), hidden, biased)
     bias = f"{module}.conv.bias" if biased else None
-    weights = Convolution(f"{module}.conv.weight", bias, hidden, convolution.kernel)
+    weights = ConvolutionWeights(f"{module}.conv.weight", bias, hidden, convolution.kernel)
     return _Mixer(inputs, output, Producer(hidden), weights)  # the gate behind the convolution, C
 
 
@@ -143,9 +143,9 @@ def _delta_net(config: DecoderConfig, index: int) -> _Mixer | None:
         exact=True,
     )
     output = FusedLinear(f"{linear}.delta_out", (f"{module}.out_proj",), (hidden,), settings.value_width)
-    convolution = Convolution(f"{module}.conv1d.weight", None, settings.convolved, settings.kernel)
+    convolution = ConvolutionWeights(f"{module}.conv1d.weight", None, settings.convolved, settings.kernel)
     names = (f"{module}.{name}" for name in ("A_log", "dt_bias", "norm.weight"))
-    return _Mixer(inputs, output, delta_net=DeltaNet(settings, convolution, *names), gates=gate_inputs)
+    return _Mixer(inputs, output, delta_net=DeltaNetWeights(settings, convolution, *names), gates=gate_inputs)
 
 
 def _mamba(config: DecoderConfig, index: int) -> _Mixer | None:
@@ -160,9 +160,9 @@ def _mamba(config: DecoderConfig, index: int) -> _Mixer | None:
         f"{linear}.mamba_out", (f"{module}.out_proj",), (hidden,), settings.value_width, settings.biased
     )
     bias = f"{module}.conv1d.bias" if settings.convolution_biased else None
-    convolution = Convolution(f"{module}.conv1d.weight", bias, settings.convolved, settings.kernel)
+    convolution = ConvolutionWeights(f"{module}.conv1d.weight", bias, settings.convolved, settings.kernel)
     names = (f"{module}.{name}" for name in ("A_log", "dt_bias", "D", "norm.weight"))
-    return _Mixer(inputs, output, mamba=Mamba2(settings, convolution, *names))
+    return _Mixer(inputs, output, mamba=Mamba2Weights(settings, convolution, *names))
 
 
 def _feed_forward(config: DecoderConfig, index: int) -> tuple[FusedLinear | None, FusedLinear, FusedLinear]:
@@ -203,7 +203,7 @@ def _feed_forward(config: DecoderConfig, index: int) -> tuple[FusedLinear | None
     return router, replace(gate_up, paired=down), down
 
 
-def _shared_expert(config: DecoderConfig, index: int) -> SharedExpert | None:
+def _shared_expert(config: DecoderConfig, index: int) -> SharedExpertWeights | None:
     """The feed-forward beside the experts of layer `index`; None for a model without one."""
     shared = None if config.traits.experts is None else config.traits.experts.shared
     if shared is None or config.experts is None:
@@ -211,7 +211,7 @@ def _shared_expert(config: DecoderConfig, index: int) -> SharedExpert | None:
     linear, module, hidden = f"layers.{index}.shared", f"model.layers.{index}", config.hidden_size
     wide, mlp = config.experts.shared_size, f"{module}.{shared.module}"
     modules = tuple(f"{mlp}.{name}" for name in config.traits.gate_up)
-    return SharedExpert(
+    return SharedExpertWeights(
         _fused(f"{linear}_gate_up", modules, (wide, wide), hidden, biased=False),
         FusedLinear(f"{linear}_down", (f"{mlp}.{config.traits.down}",), (hidden,), wide),
         # One row, whose errors would scale all outputs.

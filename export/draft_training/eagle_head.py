@@ -32,7 +32,7 @@ from .training_state import write_weights
 
 
 @dataclass(frozen=True)
-class HeadShape:
+class EagleShape:
     """Sizes of a head; its layer is as wide as the target's."""
 
     target: Architecture
@@ -152,7 +152,7 @@ class _HeadLayer(nn.Module):
         return out
 
 
-class EagleHead(nn.Module):
+class EagleNetwork(nn.Module):
     """An EAGLE-3 head; embeddings are the target's, and not its own.
 
     Args:
@@ -160,7 +160,7 @@ class EagleHead(nn.Module):
         target_ids: the target's token ids of the head's tokens, ascending, int64 [V].
     """
 
-    def __init__(self, shape: HeadShape, target_ids: Tensor) -> None:
+    def __init__(self, shape: EagleShape, target_ids: Tensor) -> None:
         super().__init__()
         llama = shape.llama
         self.shape = shape

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .acceptance import CHAIN, AnswerAcceptance, acceptance_figures
 from .draft_model_task import compare, labels_of
-from .eagle_head import EagleHead
+from .eagle_head import EagleNetwork
 from .losses import Labels, LossKind, draft_loss
 from .precision import autocast
 from .target_states import TargetStates
@@ -64,14 +64,14 @@ def with_states(examples: Sequence[Example], source: TargetStates, pad: int) -> 
     return HeadBatch(batch, torch.from_numpy(places), torch.from_numpy(embedded), torch.from_numpy(states))
 
 
-def head_labels(head: EagleHead, batch: Batch) -> Labels:
+def head_labels(head: EagleNetwork, batch: Batch) -> Labels:
     """The labels of a batch in the head's tokens."""
     labels = labels_of(batch)
     top_ids = head.draft_tokens(labels.top_ids)
     return Labels(head.draft_tokens(labels.tokens), top_ids.clamp(min=0), labels.top_probs * (top_ids >= 0))
 
 
-def head_loss(head: EagleHead, kind: LossKind, depths: int, hard: float = 0.0) -> Callable[[HeadBatch], Tensor]:
+def head_loss(head: EagleNetwork, kind: LossKind, depths: int, hard: float = 0.0) -> Callable[[HeadBatch], Tensor]:
     """The loss of chains of `depths` tokens; a depth counts 0.8 times as much as the one before."""
 
     def loss(batch: HeadBatch) -> Tensor:
@@ -88,7 +88,9 @@ def head_loss(head: EagleHead, kind: LossKind, depths: int, hard: float = 0.0) -
 
 
 @torch.no_grad()
-def head_acceptance(head: EagleHead, examples: Sequence[Example], source: TargetStates, pad: int) -> dict[str, float]:
+def head_acceptance(
+    head: EagleNetwork, examples: Sequence[Example], source: TargetStates, pad: int
+) -> dict[str, float]:
     """Figures of a head on the target's greedy answers; see `acceptance_figures`.
 
     As long as a chain is right, it reads the tokens of the answer, so that chains from all indices run at once.
@@ -121,7 +123,7 @@ def head_acceptance(head: EagleHead, examples: Sequence[Example], source: Target
     return acceptance_figures(answers)
 
 
-def _logits(head: EagleHead, batch: HeadBatch, depths: int) -> list[tuple[Tensor, Tensor]]:
+def _logits(head: EagleNetwork, batch: HeadBatch, depths: int) -> list[tuple[Tensor, Tensor]]:
     """For each depth the answer tokens that chains predict, int64 [N], and the logits of them, [N, V]."""
     found = []
     for depth, hidden in enumerate(head.chains(batch.embedded, batch.states, depths)):

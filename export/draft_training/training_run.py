@@ -22,7 +22,7 @@ from ...runtime.engine import Engine
 from ...runtime.engine_loading import load
 from .acceptance import SCORE
 from .draft_model_task import model_acceptance, model_loss
-from .eagle_head import EagleHead, HeadShape
+from .eagle_head import EagleNetwork, EagleShape
 from .head_task import head_acceptance, head_loss, with_states
 from .request import DraftKind, DraftTrainingRequest, checkpoint_files
 from .target_states import TargetStates
@@ -129,7 +129,7 @@ def _train_head(
     kept = head_tokens(texts.train, texts.ends, request.vocabulary)
     settings = engine.bundle.config
     theta, eps = _rotary_base(settings), settings.get("rms_norm_eps", 1e-5)
-    head = EagleHead(HeadShape(source.architecture, source.layers, len(kept), theta, eps), torch.from_numpy(kept))
+    head = EagleNetwork(EagleShape(source.architecture, source.layers, len(kept), theta, eps), torch.from_numpy(kept))
     if source.architecture.tied_head:
         # The head's LM head begins as the target's, whose matrix is the embedding.
         with torch.no_grad():

@@ -8,12 +8,12 @@ them can be taken (docs/decisions/0075-convolution-states.md).
 
 from __future__ import annotations
 
-from ..checkpoint.layer_weights import Convolution, Layer
+from ..checkpoint.layer_weights import ConvolutionWeights, Layer
 from .inputs_outputs import past_conv, present_conv
 from .nodes import Nodes
 
 
-def append_convolution(nodes: Nodes, index: int, layer: Layer, convolution: Convolution, normed: str) -> str:
+def append_convolution(nodes: Nodes, index: int, layer: Layer, convolution: ConvolutionWeights, normed: str) -> str:
     """Append C * convolution(B * x) of layer `index`; returns the name of [1, M, channels]."""
     name, width = f"layers.{index}.conv", convolution.channels
     parts = [f"{name}.{part}" for part in ("b", "c", "x")]
@@ -24,7 +24,7 @@ def append_convolution(nodes: Nodes, index: int, layer: Layer, convolution: Conv
     return nodes.add("Mul", [gate_out, append_taps(nodes, name, convolution, inputs, gated)], f"{name}.mixed")
 
 
-def append_taps(nodes: Nodes, name: str, convolution: Convolution, inputs: str, new: str) -> str:
+def append_taps(nodes: Nodes, name: str, convolution: ConvolutionWeights, inputs: str, new: str) -> str:
     """Append the convolution of each channel, [1, M, channels].
 
     Args:

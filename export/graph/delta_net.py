@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from ..architectures.delta_net import DeltaNetConfig
-from ..checkpoint.layer_weights import DeltaNet, Layer
+from ..checkpoint.layer_weights import DeltaNetWeights, Layer
 from .linear_attention import Recurrence, append_recurrence, append_silu_convolution
 from .nodes import MICROSOFT, Nodes
 
@@ -15,7 +15,7 @@ _NORM_EPSILON: Final = 1e-6
 """What the models add to the sum of squares of a query or key head, whatever config.json says."""
 
 
-def append_delta_net(nodes: Nodes, index: int, layer: Layer, delta_net: DeltaNet, normed: str) -> str:
+def append_delta_net(nodes: Nodes, index: int, layer: Layer, delta_net: DeltaNetWeights, normed: str) -> str:
     """Append the delta net of layer `index` without its output projection; returns the name of [1, M, values]."""
     config, name = delta_net.config, f"layers.{index}.delta"
     projected = nodes.linear(layer.qkv, normed)
@@ -76,7 +76,7 @@ def _append_query_and_key(nodes: Nodes, name: str, config: DeltaNetConfig, query
     return query, key
 
 
-def _append_gates(nodes: Nodes, name: str, layer: Layer, delta_net: DeltaNet, normed: str) -> tuple[str, str]:
+def _append_gates(nodes: Nodes, name: str, layer: Layer, delta_net: DeltaNetWeights, normed: str) -> tuple[str, str]:
     """Append the decay's logarithm, -exp(A) softplus(a + bias), and beta = sigmoid(b), [1, M, value heads] each."""
     assert layer.gates is not None  # noqa: S101  every delta net has them
     config, heads = delta_net.config, delta_net.config.value_heads
@@ -93,7 +93,7 @@ def _append_gates(nodes: Nodes, name: str, layer: Layer, delta_net: DeltaNet, no
     return decay, nodes.add("Sigmoid", [beta], f"{name}.beta")
 
 
-def _append_gated_norm(nodes: Nodes, name: str, delta_net: DeltaNet, read: str, gate: str) -> str:
+def _append_gated_norm(nodes: Nodes, name: str, delta_net: DeltaNetWeights, read: str, gate: str) -> str:
     """Append the RMS norm of every head, times SiLU of the gate."""
     config = delta_net.config
     apart = nodes.integers("delta.values", 0, 0, config.value_heads, config.value_dim)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from ..checkpoint.config import Activation, ExpertsConfig
-from ..checkpoint.layer_weights import FusedLinear, Layer, SharedExpert
+from ..checkpoint.layer_weights import FusedLinear, Layer, SharedExpertWeights
 from .nodes import INT8_ACTIVATIONS, MICROSOFT, Nodes
 
 EXPERTS_NODE: Final = "experts"
@@ -25,7 +25,7 @@ def append_feed_forward(nodes: Nodes, index: int, layer: Layer, normed: str) -> 
     return nodes.add("Add", [output, append_shared_expert(nodes, index, layer.shared, normed)], f"{name}.all_experts")
 
 
-def append_shared_expert(nodes: Nodes, index: int, shared: SharedExpert, normed: str) -> str:
+def append_shared_expert(nodes: Nodes, index: int, shared: SharedExpertWeights, normed: str) -> str:
     """Append the feed-forward that all tokens of layer `index` run through; returns the name of [1, M, hidden]."""
     name = f"layers.{index}.shared_expert"
     output = _append_dense(nodes, name, shared.gate_up, shared.down, normed)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...runtime.kv.state_buffers import UPDATED_WIDTH
-from ..checkpoint.layer_weights import Convolution
+from ..checkpoint.layer_weights import ConvolutionWeights
 from .convolution import append_taps
 from .inputs_outputs import (
     advanced_recurrent,
@@ -44,7 +44,7 @@ class Recurrence:
     """Numbers of a token's key, value, decay and so on, by their names in the order of the operator's inputs."""
 
 
-def append_silu_convolution(nodes: Nodes, index: int, name: str, convolution: Convolution, mixed: str) -> str:
+def append_silu_convolution(nodes: Nodes, index: int, name: str, convolution: ConvolutionWeights, mixed: str) -> str:
     """Append the convolution of `mixed`, [1, M, channels], and SiLU; the inputs at the last tokens are an output."""
     inputs = nodes.add("Concat", [past_conv(index), mixed], f"{name}.inputs", axis=1)
     nodes.add("Slice", [inputs, *_last(nodes, UPDATED_WIDTH + convolution.kernel - 1)], present_conv(index))

@@ -7,12 +7,12 @@ share B and C, so the operator has as many key and query heads as there are grou
 from __future__ import annotations
 
 from ..architectures.mamba2 import Mamba2Config
-from ..checkpoint.layer_weights import Layer, Mamba2
+from ..checkpoint.layer_weights import Layer, Mamba2Weights
 from .linear_attention import Recurrence, append_recurrence, append_silu_convolution
 from .nodes import MICROSOFT, Nodes
 
 
-def append_mamba(nodes: Nodes, index: int, layer: Layer, mamba: Mamba2, normed: str) -> str:
+def append_mamba(nodes: Nodes, index: int, layer: Layer, mamba: Mamba2Weights, normed: str) -> str:
     """Append the state space of layer `index` without its output projection; returns the name of [1, M, channels]."""
     config, name = mamba.config, f"layers.{index}.mamba"
     widths = nodes.integers("mamba.widths", config.value_width, config.convolved, config.value_heads)
@@ -37,7 +37,7 @@ def append_mamba(nodes: Nodes, index: int, layer: Layer, mamba: Mamba2, normed: 
     return _append_gated_norm(nodes, name, mamba, nodes.add("Add", [read, skipped], f"{name}.y"), gate)
 
 
-def _append_step(nodes: Nodes, name: str, mamba: Mamba2, raw: str) -> tuple[str, str]:
+def _append_step(nodes: Nodes, name: str, mamba: Mamba2Weights, raw: str) -> tuple[str, str]:
     """Append dt = softplus(raw + bias) and the decay's logarithm, -exp(A) dt, [1, M, heads] each."""
     shifted = nodes.add("Add", [raw, nodes.weights.vector(f"{name}.dt_bias", [mamba.step_bias])], f"{name}.shifted")
     step = nodes.add("Softplus", [shifted], f"{name}.step")
@@ -46,7 +46,7 @@ def _append_step(nodes: Nodes, name: str, mamba: Mamba2, raw: str) -> tuple[str,
     return step, nodes.forgetting_other_texts(nodes.add("Neg", [scaled], f"{name}.decay"))
 
 
-def _append_gated_norm(nodes: Nodes, name: str, mamba: Mamba2, read: str, gate: str) -> str:
+def _append_gated_norm(nodes: Nodes, name: str, mamba: Mamba2Weights, read: str, gate: str) -> str:
     """Append the RMS norm, of every group by itself, of the output times SiLU of the gate."""
     activated = nodes.add("QuickGelu", [gate], f"{name}.silu", domain=MICROSOFT, alpha=1.0)
     gated = nodes.add("Mul", [read, activated], f"{name}.gated")

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from asyncio import Task
 
 
-class Cancelled(Protocol):
+class IsCancelled(Protocol):
     """To be called before every pass: lets other answers run theirs, and returns whether to stop."""
 
     def __call__(self, *indices: int) -> bool:
         """Return whether to stop: because the request was cancelled, or one of these answers of several."""
 
 
-Generate: TypeAlias = Callable[[Cancelled], Chunks]
+Generate: TypeAlias = Callable[[IsCancelled], Chunks]
 """Begins to generate an answer."""
 
 

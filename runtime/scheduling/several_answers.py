@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from ..decode import FinishReason
-from ..result import BestOf, Candidate, Chunk, Stats
+from ..result import AnswerCandidate, BestOf, Chunk, Stats
 from ..sampling.logprobs import NO_LOGPROBS, LogprobTotals
 
 Chunks: TypeAlias = Generator[Chunk, None, None]
@@ -126,7 +126,7 @@ def best_of(start: Start, seeds: Sequence[int], wanted: int, early_stop: EarlySt
         early_stop: decides which answers are stopped.
     """
     best: list[_Finished] = []
-    candidates: list[Candidate] = []
+    candidates: list[AnswerCandidate] = []
     reading = Stats()
     cancelled = False
     for index, seed in enumerate(seeds):
@@ -142,7 +142,7 @@ def best_of(start: Start, seeds: Sequence[int], wanted: int, early_stop: EarlySt
         if not index and last.stats is not None:
             reading = last.stats
         mean = last.logprob_totals.mean
-        candidates.append(Candidate(seed, last.completion_tokens, mean, last.finish_reason))
+        candidates.append(AnswerCandidate(seed, last.completion_tokens, mean, last.finish_reason))
         if stopped:
             continue
         cancelled = last.finish_reason is FinishReason.CANCELLED

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from edgerun.export.check.static_parity import StaticPass, StaticSession
+from edgerun.export.check.static_parity import StaticContractSession, StaticPass
 from support.devices import run_json_script
 
 _CHILD = Path(__file__).with_name("static_passes_child.py")
@@ -43,7 +43,7 @@ class RecordedPasses:
     def record(self, bundle: Path, capacity: int, tokens: list[int]) -> None:
         """Run a prefill, two passes of widths 4 and 1, and a tree of 4 of a bundle's graphs of widths 40, 4 and 1."""
         paths = {width: bundle / f"model_npu_w{width}_c{capacity}.onnx" for width in (40, 4, 1)}
-        graphs = {width: StaticSession.on_cpu(path) for width, path in paths.items()}
+        graphs = {width: StaticContractSession.on_cpu(path) for width, path in paths.items()}
         cache, length = graphs[1].empty_cache(), 0
         for width, count in ((40, 18), (4, 4), (1, 1), (4, 3), (1, 1)):
             part = tokens[length : length + count]

@@ -19,7 +19,7 @@ from edgerun.export.check.reference import reference_logits  # noqa: E402
 from edgerun.export.checkpoint.safetensors_files import Checkpoint  # noqa: E402
 from edgerun.export.draft_training import precision  # noqa: E402
 from edgerun.export.draft_training.acceptance import CHAIN  # noqa: E402
-from edgerun.export.draft_training.eagle_head import EagleHead, HeadShape  # noqa: E402
+from edgerun.export.draft_training.eagle_head import EagleNetwork, EagleShape  # noqa: E402
 from edgerun.export.draft_training.head_task import head_acceptance, head_labels, with_states  # noqa: E402
 from edgerun.export.draft_training.request import DraftKind, DraftTrainingRequest  # noqa: E402
 from edgerun.export.draft_training.target_states import TargetStates, state_layers  # noqa: E402
@@ -42,9 +42,9 @@ LAYERS = (1, 3, 5)
 KEPT = (0, 3, 4, 9, 10, 11, 17, 20, 28, 29)
 
 
-def head(seed: int = 0) -> EagleHead:
+def head(seed: int = 0) -> EagleNetwork:
     torch.manual_seed(seed)
-    made = EagleHead(HeadShape(TARGET, LAYERS, len(KEPT)), torch.tensor(KEPT))
+    made = EagleNetwork(EagleShape(TARGET, LAYERS, len(KEPT)), torch.tensor(KEPT))
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.dim() == 2:
@@ -54,7 +54,7 @@ def head(seed: int = 0) -> EagleHead:
     return made.eval()
 
 
-def one_by_one(model: EagleHead, embedded: Float64Array, states: Float64Array, depths: int) -> list[Float64Array]:
+def one_by_one(model: EagleNetwork, embedded: Float64Array, states: Float64Array, depths: int) -> list[Float64Array]:
     """The normed outputs of a chain from the last index, in float64 NumPy, as a drafter computes it: after the text,
     whose keys come from the target's states, each token of the chain adds a key of its own.
 
@@ -172,7 +172,7 @@ def test_acceptance_of_a_head_is_counted(tmp_path: Path, monkeypatch: pytest.Mon
     source = TargetStates(bundle, 40)
     torch.manual_seed(0)
     kept = torch.arange(0, 300, 2)
-    model = EagleHead(HeadShape(source.architecture, source.layers, len(kept)), kept).eval()
+    model = EagleNetwork(EagleShape(source.architecture, source.layers, len(kept)), kept).eval()
     rng = np.random.default_rng(1)
     examples = []
     for _ in range(12):

@@ -31,7 +31,7 @@ from edgerun.export.bundle_writer import write_bundle as write_content
 from edgerun.export.check import static_parity
 from edgerun.export.check.parity import QuantizedWeights
 from edgerun.export.check.reference import reference_logits
-from edgerun.export.check.static_parity import StaticSession
+from edgerun.export.check.static_parity import StaticContractSession
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.json_fields import read_json
 from edgerun.export.checkpoint.open import open_source
@@ -67,8 +67,8 @@ class Exported:
         self._source = folder / "checkpoint"
         self._recipe = recipe
 
-    def graph(self, width: int) -> StaticSession:
-        return StaticSession.on_cpu(self.bundle / f"model_npu_w{width}_c{CAPACITY}.onnx")
+    def graph(self, width: int) -> StaticContractSession:
+        return StaticContractSession.on_cpu(self.bundle / f"model_npu_w{width}_c{CAPACITY}.onnx")
 
     def reference(self, tokens: Sequence[int]) -> npt.NDArray[np.float64]:
         """Logits of every token, [n, vocabulary]."""
