@@ -268,7 +268,7 @@ class _Saved:
             messages = _checked_messages(about["messages"])
             scales = None
             if about.get("kv") == KVFormat.INT8:
-                scales = tuple(stored[f"scales.{kind}"] for kind in range(len(cache)))
+                scales = tuple(stored[name] for name in sorted(stored) if name.startswith("scales."))
             saved = cls(
                 about["format"],
                 about["model"],

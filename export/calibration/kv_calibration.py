@@ -31,7 +31,7 @@ def store_cache_scales(folder: Path, text: CalibrationText) -> CacheQuality | No
         text: its calibration text.
 
     Returns:
-        The quality with an int8 cache; None for a layout that other programs run, and for a model without such a cache.
+        The quality with an int8 cache; None for a layout that other programs run.
 
     Raises:
         EdgeError: ONNX Runtime failed.
@@ -44,8 +44,6 @@ def store_cache_scales(folder: Path, text: CalibrationText) -> CacheQuality | No
     context = manifest.architecture.context
     config = SessionConfig(choose_device("cpu"))
     session = GraphSession(bundle.graph, config)
-    if session.graph_io.states:  # models that keep more than keys and values have no int8 cache
-        return None
     bound = session.bind(session.arena(context))
     texts = list(_first(text.calibration, _CALIBRATION_TOKENS, context))
     scales = calibrated_scales(bound, rotated_pairs(bundle.graph), texts)

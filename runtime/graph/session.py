@@ -190,10 +190,6 @@ def _require_format(graph_io: GraphIO, kv: KVFormat, graph: Path) -> None:
     """
     if kv is KVFormat.FLOAT:
         return
-    if graph_io.states:
-        raise BundleError(
-            f"{graph} keeps states ({graph_io.states[0].past}) beside its cache, which cannot be int8", "leave --kv out"
-        )
     others = [each.past for each in graph_io.cache if each.tensor_type.dtype != np.int8]
     if others or graph_io.cache_mode is not CacheMode.IN_PLACE:
         what = f"of {others[0]}" if others else "that grows with every pass"

@@ -108,7 +108,8 @@ def convert_snapshot(
     """Slots of one cache format in the other, or with other scales.
 
     Args:
-        snapshot: for every type of tensor an array `[tensors, 1, kv_heads, slots, head_dim]`.
+        snapshot: for every type of tensor an array `[tensors, 1, kv_heads, slots, head_dim]`; what follows these, as
+            the states of a hybrid model, stays as it is.
         stored: the scales of each array, `[tensors, kv_heads, head_dim]`; None for a float cache.
         wanted: the scales of the result; None for a float cache.
         types: the types of the result's tensors.
@@ -118,8 +119,10 @@ def convert_snapshot(
     """
     if stored is None and wanted is None:
         return snapshot
+    if len(snapshot) < len(types) or any(each is not None and len(each) != len(types) for each in (stored, wanted)):
+        raise ValueError(f"{len(snapshot)} arrays for {len(types)} types of tensors and their scales")
     converted = []
-    for index, (slots, tensor_type) in enumerate(zip(snapshot, types, strict=True)):
+    for index, (slots, tensor_type) in enumerate(zip(snapshot, types, strict=False)):
         scales = (slots.shape[0], *slots.shape[2:3], *slots.shape[4:])
         for each in (stored, wanted):
             if each is not None and (each[index].shape != scales or slots.ndim != len(tensor_type.shape) + 1):
@@ -129,7 +132,7 @@ def convert_snapshot(
             continue
         values = slots if stored is None else dequantize_slots(slots, stored[index])
         converted.append(values.astype(tensor_type.dtype) if wanted is None else quantize_slots(values, wanted[index]))
-    return tuple(converted)
+    return (*converted, *snapshot[len(types) :])
 
 
 def _rounded(scales: npt.NDArray[Any]) -> Floats:

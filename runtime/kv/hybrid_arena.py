@@ -301,7 +301,7 @@ class HybridArena(KVArena):
                 self._checkpoints[position] = states
         before = -1
         for position in sorted(self._checkpoints):
-            if position // self.spacing == before // self.spacing and position not in wanted:
+            if position // self.spacing == before // self.spacing and position not in {*wanted, self.length}:
                 del self._checkpoints[position]
             else:
                 before = position

@@ -117,6 +117,10 @@ class BatchedSampler:
         `slot_texts` holds the number of the text of every cache slot behind the common prefix, pending ones included.
         """
         tokens = [token for text in active for token in text.pending]
+        if self.batch_size == 1:
+            logits = self._bound.forward(tokens, logits_for=(len(tokens) - 1,))
+            self._bound.arena.commit(len(tokens))
+            return logits
         positions = [
             index for text in active for index in range(len(text.tokens) - len(text.pending), len(text.tokens))
         ]

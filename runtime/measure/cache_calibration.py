@@ -114,7 +114,7 @@ def calibrated_scales(
         prefill(bound, text.tolist())
         tensors = {
             names[index]: tensor
-            for stack, members in zip(bound.arena.snapshot(), bound.arena.groups.values(), strict=True)
+            for stack, members in zip(bound.arena.buffers.read(bound.arena.length), bound.arena.groups.values(), strict=True)
             for tensor, index in zip(stack, members, strict=True)
         }
         for name, sizes in observed_sizes(tensors, pairs).items():
@@ -133,8 +133,6 @@ def _measured(
     progress(_STAGE, 0.0)
     model = LoadedModel(bundle, config, context, None, Persistence(cache, learned=False))
     try:
-        if model.graph_io.states:
-            raise BundleError(f"{bundle.folder} keeps states beside its cache, which cannot be int8", "leave --kv out")
         sampler = SelfTextSampler(model, _MAX_TEXT_TOKENS, 0, sliding_windows=windows)
         texts = sampler.texts(_TOKENS, lambda fraction: progress(_STAGE, 0.9 * fraction))
         sample = model.tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True) or [0]

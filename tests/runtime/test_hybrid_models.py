@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 import edgerun
-from edgerun.errors import BundleError, CheckpointError, EdgeError, InputError
+from edgerun.errors import BundleError, CheckpointError, InputError
 from edgerun.export import FP32, INT4, DraftRequest, ExportRecipe, ExportRequest, export_checkpoint
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.json_fields import read_json
@@ -120,12 +120,6 @@ def test_a_session_without_its_states_is_refused(bundle: Path, tmp_path: Path) -
         engine.session(resume=tmp_path / "damaged.npz"),
     ):
         pass
-
-
-def test_an_int8_cache_is_refused_in_one_line(bundle: Path) -> None:
-    with pytest.raises(EdgeError, match="keeps states beside its cache") as error:
-        edgerun.load(bundle, device="cpu", kv="int8").close()
-    assert "\n" not in str(error.value)
 
 
 REFUSED = [

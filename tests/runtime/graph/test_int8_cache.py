@@ -27,7 +27,7 @@ from edgerun.runtime.measure.cache_calibration import CACHE_SCALES, calibrated_s
 from edgerun.runtime.measure.cache_quality import measure_cache_quality
 from edgerun.runtime.speculation.choice import Speculation
 from support.shared_data import data_path
-from support.tiny_models import write_bundle
+from support.tiny_models import HYBRID_FAMILIES, write_bundle
 
 CPU = SessionConfig(choose_device("cpu"), 1)
 TEXT = list(range(20, 60)) + list(range(100, 40, -3))
@@ -116,7 +116,7 @@ def test_an_accepted_tree_path_leaves_the_slots_of_sequential_decoding(tiny_bund
         assert np.mean(found[0, :, :13] != each) < 1e-3
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma2", "gpt_oss", "smollm3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma2", "gpt_oss", "smollm3", *HYBRID_FAMILIES])
 def test_logits_differ_little_from_those_with_a_float_cache(family: str, tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path, family)
     own = scales_of(bundle, [TEXT])
@@ -150,6 +150,8 @@ def test_keys_stay_within_the_scales_at_every_position() -> None:
     [
         ("llama", {RotatedPairs(16)}),
         ("phi3", {RotatedPairs(16)}),
+        ("qwen3_5_text", {RotatedPairs(16)}),  # half of the channels of a head
+        ("granitemoehybrid", {RotatedPairs(0)}),
         ("qwen3", {RotatedPairs(32)}),
         ("smollm3", {RotatedPairs(16), RotatedPairs(0)}),
     ],
