@@ -112,9 +112,10 @@ def calibrated_scales(
     for text in texts:
         bound.arena.rewind_to(0)
         prefill(bound, text.tolist())
+        slots = bound.arena.buffers.read(bound.arena.length)
         tensors = {
             names[index]: tensor
-            for stack, members in zip(bound.arena.buffers.read(bound.arena.length), bound.arena.groups.values(), strict=True)
+            for stack, members in zip(slots, bound.arena.groups.values(), strict=True)
             for tensor, index in zip(stack, members, strict=True)
         }
         for name, sizes in observed_sizes(tensors, pairs).items():

@@ -222,6 +222,8 @@ def test_layers_with_states_are_calibrated_too(tmp_path: Path, family: str, mixe
     weights = weights_of(tmp_path / "bundle")
     assert weights[f"layers.0.{mixer}_in"].method is weights[f"layers.0.{mixer}_out"].method is Method.GPTQ
     assert answer(tmp_path / "bundle")
+    assert any(note.startswith("With --kv int8 the mean KL from a float cache is 0.0") for note in done.report.notes)
+    assert (tmp_path / "bundle" / "kv_scales.json").exists()
 
 
 @pytest.mark.nightly

@@ -107,9 +107,7 @@ def test_a_conversation_is_resumed_with_a_cache_of_any_format(
             pass
 
 
-def test_an_answer_from_the_command_line(
-    bundle_of: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_answer_from_the_command_line(bundle_of: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(bundle_of("lfm2")), "-p", PROMPT, "--raw", "-n", "20", "--device", "cpu", "--kv", "int8"]
     assert main(arguments) == 0
     plain = capsys.readouterr().out
