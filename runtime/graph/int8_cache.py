@@ -20,6 +20,7 @@ from ...errors import BundleError
 from ...models.onnx_file.model_messages import (
     ELEMENT_TYPES,
     Message,
+    ModelProto,
     attribute_values,
     read_model,
     set_attribute,
@@ -79,13 +80,18 @@ def rotated_pairs(graph: Path) -> dict[str, RotatedPairs]:
     return {node.input[_PAST_KEY]: _pairs_of(node, shapes, producers) for node in nodes}
 
 
-def with_int8_cache(graph: Path, scales: CacheScales) -> bytes:
+def with_int8_cache(graph: Path, scales: CacheScales, serialized: bytes | None = None) -> bytes:
     """The model in `graph` with its KV cache in int8; weights in other files stay references to them.
+
+    Args:
+        graph: the model's file.
+        scales: the scales of its cache.
+        serialized: the model itself, if it is another one than in the file; see `joined_graph`.
 
     Raises:
         BundleError: the file is not an ONNX model, its cache cannot be quantized, or the scales are not of this graph.
     """
-    model = read_model(graph)
+    model = read_model(graph) if serialized is None else ModelProto.FromString(serialized)
     changed: set[str] = set()
     for number, node in enumerate(_attentions(model, graph)):
         pasts = [node.input[_PAST_KEY], node.input[_PAST_VALUE]]
@@ -106,8 +112,8 @@ def with_int8_cache(graph: Path, scales: CacheScales) -> bytes:
     for value in (*model.graph.input, *model.graph.output):
         if value.name in changed:
             value.type.tensor_type.elem_type = ELEMENT_TYPES[np.dtype(np.int8)]
-    serialized: bytes = model.SerializeToString()
-    return serialized
+    changed_model: bytes = model.SerializeToString()
+    return changed_model
 
 
 def _attentions(model: Message, graph: Path) -> Iterator[Message]:

@@ -225,7 +225,7 @@ def _load(graph: Path, config: SessionConfig, model: bytes | None = None) -> tup
     if config.kv_scales is not None:
         from .int8_cache import with_int8_cache  # noqa: PLC0415 -- importing protobuf takes 28 ms
 
-        model = with_int8_cache(graph, config.kv_scales)
+        model = with_int8_cache(graph, config.kv_scales, model)
     if model is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(graph.parent))
     try:

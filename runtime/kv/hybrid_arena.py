@@ -129,10 +129,10 @@ class HybridArena(KVArena):
 
     def rewind_to(self, length: int) -> None:
         """See `KVArena.rewind_to`. The states follow in the next pass."""
-        if length < self.plain_length:
+        holds = self._held_from is not None and self._held_from <= length
+        if length < self.plain_length and not holds:
             self._rewound_to = length
         super().rewind_to(length)
-        holds = self._held_from is not None and self._held_from <= length
         if length < self._pass_base:
             written = self.token_ids[length : self._pass_base] + self._pass_ids
             self._pass_ids, self._pass_base = written if holds else [], length

@@ -37,7 +37,6 @@ from ..graph.model_metadata import ModelMetadata
 from ..graph.open_graph import graph_to_load, open_gpu_form, open_graph
 from ..graph.prepacked import prepacked_draft_graph
 from ..graph.session import GraphSession, SessionConfig
-from ..kv.arena import KVArena
 from ..kv.borrowed import BorrowedArena
 from ..kv.prefix_cache import PrefixCache
 from ..measure.measuring_time import MeasuringTime
@@ -148,15 +147,9 @@ def load_draft(
         )
     limit = min(context, bundle.context or context)
     slot_bytes = sum(tensor_type.slot_bytes for tensor_type in session.graph_io.tensor_types)
-
-    def new_arena() -> KVArena:
-        arena = session.arena(limit)
-        arena.is_plain = False  # a draft need not repeat bits of plain decoding, for which hybrid arenas copy states
-        return arena
-
-    prefixes = PrefixCache(new_arena, prefix_tokens * slot_bytes)
-    cost = _pass_cost(bundle, config, session.bind(new_arena()), measuring, cache=cache)
-    return lambda: DraftModel(session.bind(new_arena()), cost, target_vocab, pair.target_ids, prefixes)
+    prefixes = PrefixCache(lambda: session.arena(limit), prefix_tokens * slot_bytes)
+    cost = _pass_cost(bundle, config, session.bind(session.arena(limit)), measuring, cache=cache)
+    return lambda: DraftModel(session.bind(session.arena(limit)), cost, target_vocab, pair.target_ids, prefixes)
 
 
 def load_layer_skip_draft(

@@ -116,8 +116,9 @@ def test_an_answer_from_the_command_line(bundle_of: Callable[[str], Path], capsy
     assert plain.strip()
 
 
-def test_graphs_of_other_tools_have_one(tmp_path: Path) -> None:
-    folder = write_layout(tmp_path, HYBRID_LAYOUTS["genai-qwen3.5"])
+@pytest.mark.parametrize("layout", ["genai-qwen3.5", "community-lfm2-float16", "community-lfm2-parts"])
+def test_graphs_of_other_tools_have_one(tmp_path: Path, layout: str) -> None:
+    folder = write_layout(tmp_path, HYBRID_LAYOUTS[layout])
     with edgerun.load(folder, kv="int8", threads=1, cache=False) as engine:
         assert {each.dtype for each in engine.graph_io.tensor_types} == {np.dtype(np.int8)}
         reply = engine.generate(PROMPT, OPTIONS)
