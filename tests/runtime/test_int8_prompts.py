@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import psutil
 import pytest
 
@@ -17,7 +19,6 @@ import edgerun
 from edgerun import BundleError, Engine, FinishReason, GenerateOptions, InputError, Reply, Speculation
 from edgerun.models.bundle import open_bundle
 from edgerun.models.manifest import GraphLayout
-from edgerun.runtime.decode import DecodeLimits, decode
 from edgerun.runtime.devices.providers import cpu_device
 from edgerun.runtime.graph import open_graph, session
 from edgerun.runtime.graph.graph_choice import ChosenGraphs
@@ -29,9 +30,7 @@ from edgerun.runtime.measure import prompt_choice
 from edgerun.runtime.measure.measurement_store import model_key
 from edgerun.runtime.measure.prompt_choice import PROMPT_CHOICES, PromptChoice
 from edgerun.runtime.measure.system_load import LoadMeter
-from edgerun.runtime.prefill import PrefillMode
-from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
-from support.adversarial_drafters import adversaries, speculator_of
+from edgerun.runtime.prefill import PrefillMode, prefill
 from support.waiting import wait_until
 
 PROMPT = [5 + 37 * number % 290 for number in range(200)]
@@ -111,8 +110,11 @@ def test_exact_answers_recompute_what_it_wrote(bundle: Path) -> None:
 
 
 @FAMILIES
-def test_rejected_drafts_leave_the_text_behind_its_prompts_as_it_is(bundle: Path) -> None:
-    """Rejections rewind states that the int8 graph wrote; a second prompt that it reads starts where drafts ended."""
+def test_what_follows_its_prompts_does_not_depend_on_rejected_drafts(bundle: Path) -> None:
+    """Rejections rewind states that the int8 graph wrote, and a second prompt starts where a draft was cut.
+
+    Passes of other widths round activations of int4 products otherwise, so distributions are compared, not texts.
+    """
     opened, config = open_bundle(bundle), SessionConfig(cpu_device(), 1)
     graphs = open_graph.open_graph(opened, config, cache=True, prefill=PrefillMode.INT8)
     assert isinstance(graphs, ChosenGraphs)
@@ -120,20 +122,24 @@ def test_rejected_drafts_leave_the_text_behind_its_prompts_as_it_is(bundle: Path
     assert isinstance(further, PromptGraph)
     further.use()
 
-    def tokens_of(name: str | None, text: list[int]) -> list[int]:
-        bound, sampler = graphs.bind(graphs.arena(256)), Sampler(SamplingParams(), 300)
-        found: list[int] = []
-        for part in (PROMPT[:90], PROMPT[90:160]):
-            prompt = [*found, *part]
-            speculator = None if name is None else speculator_of(adversaries(text, 300, 0)[name], trees=False)
-            steps = list(decode(bound, prompt, sampler, DecodeLimits(30, frozenset()), speculator))
-            assert (steps[0].prompt_readers or {})["int8"] >= 64
-            found = [*prompt, *(token for step in steps for token in step.tokens)]
-        return found
+    def log_probs(random: np.random.Generator | None) -> npt.NDArray[np.float64]:
+        """Log-probabilities after each token but those of prompts: one by one, or in chains with a wrong end."""
+        bound, rows = graphs.bind(graphs.arena(256)), []
+        for start, stop in ((70, 100), (170, 200)):
+            assert prefill(bound, PROMPT[:start]).tokens_by_graph["int8"] >= 64
+            while (base := bound.arena.length) < stop:
+                right = 1 if random is None else min(int(random.integers(1, 6)), stop - base)
+                wrong = [] if random is None else random.integers(5, 300, random.integers(0, 5)).tolist()
+                logits = bound.forward([*PROMPT[base : base + right], *wrong])[:right].astype(np.float64)
+                logits -= logits.max(axis=-1, keepdims=True)
+                rows.append(logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True)))
+                bound.arena.commit(right)
+        return np.concatenate(rows)
 
-    plain = tokens_of(None, [])
-    for name in adversaries([1], 300, 0):
-        assert tokens_of(name, plain) == plain
+    expected, found = log_probs(None), log_probs(np.random.default_rng(4))
+    divergence = np.sum(np.exp(expected) * (expected - found), axis=-1)
+    assert divergence.size == 60
+    assert divergence.max() < 0.02
 
 
 def test_speculation_and_the_prefix_cache_leave_the_text_as_it_is(bundle: Path) -> None:
