@@ -31,9 +31,10 @@ from edgerun.export.quantization.codes import dequantized
 from edgerun.export.quantization.input_statistics import InputStatistics
 from edgerun.export.quantization.methods import QUANTIZERS
 from edgerun.models.progress import silent
-from support.tiny_models import write_checkpoint
+from support.tiny_models import GRANITE_EXPERTS, write_checkpoint
 
 FAMILIES = ["qwen3_moe", "gpt_oss", "qwen3_5_moe_text"]
+OVERRIDES = {"granitemoehybrid": GRANITE_EXPERTS}
 GPTQ, NEAREST = (WeightFormat(4, 32, method=method) for method in (Method.GPTQ, Method.RTN))
 
 
@@ -41,7 +42,7 @@ class Collected:
     """A tiny model with experts, and the statistics of its linears' inputs over random text."""
 
     def __init__(self, folder: Path, family: str, tokens: int = 1500, source: ModelSource | None = None) -> None:
-        self.checkpoint = source or Checkpoint(write_checkpoint(folder / "model", family))
+        self.checkpoint = source or Checkpoint(write_checkpoint(folder / "model", family, **OVERRIDES.get(family, {})))
         self.config = read_config(self.checkpoint.folder)
         self.texts = tuple(np.random.default_rng(2).integers(0, 300, (tokens // 30, 30)))
         self.model = SourceModel(self.checkpoint, self.config, 256)
@@ -168,7 +169,8 @@ class Uneven:
 
 
 @pytest.mark.parametrize(
-    ("family", "second_linears"), [("qwen3_moe", True), ("gpt_oss", False), ("qwen3_5_moe_text", True)]
+    ("family", "second_linears"),
+    [("qwen3_moe", True), ("gpt_oss", False), ("qwen3_5_moe_text", True), ("granitemoehybrid", True)],
 )
 def test_scaling_leaves_the_float_model_as_it_is(tmp_path: Path, family: str, second_linears: bool) -> None:
     """The inputs of gpt-oss's second linears are not proportional to up, which is bounded and has 1 added."""
@@ -181,7 +183,7 @@ def test_scaling_leaves_the_float_model_as_it_is(tmp_path: Path, family: str, se
     np.testing.assert_allclose(reference_logits(model, settings, tokens, 256), expected, rtol=1e-4, atol=1e-4)
     changed = {name for name in model.scales.inputs if name.count(".") == 3}
     assert {name.split(".")[2] for name in changed} == ({"gate_up", "down"} if second_linears else {"gate_up"})
-    # The router reads what its experts read, and is scaled back by the same factors.
+    # Router and shared expert read what the selected experts read, and are scaled back by the same factors.
     for layer in {name.split(".")[1] for name in changed if ".gate_up." in name}:
         router, expert = (model.scales.inputs[f"layers.{layer}.{name}"] for name in ("router", "gate_up.0"))
         np.testing.assert_array_equal(router, expert)
