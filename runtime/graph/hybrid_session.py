@@ -11,7 +11,7 @@ import onnxruntime as ort
 from ...errors import EdgeError
 from ..kv.arena import KVArena
 from ..kv.hybrid_arena import HybridArena
-from ..kv.state_buffers import Checkpoint, States, StateView
+from ..kv.state_buffers import StateCheckpoint, States, StateView
 from .bound_session import BoundSession
 from .pass_inputs import Floats, wrapped
 
@@ -113,7 +113,7 @@ class HybridSession(BoundSession):
         for name, value in self._bound_outputs:
             io.bind_ortvalue_output(name, value)
 
-    def _bind_states(self, width: int) -> Checkpoint:
+    def _bind_states(self, width: int) -> StateCheckpoint:
         """Bind the states before and after a pass over `width` tokens; returns the buffers of those after it."""
         arena, tensors = self._hybrid, self.graph_io.states
         outputs, first = arena.new_outputs(width), 0

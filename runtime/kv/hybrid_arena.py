@@ -20,7 +20,7 @@ import numpy as np
 from .arena import InPlaceArena, KVArena
 from .buffers import CacheSnapshot, CacheTensorType
 from .growing import GrowingArena
-from .state_buffers import Checkpoint, StateBuffers, StatePart, StateType, StateView, total_bytes
+from .state_buffers import StateBuffers, StateCheckpoint, StatePart, StateType, StateView, total_bytes
 
 _LEAST_SPACING: Final = 16
 """Smallest number of tokens between two checkpoints."""
@@ -68,15 +68,16 @@ class HybridArena(KVArena):
         self.token_ids = []
         self._position = 0
         """Number of tokens before the states."""
-        self._checkpoints: dict[int, Checkpoint] = {}
+        self._checkpoints: dict[int, StateCheckpoint] = {}
         """Copies of the states by position; they are never written, so that several arenas may share them."""
-        self._outputs: Checkpoint | None = None
+        self._outputs: StateCheckpoint | None = None
         """What the last pass returned, which began at `_position`; None if no pass began there."""
         self._end = 0
         """Position after the last token of `_outputs`."""
         self._pass_ids: list[int] = []
         """Tokens of the last pass, without those that ran once more."""
         self._pass_base = 0
+        """Position of the first of `_pass_ids`."""
         self._rewound_to = 0
         """Position to which slots of plain decoding were last rewound, as for another answer to the same prompt."""
         self._held_from: int | None = None
@@ -219,11 +220,11 @@ class HybridArena(KVArena):
         self._pass_ids, self._pass_base = [], length
         return self.token_ids[self._position : length]
 
-    def new_outputs(self, width: int) -> Checkpoint:
+    def new_outputs(self, width: int) -> StateCheckpoint:
         """Buffers for what a pass over `width` tokens returns of the states, by type."""
         return tuple(each.new_output(width) for each in self.states)
 
-    def end_pass(self, ids: list[int], outputs: Checkpoint) -> None:
+    def end_pass(self, ids: list[int], outputs: StateCheckpoint) -> None:
         """Take over the result of a pass over `ids`, before which `move_states` was called."""
         self._outputs, self._end = outputs, self.length + len(ids)
         self._pass_ids = ids
@@ -236,7 +237,7 @@ class HybridArena(KVArena):
         """Take the tokens of several passes, which began at the committed length, for those of the last pass."""
         self._pass_ids, self._pass_base = ids, self.length
 
-    def end_replay(self, ids: list[int], outputs: Checkpoint) -> None:
+    def end_replay(self, ids: list[int], outputs: StateCheckpoint) -> None:
         """Take over the result of a pass over the first of the tokens that `move_states` returned, and no new ones."""
         for buffers, output in zip(self.states, outputs, strict=True):
             if (view := buffers.view(output, len(ids), len(ids))) is not None:
@@ -273,7 +274,7 @@ class HybridArena(KVArena):
             self._outputs = None
             self._move_to_checkpoint()
 
-    def _copy_at(self, position: int) -> Checkpoint | None:
+    def _copy_at(self, position: int) -> StateCheckpoint | None:
         """A copy of the states at a position; None if they are not known."""
         if self._has_updates and self._position < position < self._end:
             return None  # the matrices there are made by the next pass
@@ -306,7 +307,7 @@ class HybridArena(KVArena):
             else:
                 before = position
 
-    def _known_up_to(self, length: int) -> dict[int, Checkpoint]:
+    def _known_up_to(self, length: int) -> dict[int, StateCheckpoint]:
         """Copies of the states by position, up to a committed length and at it, or as near before it as is known."""
         self._keep_checkpoints()
         known = {position: state for position, state in self._checkpoints.items() if position <= length}
@@ -361,12 +362,12 @@ class HybridArena(KVArena):
             del self._checkpoints[position]
         self._drop_held([each for each in self._held if each > length])
 
-    def _write_states(self, states: Checkpoint | None) -> None:
+    def _write_states(self, states: StateCheckpoint | None) -> None:
         """Let the next pass start from a copy of some states, or from zeros, those before the first token."""
         for index, buffers in enumerate(self.states):
             buffers.write(0.0 if states is None else states[index])
 
-    def _start_from(self, token_ids: list[int], checkpoints: dict[int, Checkpoint], position: int) -> None:
+    def _start_from(self, token_ids: list[int], checkpoints: dict[int, StateCheckpoint], position: int) -> None:
         """Forget all passes; `position` is that of the states, which lie at 0 unless they were written just now."""
         if not position:
             self._write_states(None)

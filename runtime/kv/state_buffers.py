@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 States: TypeAlias = npt.NDArray[Any]
 """States of the layers of one type, `[layers, *shape]`, of that type's elements."""
-Checkpoint: TypeAlias = tuple[States, ...]
+StateCheckpoint: TypeAlias = tuple[States, ...]
 """States of all layers at one position, by type."""
 
 _FLOAT32: Final = np.dtype(np.float32)
