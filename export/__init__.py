@@ -23,6 +23,7 @@ from .recipe import (
     ExportRecipe,
     ExportRequest,
     HeadRequest,
+    HeadVocabulary,
     MixedPrecisionRequest,
 )
 from .upgrade import upgrade_model
@@ -40,6 +41,7 @@ __all__ = [
     "ExportResult",
     "FrontierPlan",
     "HeadRequest",
+    "HeadVocabulary",
     "Method",
     "MixedPrecisionRequest",
     "NpuRequest",

@@ -166,8 +166,7 @@ def _export_calibrated(
         prepared = replace(prepared, content=replace(prepared.content, features=head.features))
     with bundle_written_whole(request.destination) as staging:
         written = write_bundle(staging, prepared.content, progress)
-        if head is not None:
-            head.add_to(staging, prepared.content, progress)
+        note = "" if head is None else head.add_to(staging, prepared.content, progress, prepared.text)
         report = complete_bundle(staging, request, prepared, written, progress, started)
         notes = write_gpu_variants(staging, progress) if request.recipe.gpu else []
         sizes = _file_sizes(staging)
@@ -177,7 +176,7 @@ def _export_calibrated(
         written.bits_per_weight,
         time.perf_counter() - started,
         written.parity,
-        notes=(*written.notes, *notes),
+        notes=(*written.notes, *filter(None, [note]), *notes),
         report=report,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from pathlib import Path
 from typing import Final
 
@@ -114,9 +115,24 @@ class DraftRequest:
             )
 
 
+class HeadVocabulary(Enum):
+    """How many tokens the LM head of a multi-token-prediction module has, where no number is given."""
+
+    DEFAULT = auto()
+    """A fixed number if the export has text to rank tokens by and the vocabulary is much larger, else all."""
+    ALL = auto()
+    """All of them: the LM head is the target's."""
+    FASTEST = auto()
+    """The number with the most expected tokens a second on this machine."""
+
+
 @dataclass(frozen=True)
 class HeadRequest:
-    """A draft head that is exported with its target."""
+    """A draft head that is exported with its target.
+
+    Raises:
+        InputError: `vocabulary` is less than 1, or is given for a head with a vocabulary of its own.
+    """
 
     source: Path | None
     """The head's checkpoint; None for a multi-token-prediction module, which is part of the target's."""
@@ -125,6 +141,25 @@ class HeadRequest:
     """Format of its weights; None for the target's default."""
     optional: bool = False
     """Whether the model is exported without it, with a note, where it cannot be used."""
+    vocabulary: int | HeadVocabulary = HeadVocabulary.DEFAULT
+    """Number of tokens that the LM head of a multi-token-prediction module has."""
+
+    def __post_init__(self) -> None:
+        if self.kind is not HeadKind.MTP and self.vocabulary is not HeadVocabulary.DEFAULT:
+            raise InputError(
+                "only a multi-token-prediction module can be trimmed; other draft heads have a vocabulary of their own",
+                "leave the vocabulary out",
+            )
+        if isinstance(self.vocabulary, int) and self.vocabulary < 1:
+            raise InputError(
+                f"the draft's vocabulary must be a positive number of tokens, not {self.vocabulary}",
+                "give a number of at least 1, or auto",
+            )
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether tokens have to be ranked by a text."""
+        return self.vocabulary not in (HeadVocabulary.DEFAULT, HeadVocabulary.ALL)
 
 
 def _float_format(name: str) -> WeightFormat:  # noqa: ARG001 -- the same for every matrix
@@ -227,7 +262,8 @@ class ExportRecipe:
     @property
     def data_free(self) -> bool:
         """Whether the export needs no text."""
-        return not (self.calibrated or self.draft or self.report)
+        ranked = self.draft_head is not None and self.draft_head.needs_text
+        return not (self.calibrated or self.draft or self.report or ranked)
 
     @property
     def methods(self) -> Mapping[int, Method]:

@@ -289,24 +289,36 @@ class ExportOptions:
         from ...export import HeadRequest, has_mtp_module, read_head_kind
 
         if self.draft is None:
-            asked = self.draft_layers is not None or self.draft_vocab is not None
-            possible = not asked and self.layout is GraphLayout.EDGE and self.device is None
-            own = HeadRequest(None, HeadKind.MTP, self._format(self.draft_weights), optional=True)
-            return own if possible and has_mtp_module(target) else None
+            possible = self.draft_layers is None and self.layout is GraphLayout.EDGE and self.device is None
+            return self._own_module(optional=self.draft_vocab is None) if possible and has_mtp_module(target) else None
         if self.draft == NO_DRAFT:
-            self._refuse_with_draft("--draft none", ("--draft-weights", self.draft_weights))
+            sizes = ("--draft-vocab", self.draft_vocab), ("--draft-layers", self.draft_layers)
+            self._refuse_with_draft("--draft none", *sizes, ("--draft-weights", self.draft_weights))
             return None
-        source = None if self.draft == OWN_MODULE else _on_disk(self.draft)
-        kind = HeadKind.MTP if source is None else read_head_kind(source)
+        if self.draft == OWN_MODULE:
+            self._refuse_with_draft("--draft mtp", ("--draft-layers", self.draft_layers))
+            return self._own_module(optional=False)
+        source = _on_disk(self.draft)
+        kind = read_head_kind(source)
         if kind is None:
             return None
-        self._refuse_with_draft(f"the draft head {self.draft}, whose size is that of its checkpoint")
+        sizes = ("--draft-vocab", self.draft_vocab), ("--draft-layers", self.draft_layers)
+        self._refuse_with_draft(f"the draft head {self.draft}, whose size is that of its checkpoint", *sizes)
         return HeadRequest(source, kind, self._format(self.draft_weights))
+
+    def _own_module(self, *, optional: bool) -> HeadRequest:
+        """The request for the target's multi-token-prediction module."""
+        from ...export import HeadRequest, HeadVocabulary
+
+        vocabulary: int | HeadVocabulary = HeadVocabulary.DEFAULT
+        if self.draft_vocab is not None:
+            size = _vocabulary_size(self.draft_vocab)
+            vocabulary = HeadVocabulary.ALL if size is None else size or HeadVocabulary.FASTEST
+        return HeadRequest(None, HeadKind.MTP, self._format(self.draft_weights), optional, vocabulary)
 
     def _refuse_with_draft(self, draft: str, *others: tuple[str, object]) -> None:
         """Refuse options that a draft does not have."""
-        sizes = ("--draft-vocab", self.draft_vocab), ("--draft-layers", self.draft_layers)
-        for option, typed in (*sizes, *others):
+        for option, typed in others:
             if typed is not None:
                 raise InputError(f"{option} has no effect on {draft}", "leave it out")
 
@@ -331,13 +343,13 @@ class ExportOptions:
         return DraftRequest(source, vocabulary, weight_format)
 
 
-def _vocabulary_size(typed: str) -> int:
-    """The number of tokens; 0 for `auto`."""
-    if typed == "auto":
-        return 0
+def _vocabulary_size(typed: str) -> int | None:
+    """The number of tokens; 0 for `auto`, None for `all`."""
+    if typed in ("auto", "all"):
+        return 0 if typed == "auto" else None
     if not typed.isascii() or not typed.isdigit() or int(typed) == 0:
         raise InputError(
-            f"--draft-vocab must be a positive number of tokens, not {typed!r}", "give such a number, or auto"
+            f"--draft-vocab must be a positive number of tokens, not {typed!r}", "give such a number, auto or all"
         )
     return int(typed)
 

@@ -19,6 +19,7 @@ from ...models.draft_heads import HeadKind
 from ...models.manifest import MANIFEST_NAME, DraftPairing, FileDigest, Manifest, WeightFormat
 from ...models.progress import Progress, counted
 from ..bundle_content import BundleContent
+from ..calibration.calibration_text import CalibrationText
 from ..check.contract_session import ContractSession, ModelSession
 from ..check.float_activations import with_float_activations
 from ..check.head_reference import HeadOutputs, embedding_rows, reference_head, reference_medusa
@@ -41,11 +42,13 @@ from ..recipe import (
     INT4,
     ExportRecipe,
     HeadRequest,
+    HeadVocabulary,
     require_expert_format,
     with_methods,
 )
 from .head_checkpoint import EagleHead, TargetIds, open_eagle_head
 from .medusa_checkpoint import MedusaHeads, open_medusa_heads
+from .module_vocabulary import trim_vocabulary
 from .mtp_checkpoint import MtpModule, open_mtp_module
 
 _STAGE: Final = "draft"
@@ -64,22 +67,31 @@ class DraftHead:
     head: Head
     weight_format: WeightFormat
     """Format of its linears."""
+    vocabulary: int | HeadVocabulary = HeadVocabulary.DEFAULT
+    """Number of tokens that the LM head of a multi-token-prediction module has."""
 
     @property
     def features(self) -> DraftFeatures:
         """The hidden states that the target's graph has to give."""
         return self.head.features
 
-    def add_to(self, folder: Path, target: BundleContent, progress: Progress) -> None:
+    def add_to(
+        self, folder: Path, target: BundleContent, progress: Progress, text: CalibrationText | None = None
+    ) -> str:
         """Write the graph of the head into its target's bundle, and name it in the manifest.
 
         Args:
             folder: The target's bundle, whose graph gives the features that the head reads.
             target: The content of that bundle.
             progress: Receives the stage "draft".
+            text: Text of the target by which the tokens of a module are ranked; None if there is none.
+
+        Returns:
+            A note on the head for the user; empty if there is nothing to say.
 
         Raises:
             CheckpointError: A tensor cannot be read.
+            InputError: The LM head cannot have as few tokens.
             ExportError: The graph does not compute what the checkpoint does.
             OSError: The disk refused a write.
         """
@@ -92,12 +104,15 @@ class DraftHead:
             graph = _build_graph(folder, target, head, plan, weights)
             digests = {DRAFT_WEIGHTS_NAME: data.digest()}
         (folder / DRAFT_GRAPH_NAME).write_bytes(graph.SerializeToString())
-        if isinstance(head, MedusaHeads):
-            _check_medusa(folder, head, plan, graph)
-        else:
-            _check_head(folder, target, head, plan, graph)
         kind = next(kind for of, kind in _KINDS.items() if isinstance(head, of))
         _name_head(folder, kind, head.target_ids if isinstance(head, EagleHead) else None, digests)
+        if isinstance(head, MedusaHeads):
+            _check_medusa(folder, head, plan, graph)
+            return ""
+        # What is checked is what the bundle has in the end.
+        note = trim_vocabulary(folder, self.vocabulary, text, progress) if isinstance(head, MtpModule) else ""
+        _check_head(folder, target, head, plan)
+        return note
 
 
 def open_draft_head(request: HeadRequest, recipe: ExportRecipe, folder: Path, target: DecoderConfig) -> DraftHead:
@@ -111,14 +126,19 @@ def open_draft_head(request: HeadRequest, recipe: ExportRecipe, folder: Path, ta
 
     Raises:
         CheckpointError: It is damaged, incomplete or of a variant that is not supported.
-        InputError: It does not fit the target.
+        InputError: It does not fit the target, or its LM head cannot have that many tokens.
     """
     weight_format = request.weight_format or (recipe.body if recipe.mixed_precision is None else INT4) or INT4
     if request.kind is HeadKind.MTP:
+        if isinstance(request.vocabulary, int) and request.vocabulary > target.vocab_size:
+            raise InputError(
+                f"a draft's head cannot have {request.vocabulary} tokens",
+                f"give at most {target.vocab_size}, the model's vocabulary",
+            )
         module = open_mtp_module(folder, target)
         for linear in module.linears:
             require_expert_format(linear, weight_format)
-        return DraftHead(module, weight_format)
+        return DraftHead(module, weight_format, request.vocabulary)
     if request.source is None:
         raise InputError("a draft head needs a checkpoint", "give its folder as the source")
     opened = open_eagle_head if request.kind is HeadKind.EAGLE else open_medusa_heads
@@ -179,10 +199,10 @@ def _check_medusa(folder: Path, heads: MedusaHeads, plan: Mapping[str, WeightFor
         )
 
 
-def _check_head(
-    folder: Path, target: BundleContent, head: EagleHead | MtpModule, plan: QuantPlan, graph: onnx.ModelProto
-) -> None:
+def _check_head(folder: Path, target: BundleContent, head: EagleHead | MtpModule, plan: QuantPlan) -> None:
     """Compare a head's graph with the reference, with the target's features and continuing from its own states.
+
+    Of a module with a trimmed LM head, the logits of the kept tokens are compared.
 
     Raises:
         ExportError: They differ.
@@ -194,11 +214,14 @@ def _check_head(
     features = random.standard_normal((given, head.feature_size)).astype(np.float32)
     with threadpool_limits(1, user_api="blas"):
         expected = _reference(target, head, plan, tokens, features.astype(np.float64))
+    trimmed = folder / TARGET_IDS_NAME
+    if isinstance(head, MtpModule) and trimmed.is_file():
+        expected = expected._replace(logits=expected.logits[:, np.load(trimmed)])
     session = ContractSession(
         folder,
         head.config,
         count,
-        with_float_activations(graph),
+        with_float_activations(onnx.load(folder / DRAFT_GRAPH_NAME, load_external_data=False)),
         extra_outputs=(inputs_outputs.NEXT_STATES,),
     )
     state = np.empty((0, head.config.hidden_size), np.float32)

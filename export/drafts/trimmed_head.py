@@ -18,15 +18,26 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import ExportError, InputError
-from ...models.atomic import write_atomically
-from ...models.bundle import GRAPH_NAME, TARGET_IDS_NAME, TOKENIZER_AND_CONFIG_FILES, WEIGHTS_NAME, Bundle, digest_file
+from ...models.atomic import temporary_folder, write_atomically
+from ...models.bundle import (
+    DRAFT_GRAPH_NAME,
+    DRAFT_WEIGHTS_NAME,
+    GRAPH_NAME,
+    TARGET_IDS_NAME,
+    TOKENIZER_AND_CONFIG_FILES,
+    WEIGHTS_NAME,
+    Bundle,
+    digest_file,
+)
+from ...models.draft_heads import HeadKind
+from ...models.file_system import move
 from ...models.manifest import MANIFEST_NAME, Architecture, Manifest
 from ..check.contract_session import ContractSession
 from ..graph import inputs_outputs
 from ..graph.weight_file import WeightFile
 from ..upgrade.describe import bits_per_weight, weight_matrices
 from ..upgrade.edit.editable import EditableGraph, Node
-from ..upgrade.edit.tensor_writers import InPlace, ToFile
+from ..upgrade.edit.tensor_writers import InPlace, KeepingFile, ToFile
 from ..upgrade.selected_logits import find_lm_head
 
 TokenIds = npt.NDArray[np.int64]
@@ -153,19 +164,68 @@ def trim_layer_skip_draft(folder: Path, kept: TokenIds) -> None:
         InputError: The bundle has no layer-skip draft with a whole head, or the ids are not ascending ids of it.
         OSError: The disk refused a write.
     """
-    path = folder / MANIFEST_NAME
-    manifest = Manifest.from_json(path.read_bytes(), str(path))
-    if manifest.draft is None or not manifest.draft.graph or manifest.draft.d2t:
-        raise InputError(f"{folder} has no layer-skip draft with a whole head", "make one first")
-    place = folder / manifest.draft.graph
-    graph = EditableGraph.open(place)
+    graph = _trimmed_graph(folder, None, "layer-skip draft", kept)
+    write_atomically(folder / DRAFT_GRAPH_NAME, graph.model(InPlace()).SerializeToString())
+    _name_trimmed(folder, kept, DRAFT_GRAPH_NAME)
+
+
+def trim_module(folder: Path, kept: TokenIds) -> None:
+    """Trim the LM head of a bundle's multi-token-prediction module.
+
+    The kept rows join the module's own weights in `draft.onnx.data`; the embedding stays in the file of the target.
+
+    Args:
+        folder: The bundle's folder.
+        kept: Token ids to keep, int64 [n], ascending.
+
+    Raises:
+        ExportError: The head cannot be trimmed.
+        InputError: The bundle has no module with a whole head, or the ids are not ascending ids of it.
+        OSError: The disk refused a write.
+    """
+    graph = trimmed_module_graph(folder, kept)
+    with temporary_folder(folder, "trimmed") as new:
+        with WeightFile(new / DRAFT_WEIGHTS_NAME) as data:
+            model = graph.model(KeepingFile(WEIGHTS_NAME, ToFile(data, lambda _: None)))
+        move(new / DRAFT_WEIGHTS_NAME, folder / DRAFT_WEIGHTS_NAME)
+    write_atomically(folder / DRAFT_GRAPH_NAME, model.SerializeToString())
+    _name_trimmed(folder, kept, DRAFT_GRAPH_NAME, DRAFT_WEIGHTS_NAME)
+
+
+def trimmed_module_graph(folder: Path, kept: TokenIds) -> EditableGraph:
+    """The graph of a bundle's multi-token-prediction module with a trimmed head; arguments and errors as above."""
+    return _trimmed_graph(folder, HeadKind.MTP, "multi-token-prediction module", kept)
+
+
+def _trimmed_graph(folder: Path, head: HeadKind | None, called: str, kept: TokenIds) -> EditableGraph:
+    """The graph of a bundle's draft of that kind with a trimmed head.
+
+    Raises:
+        ExportError: The head cannot be trimmed.
+        InputError: The bundle has no such draft with a whole head, or the ids are not ascending ids of it.
+    """
+    draft = _manifest(folder).draft
+    if draft is None or not draft.graph or draft.d2t or draft.head is not head:
+        raise InputError(f"{folder} has no {called} with a whole head", "make one first")
+    graph = EditableGraph.open(folder / draft.graph)
     _require_ascending(kept, head_tokens(graph))
     trim_head(graph, kept)
-    write_atomically(place, graph.model(InPlace()).SerializeToString())
+    return graph
+
+
+def _name_trimmed(folder: Path, kept: TokenIds, *changed: str) -> None:
+    """Write the map of token ids, and name it and the changed files in the manifest."""
     np.save(folder / TARGET_IDS_NAME, kept)
-    named = replace(manifest.draft, d2t=TARGET_IDS_NAME)
-    files = {**manifest.files, **{name: digest_file(folder / name) for name in (manifest.draft.graph, TARGET_IDS_NAME)}}
-    write_atomically(path, replace(manifest, draft=named, files=files).to_json().encode())
+    manifest = _manifest(folder)
+    assert manifest.draft is not None  # noqa: S101 -- it has just been trimmed
+    files = {**manifest.files, **{name: digest_file(folder / name) for name in (*changed, TARGET_IDS_NAME)}}
+    renamed = replace(manifest, draft=replace(manifest.draft, d2t=TARGET_IDS_NAME), files=files)
+    write_atomically(folder / MANIFEST_NAME, renamed.to_json().encode())
+
+
+def _manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST_NAME
+    return Manifest.from_json(path.read_bytes(), str(path))
 
 
 def _require_ascending(kept: TokenIds, tokens: int) -> None:

@@ -28,7 +28,7 @@ from ...models.cache import cache_folder
 from ..devices.processor import machine
 from ..devices.providers import choose_device
 from ..graph.bound_graph import BoundGraph, DecoderGraph
-from ..graph.model_metadata import metadata_of
+from ..graph.model_metadata import ModelMetadata, metadata_of
 from ..graph.ort import RUNTIME_VERSION
 from ..graph.prepacked import should_prepack, write_prepacked
 from ..graph.session import GraphSession, SessionConfig
@@ -91,6 +91,26 @@ class BundleTimer:
         """
         with packed_graphs(bundles) as graphs:
             return [*_pass_seconds(self._config, graphs, widths, rounds)]
+
+    def time_heads(self, bundle: Path, graphs: Sequence[Path], rounds: int) -> list[float]:
+        """Time passes of draft heads over one draft token.
+
+        Args:
+            bundle: folder of the target's bundle.
+            graphs: graphs of heads over its hidden states.
+            rounds: number of turns of every head.
+
+        Returns:
+            Seconds, for each head.
+
+        Raises:
+            BundleError: the bundle is damaged, or a graph is not a head.
+            EdgeError: ONNX Runtime failed.
+        """
+        target = open_bundle(bundle)
+        metadata = ModelMetadata(input_vocab=target.input_vocab, draft_head=True)
+        bound = [bind_filled(GraphSession(graph, self._config, metadata), target) for graph in graphs]
+        return [mean_of_fastest(times[1]) for times in take_turns(bound, (1,), rounds)]
 
     def time_nodes(self, bundles: Sequence[Path], widths: Sequence[int], rounds: int) -> list[dict[int, PassNodeTimes]]:
         """Time passes and their graph nodes; arguments and errors are those of `time_passes`.

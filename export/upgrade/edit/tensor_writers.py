@@ -75,6 +75,25 @@ class InPlace:
         return Stored(_inline(name, tensor))
 
 
+class KeepingFile:
+    """Refers to the tensors in one file of the source model, and has another writer store all others."""
+
+    def __init__(self, location: str, others: TensorWriter) -> None:
+        """Keep tensors in the file `location`, a path within the source model's folder."""
+        self._location = location
+        self._others = others
+        self._kept = InPlace()
+
+    def store(self, name: str, tensor: Tensor) -> Stored:
+        """Refer to the tensor in the kept file, or store it.
+
+        Raises:
+            OSError: the disk refused a write, or the source cannot be read.
+        """
+        is_kept = isinstance(tensor.source, FileRange) and tensor.source.location == self._location
+        return (self._kept if is_kept else self._others).store(name, tensor)
+
+
 def _inline(name: str, tensor: Tensor) -> TensorProto:
     proto = TensorProto(name=name, dims=tensor.shape, data_type=tensor.element_type)
     proto.raw_data = np.ascontiguousarray(tensor.source.read()).tobytes()
