@@ -1,0 +1,269 @@
+"""Trimmed LM heads of multi-token-prediction modules: how many tokens are kept, which, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import pytest
+
+import edgerun
+from edgerun import GenerateOptions
+from edgerun.edge.cli.main import main
+from edgerun.errors import InputError
+from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, HeadRequest, HeadVocabulary, export_checkpoint
+from edgerun.export.calibration.calibration_text import CalibrationText
+from edgerun.export.drafts import module_vocabulary
+from edgerun.export.drafts.module_vocabulary import trim_vocabulary
+from edgerun.export.drafts.trimmed_head import trim_layer_skip_draft, trim_module
+from edgerun.models.bundle import open_bundle
+from edgerun.models.draft_heads import HeadKind
+from edgerun.models.pairing import find_draft
+from edgerun.models.progress import silent
+from edgerun.runtime.measure.bundle_timing import BundleTimer
+from edgerun.runtime.speculation.drafters.hidden_state_head import HiddenStateHead
+from support.known_timings import BytesMachine, use_machine
+from support.tiny_heads import write_eagle_head, write_mtp_checkpoint
+from support.tiny_models import write_checkpoint
+
+MODULE = HeadRequest(None, HeadKind.MTP)
+VOCABULARY = 300
+WORDS = ("the", "sea", "and", "sand", "of", "then", "is", "in", "on", "other", "thing", "that", "was", "to", "be")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mtp_checkpoint(tmp_path_factory.mktemp("mtp") / "source")
+
+
+@pytest.fixture(scope="module")
+def exported(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    recipe = ExportRecipe(FP32, draft_head=MODULE)
+    return export_checkpoint(ExportRequest(source, tmp_path_factory.mktemp("exported") / "bundle", recipe)).bundle
+
+
+@pytest.fixture
+def bundle(exported: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(exported, tmp_path / "bundle"))
+
+
+def kept_by(bundle: Path) -> npt.NDArray[np.int32] | None:
+    """The tokens of the module; None for all."""
+    pair = find_draft(open_bundle(bundle))
+    assert pair is not None
+    assert pair.head is HeadKind.MTP
+    return pair.target_ids
+
+
+def logits_of(bundle: Path) -> int:
+    """Number of logits that the module's graph states."""
+    (info,) = (each for each in onnx.load(bundle / "draft.onnx").graph.output if each.name == "logits")
+    return int(info.type.tensor_type.shape.dim[-1].dim_value)
+
+
+def text_of(*counted: list[int]) -> CalibrationText:
+    """Text in which these tokens occur, in both parts."""
+    texts = tuple(np.array(each) for each in counted)
+    return CalibrationText(texts, texts, "a test")
+
+
+def test_from_the_outside_a_module_gets_the_tokens_that_the_text_has(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use_machine(monkeypatch, BytesMachine())
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+    words = np.random.default_rng(0).choice(WORDS, 1200)
+    (tmp_path / "text.txt").write_text(" ".join(words), encoding="utf-8")
+    bundle = tmp_path / "bundle"
+    options = ["--draft-vocab", "90", "--calibration", str(tmp_path / "text.txt"), "--calibration-tokens", "1100"]
+    assert main(["export", str(source), str(bundle), *options]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "The multi-token-prediction module drafts 90 of 300 tokens, 100.0% of those in held-out answers." in printed
+    kept = kept_by(bundle)
+    assert kept is not None
+    assert kept.size == logits_of(bundle) == 90
+    open_bundle(bundle).verify()
+    draft = onnx.load(bundle / "draft.onnx", load_external_data=False).graph
+    assert {entry.value for each in draft.initializer for entry in each.external_data if entry.key == "location"} == {
+        "model.onnx.data",
+        "draft.onnx.data",
+    }
+    assert main(["inspect", str(bundle)]) == 0
+    assert "mtp head, a head of 90 tokens" in " ".join(capsys.readouterr().out.split())
+    greedy = GenerateOptions(max_tokens=24, ignore_eos=True)
+    with edgerun.load(bundle, draft=None) as plain, edgerun.load(bundle) as drafting:
+        assert drafting.generate("the sea", greedy).text == plain.generate("the sea", greedy).text
+
+
+def test_what_calibration_scaled_is_scaled_in_the_trimmed_head_too(tmp_path: Path, monkeypatch: Any) -> None:
+    """The export compares the trimmed graph with the float64 reference, here with AWQ scaling of a separate LM head."""
+    use_machine(monkeypatch, BytesMachine())
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+    source = write_mtp_checkpoint(tmp_path / "source", tie_word_embeddings=False)
+    words = np.random.default_rng(0).choice(WORDS, 1200)
+    (tmp_path / "text.txt").write_text(" ".join(words), encoding="utf-8")
+    options = ["--method", "awq", "--draft-vocab", "80", "--half-scales", "--zero-points"]
+    options += ["--calibration", str(tmp_path / "text.txt"), "--calibration-tokens", "1100"]
+    assert main(["export", str(source), str(tmp_path / "bundle"), *options]) == 0
+    assert logits_of(tmp_path / "bundle") == 80
+
+
+def test_the_most_frequent_tokens_are_kept(bundle: Path) -> None:
+    note = trim_vocabulary(bundle, 40, text_of([7, 200, 250, 250, 9, 200], [8, 200, 30, 250, 250, 9]), silent)
+    kept = kept_by(bundle)
+    assert kept is not None
+    assert kept.size == 40
+    assert {200, 250, 30, 9, 7, 8} <= set(kept.tolist())
+    assert "40 of 300 tokens, 100.0% of those" in note
+    open_bundle(bundle).verify()
+
+
+def test_by_default_large_vocabularies_are_trimmed_where_there_is_text(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = text_of([5, 6, 7, 8], [9, 6, 7, 8])
+    default = HeadVocabulary.DEFAULT
+    assert not trim_vocabulary(bundle, default, text, silent)  # 300 tokens are few
+    assert kept_by(bundle) is None
+    monkeypatch.setattr(module_vocabulary, "DEFAULT_TOKENS", 120)
+    monkeypatch.setattr(module_vocabulary, "_LARGE", 240)
+    assert not trim_vocabulary(bundle, default, None, silent)
+    assert not trim_vocabulary(bundle, HeadVocabulary.ALL, text, silent)
+    assert not trim_vocabulary(bundle, VOCABULARY, text, silent)
+    assert kept_by(bundle) is None
+    assert trim_vocabulary(bundle, default, text, silent)
+    kept = kept_by(bundle)
+    assert kept is not None
+    assert kept.size == logits_of(bundle) == 120
+
+
+def greedy_text(bundle: Path) -> list[int]:
+    """What the model writes, so that the next token of the text is always the one that it prefers."""
+    with edgerun.load(bundle, threads=1, draft=None, cache=False) as engine:
+        engine.generate("the other thing", GenerateOptions(max_tokens=60, ignore_eos=True))
+        return [int(token) for token in engine.model.prefixes._kept[-1].token_ids]
+
+
+@pytest.mark.parametrize(("smallest", "expected"), [(0.02, "few"), (0.299, "all")])
+def test_the_fastest_size_weighs_agreement_against_time(
+    bundle: Path, smallest: float, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module that knows the answer agrees wherever its LM head has the token."""
+    text = greedy_text(bundle)
+    knows = np.array(text)
+
+    def right(self: HiddenStateHead, path: tuple[int, ...]) -> npt.NDArray[np.float32] | None:
+        place = len(self._token_ids)
+        assert self._token_ids == text[:place]
+        return np.eye(VOCABULARY, dtype=np.float32)[text[place]]
+
+    monkeypatch.setattr(HiddenStateHead, "logits", right)
+    monkeypatch.setattr(BundleTimer, "time_heads", lambda *_: [0.3, smallest])
+    monkeypatch.setattr(BundleTimer, "time_passes", lambda _, __, widths, ___: [dict.fromkeys(widths, 1.0)])
+    measured = CalibrationText((knows,), (knows,), "a test")
+    trim_vocabulary(bundle, HeadVocabulary.FASTEST, measured, silent)
+    kept = kept_by(bundle)
+    if expected == "all":
+        assert kept is None
+    else:
+        assert kept is not None
+        assert kept.size < 150
+        assert set(text[2:]) <= set(kept.tolist())
+    assert not [each.name for each in bundle.iterdir() if each.name.startswith(".")]
+
+
+def test_real_passes_are_timed_and_measured(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_vocabulary, "_ROUNDS", 1)
+    text = np.random.default_rng(2).integers(5, VOCABULARY, 40)
+    trim_vocabulary(bundle, HeadVocabulary.FASTEST, CalibrationText((text,), (text,), "a test"), silent)
+    kept = kept_by(bundle)
+    assert logits_of(bundle) == (VOCABULARY if kept is None else kept.size)
+
+
+@pytest.mark.parametrize("wanted", [2, VOCABULARY + 1])
+def test_sizes_that_a_head_cannot_have(bundle: Path, wanted: int) -> None:
+    before = (bundle / "edge.json").read_bytes()
+    with pytest.raises(InputError, match=f"a draft's head cannot have {wanted} tokens; give") as error:
+        trim_vocabulary(bundle, wanted, text_of([5, 6, 7, 8], [5, 6, 7, 9]), silent)
+    assert "\n" not in str(error.value)
+    assert (bundle / "edge.json").read_bytes() == before
+
+
+def test_too_large_a_size_is_refused_before_anything_slow(source: Path, tmp_path: Path) -> None:
+    recipe = ExportRecipe(INT4, draft_head=HeadRequest(None, HeadKind.MTP, vocabulary=301))
+    with pytest.raises(InputError, match="cannot have 301 tokens; give at most 300, the model's vocabulary"):
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe), lambda *_: pytest.fail("slow"))
+
+
+def test_only_modules_have_a_size() -> None:
+    with pytest.raises(InputError, match="only a multi-token-prediction module can be trimmed"):
+        HeadRequest(Path("head"), HeadKind.EAGLE, vocabulary=10)
+    with pytest.raises(InputError, match="must be a positive number of tokens, not -3"):
+        HeadRequest(None, HeadKind.MTP, vocabulary=-3)
+
+
+def test_text_is_needed_only_for_a_number() -> None:
+    needs = {each: HeadRequest(None, HeadKind.MTP, vocabulary=each).needs_text for each in (9, *HeadVocabulary)}
+    assert needs == {9: True, HeadVocabulary.FASTEST: True, HeadVocabulary.DEFAULT: False, HeadVocabulary.ALL: False}
+    recipe = ExportRecipe(INT4, draft_head=HeadRequest(None, HeadKind.MTP, vocabulary=9))
+    assert not recipe.data_free
+    assert ExportRecipe(INT4, draft_head=MODULE).data_free
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--draft-vocab", "0"), "--draft-vocab must be a positive number of tokens, not '0'; give such a number, auto"),
+        (("--draft", "mtp", "--draft-vocab", "many"), "--draft-vocab must be a positive number of tokens, not 'many'"),
+        (("--draft", "mtp", "--draft-vocab", "999"), "a draft's head cannot have 999 tokens; give at most 300"),
+        (("--draft", "mtp", "--draft-layers", "auto"), "--draft-layers has no effect on --draft mtp"),
+        (("--draft", "none", "--draft-vocab", "100"), "--draft-vocab has no effect on --draft none"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_options_that_cannot_be_used(source: Path, tmp_path: Path, arguments, message: str, capsys) -> None:
+    assert main(["export", str(source), str(tmp_path / "bundle"), *arguments]) == 2
+    printed = " ".join(capsys.readouterr().err.split())
+    assert message in printed
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_head_with_a_vocabulary_of_its_own_is_not_trimmed(tmp_path: Path, capsys) -> None:
+    target, head = write_checkpoint(tmp_path / "target"), write_eagle_head(tmp_path / "head")
+    assert main(["export", str(target), str(tmp_path / "bundle"), "--draft", str(head), "--draft-vocab", "100"]) == 2
+    assert "whose size is that of its checkpoint" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_head_is_trimmed_once(bundle: Path) -> None:
+    with pytest.raises(InputError, match="has no layer-skip draft with a whole head"):
+        trim_layer_skip_draft(bundle, np.arange(40))
+    trim_module(bundle, np.arange(40))
+    with pytest.raises(InputError, match="has no multi-token-prediction module with a whole head"):
+        trim_module(bundle, np.arange(30))
+
+
+def test_a_bundle_without_the_map_still_opens(bundle: Path) -> None:
+    """Bundles of earlier versions have a module with all tokens and no map."""
+    draft = json.loads((bundle / "edge.json").read_text(encoding="utf-8"))["draft"]
+    assert "d2t" not in draft
+    with edgerun.load(bundle, threads=1, cache=False) as engine:
+        assert engine.model.drafters.draft_model() is not None
+
+
+def test_a_map_that_does_not_fit_the_lm_head_is_refused(bundle: Path) -> None:
+    trim_module(bundle, np.arange(40))
+    np.save(bundle / "d2t.npy", np.arange(39))
+    manifest = json.loads((bundle / "edge.json").read_text(encoding="utf-8"))
+    del manifest["files"]["d2t.npy"]
+    (bundle / "edge.json").write_text(json.dumps(manifest), encoding="utf-8")
+    with (
+        pytest.raises(edgerun.BundleError, match="has 39 ids for a head of 40 tokens") as error,
+        edgerun.load(bundle, threads=1, cache=False) as engine,
+    ):
+        engine.model.drafters.draft_model()
+    assert "\n" not in str(error.value)
