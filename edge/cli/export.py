@@ -165,14 +165,15 @@ def export(
     ] = None,
     draft_weights: Annotated[
         WeightChoice | None,
-        typer.Option(help="Format of the draft model's weights.", show_default="as --weights, or int4"),
+        typer.Option(help="Format of the draft's weights.", show_default="as --weights, or int4"),
     ] = None,
     draft_vocab: Annotated[
         str | None,
         typer.Option(
-            metavar="N|auto",
-            help="Number of tokens in the draft model's LM head: those that the target uses most.",
-            show_default="all",
+            metavar="N|auto|all",
+            help="Number of tokens in the LM head of the draft model, or of the multi-token-prediction module: those "
+            "that the target uses most. auto: as many as are fastest on this machine.",
+            show_default="all; 65536 of large vocabularies for a module, in exports that read text",
         ),
     ] = None,
     draft_layers: Annotated[
@@ -195,6 +196,7 @@ def export(
     edge-run export Qwen2.5-0.5B-Instruct my-model --weights mixed --budget 280MB@file --half-scales --zero-points
     edge-run export Qwen2.5-1.5B-Instruct my-model --draft Qwen2.5-0.5B-Instruct
     edge-run export Qwen/Qwen3.5-0.8B my-model --draft mtp --draft-weights int8
+    edge-run export Qwen/Qwen3.5-0.8B my-model --draft-vocab 65536 --calibration chats.jsonl
     edge-run export Qwen/Qwen3-1.7B my-model --draft AngelSlim/Qwen3-1.7B_eagle3
     edge-run export Qwen2.5-0.5B-Instruct my-model --device gpu
     edge-run export Qwen2.5-0.5B-Instruct my-model --device npu --widths 1,4,128 --contexts 512,2048

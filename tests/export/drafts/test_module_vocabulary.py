@@ -218,7 +218,7 @@ def test_text_is_needed_only_for_a_number() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--draft-vocab", "0"), "--draft-vocab must be a positive number of tokens, not '0'; give such a number, auto"),
+        (("--draft-vocab", "0"), "--draft-vocab must be a positive number of tokens, not '0'; give such a"),
         (("--draft", "mtp", "--draft-vocab", "many"), "--draft-vocab must be a positive number of tokens, not 'many'"),
         (("--draft", "mtp", "--draft-vocab", "999"), "a draft's head cannot have 999 tokens; give at most 300"),
         (("--draft", "mtp", "--draft-layers", "auto"), "--draft-layers has no effect on --draft mtp"),
