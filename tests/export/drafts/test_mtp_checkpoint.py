@@ -172,7 +172,6 @@ def test_a_checkpoint_without_one(tmp_path: Path, family: str) -> None:
     ("arguments", "message"),
     [
         (("--draft", "none", "--draft-weights", "int8"), "--draft-weights has no effect on --draft none"),
-        (("--draft", "mtp", "--draft-vocab", "100"), "--draft-vocab has no effect"),
         (("--draft", "mtp", "--device", "gpu"), "on the CPU"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

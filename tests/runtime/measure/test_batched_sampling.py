@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import edgerun
 from edgerun.runtime.measure.batched_sampling import BatchedSampler
+from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 
 tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
 
@@ -64,3 +65,23 @@ def test_the_batch_size_depends_on_windows_and_context(tmp_path: Path, windows, 
     with edgerun.load(tiny.write_bundle(tmp_path, **overrides), cache=False, draft=None) as engine:
         assert BatchedSampler(engine.model, 30, sliding_windows=windows).batch_size == batch_size
         assert BatchedSampler(engine.model, 200, sliding_windows=windows).batch_size == 1
+
+
+def test_a_model_without_trees_continues_one_text_at_a_time(tmp_path: Path) -> None:
+    prompts = [[50, 60, 70], [50, 60, 80], [7]]
+    with edgerun.load(tiny.write_bundle(tmp_path, "qwen3_5_text"), cache=False, draft=None) as engine:
+        sampler = BatchedSampler(engine.model, 30, sliding_windows=False)
+        assert sampler.batch_size == 1
+        for seed, prompt in enumerate(prompts):
+            (text,) = sampler.sample([prompt], 30, END_TOKENS, iter([seed]))
+            assert len(text.tokens) > len(prompt)
+            bound = engine.model.new_sequence().bound
+            again = Sampler(SamplingParams(temperature=1.0, seed=seed), bound.graph_io.vocab_size)
+            found: list[int] = []
+            for read, token in enumerate(text.tokens, 1):
+                logits = bound.forward((token,))[0]
+                bound.arena.commit(1)
+                if len(prompt) <= read < 30:
+                    found.append(again.choose(logits, read))
+            expected = [*text.tokens[len(prompt) :], *([] if text.end is None else [text.end])]
+            assert found == expected
