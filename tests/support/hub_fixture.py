@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +41,13 @@ def own_hub(folder: Path) -> Iterator[HubServer]:
         patch.setattr(constants, "HF_TOKEN_PATH", str(folder / "token"))
         yield hub
         close_connections()
+
+
+def partial_files(folder: Path) -> list[Path]:
+    """The files of downloads that are not complete, below HF_HOME; folders may go away meanwhile."""
+    # `walk` goes on where a folder that it has listed is gone; `rglob` does not.
+    walked = ((Path(below), names) for below, _, names in os.walk(folder))
+    return [below / name for below, names in walked if below.name == "partial" for name in names]
 
 
 def close_connections() -> None:

@@ -15,7 +15,7 @@ from playwright.sync_api import Page, expect
 
 from support.app_server import RunningApp, running_app
 from support.browser import BrowserPage, browser_page
-from support.hub_fixture import own_hub
+from support.hub_fixture import own_hub, partial_files
 from support.hub_server import HubServer, files_of
 from support.tiny_models import write_bundle, write_checkpoint
 from support.waiting import wait_until
@@ -101,7 +101,7 @@ def test_a_cancelled_download_disappears_with_its_files(page: Page, hub: HubServ
     begin(page, hub, "acme/Unwanted").get_by_role("button", name="Cancel").click()
     expect(card(page, "acme/Unwanted")).to_have_count(0)
     go_on(hub)
-    wait_until(lambda: not list((folder / "hf").rglob("partial/*")))
+    wait_until(lambda: not partial_files(folder / "hf"))
     page.reload()
     expect(page.locator('[data-model="shell-helper"]')).to_be_visible()
     expect(card(page, "acme/Unwanted")).to_have_count(0)

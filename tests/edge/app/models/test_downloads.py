@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from support.app_server import running_app
-from support.hub_fixture import own_hub
+from support.hub_fixture import own_hub, partial_files
 from support.hub_server import HubServer, files_of
 from support.waiting import wait_until
 
@@ -46,12 +46,6 @@ def downloads(client: httpx.Client) -> list[dict[str, Any]]:
     return found
 
 
-def partial(hf: Path) -> list[Path]:
-    # `walk` goes on where a folder that it has listed is gone; `rglob` does not.
-    walked = ((Path(folder), names) for folder, _, names in os.walk(hf))
-    return [folder / name for folder, names in walked if folder.name == "partial" for name in names]
-
-
 def wait_for(client: httpx.Client, state: str) -> dict[str, Any]:
     wait_until(lambda: [each["state"] for each in downloads(client)] == [state])
     return downloads(client)[0]
@@ -65,7 +59,7 @@ def start_stalled(client: httpx.Client, hub: HubServer, hf: Path) -> dict[str, A
     download = downloads(client)[0]
     assert download["state"] == "downloading"
     assert download["received"] < download["total"]
-    assert partial(hf)
+    assert partial_files(hf)
     return download
 
 
@@ -102,7 +96,7 @@ def test_a_cancelled_download_leaves_nothing(tmp_path: Path, hub: HubServer) -> 
         assert ask(client, f"/api/downloads/{key}/cancel", {})["download"]["state"] == "removed"
         assert downloads(client) == []
         hub.faults.go_on.set()
-        wait_until(lambda: not partial(hf))
+        wait_until(lambda: not partial_files(hf))
         assert [model["id"] for model in ask(client, "/api/models")["models"]] == ["shell-helper"]
         gone = client.post(f"/api/downloads/{key}/pause", json={})
         assert gone.status_code == 404
