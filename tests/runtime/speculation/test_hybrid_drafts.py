@@ -52,12 +52,14 @@ class ChangingDraft(DraftModel):
         return super().top_tokens(path, count, temperature)
 
 
-DRAFTS: dict[str, tuple[type[DraftModel], int]] = {
-    "of the same weights": (DraftModel, 0),
-    "random": (DraftModel, 1),
-    "always wrong": (WrongDraft, 0),
-    "asked about other paths": (ChangingDraft, 0),
+DRAFTS: dict[str, tuple[type[DraftModel], int, bool]] = {
+    "of the same weights": (DraftModel, 0, False),
+    "quantized": (DraftModel, 0, True),
+    "random": (DraftModel, 1, False),
+    "always wrong": (WrongDraft, 0, False),
+    "asked about other paths": (ChangingDraft, 0, True),
 }
+"""By name: how it drafts, the seed of its weights (the target's is 0), and whether they are quantized."""
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +91,8 @@ def test_no_draft_changes_the_text(graph_of: Callable[..., GraphSession], famili
     graph = graph_of(target)
     trees, random, replays = graph.graph_io.supports_trees, np.random.default_rng(0), 0
     accepted: dict[str, int] = {}
-    for name, (kind, seed) in DRAFTS.items():
-        own = graph_of(family, seed, int4=kind is DraftModel)
+    for name, (kind, seed, int4) in DRAFTS.items():
+        own = graph_of(family, seed, int4=int4)
         model = kind(own.bind(own.arena(CONTEXT)), FREE, VOCABULARY)
         arena = model._arena
         assert isinstance(arena, HybridArena)
