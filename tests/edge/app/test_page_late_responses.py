@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +12,7 @@ pytest.importorskip("starlette", reason="needs the app extra")
 pytest.importorskip("playwright", reason="needs playwright")
 pytest.importorskip("support.tiny_models", reason="needs the export extra")
 
-from playwright.sync_api import Browser, Page, Route, expect
+from playwright.sync_api import APIResponse, Browser, Page, Route, expect
 
 from support.browser import AppServer, browser
 from support.chat_page import OpenedApp, opened
@@ -34,33 +34,44 @@ def app(tmp_path: Path, chromium: Browser) -> Iterator[OpenedApp]:
         yield app
 
 
-@contextmanager
-def held(page: Page, address: str, method: str = "GET") -> Iterator[Callable[[], None]]:
-    """Hold the response to the first request from now on, which the app has answered; others go on.
+class Held:
+    """The first request of a kind from now on: the app has answered it, and the page does not know."""
 
-    Yields:
-        Delivers the response, and returns when the page has seen it. It waits for the request first.
-    """
-    routes: list[Route] = []
+    def __init__(self, page: Page, method: str) -> None:
+        self._page = page
+        self._method = method
+        self._routes: list[Route] = []
+        self._responses: list[APIResponse] = []
 
-    def hold(route: Route) -> None:
-        if route.request.method != method or routes:
+    def take(self, route: Route) -> None:
+        """Hold the first request, and let others go on."""
+        if route.request.method != self._method or self._routes:
             route.fallback()
             return
-        routes.append(route)
-        responses.append(route.fetch())
+        self._routes.append(route)
+        self._responses.append(route.fetch())
 
-    def deliver() -> None:
-        while not responses:
-            page.wait_for_timeout(10)  # lets the browser's events come in
-        with page.expect_response(lambda response: response.request == routes[0].request):
-            routes[0].fulfill(response=responses[0])
-        page.evaluate("() => new Promise((resolve) => setTimeout(() => requestAnimationFrame(resolve)))")
+    def wait(self) -> None:
+        """Wait until the app has answered the request."""
+        while not self._responses:
+            self._page.wait_for_timeout(10)  # lets the browser's events come in
 
-    responses: list[object] = []
-    page.route(address, hold)
+    def deliver(self) -> None:
+        """Let the page have the response, and return when it has seen it."""
+        self.wait()
+        route = self._routes[0]
+        with self._page.expect_response(lambda response: response.request == route.request):
+            route.fulfill(response=self._responses[0])
+        self._page.evaluate("() => new Promise((resolve) => setTimeout(() => requestAnimationFrame(resolve)))")
+
+
+@contextmanager
+def holding(page: Page, address: str, method: str = "GET") -> Iterator[Held]:
+    """Hold the response to the first request to an address within the block."""
+    held = Held(page, method)
+    page.route(address, held.take)
     try:
-        yield deliver
+        yield held
     finally:
         page.unroute(address)
 
@@ -68,12 +79,12 @@ def held(page: Page, address: str, method: str = "GET") -> Iterator[Callable[[],
 def test_what_is_typed_while_a_message_is_under_way_is_kept(app: OpenedApp) -> None:
     with app.window() as chat:
         chat.ask(QUESTION)
-        with held(chat.page, "**/messages", "POST") as deliver:
+        with holding(chat.page, "**/messages", "POST") as held:
             chat.composer.fill("list all folders")
             chat.composer.press("Enter")
             expect(chat.messages).to_have_count(4)
             chat.page.keyboard.type("show the date")
-            deliver()
+            held.deliver()
         expect(chat.composer).to_have_value("show the date")
         chat.in_state("complete")
         chat.composer.press("Enter")
@@ -85,13 +96,13 @@ def test_what_is_typed_while_a_message_is_under_way_is_kept(app: OpenedApp) -> N
 def test_a_reader_who_has_gone_elsewhere_stays_there(app: OpenedApp) -> None:
     with app.window() as chat:
         chat.ask(QUESTION)
-        with held(chat.page, "**/messages", "POST") as deliver:
+        with holding(chat.page, "**/messages", "POST") as held:
             chat.composer.fill("list all folders")
             chat.composer.press("Enter")
             expect(chat.messages).to_have_count(4)
             chat.new_chat()
             chat.composer.fill("half a thought")
-            deliver()
+            held.deliver()
         expect(chat.composer).to_have_value("half a thought")
         expect(chat.page.get_by_role("heading", level=1)).to_have_text("New chat")
         chat.row(QUESTION).click()
@@ -106,33 +117,36 @@ def test_an_answer_that_ends_while_its_conversation_is_fetched_has_ended(
     with server, opened(server, chromium) as app, app.window() as chat, app.window() as other:
         chat.send("hello")
         chat.begun()
-        with held(chat.page, f"**/api/conversations/{chat.id()}") as deliver:
+        with holding(chat.page, f"**/api/conversations/{chat.id()}") as held:
             chat.page.reload()
             expect(chat.page.locator(".writing-dot")).to_be_visible()
             other.page.goto(chat.page.url)
             other.page.get_by_role("button", name="Stop the answer (Esc)").click()
             other.in_state("stopped")
             expect(chat.page.locator(".writing-dot")).to_have_count(0)
-            deliver()
+            held.deliver()
         chat.in_state("stopped")
         expect(chat.page.locator(".writing-dot")).to_have_count(0)
 
 
 def test_a_conversation_that_begins_while_the_list_is_fetched_is_listed(app: OpenedApp) -> None:
-    with app.window() as chat, held(chat.page, "**/api/conversations?deleted=0") as deliver:
+    with app.window() as chat, holding(chat.page, "**/api/conversations?deleted=0") as held:
         chat.page.reload()
         chat.ask(QUESTION)
-        deliver()
+        held.deliver()
         expect(chat.row(QUESTION)).to_be_visible()
         expect(chat.page.get_by_role("heading", level=1)).to_have_text(QUESTION)
 
 
 def test_a_setting_that_changes_while_the_state_is_fetched_stays_changed(app: OpenedApp) -> None:
     with app.window(path="/#/settings") as one, app.window(path="/#/settings") as two:
-        with held(one.page, "**/api/state") as deliver:
-            two.page.get_by_label("Show statistics under answers").uncheck()
+        expect(one.page.get_by_label("As the system")).to_be_checked()
+        with holding(one.page, "**/api/state") as held:
+            with one.page.expect_request("**/api/state"):
+                two.page.get_by_label("Show statistics under answers").uncheck()
+            held.wait()
             one.page.get_by_label("Dark").check()
-            deliver()
+            held.deliver()
             expect(one.page.locator("html")).to_have_attribute("data-theme", "dark", timeout=1)
         two.page.get_by_label("Light").check()
         expect(one.page.locator("html")).to_have_attribute("data-theme", "light")
