@@ -1,6 +1,6 @@
 /** Shows Markdown of a model's answer: safely, and cheaply while it grows. */
 
-import { Component, h, html, useEffect, useMemo, useRef, useState } from "edgerun/preact";
+import { Component, h, html, useLayoutEffect, useMemo, useRef, useState } from "edgerun/preact";
 import { BlockSplitter } from "./markdown/blocks.js";
 import { CodeBlock } from "./markdown/code.js";
 import { elementsOf, tooLarge } from "./markdown/elements.js";
@@ -68,7 +68,7 @@ class Part extends Component {
 /** The address of the link under the pointer or the focus, at the lower edge of what is visible of the answer. */
 function LinkAddress({ box }) {
   const [address, setAddress] = useState("");
-  useEffect(() => {
+  useLayoutEffect(() => {
     const element = box.current;
     const show = (event) => setAddress(event.target.closest("a")?.href ?? "");
     const hide = () => setAddress("");

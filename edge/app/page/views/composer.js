@@ -68,7 +68,7 @@ function Attached({ files, onRemove }) {
 
 function useDropZone(add) {
   const [over, setOver] = useState(false);
-  useEffect(() => {
+  useLayoutEffect(() => {
     const hasFiles = (event) => event.dataTransfer?.types.includes("Files");
     const drag = (event) => {
       if (!hasFiles(event)) return;

@@ -1,6 +1,6 @@
 /** The list of conversations, with folders, pinned and deleted ones. */
 
-import { html, useEffect, useMemo, useRef } from "edgerun/preact";
+import { html, useLayoutEffect, useMemo, useRef } from "edgerun/preact";
 
 import { exportUrl } from "../api.js";
 import { Icon } from "../icons.js";
@@ -147,7 +147,7 @@ export function Sidebar() {
   const drawer = useStore((state) => state.drawer);
   const list = useRef(null);
   const sidebar = useRef(null);
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (!drawer) return undefined;
     const opener = document.activeElement;
     sidebar.current.querySelector(".drawer-close").focus();
