@@ -70,9 +70,24 @@ function LinkAddress({ box }) {
   const [address, setAddress] = useState("");
   useLayoutEffect(() => {
     const element = box.current;
-    const show = (event) => setAddress(event.target.closest("a")?.href ?? "");
-    const hide = () => setAddress("");
-    const events = { pointerover: show, focusin: show, pointerleave: hide, focusout: hide };
+    const addressOf = (event) => event.target.closest("a")?.href ?? "";
+    // A pointer that rests on text, while the text moves under it, leaves the address of the link with the focus.
+    let hovered = "";
+    let focused = "";
+    const point = (address) => {
+      hovered = address;
+      setAddress(hovered || focused);
+    };
+    const focus = (address) => {
+      focused = address;
+      setAddress(hovered || focused);
+    };
+    const events = {
+      pointerover: (event) => point(addressOf(event)),
+      pointerleave: () => point(""),
+      focusin: (event) => focus(addressOf(event)),
+      focusout: () => focus(""),
+    };
     for (const [name, listener] of Object.entries(events)) element.addEventListener(name, listener);
     return () => Object.entries(events).forEach(([name, listener]) => element.removeEventListener(name, listener));
   }, []);

@@ -173,10 +173,13 @@ def test_links_open_apart_and_show_where_they_lead(window: BrowserPage) -> None:
     assert first.get_attribute("target") == "_blank"
     assert "(evil.example)" in box.inner_text()
     assert "one.example" not in box.inner_text()
+    window.page.mouse.move(0, 0)  # away from any link
     first.focus()
     expect(box.locator(".md-address")).to_have_text("https://one.example/x")
     box.get_by_role("link", name="bank").hover()
     expect(box.locator(".md-address")).to_have_text("https://evil.example/x")
+    window.page.mouse.move(0, 0)
+    expect(box.locator(".md-address")).to_have_text("https://one.example/x")
 
 
 @pytest.mark.parametrize(
