@@ -17,8 +17,8 @@ from jinja2 import TemplateError as JinjaError
 
 from ...errors import TemplateError
 from ...models.bundle import Bundle
-from .template_budget import MAX_CHARACTERS, Budget, BudgetContext, BudgetError
-from .template_sandbox import NotAllowedError, template_environment
+from .template_budget import MAX_CHARACTERS, Budget, BudgetError
+from .template_sandbox import BudgetContext, NotAllowedError, template_environment
 from .tokenizer import TextTokenizer
 
 Message: TypeAlias = Mapping[str, Any]
@@ -102,7 +102,7 @@ class _CompiledTemplate:
         environment = template_environment()
         self._refusal: NotAllowedError | None = None
         try:
-            tree, self._work, self._memory = environment.parse_within_limits(source)
+            tree, self._body_costs = environment.parse_within_limits(source)
             self._template = environment.from_string(tree)
         except NotAllowedError as error:
             self._refusal = error  # the model still continues plain text
@@ -117,8 +117,8 @@ class _CompiledTemplate:
         assert isinstance(context, BudgetContext)  # noqa: S101  the environment makes no others
         context.budget = Budget(variables.values())
         context.mark = mark
-        context.step_cost, context.step_memory = self._work, self._memory
-        context.budget.spend(self._work, self._memory)
+        context.body_costs = self._body_costs
+        context.budget.spend(*self._body_costs[""])
         written = StringIO()
         for piece in self._template.root_render_func(context):
             if written.tell() + len(piece) > MAX_CHARACTERS:

@@ -2,21 +2,23 @@
 
 Every value that a template makes counts against one `Budget`. A value weighs as many characters as it would print, with
 shared parts counted as often as they appear, so that a small structure that prints as gigabytes cannot be made at all.
+A call is charged before it runs, for the largest result that arguments of these sizes may have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from jinja2 import TemplateRuntimeError
-from jinja2.runtime import Context
 
 MAX_CHARACTERS: Final = 8_000_000
 """Largest number of characters of a rendered prompt."""
+_MAX_WHOLE_NUMBER: Final = 2**60
+"""Whole numbers stay below the modulus of Python's hash, so that numbers cannot be made to collide."""
 _MAX_NESTING: Final = 100
-_MAX_CALLS: Final = 50
-_MAX_WHOLE_NUMBER: Final = 2**60  # below the modulus of Python's hash, so that numbers cannot be made to collide
 _WORK: Final = 1_000_000_000
 _WORK_PER_CHARACTER: Final = 1000
 _MAX_WORK: Final = 3_000_000_000
@@ -24,6 +26,9 @@ _MEMORY: Final = 256_000_000
 _MEMORY_PER_CHARACTER: Final = 64
 _MAX_MEMORY: Final = 640_000_000
 _SCALAR: Final = 24
+_LIST_ITEM: Final = 80
+_LONGEST_SEARCH: Final = 100
+"""A search from the left is fast for parts that are longer than this."""
 
 
 class BudgetError(TemplateRuntimeError):
@@ -42,11 +47,9 @@ class Budget:
         """Start a budget for a rendering of `inputs`, which are the messages, the tools and so on."""
         self._weights: dict[int, tuple[object, int, int]] = {}
         self._work = self._memory = _MAX_WORK
-        self._calls = 0
-        self.value_limit = MAX_CHARACTERS
+        self._value_limit = MAX_CHARACTERS
         size = sum(self.weigh(value) for value in inputs)
-        self.value_limit += 2 * size
-        """Largest weight of a value."""
+        self._value_limit += 2 * size
         self._work = min(_WORK + _WORK_PER_CHARACTER * size, _MAX_WORK)
         self._memory = min(_MEMORY + _MEMORY_PER_CHARACTER * size, _MAX_MEMORY)
 
@@ -69,55 +72,37 @@ class Budget:
         Raises:
             BudgetError: the value would be too large.
         """
-        if weight > self.value_limit:
+        if weight > self._value_limit:
             raise BudgetError(f"a value of {weight} characters is too long")
 
-    def text(self, value: str) -> str:
-        """Count a new string and return it."""
-        size = len(value)
-        self._work -= 100 + size
-        self._memory -= 60 + (size if value.isascii() else 4 * size)
-        if size > self.value_limit or self._work < 0 or self._memory < 0:
-            self.reserve(size)
-            self.spend(0)
-        return value
-
-    def number(self, value: Any) -> Any:
-        """Check a computed number and return it.
+    def made(self, value: Any) -> Any:
+        """Count a value that the template has made and return it; an iterator becomes a list.
 
         Raises:
-            BudgetError: a whole number is too large.
+            BudgetError: the value is too large.
         """
-        if isinstance(value, int):
-            if not -_MAX_WHOLE_NUMBER < value < _MAX_WHOLE_NUMBER:
-                raise BudgetError("a whole number is too large")
-        elif isinstance(value, complex):
-            raise TypeError("complex numbers are not allowed")
+        if isinstance(value, str):
+            size = len(value)
+            self.reserve(size)
+            self.spend(100 + size, 60 + (size if value.isascii() else 4 * size))
+            return value if type(value) is str else str(value)
+        if isinstance(value, Iterator):
+            value = list(self.steps(value, 400, _LIST_ITEM))
+        if isinstance(value, (list, tuple, dict)):
+            self.reserve(self.weigh(value))
+            self.spend(100, 64 + (120 if isinstance(value, dict) else 10) * len(value))
+        elif isinstance(value, int) and not -_MAX_WHOLE_NUMBER < value < _MAX_WHOLE_NUMBER:
+            raise BudgetError("a whole number is too large")
         return value
 
-    def container(self, value: Any) -> Any:
-        """Count a new list, tuple or dictionary and return it."""
-        self.reserve(self.weigh(value))
-        self.spend(100, 64 + (120 if isinstance(value, dict) else 10) * len(value))
-        return value
-
-    def joined(self, left: Any, right: Any) -> Any:
-        """Join two lists or two tuples without weighing their items again."""
-        weight, depth = self.weigh(left) + self.weigh(right), max(self.depth(left), self.depth(right))
-        self.reserve(weight)
-        self.spend(100 + 2 * (len(left) + len(right)), 64 + 10 * (len(left) + len(right)))
-        value = left + right
-        self._weights[id(value)] = value, weight, depth
-        return value
-
-    def collect(self, values: Iterable[Any]) -> list[Any]:
-        """Make a list of values, counting every one before the next is asked for."""
-        items = []
-        for item in values:
-            self.spend(400, 80)
-            items.append(item)
-        self.container(items)
-        return items
+    def text(self, value: Any) -> str:
+        """Return what a value prints as, and count it."""
+        if type(value) is not str:
+            weight = self.weigh(value)
+            self.reserve(weight)
+            self.spend(100 + 10 * weight)
+            value = str(value)
+        return str(self.made(value))
 
     def steps(self, values: Iterable[Any], work: int, memory: int) -> Iterator[Any]:
         """Iterate over values; every step counts as this much work and memory."""
@@ -125,19 +110,11 @@ class Budget:
             self.spend(work, memory)
             yield item
 
-    def enter_call(self) -> None:
-        """Count a call of a macro or a recursive loop; `leave_call` follows.
-
-        Raises:
-            BudgetError: the calls are nested too deep.
-        """
-        self._calls += 1
-        if self._calls > _MAX_CALLS:
-            raise BudgetError(f"its calls are nested more than {_MAX_CALLS} deep")
-
-    def leave_call(self) -> None:
-        """End what `enter_call` began."""
-        self._calls -= 1
+    def run(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a filter, a method or a function of this name within the budget."""
+        cost: Callable[..., int] = _COSTS.get(name, _product)
+        self.spend(cost(self, *args, **kwargs) + 500)
+        return self.made(function(*args, **kwargs))
 
     def weigh(self, value: Any) -> int:
         """Return the number of characters that a value prints as, roughly; shared parts count every time."""
@@ -145,15 +122,9 @@ class Budget:
             return len(value) + _SCALAR
         if isinstance(value, (list, tuple, dict)):
             return self._measure(value, 0)[1]
-        if value is None or isinstance(value, (int, float)):
-            return _SCALAR
         if isinstance(value, Mapping) or type(value) in _VIEWS:
             return self._measure(list(value), 0)[1]
         return _SCALAR
-
-    def depth(self, value: Any) -> int:
-        """Return how deep lists and dictionaries are nested in a value."""
-        return self._measure(value, 0)[2] if isinstance(value, (list, tuple, dict)) else 0
 
     def _measure(self, value: Any, level: int) -> tuple[object, int, int]:
         known = self._weights.get(id(value))
@@ -165,32 +136,126 @@ class Budget:
         weight, depth = _SCALAR, 0
         parts = value if not isinstance(value, dict) else (part for pair in value.items() for part in pair)
         for part in parts:
-            if isinstance(part, str):
-                weight += len(part) + _SCALAR
-            elif isinstance(part, (list, tuple, dict)):
+            if isinstance(part, (list, tuple, dict)):
                 _, inner, below = self._measure(part, level + 1)
                 weight += inner
                 depth = max(depth, below)
             else:
-                weight += _SCALAR
+                weight += _SCALAR + (len(part) if isinstance(part, str) else 0)
         if depth >= _MAX_NESTING:
             raise BudgetError(f"a value is nested more than {_MAX_NESTING} deep")
         # The value is kept with its weight: its identity may not be given to another one.
         self._weights[id(value)] = value, weight, depth + 1
-        return value, weight, depth + 1
-
-
-class BudgetContext(Context):
-    """The variables of a rendering, and its budget."""
-
-    budget: Budget
-    mark: str
-    """A character to keep as it is wherever text is escaped; empty for none."""
-    step_cost: int
-    """Work of running every node of the template once."""
-    step_memory: int
-    """Memory of writing every text of the template once."""
+        return self._weights[id(value)]
 
 
 _EMPTY: Final[dict[str, str]] = {}
 _VIEWS: Final = (type(_EMPTY.keys()), type(_EMPTY.values()), type(_EMPTY.items()))
+
+
+def _magnitude(budget: Budget, value: Any) -> int:
+    """Size of an argument: characters of a text, the amount of a number, the weight of a list."""
+    if isinstance(value, str):
+        return len(value)
+    return int(min(abs(value), _MAX_WORK)) if isinstance(value, (int, float)) else budget.weigh(value)
+
+
+def _product(budget: Budget, *args: Any, **kwargs: Any) -> int:
+    """The largest work and result of any function here: the first argument's size times those of the others."""
+    first, *rest = (_magnitude(budget, value) for value in (*args, *kwargs.values())) if args or kwargs else (0,)
+    return 5 * (1 + first) * (1 + sum(rest))
+
+
+def _constant(*_: Any, **__: Any) -> int:
+    """Work of what does not walk through its arguments."""
+    return 100
+
+
+def _items(budget: Budget, values: Any = (), *_: Any, **__: Any) -> int:
+    """Work of what looks at each item once, however large it is, and lists it."""
+    items = len(values) if hasattr(values, "__len__") else 0
+    budget.spend(400 * items, _LIST_ITEM * items)
+    return 100
+
+
+def _ordered(budget: Budget, values: Any, *args: Any, **kwargs: Any) -> int:
+    """Work of what compares items with each other, maybe by an attribute such as `a.b.c`."""
+    return 200 * _product(budget, values, *args, **kwargs)
+
+
+def _sum(budget: Budget, values: Any, *args: Any, **kwargs: Any) -> int:
+    """Lists are copied with every list that is added to them."""
+    return _product(budget, values, len(values) if hasattr(values, "__len__") else 1, *args, **kwargs)
+
+
+def search_cost(text: str, part: Any) -> int:
+    """Work of looking for a part of a text from the left."""
+    return len(text) * (1 + min(len(part) if isinstance(part, str) else 1, _LONGEST_SEARCH))
+
+
+def _search(budget: Budget, text: Any, part: Any = "", *_: Any) -> int:
+    """Work of a method that looks for a part of a text, or for an item of a list."""
+    return search_cost(text, part) if isinstance(text, str) else _product(budget, text, part)
+
+
+def _split(budget: Budget, text: str, sep: str | None = None, maxsplit: int = -1, **_: Any) -> int:
+    pieces = text.count(sep) if sep else len(text) // 2
+    budget.spend(100 * pieces, 4 * len(text) + _LIST_ITEM * (pieces if maxsplit < 0 else min(pieces, maxsplit)))
+    return search_cost(text, sep)
+
+
+def _splitlines(budget: Budget, text: str, *_: Any) -> int:
+    budget.spend(len(text), (4 + _LIST_ITEM) * len(text))
+    return 0
+
+
+def _replace(budget: Budget, text: Any, old: Any, new: Any, *_: Any, **__: Any) -> int:
+    text, old, new = (budget.text(part) for part in (text, old, new))
+    budget.reserve(len(text) + text.count(old) * max(len(new) - len(old), 0))
+    return search_cost(text, old)
+
+
+def percent_cost(budget: Budget, form: Any, *args: Any, **kwargs: Any) -> int:
+    """Work of filling in a format such as `%s: %d`, whose widths have at most three digits."""
+    form = budget.text(form)
+    if (field := _WIDE_PERCENT.search(form)) is not None:
+        raise BudgetError(f"a width of {field[2]:.10} in a format is not allowed")
+    return _filled(budget, form, *args, **kwargs)
+
+
+def _format_cost(budget: Budget, form: str, *args: Any, **kwargs: Any) -> int:
+    """Work of `form.format(...)`, with fields that are names or numbers, and widths of at most three digits."""
+    for _, field, spec, _ in string.Formatter().parse(form):
+        if field is not None and (not re.fullmatch(r"\w*", field) or re.search(r"\d{4}|\{", spec or "")):
+            raise BudgetError(f"the format field {{{field[:40]}:{(spec or '')[:40]}}} is not allowed")
+    return _filled(budget, form, *args, **kwargs)
+
+
+def _filled(budget: Budget, form: str, *args: Any, **kwargs: Any) -> int:
+    """Work of a format whose fields may all name the largest value, or be padded to the largest width."""
+    fields = form.count("%") + form.count("{")
+    weight = len(form) + fields * (1000 + 10 * sum(map(budget.weigh, (*args, *kwargs.values()))))
+    budget.reserve(weight)
+    return weight
+
+
+def _tojson(budget: Budget, value: Any, ensure_ascii: bool = False, indent: Any = None, *_: Any, **__: Any) -> int:
+    del ensure_ascii
+    return 30 * budget.weigh(value) * (1 + (_magnitude(budget, indent) if indent else 0))
+
+
+_WIDE_PERCENT: Final = re.compile(r"%(\([^)]*\))?[^a-zA-Z%]*?(\*|\d{4,})", re.DOTALL)
+_COSTS: Final[dict[str, Callable[..., int]]] = {
+    **dict.fromkeys(("get", "items", "keys", "values"), _constant),
+    **dict.fromkeys(("copy", "dict", "list", "namespace", "reverse"), _items),
+    **dict.fromkeys(("dictsort", "groupby", "max", "min", "sort", "unique"), _ordered),
+    **dict.fromkeys(("count", "find", "index", "partition"), _search),
+    **dict.fromkeys(("rsplit", "split"), _split),
+    "splitlines": _splitlines,
+    "str.format": _format_cost,
+    "format": percent_cost,
+    "replace": _replace,
+    "sum": _sum,
+    "tojson": _tojson,
+}
+"""What a call may cost, by the name of the function; any other costs the product of the sizes of its arguments."""

@@ -1,80 +1,104 @@
 """The Jinja environment of chat templates: a sandbox in which everything counts against a budget.
 
-A template is parsed by Jinja, and its syntax tree is rewritten before it is compiled: every expression that makes a new
-value becomes a call of a hidden filter, whose name no template can write, and every loop counts its steps. What the
-rewriting does not know is refused, so that nothing can be left out of the budget.
+It is Jinja's immutable sandbox with lists of the filters, tests, methods and functions that templates may use. Jinja
+hands operators and calls to the environment; comparisons, slices, `~`, lists and loops are turned into calls of it
+before a template is compiled. What these lists do not name is refused, so that nothing can be left out of the budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
 from functools import lru_cache
-from typing import Any, Final, cast
+from types import BuiltinMethodType, MethodType
+from typing import Any, Final, NoReturn, cast
 
 from jinja2 import TemplateError as JinjaError
-from jinja2 import TemplateSyntaxError, nodes
+from jinja2 import TemplateSyntaxError, nodes, pass_context
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context, LoopContext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.runtime import Context, LoopContext, Macro, Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
+from jinja2.tests import TESTS
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from . import template_operations as operations
-from .template_budget import BudgetContext
-from .template_filters import FILTERS, TESTS
-from .template_methods import FUNCTIONS, METHODS, TemplateNamespace, call
+from .template_budget import Budget, BudgetError, percent_cost, search_cost
 
 _MAX_SOURCE: Final = 100_000
 _MAX_NODES: Final = 10_000
 _MAX_LITERAL: Final = 2**53
 _WORK_PER_NODE: Final = 300
 _BYTES_PER_CHARACTER: Final = 4
-_HIDDEN: Final = "#"
-"""First character of the names of hidden filters."""
+_SCALARS: Final = (str, int, float, bool, type(None))
+_STRFTIME: Final = re.compile(r"(?:[^%]|%[-#]?[a-zA-Z%]){0,200}", re.DOTALL)
 
-_OPERATIONS: Final[dict[str, Callable[..., Any]]] = {
-    "add": operations.add,
-    "compare": operations.compare,
-    "concatenate": operations.concatenate,
-    "cut": operations.cut,
-    "divide": operations.divide,
-    "floor_divide": operations.floor_divide,
-    "item": operations.item,
-    "key": operations.dict_key,
-    "multiply": operations.multiply,
-    "new": operations.new_value,
-    "power": operations.power,
-    "remainder": operations.remainder,
-    "spend": operations.spend,
-    "steps": operations.steps,
-    "subtract": operations.subtract,
-}
-_BINARY: Final[dict[type[nodes.BinExpr], str]] = {
-    nodes.Add: "add",
-    nodes.Div: "divide",
-    nodes.FloorDiv: "floor_divide",
-    nodes.Mod: "remainder",
-    nodes.Mul: "multiply",
-    nodes.Pow: "power",
-    nodes.Sub: "subtract",
-}
-_UNCHANGED: Final = (
-    *(nodes.Template, nodes.Output, nodes.If, nodes.FilterBlock, nodes.With),
-    *(nodes.Assign, nodes.AssignBlock, nodes.ExprStmt, nodes.Break, nodes.Continue, nodes.Name, nodes.NSRef),
-    *(nodes.Keyword, nodes.Operand, nodes.CondExpr, nodes.Call, nodes.Getattr, nodes.Slice),
-    *(nodes.Not, nodes.Neg, nodes.Pos, nodes.And, nodes.Or),
+_FREE_FILTERS: Final = ("default", "d", "length", "count", "first", "last")
+"""Filters that read a value without walking through it."""
+_FILTERS: Final = (
+    *("abs", "int", "float", "round", "capitalize", "lower", "title", "upper", "trim", "safe", "string", "e", "escape"),
+    *("sort", "min", "max", "groupby", "dictsort", "map", "select", "reject", "selectattr", "rejectattr", "unique"),
+    *("list", "items", "reverse", "join", "replace", "format", "indent", "sum"),
 )
-"""Nodes that make no value of more than a few bytes, or whose value is counted by what they call."""
+_TESTS: Final = (
+    *("boolean", "callable", "defined", "divisibleby", "even", "false", "filter", "float", "integer", "iterable"),
+    *("mapping", "none", "number", "odd", "sameas", "sequence", "string", "test", "true", "undefined"),
+)
+_METHODS: Final[Mapping[type, frozenset[str]]] = {
+    str: frozenset(
+        (
+            *("capitalize", "casefold", "lower", "swapcase", "title", "upper", "strip", "lstrip", "rstrip"),
+            *("isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "islower", "isnumeric", "isspace", "istitle"),
+            *("isupper", "startswith", "endswith", "removeprefix", "removesuffix", "find", "index", "count"),
+            *("rfind", "rindex", "partition", "rpartition", "split", "rsplit", "splitlines", "replace", "join"),
+            "format",
+        )
+    ),
+    dict: frozenset(("get", "copy", "items", "keys", "values")),
+    list: frozenset(("count", "index")),
+    tuple: frozenset(("count", "index")),
+}
+_COMPARISONS: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    **dict.fromkeys(("eq", "equalto", "=="), operator.eq),
+    **dict.fromkeys(("ne", "!="), operator.ne),
+    **dict.fromkeys(("lt", "lessthan", "<"), operator.lt),
+    **dict.fromkeys(("lteq", "le", "<="), operator.le),
+    **dict.fromkeys(("gt", "greaterthan", ">"), operator.gt),
+    **dict.fromkeys(("gteq", "ge", ">="), operator.ge),
+}
+_ALLOWED_NODES: Final = (
+    *(nodes.Template, nodes.Output, nodes.TemplateData, nodes.If, nodes.For, nodes.Macro, nodes.CallBlock),
+    *(nodes.FilterBlock, nodes.With, nodes.Assign, nodes.AssignBlock, nodes.ExprStmt, nodes.Break, nodes.Continue),
+    *(nodes.Name, nodes.NSRef, nodes.Const, nodes.List, nodes.Tuple, nodes.Dict, nodes.Pair, nodes.Keyword),
+    *(nodes.Operand, nodes.Compare, nodes.CondExpr, nodes.Call, nodes.Filter, nodes.Test, nodes.Getattr),
+    *(nodes.Getitem, nodes.Slice, nodes.Concat, nodes.Not, nodes.Neg, nodes.Pos, nodes.And, nodes.Or),
+    *(nodes.Add, nodes.Sub, nodes.Mul, nodes.Div, nodes.FloorDiv, nodes.Mod, nodes.Pow),
+)
 
 
 class NotAllowedError(TemplateSyntaxError):
     """A template is valid, but uses something that chat templates do not have here."""
 
 
+class BudgetContext(Context):
+    """The variables of a rendering, and its budget."""
+
+    budget: Budget
+    mark: str
+    """A character to keep as it is wherever text is escaped; empty for none."""
+    body_costs: Mapping[str, tuple[int, int]]
+    """Work and memory of the body of each macro, by name, and of the whole template under the empty name."""
+
+
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's immutable sandbox with the filters, tests and functions of chat templates, all within the budget."""
 
     context_class = BudgetContext
+    intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
     def __init__(self) -> None:
         # The optimizer computes constant expressions while it compiles, where no budget is.
@@ -83,18 +107,21 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             optimized=False,
             cache_size=0,
-            finalize=operations.output,
+            finalize=_text_of,
             extensions=[_GenerationBlock, loopcontrols],
         )
-        self.filters = {**FILTERS, **{_HIDDEN + name: function for name, function in _OPERATIONS.items()}}
-        self.tests = dict(TESTS)
-        self.globals = dict(FUNCTIONS)
+        self.filters = {name: self.filters[name] for name in _FREE_FILTERS}
+        self.filters.update({name: _within_budget(name) for name in _FILTERS}, tojson=_tojson)
+        self.tests = {name: TESTS[name] for name in _TESTS}
+        self.tests.update({name: _comparison(name) for name in (*_COMPARISONS, "in")})
+        self.tests.update({name: _within_budget(name, test=True) for name in ("lower", "upper")})
+        self.globals = dict(_FUNCTIONS)
 
-    def parse_within_limits(self, source: str) -> tuple[nodes.Template, int, int]:
+    def parse_within_limits(self, source: str) -> tuple[nodes.Template, dict[str, tuple[int, int]]]:
         """Parse a template and rewrite its syntax tree.
 
         Returns:
-            The tree, and the work and the memory of running every node of it once.
+            The tree, and the costs for `BudgetContext.body_costs`.
 
         Raises:
             NotAllowedError: the template uses what is not allowed.
@@ -102,62 +129,226 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         """
         if len(source) > _MAX_SOURCE:
             raise TemplateSyntaxError(f"it has {len(source)} characters; at most {_MAX_SOURCE} are allowed", 1)
-        tree = self.parse(source)
         rewriting = _Rewriting()
-        rewriting.visit(tree)
+        tree = rewriting.visit(self.parse(source))
         tree.set_environment(self)
-        return tree, rewriting.work, rewriting.memory
+        rewriting.body_costs[""] = rewriting.cost
+        return tree, rewriting.body_costs
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Compute `left + right` and so on; a format's result, a product and a power are estimated first.
+
+        Raises:
+            BudgetError: the result would be too large.
+        """
+        budget = _budget(context)
+        if operator == "*" and isinstance(left, int):
+            left, right = right, left
+        if operator == "%" and isinstance(left, str):
+            budget.spend(percent_cost(budget, left, right))
+        elif isinstance(left, (str, list, tuple)):
+            size = len(left) if isinstance(left, str) else budget.weigh(left)
+            if isinstance(right, int):
+                budget.reserve(size * max(right, 0))
+                budget.spend(100 + 10 * len(left) * max(right, 0), 10 * len(left) * max(right, 0))
+            elif type(right) is type(left):
+                budget.reserve(size + len(right))
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > 120:
+            raise BudgetError("a whole number is too large")
+        result = super().call_binop(context, operator, left, right)
+        if not isinstance(result, (str, list, tuple, int, float)):
+            raise TypeError(f"{type(left).__name__} {operator} {type(right).__name__} is not possible")
+        return budget.made(result)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  as in Jinja
-        """Call a function of a template; the compiled code comes here for every call."""
+        """Call a macro, a method of a value, or a function that templates have.
+
+        Raises:
+            SecurityError: the function is none of these.
+        """
+        budget = _budget(__context)
+        owner = getattr(__obj, "__self__", None) if type(__obj) in (BuiltinMethodType, MethodType) else None
+        if owner is __self:
+            return __obj(__context, *args)
+        if isinstance(__obj, (Macro, Undefined)):
+            budget.spend(*_body_cost(__context, getattr(__obj, "name", "")))
+            return budget.made(super().call(__context, __obj, *args, **kwargs))
         kwargs.pop("_loop_vars", None)
         kwargs.pop("_block_vars", None)
-        assert isinstance(__context, BudgetContext)  # noqa: S101  the environment makes no others
-        return call(__context, __obj, args, kwargs)
+        if __obj in _FUNCTIONS.values():
+            return budget.run(__obj.__name__, lambda *a, **k: __obj(__context, *a, **k), *args, **kwargs)
+        name = getattr(__obj, "__name__", type(__obj).__name__)
+        for kind, methods in _METHODS.items():
+            if isinstance(owner, kind) and name in methods:
+                cost = "str.format" if name == "format" else name
+                return budget.run(cost, lambda _, *a, **k: __obj(*a, **k), owner, *args, **kwargs)
+        if isinstance(owner, LoopContext):
+            return budget.run(name, __obj, *args, **kwargs)
+        of = f"method {type(owner).__name__}." if owner is not None else "function "
+        raise SecurityError(f"the {of}{name} is not allowed")
 
-    def call_filter(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a filter that `map` names."""
-        if isinstance(name, str) and name.startswith(_HIDDEN):
-            raise JinjaError(f"No filter named {name!r}.")
-        return super().call_filter(name, *args, **kwargs)
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        """Read `obj.attribute`: as in Jinja, with a short way for what templates read all the time."""
-        kind = type(obj)
-        if kind is dict and attribute not in _DICT_ATTRIBUTES:
-            try:
-                return obj[attribute]
-            except KeyError:
-                return self.undefined(obj=obj, name=attribute)
-        if attribute in _SAFE_ATTRIBUTES.get(kind, ()):
-            return getattr(obj, attribute)
-        if kind is TemplateNamespace and not attribute.startswith("_"):
-            try:
-                return getattr(obj, attribute)
-            except AttributeError:
-                return self.undefined(obj=obj, name=attribute)
-        return super().getattr(obj, attribute)
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Read `obj[argument]`; a mapping has no keys but texts and numbers, whose hashes are cheap."""
+        if isinstance(obj, Mapping) and not isinstance(argument, _SCALARS):
+            return self.undefined(obj=obj, name=type(argument).__name__)
+        return super().getitem(obj, argument)
 
     def wrap_str_format(self, value: Any) -> None:  # noqa: ARG002
-        """`str.format` has a check of its own among the methods."""
+        """`str.format` has a check of its own in the budget."""
         return
 
+    def steps(self, context: BudgetContext, values: Iterable[Any], work: int, memory: int) -> Iterable[Any]:
+        """Iterate for a loop whose body costs this much."""
+        return context.budget.steps(values, work, memory)
 
-_DICT_ATTRIBUTES: Final = frozenset(dir(dict))
-_LOOP_ATTRIBUTES: Final = (
-    "first",
-    "index",
-    "index0",
-    "last",
-    "length",
-    "nextitem",
-    "previtem",
-    "revindex",
-    "revindex0",
-)
-_SAFE_ATTRIBUTES: Final = {
-    **{kind: frozenset(methods) for kind, methods in METHODS.items()},
-    LoopContext: frozenset(_LOOP_ATTRIBUTES),
+    def new(self, context: BudgetContext, value: Any) -> Any:
+        """Count a list, tuple or dictionary that the template writes down."""
+        if isinstance(value, dict):
+            for key in value:
+                _require_scalar(key)
+        return context.budget.made(value)
+
+    def concatenate(self, context: BudgetContext, *values: Any) -> str:
+        """`a ~ b ~ c`."""
+        budget = context.budget
+        parts = [value if type(value) is str else budget.text(value) for value in values]
+        budget.reserve(sum(map(len, parts)))
+        return budget.text("".join(parts))
+
+    def cut(self, context: BudgetContext, value: Any, start: Any, stop: Any, step: Any) -> Any:
+        """`value[start:stop:step]`."""
+        size = len(value) if isinstance(value, (str, list, tuple)) else 0
+        context.budget.spend(100 + 10 * size, 0 if isinstance(value, str) else 10 * size)
+        return context.budget.made(value[start:stop:step])
+
+    def compare(self, context: BudgetContext, left: Any, *rest: Any) -> Any:
+        """`a < b <= c`: comparisons, each with the name of the operator before its right side."""
+        result: Any = True
+        for name, right in zip(rest[::2], rest[1::2], strict=True):
+            if not (result := _compare(context.budget, name, left, right)):
+                break
+            left = right
+        return result
+
+
+def _budget(context: Context) -> Budget:
+    assert isinstance(context, BudgetContext)  # noqa: S101  the environment makes no others
+    return context.budget
+
+
+def _body_cost(context: Context, name: str) -> tuple[int, int]:
+    assert isinstance(context, BudgetContext)  # noqa: S101  the environment makes no others
+    return context.body_costs.get(name, context.body_costs[""])
+
+
+def _require_scalar(key: Any) -> None:
+    if not isinstance(key, _SCALARS):
+        raise TypeError(f"a {type(key).__name__} cannot be a key")
+
+
+def _compare(budget: Budget, name: str, left: Any, right: Any) -> Any:
+    """Compare two values after counting what the comparison may cost."""
+    if name not in ("in", "notin"):
+        budget.spend(100 + 10 * min(budget.weigh(left), budget.weigh(right)))
+        return _COMPARISONS[name](left, right)
+    if isinstance(right, str):
+        budget.spend(100 + search_cost(right, left))
+    elif isinstance(right, Mapping):
+        if not isinstance(left, Undefined):
+            _require_scalar(left)
+    else:
+        budget.spend(100 + 10 * budget.weigh(right) + (50 * len(right) if isinstance(right, range) else 0))
+    return (left in right) == (name == "in")
+
+
+def _comparison(name: str) -> Callable[..., Any]:
+    @pass_context
+    def call(context: BudgetContext, left: Any, right: Any) -> Any:
+        return _compare(context.budget, name, left, right)
+
+    return call
+
+
+_JINJA: Final = ImmutableSandboxedEnvironment()
+
+
+def _within_budget(name: str, *, test: bool = False) -> Callable[..., Any]:
+    """Jinja's own filter or test of this name, within the budget."""
+
+    @pass_context
+    def call(context: BudgetContext, *args: Any, **kwargs: Any) -> Any:
+        def function(value: Any, *rest: Any, **named: Any) -> Any:
+            return (_JINJA.call_test if test else _JINJA.call_filter)(name, value, rest, named, context=context)
+
+        return context.budget.run(name, function, *args, **kwargs)
+
+    return call
+
+
+@pass_context
+def _text_of(context: BudgetContext, value: Any) -> str:
+    """Return the text of a printed expression."""
+    return context.budget.text(value)
+
+
+@pass_context
+def _tojson(
+    context: BudgetContext,
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Replaces Jinja's own filter, which escapes HTML; takes the options that templates give."""
+    options = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators, "sort_keys": sort_keys}
+    if separators is not None:
+        context.budget.spend(context.budget.weigh(value) * sum(map(len, separators)))
+    written = str(context.budget.run("tojson", json.dumps, value, **options))
+    if ensure_ascii and context.mark:
+        # Of an even number of backslashes before it, none belongs to the escape of the mark.
+        written = re.sub(rf"(?<!\\)((?:\\\\)*)\\u{ord(context.mark):04x}", rf"\1{context.mark}", written)
+    return written
+
+
+class TemplateNamespace(Namespace):
+    """A namespace that prints as its name alone, whatever it holds."""
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
+
+
+def _dict(_: Context, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+    made = dict(*args, **kwargs)
+    for key in made:
+        _require_scalar(key)
+    return made
+
+
+def _namespace(context: BudgetContext, *args: Any, **kwargs: Any) -> TemplateNamespace:
+    return TemplateNamespace(context.budget.made(_dict(context, *args, **kwargs)))
+
+
+def _range(_: Context, *bounds: int) -> range:
+    return safe_range(*bounds)
+
+
+def _raise_exception(_: Context, message: Any = "") -> NoReturn:
+    raise JinjaError(str(message))
+
+
+def _strftime_now(_: Context, date_format: str) -> str:
+    if not _STRFTIME.fullmatch(date_format):
+        raise BudgetError(f"the date format {date_format[:40]!r} is not allowed")
+    return datetime.now().strftime(date_format)  # without a time zone: `%z` has to stay empty
+
+
+_FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
+    "dict": _dict,
+    "namespace": _namespace,
+    "raise_exception": _raise_exception,
+    "range": _range,
+    "strftime_now": _strftime_now,
 }
 
 
@@ -172,142 +363,64 @@ class _GenerationBlock(Extension):
 
 
 class _Rewriting(NodeTransformer):
-    """Replaces the expressions of a template that make values by calls of hidden filters."""
+    """Turns what Jinja would compute by itself into calls of the environment, and adds up what bodies cost."""
 
     def __init__(self) -> None:
-        self._nodes = 0
-        self._characters = 0
-        self._rules: dict[type[nodes.Node], Callable[[Any], nodes.Node]] = {
-            nodes.TemplateData: self._template_data,
-            nodes.Const: self._const,
-            nodes.For: self._for,
-            nodes.Macro: self._macro,
-            nodes.CallBlock: self._macro,
-            nodes.Filter: self._filter,
-            nodes.Test: self._test,
-            nodes.List: self._literal,
-            nodes.Tuple: self._literal,
-            nodes.Dict: self._literal,
-            nodes.Pair: self._pair,
-            nodes.Concat: self._concat,
-            nodes.Getitem: self._getitem,
-            nodes.Compare: self._compare,
-            **dict.fromkeys(_BINARY, self._binary),
-        }
+        self._nodes = self._characters = 0
+        self.body_costs: dict[str, tuple[int, int]] = {}
+        """Work and memory of running the body of each macro once."""
 
     @property
-    def work(self) -> int:
-        """Work of running every node visited so far once."""
-        return _WORK_PER_NODE * self._nodes + self._characters
-
-    @property
-    def memory(self) -> int:
-        """Memory of writing every text visited so far once."""
-        return _BYTES_PER_CHARACTER * self._characters
+    def cost(self) -> tuple[int, int]:
+        """Work and memory of running every node visited so far once."""
+        return _WORK_PER_NODE * self._nodes + self._characters, _BYTES_PER_CHARACTER * self._characters
 
     def visit(self, node: nodes.Node, *_: Any, **__: Any) -> Any:
         self._nodes += 1
         if self._nodes > _MAX_NODES:
             raise TemplateSyntaxError(f"it has more than {_MAX_NODES} expressions", node.lineno)
-        rule = self._rules.get(type(node))
-        return self.generic_visit(node) if rule is None else rule(node)
+        self._check(node)
+        before = self.cost
+        self.generic_visit(node)
+        work, memory = (now - then for now, then in zip(self.cost, before, strict=True))
+        match node:
+            case nodes.For():
+                node.iter = self._call("steps", cast(nodes.Expr, node.iter), nodes.Const(work), nodes.Const(memory))
+            case nodes.Macro() | nodes.CallBlock():
+                name = node.name if isinstance(node, nodes.Macro) else "caller"
+                known = self.body_costs.get(name, (0, 0))
+                self.body_costs[name] = max(known[0], work), max(known[1], memory)
+            case nodes.List() | nodes.Tuple(ctx="load") | nodes.Dict():
+                return self._call("new", node)
+            case nodes.Concat():
+                return self._call("concatenate", *node.nodes)
+            case nodes.Compare():
+                parts = (part for operand in node.ops for part in (nodes.Const(operand.op), operand.expr))
+                return self._call("compare", node.expr, *parts)
+            case nodes.Getitem(arg=nodes.Slice() as bounds):
+                parts = (part or nodes.Const(None) for part in (bounds.start, bounds.stop, bounds.step))
+                return self._call("cut", node.node, *parts)
+        return node
 
-    def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
-        if not isinstance(node, _UNCHANGED):
+    def _check(self, node: nodes.Node) -> None:
+        environment = template_environment()
+        if isinstance(node, nodes.TemplateData):
+            self._characters += len(node.data)
+        elif isinstance(node, nodes.Const) and isinstance(node.value, (int, float)):
+            if not -_MAX_LITERAL <= node.value <= _MAX_LITERAL:
+                raise TemplateSyntaxError("a number in it is too large", node.lineno)
+        elif not isinstance(node, _ALLOWED_NODES):
             raise NotAllowedError(f"{type(node).__name__.lower()} is not allowed in a chat template", node.lineno)
-        return super().generic_visit(node, *args, **kwargs)
-
-    def _children(self, node: nodes.Node) -> None:
-        super().generic_visit(node)
-
-    def _hidden(self, name: str, node: nodes.Expr, *args: Any) -> nodes.Filter:
-        return nodes.Filter(node, _HIDDEN + name, list(args), [], None, None, lineno=node.lineno)
-
-    def _template_data(self, node: nodes.TemplateData) -> nodes.Node:
-        self._characters += len(node.data)
-        return node
-
-    def _const(self, node: nodes.Const) -> nodes.Node:
-        value = node.value
-        if isinstance(value, (int, float)) and not -_MAX_LITERAL <= value <= _MAX_LITERAL:
-            raise TemplateSyntaxError("a number in it is too large", node.lineno)
-        return node
-
-    def _for(self, node: nodes.For) -> nodes.Node:
-        work, memory = self.work, self.memory
-        self._children(node)
-        cost = (nodes.Const(self.work - work), nodes.Const(self.memory - memory))
-        node.iter = self._hidden("steps", cast(nodes.Expr, node.iter), *cost)
-        return node
-
-    def _macro(self, node: nodes.Macro | nodes.CallBlock) -> nodes.Node:
-        work, memory = self.work, self.memory
-        self._children(node)
-        cost = self._hidden("spend", nodes.Const(self.work - work), nodes.Const(self.memory - memory))
-        node.body.insert(0, nodes.ExprStmt(cost, lineno=node.lineno))
-        return node
-
-    def _filter(self, node: nodes.Filter) -> nodes.Node:
-        if node.name not in FILTERS:
+        elif isinstance(node, nodes.Filter) and node.name not in environment.filters:
             raise NotAllowedError(f"the filter {node.name!r} is not allowed in a chat template", node.lineno)
-        self._children(node)
-        return node
-
-    def _test(self, node: nodes.Test) -> nodes.Node:
-        if node.name not in TESTS:
+        elif isinstance(node, nodes.Test) and node.name not in environment.tests:
             raise NotAllowedError(f"the test {node.name!r} is not allowed in a chat template", node.lineno)
-        self._children(node)
-        return node
+        elif isinstance(node, nodes.For) and node.recursive:
+            raise NotAllowedError("a recursive loop is not allowed in a chat template", node.lineno)
 
-    def _literal(self, node: nodes.List | nodes.Tuple | nodes.Dict) -> nodes.Node:
-        self._children(node)
-        assigned = isinstance(node, nodes.Tuple) and node.ctx == "store"
-        return node if assigned else self._hidden("new", node)
-
-    def _pair(self, node: nodes.Pair) -> nodes.Node:
-        self._children(node)
-        if not isinstance(node.key, nodes.Const):
-            node.key = self._hidden("key", node.key)
-        return node
-
-    def _concat(self, node: nodes.Concat) -> nodes.Node:
-        self._children(node)
-        return self._hidden("concatenate", *node.nodes)
-
-    def _getitem(self, node: nodes.Getitem) -> nodes.Node:
-        self._children(node)
-        if isinstance(node.arg, nodes.Slice):
-            bounds = (node.arg.start, node.arg.stop, node.arg.step)
-            return self._hidden("cut", node.node, *(nodes.Const(None) if part is None else part for part in bounds))
-        return node if isinstance(node.arg, nodes.Const) else self._hidden("item", node.node, node.arg)
-
-    def _compare(self, node: nodes.Compare) -> nodes.Node:
-        # To compare with a number or a text that is written down costs no more than it is long.
-        sides = [node.expr, *(operand.expr for operand in node.ops)]
-        first = node.ops[0]
-        plain = len(sides) == 2 and (
-            any(isinstance(side, nodes.Const) for side in sides)
-            if first.op not in ("in", "notin")
-            else isinstance(first.expr, (nodes.List, nodes.Tuple))
-            and all(isinstance(part, nodes.Const) for part in (node.expr, *first.expr.items))
-        )
-        if plain:
-            node.expr = self.visit(node.expr)
-            if first.op not in ("in", "notin"):
-                first.expr = self.visit(first.expr)
-            return node
-        self._children(node)
-        rest = [part for operand in node.ops for part in (nodes.Const(operand.op), operand.expr)]
-        return self._hidden("compare", node.expr, *rest)
-
-    def _binary(self, node: nodes.BinExpr) -> nodes.Node:
-        name = _BINARY[type(node)]
-        self._children(node)
-        left = node.left
-        if isinstance(node, nodes.Add) and isinstance(left, nodes.Filter) and left.name == _HIDDEN + name:
-            left.args.append(node.right)  # a + b + c is one call
-            return left
-        return self._hidden(name, left, node.right)
+    def _call(self, name: str, first: nodes.Expr, *rest: nodes.Expr) -> nodes.Call:
+        function = nodes.EnvironmentAttribute(name, lineno=first.lineno)
+        return nodes.Call(function, [first, *rest], [], None, None, lineno=first.lineno)
 
 
 @lru_cache(maxsize=1)

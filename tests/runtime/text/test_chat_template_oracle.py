@@ -110,7 +110,7 @@ class Clock(datetime):
 @pytest.fixture(autouse=True)
 def fixed_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_utils, "datetime", Clock)
-    monkeypatch.setattr("edgerun.runtime.text.template_methods.datetime", Clock)
+    monkeypatch.setattr("edgerun.runtime.text.template_sandbox.datetime", Clock)
 
 
 def source_of(family: str) -> str:
