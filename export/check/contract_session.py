@@ -40,6 +40,7 @@ _LOG_MARK: Final = "onnxruntime:"
 """Text in every line that ONNX Runtime logs."""
 _EXPANSION_MESSAGE: Final = "unpacked compute mode"
 """Text in the line that ONNX Runtime logs when a product expands its matrix to float32."""
+_WEIGHT_FOLDER: Final = "session.model_external_initializers_file_folder_path"
 _STDERR: Final = 2
 _STDERR_LOCK: Final = threading.Lock()
 _HINT: Final = "copy the model again if it may be damaged; else update onnxruntime"
@@ -230,14 +231,18 @@ class ModelSession:
             raise ExportError(f"the model cannot be run: {error_reason(error)}", _HINT) from error
 
 
-def evaluate(model: ModelProto, feeds: Mapping[str, npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
-    """Compute all outputs of a small model held in memory, without graph optimizations.
+def evaluate(
+    model: ModelProto, feeds: Mapping[str, npt.NDArray[Any]], folder: Path | None = None
+) -> list[npt.NDArray[Any]]:
+    """Compute all outputs of a model held in memory, with its large weights in a folder, without graph optimizations.
 
     Raises:
         ExportError: ONNX Runtime cannot run it.
     """
     options = session_options(threads=1)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if folder is not None:
+        options.add_session_config_entry(_WEIGHT_FOLDER, str(folder))
     try:
         return list(load_session(_serialized(model), options).run(None, dict(feeds)))
     except ORT_ERRORS as error:
@@ -251,7 +256,7 @@ def _load(model: str | ModelProto, folder: Path, threads: int = 0) -> ort.Infere
     if isinstance(model, ModelProto) and not any(node.op_type == "MatMulNBits" for node in model.graph.node):
         # For a few passes, float matrices are fast enough as they are in the file, without a packed copy of each.
         options.add_session_config_entry("session.disable_prepacking", "1")
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    options.add_session_config_entry(_WEIGHT_FOLDER, str(folder))
     source = _serialized(model) if isinstance(model, ModelProto) else model
     try:
         return load_session(source, options)

@@ -19,7 +19,7 @@ from ...runtime.measure.bundle_timing import BundleTimer
 from ...runtime.text.turn_markers import TokenArray, answer_start, read_markers
 from ..calibration.calibration_text import CalibrationText
 from ..upgrade.edit.editable import EditableGraph
-from ..upgrade.edit.tensor_writers import InPlace
+from ..upgrade.edit.tensors import in_place
 from .head_size import (
     TARGET_WIDTHS,
     Agreement,
@@ -246,7 +246,7 @@ def _best_head(
     trim_head(trimmed, ranking.kept(ranking.min_tokens))
     with (
         as_bundle(target, manifest, _draft_graph(target)) as whole,
-        as_bundle(target, manifest, trimmed.model(InPlace())) as smallest,
+        as_bundle(target, manifest, trimmed.model(in_place)) as smallest,
     ):
         on_whole, on_smallest = BundleTimer().time_passes([whole, smallest], (1,), _ROUNDS)
     return best_size(ranking, agreement, StepTimes(times.target, on_whole[1], on_smallest[1]))

@@ -23,7 +23,7 @@ from ...runtime.speculation.drafters.hidden_state_head import HiddenStateHead
 from ...runtime.text.turn_markers import TokenArray, answer_start, read_markers
 from ..calibration.calibration_text import CalibrationText
 from ..recipe import HeadVocabulary
-from ..upgrade.edit.tensor_writers import InPlace
+from ..upgrade.edit.tensors import in_place
 from .head_size import TARGET_WIDTHS, Float32Array, Int64Array, StepTimes, best_size, count_agreement
 from .token_ranking import TokenRanking, rank_tokens
 from .trimmed_head import trim_module, trimmed_module_graph
@@ -94,7 +94,7 @@ def _fastest(
     timer = BundleTimer()
     try:
         trimmed = trimmed_module_graph(folder, ranking.kept(ranking.min_tokens))
-        smallest.write_bytes(trimmed.model(InPlace()).SerializeToString())
+        smallest.write_bytes(trimmed.model(in_place).SerializeToString())
         on_whole, on_smallest = timer.time_heads(folder, [folder / DRAFT_GRAPH_NAME, smallest], _ROUNDS)
     finally:
         smallest.unlink(missing_ok=True)

@@ -37,7 +37,7 @@ from ..graph import inputs_outputs
 from ..graph.weight_file import WeightFile
 from ..upgrade.describe import bits_per_weight, weight_matrices
 from ..upgrade.edit.editable import EditableGraph, Node
-from ..upgrade.edit.tensor_writers import InPlace, KeepingFile, ToFile
+from ..upgrade.edit.tensors import FileRange, Store, in_place, to_file
 from ..upgrade.selected_logits import find_lm_head
 
 TokenIds = npt.NDArray[np.int64]
@@ -78,7 +78,6 @@ def trim_head(graph: EditableGraph, kept: TokenIds) -> None:
         after = graph.consumers(after[0].output(0))
     info = graph.outputs[inputs_outputs.LOGITS]
     info.type.tensor_type.shape.dim[-1].dim_value = kept.size
-    graph.forget_types()
     graph.sweep()
 
 
@@ -130,7 +129,7 @@ def write_trimmed(whole: Bundle, folder: Path, kept: TokenIds) -> None:
     linears = weight_matrices(graph, inputs_outputs.LOGITS)
     folder.mkdir(parents=True, exist_ok=True)
     with WeightFile(folder / WEIGHTS_NAME) as data:
-        model = graph.model(ToFile(data, lambda _: None))
+        model = graph.model(to_file(data))
         files = {WEIGHTS_NAME: data.digest()}
     (folder / GRAPH_NAME).write_bytes(model.SerializeToString())
     np.save(folder / TARGET_IDS_NAME, kept)
@@ -165,7 +164,7 @@ def trim_layer_skip_draft(folder: Path, kept: TokenIds) -> None:
         OSError: The disk refused a write.
     """
     graph = _trimmed_graph(folder, None, "layer-skip draft", kept)
-    write_atomically(folder / DRAFT_GRAPH_NAME, graph.model(InPlace()).SerializeToString())
+    write_atomically(folder / DRAFT_GRAPH_NAME, graph.model(in_place).SerializeToString())
     _name_trimmed(folder, kept, DRAFT_GRAPH_NAME)
 
 
@@ -186,7 +185,7 @@ def trim_module(folder: Path, kept: TokenIds) -> None:
     graph = trimmed_module_graph(folder, kept)
     with temporary_folder(folder, "trimmed") as new:
         with WeightFile(new / DRAFT_WEIGHTS_NAME) as data:
-            model = graph.model(KeepingFile(WEIGHTS_NAME, ToFile(data, lambda _: None)))
+            model = graph.model(_keeping(WEIGHTS_NAME, to_file(data)))
         move(new / DRAFT_WEIGHTS_NAME, folder / DRAFT_WEIGHTS_NAME)
     write_atomically(folder / DRAFT_GRAPH_NAME, model.SerializeToString())
     _name_trimmed(folder, kept, DRAFT_GRAPH_NAME, DRAFT_WEIGHTS_NAME)
@@ -211,6 +210,13 @@ def _trimmed_graph(folder: Path, head: HeadKind | None, called: str, kept: Token
     _require_ascending(kept, head_tokens(graph))
     trim_head(graph, kept)
     return graph
+
+
+def _keeping(location: str, others: Store) -> Store:
+    """Refer to tensors in the source's file of that path, and have `others` store all others."""
+    return lambda name, tensor: (
+        in_place if isinstance(tensor.source, FileRange) and tensor.source.location == location else others
+    )(name, tensor)
 
 
 def _name_trimmed(folder: Path, kept: TokenIds, *changed: str) -> None:

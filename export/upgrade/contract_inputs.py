@@ -16,9 +16,9 @@ from onnx import TensorProto, ValueInfoProto, helper
 
 from ...errors import BundleError, ExportError
 from ..graph import inputs_outputs
-from .decoder_io import MASK, POSITIONS, TOKENS, CacheTensor, DecoderIO
+from .decoder_io import MASK, POSITIONS, TOKENS, CacheTensor, DecoderIO, PassShape
 from .edit.editable import EditableGraph, Node
-from .subgraph_runner import PassShape, SubgraphRunner
+from .subgraph_runner import SubgraphRunner
 
 BIAS: Final = "attention_bias"
 LAST_SLOT: Final = "seqlens_k"

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from onnx import GraphProto, TensorProto
+import numpy as np
+from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 
 from ...errors import BundleError
 from ..graph import inputs_outputs
 from .edit.editable import EditableGraph, Node
+from .edit.tensors import Array
 
 TOKENS: Final = "input_ids"
 MASK: Final = "attention_mask"
@@ -30,6 +32,8 @@ _BEFORE_GATHER: Final = ("Cast", "Clip", "Reshape", "Where")
 """Operators that may stand between token ids and the embedding lookup."""
 _KNOWN_DOMAINS: Final = ("", "com.microsoft", "ai.onnx.ml", "com.microsoft.nchwc")
 _CACHED_BRANCH: Final = "then_branch"
+_MASKED: Final = -1e4
+"""Added to the score of a masked position; representable in half precision."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,20 @@ class DecoderIO:
     logits: str
 
 
-def take_cached_branch(graph: EditableGraph) -> None:
+@dataclass(frozen=True)
+class PassShape:
+    """Number of new and cached tokens of a forward pass."""
+
+    new: int
+    past: int
+
+    @property
+    def total(self) -> int:
+        """Number of cached and new tokens."""
+        return self.new + self.past
+
+
+def take_cached_branch(model: ModelProto) -> None:
     """Replace the `If` of a merged decoder by its branch for a filled cache; other graphs do not change.
 
     Optimum before 1.14 wrote merged decoders (`decoder_model_merged.onnx`), and transformers.js adopted them: an `If`
@@ -57,13 +74,69 @@ def take_cached_branch(graph: EditableGraph) -> None:
     cache.
 
     Raises:
-        BundleError: the branch does not work without the other one.
+        BundleError: names in the branch are taken.
     """
-    for node in graph.nodes_of("If"):
-        condition = _boolean_input(graph, node)
-        if condition is not None:
-            _inline_branch(graph, node)
-            graph.inputs.pop(condition)
+    graph = model.graph
+    producers = {name: node for node in graph.node for name in node.output}
+    flags = {info.name: info for info in graph.input if info.type.tensor_type.elem_type == TensorProto.BOOL}
+    for node in [node for node in graph.node if node.op_type == "If"]:
+        condition = node.input[0]
+        while condition in producers and producers[condition].op_type in ("Cast", "Squeeze", "Reshape"):
+            condition = producers[condition].input[0]
+        if condition not in flags:
+            continue
+        branch = next(each for each in node.attribute if each.name == _CACHED_BRANCH).g
+        graph.input.remove(flags.pop(condition))
+        graph.node.remove(node)
+        graph.initializer.extend(branch.initializer)
+        graph.node.extend(branch.node)
+        renamed = {info.name: name for info, name in zip(branch.output, node.output, strict=True) if info.name != name}
+        graph.node.extend(helper.make_node("Identity", [old], [new]) for old, new in renamed.items())
+        names = [name for each in graph.node for name in each.output if name] + [
+            each.name for each in graph.initializer
+        ]
+        if len(set(names)) != len(names):
+            raise BundleError("names in the model's branches clash", _RUN_AS_IT_IS)
+
+
+def input_value(info: ValueInfoProto, lengths: PassShape) -> Array:
+    """Value that a graph input is fed in a pass over one sequence without padding.
+
+    Token ids are 0, the mask is ones (or, with four dimensions, causal), positions ascend, and the cache is zeros. Of
+    the dimensions of a cache without a number, the last is the length and any other one the batch.
+    """
+    dtype = np.dtype(helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type))
+    declared = [each.dim_value for each in info.type.tensor_type.shape.dim]
+    ones = [max(size, 1) for size in declared]
+    if info.name == MASK:
+        value = _mask(dtype, len(declared), lengths)
+    elif info.name == POSITIONS:
+        positions = np.arange(lengths.past, lengths.total)
+        value = np.broadcast_to(positions, (*([1] if len(declared) < 3 else [3, 1]), lengths.new))
+    elif info.name == TOKENS:
+        value = np.zeros((1, lengths.new))
+    elif dtype.kind == "f" and len(declared) >= 4:
+        value = np.zeros([lengths.past if axis == _slots_axis(declared) else size for axis, size in enumerate(ones)])
+    elif dtype != np.bool_ and re.search("past|total", info.name):
+        value = np.full(ones, lengths.total - ("past" in info.name))
+    else:  # a flag, or a number of logits to keep
+        value = np.full(ones, lengths.new)
+    return value.astype(dtype)
+
+
+def _slots_axis(declared: list[int]) -> int | None:
+    """The last axis without a number."""
+    return max((axis for axis, size in enumerate(declared) if size <= 0), default=None)
+
+
+def _mask(dtype: np.dtype[np.generic], rank: int, lengths: PassShape) -> Array:
+    """Ones [1, total]; or, for rank 4, [1, 1, new, total] of scores to add (floats), or of whether a slot counts."""
+    if rank != 4:
+        return np.ones((1, lengths.total), dtype)
+    slots = np.arange(lengths.total)
+    seen = slots <= slots[lengths.past :, None]
+    cells = np.where(seen, 0, _MASKED) if dtype.kind == "f" else seen
+    return cells.astype(dtype)[None, None]
 
 
 def identify_io(graph: EditableGraph, names: Mapping[str, str] = MappingProxyType({})) -> DecoderIO:
@@ -113,37 +186,6 @@ def embedding_lookup(graph: EditableGraph, ids: str) -> Node | None:
             if node.op in _BEFORE_GATHER:
                 waiting.append(node.output(0))
     return None
-
-
-def _boolean_input(graph: EditableGraph, node: Node) -> str | None:
-    """The boolean graph input that is the condition of an If."""
-    name = node.input(0)
-    while (producer := graph.producer_of(name, "Cast", "Squeeze", "Reshape")) is not None:
-        name = producer.input(0)
-    return name if name in graph.inputs and graph.element_type(name) == TensorProto.BOOL else None
-
-
-def _inline_branch(graph: EditableGraph, node: Node) -> None:
-    branch = node.attribute(_CACHED_BRANCH)
-    if not isinstance(branch, GraphProto) or branch.sparse_initializer:
-        raise BundleError("the model's branch for a filled cache cannot be read", _RUN_AS_IT_IS)
-    outputs = [value.name for value in branch.output]
-    computed = {name for proto in branch.node for name in proto.output}
-    if not set(outputs) <= computed:
-        raise BundleError(
-            "the model's branch for a filled cache returns values that it does not compute", _RUN_AS_IT_IS
-        )
-    graph.remove(node)
-    try:
-        for tensor in branch.initializer:
-            graph.add_stored(tensor)
-        for proto in branch.node:
-            graph.add_proto(proto)
-        for name, output in zip(outputs, node.outputs, strict=True):
-            graph.rename(name, output)
-        graph.drop_identities()
-    except ValueError as error:
-        raise BundleError(f"names in the model's branches clash: {error}", _RUN_AS_IT_IS) from error
 
 
 def _require_known_operators(graph: EditableGraph) -> None:

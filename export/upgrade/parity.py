@@ -24,10 +24,9 @@ from ...errors import ExportError
 from ..check.contract_session import CacheShape, ContractSession, ModelSession
 from ..check.float_activations import with_float_activations
 from ..check.parity import Parity, mean_kl
-from .decoder_io import MASK, POSITIONS, TOKENS, DecoderIO
+from .decoder_io import TOKENS, DecoderIO, PassShape, input_value
 from .edit.editable import EditableGraph
-from .edit.tensor_writers import InPlace
-from .subgraph_runner import PassShape, mask_value
+from .edit.tensors import Array, in_place
 
 TOLERANCE: Final = 1e-3
 """Largest difference of a logit, in units of the logits' spread where that exceeds 1."""
@@ -180,12 +179,9 @@ class _Source:
     def __init__(self, graph: EditableGraph, io: DecoderIO, cache: CacheShape) -> None:
         self._io = io
         self._cache = cache
-        self._inputs = {
-            name: (helper.tensor_dtype_to_np_dtype(graph.element_type(name)), graph.shape(name) or ())
-            for name in graph.inputs
-        }
+        self._inputs = graph.inputs
         self.half = graph.element_type(io.caches[0].past) != TensorProto.FLOAT
-        self._session = ModelSession(with_float_activations(graph.model(InPlace())), graph.folder)
+        self._session = ModelSession(with_float_activations(graph.model(in_place)), graph.folder)
 
     def logits(self, tokens: TokenArray) -> Float32Array:
         """Logits after every token, [tokens, vocabulary].
@@ -205,36 +201,22 @@ class _Source:
         return np.stack(steps)
 
     def _pass(
-        self, tokens: TokenArray, caches: Mapping[str, npt.NDArray[np.generic]], past: int
-    ) -> tuple[Float32Array, dict[str, npt.NDArray[np.generic]]]:
-        feeds = dict(caches)
-        for name, (dtype, shape) in self._inputs.items():
-            if name not in feeds:
-                feeds[name] = self._value(name, shape, tokens, past).astype(dtype)
+        self, tokens: TokenArray, caches: Mapping[str, Array], past: int
+    ) -> tuple[Float32Array, dict[str, Array]]:
+        lengths = PassShape(len(tokens), past)
+        feeds = {name: input_value(info, lengths) for name, info in self._inputs.items()} | dict(caches)
+        feeds[TOKENS] = tokens[None].astype(feeds[TOKENS].dtype)
         outputs = [self._io.logits, *(cache.present for cache in self._io.caches)]
         logits, *presents = self._session.run(outputs, feeds)
         flat = logits.reshape(-1, logits.shape[-1]).astype(np.float32)
         return flat, dict(zip((cache.past for cache in self._io.caches), presents, strict=True))
 
-    def _value(self, name: str, shape: tuple[int | str, ...], tokens: TokenArray, past: int) -> npt.NDArray[np.generic]:
-        total = past + len(tokens)
-        if name == TOKENS:
-            return tokens[None]
-        if name == MASK:
-            return mask_value(self._inputs[name][0], len(shape), PassShape(len(tokens), past))
-        if name == POSITIONS:
-            positions = np.arange(past, total)
-            return np.broadcast_to(positions, (3, 1, len(tokens)) if len(shape) == 3 else (1, len(tokens)))
-        if "past" in name or "total" in name:  # lengths
-            return np.full([size if isinstance(size, int) else 1 for size in shape], total - ("past" in name))
-        # A number of logits to keep, or a flag.
-        return np.full([size if isinstance(size, int) else 1 for size in shape], len(tokens))
-
-    def _empty_caches(self) -> dict[str, npt.NDArray[np.generic]]:
+    def _empty_caches(self) -> dict[str, Array]:
         """Caches without slots, or with the number of slots that the graph fixes."""
         empty = {}
         for cache in self._io.caches:
-            dtype, declared = self._inputs[cache.past]
-            slots = declared[2] if len(declared) == 4 and isinstance(declared[2], int) else 0
-            empty[cache.past] = np.zeros((1, self._cache.kv_heads, slots, self._cache.head_dim), dtype)
+            info = self._inputs[cache.past].type.tensor_type
+            slots = info.shape.dim[2].dim_value if len(info.shape.dim) == 4 else 0
+            shape = (1, self._cache.kv_heads, slots, self._cache.head_dim)
+            empty[cache.past] = np.zeros(shape, helper.tensor_dtype_to_np_dtype(info.elem_type))
         return empty

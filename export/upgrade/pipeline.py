@@ -26,8 +26,8 @@ from ..recipe import DEFAULT_CONTEXT_LIMIT, FP32, INT4, LONGEST_CONTEXT, ExportR
 from .contract_inputs import AttentionShape, declare_cache_shape, wire_attention
 from .decoder_io import POSITIONS, DecoderIO, identify_io, take_cached_branch
 from .describe import WeightMatrix, architecture_of, bits_per_weight, formats_of, weight_matrices
-from .edit.editable import EditableGraph, Node
-from .edit.tensor_writers import InPlace, ToFile
+from .edit.editable import EditableGraph, Node, read_model
+from .edit.tensors import in_place, to_file
 from .foreign_model import ForeignModel, find_foreign_model
 from .linears.float_linears import quantize_linears
 from .linears.half_precision import is_half, widen
@@ -126,7 +126,7 @@ class _Upgrade:
         difference = None
         if rounds:
             source_folder = self._foreign.graph.parent
-            difference = self._require_same(source_folder, attention, graph.model(InPlace()), reference)
+            difference = self._require_same(source_folder, attention, graph.model(in_place), reference)
         if is_half(graph):
             self._widen(graph)
         if rounds:
@@ -154,9 +154,8 @@ class _Upgrade:
             io = identify_io(graph)
         attention = wire_attention(graph, io, self._context, self._foreign.head_dim)
         select_positions(graph, io.logits)
-        graph.forget_types()
         graph.sweep()
-        _remove_unread_inputs(graph)
+        _remove_inputs(graph)
         matrices = weight_matrices(graph, inputs_outputs.LOGITS)
         vocab_size = architecture_of(matrices, attention, "", self._context, None).vocab_size
         self._progress("reading", 0.5)
@@ -166,10 +165,11 @@ class _Upgrade:
 
     def _normalized_source(self) -> tuple[EditableGraph, DecoderIO]:
         """Open the source, and give it separate caches, usual input names and no integer products."""
-        graph = EditableGraph.open(self._foreign.graph)
+        model = read_model(self._foreign.graph)
+        take_cached_branch(model)
+        graph = EditableGraph(model, self._foreign.graph.parent)
         _require_foreign(graph)
         _require_attention_alone(graph, self._foreign)
-        take_cached_branch(graph)
         split_caches(graph)
         convert_integer_linears(graph)
         return graph, identify_io(graph, self._foreign.input_names)
@@ -212,7 +212,7 @@ class _Upgrade:
     def _write_files(self, folder: Path, graph: EditableGraph) -> None:
         total = sum(tensor.nbytes for tensor in graph.tensors.values())
         with WeightFile(folder / WEIGHTS_NAME) as data:
-            model = graph.model(ToFile(data, counted(total, self._progress, "writing weights")))
+            model = graph.model(to_file(data, counted(total, self._progress, "writing weights")))
             self._digest = data.digest()
         (folder / GRAPH_NAME).write_bytes(model.SerializeToString())
         self._foreign.copy_config_files(folder)
@@ -305,10 +305,16 @@ def _require_foreign(graph: EditableGraph) -> None:
         raise BundleError("the model follows edge-run's graph contract already", "run it as it is")
 
 
-def _remove_unread_inputs(graph: EditableGraph) -> None:
-    """Remove inputs of the source that no node reads any more."""
+def _remove_inputs(graph: EditableGraph) -> None:
+    """Remove inputs of the source that no node reads any more.
+
+    Raises:
+        BundleError: a node reads one that the contract does not have.
+    """
     kept = {info.name for info in inputs_outputs.pass_inputs()}
-    for name in [name for name in graph.inputs if name not in kept and not graph.consumers(name)]:
+    for name in [name for name in graph.inputs if name not in kept and not name.startswith("past_key_values.")]:
+        if graph.consumers(name):
+            raise BundleError(f"the model has an unknown input {name}", "such a graph cannot be upgraded")
         del graph.inputs[name]
 
 

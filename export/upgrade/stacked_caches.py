@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from onnx import GraphProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from ...errors import BundleError, ExportError
-from ..check.contract_session import evaluate
 from .edit.editable import EditableGraph, Node
+from .subgraph_runner import run_part
 
 _PAST: Final = 5
 """Cached slots of the trial run; other dimensions of a cache are unlikely to have this size."""
@@ -111,38 +111,20 @@ def _replace_cache(graph: EditableGraph, part: _Part, index: int) -> None:
     graph.set_output(info, part.joined.output(0))
 
 
-def _part_shape(graph: EditableGraph, part: _Part) -> tuple[int, int, int, int]:
+def _part_shape(graph: EditableGraph, part: _Part) -> tuple[int, ...]:
     """Shape of the past slots of a part, for a cache of `_PAST` slots."""
-    nodes: dict[Node, None] = {}
-    waiting = [part.value]
-    while waiting:
-        name = waiting.pop()
-        node = graph.producer(name)
-        if node is not None and name != part.cache:
-            nodes[node] = None
-            waiting += [each for each in node.inputs if each]
     declared = graph.shape(part.cache) or ()
     fed = [size if isinstance(size, int) else 1 for size in declared]
     for axis in _symbolic_axes(declared)[-1:]:
         fed[axis] = _PAST
-    constants = {name for node in nodes for name in node.inputs if name in graph.tensors}
-    order = [node for node in graph.in_order() if node in nodes]
-    subgraph = GraphProto(
-        name="cache",
-        node=[*(node.proto() for node in order), helper.make_node("Identity", [part.value], ["part"])],
-        initializer=[numpy_helper.from_array(np.asarray(graph.array(name)), name) for name in constants],
-        input=[helper.make_tensor_value_info(part.cache, graph.element_type(part.cache), fed)],
-        output=[ValueInfoProto(name="part")],
-    )
-    opsets = [helper.make_opsetid(domain, version) for domain, version in graph.opsets.items()]
-    feeds = {part.cache: np.zeros(fed, helper.tensor_dtype_to_np_dtype(graph.element_type(part.cache)))}
+    cache = np.zeros(fed, helper.tensor_dtype_to_np_dtype(graph.element_type(part.cache)))
     try:
-        shape = evaluate(helper.make_model(subgraph, opset_imports=opsets, ir_version=10), feeds)[0].shape
+        found = run_part(graph, "Shape", [part.value], {part.cache: cache}.get)[part.value]
     except ExportError as error:
         raise _unknown_structure(part.cache) from error
-    if len(shape) != 4 or shape[0] != 1 or shape[2] != _PAST:
+    if len(found) != 4 or found[0] != 1 or found[2] != _PAST:
         raise _unknown_structure(part.cache)
-    return shape
+    return tuple(found.tolist())
 
 
 def _outputs_with(graph: EditableGraph, joined: str) -> list[str]:

@@ -33,18 +33,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto, helper
 
 from ....errors import BundleError
 from ....models.onnx_file.external_data import check_external_data
 from ...graph.nodes import MICROSOFT
-from .node import Node, constant_of, ordered
-from .tensor_writers import TensorWriter
-from .tensors import Array, Tensor, read_tensor
+from .node import Node, constant_of
+from .tensors import Array, Store, Tensor, read_tensor
 
-__all__ = ["MICROSOFT", "EditableGraph", "Node"]
+__all__ = ["MICROSOFT", "EditableGraph", "Node", "read_model"]
 
 
 class EditableGraph:
@@ -70,7 +70,6 @@ class EditableGraph:
             each.name: each for each in graph.input if each.name not in self.tensors
         }
         self.outputs: dict[str, ValueInfoProto] = {each.name: each for each in graph.output}
-        self._types: dict[str, ValueInfoProto] = {each.name: each for each in graph.value_info}
         self._nodes: dict[Node, None] = {}
         self._producers: dict[str, Node] = {}
         self._consumers: defaultdict[str, dict[Node, None]] = defaultdict(dict)
@@ -81,18 +80,8 @@ class EditableGraph:
 
     @classmethod
     def open(cls, path: Path) -> EditableGraph:
-        """Read an .onnx file without its external weights.
-
-        Raises:
-            BundleError: the file is not an ONNX model, its weights are missing, or it cannot be edited.
-        """
-        try:
-            check_external_data(path)
-            return cls(onnx.load(path, load_external_data=False), path.parent)
-        except DecodeError as error:
-            raise BundleError(f"{path} is not an ONNX model", "give a complete .onnx file") from error
-        except OSError as error:
-            raise BundleError(f"{path} cannot be read: {error.strerror or error}", "check its permissions") from error
+        """Read an .onnx file without its external weights; raises as `read_model` and the constructor."""
+        return cls(read_model(path), path.parent)
 
     # Queries
 
@@ -132,11 +121,6 @@ class EditableGraph:
         value = self.array(name)
         return None if value is None else [int(each) for each in value.reshape(-1)]
 
-    def scalar(self, name: str) -> float | None:
-        """A constant of one element; None if the value is anything else."""
-        tensor = self.tensors.get(name)
-        return float(tensor.array().reshape(-1)[0]) if tensor is not None and tensor.size == 1 else None
-
     def element_type(self, name: str) -> int:
         """The `TensorProto.DataType` of a value, as far as the file declares it; 0 if unknown."""
         if name in self.tensors:
@@ -161,7 +145,18 @@ class EditableGraph:
         Raises:
             BundleError: the graph has a cycle.
         """
-        return ordered(self._nodes, self._producers, self._consumers)
+        waiting = {
+            node: {self._producers[name] for name in node.reads() if name in self._producers} for node in self._nodes
+        }
+        done = [node for node, needed in waiting.items() if not needed]
+        for node in done:  # the list grows while it is walked
+            for reader in {each: None for name in node.outputs for each in self._consumers.get(name, ())}:
+                waiting[reader].discard(node)
+                if not waiting[reader]:
+                    done.append(reader)
+        if len(done) != len(waiting):
+            raise BundleError("the model's graph has a cycle", "it is damaged: copy it again")
+        return done
 
     # Edits
 
@@ -198,31 +193,19 @@ class EditableGraph:
         self._attach(node)
         return node
 
-    def add_proto(self, proto: NodeProto) -> None:
-        """Add a node of an ONNX message, with its own names.
-
-        Raises:
-            ValueError: one of its output names is taken.
-        """
-        if taken := [name for name in proto.output if name and self._exists(name)]:
-            raise ValueError(f"{taken[0]} is taken")
-        self._add_node_or_constant(proto)
-
-    def add_stored(self, proto: TensorProto) -> None:
-        """Add a constant of the source model by reference, with its own name.
-
-        Raises:
-            ValueError: its name is taken.
-        """
-        if self._exists(proto.name):
-            raise ValueError(f"{proto.name} is taken")
-        self.tensors[proto.name] = read_tensor(proto, self.folder)
+    def value(self, op: str, inputs: Sequence[str], *, domain: str = "", name: str = "", **attributes: Any) -> str:
+        """Add a node with one output and return that output's name; arguments as for `add`."""
+        return self.add(op, inputs, domain=domain, name=name, **attributes).output(0)
 
     def add_tensor(self, name: str, value: Tensor | Array) -> str:
         """Add a constant; returns its name."""
         name = self.fresh(name)
         self.tensors[name] = value if isinstance(value, Tensor) else Tensor.of(value)
         return name
+
+    def integers_of(self, name: str, values: Any) -> str:
+        """Add a constant of int64; returns its name."""
+        return self.add_tensor(name, np.array(values, np.int64))
 
     def add_input(self, info: ValueInfoProto) -> str:
         """Declare a graph input, or replace its declaration; returns its name.
@@ -297,7 +280,7 @@ class EditableGraph:
             self._producers[new] = producer
         if old in self.tensors:
             self.tensors[new] = self.tensors.pop(old)
-        for declared in (self.inputs, self.outputs, self._types):
+        for declared in (self.inputs, self.outputs):
             if old in declared:
                 info = ValueInfoProto()
                 info.CopyFrom(declared.pop(old))
@@ -346,22 +329,17 @@ class EditableGraph:
                 self.remove(node)
                 self.rename(old, new)
 
-    def forget_types(self) -> None:
-        """Drop declared types and shapes of intermediate values, which edits make wrong."""
-        self._types.clear()
-
     # Output
 
-    def model(self, weights: TensorWriter) -> ModelProto:
-        """Build an ONNX model of the graph; `weights` stores the tensors."""
-        stored = [weights.store(name, tensor) for name, tensor in self.tensors.items()]
+    def model(self, store: Store) -> ModelProto:
+        """Build an ONNX model of the graph; `store` stores the tensors."""
+        stored = [store(name, tensor) for name, tensor in self.tensors.items()]
         graph = GraphProto(
             name="decoder",
-            node=[*(each.cast for each in stored if each.cast), *(node.proto() for node in self.in_order())],
-            initializer=[each.tensor for each in stored],
+            node=[*(cast for _, cast in stored if cast), *(node.proto() for node in self.in_order())],
+            initializer=[tensor for tensor, _ in stored],
             input=self.inputs.values(),
             output=self.outputs.values(),
-            value_info=self._types.values(),
         )
         return ModelProto(
             graph=graph,
@@ -377,9 +355,6 @@ class EditableGraph:
         else:
             self._attach(Node(proto))
 
-    def _exists(self, name: str) -> bool:
-        return name in self._producers or name in self.tensors or name in self.inputs
-
     def _attach(self, node: Node) -> None:
         self._nodes[node] = None
         for name in node.outputs:
@@ -389,7 +364,7 @@ class EditableGraph:
             self._consumers[name][node] = None
 
     def _described(self, name: str) -> ValueInfoProto | None:
-        return self.inputs.get(name) or self.outputs.get(name) or self._types.get(name)
+        return self.inputs.get(name) or self.outputs.get(name)
 
     def _require_uncaptured(self, node: Node, name: str) -> None:
         if name in node.captured:
@@ -399,3 +374,18 @@ class EditableGraph:
 
     def _is_captured(self, name: str) -> bool:
         return any(name in reader.captured for reader in self._consumers.get(name, ()))
+
+
+def read_model(path: Path) -> ModelProto:
+    """Read an .onnx file without its external weights.
+
+    Raises:
+        BundleError: the file is not an ONNX model, or its weights are missing.
+    """
+    try:
+        check_external_data(path)
+        return onnx.load(path, load_external_data=False)
+    except DecodeError as error:
+        raise BundleError(f"{path} is not an ONNX model", "give a complete .onnx file") from error
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read: {error.strerror or error}", "check its permissions") from error

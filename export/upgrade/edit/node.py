@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from onnx import AttributeProto, GraphProto, NodeProto, helper
+from onnx import GraphProto, NodeProto, helper
 
 from ....errors import BundleError
 from .tensors import Tensor, read_tensor
@@ -70,29 +70,12 @@ class Node:
         yield from self.captured
 
 
-def ordered(
-    nodes: Iterable[Node], producers: Mapping[str, Node], consumers: Mapping[str, Iterable[Node]]
-) -> list[Node]:
-    """Sort the nodes so that each follows those whose outputs it reads.
+def constant_of(proto: NodeProto, folder: Path) -> Tensor:
+    """The value of a Constant node.
 
     Raises:
-        BundleError: the graph has a cycle.
+        BundleError: it is of a type that cannot be read.
     """
-    waiting = {node: {producers[name] for name in node.reads() if name in producers} for node in nodes}
-    done = [node for node, needed in waiting.items() if not needed]
-    for node in done:  # the list grows while it is walked
-        for reader in {each: None for output in node.outputs for each in consumers.get(output, ())}:
-            needed = waiting[reader]
-            needed.discard(node)
-            if not needed:
-                done.append(reader)
-    if len(done) != len(waiting):
-        raise BundleError("the model's graph has a cycle", "it is damaged: copy it again")
-    return done
-
-
-def constant_of(proto: NodeProto, folder: Path) -> Tensor:
-    """Return the value of a Constant node."""
     for attribute in proto.attribute:
         if attribute.name == "value":
             return read_tensor(attribute.t, folder)
@@ -105,15 +88,15 @@ def constant_of(proto: NodeProto, folder: Path) -> Tensor:
 
 def _captured(proto: NodeProto) -> set[str]:
     """Names that the branches of a node read from the enclosing graph."""
-    return set().union(*(_outer_names(graph) for attribute in proto.attribute for graph in _graphs(attribute)))
-
-
-def _graphs(attribute: AttributeProto) -> list[GraphProto]:
-    return [attribute.g] if attribute.type == AttributeProto.GRAPH else list(attribute.graphs)
+    found: set[str] = set()
+    for attribute in proto.attribute:
+        for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
+            found |= _outer_names(graph)
+    return found
 
 
 def _outer_names(graph: GraphProto) -> set[str]:
-    made = {each.name for each in graph.input} | {each.name for each in graph.initializer}
+    made = {each.name for each in (*graph.input, *graph.initializer)}
     made.update(name for node in graph.node for name in node.output)
     read = {name for node in graph.node for name in (*node.input, *_captured(node)) if name}
     return (read | {each.name for each in graph.output}) - made

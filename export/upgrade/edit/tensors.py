@@ -1,17 +1,14 @@
-"""Constant tensors of an edited graph: type, shape and source of bytes.
+"""Constant tensors of an edited graph: type, shape and source of bytes, and how a written model stores them.
 
-A tensor's bytes are one of:
-
-- `FileRange`: a range of a file of the source model. Read through a memory map, copied to the new file in pieces.
-- `InMemory`: a NumPy array (stored inside the source .onnx file, or small and computed by a pass).
-- `Computed`: pieces that are computed when the new file is written (a matrix being quantized).
+A tensor's bytes are either a range of a file of the source model (`FileRange`), which is read through a memory map and
+copied in pieces, or made on demand (`Computed`): values that are in memory already, or a matrix that is rounded while
+the new file is written.
 
 Bytes are little-endian and packed as ONNX stores them: two 4-bit values per byte, the first in the low bits.
 """
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,15 +16,18 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from onnx import TensorProto, helper, numpy_helper
+from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from ....errors import BundleError
+from ...graph.weight_file import WeightFile
 
 Array = npt.NDArray[Any]
 
 _PIECE: Final = 4 << 20
 _FOUR_BITS: Final[Mapping[int, bool]] = {TensorProto.UINT4: False, TensorProto.INT4: True}
 """Element types with two elements per byte, and whether they are signed."""
+_INLINE_BELOW: Final = 1024
+"""Tensors of fewer bytes stay in the .onnx file itself, where shape inference can see them."""
 
 
 @dataclass(frozen=True)
@@ -40,64 +40,36 @@ class FileRange:
     offset: int
     length: int
 
-    @property
-    def path(self) -> Path:
-        """Path of the file."""
-        return self.folder / self.location
-
     def pieces(self) -> Iterator[Array]:
         """Yield the bytes, uint8, a few MiB at a time.
 
         Raises:
             BundleError: the file cannot be read, or shrank meanwhile.
         """
+        path = self.folder / self.location
         try:
-            with self.path.open("rb") as file:
+            with path.open("rb") as file:
                 file.seek(self.offset)
                 left = self.length
                 while left:
                     piece = file.read(min(left, _PIECE))
                     if not piece:
-                        raise BundleError(f"{self.path} shrank while it was read", "do not change the model meanwhile")
+                        raise BundleError(f"{path} shrank while it was read", "do not change the model meanwhile")
                     left -= len(piece)
                     yield np.frombuffer(piece, np.uint8)
         except OSError as error:
-            raise BundleError(f"{self.path} cannot be read: {error.strerror or error}", "check the disk") from error
+            raise BundleError(f"{path} cannot be read: {error.strerror or error}", "check the disk") from error
 
     def read(self) -> Array:
         """Map the bytes without copying them, uint8 [length], read-only."""
         if not self.length:
             return np.empty(0, np.uint8)
-        start = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
-        with self.path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), self.offset - start + self.length, access=mmap.ACCESS_READ, offset=start)
-        return np.frombuffer(mapped, np.uint8, self.length, self.offset - start)
-
-
-@dataclass(frozen=True, eq=False)
-class InMemory:
-    """Bytes that are in memory."""
-
-    data: Array
-    """uint8 [length]"""
-
-    @property
-    def length(self) -> int:
-        """Number of bytes."""
-        return self.data.size
-
-    def pieces(self) -> Iterator[Array]:
-        """Yield the bytes in one piece."""
-        yield self.data
-
-    def read(self) -> Array:
-        """Return the bytes, uint8 [length]."""
-        return self.data
+        return np.memmap(self.folder / self.location, np.uint8, "r", self.offset, (self.length,))
 
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """Bytes that are computed on demand."""
+    """Bytes that are in memory, or computed on demand."""
 
     length: int
     make: Callable[[], Iterable[Array]]
@@ -111,12 +83,12 @@ class Computed:
         yield from self.make()
 
     def read(self) -> Array:
-        """Compute all bytes at once, uint8 [length]."""
+        """Return all bytes at once, uint8 [length]."""
         pieces = [np.ascontiguousarray(piece).reshape(-1).view(np.uint8) for piece in self.make()]
-        return np.concatenate(pieces) if pieces else np.empty(0, np.uint8)
+        return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint8), *pieces])
 
 
-Source = FileRange | InMemory | Computed
+Source = FileRange | Computed
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,8 +104,8 @@ class Tensor:
     def of(cls, value: Array) -> Tensor:
         """Wrap an array."""
         value = np.ascontiguousarray(value)
-        data = value.reshape(-1).view(np.uint8) if value.size else np.empty(0, np.uint8)
-        return cls(helper.np_dtype_to_tensor_dtype(value.dtype), value.shape, InMemory(data))
+        source = Computed(value.nbytes, lambda: [value.reshape(-1)] if value.size else [])
+        return cls(helper.np_dtype_to_tensor_dtype(value.dtype), value.shape, source)
 
     @classmethod
     def computed(cls, dtype: npt.DTypeLike, shape: tuple[int, ...], make: Callable[[], Iterable[Array]]) -> Tensor:
@@ -193,10 +165,60 @@ def read_tensor(proto: TensorProto, folder: Path) -> Tensor:
             data = proto.raw_data or numpy_helper.from_array(numpy_helper.to_array(proto)).raw_data
         except Exception as error:  # the library raises many kinds
             raise _damaged(proto.name, str(error)) from error
-        source = InMemory(np.frombuffer(data, np.uint8))
+        source = Computed(len(data), lambda: [np.frombuffer(data, np.uint8)])
     if any(extent < 0 for extent in shape) or source.length != _bytes_of(proto.data_type, shape, proto.name):
         raise _damaged(proto.name, f"{source.length} bytes, which does not match its shape {list(shape)}")
     return Tensor(proto.data_type, shape, source)
+
+
+Store = Callable[[str, Tensor], tuple[TensorProto, NodeProto | None]]
+"""Stores the tensor that a graph knows by a name. Returns it as the new model refers to it, and, where that has another
+type than the graph reads, the node that converts it."""
+
+
+def in_place(name: str, tensor: Tensor) -> tuple[TensorProto, NodeProto | None]:
+    """Refer to a tensor in its file of the source model, or store its bytes in the model if it is in none."""
+    source = tensor.source
+    if tensor.nbytes >= _INLINE_BELOW:
+        if isinstance(source, FileRange):
+            return _external(name, tensor, source.location, source.offset), None
+        if source.widens is not None:
+            kept, _ = in_place(f"{name}.stored", source.widens.reshaped(*tensor.shape))
+            return kept, helper.make_node("Cast", [kept.name], [name], to=tensor.element_type)
+    return _inline(name, tensor), None
+
+
+def to_file(data: WeightFile, on_written: Callable[[int], None] | None = None) -> Store:
+    """Stream tensors into a weight file one by one, and store small ones in the model.
+
+    Tensors with the same source are written once. `on_written` is called with the number of bytes after each piece.
+    """
+    offsets: dict[Source, int] = {}
+
+    def store(name: str, tensor: Tensor) -> tuple[TensorProto, None]:
+        if tensor.nbytes < _INLINE_BELOW:
+            return _inline(name, tensor), None
+        if tensor.source not in offsets:
+            offsets[tensor.source] = data.start(tensor.nbytes)
+            for piece in tensor.source.pieces():
+                data.append(piece)
+                if on_written is not None:
+                    on_written(piece.nbytes)
+        return _external(name, tensor, data.name, offsets[tensor.source]), None
+
+    return store
+
+
+def _inline(name: str, tensor: Tensor) -> TensorProto:
+    data = np.ascontiguousarray(tensor.source.read()).tobytes()
+    return TensorProto(name=name, dims=tensor.shape, data_type=tensor.element_type, raw_data=data)
+
+
+def _external(name: str, tensor: Tensor, location: str, offset: int) -> TensorProto:
+    proto = TensorProto(name=name, dims=tensor.shape, data_type=tensor.element_type, data_location=TensorProto.EXTERNAL)
+    for key, value in (("location", location), ("offset", offset), ("length", tensor.nbytes)):
+        proto.external_data.add(key=key, value=str(value))
+    return proto
 
 
 def _bytes_of(element_type: int, shape: tuple[int, ...], name: str) -> int:

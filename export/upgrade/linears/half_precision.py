@@ -50,7 +50,6 @@ def widen(graph: EditableGraph) -> None:
     for info in (*graph.inputs.values(), *graph.outputs.values()):
         if info.type.tensor_type.elem_type in _HALVES:
             info.type.tensor_type.elem_type = TensorProto.FLOAT
-    graph.forget_types()
 
 
 def _retype(graph: EditableGraph, node: Node) -> None:

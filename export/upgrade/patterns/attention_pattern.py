@@ -21,9 +21,10 @@ from typing import Final
 import numpy as np
 
 from ....errors import BundleError, ExportError
+from ..decoder_io import PassShape
 from ..edit.editable import EditableGraph, Node
 from ..edit.tensors import Array
-from ..subgraph_runner import PassShape, SubgraphRunner
+from ..subgraph_runner import SubgraphRunner, sizes
 
 _HINT: Final = "such a graph cannot be upgraded; edge-run may run it as it is"
 _AMPLITUDES: Final = 2.0 ** np.arange(-4, 22)
@@ -263,7 +264,7 @@ def _window(runner: SubgraphRunner, site: _Site, layer: int, context: int) -> in
 def _visible_keys(runner: SubgraphRunner, site: _Site, layer: int, lengths: PassShape) -> Array:
     """Which keys each new token sees, bool [new, total]."""
     shape = runner.shape(site.scores) or ()
-    scores = np.zeros([lengths.size(each) for each in shape], np.float32)
+    scores = np.zeros(sizes(shape, lengths), np.float32)
     probs = runner.run([site.softmax.output(0)], lengths, {site.scores: scores})[site.softmax.output(0)]
     probs = probs.reshape(-1, lengths.new, lengths.total)
     seen: Array = probs[0] > 0

@@ -12,9 +12,10 @@ from typing import Final
 import numpy as np
 
 from ....errors import ExportError
+from ..decoder_io import PassShape
 from ..edit.editable import EditableGraph, Node
 from ..edit.tensors import Array
-from ..subgraph_runner import Dimension, PassShape, SubgraphRunner
+from ..subgraph_runner import Dimension, SubgraphRunner
 
 _PASSES: Final = (PassShape(5, 9), PassShape(3, 17))
 _MANY_TOKENS: Final = 1 << 10

@@ -7,10 +7,8 @@ from typing import Final
 from onnx import TensorProto
 
 from ..edit.editable import EditableGraph, Node
-from .activations import fuse_activations
 from .attention_fusion import fuse_attention, pack_heads
 from .constant_shapes import fold_shapes
-from .norms import fuse_norms, fuse_residuals
 from .standard_attention import expand_attention
 
 _KEEPING_TYPE: Final = frozenset(
@@ -38,9 +36,6 @@ def fuse_operators(graph: EditableGraph, context: int) -> None:
     drop_redundant_casts(graph)
     expand_attention(graph)
     fold_shapes(graph, context)
-    fuse_activations(graph)
-    fuse_norms(graph)
-    fuse_residuals(graph)
     fuse_attention(graph, context)
     pack_heads(graph)
 

@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ....errors import ExportError
-from ..subgraph_runner import Dimension, PassShape, SubgraphRunner
+from ..decoder_io import PassShape
+from ..subgraph_runner import Dimension, SubgraphRunner
 from .attention_pattern import Attention
 
 Float32Array = npt.NDArray[np.float32]

@@ -10,8 +10,9 @@ from typing import Final
 
 import numpy as np
 
+from ..decoder_io import PassShape
 from ..edit.editable import EditableGraph, Node
-from ..subgraph_runner import PassShape, SubgraphRunner
+from ..subgraph_runner import SubgraphRunner
 
 _MASKED: Final = np.array(np.finfo(np.float32).min)
 _REQUIRED: Final = {"is_causal": 0, "softcap": 0.0, "qk_matmul_output_mode": 0}

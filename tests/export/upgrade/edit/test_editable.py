@@ -14,8 +14,7 @@ from onnx import helper, numpy_helper
 from edgerun.errors import BundleError
 from edgerun.export.check.contract_session import evaluate
 from edgerun.export.upgrade.edit.editable import EditableGraph
-from edgerun.export.upgrade.edit.tensor_writers import InPlace
-from edgerun.export.upgrade.edit.tensors import Tensor
+from edgerun.export.upgrade.edit.tensors import Tensor, in_place
 from support.small_graphs import add_chain, model_of
 
 
@@ -41,7 +40,7 @@ def test_edits_keep_look_up_tables_consistent(tmp_path: Path) -> None:
     graph.rename("v1", "first")
     graph.rename("v0", "zero")
     zero = np.zeros(1, np.float32)
-    assert evaluate(graph.model(InPlace()), {"zero": zero})[0].tolist() == [0.0]
+    assert evaluate(graph.model(in_place), {"zero": zero})[0].tolist() == [0.0]
     assert list(graph.tensors) == ["one"]
     with pytest.raises(ValueError, match="one is taken"):
         graph.rename("first", "one")

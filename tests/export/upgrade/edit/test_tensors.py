@@ -14,8 +14,7 @@ from edgerun.errors import BundleError
 from edgerun.export.check.contract_session import ModelSession
 from edgerun.export.graph.weight_file import WeightFile
 from edgerun.export.upgrade.edit.editable import EditableGraph
-from edgerun.export.upgrade.edit.tensor_writers import InPlace, ToFile
-from edgerun.export.upgrade.edit.tensors import read_tensor
+from edgerun.export.upgrade.edit.tensors import in_place, read_tensor, to_file
 from support.small_graphs import model_of
 
 
@@ -55,7 +54,7 @@ def test_constants_with_the_same_bytes_are_written_once(tmp_path: Path) -> None:
         model.graph.initializer.append(proto)
     graph = EditableGraph(model, tmp_path)
     with WeightFile(tmp_path / "data") as data:
-        graph.model(ToFile(data, lambda _: None))
+        graph.model(to_file(data, lambda _: None))
         assert data.digest().bytes == table.nbytes
-    (out,) = ModelSession(graph.model(InPlace()), graph.folder).run(["out"], {})
+    (out,) = ModelSession(graph.model(in_place), graph.folder).run(["out"], {})
     np.testing.assert_allclose(out, table.reshape(30, 40) @ table.reshape(40, 30))

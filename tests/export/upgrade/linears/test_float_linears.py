@@ -17,8 +17,7 @@ from onnx import TensorProto, helper
 from edgerun.export import FP32
 from edgerun.export.quantization.codes import dequantize_rows, quantize_rows
 from edgerun.export.upgrade.edit.editable import EditableGraph
-from edgerun.export.upgrade.edit.tensor_writers import InPlace
-from edgerun.export.upgrade.edit.tensors import Array, Computed, Tensor
+from edgerun.export.upgrade.edit.tensors import Array, Computed, Tensor, in_place
 from edgerun.export.upgrade.linears.float_linears import quantize_linears
 from edgerun.export.upgrade.linears.half_precision import widen
 from edgerun.export.upgrade.linears.matrices import Matrix, rounded
@@ -86,7 +85,7 @@ def expected(head: str, ids: npt.NDArray[np.int64], weight_format: WeightFormat,
 def logits_of(graph: EditableGraph, ids: npt.NDArray[np.int64]) -> Floats:
     for node in graph.nodes_of("MatMulNBits"):
         graph.set_attribute(node, "accuracy_level", 1)  # float activations, to see the weights alone
-    session = ort.InferenceSession(graph.model(InPlace()).SerializeToString(), providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(graph.model(in_place).SerializeToString(), providers=["CPUExecutionProvider"])
     out: Floats = session.run(None, {"input_ids": ids[None]})[0][0]
     return out
 

@@ -10,7 +10,7 @@ from onnx import TensorProto, helper
 from edgerun.export.check.contract_session import evaluate
 from edgerun.export.graph.weight_file import WeightFile
 from edgerun.export.upgrade.edit.editable import EditableGraph
-from edgerun.export.upgrade.edit.tensor_writers import InPlace, ToFile
+from edgerun.export.upgrade.edit.tensors import in_place, to_file
 from edgerun.export.upgrade.linears.half_precision import widen
 from support.small_graphs import model_of
 
@@ -28,8 +28,8 @@ def test_half_precision_is_converted_and_tied_matrices_stay_tied(tmp_path: Path)
     graph = EditableGraph(model_of(nodes, {"table": table}, {"ids": ids}, ["out"]), tmp_path)
     widen(graph)
     wide = table.astype(np.float32)
-    for written in (graph.model(InPlace()), graph.model(InPlace())):
+    for written in (graph.model(in_place), graph.model(in_place)):
         np.testing.assert_allclose(evaluate(written, {"ids": ids})[0], wide[ids] @ wide.T, atol=1e-5)
     with WeightFile(tmp_path / "data") as data:
-        graph.model(ToFile(data, lambda _: None))
+        graph.model(to_file(data, lambda _: None))
         assert data.digest().bytes == wide.nbytes

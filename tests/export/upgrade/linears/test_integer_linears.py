@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from edgerun.export.upgrade.edit.editable import EditableGraph
-from edgerun.export.upgrade.edit.tensor_writers import InPlace
+from edgerun.export.upgrade.edit.tensors import in_place
 from edgerun.export.upgrade.linears.integer_linears import convert_integer_linears
 from support.layout_nodes import Nodes
 
@@ -38,7 +38,7 @@ def linear(codes: npt.NDArray[np.generic], scales: Floats, zeros: npt.NDArray[np
 
 
 def result(graph: EditableGraph, x: Floats) -> Floats:
-    session = ort.InferenceSession(graph.model(InPlace()).SerializeToString(), providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(graph.model(in_place).SerializeToString(), providers=["CPUExecutionProvider"])
     out: Floats = session.run(None, {"x": x})[0]
     return out
 

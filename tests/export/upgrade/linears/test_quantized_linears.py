@@ -12,7 +12,7 @@ from edgerun.export.check.contract_session import evaluate
 from edgerun.export.graph.weight_file import WeightFile
 from edgerun.export.quantization.codes import quantize_rows
 from edgerun.export.upgrade.edit.editable import MICROSOFT, EditableGraph
-from edgerun.export.upgrade.edit.tensor_writers import InPlace, ToFile
+from edgerun.export.upgrade.edit.tensors import in_place, to_file
 from edgerun.export.upgrade.linears.quantized_linears import (
     absorb_biases,
     join_linears,
@@ -58,7 +58,7 @@ def test_joined_linears_compute_the_same(zero_points: bool, tmp_path: Path) -> N
     join_linears(graph)
     (joined,) = graph.nodes_of("MatMulNBits")
     assert joined.attribute("N") == 96
-    for expected, found in zip(before, evaluate(graph.model(InPlace()), {"x": VALUE}), strict=True):
+    for expected, found in zip(before, evaluate(graph.model(in_place), {"x": VALUE}), strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
@@ -92,9 +92,9 @@ def test_reshaped_constant_is_written_once(tmp_path: Path) -> None:
     share_reshaped_constants(graph)
     assert not graph.nodes_of("Reshape")
     with WeightFile(tmp_path / "data") as data:
-        written = graph.model(ToFile(data, lambda _: None))
+        written = graph.model(to_file(data, lambda _: None))
         assert data.digest().bytes == table.nbytes
     places = {tuple((entry.key, entry.value) for entry in each.external_data) for each in written.graph.initializer}
     assert len(places) == 1
-    found = evaluate(graph.model(InPlace()), {"ids": ids})[0]
+    found = evaluate(graph.model(in_place), {"ids": ids})[0]
     np.testing.assert_array_equal(found, table.reshape(40, 30)[ids] @ table)

@@ -14,7 +14,7 @@ from edgerun import BundleError, EdgeError
 from edgerun.export.upgrade.contract_inputs import wire_attention
 from edgerun.export.upgrade.decoder_io import identify_io
 from edgerun.export.upgrade.edit.editable import EditableGraph
-from edgerun.export.upgrade.edit.tensor_writers import InPlace
+from edgerun.export.upgrade.edit.tensors import in_place
 from edgerun.export.upgrade.parity import require_same, run_reference
 from edgerun.export.upgrade.patterns.attention_pattern import Attention, find_attention
 from edgerun.export.upgrade.patterns.plain_operators import fuse_operators
@@ -49,9 +49,8 @@ def check_upgrade(model: onnx.ModelProto) -> EditableGraph:
     io = identify_io(graph)
     attention = wire_attention(graph, io, CONTEXT, None)
     select_positions(graph, io.logits)
-    graph.forget_types()
     reference = run_reference(source, identify_io(source), attention, VOCABULARY)
-    assert require_same(NOWHERE, attention, graph.model(InPlace()), reference) < 1e-3
+    assert require_same(NOWHERE, attention, graph.model(in_place), reference) < 1e-3
     return graph
 
 
