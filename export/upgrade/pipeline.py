@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import onnx
 from onnx import ModelProto
+from onnx.inliner import inline_selected_functions
 
 from ...errors import BundleError, InputError
-from ...models.bundle import GRAPH_NAME, TOKENIZER_AND_CONFIG_FILES, WEIGHTS_NAME, digest_file
+from ...models.bundle import GRAPH_NAME, TOKENIZER_AND_CONFIG_FILES, WEIGHTS_NAME, Bundle, digest_file
 from ...models.manifest import MANIFEST_NAME, FileDigest, GraphLayout, Manifest, Method, WeightFormat
 from ...models.progress import Progress, counted, silent
 from ...runtime.graph.graph_io import GraphValue
+from ...runtime.graph.introspection import sizes_in_config
 from ...runtime.graph.state_io import states_by_key
 from ..bundle_writer import PRODUCER
 from ..check.parity import Parity
@@ -25,10 +27,10 @@ from ..graph.weight_file import WeightFile
 from ..recipe import DEFAULT_CONTEXT_LIMIT, FP32, INT4, LONGEST_CONTEXT, ExportRecipe, ExportRequest
 from .contract_inputs import AttentionShape, declare_cache_shape, wire_attention
 from .decoder_io import POSITIONS, DecoderIO, identify_io, take_cached_branch
-from .describe import WeightMatrix, architecture_of, bits_per_weight, formats_of, weight_matrices
+from .describe import architecture_of, bits_per_weight, formats_of, weight_matrices
 from .edit.editable import EditableGraph, Node, read_model
 from .edit.tensors import in_place, to_file
-from .foreign_model import ForeignModel, find_foreign_model
+from .foreign_model import copy_config_files, decoder_inputs, family_of, find_foreign_model
 from .linears.float_linears import quantize_linears
 from .linears.half_precision import is_half, widen
 from .linears.integer_linears import convert_integer_linears
@@ -94,93 +96,98 @@ def upgrade_model(request: ExportRequest, progress: Progress = silent) -> Export
     return ExportResult(destination, sizes, upgrade.bits_per_weight, seconds, parity, notes=tuple(upgrade.notes))
 
 
-@dataclass(frozen=True)
-class _Rewired:
-    """A graph with the contract's inputs and its source's weights."""
-
-    graph: EditableGraph
-    attention: AttentionShape
-    vocab_size: int
-    """Number of tokens that both embedding and LM head have."""
-    reference: Reference
-
-
 class _Upgrade:
     """The steps of one upgrade."""
 
-    def __init__(self, foreign: ForeignModel, recipe: ExportRecipe, progress: Progress) -> None:
+    def __init__(self, source: Bundle, recipe: ExportRecipe, progress: Progress) -> None:
         self.notes: list[str] = []
         self.bits_per_weight = 0.0
-        self._foreign = foreign
+        self._source = source
         self._recipe = recipe
         self._progress = progress
-        self._context = 0
+        self._sizes = sizes_in_config(source.config, source.genai)
 
     def write(self, folder: Path, command: str) -> Parity:
         """Write every file of the bundle."""
-        rewired = self._rewire()
-        graph, attention, reference = rewired.graph, rewired.attention, rewired.reference
-        require_tokenizer(self._foreign.folder, rewired.vocab_size)
+        graph, shape, context = self._rewire()
+        matrices = weight_matrices(graph, inputs_outputs.LOGITS)
+        vocab_size = architecture_of(matrices, shape, "", context, None).vocab_size
+        self._progress("reading", 0.5)
+        reference = run_reference(*self._normalized_source(), shape, vocab_size)
+        self._progress("reading", 1.0)
+        tokenizer = self._source.file("tokenizer.json")
+        assert tokenizer is not None  # noqa: S101 -- find_foreign_model has found it
+        require_tokenizer(tokenizer.parent, vocab_size)
         body, head = self._formats(graph)
         rounds = body != FP32 or head != FP32
-        difference = None
         if rounds:
-            source_folder = self._foreign.graph.parent
-            difference = self._require_same(source_folder, attention, graph.model(in_place), reference)
+            difference = self._require_same(graph.folder, shape, graph.model(in_place), reference)
         if is_half(graph):
             self._widen(graph)
         if rounds:
             quantize_linears(graph, inputs_outputs.LOGITS, body, head)
         self._tune(graph)
         matrices = weight_matrices(graph, inputs_outputs.LOGITS)
-        self._write_files(folder, graph)
-        if difference is None:
-            difference = self._require_same(folder, attention, _read_model(folder), reference)
-        parity = measure(folder, attention, reference, difference)
-        require_config_files(folder, rewired.vocab_size)
-        self._write_manifest(folder, matrices, attention, parity, command)
+        weights = self._write_graph(folder, graph)
+        copy_config_files(self._source, folder)
+        if not rounds:
+            difference = self._require_same(
+                folder, shape, onnx.load(folder / GRAPH_NAME, load_external_data=False), reference
+            )
+        parity = measure(folder, shape, reference, difference)
+        require_config_files(folder, vocab_size)
+        names = (GRAPH_NAME, *TOKENIZER_AND_CONFIG_FILES)
+        width = self._source.config.get("intermediate_size")
+        family = family_of(self._source)
+        self.bits_per_weight = bits_per_weight(matrices)
+        manifest = Manifest(
+            architecture=architecture_of(matrices, shape, family, context, width if isinstance(width, int) else None),
+            weights=formats_of(matrices),
+            bits_per_weight=self.bits_per_weight,
+            files={WEIGHTS_NAME: weights}
+            | {name: digest_file(folder / name) for name in names if (folder / name).is_file()},
+            parity=parity.as_mapping(),
+            producer=PRODUCER,
+            command=command,
+        )
+        (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
         self._progress("checking", 1.0)
         return parity
 
-    def _rewire(self) -> _Rewired:
-        """Rewire the source to the contract's inputs."""
-        graph, io = self._normalized_source()
-        self._context = _context_for(self._foreign, graph, self._recipe)
+    def _rewire(self) -> tuple[EditableGraph, AttentionShape, int]:
+        """The source with the contract's inputs, the shape of its attention, and the number of positions to serve."""
+        graph, io = self._normalized_source(inline=True)
+        context = _context_for(self._source, graph, self._recipe)
         if not graph.nodes_of(_ATTENTION):
             if is_half(graph):
                 self._widen(graph)
-            self._declare_caches(graph, io)
-            fuse_operators(graph, max(self._context, POSITIONS_READ))
+            for cache in io.caches:
+                symbolic = any(isinstance(size, str) for size in (graph.shape(cache.past) or ())[1::2])
+                if symbolic and len(self._sizes) == len((1, 3)):
+                    declare_cache_shape(graph, cache, self._sizes[1], self._sizes[3])
+            fuse_operators(graph, max(context, POSITIONS_READ))
             io = identify_io(graph)
-        attention = wire_attention(graph, io, self._context, self._foreign.head_dim)
+        shape = wire_attention(graph, io, context, self._sizes.get(3))
         select_positions(graph, io.logits)
         graph.sweep()
         _remove_inputs(graph)
-        matrices = weight_matrices(graph, inputs_outputs.LOGITS)
-        vocab_size = architecture_of(matrices, attention, "", self._context, None).vocab_size
-        self._progress("reading", 0.5)
-        reference = run_reference(*self._normalized_source(), attention, vocab_size)
-        self._progress("reading", 1.0)
-        return _Rewired(graph, attention, vocab_size, reference)
+        return graph, shape, context
 
-    def _normalized_source(self) -> tuple[EditableGraph, DecoderIO]:
-        """Open the source, and give it separate caches, usual input names and no integer products."""
-        model = read_model(self._foreign.graph)
+    def _normalized_source(self, *, inline: bool = False) -> tuple[EditableGraph, DecoderIO]:
+        """Open the source, and give it separate caches, usual input names and no integer products.
+
+        With `inline`, the standard's Attention, which PyTorch's exporter may write, becomes plain operators.
+        """
+        model = read_model(self._source.graph)
+        if inline and any(node.op_type == "Attention" and not node.domain for node in model.graph.node):
+            model = inline_selected_functions(model, [("", "Attention")], inline_schema_functions=True)
         take_cached_branch(model)
-        graph = EditableGraph(model, self._foreign.graph.parent)
+        graph = EditableGraph(model, self._source.graph.parent)
         _require_foreign(graph)
-        _require_attention_alone(graph, self._foreign)
+        _require_attention_alone(graph, self._source)
         split_caches(graph)
         convert_integer_linears(graph)
-        return graph, identify_io(graph, self._foreign.input_names)
-
-    def _declare_caches(self, graph: EditableGraph, io: DecoderIO) -> None:
-        """Declare heads and channels of caches that do not declare them."""
-        heads, head_dim = self._foreign.kv_heads, self._foreign.head_dim
-        for cache in io.caches:
-            symbolic = any(isinstance(size, str) for size in (graph.shape(cache.past) or ())[1::2])
-            if symbolic and heads and head_dim:
-                declare_cache_shape(graph, cache, heads, head_dim)
+        return graph, identify_io(graph, decoder_inputs(self._source))
 
     def _widen(self, graph: EditableGraph) -> None:
         widen(graph)
@@ -203,48 +210,24 @@ class _Upgrade:
         absorb_biases(graph)
         join_linears(graph)
 
-    def _require_same(self, folder: Path, attention: AttentionShape, model: ModelProto, reference: Reference) -> float:
+    def _require_same(self, folder: Path, shape: AttentionShape, model: ModelProto, reference: Reference) -> float:
         self._progress("checking", 0.0)
-        difference = require_same(folder, attention, model, reference)
+        difference = require_same(folder, shape, model, reference)
         self._progress("checking", 0.5)
         return difference
 
-    def _write_files(self, folder: Path, graph: EditableGraph) -> None:
+    def _write_graph(self, folder: Path, graph: EditableGraph) -> FileDigest:
+        """Write graph and weights; returns the digest of the weights."""
         total = sum(tensor.nbytes for tensor in graph.tensors.values())
         with WeightFile(folder / WEIGHTS_NAME) as data:
             model = graph.model(to_file(data, counted(total, self._progress, "writing weights")))
-            self._digest = data.digest()
         (folder / GRAPH_NAME).write_bytes(model.SerializeToString())
-        self._foreign.copy_config_files(folder)
-
-    def _write_manifest(
-        self, folder: Path, matrices: list[WeightMatrix], attention: AttentionShape, parity: Parity, command: str
-    ) -> None:
-        width = self._foreign.config.get("intermediate_size")
-        self.bits_per_weight = bits_per_weight(matrices)
-        files: dict[str, FileDigest] = {WEIGHTS_NAME: self._digest}
-        files |= {
-            name: digest_file(folder / name)
-            for name in (GRAPH_NAME, *TOKENIZER_AND_CONFIG_FILES)
-            if (folder / name).is_file()
-        }
-        manifest = Manifest(
-            architecture=architecture_of(
-                matrices, attention, self._foreign.family, self._context, width if isinstance(width, int) else None
-            ),
-            weights=formats_of(matrices),
-            bits_per_weight=self.bits_per_weight,
-            files=files,
-            parity=parity.as_mapping(),
-            producer=PRODUCER,
-            command=command,
-        )
-        (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+        return data.digest()
 
 
-def _context_for(foreign: ForeignModel, graph: EditableGraph, recipe: ExportRecipe) -> int:
+def _context_for(source: Bundle, graph: EditableGraph, recipe: ExportRecipe) -> int:
     """Number of positions to serve, limited by the model's settings and its position tables."""
-    limits = [limit for limit in (foreign.longest_context, _shortest_table(graph)) if limit is not None]
+    limits = [limit for limit in (source.context, _shortest_table(graph)) if limit is not None]
     if recipe.context is None:
         return min([DEFAULT_CONTEXT_LIMIT, *limits])
     limit = min(limits, default=LONGEST_CONTEXT)
@@ -278,19 +261,17 @@ def _is_positions(graph: EditableGraph, name: str) -> bool:
     return name == POSITIONS
 
 
-def _require_attention_alone(graph: EditableGraph, foreign: ForeignModel) -> None:
+def _require_attention_alone(graph: EditableGraph, source: Bundle) -> None:
     """Check that no layer keeps a state in place of keys and values.
 
     Raises:
         BundleError: one does; names its input.
     """
-    decoder = foreign.genai.get("decoder")
-    inputs = [GraphValue(name, "", ()) for name in graph.inputs]
-    states = states_by_key(inputs, decoder.get("inputs") if isinstance(decoder, dict) else None, "past")
+    states = states_by_key([GraphValue(name, "", ()) for name in graph.inputs], decoder_inputs(source), "past")
     if states:
         name = next(iter(states.values())).name
         raise BundleError(
-            f"{foreign.graph} has layers that keep a state ({name}), which cannot be upgraded",
+            f"{source.graph} has layers that keep a state ({name}), which cannot be upgraded",
             "run it as it is, or export its checkpoint with edge-run export",
         )
 
@@ -316,9 +297,3 @@ def _remove_inputs(graph: EditableGraph) -> None:
         if graph.consumers(name):
             raise BundleError(f"the model has an unknown input {name}", "such a graph cannot be upgraded")
         del graph.inputs[name]
-
-
-def _read_model(folder: Path) -> ModelProto:
-    model = ModelProto()
-    model.ParseFromString((folder / GRAPH_NAME).read_bytes())
-    return model

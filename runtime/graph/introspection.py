@@ -117,7 +117,7 @@ def introspect(
         [value for value in outputs if value.name not in state_outputs],
         where,
         known_parts,
-        _sizes_in_config(metadata),
+        sizes_in_config(metadata.config, metadata.genai),
     )
     window_biases = _window_biases(inputs)
     windows = {value.name for value in window_biases.values()}
@@ -314,9 +314,9 @@ def _vocab_size(logits: GraphValue, where: str, metadata: ModelMetadata) -> int:
     return int(size)
 
 
-def _sizes_in_config(metadata: ModelMetadata) -> dict[int, int]:
+def sizes_in_config(config: Mapping[str, Any], genai: Mapping[str, Any]) -> dict[int, int]:
     """Sizes of the head (1) and channel (3) dimensions of the cache, from genai_config.json or config.json."""
-    config, decoder = metadata.config, metadata.genai.get("decoder")
+    decoder = genai.get("decoder")
     decoder = decoder if isinstance(decoder, Mapping) else {}
     query_heads = config.get("num_attention_heads", config.get("n_head"))
     hidden_size = config.get("hidden_size", config.get("n_embd"))

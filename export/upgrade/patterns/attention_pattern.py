@@ -184,7 +184,7 @@ def _cached_width(runner: SubgraphRunner, present: str) -> int:
 def _product_with_values(graph: EditableGraph, probs: str) -> Node | None:
     """The product of the attention probabilities with the values."""
     while True:
-        readers = [node for node in graph.consumers(probs) if node.op not in ("IsNaN", "Shape")]
+        readers = [node for node in graph.consumers(probs) if node.op not in ("CastLike", "IsNaN", "Shape")]
         if len(readers) != 1:
             return None
         if readers[0].op == "MatMul":

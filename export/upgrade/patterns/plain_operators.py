@@ -9,7 +9,6 @@ from onnx import TensorProto
 from ..edit.editable import EditableGraph, Node
 from .attention_fusion import fuse_attention, pack_heads
 from .constant_shapes import fold_shapes
-from .standard_attention import expand_attention
 
 _KEEPING_TYPE: Final = frozenset(
     (
@@ -33,8 +32,6 @@ def fuse_operators(graph: EditableGraph, context: int) -> None:
         BundleError: something in the place of attention is not recognized.
         ExportError: a part of the graph cannot be run.
     """
-    drop_redundant_casts(graph)
-    expand_attention(graph)
     fold_shapes(graph, context)
     fuse_attention(graph, context)
     pack_heads(graph)
