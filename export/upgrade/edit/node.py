@@ -96,7 +96,7 @@ def _captured(proto: NodeProto) -> set[str]:
 
 
 def _outer_names(graph: GraphProto) -> set[str]:
-    made = {each.name for each in (*graph.input, *graph.initializer)}
+    made = {each.name for each in graph.input} | {each.name for each in graph.initializer}
     made.update(name for node in graph.node for name in node.output)
     read = {name for node in graph.node for name in (*node.input, *_captured(node)) if name}
     return (read | {each.name for each in graph.output}) - made
