@@ -60,7 +60,7 @@ def wire_attention(graph: EditableGraph, io: DecoderIO, context: int, head_dim: 
         declare_cache_shape(graph, cache, attention.kv_heads, attention.head_dim)
     windows = [_window(graph, node, context) for node in layers]
     _declare_inputs(graph)
-    biases = {0: _typed_bias(graph, element_type)}
+    biases = {0: _typed(graph, BIAS, element_type)}
     for node, window in zip(layers, windows, strict=True):
         if window not in biases:
             biases[window] = _windowed_bias(graph, window, element_type)
@@ -183,56 +183,45 @@ def _declare_ids(graph: EditableGraph, info: ValueInfoProto) -> None:
     value, readers = info.name, graph.consumers(info.name)
     element_type, shape = graph.element_type(value), graph.shape(value) or ()
     if element_type != info.type.tensor_type.elem_type:
-        value = graph.add("Cast", [value], name=f"{info.name}.typed", to=element_type).output(0)
+        value = graph.value("Cast", [value], name=f"{info.name}.typed", to=element_type)
     if len(shape) == 3:  # positions of time, height and width
-        axes = graph.add_tensor("positions.axes", np.array([0], np.int64))
-        lifted = graph.add("Unsqueeze", [value, axes], name="positions.lifted").output(0)
-        copies = graph.add_tensor("positions.copies", np.array([shape[0] or 3, 1, 1], np.int64))
-        value = graph.add("Expand", [lifted, copies], name="positions.copied").output(0)
+        lifted = graph.value("Unsqueeze", [value, [0]], name="positions.lifted")
+        value = graph.value("Expand", [lifted, [int(shape[0] or 3), 1, 1]], name="positions.copied")
     for node in readers:
         graph.set_inputs(node, [value if name == info.name else name for name in node.inputs])
     graph.inputs[info.name].CopyFrom(info)
 
 
-def _typed_bias(graph: EditableGraph, element_type: int) -> str:
-    """The contract's bias in the type that the graph computes in."""
-    if element_type == TensorProto.FLOAT:
-        return BIAS
-    return graph.add("Cast", [BIAS], name="attention_bias.typed", to=element_type).output(0)
+def _typed(graph: EditableGraph, bias: str, element_type: int) -> str:
+    """A bias in the type that the graph computes in."""
+    return bias if element_type == TensorProto.FLOAT else graph.value("Cast", [bias], to=element_type)
 
 
 def _windowed_bias(graph: EditableGraph, window: int, element_type: int) -> str:
     """The bias with all positions masked that are at least `window` back, [1, 1, M, T]."""
     stem = f"window.{window}"
-    keys = _key_positions(graph)
-    axes = graph.add_tensor(f"{stem}.axes", np.array([1, 3], np.int64))
-    queries = graph.add("Unsqueeze", [POSITIONS, axes], name=f"{stem}.queries").output(0)
-    distance = graph.add("Sub", [queries, keys], name=f"{stem}.distance").output(0)
-    limit = graph.add_tensor(f"{stem}.limit", np.array(window, np.int64))
-    near = graph.add("Less", [distance, limit], name=f"{stem}.near").output(0)
-    masked = graph.add_tensor(f"{stem}.hidden", _MASKED)
-    value = graph.add("Where", [near, BIAS, masked], name=f"{stem}.bias").output(0)
-    if element_type == TensorProto.FLOAT:
-        return value
-    return graph.add("Cast", [value], name=f"{stem}.typed", to=element_type).output(0)
+    queries = graph.value("Unsqueeze", [POSITIONS, [1, 3]], name=f"{stem}.queries")
+    distance = graph.value("Sub", [queries, _key_positions(graph)], name=f"{stem}.distance")
+    near = graph.value("Less", [distance, window], name=f"{stem}.near")
+    return _typed(graph, graph.value("Where", [near, BIAS, _MASKED], name=f"{stem}.bias"), element_type)
 
 
 def _key_positions(graph: EditableGraph) -> str:
     """Positions of all T keys, int64 [T]: the slot number for cached tokens, `position_ids` for new ones."""
-    if graph.producer("keys.positions") is not None:
-        return "keys.positions"
-    first = graph.add_tensor("rows.first", np.array([0], np.int64))
-    shape = graph.add("Shape", [POSITIONS], name="rows.shape").output(0)
-    last = graph.add_tensor("rows.axis", np.array(1, np.int64))
-    new_count = graph.add("Gather", [shape, last], name="rows.count", axis=0).output(0)
-    total = graph.add("Cast", [TOTAL], name="total.wide", to=TensorProto.INT64).output(0)
-    past = graph.add("Sub", [total, new_count], name="past.count").output(0)
-    zero, one = (
-        graph.add_tensor(f"rows.{name}", np.array(value, np.int64)) for name, value in (("zero", 0), ("one", 1))
-    )
-    cached = graph.add("Range", [zero, past, one], name="keys.cached").output(0)
-    new = graph.add("Squeeze", [POSITIONS, first], name="keys.new").output(0)
-    return graph.add("Concat", [cached, new], name="keys.positions", axis=0).output(0)
+    cached = graph.value("Range", [0, _cached_tokens(graph), 1], name="keys.cached")
+    new = graph.value("Squeeze", [POSITIONS, [0]], name="keys.new")
+    return graph.value("Concat", [cached, new], name="keys.positions", axis=0)
+
+
+def _cached_tokens(graph: EditableGraph) -> str:
+    """T - M, an int64."""
+    new = graph.value("Gather", [graph.value("Shape", [POSITIONS], name="new.shape"), 1], name="new.count", axis=0)
+    return graph.value("Sub", [_total(graph), new], name="past.count")
+
+
+def _total(graph: EditableGraph) -> str:
+    """T, an int64."""
+    return graph.value("Cast", [TOTAL], name="total.wide", to=TensorProto.INT64)
 
 
 def _wire(graph: EditableGraph, node: Node, bias: str) -> None:
@@ -248,23 +237,25 @@ def _rename_caches(
     graph: EditableGraph, caches: tuple[CacheTensor, ...], attention: AttentionShape, element_type: int
 ) -> None:
     shape: list[str | int] = [1, attention.kv_heads, "capacity", attention.head_dim]
-    # The old names may be the new names of other caches, so all are first renamed to names that are free.
-    interim = [
-        (graph.fresh(f"cache.{index}.past"), graph.fresh(f"cache.{index}.present")) for index in range(len(caches))
-    ]
-    for cache, (past, present) in zip(caches, interim, strict=True):
-        graph.rename(cache.past, past)
-        graph.rename(cache.present, present)
-    for index, (past, present) in enumerate(interim):
+    renamed: list[tuple[str, str, dict[str, ValueInfoProto]]] = []
+    for index, cache in enumerate(caches):
         layer, half = divmod(index, 2)
-        names = (
+        past, present = (
             (inputs_outputs.past_value, inputs_outputs.present_value)
             if half
             else (inputs_outputs.past_key, inputs_outputs.present_key)
         )
-        for old, new, declared in ((past, names[0](layer), graph.inputs), (present, names[1](layer), graph.outputs)):
-            graph.rename(old, new)
-            declared[new] = helper.make_tensor_value_info(new, element_type, shape)
+        # The new names may be the old names of other caches, so all are first renamed to names that are free.
+        for old, new, declared in (
+            (cache.past, past(layer), graph.inputs),
+            (cache.present, present(layer), graph.outputs),
+        ):
+            free = graph.fresh(f"{new}.cache")
+            graph.rename(old, free)
+            renamed.append((free, new, declared))
+    for free, new, declared in renamed:
+        graph.rename(free, new)
+        declared[new] = helper.make_tensor_value_info(new, element_type, shape)
 
 
 def _replace_shapes(graph: EditableGraph, attention: AttentionShape) -> None:
@@ -283,38 +274,13 @@ def _replace_shapes(graph: EditableGraph, attention: AttentionShape) -> None:
                 raise BundleError(
                     f"the model's {node.op} node {node.name} reads its {what} in an unknown way", "run it as it is"
                 )
-            shape = _mask_shape(graph) if name == MASK else _cache_shape(graph, attention)
-            start, end = node.attribute("start", 0), node.attribute("end")
-            if start or end is not None:
-                bounds = [
-                    graph.add_tensor(f"{node.output(0)}.{key}", np.array([value], np.int64))
-                    for key, value in (("start", start), ("end", np.iinfo(np.int64).max if end is None else end))
-                ]
-                shape = graph.add("Slice", [shape, *bounds], name=f"{node.output(0)}.part").output(0)
-            graph.replace_uses(node.output(0), shape)
+            if name == MASK:
+                sizes = [[1], graph.value("Reshape", [_total(graph), [1]], name="mask.total")]
+            else:
+                past = graph.value("Reshape", [_cached_tokens(graph), [1]], name="cache.past")
+                sizes = [[1, attention.kv_heads], past, [attention.head_dim]]
+            shape = graph.value("Concat", sizes, name=f"{node.output(0)}.sizes", axis=0)
+            end = node.attribute("end", np.iinfo(np.int64).max)
+            part = graph.value("Slice", [shape, [node.attribute("start", 0)], [end]], name=f"{node.output(0)}.part")
+            graph.replace_uses(node.output(0), part)
     graph.inputs.pop(MASK, None)
-
-
-def _mask_shape(graph: EditableGraph) -> str:
-    """[1, T], int64 [2]"""
-    flat = graph.add_tensor("total.flat", np.array([1], np.int64))
-    wide = graph.add("Cast", [TOTAL], name="total.extent", to=TensorProto.INT64).output(0)
-    total = graph.add("Reshape", [wide, flat], name="total.extents").output(0)
-    return _joined_shape(graph, "mask.shape", [1, total])
-
-
-def _cache_shape(graph: EditableGraph, attention: AttentionShape) -> str:
-    """[1, heads, T - M, channels], int64 [4]"""
-    _key_positions(graph)
-    first = graph.add_tensor("past.axis", np.array([0], np.int64))
-    past = graph.add("Unsqueeze", ["past.count", first], name="past.extent").output(0)
-    return _joined_shape(graph, "past.shape", [1, attention.kv_heads, past, attention.head_dim])
-
-
-def _joined_shape(graph: EditableGraph, name: str, dimensions: list[int | str]) -> str:
-    """A shape of numbers and of values int64 [1]."""
-    values = [
-        graph.add_tensor(f"{name}.{index}", np.array([size], np.int64)) if isinstance(size, int) else size
-        for index, size in enumerate(dimensions)
-    ]
-    return graph.add("Concat", values, name=name, axis=0).output(0)

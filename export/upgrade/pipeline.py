@@ -36,7 +36,7 @@ from .linears.half_precision import is_half, widen
 from .linears.integer_linears import convert_integer_linears
 from .linears.quantized_linears import absorb_biases, join_linears, round_activations, share_reshaped_constants
 from .parity import POSITIONS_READ, Reference, measure, require_same, run_reference
-from .patterns.plain_operators import fuse_operators
+from .patterns.attention_fusion import fuse_operators
 from .selected_logits import select_positions
 from .stacked_caches import split_caches
 

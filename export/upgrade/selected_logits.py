@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
 from onnx import TensorProto, helper
 
 from ...errors import BundleError
@@ -22,50 +21,15 @@ SELECTED: Final = "logit_rows"
 
 _ELEMENTWISE: Final = frozenset(
     (
-        "Abs",
-        "Add",
-        "Cast",
-        "Clip",
-        "Div",
-        "Elu",
-        "Erf",
-        "Exp",
-        "FastGelu",
-        "Gelu",
-        "HardSigmoid",
-        "HardSwish",
-        "LeakyRelu",
-        "Max",
-        "Min",
-        "Mul",
-        "Neg",
-        "Pow",
-        "QuickGelu",
-        "Reciprocal",
-        "Relu",
-        "Sigmoid",
-        "Silu",
-        "Softplus",
-        "Sqrt",
-        "Sub",
-        "Swish",
-        "Tanh",
-        "ThresholdedRelu",
-        "Where",
-        "BiasGelu",
+        *("Abs", "Add", "BiasGelu", "Cast", "Clip", "Div", "Elu", "Erf", "Exp", "FastGelu", "Gelu", "HardSigmoid"),
+        *("HardSwish", "LeakyRelu", "Max", "Min", "Mul", "Neg", "Pow", "QuickGelu", "Reciprocal", "Relu", "Sigmoid"),
+        *("Silu", "Softplus", "Sqrt", "Sub", "Swish", "Tanh", "ThresholdedRelu", "Where"),
     )
 )
 _ALONG_LAST_AXIS: Final = frozenset(
     (
-        "LayerNormalization",
-        "RMSNormalization",
-        "SimplifiedLayerNormalization",
-        "SkipLayerNormalization",
-        "SkipSimplifiedLayerNormalization",
-        "ReduceMean",
-        "ReduceSum",
-        "Softmax",
-        "Split",
+        *("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization", "SkipLayerNormalization"),
+        *("SkipSimplifiedLayerNormalization", "ReduceMean", "ReduceSum", "Softmax", "Split"),
     )
 )
 _BY_MATRIX: Final = frozenset(("MatMul", "MatMulNBits", "MatMulBnb4", "MoE", "QMoE"))
@@ -108,23 +72,19 @@ def select_positions(graph: EditableGraph, logits: str) -> None:
         for name in node.inputs:
             if name and name not in inside and not _is_constant(graph, name):
                 crossing[name] = None
-    gathered = {
-        name: graph.add("Gather", [name, SELECTED], name=f"asked.{name}", axis=1).output(0) for name in crossing
-    }
+    gathered = {name: graph.value("Gather", [name, SELECTED], name=f"asked.{name}", axis=1) for name in crossing}
     for node in region:
         graph.set_inputs(node, [gathered.get(name, name) for name in node.inputs])
     _remove_batch_axis(graph, head)
     width = _width(graph, head)
     if graph.element_type(logits) != TensorProto.FLOAT:
-        logits = graph.add("Cast", [logits], name="logits.float", to=TensorProto.FLOAT).output(0)
+        logits = graph.value("Cast", [logits], name="logits.float", to=TensorProto.FLOAT)
     graph.set_output(helper.make_tensor_value_info(inputs_outputs.LOGITS, TensorProto.FLOAT, ["R", width]), logits)
 
 
 def _remove_batch_axis(graph: EditableGraph, head: Node) -> None:
     """Squeeze the input of the head from [1, R, hidden] to [R, hidden]."""
-    axes = graph.add_tensor("head.axes", np.array([0], np.int64))
-    states = graph.add("Squeeze", [head.input(0), axes], name="head.rows").output(0)
-    graph.set_input(head, 0, states)
+    graph.set_input(head, 0, graph.value("Squeeze", [head.input(0), [0]], name="head.rows"))
 
 
 def _positionwise_region(graph: EditableGraph, logits: str) -> list[Node]:

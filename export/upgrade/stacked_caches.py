@@ -82,16 +82,12 @@ def _replace_shapes(graph: EditableGraph, part: _Part, index: int) -> None:
             continue
         if node.attribute("start", 0) or node.attribute("end") is not None or not symbolic:
             raise _unknown_structure(part.cache)
-        whole = graph.add("Shape", [part.value], name=f"parted.{index}.shape").output(0)
-        slots_axis = graph.add_tensor("parted.rows", np.array([2], np.int64))
-        past = graph.add("Gather", [whole, slots_axis], name=f"parted.{index}.past", axis=0).output(0)
+        whole = graph.value("Shape", [part.value], name=f"parted.{index}.shape")
+        past = graph.value("Gather", [whole, [2]], name=f"parted.{index}.past", axis=0)
         sizes = [
-            past
-            if axis == symbolic[-1]
-            else graph.add_tensor("parted.extent", np.array([size if isinstance(size, int) else 1], np.int64))
-            for axis, size in enumerate(shape)
+            past if axis == symbolic[-1] else [size if isinstance(size, int) else 1] for axis, size in enumerate(shape)
         ]
-        graph.replace_uses(node.output(0), graph.add("Concat", sizes, name=f"parted.{index}.extents", axis=0).output(0))
+        graph.replace_uses(node.output(0), graph.value("Concat", sizes, name=f"parted.{index}.extents", axis=0))
 
 
 def _symbolic_axes(shape: tuple[int | str, ...]) -> list[int]:

@@ -46,6 +46,9 @@ from .tensors import Array, Store, Tensor, read_tensor
 
 __all__ = ["MICROSOFT", "EditableGraph", "Node", "read_model"]
 
+Operand = str | int | Sequence[int] | Array
+"""An input of a new node: the name of a value, or a constant, of int64 unless it is an array."""
+
 
 class EditableGraph:
     """An ONNX graph that can be edited; see the module docstring."""
@@ -163,7 +166,7 @@ class EditableGraph:
     def add(
         self,
         op: str,
-        inputs: Sequence[str],
+        inputs: Sequence[Operand],
         outputs: int | Sequence[str] = 1,
         *,
         domain: str = "",
@@ -174,7 +177,7 @@ class EditableGraph:
 
         Args:
             op: the operator.
-            inputs: names of the inputs; "" for an absent one.
+            inputs: names of the inputs, "" for an absent one; or arrays and integers, which become constants.
             outputs: number of outputs, or preferred names ("" for an absent one).
             domain: `MICROSOFT` or "".
             name: the node's own name, and the stem of output names if `outputs` is a number.
@@ -187,13 +190,17 @@ class EditableGraph:
         if isinstance(outputs, int):
             outputs = [f"{stem}.{index}" if index else stem for index in range(outputs)]
         names = [self.fresh(each) if each else "" for each in outputs]
+        read = [
+            each if isinstance(each, str) else self.add_tensor(f"{names[0]}.{index}", _constant(each))
+            for index, each in enumerate(inputs)
+        ]
         given = {key: value for key, value in attributes.items() if value is not None}
-        node = Node(helper.make_node(op, list(inputs), names, name=name or names[0], domain=domain, **given))
+        node = Node(helper.make_node(op, read, names, name=name or names[0], domain=domain, **given))
         self.opsets.setdefault(domain, 1)
         self._attach(node)
         return node
 
-    def value(self, op: str, inputs: Sequence[str], *, domain: str = "", name: str = "", **attributes: Any) -> str:
+    def value(self, op: str, inputs: Sequence[Operand], *, domain: str = "", name: str = "", **attributes: Any) -> str:
         """Add a node with one output and return that output's name; arguments as for `add`."""
         return self.add(op, inputs, domain=domain, name=name, **attributes).output(0)
 
@@ -202,10 +209,6 @@ class EditableGraph:
         name = self.fresh(name)
         self.tensors[name] = value if isinstance(value, Tensor) else Tensor.of(value)
         return name
-
-    def integers_of(self, name: str, values: Any) -> str:
-        """Add a constant of int64; returns its name."""
-        return self.add_tensor(name, np.array(values, np.int64))
 
     def add_input(self, info: ValueInfoProto) -> str:
         """Declare a graph input, or replace its declaration; returns its name.
@@ -389,3 +392,7 @@ def read_model(path: Path) -> ModelProto:
         raise BundleError(f"{path} is not an ONNX model", "give a complete .onnx file") from error
     except OSError as error:
         raise BundleError(f"{path} cannot be read: {error.strerror or error}", "check its permissions") from error
+
+
+def _constant(value: int | Sequence[int] | Array) -> Array:
+    return value if isinstance(value, np.ndarray) else np.array(value, np.int64)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
-
 from ....models.manifest import WeightFormat
 from ...graph.nodes import INT8_ACTIVATIONS
 from ..decoder_io import TOKENS, embedding_lookup
@@ -92,11 +90,10 @@ def _quantize_embedding(graph: EditableGraph, weight_format: WeightFormat, head:
     if node is None or table is None:
         return None
     stored = rounded(table, weight_format)
-    rows, columns = table.shape
-    blocks = stored.scales.shape[1]
+    columns = table.shape[1]
     codes = graph.add_tensor("embedding.codes", stored.codes)
-    scales = graph.add_tensor("embedding.scales", stored.scales.reshaped(rows, blocks, 1))
-    gathered = graph.add(
+    scales = graph.add_tensor("embedding.scales", stored.scales.reshaped(*stored.scales.shape, 1))
+    gathered = graph.value(
         "GatherBlockQuantized",
         [codes, node.input(1), scales],
         name="embedding.blocks",
@@ -106,13 +103,8 @@ def _quantize_embedding(graph: EditableGraph, weight_format: WeightFormat, head:
         gather_axis=0,
         quantize_axis=2,
     )
-    flat = graph.add_tensor("embedding.shape", np.array([0, 0, -1], np.int64))
-    value = graph.add("Reshape", [gathered.output(0), flat], name="embedding").output(0)
+    value = graph.value("Reshape", [gathered, [0, 0, -1]], name="embedding")
     if columns % weight_format.block:
-        bounds = [
-            graph.add_tensor(f"embedding.{name}", np.array([number], np.int64))
-            for name, number in (("start", 0), ("stop", columns), ("axis", 2))
-        ]
-        value = graph.add("Slice", [value, *bounds], name="embedding.cut").output(0)
+        value = graph.value("Slice", [value, [0], [columns], [2]], name="embedding.cut")
     graph.replace_value(node.output(0), value)
     return stored if head is not None and table.equals(head) else None

@@ -68,7 +68,7 @@ def _widen_gathered(graph: EditableGraph, name: str) -> None:
     """Convert the rows that are gathered from a table instead of the table."""
     for node in graph.consumers(name):
         rows, readers = node.output(0), graph.consumers(node.output(0))
-        wide = graph.add("Cast", [rows], name=f"{rows}.float", to=TensorProto.FLOAT).output(0)
+        wide = graph.value("Cast", [rows], name=f"{rows}.float", to=TensorProto.FLOAT)
         for reader in readers:
             graph.set_inputs(reader, [wide if each == rows else each for each in reader.inputs])
 

@@ -142,8 +142,7 @@ def _join(graph: EditableGraph, nodes: Sequence[Node]) -> None:
     if attention is not None:
         graph.set_inputs(attention, [joined.output(0), "", "", *attention.inputs[3:]])
         return
-    parts = graph.add_tensor(f"{stem}.widths", np.array(widths, np.int64))
-    split = graph.add("Split", [joined.output(0), parts], [f"{stem}.{index}" for index in range(len(nodes))], axis=-1)
+    split = graph.add("Split", [joined.output(0), widths], [f"{stem}.{index}" for index in range(len(nodes))], axis=-1)
     for node, part in zip(nodes, split.outputs, strict=True):
         graph.replace_uses(node.output(0), part)
 

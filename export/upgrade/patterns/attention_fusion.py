@@ -1,4 +1,4 @@
-"""Replaces attention in plain operators by one GroupQueryAttention a layer.
+"""Replaces attention in plain operators, as PyTorch's exporter writes it, by one GroupQueryAttention a layer.
 
 The rotary embedding becomes part of the operator if it is recognized. Lengths, positions and bias are wired afterwards
 (`contract_inputs`).
@@ -6,35 +6,36 @@ The rotary embedding becomes part of the operator if it is recognized. Lengths, 
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
 from ....errors import BundleError
-from ..edit.editable import MICROSOFT, EditableGraph, Node
+from ..edit.editable import MICROSOFT, EditableGraph
 from ..subgraph_runner import Dimension, SubgraphRunner
 from .attention_pattern import Attention, find_attention
+from .plain_operators import fold_shapes, fuse_gelu
 from .rotary_pattern import RotaryTable, Rotation, find_rotation
 
 _HEAD_MULTIPLE: Final = 8
 """GroupQueryAttention requires a number of channels per head that is a multiple of this."""
 _ROTARY_MULTIPLE: Final = 16
 """GroupQueryAttention rotates multiples of this many channels; other numbers are rotated before it."""
-_OPEN_END: Final = 1 << 31
-"""A Slice with at least this end has no end."""
 
 
-def fuse_attention(graph: EditableGraph, context: int) -> None:
-    """Replace the attention of every layer.
+def fuse_operators(graph: EditableGraph, context: int) -> None:
+    """Make shapes constants, and fuse GELU and the attention of every layer with its rotary embedding.
 
     Args:
-        graph: a decoder whose attention is written in plain operators.
+        graph: a decoder that computes in float32 and whose attention is written in plain operators.
         context: number of positions that the upgraded model will serve.
 
     Raises:
         BundleError: something in the place of attention is not recognized, or its heads have an unsupported size.
+        ExportError: a part of the graph cannot be run.
     """
+    fuse_gelu(graph)
+    fold_shapes(graph, context)
     runner = SubgraphRunner(graph)
     layers = find_attention(runner, context)
     for attention in layers:
@@ -54,20 +55,6 @@ def fuse_attention(graph: EditableGraph, context: int) -> None:
     names = {table: _add_table(graph, table) for table in tables}
     for attention, rotation in zip(layers, rotations, strict=True):
         _replace(runner, attention, rotation, names)
-    graph.sweep()
-
-
-def pack_heads(graph: EditableGraph) -> None:
-    """Give GroupQueryAttention the value that its query, key and value are cut from, if they fill it in this order."""
-    for node in graph.nodes_of("GroupQueryAttention"):
-        cuts = [_cut(graph, name) for name in node.inputs[:3]]
-        known = [cut for cut in cuts if cut is not None]
-        if len(known) < 3 or len({source for source, _, _ in known}) != 1:
-            continue
-        bounds = [(start, stop) for _, start, stop in known]
-        contiguous = all(before[1] == after[0] for before, after in pairwise(bounds))
-        if bounds[0][0] == 0 and contiguous and _fits(node, bounds):
-            graph.set_inputs(node, [known[0][0], "", "", *node.inputs[3:]])
     graph.sweep()
 
 
@@ -128,9 +115,8 @@ def _merged_heads(runner: SubgraphRunner, name: str, stem: str) -> str:
     if len(shape) == 3:
         return name
     if shape[1] != "new" and shape[1] != 1:
-        name = graph.add("Transpose", [name], name=f"{stem}.rows", perm=[0, 2, 1, 3]).output(0)
-    merged = graph.add_tensor("heads.joined", np.array([1, -1, _channels(shape)], np.int64))
-    return graph.add("Reshape", [name, merged], name=stem).output(0)
+        name = graph.value("Transpose", [name], name=f"{stem}.rows", perm=[0, 2, 1, 3])
+    return graph.value("Reshape", [name, [1, -1, _channels(shape)]], name=stem)
 
 
 def _before_split(runner: SubgraphRunner, name: str) -> str | None:
@@ -160,29 +146,3 @@ def _rotated(graph: EditableGraph, heads: str, count: int, table: RotaryTable, n
         interleaved=int(table.interleaved),
     )
     return node.output(0)
-
-
-def _cut(graph: EditableGraph, name: str) -> tuple[str, int, int] | None:
-    """The value that another is cut from along the last of three axes, and the bounds of the cut."""
-    node = graph.producer_of(name, "Slice", "Split")
-    if node is None:
-        return None
-    if node.op == "Split":
-        widths = graph.integers(node.input(1)) if node.input(1) else node.attribute("split")
-        if node.attribute("axis", 0) not in (-1, 2) or not widths:
-            return None
-        start = sum(widths[: node.outputs.index(name)])
-        return node.input(0), start, start + widths[node.outputs.index(name)]
-    given = (graph.integers(node.input(index)) if node.input(index) else [1] for index in range(1, 5))
-    start, stop, axes, steps = given
-    if start is None or stop is None or axes not in ([-1], [2]) or steps != [1] or start[0] < 0:
-        return None
-    return node.input(0), start[0], stop[0]
-
-
-def _fits(node: Node, bounds: list[tuple[int, int]]) -> bool:
-    """Whether key and value have the same width, in proportion to the query; the last cut may have no end."""
-    (first, second), (start, stop) = bounds[1:]
-    heads, kv_heads = node.attribute("num_heads"), node.attribute("kv_num_heads")
-    width = second - first
-    return width * heads == bounds[0][1] * kv_heads and (stop >= _OPEN_END or stop - start == width)

@@ -15,7 +15,7 @@ found by running them on made-up values (`subgraph_runner`):
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -56,20 +56,23 @@ class CachedTensor:
 class Attention:
     """The attention of one layer, as it was found."""
 
-    layer: int
     key: CachedTensor
     value: CachedTensor
     query: str
     """Queries that are multiplied with the keys, before scaling, [1, heads, new, head_dim]."""
+    scores: str
+    """Product of queries and keys, as the graph computes it."""
+    softmax: Node
     merged: str
     """Output of all heads, [1, new, heads * head_dim]."""
     heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
-    softcap: float
+    layer: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    scale: float = 0.0
+    softcap: float = 0.0
     """Soft cap of the scores; 0 if there is none."""
-    window: int
+    window: int = -1
     """Number of newest positions that a token sees, itself included; -1 for all."""
 
 
@@ -126,19 +129,6 @@ def _single_source(
     return name
 
 
-@dataclass(frozen=True)
-class _Site:
-    """The nodes around a softmax that form an attention."""
-
-    key: CachedTensor
-    value: CachedTensor
-    query: str
-    scores: str
-    softmax: Node
-    merged: str
-    heads: int
-
-
 def _cached_tensors(runner: SubgraphRunner) -> list[CachedTensor]:
     """Outputs that join a cache input with new slots."""
     found = []
@@ -150,7 +140,7 @@ def _cached_tensors(runner: SubgraphRunner) -> list[CachedTensor]:
     return found
 
 
-def _site(runner: SubgraphRunner, softmax: Node, cached: dict[str, CachedTensor]) -> _Site | None:
+def _site(runner: SubgraphRunner, softmax: Node, cached: dict[str, CachedTensor]) -> Attention | None:
     """The attention around a softmax; None if the softmax is not that of an attention."""
     graph = runner.graph
     scores = _single_source(runner, softmax.input(0), _BEFORE_SOFTMAX, stop_op="MatMul")
@@ -172,7 +162,7 @@ def _site(runner: SubgraphRunner, softmax: Node, cached: dict[str, CachedTensor]
             return None
         merged = readers[0].output(0)
     query = _unscaled(runner, product.input(0))
-    return _Site(cached[key], cached[value], query, scores, softmax, merged, heads)
+    return Attention(cached[key], cached[value], query, scores, softmax, merged, heads)
 
 
 def _cached_width(runner: SubgraphRunner, present: str) -> int:
@@ -210,7 +200,7 @@ def _is_number(runner: SubgraphRunner, name: str) -> bool:
     return shape is not None and set(shape) <= {1}
 
 
-def _identify(runner: SubgraphRunner, site: _Site, layer: int, context: int) -> Attention:
+def _identify(runner: SubgraphRunner, site: Attention, layer: int, context: int) -> Attention:
     keys = runner.shape(site.key.present)
     values = runner.shape(site.value.present)
     queries = runner.shape(site.query)
@@ -219,34 +209,23 @@ def _identify(runner: SubgraphRunner, site: _Site, layer: int, context: int) -> 
     kv_heads, head_dim = keys[1], keys[3]
     if not isinstance(kv_heads, int) or not isinstance(head_dim, int) or queries != (1, site.heads, "new", head_dim):
         raise _unknown(layer, "its keys, values or queries are not heads of one size")
+    site = replace(site, layer=layer, kv_heads=kv_heads, head_dim=head_dim)
     try:
-        window = _window(runner, site, layer, context)
-        scale, softcap = _scale(runner, site, layer, kv_heads, head_dim)
-        attention = Attention(
-            layer=layer,
-            key=site.key,
-            value=site.value,
-            query=site.query,
-            merged=site.merged,
-            heads=site.heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            scale=scale,
-            softcap=softcap,
-            window=window,
-        )
-        _require_attention(runner, attention, _visible_keys(runner, site, layer, _RANDOM_PASS))
+        window = _window(runner, site, context)
+        scale, softcap = _scale(runner, site)
+        attention = replace(site, scale=scale, softcap=softcap, window=window)
+        _require_attention(runner, attention, _visible_keys(runner, site, _RANDOM_PASS))
     except ExportError as error:
         raise _unknown(layer, error.what) from error
     return attention
 
 
-def _window(runner: SubgraphRunner, site: _Site, layer: int, context: int) -> int:
+def _window(runner: SubgraphRunner, site: Attention, context: int) -> int:
     """Sliding window of the mask; -1 if there is none.
 
     The number of keys that the last token of a full context sees is the window. Shorter passes must agree with it.
     """
-    window = int(_visible_keys(runner, site, layer, PassShape(1, context - 1))[0].sum())
+    window = int(_visible_keys(runner, site, PassShape(1, context - 1))[0].sum())
     passes = [PassShape(1, context - 1), PassShape(24, 0), PassShape(9, 16)]
     if window < context:
         passes += [PassShape(3, window), PassShape(window + 2, 1)]
@@ -254,14 +233,14 @@ def _window(runner: SubgraphRunner, site: _Site, layer: int, context: int) -> in
         slots = np.arange(lengths.total)
         queries = slots[lengths.past :, None]
         near = slots > queries - (window if window < context else lengths.total)
-        seen = _visible_keys(runner, site, layer, lengths)
+        seen = _visible_keys(runner, site, lengths)
         # A graph traced with one new token lets new tokens see later ones; its source model does not.
         if not any(np.array_equal(seen, expected) for expected in (near & (slots <= queries), near)):
-            raise _unknown(layer, "its mask is neither causal nor a sliding window")
+            raise _unknown(site.layer, "its mask is neither causal nor a sliding window")
     return window if window < context else -1
 
 
-def _visible_keys(runner: SubgraphRunner, site: _Site, layer: int, lengths: PassShape) -> Array:
+def _visible_keys(runner: SubgraphRunner, site: Attention, lengths: PassShape) -> Array:
     """Which keys each new token sees, bool [new, total]."""
     shape = runner.shape(site.scores) or ()
     scores = np.zeros(sizes(shape, lengths), np.float32)
@@ -270,16 +249,16 @@ def _visible_keys(runner: SubgraphRunner, site: _Site, layer: int, lengths: Pass
     seen: Array = probs[0] > 0
     uniform = seen / np.maximum(seen.sum(axis=-1, keepdims=True), 1)
     if not np.allclose(probs, uniform, rtol=_TOLERANCE, atol=0):
-        raise _unknown(layer, "something other than a mask is added to its scores")
+        raise _unknown(site.layer, "something other than a mask is added to its scores")
     return seen
 
 
-def _scale(runner: SubgraphRunner, site: _Site, layer: int, kv_heads: int, head_dim: int) -> tuple[float, float]:
+def _scale(runner: SubgraphRunner, site: Attention) -> tuple[float, float]:
     """Scale and soft cap of the scores; see the module docstring."""
     lengths = PassShape(len(_AMPLITUDES), 2)
-    query = np.zeros((1, site.heads, lengths.new, head_dim), np.float32)
+    query = np.zeros((1, site.heads, lengths.new, site.head_dim), np.float32)
     query[..., 0] = _AMPLITUDES
-    key = np.zeros((1, kv_heads, lengths.total, head_dim), np.float32)
+    key = np.zeros((1, site.kv_heads, lengths.total, site.head_dim), np.float32)
     key[:, :, 1::2, 0] = 1  # of the two newest keys that a token sees, one has score a and one 0
     given = {site.query: query, site.key.present: key}
     probs = runner.run([site.softmax.output(0)], lengths, given)[site.softmax.output(0)]
@@ -296,8 +275,8 @@ def _scale(runner: SubgraphRunner, site: _Site, layer: int, kv_heads: int, head_
         scale = float(cap * np.arctanh(odds[middle] / cap) / _AMPLITUDES[middle])
     fitted = cap * np.tanh(scale * _AMPLITUDES / cap) if cap else scale * _AMPLITUDES
     if not scale > 0 or not np.allclose(odds[usable], fitted[usable], rtol=_TOLERANCE, atol=_TOLERANCE):
-        raise _unknown(layer, "its scores are neither scaled nor capped in a known way")
-    usual = head_dim**-0.5
+        raise _unknown(site.layer, "its scores are neither scaled nor capped in a known way")
+    usual = site.head_dim**-0.5
     return (usual if abs(scale - usual) < 1e-5 * usual else scale), round(cap, 4)
 
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from ....errors import ExportError
 from ..decoder_io import PassShape
-from ..subgraph_runner import Dimension, SubgraphRunner
+from ..subgraph_runner import SubgraphRunner
 from .attention_pattern import Attention
 
 Float32Array = npt.NDArray[np.float32]
@@ -98,32 +98,29 @@ def find_rotation(
     Returns:
         The rotation; None if there is none, or it is not recognized.
     """
-    found = _find(runner, attention.key.new, attention.kv_heads, attention.head_dim, context, known)
+    found = _find(runner, attention, context, known)
     if found is None:
         return None
     key, table = found
     for query in _candidates(runner, attention.query):
-        layout = _HeadLayout.of(runner, query, attention.heads, attention.head_dim)
-        if layout is not None and _fits(runner, query, attention.query, layout, table):
+        if _fits(runner, query, attention.query, (attention.heads, attention.head_dim), table):
             return Rotation(query, key, table)
     return None
 
 
 def _find(
-    runner: SubgraphRunner, rotated: str, count: int, width: int, context: int, known: Sequence[RotaryTable]
+    runner: SubgraphRunner, attention: Attention, context: int, known: Sequence[RotaryTable]
 ) -> tuple[str, RotaryTable] | None:
-    """The value before the rotation, and its table."""
+    """The keys before the rotation, and its table."""
+    rotated, size = attention.key.new, (attention.kv_heads, attention.head_dim)
     for name in _candidates(runner, rotated):
-        layout = _HeadLayout.of(runner, name, count, width)
-        if layout is None:
-            continue
         for table in known:
-            if _fits(runner, name, rotated, layout, table):
+            if _fits(runner, name, rotated, size, table):
                 return name, table
         for interleaved in (False, True):
-            table_found = _table(runner, name, rotated, layout, context, interleaved)
-            if table_found is not None and _fits(runner, name, rotated, layout, table_found):
-                return name, table_found
+            found = _table(runner, name, rotated, size, context, interleaved)
+            if found is not None and _fits(runner, name, rotated, size, found):
+                return name, found
     return None
 
 
@@ -146,80 +143,64 @@ def _candidates(runner: SubgraphRunner, name: str) -> Iterator[str]:
         yield next(iter(frontier))
 
 
-@dataclass(frozen=True)
-class _HeadLayout:
-    """The order of axes of a value that holds heads."""
+def _run(runner: SubgraphRunner, name: str, rotated: str, heads: Float32Array, past: int) -> Float32Array | None:
+    """What becomes of unrotated heads [heads, new, head_dim] after `past` tokens; None if that cannot be run.
 
-    count: int
-    width: int
-    tokens_first: bool
-
-    @classmethod
-    def of(cls, runner: SubgraphRunner, name: str, count: int, width: int) -> _HeadLayout | None:
-        layouts: dict[tuple[Dimension, ...], bool] = {
-            (1, "new", count, width): True,
-            (1, count, "new", width): False,
-        }
-        tokens_first = layouts.get(runner.shape(name) or ())
-        return None if tokens_first is None else cls(count, width, tokens_first)
-
-    def arrange(self, heads: Float32Array) -> Float32Array:
-        """Heads [heads, new, head_dim] in the order of axes of the value."""
-        return (heads.swapaxes(0, 1) if self.tokens_first else heads)[None]
+    The value `name` that they replace is [1, heads, new, head_dim] or [1, new, heads, head_dim].
+    """
+    count, new, width = heads.shape
+    tokens_first = runner.shape(name) == (1, "new", count, width)
+    given = (heads.swapaxes(0, 1) if tokens_first else heads)[None]
+    if not tokens_first and runner.shape(name) != (1, count, "new", width):
+        return None
+    try:
+        out = runner.run([rotated], PassShape(new, past), {name: given})[rotated]
+    except ExportError:
+        return None
+    return out[0] if out.shape == (1, *heads.shape) else None
 
 
 def _table(
-    runner: SubgraphRunner, name: str, rotated: str, layout: _HeadLayout, context: int, interleaved: bool
+    runner: SubgraphRunner, name: str, rotated: str, size: tuple[int, int], context: int, interleaved: bool
 ) -> RotaryTable | None:
     """The result for first channels of 1 and second channels of 0; `rotated` is [1, heads, new, head_dim]."""
     cosines: list[Float32Array] = []
     sines: list[Float32Array] = []
-    pairs = _pairs(runner, name, rotated, layout, context)
+    pairs = _pairs(runner, name, rotated, size, context)
     if not pairs:
         return None
     for start in range(0, context, _CHUNK):
-        tokens = min(_CHUNK, context - start)
-        heads = np.zeros((layout.count, tokens, layout.width), np.float32)
+        heads = np.zeros((size[0], min(_CHUNK, context - start), size[1]), np.float32)
         _split_pairs(heads, pairs, interleaved)[0][:] = 1
-        try:
-            out = runner.run([rotated], PassShape(tokens, start), {name: layout.arrange(heads)})[rotated][0, 0]
-        except ExportError:
+        out = _run(runner, name, rotated, heads, start)
+        if out is None:
             return None
-        first, second = _split_pairs(out, pairs, interleaved)
+        first, second = _split_pairs(out[0], pairs, interleaved)
         cosines.append(first.copy())
         sines.append(second.copy())
-        if start == 0 and not _fits(runner, name, rotated, layout, RotaryTable(cosines[0], sines[0], interleaved)):
+        if start == 0 and not _fits(runner, name, rotated, size, RotaryTable(cosines[0], sines[0], interleaved)):
             return None
     return RotaryTable(np.concatenate(cosines), np.concatenate(sines), interleaved)
 
 
-def _pairs(runner: SubgraphRunner, name: str, rotated: str, layout: _HeadLayout, context: int) -> int:
+def _pairs(runner: SubgraphRunner, name: str, rotated: str, size: tuple[int, int], context: int) -> int:
     """Number of pairs of channels that are rotated: channels after the last one that changes are not."""
-    lengths = PassShape(2, context - 2)  # so late that the slowest pair has turned by more than rounding
-    heads = np.random.default_rng(0).uniform(1, 2, (layout.count, lengths.new, layout.width)).astype(np.float32)
-    try:
-        out = runner.run([rotated], lengths, {name: layout.arrange(heads)})[rotated]
-    except ExportError:
-        return 0
-    if out.shape != (1, *heads.shape):
-        return 0
-    changed = np.flatnonzero((out[0] != heads).any(axis=(0, 1)))
+    heads = np.random.default_rng(0).uniform(1, 2, (size[0], 2, size[1])).astype(np.float32)
+    # So late that the slowest pair has turned by more than rounding.
+    out = _run(runner, name, rotated, heads, context - 2)
+    changed = [] if out is None else np.flatnonzero((out != heads).any(axis=(0, 1)))
     return 0 if not len(changed) else (int(changed[-1]) + 2) // 2
 
 
-def _fits(runner: SubgraphRunner, name: str, rotated: str, layout: _HeadLayout, table: RotaryTable) -> bool:
+def _fits(runner: SubgraphRunner, name: str, rotated: str, size: tuple[int, int], table: RotaryTable) -> bool:
     """Whether random heads are rotated as the table says, at its start, its end and in between, one token or many."""
     context = len(table.cosines)
     random = np.random.default_rng(1)
     starts = {int(each) for each in np.geomspace(1, context, 12)}
-    passes = [PassShape(min(17, context), 0), *(PassShape(1, start - 1) for start in sorted(starts))]
-    for lengths in passes:
-        heads = random.standard_normal((layout.count, lengths.new, layout.width)).astype(np.float32)
-        try:
-            out = runner.run([rotated], lengths, {name: layout.arrange(heads)})[rotated]
-        except ExportError:
-            return False
-        expected = table.rotate(heads, range(lengths.past, lengths.total))
-        if out.shape != (1, *heads.shape) or not np.allclose(out[0], expected, rtol=_TOLERANCE, atol=_TOLERANCE):
+    for new, past in [(min(17, context), 0), *((1, start - 1) for start in sorted(starts))]:
+        heads = random.standard_normal((size[0], new, size[1])).astype(np.float32)
+        out = _run(runner, name, rotated, heads, past)
+        expected = table.rotate(heads, range(past, past + new))
+        if out is None or not np.allclose(out, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
             return False
     return True

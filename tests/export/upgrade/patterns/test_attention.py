@@ -16,8 +16,8 @@ from edgerun.export.upgrade.decoder_io import identify_io
 from edgerun.export.upgrade.edit.editable import EditableGraph
 from edgerun.export.upgrade.edit.tensors import in_place
 from edgerun.export.upgrade.parity import require_same, run_reference
+from edgerun.export.upgrade.patterns.attention_fusion import fuse_operators
 from edgerun.export.upgrade.patterns.attention_pattern import Attention, find_attention
-from edgerun.export.upgrade.patterns.plain_operators import fuse_operators
 from edgerun.export.upgrade.patterns.rotary_pattern import Rotation, find_rotation
 from edgerun.export.upgrade.selected_logits import select_positions
 from edgerun.export.upgrade.subgraph_runner import SubgraphRunner
