@@ -231,20 +231,35 @@ class ModelSession:
             raise ExportError(f"the model cannot be run: {error_reason(error)}", _HINT) from error
 
 
-def evaluate(
-    model: ModelProto, feeds: Mapping[str, npt.NDArray[Any]], folder: Path | None = None
-) -> list[npt.NDArray[Any]]:
-    """Compute all outputs of a model held in memory, with its large weights in a folder, without graph optimizations.
+def evaluate(model: ModelProto, feeds: Mapping[str, npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
+    """Compute all outputs of a small model held in memory, without graph optimizations.
+
+    Raises:
+        ExportError: ONNX Runtime cannot run it.
+    """
+    return evaluate_passes(model, [feeds], Path())[0]
+
+
+def evaluate_passes(
+    model: ModelProto, passes: Sequence[Mapping[str, npt.NDArray[Any]]], folder: Path
+) -> list[list[npt.NDArray[Any]]]:
+    """Compute all outputs of a model held in memory for several feeds, without graph optimizations.
+
+    Args:
+        model: the model.
+        passes: what is fed, for each pass.
+        folder: folder of the model's external data.
 
     Raises:
         ExportError: ONNX Runtime cannot run it.
     """
     options = session_options(threads=1)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    if folder is not None:
-        options.add_session_config_entry(_WEIGHT_FOLDER, str(folder))
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    options.add_session_config_entry(_WEIGHT_FOLDER, str(folder))
     try:
-        return list(load_session(_serialized(model), options).run(None, dict(feeds)))
+        session = load_session(_serialized(model), options)
+        return [list(session.run(None, dict(feeds))) for feeds in passes]
     except ORT_ERRORS as error:
         raise ExportError(f"a part of the model cannot be run: {error_reason(error)}") from error
 

@@ -115,7 +115,8 @@ def _part_shape(graph: EditableGraph, part: _Part) -> tuple[int, ...]:
         fed[axis] = _PAST
     cache = np.zeros(fed, helper.tensor_dtype_to_np_dtype(graph.element_type(part.cache)))
     try:
-        found = run_part(graph, "Shape", [part.value], {part.cache: cache}.get)[part.value]
+        order = {node: index for index, node in enumerate(graph.in_order())}
+        found = run_part(graph, order, "Shape", [part.value], {part.cache: cache}.get)[0][part.value]
     except ExportError as error:
         raise _unknown_structure(part.cache) from error
     if len(found) != 4 or found[0] != 1 or found[2] != _PAST:

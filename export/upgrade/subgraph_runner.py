@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal
 
 import numpy as np
-from onnx import GraphProto, ValueInfoProto, helper
+from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from ...errors import BundleError, ExportError
-from ..check.contract_session import evaluate
+from ..check.contract_session import evaluate_passes
 from .decoder_io import TOKENS, PassShape, input_value
 from .edit.editable import EditableGraph, Node
 from .edit.tensors import Array, in_place
@@ -75,23 +75,20 @@ class SubgraphRunner:
         Raises:
             ExportError: the subgraph cannot be run.
         """
-        return self._compute("Identity", wanted, lengths, given or {})
+        fed = given or {}
 
-    def _compute(
-        self, op: str, wanted: Sequence[str], lengths: PassShape, given: Mapping[str, Array]
-    ) -> dict[str, Array]:
         def known(name: str) -> Array | None:
-            if name in given:
-                return given[name]
+            if name in fed:
+                return fed[name]
             if name in self.graph.inputs:
                 return input_value(self.graph.inputs[name], lengths)
             node = self.graph.producer_of(name, "Shape")
-            dimensions = None if node is None or node.input(0) in given else self._shapes.get(node.input(0))
+            dimensions = None if node is None or node.input(0) in fed else self._shapes.get(node.input(0))
             if node is None or dimensions is None:
                 return None
             return np.array(sizes(dimensions, lengths)[node.attribute("start", 0) : node.attribute("end")], np.int64)
 
-        return run_part(self.graph, op, wanted, known)
+        return run_part(self.graph, self.order, "Identity", wanted, known)[0]
 
     def _dependents(self, name: str) -> frozenset[str]:
         found, waiting = {name}, [name]
@@ -106,7 +103,16 @@ class SubgraphRunner:
     def _learn_shapes(self) -> None:
         names = [*self.graph.inputs, *(name for node in self.order for name in node.outputs if name)]
         try:
-            first, second = (self._compute("Shape", names, each, {}) for each in (_FIRST, _SECOND))
+            first, second = run_part(
+                self.graph,
+                self.order,
+                "Shape",
+                names,
+                *(
+                    {name: input_value(info, lengths) for name, info in self.graph.inputs.items()}.get
+                    for lengths in (_FIRST, _SECOND)
+                ),
+            )
         except ExportError as error:
             raise BundleError(
                 f"the model's graph does not run on one sequence with a cache: {error.what}",
@@ -124,55 +130,61 @@ def sizes(dimensions: Sequence[Dimension], lengths: PassShape) -> list[int]:
 
 
 def run_part(
-    graph: EditableGraph, op: str, wanted: Sequence[str], known: Callable[[str], Array | None]
-) -> dict[str, Array]:
+    graph: EditableGraph,
+    order: Mapping[Node, int],
+    op: str,
+    wanted: Sequence[str],
+    *passes: Callable[[str], Array | None],
+) -> list[dict[str, Array]]:
     """Run the nodes that some values need.
 
     Args:
         graph: the graph.
+        order: position of each node in topological order.
         op: operator that is applied to each of the values; "Identity" for the values themselves.
         wanted: names of the values.
-        known: gives a value that is fed instead of being computed, by its name.
+        passes: gives, for each pass, a value that is fed instead of being computed, by its name.
 
     Raises:
         ExportError: they cannot be run.
     """
-    feeds: dict[str, Array] = {}
+    feeds: list[dict[str, Array]] = [{} for _ in passes]
     nodes: dict[Node, None] = {}
-    constants: list[str] = []
+    stored: list[tuple[TensorProto, NodeProto | None]] = []
     waiting, seen = list(wanted), set[str]()
     while waiting:
         name = waiting.pop()
         if name in seen:
             continue
         seen.add(name)
-        node, value = graph.producer(name), known(name)
-        if value is not None:
-            feeds[name] = np.ascontiguousarray(value)
+        node = graph.producer(name)
+        values = [value for known in passes if (value := known(name)) is not None]
+        if values:
+            for fed, value in zip(feeds, values, strict=True):
+                fed[name] = np.ascontiguousarray(value)
         elif node is not None:
             nodes[node] = None
             waiting += node.reads()
         elif name in graph.tensors:
-            constants.append(name)
+            stored.append(in_place(name, graph.tensors[name]))
         else:
             raise ExportError(f"no node computes the value {name}")
-    stored = [in_place(name, graph.tensors[name]) for name in constants]
     # A graph output cannot be a graph input or a constant, so each wanted value has a node of its own.
     outputs = [f"wanted.{index}" for index in range(len(wanted))]
     part = GraphProto(
         name="part",
         node=[
             *(cast for _, cast in stored if cast),
-            *(node.proto() for node in graph.in_order() if node in nodes),
+            *(node.proto() for node in sorted(nodes, key=order.__getitem__)),
             *(helper.make_node(op, [name], [output]) for name, output in zip(wanted, outputs, strict=True)),
         ],
         initializer=[tensor for tensor, _ in stored],
         input=[
-            helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
-            for name, value in feeds.items()
+            helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), [None] * value.ndim)
+            for name, value in feeds[0].items()
         ],
         output=[ValueInfoProto(name=name) for name in outputs],
     )
     opsets = [helper.make_opsetid(domain, version) for domain, version in graph.opsets.items()]
     model = helper.make_model(part, opset_imports=opsets, ir_version=10)
-    return dict(zip(wanted, evaluate(model, feeds, graph.folder), strict=True))
+    return [dict(zip(wanted, found, strict=True)) for found in evaluate_passes(model, feeds, graph.folder)]
