@@ -42,6 +42,8 @@ class CacheTensor:
 
     past: str
     present: str
+    new: str = ""
+    """The new slots, if the graph appends them by a Concat."""
 
 
 @dataclass(frozen=True)
@@ -220,16 +222,19 @@ def _caches(graph: EditableGraph) -> tuple[CacheTensor, ...]:
     attentions = [node for node in graph.in_order() if node.op == "GroupQueryAttention"]
     if attentions:
         return tuple(cache for node in attentions for cache in _caches_of(graph, node))
-    found: list[CacheTensor] = []
-    for name in graph.inputs:
-        joined = [
-            node.output(0)
-            for node in graph.consumers(name)
-            if node.op == "Concat" and node.output(0) in graph.outputs and node.input(0) == name
-        ]
-        if joined and graph.element_type(name) in _FLOATS:
-            found.append(CacheTensor(name, joined[0]))
-    return tuple(found)
+    return joined_caches(graph)
+
+
+def joined_caches(graph: EditableGraph) -> tuple[CacheTensor, ...]:
+    """Cache inputs to which a Concat appends new slots, in the order of the graph inputs."""
+    joins = [
+        (name, node) for name in graph.inputs for node in graph.consumers(name) if graph.element_type(name) in _FLOATS
+    ]
+    return tuple(
+        CacheTensor(name, node.output(0), node.input(1))
+        for name, node in joins
+        if node.op == "Concat" and node.output(0) in graph.outputs and node.input(0) == name and len(node.inputs) == 2
+    )
 
 
 def _caches_of(graph: EditableGraph, node: Node) -> tuple[CacheTensor, CacheTensor]:

@@ -69,7 +69,7 @@ def join_linears(graph: EditableGraph) -> None:
             groups[key].append(node)
     for nodes in groups.values():
         if len(nodes) > 1:
-            _join(graph, _in_heads_order(graph, nodes))
+            _join(graph, nodes)
     graph.sweep()
 
 
@@ -107,24 +107,7 @@ def _group_key(graph: EditableGraph, node: Node) -> tuple[object, ...] | None:
     return (node.input(0), *settings, *(each.element_type for each in stored if each), optional[0])
 
 
-def _in_heads_order(graph: EditableGraph, nodes: Sequence[Node]) -> list[Node]:
-    """Sort query, key and value of one attention in that order, which its packed input needs; others do not change."""
-    attention = _attention_of(graph, nodes)
-    return list(nodes) if attention is None else sorted(nodes, key=lambda node: attention.inputs.index(node.output(0)))
-
-
-def _attention_of(graph: EditableGraph, nodes: Sequence[Node]) -> Node | None:
-    """The attention that reads the nodes as query, key and value, and is their only reader."""
-    readers = {reader for node in nodes for reader in graph.consumers(node.output(0))}
-    if len(nodes) != 3 or len(readers) != 1:
-        return None
-    (reader,) = readers
-    is_attention = reader.op == "GroupQueryAttention" and set(reader.inputs[:3]) == {node.output(0) for node in nodes}
-    return reader if is_attention else None
-
-
 def _join(graph: EditableGraph, nodes: Sequence[Node]) -> None:
-    attention = _attention_of(graph, nodes)
     first = nodes[0]
     widths = [int(node.attribute("N")) for node in nodes]
     stem = f"{first.name or first.output(0)}.joined"
@@ -139,9 +122,6 @@ def _join(graph: EditableGraph, nodes: Sequence[Node]) -> None:
         inputs.pop()
     attributes = {name: first.attribute(name) for name in ("K", "bits", "block_size", "accuracy_level")}
     joined = graph.add("MatMulNBits", inputs, name=stem, domain=MICROSOFT, N=sum(widths), **attributes)
-    if attention is not None:
-        graph.set_inputs(attention, [joined.output(0), "", "", *attention.inputs[3:]])
-        return
     split = graph.add("Split", [joined.output(0), widths], [f"{stem}.{index}" for index in range(len(nodes))], axis=-1)
     for node, part in zip(nodes, split.outputs, strict=True):
         graph.replace_uses(node.output(0), part)

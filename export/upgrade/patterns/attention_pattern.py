@@ -21,10 +21,10 @@ from typing import Final
 import numpy as np
 
 from ....errors import BundleError, ExportError
-from ..decoder_io import PassShape
+from ..decoder_io import CacheTensor, PassShape, joined_caches
 from ..edit.editable import EditableGraph, Node
 from ..edit.tensors import Array
-from ..subgraph_runner import SubgraphRunner, sizes
+from ..subgraph_runner import Dimension, SubgraphRunner, sizes
 
 _HINT: Final = "such a graph cannot be upgraded; edge-run may run it as it is"
 _AMPLITUDES: Final = 2.0 ** np.arange(-4, 22)
@@ -41,23 +41,12 @@ _AFTER_SOFTMAX: Final = frozenset({"Cast", "Dropout", "Where"})
 
 
 @dataclass(frozen=True)
-class CachedTensor:
-    """The keys or the values of a layer."""
-
-    past: str
-    """Graph input [1, kv_heads, past, head_dim]."""
-    new: str
-    """Keys or values of the new tokens, [1, kv_heads, new, head_dim]."""
-    present: str
-    """Graph output: `past` and `new` concatenated."""
-
-
-@dataclass(frozen=True)
 class Attention:
     """The attention of one layer, as it was found."""
 
-    key: CachedTensor
-    value: CachedTensor
+    key: CacheTensor
+    value: CacheTensor
+    """Both are [1, kv_heads, slots, head_dim]."""
     query: str
     """Queries that are multiplied with the keys, before scaling, [1, heads, new, head_dim]."""
     scores: str
@@ -90,7 +79,7 @@ def find_attention(runner: SubgraphRunner, context: int) -> list[Attention]:
         BundleError: something in the place of attention is not recognized; the message says what.
     """
     graph = runner.graph
-    cached = {each.present: each for each in _cached_tensors(runner)}
+    cached = {each.present: each for each in joined_caches(graph) if _is_cache(runner.shape(each.present) or ())}
     sites = [site for node in graph.nodes_of("Softmax") if (site := _site(runner, node, cached)) is not None]
     sites.sort(key=lambda site: runner.order[site.softmax])
     used = {each.present for site in sites for each in (site.key, site.value)}
@@ -129,18 +118,11 @@ def _single_source(
     return name
 
 
-def _cached_tensors(runner: SubgraphRunner) -> list[CachedTensor]:
-    """Outputs that join a cache input with new slots."""
-    found = []
-    for node in runner.graph.nodes_of("Concat"):
-        if len(node.inputs) == 2 and node.input(0) in runner.graph.inputs and node.output(0) in runner.graph.outputs:
-            shape = runner.shape(node.output(0))
-            if shape is not None and len(shape) == 4 and shape[0] == 1 and shape[2] == "total":
-                found.append(CachedTensor(node.input(0), node.input(1), node.output(0)))
-    return found
+def _is_cache(shape: tuple[Dimension, ...]) -> bool:
+    return len(shape) == 4 and shape[0] == 1 and shape[2] == "total"
 
 
-def _site(runner: SubgraphRunner, softmax: Node, cached: dict[str, CachedTensor]) -> Attention | None:
+def _site(runner: SubgraphRunner, softmax: Node, cached: dict[str, CacheTensor]) -> Attention | None:
     """The attention around a softmax; None if the softmax is not that of an attention."""
     graph = runner.graph
     scores = _single_source(runner, softmax.input(0), _BEFORE_SOFTMAX, stop_op="MatMul")
