@@ -18,6 +18,8 @@ from ...errors import BundleError, ExportError
 from ..graph import inputs_outputs
 from .decoder_io import MASK, POSITIONS, TOKENS, CacheTensor, DecoderIO, PassShape
 from .edit.editable import EditableGraph, Node
+from .edit.tensors import Array
+from .patterns.attention_pattern import sliding_window
 from .subgraph_runner import SubgraphRunner
 
 BIAS: Final = "attention_bias"
@@ -27,8 +29,6 @@ TOTAL: Final = "total_sequence_length"
 _MASKED: Final = np.array(-1e9, np.float32)
 _MASKED_BELOW: Final = -1e4
 """A bias below this hides a position."""
-_TRIAL_TOKENS: Final = 3
-"""Number of new tokens of the pass that computes a bias."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def window_of_bias(graph: EditableGraph, bias: str, context: int) -> int:
     Args:
         graph: the decoder.
         bias: the value, [1, heads or 1, new, total].
-        context: number of cached tokens of the trial; a larger window is not recognized.
+        context: number of positions; a window of at least this size has no effect.
 
     Returns:
         Number of positions that a token sees, itself included; 0 for all.
@@ -97,31 +97,26 @@ def window_of_bias(graph: EditableGraph, bias: str, context: int) -> int:
     Raises:
         BundleError: the bias does something else, such as ALiBi.
     """
-    lengths = PassShape(_TRIAL_TOKENS, context)
-    try:
-        value = np.asarray(SubgraphRunner(graph).run([bias], lengths)[bias], np.float64)
-    except ExportError as error:
-        raise _unknown_bias() from error
-    cells = value.reshape(-1, value.shape[-2], value.shape[-1])
-    if cells.shape[1:] != (_TRIAL_TOKENS, lengths.total) or np.any(cells != cells[:1]):
-        raise _unknown_bias()
-    seen = cells[0] > _MASKED_BELOW
-    if np.any(cells[0][seen] != 0):
-        raise _unknown_bias()
-    slots, queries = np.arange(lengths.total), np.arange(context, lengths.total)[:, None]
-    seen_before = seen & (slots <= queries)  # the bias may leave later positions visible: the operator masks them
-    window = int(seen_before[0].sum())
-    if np.array_equal(seen_before, slots <= queries):
-        return 0
-    if not np.array_equal(seen_before, (slots <= queries) & (slots > queries - window)):
-        raise _unknown_bias()
-    return window
-
-
-def _unknown_bias() -> BundleError:
-    return BundleError(
+    unknown = BundleError(
         "the model adds something to its attention scores that is neither a mask nor a window", "run it as it is"
     )
+    runner = SubgraphRunner(graph)
+
+    def visible(lengths: PassShape) -> Array:
+        value = np.asarray(runner.run([bias], lengths)[bias], np.float64)
+        cells = value.reshape(-1, *value.shape[-2:])
+        seen: Array = cells[0] > _MASKED_BELOW
+        if seen.shape != (lengths.new, lengths.total) or np.any(cells != cells[:1]) or np.any(cells[0][seen] != 0):
+            raise unknown
+        return seen
+
+    try:
+        window = sliding_window(visible, context)
+    except ExportError as error:
+        raise unknown from error
+    if window is None:
+        raise unknown
+    return max(window, 0)
 
 
 def _attention_shape(graph: EditableGraph, layers: list[Node], io: DecoderIO, head_dim: int | None) -> AttentionShape:

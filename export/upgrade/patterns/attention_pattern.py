@@ -14,8 +14,9 @@ found by running them on made-up values (`subgraph_runner`):
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -193,7 +194,9 @@ def _identify(runner: SubgraphRunner, site: Attention, layer: int, context: int)
         raise _unknown(layer, "its keys, values or queries are not heads of one size")
     site = replace(site, layer=layer, kv_heads=kv_heads, head_dim=head_dim)
     try:
-        window = _window(runner, site, context)
+        window = sliding_window(partial(_visible_keys, runner, site), context)
+        if window is None:
+            raise _unknown(layer, "its mask is neither causal nor a sliding window")
         scale, softcap = _scale(runner, site)
         attention = replace(site, scale=scale, softcap=softcap, window=window)
         _require_attention(runner, attention, _visible_keys(runner, site, _RANDOM_PASS))
@@ -202,12 +205,20 @@ def _identify(runner: SubgraphRunner, site: Attention, layer: int, context: int)
     return attention
 
 
-def _window(runner: SubgraphRunner, site: Attention, context: int) -> int:
-    """Sliding window of the mask; -1 if there is none.
+def sliding_window(visible: Callable[[PassShape], Array], context: int) -> int | None:
+    """Sliding window of a mask.
 
     The number of keys that the last token of a full context sees is the window. Shorter passes must agree with it.
+
+    Args:
+        visible: which keys each new token of a pass sees, bool [new, total].
+        context: number of positions; a window of at least this size has no effect.
+
+    Returns:
+        Number of newest positions that a token sees, itself included; -1 for all; None if the mask is neither causal
+        nor a sliding window.
     """
-    window = int(_visible_keys(runner, site, PassShape(1, context - 1))[0].sum())
+    window = int(visible(PassShape(1, context - 1))[0].sum())
     passes = [PassShape(1, context - 1), PassShape(24, 0), PassShape(9, 16)]
     if window < context:
         passes += [PassShape(3, window), PassShape(window + 2, 1)]
@@ -215,10 +226,10 @@ def _window(runner: SubgraphRunner, site: Attention, context: int) -> int:
         slots = np.arange(lengths.total)
         queries = slots[lengths.past :, None]
         near = slots > queries - (window if window < context else lengths.total)
-        seen = _visible_keys(runner, site, lengths)
+        seen = visible(lengths)
         # A graph traced with one new token lets new tokens see later ones; its source model does not.
         if not any(np.array_equal(seen, expected) for expected in (near & (slots <= queries), near)):
-            raise _unknown(site.layer, "its mask is neither causal nor a sliding window")
+            return None
     return window if window < context else -1
 
 
