@@ -57,7 +57,7 @@ def trim_head(graph: EditableGraph, kept: TokenIds) -> None:
         BundleError: The graph has no head.
         ExportError: The head is of a kind that cannot be trimmed.
     """
-    head = find_lm_head(graph, inputs_outputs.LOGITS)
+    head = find_lm_head(graph)
     tokens = head_tokens(graph)
     if head.op == "MatMulNBits":
         for index in _BY_ROW:
@@ -126,7 +126,7 @@ def write_trimmed(whole: Bundle, folder: Path, kept: TokenIds) -> None:
     graph = EditableGraph.open(whole.graph)
     _require_ascending(kept, head_tokens(graph))
     trim_head(graph, kept)
-    linears = weight_matrices(graph, inputs_outputs.LOGITS)
+    linears = weight_matrices(graph)
     folder.mkdir(parents=True, exist_ok=True)
     with WeightFile(folder / WEIGHTS_NAME) as data:
         model = graph.model(to_file(data))

@@ -8,6 +8,7 @@ becomes part of the bias, which is computed once for all layers with that window
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +17,7 @@ from onnx import TensorProto, ValueInfoProto, helper
 
 from ...errors import BundleError, ExportError
 from ..graph import inputs_outputs
-from .decoder_io import MASK, POSITIONS, TOKENS, CacheTensor, DecoderIO, PassShape
+from .decoder_io import MASK, POSITIONS, TOKENS, CacheTensor, PassShape
 from .edit.editable import EditableGraph, Node
 from .edit.tensors import Array
 from .patterns.attention_pattern import sliding_window
@@ -41,12 +42,14 @@ class AttentionShape:
     head_dim: int
 
 
-def wire_attention(graph: EditableGraph, io: DecoderIO, context: int, head_dim: int | None) -> AttentionShape:
+def wire_attention(
+    graph: EditableGraph, caches: tuple[CacheTensor, ...], context: int, head_dim: int | None
+) -> AttentionShape:
     """Make every GroupQueryAttention read the contract's inputs, and rename the caches as the contract does.
 
     Args:
         graph: the decoder; all its attention is fused.
-        io: its inputs and outputs.
+        caches: its caches, key and value of each layer in layer order.
         context: number of positions that will be served; a window of at least this size has no effect.
         head_dim: channels of a head according to the settings, used if the graph does not say it.
 
@@ -54,11 +57,15 @@ def wire_attention(graph: EditableGraph, io: DecoderIO, context: int, head_dim: 
         BundleError: the attention has a feature that the contract does not have.
     """
     layers = [node for node in graph.in_order() if node.op == "GroupQueryAttention"]
-    attention = _attention_shape(graph, layers, io, head_dim)
-    element_type = graph.element_type(io.caches[0].past)
-    for cache in io.caches:  # so that masks can be computed on made-up caches
+    attention = _attention_shape(graph, layers, caches, head_dim)
+    element_type = graph.element_type(caches[0].past)
+    for cache in caches:  # so that masks can be computed on made-up caches
         declare_cache_shape(graph, cache, attention.kv_heads, attention.head_dim)
-    windows = [_window(graph, node, context) for node in layers]
+    found = {node.input(10): 0 for node in layers}
+    if any(found):
+        runner = SubgraphRunner(graph)
+        found |= {bias: window_of_bias(runner, bias, context) for bias in found if bias}
+    windows = [_window(node, found[node.input(10)], context) for node in layers]
     _declare_inputs(graph)
     biases = {0: _typed(graph, BIAS, element_type)}
     for node, window in zip(layers, windows, strict=True):
@@ -69,7 +76,7 @@ def wire_attention(graph: EditableGraph, io: DecoderIO, context: int, head_dim: 
         index = 1 if node.domain else 3
         if node.input(index):  # without positions, its cosines have been gathered for the tokens already
             graph.set_input(node, index, POSITIONS)
-    _rename_caches(graph, io.caches, attention, element_type)
+    _rename_caches(graph, caches, attention, element_type)
     graph.sweep()
     _replace_shapes(graph, attention)
     graph.sweep()
@@ -83,11 +90,11 @@ def declare_cache_shape(graph: EditableGraph, cache: CacheTensor, kv_heads: int,
     graph.inputs[cache.past].CopyFrom(helper.make_tensor_value_info(cache.past, element_type, shape))
 
 
-def window_of_bias(graph: EditableGraph, bias: str, context: int) -> int:
+def window_of_bias(runner: SubgraphRunner, bias: str, context: int) -> int:
     """Sliding window that an attention bias implements.
 
     Args:
-        graph: the decoder.
+        runner: runs the decoder.
         bias: the value, [1, heads or 1, new, total].
         context: number of positions; a window of at least this size has no effect.
 
@@ -100,7 +107,6 @@ def window_of_bias(graph: EditableGraph, bias: str, context: int) -> int:
     unknown = BundleError(
         "the model adds something to its attention scores that is neither a mask nor a window", "run it as it is"
     )
-    runner = SubgraphRunner(graph)
 
     def visible(lengths: PassShape) -> Array:
         value = np.asarray(runner.run([bias], lengths)[bias], np.float64)
@@ -119,14 +125,16 @@ def window_of_bias(graph: EditableGraph, bias: str, context: int) -> int:
     return max(window, 0)
 
 
-def _attention_shape(graph: EditableGraph, layers: list[Node], io: DecoderIO, head_dim: int | None) -> AttentionShape:
+def _attention_shape(
+    graph: EditableGraph, layers: list[Node], caches: tuple[CacheTensor, ...], head_dim: int | None
+) -> AttentionShape:
     shapes = {
         (
             node.attribute("num_heads", 0),
             node.attribute("kv_num_heads", 0),
             _head_dim(graph, node, cache) or head_dim or 0,
         )
-        for node, cache in zip(layers, io.caches[::2], strict=True)
+        for node, cache in zip(layers, caches[::2], strict=True)
     }
     if len(shapes) != 1:
         raise BundleError("the model's layers differ in the number or size of their heads", "run it as it is")
@@ -151,15 +159,13 @@ def _head_dim(graph: EditableGraph, node: Node, cache: CacheTensor) -> int | Non
     return None
 
 
-def _window(graph: EditableGraph, node: Node, context: int) -> int:
-    """Number of positions that a token sees in a layer, itself included; 0 for all."""
+def _window(node: Node, of_bias: int, context: int) -> int:
+    """Number of positions that a token sees in a layer, itself included, as its bias may limit too; 0 for all."""
     if not node.attribute("causal", 1):
         raise BundleError("the model's attention is not causal", "give a decoder")
     if node.input(12) or node.input(13):
         raise BundleError("the model's key-value cache is quantized to integers", "run it as it is")
-    windows = [node.attribute("local_window_size", -1)]
-    if node.input(10):
-        windows.append(window_of_bias(graph, node.input(10), context))
+    windows = (node.attribute("local_window_size", -1), of_bias)
     return min((window for window in windows if 0 < window < context), default=0)
 
 
@@ -270,7 +276,8 @@ def _replace_shapes(graph: EditableGraph, attention: AttentionShape) -> None:
                     f"the model's {node.op} node {node.name} reads its {what} in an unknown way", "run it as it is"
                 )
             if name == MASK:
-                sizes = [[1], graph.value("Reshape", [_total(graph), [1]], name="mask.total")]
+                total = graph.value("Reshape", [_total(graph), [1]], name="mask.total")
+                sizes: list[str | Sequence[int]] = [[1], total]
             else:
                 past = graph.value("Reshape", [_cached_tokens(graph), [1]], name="cache.past")
                 sizes = [[1, attention.kv_heads], past, [attention.head_dim]]

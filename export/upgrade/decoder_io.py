@@ -22,7 +22,6 @@ from .edit.tensors import Array
 TOKENS: Final = "input_ids"
 MASK: Final = "attention_mask"
 POSITIONS: Final = "position_ids"
-LOGITS: Final = "logits"
 
 _INTEGERS: Final = (TensorProto.INT64, TensorProto.INT32)
 _FLOATS: Final = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -44,15 +43,6 @@ class CacheTensor:
     present: str
     new: str = ""
     """The new slots, if the graph appends them by a Concat."""
-
-
-@dataclass(frozen=True)
-class DecoderIO:
-    """Inputs and outputs of a decoder, as `identify_io` found them."""
-
-    caches: tuple[CacheTensor, ...]
-    """For a fused graph, key and value of each layer in layer order; otherwise in the order of the graph inputs."""
-    logits: str
 
 
 @dataclass(frozen=True)
@@ -141,7 +131,7 @@ def _mask(dtype: np.dtype[np.generic], rank: int, lengths: PassShape) -> Array:
     return cells.astype(dtype)[None, None]
 
 
-def identify_io(graph: EditableGraph, names: Mapping[str, str] = MappingProxyType({})) -> DecoderIO:
+def identify_io(graph: EditableGraph, names: Mapping[str, str] = MappingProxyType({})) -> tuple[CacheTensor, ...]:
     """Find out what inputs and outputs are for, and give token ids, mask, positions and logits their usual names.
 
     Afterwards no other value has the name of an input of the graph contract.
@@ -149,6 +139,10 @@ def identify_io(graph: EditableGraph, names: Mapping[str, str] = MappingProxyTyp
     Args:
         graph: a foreign decoder.
         names: names of inputs according to the model's settings, by their usual names.
+
+    Returns:
+        Cache inputs with their outputs: for a fused graph, key and value of each layer in layer order; otherwise in the
+        order of the graph inputs.
 
     Raises:
         BundleError: the graph is not a decoder with a cache, or one that cannot be upgraded; the message says which.
@@ -171,9 +165,11 @@ def identify_io(graph: EditableGraph, names: Mapping[str, str] = MappingProxyTyp
     _rename_only(graph, POSITIONS, [name for name in others if re.search("position", name)])
     _rename_only(graph, MASK, [name for name in others if re.search("mask", name) and name in graph.inputs])
     logits = _logits(graph, [name for name in graph.outputs if name not in {cache.present for cache in caches}])
-    if logits != LOGITS:
-        graph.rename(logits, graph.fresh(LOGITS))
-    return DecoderIO(caches, LOGITS if LOGITS in graph.outputs else logits)
+    info = ValueInfoProto()
+    info.CopyFrom(graph.outputs[logits])
+    info.name = inputs_outputs.LOGITS
+    graph.set_output(info, logits)
+    return caches
 
 
 def embedding_lookup(graph: EditableGraph, ids: str) -> Node | None:
@@ -218,7 +214,7 @@ def _no_cache(graph: EditableGraph) -> BundleError:
 
 
 def _caches(graph: EditableGraph) -> tuple[CacheTensor, ...]:
-    """Cache inputs with their outputs (see `DecoderIO.caches`)."""
+    """Cache inputs with their outputs, as `identify_io` returns them."""
     attentions = [node for node in graph.in_order() if node.op == "GroupQueryAttention"]
     if attentions:
         return tuple(cache for node in attentions for cache in _caches_of(graph, node))

@@ -57,13 +57,13 @@ class WeightMatrix:
         return self.rows * self.columns
 
 
-def weight_matrices(graph: EditableGraph, logits: str) -> list[WeightMatrix]:
+def weight_matrices(graph: EditableGraph) -> list[WeightMatrix]:
     """Find every matrix that multiplies hidden states, and the embedding.
 
     Matrices of a layer are named by their position: what leads to an attention is its `qkv`; after an attention the
     first is `o`, the last `down` and those between `gate_up`.
     """
-    head, embedding = find_lm_head(graph, logits), embedding_lookup(graph, TOKENS)
+    head, embedding = find_lm_head(graph), embedding_lookup(graph, TOKENS)
     depths: dict[str, int] = {}
     """Number of attentions before a value."""
     after_attention: defaultdict[int, list[tuple[Node, Tensor]]] = defaultdict(list)

@@ -24,7 +24,8 @@ from ...errors import ExportError
 from ..check.contract_session import CacheShape, ContractSession, ModelSession
 from ..check.float_activations import with_float_activations
 from ..check.parity import Parity, mean_kl
-from .decoder_io import TOKENS, DecoderIO, PassShape, input_value
+from ..graph import inputs_outputs
+from .decoder_io import TOKENS, CacheTensor, PassShape, input_value
 from .edit.editable import EditableGraph
 from .edit.tensors import Array, in_place
 
@@ -68,13 +69,15 @@ class Reference:
         return (HALF_TOLERANCE if self.half else TOLERANCE) * max(1.0, float(self.logits.std(dtype=np.float64)))
 
 
-def run_reference(graph: EditableGraph, io: DecoderIO, cache: CacheShape, vocab_size: int) -> Reference:
+def run_reference(
+    graph: EditableGraph, caches: tuple[CacheTensor, ...], shape: CacheShape, vocab_size: int
+) -> Reference:
     """Run the unchanged source graph, except for float activations and caches that keep all slots.
 
     Args:
         graph: the source after `identify_io` and before any other pass.
-        io: its inputs and outputs.
-        cache: the shape of its caches.
+        caches: its caches.
+        shape: the shape of them.
         vocab_size: number of tokens that both embedding and LM head have.
 
     Raises:
@@ -82,7 +85,7 @@ def run_reference(graph: EditableGraph, io: DecoderIO, cache: CacheShape, vocab_
     """
     for node in graph.nodes_of("GroupQueryAttention"):
         graph.set_attribute(node, "sliding_window_cache", None)
-    source = _Source(graph, io, cache)
+    source = _Source(graph, caches, shape)
     drawn = np.random.default_rng(0).integers(0, vocab_size, _PROMPT + _STEPS + 1)
     tokens, sibling = drawn[:-1], int(drawn[-1])
     logits = source.logits(tokens)
@@ -176,11 +179,11 @@ def _max_difference(found: Float32Array, expected: Float32Array) -> float:
 class _Source:
     """The source graph with a cache that starts empty and grows."""
 
-    def __init__(self, graph: EditableGraph, io: DecoderIO, cache: CacheShape) -> None:
-        self._io = io
-        self._cache = cache
+    def __init__(self, graph: EditableGraph, caches: tuple[CacheTensor, ...], shape: CacheShape) -> None:
+        self._caches = caches
+        self._shape = shape
         self._inputs = graph.inputs
-        self.half = graph.element_type(io.caches[0].past) != TensorProto.FLOAT
+        self.half = graph.element_type(caches[0].past) != TensorProto.FLOAT
         self._session = ModelSession(with_float_activations(graph.model(in_place)), graph.folder)
 
     def logits(self, tokens: TokenArray) -> Float32Array:
@@ -206,17 +209,17 @@ class _Source:
         lengths = PassShape(len(tokens), past)
         feeds = {name: input_value(info, lengths) for name, info in self._inputs.items()} | dict(caches)
         feeds[TOKENS] = tokens[None].astype(feeds[TOKENS].dtype)
-        outputs = [self._io.logits, *(cache.present for cache in self._io.caches)]
+        outputs = [inputs_outputs.LOGITS, *(cache.present for cache in self._caches)]
         logits, *presents = self._session.run(outputs, feeds)
         flat = logits.reshape(-1, logits.shape[-1]).astype(np.float32)
-        return flat, dict(zip((cache.past for cache in self._io.caches), presents, strict=True))
+        return flat, dict(zip((cache.past for cache in self._caches), presents, strict=True))
 
     def _empty_caches(self) -> dict[str, Array]:
         """Caches without slots, or with the number of slots that the graph fixes."""
         empty = {}
-        for cache in self._io.caches:
+        for cache in self._caches:
             info = self._inputs[cache.past].type.tensor_type
             slots = info.shape.dim[2].dim_value if len(info.shape.dim) == 4 else 0
-            shape = (1, self._cache.kv_heads, slots, self._cache.head_dim)
+            shape = (1, self._shape.kv_heads, slots, self._shape.head_dim)
             empty[cache.past] = np.zeros(shape, helper.tensor_dtype_to_np_dtype(info.elem_type))
         return empty

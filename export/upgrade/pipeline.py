@@ -26,7 +26,7 @@ from ..graph.gpu_variants import write_gpu_variants
 from ..graph.weight_file import WeightFile
 from ..recipe import DEFAULT_CONTEXT_LIMIT, FP32, INT4, LONGEST_CONTEXT, ExportRecipe, ExportRequest
 from .contract_inputs import AttentionShape, declare_cache_shape, wire_attention
-from .decoder_io import POSITIONS, DecoderIO, identify_io, take_cached_branch
+from .decoder_io import POSITIONS, CacheTensor, identify_io, take_cached_branch
 from .describe import architecture_of, bits_per_weight, formats_of, weight_matrices
 from .edit.editable import EditableGraph, Node, read_model
 from .edit.tensors import in_place, to_file
@@ -110,7 +110,7 @@ class _Upgrade:
     def write(self, folder: Path, command: str) -> Parity:
         """Write every file of the bundle."""
         graph, shape, context = self._rewire()
-        matrices = weight_matrices(graph, inputs_outputs.LOGITS)
+        matrices = weight_matrices(graph)
         vocab_size = architecture_of(matrices, shape, "", context, None).vocab_size
         self._progress("reading", 0.5)
         reference = run_reference(*self._normalized_source(), shape, vocab_size)
@@ -125,9 +125,9 @@ class _Upgrade:
         if is_half(graph):
             self._widen(graph)
         if rounds:
-            quantize_linears(graph, inputs_outputs.LOGITS, body, head)
+            quantize_linears(graph, body, head)
         self._tune(graph)
-        matrices = weight_matrices(graph, inputs_outputs.LOGITS)
+        matrices = weight_matrices(graph)
         weights = self._write_graph(folder, graph)
         copy_config_files(self._source, folder)
         if not rounds:
@@ -156,24 +156,24 @@ class _Upgrade:
 
     def _rewire(self) -> tuple[EditableGraph, AttentionShape, int]:
         """The source with the contract's inputs, the shape of its attention, and the number of positions to serve."""
-        graph, io = self._normalized_source(inline=True)
+        graph, caches = self._normalized_source(inline=True)
         context = _context_for(self._source, graph, self._recipe)
         if not graph.nodes_of(_ATTENTION):
             if is_half(graph):
                 self._widen(graph)
-            for cache in io.caches:
+            for cache in caches:
                 symbolic = any(isinstance(size, str) for size in (graph.shape(cache.past) or ())[1::2])
                 if symbolic and len(self._sizes) == len((1, 3)):
                     declare_cache_shape(graph, cache, self._sizes[1], self._sizes[3])
             fuse_operators(graph, max(context, POSITIONS_READ))
-            io = identify_io(graph)
-        shape = wire_attention(graph, io, context, self._sizes.get(3))
-        select_positions(graph, io.logits)
+            caches = identify_io(graph)
+        shape = wire_attention(graph, caches, context, self._sizes.get(3))
+        select_positions(graph)
         graph.sweep()
         _remove_inputs(graph)
         return graph, shape, context
 
-    def _normalized_source(self, *, inline: bool = False) -> tuple[EditableGraph, DecoderIO]:
+    def _normalized_source(self, *, inline: bool = False) -> tuple[EditableGraph, tuple[CacheTensor, ...]]:
         """Open the source, and give it separate caches, usual input names and no integer products.
 
         With `inline`, the standard's Attention, which PyTorch's exporter may write, becomes plain operators.

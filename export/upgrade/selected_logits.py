@@ -38,13 +38,13 @@ _HEADS: Final = frozenset(("MatMul", "MatMulNBits", "MatMulBnb4", "Gemm"))
 _AFTER_THE_HEAD: Final = frozenset(("Add", "Cast", "Clip", "Div", "Mul", "Sub", "Tanh"))
 
 
-def find_lm_head(graph: EditableGraph, logits: str) -> Node:
+def find_lm_head(graph: EditableGraph) -> Node:
     """Find the LM head: the product that computes the logits, before scales and soft caps.
 
     Raises:
         BundleError: the model has no head.
     """
-    name = logits
+    name = inputs_outputs.LOGITS
     while True:
         node = graph.producer(name)
         if node is not None and node.op in _HEADS and _constant_inputs(graph, node):
@@ -57,15 +57,15 @@ def find_lm_head(graph: EditableGraph, logits: str) -> Node:
         name = next((each for each in node.inputs if each and each not in graph.tensors), "")
 
 
-def select_positions(graph: EditableGraph, logits: str) -> None:
+def select_positions(graph: EditableGraph) -> None:
     """Make the logits [R, V] those of the positions in `logit_rows`.
 
     Raises:
         BundleError: the model has no head.
     """
-    head = find_lm_head(graph, logits)
+    head = find_lm_head(graph)
     _remove_last_position_only(graph, head)
-    region = _positionwise_region(graph, logits) or [head]
+    region = _positionwise_region(graph) or [head]
     inside = {name for node in region for name in node.outputs}
     crossing: dict[str, None] = {}
     for node in region:
@@ -77,6 +77,7 @@ def select_positions(graph: EditableGraph, logits: str) -> None:
         graph.set_inputs(node, [gathered.get(name, name) for name in node.inputs])
     _remove_batch_axis(graph, head)
     width = _width(graph, head)
+    logits = inputs_outputs.LOGITS
     if graph.element_type(logits) != TensorProto.FLOAT:
         logits = graph.value("Cast", [logits], name="logits.float", to=TensorProto.FLOAT)
     graph.set_output(helper.make_tensor_value_info(inputs_outputs.LOGITS, TensorProto.FLOAT, ["R", width]), logits)
@@ -87,7 +88,7 @@ def _remove_batch_axis(graph: EditableGraph, head: Node) -> None:
     graph.set_input(head, 0, graph.value("Squeeze", [head.input(0), [0]], name="head.rows"))
 
 
-def _positionwise_region(graph: EditableGraph, logits: str) -> list[Node]:
+def _positionwise_region(graph: EditableGraph) -> list[Node]:
     """The nodes between the last attention and the logits if all process positions separately, else none."""
     last = [node for node in graph.in_order() if node.op == "GroupQueryAttention"][-1]
     after: dict[Node, None] = {}
@@ -99,7 +100,7 @@ def _positionwise_region(graph: EditableGraph, logits: str) -> list[Node]:
                 waiting += [name for name in node.outputs if name]
     positionwise = all(_is_positionwise(graph, node) for node in after)
     leaving = {name for node in after for name in node.outputs if name in graph.outputs}
-    return list(after) if positionwise and leaving == {logits} else []
+    return list(after) if positionwise and leaving == {inputs_outputs.LOGITS} else []
 
 
 def _is_positionwise(graph: EditableGraph, node: Node) -> bool:

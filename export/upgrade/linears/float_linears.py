@@ -19,19 +19,18 @@ _MIN_WEIGHTS: Final = 1 << 10
 """Number of weights below which a matrix (such as the routing of experts) is not quantized."""
 
 
-def quantize_linears(graph: EditableGraph, logits: str, body: WeightFormat, head: WeightFormat) -> None:
+def quantize_linears(graph: EditableGraph, body: WeightFormat, head: WeightFormat) -> None:
     """Quantize the matrices of all linears, except those whose format has 32 bits.
 
     Args:
         graph: a decoder that computes in float32.
-        logits: the value that the LM head computes.
         body: format of all linears except the LM head.
         head: format of the LM head and the embedding.
 
     Raises:
         BundleError: the model has no LM head.
     """
-    lm_head = find_lm_head(graph, logits)
+    lm_head = find_lm_head(graph)
     tied = _quantize_embedding(graph, head, matrix_of(graph, lm_head)) if head.bits != 32 else None
     shared: dict[tuple[Source, bool, WeightFormat], RoundedMatrix] = {}
     for node in graph.in_order():

@@ -188,8 +188,8 @@ def _pairs(runner: SubgraphRunner, name: str, rotated: str, size: tuple[int, int
     heads = np.random.default_rng(0).uniform(1, 2, (size[0], 2, size[1])).astype(np.float32)
     # So late that the slowest pair has turned by more than rounding.
     out = _run(runner, name, rotated, heads, context - 2)
-    changed = [] if out is None else np.flatnonzero((out != heads).any(axis=(0, 1)))
-    return 0 if not len(changed) else (int(changed[-1]) + 2) // 2
+    changed = np.flatnonzero(False if out is None else (out != heads).any(axis=(0, 1)))
+    return 0 if not changed.size else (int(changed[-1]) + 2) // 2
 
 
 def _fits(runner: SubgraphRunner, name: str, rotated: str, size: tuple[int, int], table: RotaryTable) -> bool:

@@ -11,6 +11,7 @@ from onnx import TensorProto, helper
 from edgerun.errors import BundleError
 from edgerun.export.upgrade.contract_inputs import window_of_bias
 from edgerun.export.upgrade.edit.editable import EditableGraph
+from edgerun.export.upgrade.subgraph_runner import SubgraphRunner
 from support.small_graphs import Array, model_of
 
 
@@ -49,10 +50,10 @@ def test_window_of_a_bias_is_found(window: int, slope: float, tmp_path: Path) ->
     model = model_of(nodes, constants, inputs, ["bias"])
     for info, dimension in zip(model.graph.input, ("new", "total"), strict=True):
         info.type.tensor_type.shape.dim[1].dim_param = dimension
-    graph = EditableGraph(model, tmp_path)
+    runner = SubgraphRunner(EditableGraph(model, tmp_path))
     if slope:
         with pytest.raises(BundleError, match="neither a mask nor a window"):
-            window_of_bias(graph, "bias", 100)
+            window_of_bias(runner, "bias", 100)
     else:
-        assert window_of_bias(graph, "bias", 100) == window
-        assert window_of_bias(graph, "bias", 30) == 0  # a sequence this short is inside the window
+        assert window_of_bias(runner, "bias", 100) == window
+        assert window_of_bias(runner, "bias", 30) == 0  # a sequence this short is inside the window

@@ -94,7 +94,7 @@ def logits_of(graph: EditableGraph, ids: npt.NDArray[np.int64]) -> Floats:
 @pytest.mark.parametrize("head", ["same tensor", "same values", "untied"])
 def test_linears_compute_with_dequantized_weights(head: str, weight_format: WeightFormat) -> None:
     graph = EditableGraph(decoder(head), Path())
-    quantize_linears(graph, "logits", weight_format, WeightFormat(8, 32))
+    quantize_linears(graph, weight_format, WeightFormat(8, 32))
     assert not graph.nodes_of("MatMul", "Gemm", "Transpose")
     absorb_biases(graph)
     assert len(graph.nodes_of("MatMulNBits")) == 4
@@ -109,7 +109,7 @@ def test_linears_compute_with_dequantized_weights(head: str, weight_format: Weig
 @pytest.mark.parametrize("head", ["same tensor", "same values", "untied"])
 def test_tied_lm_head_shares_the_bytes_of_the_embedding(head: str) -> None:
     graph = EditableGraph(decoder(head), Path())
-    quantize_linears(graph, "logits", FORMATS[0], FORMATS[0])
+    quantize_linears(graph, FORMATS[0], FORMATS[0])
     (gather,) = graph.nodes_of("GatherBlockQuantized")
     (last,) = (node for node in graph.nodes_of("MatMulNBits") if node.attribute("N") == VOCABULARY)
     pairs = zip((gather.input(0), gather.input(2)), last.inputs[1:3], strict=True)
@@ -119,12 +119,12 @@ def test_tied_lm_head_shares_the_bytes_of_the_embedding(head: str) -> None:
 
 def test_linears_of_format_fp32_are_not_quantized() -> None:
     graph = EditableGraph(decoder("untied"), Path())
-    quantize_linears(graph, "logits", FP32, FORMATS[1])
+    quantize_linears(graph, FP32, FORMATS[1])
     assert len(graph.nodes_of("MatMulNBits")) == len(graph.nodes_of("GatherBlockQuantized")) == 1
     ids = np.array([3, 9])
     np.testing.assert_allclose(logits_of(graph, ids), expected("untied", ids, FP32, FORMATS[1]), atol=2e-3)
     graph = EditableGraph(decoder("untied"), Path())
-    quantize_linears(graph, "logits", FORMATS[0], FP32)
+    quantize_linears(graph, FORMATS[0], FP32)
     assert [node.attribute("N") for node in graph.nodes_of("MatMulNBits")].count(VOCABULARY) == 0
     np.testing.assert_allclose(logits_of(graph, ids), expected("untied", ids, FORMATS[0], FP32), atol=2e-3)
 
@@ -173,7 +173,7 @@ def test_weights_shared_by_layers_are_rounded_once() -> None:
     for node in model.graph.node:
         node.input[:] = [name.replace("up.", "gate.") for name in node.input]
     graph = EditableGraph(model, Path())
-    quantize_linears(graph, "logits", FORMATS[0], FORMATS[0])
+    quantize_linears(graph, FORMATS[0], FORMATS[0])
     linears = graph.nodes_of("MatMulNBits")
     assert len(linears) == 4
     assert len({graph.tensors[node.input(1)].source for node in linears}) == 3
@@ -197,7 +197,7 @@ def test_half_precision_is_rounded_without_a_float32_copy(monkeypatch: pytest.Mo
                 constant.CopyFrom(onnx.numpy_helper.from_array(values, constant.name))
         graph = EditableGraph(model, Path())
         widen(graph)
-        quantize_linears(graph, "logits", FORMATS[0], FORMATS[0])
+        quantize_linears(graph, FORMATS[0], FORMATS[0])
         logits.append(logits_of(graph, np.arange(VOCABULARY)))
     np.testing.assert_array_equal(*logits)
     assert 0 < max(whole) <= 4 * WIDTH  # biases

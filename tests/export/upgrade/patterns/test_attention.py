@@ -46,9 +46,9 @@ def check_upgrade(model: onnx.ModelProto) -> EditableGraph:
     """Upgrade a graph, and compare it with its source in one pass, in steps and over a token tree."""
     source, graph = EditableGraph(model, NOWHERE), EditableGraph(model, NOWHERE)
     fuse_operators(graph, CONTEXT)
-    io = identify_io(graph)
-    attention = wire_attention(graph, io, CONTEXT, None)
-    select_positions(graph, io.logits)
+    caches = identify_io(graph)
+    attention = wire_attention(graph, caches, CONTEXT, None)
+    select_positions(graph)
     reference = run_reference(source, identify_io(source), attention, VOCABULARY)
     assert require_same(NOWHERE, attention, graph.model(in_place), reference) < 1e-3
     return graph
