@@ -36,7 +36,7 @@ from .linears.half_precision import is_half, widen
 from .linears.integer_linears import convert_integer_linears
 from .linears.quantized_linears import absorb_biases, join_linears, round_activations, share_reshaped_constants
 from .parity import POSITIONS_READ, Reference, measure, require_same, run_reference
-from .patterns.attention_fusion import fuse_operators
+from .patterns.attention_fusion import fuse_operators, pack_heads
 from .selected_logits import select_positions
 from .stacked_caches import split_caches
 
@@ -209,6 +209,7 @@ class _Upgrade:
         share_reshaped_constants(graph)
         absorb_biases(graph)
         join_linears(graph)
+        pack_heads(graph)
 
     def _require_same(self, folder: Path, shape: AttentionShape, model: ModelProto, reference: Reference) -> float:
         self._progress("checking", 0.0)

@@ -6,12 +6,13 @@ The rotary embedding becomes part of the operator if it is recognized. Lengths, 
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
 from ....errors import BundleError
-from ..edit.editable import MICROSOFT, EditableGraph
+from ..edit.editable import MICROSOFT, EditableGraph, Node
 from ..subgraph_runner import Dimension, SubgraphRunner
 from .attention_pattern import Attention, find_attention
 from .plain_operators import fold_shapes, fuse_gelu
@@ -19,6 +20,8 @@ from .rotary_pattern import RotaryTable, Rotation, find_rotation
 
 _HEAD_MULTIPLE: Final = 8
 """GroupQueryAttention requires a number of channels per head that is a multiple of this."""
+_OPEN_END: Final = 1 << 31
+"""A Slice with at least this end has no end."""
 _ROTARY_MULTIPLE: Final = 16
 """GroupQueryAttention rotates multiples of this many channels; other numbers are rotated before it."""
 
@@ -55,6 +58,20 @@ def fuse_operators(graph: EditableGraph, context: int) -> None:
     names = {table: _add_table(graph, table) for table in tables}
     for attention, rotation in zip(layers, rotations, strict=True):
         _replace(runner, attention, rotation, names)
+    graph.sweep()
+
+
+def pack_heads(graph: EditableGraph) -> None:
+    """Give GroupQueryAttention the value that its query, key and value are cut from, if they fill it in this order."""
+    for node in graph.nodes_of("GroupQueryAttention"):
+        cuts = [_cut(graph, name) for name in node.inputs[:3]]
+        known = [cut for cut in cuts if cut is not None]
+        if len(known) < 3 or len({source for source, _, _ in known}) != 1:
+            continue
+        bounds = [(start, stop) for _, start, stop in known]
+        contiguous = all(before[1] == after[0] for before, after in pairwise(bounds))
+        if bounds[0][0] == 0 and contiguous and _fits(node, bounds):
+            graph.set_inputs(node, [known[0][0], "", "", *node.inputs[3:]])
     graph.sweep()
 
 
@@ -146,3 +163,29 @@ def _rotated(graph: EditableGraph, heads: str, count: int, table: RotaryTable, n
         interleaved=int(table.interleaved),
     )
     return node.output(0)
+
+
+def _cut(graph: EditableGraph, name: str) -> tuple[str, int, int] | None:
+    """The value that another is cut from along the last of three axes, and the bounds of the cut."""
+    node = graph.producer_of(name, "Slice", "Split")
+    if node is None:
+        return None
+    if node.op == "Split":
+        widths = graph.integers(node.input(1)) if node.input(1) else node.attribute("split")
+        if node.attribute("axis", 0) not in (-1, 2) or not widths:
+            return None
+        start = sum(widths[: node.outputs.index(name)])
+        return node.input(0), start, start + widths[node.outputs.index(name)]
+    given = (graph.integers(node.input(index)) if node.input(index) else [1] for index in range(1, 5))
+    start, stop, axes, steps = given
+    if start is None or stop is None or axes not in ([-1], [2]) or steps != [1] or start[0] < 0:
+        return None
+    return node.input(0), start[0], stop[0]
+
+
+def _fits(node: Node, bounds: list[tuple[int, int]]) -> bool:
+    """Whether key and value have the same width, in proportion to the query; the last cut may have no end."""
+    (first, second), (start, stop) = bounds[1:]
+    heads, kv_heads = node.attribute("num_heads"), node.attribute("kv_num_heads")
+    width = second - first
+    return width * heads == bounds[0][1] * kv_heads and (stop >= _OPEN_END or stop - start == width)

@@ -1,4 +1,4 @@
-"""Constant shapes and fused activations compute what the plain operators compute."""
+"""Constant shapes, fused activations and packed heads compute what the plain operators compute."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from onnx import TensorProto, helper
 
 from edgerun.export.upgrade.edit.editable import MICROSOFT, EditableGraph
 from edgerun.export.upgrade.edit.tensors import in_place
+from edgerun.export.upgrade.patterns.attention_fusion import pack_heads
 from edgerun.export.upgrade.patterns.plain_operators import fold_shapes, fuse_gelu
 from support.layout_nodes import Nodes
 
@@ -127,3 +128,54 @@ def test_gemm_between_reshapes_becomes_a_product_with_a_batch_axis(heads: bool) 
 
     before = ["Neg", "Reshape", "Reshape", "Transpose"] if heads else []
     assert ops(changed(build, folded)) == sorted(["Add", "MatMul", *before])
+
+
+def attention_over(cut: Callable[[Nodes, str], list[str]]) -> EditableGraph:
+    nodes = Nodes(18)
+    table = nodes.constant(np.zeros((30, 64)), np.float32, "table")
+    parts = cut(nodes, nodes.op("Gather", table, "input_ids"))
+    nodes.op("GroupQueryAttention", *parts, outputs=["logits"], domain=MICROSOFT, num_heads=2, kv_num_heads=1)
+    ids = helper.make_tensor_value_info("input_ids", TensorProto.INT64, [1, "new"])
+    constants = [onnx.numpy_helper.from_array(array, name) for name, array in nodes.constants.items()]
+    graph = helper.make_graph(nodes.nodes, "plain", [ids], [onnx.ValueInfoProto(name="logits")], constants)
+    return EditableGraph(helper.make_model(graph), Path())
+
+
+def split(nodes: Nodes, value: str, widths: tuple[int, ...] = (32, 16, 16)) -> list[str]:
+    names = ["query", "key", "value"]
+    nodes.op("Split", value, nodes.constant(widths), outputs=names, axis=2)
+    return names
+
+
+def slices(
+    nodes: Nodes, value: str, bounds: tuple[tuple[int, int], ...] = ((0, 32), (32, 48), (48, 1 << 62))
+) -> list[str]:
+    return [
+        nodes.op("Slice", value, *(nodes.constant([each]) for each in (start, stop, 2, 1))) for start, stop in bounds
+    ]
+
+
+@pytest.mark.parametrize("cut", [split, slices])
+def test_adjacent_heads_are_read_packed(cut: Callable[[Nodes, str], list[str]]) -> None:
+    graph = attention_over(cut)
+    pack_heads(graph)
+    (attention,) = graph.nodes_of("GroupQueryAttention")
+    assert graph.producer_of(attention.input(0), "Gather")
+    assert attention.inputs == (attention.input(0),)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda nodes, value: split(nodes, value)[::-1],
+        lambda nodes, value: slices(nodes, value, ((0, 32), (48, 64), (32, 48))),
+        lambda nodes, value: slices(nodes, value, ((0, 32), (32, 48), (47, 63))),
+        lambda nodes, value: slices(nodes, value, ((16, 48), (48, 64), (0, 16))),
+    ],
+    ids=["reversed", "exchanged", "overlapping", "from the middle"],
+)
+def test_heads_in_another_order_are_not_packed(cut: Callable[[Nodes, str], list[str]]) -> None:
+    graph = attention_over(cut)
+    pack_heads(graph)
+    (attention,) = graph.nodes_of("GroupQueryAttention")
+    assert len(attention.inputs) == 3
