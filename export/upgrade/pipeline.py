@@ -33,8 +33,13 @@ from .edit.tensors import in_place, to_file
 from .foreign_model import copy_config_files, decoder_inputs, family_of, find_foreign_model
 from .linears.float_linears import quantize_linears
 from .linears.half_precision import is_half, widen
-from .linears.integer_linears import convert_integer_linears
-from .linears.quantized_linears import absorb_biases, join_linears, round_activations, share_reshaped_constants
+from .linears.quantized_linears import (
+    absorb_biases,
+    convert_integer_linears,
+    join_linears,
+    round_activations,
+    share_reshaped_constants,
+)
 from .parity import POSITIONS_READ, Reference, measure, require_same, run_reference
 from .patterns.attention_fusion import fuse_operators, pack_heads
 from .selected_logits import select_positions

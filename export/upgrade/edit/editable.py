@@ -46,7 +46,7 @@ from .tensors import Array, Store, Tensor, read_tensor
 
 __all__ = ["MICROSOFT", "EditableGraph", "Node", "read_model"]
 
-Operand = str | int | Sequence[int] | Array
+Operand = str | int | Sequence[int] | Array | Tensor
 """An input of a new node: the name of a value, or a constant, of int64 unless it is an array."""
 
 
@@ -177,7 +177,7 @@ class EditableGraph:
 
         Args:
             op: the operator.
-            inputs: names of the inputs, "" for an absent one; or arrays and integers, which become constants.
+            inputs: names of the inputs, "" for an absent one; or constants.
             outputs: number of outputs, or preferred names ("" for an absent one).
             domain: `MICROSOFT` or "".
             name: the node's own name, and the stem of output names if `outputs` is a number.
@@ -394,5 +394,5 @@ def read_model(path: Path) -> ModelProto:
         raise BundleError(f"{path} cannot be read: {error.strerror or error}", "check its permissions") from error
 
 
-def _constant(value: int | Sequence[int] | Array) -> Array:
-    return value if isinstance(value, np.ndarray) else np.array(value, np.int64)
+def _constant(value: int | Sequence[int] | Array | Tensor) -> Array | Tensor:
+    return value if isinstance(value, np.ndarray | Tensor) else np.array(value, np.int64)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Final
 
 from ....models.manifest import WeightFormat
-from ...graph.nodes import INT8_ACTIVATIONS
 from ..decoder_io import TOKENS, embedding_lookup
 from ..edit.editable import MICROSOFT, EditableGraph, Node
 from ..edit.tensors import Source
 from ..selected_logits import find_lm_head
 from .matrices import Matrix, RoundedMatrix, matrix_of, rounded, table_of
+from .quantized_linears import quantized_linear
 
 _MIN_WEIGHTS: Final = 1 << 10
 """Number of weights below which a matrix (such as the routing of experts) is not quantized."""
@@ -59,27 +59,11 @@ def _is_product(graph: EditableGraph, node: Node, matrix: Matrix) -> bool:
 
 
 def _replace(graph: EditableGraph, node: Node, matrix: Matrix, stored: RoundedMatrix) -> None:
-    stem = node.name or node.output(0)
-    bias = node.input(2)
-    inputs = [
-        node.input(0),
-        graph.add_tensor(f"{stem}.codes", stored.codes),
-        graph.add_tensor(f"{stem}.scales", stored.scales),
-        *(("", "", bias) if bias else ()),
-    ]
-    rows, columns = matrix.shape
-    linear = graph.add(
-        "MatMulNBits",
-        inputs,
-        name=stem,
-        domain=MICROSOFT,
-        N=rows,
-        K=columns,
-        bits=stored.format.bits,
-        block_size=stored.format.block,
-        accuracy_level=INT8_ACTIVATIONS,
-    )
-    graph.replace_value(node.output(0), linear.output(0))
+    bias = ("", "", node.input(2)) if node.input(2) else ()
+    inputs = [node.input(0), stored.codes, stored.scales, *bias]
+    name = node.name or node.output(0)
+    linear = quantized_linear(graph, name, inputs, matrix.shape, stored.format.bits, stored.format.block)
+    graph.replace_value(node.output(0), linear)
 
 
 def _quantize_embedding(graph: EditableGraph, weight_format: WeightFormat, head: Matrix | None) -> RoundedMatrix | None:
@@ -90,11 +74,9 @@ def _quantize_embedding(graph: EditableGraph, weight_format: WeightFormat, head:
         return None
     stored = rounded(table, weight_format)
     columns = table.shape[1]
-    codes = graph.add_tensor("embedding.codes", stored.codes)
-    scales = graph.add_tensor("embedding.scales", stored.scales.reshaped(*stored.scales.shape, 1))
     gathered = graph.value(
         "GatherBlockQuantized",
-        [codes, node.input(1), scales],
+        [stored.codes, node.input(1), stored.scales.reshaped(*stored.scales.shape, 1)],
         name="embedding.blocks",
         domain=MICROSOFT,
         bits=weight_format.bits,

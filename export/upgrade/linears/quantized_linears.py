@@ -1,5 +1,14 @@
 """Rewrites quantized linears for the CPU: joined, with biases inside and 8-bit activations.
 
+Those of ONNX Runtime's dynamic quantization become MatMulNBits without being rounded again. `quantize_dynamic` (and so
+Optimum's and transformers.js's int8 files) writes a linear as
+
+    DynamicQuantizeLinear(x) -> codes, scale, zero point;  MatMulInteger(codes, W);  Cast;  Mul(scale * W's scale)
+
+with one scale, and possibly one zero point, for W or for each of its columns. MatMulNBits holds the same weights with
+the scale repeated for every block. It rounds activations block by block and not over all tokens together, so that the
+logits of a token do not depend on the other tokens of the pass.
+
 Rows of a MatMulNBits are independent of each other, and its codes, scales and zero points are stored row by row. So two
 linears that share an input are joined by writing the bytes of the second after those of the first, and every output
 stays the same. One call instead of two or three saves rounding the input to 8 bits again and waking threads.
@@ -10,19 +19,62 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 from onnx import TensorProto
 
 from ...graph.nodes import INT8_ACTIVATIONS
-from ..edit.editable import MICROSOFT, EditableGraph, Node
+from ..edit.editable import MICROSOFT, EditableGraph, Node, Operand
 from ..edit.tensors import Array, Computed, Tensor
 
 _CODES, _SCALES, _ZERO_POINTS, _GROUPS, _BIAS = 1, 2, 3, 4, 5
 """Indices of the inputs of MatMulNBits."""
+_SIGN_SHIFT: Final = 128
+"""Added to signed codes to make them unsigned; also the default zero point of MatMulNBits."""
+_BLOCK_SIZES: Final = (128, 32)
+_CHUNK: Final = 1 << 24
+"""Number of codes that are transposed at once."""
 _FLOATS: Final = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """A dynamically quantized linear."""
+
+    value: str
+    """The input."""
+    result: str
+    """The output."""
+    codes: Tensor
+    """int8 or uint8 [K, N]"""
+    scales: Array
+    """float32 [N]"""
+    zeros: Array
+    """Zero points of the unsigned codes, uint8 [N]"""
+
+    @property
+    def shift(self) -> int:
+        """Number that is added to the codes to make them unsigned."""
+        return _SIGN_SHIFT if self.codes.element_type == TensorProto.INT8 else 0
+
+
+def quantized_linear(
+    graph: EditableGraph, name: str, inputs: Sequence[Operand], shape: tuple[int, int], bits: int, block: int
+) -> str:
+    """Add a linear [N, K] of few bits that rounds activations to 8 bits; returns its result."""
+    return graph.value(
+        "MatMulNBits",
+        inputs,
+        name=name,
+        domain=MICROSOFT,
+        N=shape[0],
+        K=shape[1],
+        bits=bits,
+        block_size=block,
+        accuracy_level=INT8_ACTIVATIONS,
+    )
 
 
 def round_activations(graph: EditableGraph) -> int:
@@ -111,14 +163,14 @@ def _join(graph: EditableGraph, nodes: Sequence[Node]) -> None:
     first = nodes[0]
     widths = [int(node.attribute("N")) for node in nodes]
     stem = f"{first.name or first.output(0)}.joined"
-    inputs = [first.input(0)]
-    for index, role in ((_CODES, "codes"), (_SCALES, "scales"), (_ZERO_POINTS, "zero_points")):
+    inputs: list[Operand] = [first.input(0)]
+    for index in (_CODES, _SCALES, _ZERO_POINTS):
         tensors = [graph.tensors[node.input(index)] for node in nodes if node.input(index)]
-        inputs.append(graph.add_tensor(f"{stem}.{role}", _concatenated(tensors, sum(widths))) if tensors else "")
+        inputs.append(_concatenated(tensors, sum(widths)) if tensors else "")
     if any(node.input(_BIAS) for node in nodes):
         biases = [_bias(graph, node, width) for node, width in zip(nodes, widths, strict=True)]
-        inputs += ["", graph.add_tensor(f"{stem}.bias", np.concatenate(biases))]
-    while not inputs[-1]:
+        inputs += ["", np.concatenate(biases)]
+    while isinstance(inputs[-1], str):
         inputs.pop()
     attributes = {name: first.attribute(name) for name in ("K", "bits", "block_size", "accuracy_level")}
     joined = graph.add("MatMulNBits", inputs, name=stem, domain=MICROSOFT, N=sum(widths), **attributes)
@@ -145,3 +197,71 @@ def _bias(graph: EditableGraph, node: Node, width: int) -> Array:
     if name:
         return graph.tensors[name].array().reshape(-1)
     return np.zeros(width, graph.tensors[node.input(_SCALES)].array().dtype)
+
+
+def convert_integer_linears(graph: EditableGraph) -> None:
+    """Replace every dynamically quantized linear that is recognized."""
+    for node in graph.nodes_of("MatMulInteger"):
+        linear = _linear(graph, node)
+        if linear is not None:
+            _replace(graph, node.name or node.output(0), linear)
+    graph.sweep()
+
+
+def _linear(graph: EditableGraph, node: Node) -> _Linear | None:
+    quantize = graph.producer_of(node.input(0), "DynamicQuantizeLinear")
+    codes = graph.tensors.get(node.input(1))
+    cast = _reader(graph, node.output(0), "Cast")
+    product = None if cast is None else _reader(graph, cast.output(0), "Mul")
+    if quantize is None or codes is None or len(codes.shape) != 2 or cast is None or product is None:
+        return None
+    if codes.element_type not in (TensorProto.INT8, TensorProto.UINT8) or node.input(2) != quantize.output(2):
+        return None
+    others = [name for name in product.inputs if name != cast.output(0)]
+    combined = graph.producer_of(others[0], "Mul") if len(others) == 1 else None
+    if combined is None or quantize.output(1) not in combined.inputs:
+        return None
+    stored = [graph.array(name) for name in combined.inputs if name != quantize.output(1)]
+    scales = _by_column(stored[0] if len(stored) == 1 else None, codes.shape[1])
+    zeros = _by_column(graph.array(node.input(3)) if node.input(3) else np.zeros(1), codes.shape[1])
+    if scales is None or zeros is None:
+        return None
+    shift = _SIGN_SHIFT if codes.element_type == TensorProto.INT8 else 0
+    unsigned = (zeros.astype(np.int64) + shift).astype(np.uint8)
+    return _Linear(quantize.input(0), product.output(0), codes, scales.astype(np.float32), unsigned)
+
+
+def _by_column(value: Array | None, columns: int) -> Array | None:
+    """Broadcast one number, or one per column, to [columns]; None if the value is neither."""
+    if value is None or value.size not in (1, columns):
+        return None
+    return np.broadcast_to(value.reshape(-1), columns)
+
+
+def _replace(graph: EditableGraph, stem: str, linear: _Linear) -> None:
+    columns, rows = linear.codes.shape
+    block = next((each for each in _BLOCK_SIZES if columns % each == 0), _BLOCK_SIZES[-1])
+    blocks = -(-columns // block)
+    packed = Tensor.computed(np.uint8, (rows, blocks, block), lambda: _packed(linear, blocks * block))
+    inputs: list[Operand] = [linear.value, packed, np.repeat(linear.scales[:, None], blocks, axis=1)]
+    if (linear.zeros != _SIGN_SHIFT).any():
+        inputs.append(np.repeat(linear.zeros[:, None], blocks, axis=1))
+    graph.replace_value(linear.result, quantized_linear(graph, stem, inputs, (rows, columns), 8, block))
+
+
+def _packed(linear: _Linear, width: int) -> Iterator[Array]:
+    """Yield unsigned codes, uint8 [rows, width]; an incomplete last block is padded with the zero point."""
+    columns, rows = linear.codes.shape
+    stored = linear.codes.array()
+    step = max(1, _CHUNK // width)
+    for start in range(0, rows, step):
+        part = np.ascontiguousarray(stored[:, start : start + step].T).view(np.uint8)
+        unsigned = part + np.uint8(linear.shift)  # modulo 256: -128 becomes 0
+        padding = np.repeat(linear.zeros[start : start + step, None], width - columns, axis=1)
+        yield np.concatenate([unsigned, padding], axis=1)
+
+
+def _reader(graph: EditableGraph, name: str, op: str) -> Node | None:
+    """The only reader of a value, if it is that operator."""
+    readers = graph.consumers(name)
+    return readers[0] if len(readers) == 1 and readers[0].op == op else None

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 
 from edgerun.export.upgrade.edit.editable import EditableGraph
 from edgerun.export.upgrade.edit.tensors import in_place
-from edgerun.export.upgrade.linears.integer_linears import convert_integer_linears
+from edgerun.export.upgrade.linears.quantized_linears import convert_integer_linears
 from support.layout_nodes import Nodes
 
 Floats = npt.NDArray[np.float32]
