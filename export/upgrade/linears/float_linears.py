@@ -12,7 +12,7 @@ from ..decoder_io import TOKENS, embedding_lookup
 from ..edit.editable import MICROSOFT, EditableGraph, Node
 from ..edit.tensors import Source
 from ..selected_logits import find_lm_head
-from .matrices import Matrix, RoundedMatrix, matrix_of, rounded, table_of
+from .matrices import Matrix, RoundedMatrix, matrix_of, table_of
 from .quantized_linears import quantized_linear
 
 _MIN_WEIGHTS: Final = 1 << 10
@@ -44,7 +44,7 @@ def quantize_linears(graph: EditableGraph, body: WeightFormat, head: WeightForma
             stored = tied
         else:  # layers may share their weights
             key = (matrix.tensor.source, matrix.transposed, weight_format)
-            stored = shared[key] if key in shared else shared.setdefault(key, rounded(matrix, weight_format))
+            stored = shared[key] if key in shared else shared.setdefault(key, RoundedMatrix(matrix, weight_format))
         _replace(graph, node, matrix, stored)
     graph.sweep()
 
@@ -72,7 +72,7 @@ def _quantize_embedding(graph: EditableGraph, weight_format: WeightFormat, head:
     table = None if node is None else table_of(graph, node)
     if node is None or table is None:
         return None
-    stored = rounded(table, weight_format)
+    stored = RoundedMatrix(table, weight_format)
     columns = table.shape[1]
     gathered = graph.value(
         "GatherBlockQuantized",

@@ -83,48 +83,35 @@ def _read(graph: EditableGraph, name: str) -> Matrix | None:
     return Matrix(tensor, transposed=transpose is not None)
 
 
-@dataclass(frozen=True, eq=False)
 class RoundedMatrix:
-    """A matrix quantized in blocks along K (see `quantization.codes`)."""
+    """A matrix rounded to nearest in blocks along K (see `quantization.codes`), which is computed when it is written.
 
-    format: WeightFormat
-    codes: Tensor
-    """uint8 [N, blocks, block * bits / 8]"""
-    scales: Tensor
-    """float32 [N, blocks]"""
-
-
-def rounded(matrix: Matrix, weight_format: WeightFormat) -> RoundedMatrix:
-    """Declare the matrix rounded to nearest; it is computed when it is written."""
-    rows, columns = matrix.shape
-    blocks = blocks_of(columns, weight_format)
-    rounding = _Rounding(matrix, weight_format)
-    return RoundedMatrix(
-        weight_format,
-        Tensor.computed(np.uint8, (rows, blocks, weight_format.block * weight_format.bits // 8), rounding.codes),
-        Tensor.computed(np.float32, (rows, blocks), rounding.scales),
-    )
-
-
-class _Rounding:
-    """Rounds a matrix, only once for both tensors if the codes are read first."""
+    It is rounded only once for both tensors if the codes are read first.
+    """
 
     def __init__(self, matrix: Matrix, weight_format: WeightFormat) -> None:
+        rows, columns = matrix.shape
+        blocks = blocks_of(columns, weight_format)
+        self.format = weight_format
+        block_bytes = weight_format.block * weight_format.bits // 8
+        self.codes = Tensor.computed(np.uint8, (rows, blocks, block_bytes), self._rounded_codes)
+        """uint8 [N, blocks, block * bits / 8]"""
+        self.scales = Tensor.computed(np.float32, (rows, blocks), self._rounded_scales)
+        """float32 [N, blocks]"""
         self._matrix = matrix
-        self._format = weight_format
-        self._scales: list[Float32Array] = []
+        self._found_scales: list[Float32Array] = []
 
-    def codes(self) -> Iterator[Array]:
-        self._scales = []
+    def _rounded_codes(self) -> Iterator[Array]:
+        self._found_scales = []
         for packed, scales in in_order(self._round, self._matrix.ranges()):
-            self._scales.append(scales)
+            self._found_scales.append(scales)
             yield packed
 
-    def scales(self) -> Iterator[Array]:
-        if not self._scales:
-            for _ in self.codes():
+    def _rounded_scales(self) -> Iterator[Array]:
+        if not self._found_scales:
+            for _ in self._rounded_codes():
                 pass
-        yield from self._scales
+        yield from self._found_scales
 
     def _round(self, part: tuple[int, int]) -> tuple[UInt8Array, Float32Array]:
-        return quantize_rows(self._matrix.rows(*part), self._format)
+        return quantize_rows(self._matrix.rows(*part), self.format)

@@ -20,7 +20,7 @@ from edgerun.export.upgrade.edit.editable import EditableGraph
 from edgerun.export.upgrade.edit.tensors import Array, Computed, Tensor, in_place
 from edgerun.export.upgrade.linears.float_linears import quantize_linears
 from edgerun.export.upgrade.linears.half_precision import widen
-from edgerun.export.upgrade.linears.matrices import Matrix, rounded
+from edgerun.export.upgrade.linears.matrices import Matrix, RoundedMatrix
 from edgerun.export.upgrade.linears.quantized_linears import absorb_biases, join_linears
 from edgerun.models.manifest import WeightFormat
 from support.layout_nodes import Nodes
@@ -142,7 +142,7 @@ def test_matrix_is_rounded_by_row_in_both_layouts(
     rows: int, columns: int, weight_format: WeightFormat, transposed: bool, codes_first: bool, dtype: npt.DTypeLike
 ) -> None:
     matrix = weights("any", rows, columns).astype(dtype)
-    stored = rounded(Matrix(Tensor.of(matrix.T if transposed else matrix), transposed), weight_format)
+    stored = RoundedMatrix(Matrix(Tensor.of(matrix.T if transposed else matrix), transposed), weight_format)
     codes, scales = quantize_rows(matrix.astype(np.float32), weight_format)
     for tensor, array in ((stored.codes, codes), (stored.scales, scales))[:: 1 if codes_first else -1]:
         np.testing.assert_array_equal(tensor.array(), array)
@@ -161,7 +161,7 @@ def test_large_matrix_is_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Matrix, "rows", rows)
     size = 3000
     matrix = Matrix(Tensor.of(np.zeros((size, size), np.float32)), transposed=True)
-    parts: Iterator[Array] = rounded(matrix, FORMATS[0]).codes.source.pieces()
+    parts: Iterator[Array] = RoundedMatrix(matrix, FORMATS[0]).codes.source.pieces()
     assert sum(part.nbytes for part in parts) == size * 94 * 16
     assert sum(sizes) == size * size
     assert max(sizes) <= 1 << 22
