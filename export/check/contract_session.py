@@ -40,7 +40,6 @@ _LOG_MARK: Final = "onnxruntime:"
 """Text in every line that ONNX Runtime logs."""
 _EXPANSION_MESSAGE: Final = "unpacked compute mode"
 """Text in the line that ONNX Runtime logs when a product expands its matrix to float32."""
-_WEIGHT_FOLDER: Final = "session.model_external_initializers_file_folder_path"
 _STDERR: Final = 2
 _STDERR_LOCK: Final = threading.Lock()
 _HINT: Final = "copy the model again if it may be damaged; else update onnxruntime"
@@ -253,10 +252,8 @@ def evaluate_passes(
     Raises:
         ExportError: ONNX Runtime cannot run it.
     """
-    options = session_options(threads=1)
+    options = _options(model, folder, 1)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.add_session_config_entry("session.disable_prepacking", "1")
-    options.add_session_config_entry(_WEIGHT_FOLDER, str(folder))
     try:
         session = load_session(_serialized(model), options)
         return [list(session.run(None, dict(feeds))) for feeds in passes]
@@ -264,14 +261,19 @@ def evaluate_passes(
         raise ExportError(f"a part of the model cannot be run: {error_reason(error)}") from error
 
 
-def _load(model: str | ModelProto, folder: Path, threads: int = 0) -> ort.InferenceSession:
+def _options(model: str | ModelProto, folder: Path, threads: int) -> ort.SessionOptions:
     options = session_options(threads)
     # Passes are wide here, so threads lose little by sleeping between operators, and other work gains a lot.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if isinstance(model, ModelProto) and not any(node.op_type == "MatMulNBits" for node in model.graph.node):
         # For a few passes, float matrices are fast enough as they are in the file, without a packed copy of each.
         options.add_session_config_entry("session.disable_prepacking", "1")
-    options.add_session_config_entry(_WEIGHT_FOLDER, str(folder))
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    return options
+
+
+def _load(model: str | ModelProto, folder: Path, threads: int = 0) -> ort.InferenceSession:
+    options = _options(model, folder, threads)
     source = _serialized(model) if isinstance(model, ModelProto) else model
     try:
         return load_session(source, options)

@@ -14,7 +14,7 @@ from .contract_inputs import AttentionShape
 from .decoder_io import TOKENS, embedding_lookup
 from .edit.editable import EditableGraph, Node
 from .edit.tensors import Source, Tensor
-from .selected_logits import find_lm_head
+from .selected_logits import find_lm_head, stored_constant
 
 _ATTENTION: Final = "GroupQueryAttention"
 _WEIGHT_INPUTS: Final[Mapping[str, int]] = {
@@ -141,10 +141,7 @@ def _weights(graph: EditableGraph, node: Node) -> Tensor | None:
     index = _WEIGHT_INPUTS.get(node.op)
     if index is None:
         return None
-    name = node.input(index)
-    while (producer := graph.producer_of(name, "Transpose", "Reshape", "DequantizeLinear", "Cast")) is not None:
-        name = producer.input(0)
-    tensor = graph.tensors.get(name)
+    tensor = stored_constant(graph, node.input(index))
     return tensor if tensor is not None and len(tensor.shape) >= 2 and min(tensor.shape) > 0 else None
 
 

@@ -15,6 +15,7 @@ from onnx import TensorProto, helper
 from ...errors import BundleError
 from ..graph import inputs_outputs
 from .edit.editable import EditableGraph, Node
+from .edit.tensors import Tensor
 from .linears.matrices import matrix_of
 
 SELECTED: Final = "logit_rows"
@@ -70,7 +71,7 @@ def select_positions(graph: EditableGraph) -> None:
     crossing: dict[str, None] = {}
     for node in region:
         for name in node.inputs:
-            if name and name not in inside and not _is_constant(graph, name):
+            if name and name not in inside and stored_constant(graph, name) is None:
                 crossing[name] = None
     gathered = {name: graph.value("Gather", [name, SELECTED], name=f"asked.{name}", axis=1) for name in crossing}
     for node in region:
@@ -127,14 +128,14 @@ def _axis(graph: EditableGraph, node: Node) -> int | None:
 
 def _constant_inputs(graph: EditableGraph, node: Node) -> list[str]:
     """Inputs of a node that are constants."""
-    return [name for name in node.inputs if name and _is_constant(graph, name)]
+    return [name for name in node.inputs if name and stored_constant(graph, name)]
 
 
-def _is_constant(graph: EditableGraph, name: str) -> bool:
-    """Whether a value is a constant, possibly stored in another layout or type."""
+def stored_constant(graph: EditableGraph, name: str) -> Tensor | None:
+    """The constant that a value is, possibly stored in another layout or type; None if it is computed."""
     while (node := graph.producer_of(name, *_LAYOUT)) is not None:
         name = node.input(0)
-    return name in graph.tensors
+    return graph.tensors.get(name)
 
 
 def _remove_last_position_only(graph: EditableGraph, head: Node) -> None:
