@@ -15,7 +15,7 @@ from ....errors import BundleError
 from ..edit.editable import MICROSOFT, EditableGraph, Node
 from ..subgraph_runner import Dimension, SubgraphRunner
 from .attention_pattern import Attention, find_attention
-from .plain_operators import fold_shapes, fuse_gelu
+from .plain_operators import fold_shapes, fuse_gelu, fuse_norms
 from .rotary_pattern import RotaryTable, Rotation, find_rotation
 
 _HEAD_MULTIPLE: Final = 8
@@ -27,7 +27,7 @@ _ROTARY_MULTIPLE: Final = 16
 
 
 def fuse_operators(graph: EditableGraph, context: int) -> None:
-    """Make shapes constants, and fuse GELU and the attention of every layer with its rotary embedding.
+    """Make shapes constants, and fuse norms, GELU and the attention of every layer with its rotary embedding.
 
     Args:
         graph: a decoder that computes in float32 and whose attention is written in plain operators.
@@ -38,6 +38,7 @@ def fuse_operators(graph: EditableGraph, context: int) -> None:
         ExportError: a part of the graph cannot be run.
     """
     fuse_gelu(graph)
+    fuse_norms(graph)
     fold_shapes(graph, context)
     runner = SubgraphRunner(graph)
     layers = find_attention(runner, context)

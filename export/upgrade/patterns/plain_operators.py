@@ -1,8 +1,9 @@
-"""Constant folding of shapes and bounds that are the same in every pass, and GELU in plain operators.
+"""Constant folding of shapes and bounds that are the same in every pass, and norms and GELU in plain operators.
 
 A graph that was exported for any batch size computes shapes and bounds at run time, several nodes for each reshape. For
 one sequence every dimension except the number of tokens is known, and that one can be inferred. ONNX Runtime itself
-fuses norms and activations, but of GELU's approximation by tanh not every way to write it.
+fuses norms and activations, but not norms with the residual addition before them, and of GELU's approximation by tanh
+not every way to write it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from ..subgraph_runner import Dimension, SubgraphRunner, sizes
 
 _PASSES: Final = (PassShape(5, 9), PassShape(3, 17))
 _POLYNOMIAL: Final = frozenset({"Add", "Mul", "Pow", "Tanh"})
+_NORMALIZING: Final = frozenset({"Add", "Cast", "Div", "Mul", "Reciprocal", "Sqrt"})
+_NORM: Final = "SimplifiedLayerNormalization"
 _TOLERANCE: Final = 1e-5
 _MANY_TOKENS: Final = 1 << 10
 _ARRANGING: Final = frozenset({"Expand", "Pad", "Reshape", "Slice", "Split", "Squeeze", "Tile", "Unsqueeze"})
@@ -108,6 +111,68 @@ def _is_product(gemm: Node) -> bool:
     return unscaled and not gemm.attribute("transA", 0) and not gemm.attribute("transB", 0)
 
 
+def fuse_norms(graph: EditableGraph) -> None:
+    """Replace RMS norms, x / sqrt(mean(x ** 2) + epsilon) * weight, by one operator that also adds the residual."""
+    means = graph.nodes_of("ReduceMean")
+    runner = SubgraphRunner(graph) if means else None
+    for mean in means:
+        square = graph.producer_of(mean.input(0), "Pow", "Mul")
+        if square is not None and runner is not None:
+            _fuse_norm(runner, square.input(0), mean.output(0))
+    for norm in graph.nodes_of(_NORM):
+        add = graph.producer_of(norm.input(0), "Add")
+        if add is None or any(name in graph.tensors for name in add.inputs) or add.output(0) in graph.outputs:
+            continue
+        outputs = [f"{norm.output(0)}.added", "", "", f"{add.output(0)}.sum"]
+        epsilon = norm.attribute("epsilon")
+        inputs = [*add.inputs, norm.input(1)]
+        fused = graph.add(f"Skip{_NORM}", inputs, outputs, domain=MICROSOFT, epsilon=epsilon)
+        graph.replace_value(norm.output(0), fused.output(0))
+        graph.replace_uses(add.output(0), fused.output(3), exclude=[fused])
+    graph.sweep()
+
+
+def _fuse_norm(runner: SubgraphRunner, value: str, result: str) -> None:
+    """Replace the norm of `value` that is computed from `result`, its mean square, if there is one."""
+    graph = runner.graph
+    known = {value, result}
+    while (cast := graph.producer_of(value, "Cast")) is not None:
+        value = cast.input(0)
+        known.add(value)
+    shape, lengths = runner.shape(value) or (), PassShape(3, 0)
+    x = np.random.default_rng(0).uniform(-1, 1, sizes(shape, lengths)).astype(np.float32)
+    epsilon, weight, found = 0.0, "", ("", "", 0.0)
+    while len(readers := graph.consumers(result)) == 1 and readers[0].op in _NORMALIZING:
+        if not runner.token_dependent.intersection(readers[0].inputs) <= known:
+            break
+        result = readers[0].output(0)
+        known.add(result)
+        for name in readers[0].inputs:
+            constant = graph.array(name)
+            if constant is not None and readers[0].op == "Add" and constant.size == 1:
+                epsilon = float(constant.reshape(-1)[0])
+            elif constant is not None and readers[0].op == "Mul" and constant.shape == shape[-1:]:
+                weight = name
+        expected = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + epsilon)
+        scaled = expected if not weight else expected * graph.tensors[weight].array()
+        if runner.shape(result) == shape and _computes(runner, value, result, lengths, x, scaled):
+            found = (result, weight, epsilon)
+    if found[0]:
+        scale = found[1] or np.ones(x.shape[-1], np.float32)
+        fused = graph.value(_NORM, [value, scale], name=f"{found[0]}.norm", axis=-1, epsilon=found[2], stash_type=1)
+        graph.replace_value(found[0], fused)
+
+
+def _computes(
+    runner: SubgraphRunner, source: str, result: str, lengths: PassShape, given: Array, expected: Array
+) -> bool:
+    try:
+        found = runner.run([result], lengths, {source: given})[result]
+    except ExportError:
+        return False
+    return found.shape == expected.shape and np.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE)
+
+
 def fuse_gelu(graph: EditableGraph) -> None:
     """Replace GELU's approximation by tanh by one operator; it is recognized by what it computes."""
     cores = graph.nodes_of("Tanh")
@@ -140,9 +205,5 @@ def _only_source(runner: SubgraphRunner, result: str) -> str | None:
 def _is_gelu(runner: SubgraphRunner, source: str, result: str) -> bool:
     lengths = PassShape(5, 0)
     x = np.random.default_rng(0).uniform(-6, 6, sizes(runner.shape(source) or (), lengths)).astype(np.float32)
-    try:
-        found = runner.run([result], lengths, {source: x})[result]
-    except ExportError:
-        return False
     expected = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-    return np.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE)
+    return _computes(runner, source, result, lengths, x, expected)

@@ -1,4 +1,4 @@
-"""Constant shapes, fused activations and packed heads compute what the plain operators compute."""
+"""Fused norms and activations, constant shapes and packed heads compute what the plain operators compute."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 from edgerun.export.upgrade.edit.editable import MICROSOFT, EditableGraph
 from edgerun.export.upgrade.edit.tensors import in_place
 from edgerun.export.upgrade.patterns.attention_fusion import pack_heads
-from edgerun.export.upgrade.patterns.plain_operators import fold_shapes, fuse_gelu
+from edgerun.export.upgrade.patterns.plain_operators import fold_shapes, fuse_gelu, fuse_norms
 from support.layout_nodes import Nodes
 
 WIDTH = 16
@@ -56,6 +56,68 @@ def changed(build: Build, *passes: Callable[[EditableGraph], object], opset: int
 
 def ops(graph: EditableGraph) -> list[str]:
     return sorted(node.op for node in graph.nodes if node.op not in ("Gather", "Identity"))
+
+
+WEIGHT = np.linspace(0.5, 2, WIDTH)
+
+
+def inverse_root(nodes: Nodes, value: str, square: str) -> str:
+    mean = nodes.op("ReduceMean", square, nodes.constant([-1]), keepdims=1)
+    return nodes.op("Sqrt", nodes.op("Add", mean, nodes.constant(1e-3, np.float32)))
+
+
+def by_reciprocal(nodes: Nodes, value: str) -> str:
+    root = inverse_root(nodes, value, nodes.op("Mul", value, value))
+    scaled = nodes.op("Mul", nodes.op("Reciprocal", root), value)
+    return nodes.op("Mul", scaled, nodes.constant(WEIGHT, np.float32))
+
+
+def by_quotient(nodes: Nodes, value: str) -> str:
+    root = inverse_root(nodes, value, nodes.op("Pow", value, nodes.constant(2, np.float32)))
+    return nodes.op("Mul", nodes.constant(WEIGHT, np.float32), nodes.op("Div", value, root))
+
+
+def with_casts(nodes: Nodes, value: str) -> str:
+    wide = nodes.op("Cast", value, to=TensorProto.FLOAT)
+    root = inverse_root(nodes, wide, nodes.op("Pow", wide, nodes.constant(2, np.float32)))
+    scaled = nodes.op("Mul", wide, nodes.op("Div", nodes.constant(1, np.float32), root))
+    return nodes.op("Mul", nodes.constant(WEIGHT, np.float32), nodes.op("Cast", scaled, to=TensorProto.FLOAT))
+
+
+@pytest.mark.parametrize("build", [by_reciprocal, by_quotient, with_casts])
+def test_rms_norm_becomes_one_node(build: Build) -> None:
+    graph = changed(build, fuse_norms)
+    (norm,) = graph.nodes_of("SimplifiedLayerNormalization")
+    assert ops(graph) == [norm.op]
+    assert norm.attribute("epsilon") == pytest.approx(1e-3)
+
+
+def test_fused_norm_returns_the_sum_if_it_is_read() -> None:
+    def build(nodes: Nodes, value: str) -> str:
+        total = nodes.op("Add", value, nodes.op("Tanh", value))
+        return nodes.op("Sub", by_reciprocal(nodes, total), total)
+
+    graph = changed(build, fuse_norms)
+    assert ops(graph) == ["SkipSimplifiedLayerNormalization", "Sub", "Tanh"]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda nodes, value: nodes.op("Div", value, inverse_root(nodes, value, nodes.op("Abs", value))),
+        lambda nodes, value: nodes.op(
+            "Div", nodes.op("Neg", value), inverse_root(nodes, value, nodes.op("Mul", value, value))
+        ),
+        lambda nodes, value: nodes.op(
+            "Mul",
+            value,
+            nodes.op("Div", nodes.constant(2, np.float32), inverse_root(nodes, value, nodes.op("Mul", value, value))),
+        ),
+    ],
+    ids=["mean of magnitudes", "another numerator", "twice the reciprocal"],
+)
+def test_similar_graphs_are_not_fused_to_a_norm(build: Build) -> None:
+    assert not changed(build, fuse_norms).nodes_of("SimplifiedLayerNormalization")
 
 
 def number(nodes: Nodes, value: float) -> str:
