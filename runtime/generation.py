@@ -24,6 +24,7 @@ from .sampling.sampler import Sampler, SamplingParams
 from .speculation.near_ties import NearTies
 from .speculation.pool import DrafterPool
 from .speculation.replay import ReplaySampler
+from .speculation.sampled_speculator import SampledSpeculator
 from .speculation.speculator import Speculator
 from .speculation.verification import TokenSampler
 from .text.detokenizer import StreamDecoder
@@ -231,10 +232,11 @@ class Generation:
         if not self._make_room(left):
             return None
         recorder.shifts += 1
-        sampling = request.sampling
-        if request.overflow is Overflow.WINDOW:
-            # Random numbers follow from the seed and the position, and positions are used again.
-            sampling = replace(sampling, seed=(sampling.seed + recorder.shifts) % (1 << 64))
+        generated = len(self._answer_ids) - len(self._start_ids)
+        left_out = len(request.prompt_ids) + generated - len(self._sequence.token_ids)
+        sampling = replace(request.sampling, first_position=left_out)
+        if isinstance(self._speculator, SampledSpeculator):
+            self._speculator.start_answer(sampling)
         return self._decode_once(sampling, left)
 
     def _decode_once(self, sampling: SamplingParams, max_tokens: int | None) -> Generator[Step, None, None]:

@@ -42,6 +42,8 @@ class SamplingParams(LogitParams):
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    first_position: int = 0
+    """Number of tokens left out of the sequence: random numbers follow from the position in the whole text."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -164,7 +166,7 @@ class Sampler:
             return token
         ids, probabilities = self.probabilities(logits)
         cumulative = np.cumsum(probabilities, out=self._cumulative[: probabilities.size])
-        drawn = uniform_at(self.params.seed, position) * cumulative[-1]
+        drawn = uniform_at(self.params.seed, self.params.first_position + position) * cumulative[-1]
         # A product rounded up to the total would lie beyond the last token of positive probability.
         last = np.searchsorted(cumulative, cumulative[-1])
         return int(ids[min(np.searchsorted(cumulative, drawn, side="right"), last)])

@@ -103,7 +103,8 @@ def verify_block(
     drafts = [draft.distributions[node] for node in range(len(tokens))]
     weights, probabilities = block_acceptance(tokens, targets, drafts)
     # All trials count: a late success accepts the tokens before it too.
-    uniforms = uniforms_at(sampler.params.seed, position, len(tokens), Purpose.ACCEPT)
+    seed, at = sampler.params.seed, sampler.params.first_position + position
+    uniforms = uniforms_at(seed, at, len(tokens), Purpose.ACCEPT)
     successes = np.flatnonzero(uniforms < probabilities)
     accepted = int(successes[-1]) + 1 if successes.size else 0
     if ended and accepted == len(tokens):
@@ -113,7 +114,7 @@ def verify_block(
         rest = targets[accepted]
         if accepted < len(tokens):
             rest = rest.residual(drafts[accepted], weights[accepted])
-        token = rest.draw(uniform_at(sampler.params.seed, position + accepted))
+        token = rest.draw(uniform_at(seed, at + accepted))
     sampler.observe(tokens[:accepted])
     return VerifyResult(tuple(range(accepted + 1)), token)
 
@@ -157,9 +158,10 @@ def verify_recursive(
     """
     tree, seed = draft.tree, sampler.params.seed
 
-    def choose(node: int, at: int) -> int:
+    def choose(node: int, position: int) -> int:
         if node not in draft.distributions:
-            return sampler.choose(logits[node], at)
+            return sampler.choose(logits[node], position)
+        at = sampler.params.first_position + position
         rest, proposal = sampler.distribution(logits[node]), draft.distributions[node]
         children = [token for token, parent in zip(tree.token_ids, tree.parent_nodes, strict=True) if parent == node]
         for token, uniform in zip(children, uniforms_at(seed, at, len(children), Purpose.ACCEPT), strict=True):

@@ -14,6 +14,7 @@ from edgerun import ContextError, Engine, FinishReason, GenerateOptions, InputEr
 from edgerun.runtime.graph.cache_shift import CacheShift
 from edgerun.runtime.kv.buffers import NumpyBuffers
 from edgerun.runtime.overflow import answer_reserve, window
+from edgerun.runtime.sampling.sampler import uniform_at
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.layouts import LAYOUTS, write_layout
 
@@ -87,6 +88,25 @@ def test_an_answer_goes_on_without_the_first_turns(tiny_bundle: Path, speculatio
         # One turn cannot be left out: the answer ends where the context does, and so it does by default.
         assert long_answer(engine, messages[-1:], 200).finish_reason is FinishReason.LENGTH
         assert len(ids(long_answer(engine, messages, 200, overflow="error"))) == written
+
+
+@pytest.mark.parametrize("overflow", ["trim", "window"])
+def test_every_random_number_is_used_once(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, overflow: str) -> None:
+    """Also where a shortened sequence uses its positions again, and beside the answers of the next seeds."""
+    used: list[tuple[int, int]] = []
+
+    def recorded(seed: int, position: int) -> float:
+        used.append((seed, position))
+        return uniform_at(seed, position)
+
+    monkeypatch.setattr("edgerun.runtime.sampling.sampler.uniform_at", recorded)
+    options: dict[str, Any] = {"seed": 3, "temperature": 0.9, "n": 3, "overflow": overflow}
+    with loaded(tiny_bundle) as engine:
+        plain = long_answer(engine, conversation(6), 150, speculation=Speculation.OFF, **options)
+        assert len(used) == len(set(used)) > 150
+        drafted = long_answer(engine, conversation(6), 150, **options)
+    assert plain.stats.context_shifts > 0
+    assert [choice.text for choice in drafted.choices] == [choice.text for choice in plain.choices]
 
 
 def test_a_seed_gives_the_text_of_the_trimmed_conversation(tiny_bundle: Path) -> None:

@@ -83,6 +83,7 @@ class SampledDrafter:
         self._params = replace(params, logit_bias=tuple(biases))
         self._sampler = Sampler(self._params, model.head)
         self._length = 0
+        """Number of tokens of the whole text."""
         self._backoff = Backoff(_FIRST_WAIT, _MAX_WAIT)
         self._backoff.start()
 
@@ -91,7 +92,7 @@ class SampledDrafter:
         self.model.reset(token_ids)
         self._sampler = Sampler(self._params, self.model.head)
         self._sampler.observe_prompt(self._head_places(token_ids))
-        self._length = len(token_ids)
+        self._length = self._params.first_position + len(token_ids)
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Append tokens to the sequence."""

@@ -338,12 +338,13 @@ def test_a_block_is_decided_by_its_probabilities_and_weights() -> None:
         paths = [(*prompt, *drawn[:i]) for i in range(GAMMA + 1)]
         targets, drafts = [p(path) for path in paths], [q(path) for path in paths[:GAMMA]]
         weights, probabilities = block_acceptance(drawn, targets, drafts)
-        trials = uniforms_at(seed, len(prompt), GAMMA, Purpose.ACCEPT)
+        left_out = seed % 3
+        trials = uniforms_at(seed, left_out + len(prompt), GAMMA, Purpose.ACCEPT)
         taken = max((i + 1 for i in range(GAMMA) if trials[i] < probabilities[i]), default=0)
         rest = targets[taken] if taken == GAMMA else targets[taken].residual(drafts[taken], weights[taken])
-        expected = VerifyResult(tuple(range(taken + 1)), rest.draw(uniform_at(seed, len(prompt) + taken)))
+        expected = VerifyResult(tuple(range(taken + 1)), rest.draw(uniform_at(seed, left_out + len(prompt) + taken)))
 
-        sampler = Sampler(replace(PENALIZED, seed=seed), V)
+        sampler = Sampler(replace(PENALIZED, seed=seed, first_position=left_out), V)
         sampler.observe(prompt)
         logits = path_logits(toy_logits)(prompt[:-1], draft.tree)
         assert verify_block(draft, logits, sampler, len(prompt), NOBODY, 9) == expected

@@ -57,11 +57,11 @@ def plain_distribution(graph: GraphSession, text: list[int], params: SamplingPar
     return sampler.distribution(bound.forward(text, logits_for=(len(text) - 1,))[0])
 
 
-@pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
+@pytest.mark.parametrize(("chain", "left_out"), [(True, 0), (False, 0), (True, 9)], ids=["chain", "tree", "shortened"])
 def test_draft_tokens_are_sampled_from_the_distributions_on_their_own_paths(
-    graphs: tuple[GraphSession, GraphSession], model: DraftModel, chain: bool
+    graphs: tuple[GraphSession, GraphSession], model: DraftModel, chain: bool, left_out: int
 ) -> None:
-    drafter = SampledDrafter(model, SAMPLED)
+    drafter = SampledDrafter(model, replace(SAMPLED, first_position=left_out))
     text = [7, 12, 5]
     drafter.reset(text)
     for new in ([3], [3, 9, 14], []):
@@ -78,7 +78,8 @@ def test_draft_tokens_are_sampled_from_the_distributions_on_their_own_paths(
             np.testing.assert_array_equal(distribution.ids, expected.ids)
             np.testing.assert_allclose(distribution.probs, expected.probs, atol=1e-4)
             children = tree.tokens[tree.parents == node].tolist()
-            assert tuple(children) == sample_children(distribution, len(children), SAMPLED.seed, len(text), node)
+            position = left_out + len(text)
+            assert tuple(children) == sample_children(distribution, len(children), SAMPLED.seed, position, node)
         assert {int(parent) for parent in tree.parents[1:]} == set(draft.distributions)
 
 
