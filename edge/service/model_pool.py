@@ -188,6 +188,7 @@ class ModelPool:
         for thread in threads:
             thread.join()
         with self._changed:
+            self._changed.wait_for(lambda: not any(model.closing for model in self._models.values()))
             for model in self._models.values():
                 model.engine, model.bytes = None, 0
 
@@ -209,10 +210,10 @@ class ModelPool:
                 return model.engine
             if attempt is not None and attempt.error is not None and not isinstance(attempt.error, CancelledError):
                 raise attempt.error
-            if model.attempt is None:
+            if model.attempt is None and not model.closing:
                 model.attempt = LoadAttempt()
                 self._start(self._load, model, model.attempt)
-            attempt = model.attempt
+            attempt = model.attempt or attempt
             self._changed.wait()
 
     def _load(self, model: PooledModel, attempt: LoadAttempt) -> None:
@@ -246,9 +247,7 @@ class ModelPool:
                 if self._idle_s is not None and self._timer is None:
                     self._timer = self._start(self._unload_unused)
             else:
-                if engine is not None:
-                    engine.close()
-                model.bytes = 0
+                self._close_engine(model, engine)
             model.attempt = None
             self._threads.discard(threading.current_thread())
             self._changed.notify_all()
@@ -296,10 +295,24 @@ class ModelPool:
             raise RequestError("the models are unloaded, because the program is ending", code=ErrorCode.BUSY)
 
     def _unload(self, model: PooledModel) -> None:
-        """Unload a model that is not in use; the lock is held."""
-        if model.engine is not None:
-            model.engine.close()
-        model.engine, model.bytes = None, 0
+        """Unload a model that is not in use; the lock is held, except while the engine closes."""
+        engine, model.engine = model.engine, None
+        self._close_engine(model, engine)
+
+    def _close_engine(self, model: PooledModel, engine: Engine | None) -> None:
+        """Close an engine of a model, which takes no room afterwards; the lock is held, except meanwhile.
+
+        Closing waits for what the engine does in the background, for which other models must not wait.
+        """
+        if engine is not None:
+            model.closing = True
+            self._changed.release()
+            try:
+                engine.close()
+            finally:
+                self._changed.acquire()
+                model.closing = False
+        model.bytes = 0
         self._changed.notify_all()
 
     def _unload_unused(self) -> None:
@@ -307,11 +320,13 @@ class ModelPool:
         idle_s = self._idle_s or 0.0
         with self._changed:
             while not self._closed:
-                now = time.monotonic()
-                for model in [each for each in self._models.values() if each.idle and each.idle_since + idle_s <= now]:
-                    self._unload(model)
-                ends = [each.idle_since + idle_s for each in self._models.values() if each.idle]
-                self._changed.wait(min(ends) - now if ends else None)
+                idle = [model for model in self._models.values() if model.idle]
+                oldest = min(idle, key=lambda model: model.idle_since, default=None)
+                left_s = None if oldest is None else oldest.idle_since + idle_s - time.monotonic()
+                if oldest is not None and left_s is not None and left_s <= 0:
+                    self._unload(oldest)
+                else:
+                    self._changed.wait(left_s)
 
     def _touch(self, model: PooledModel) -> None:
         """Note that the use of a model begins or ends now; the lock is held."""

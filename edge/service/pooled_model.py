@@ -48,6 +48,8 @@ class PooledModel:
     engine: Engine | None = None
     attempt: LoadAttempt | None = None
     """The attempt to load it that is in progress."""
+    closing: bool = False
+    """Whether a thread closes its engine, which still takes memory."""
     waiting: int = 0
     """Number of threads that wait for it to be loaded."""
     users: int = 0

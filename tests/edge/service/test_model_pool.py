@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +22,7 @@ from edgerun.edge.service.cancellation import Cancellation, CancelledError
 from edgerun.edge.service.model_pool import ModelPool
 from edgerun.edge.service.request_error import ErrorCode, RequestError
 from edgerun.models.progress import Progress
+from edgerun.runtime.scheduling.idle_thread import IdleThread
 from support.hub_fixture import own_hub
 from support.hub_server import files_of
 from support.nightly import some_nightly
@@ -281,6 +283,53 @@ def test_a_model_in_use_is_not_unloaded(models: Path) -> None:
         assert not pool.unload("a")
         with pytest.raises(RequestError, match="there is no model 'x'"):
             pool.unload("x")
+
+
+@pytest.mark.parametrize("reason", ["asked for", "unused", "room", "abandoned"])
+def test_no_other_model_waits_for_one_that_closes(models: Path, reason: str) -> None:
+    """Closing waits for a step of the engine's work in the background."""
+    opener = Opener()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def work(_: Progress) -> None:
+        begun.set()
+        assert go_on.wait(LIMIT_S)
+
+    def open_busy(source: str, progress: Progress) -> edgerun.Engine:
+        engine = opener(source, progress)
+        if engine is opener.engines[0]:
+            engine.model.prompts._preloading = IdleThread(engine.model.queue, work, "step")  # type: ignore[misc]
+            engine.model.prompts._preloading.start()
+            assert begun.wait(LIMIT_S)
+            if reason == "abandoned":
+                token.cancel()
+                wait_until(lambda: not pool.status()[0].users)
+        return engine
+
+    token = Cancellation()
+    options: dict[str, Any] = {"unused": {"idle_s": 0.02}, "room": {"max_bytes": 2 * bytes_of(models / "a")}}.get(
+        reason, {}
+    )
+    with ModelPool(paths(models), open_busy, **options) as pool, ThreadPoolExecutor(4) as threads:
+        try:
+            loading = threads.submit(pool.load, "a", cancellation=token)
+            assert begun.wait(LIMIT_S)
+            if reason != "abandoned":
+                assert loading.result(LIMIT_S).loaded
+            with used_elsewhere(pool, "b"):
+                if reason == "asked for":
+                    threads.submit(pool.unload, "a")
+                elif reason == "room":
+                    threads.submit(pool.load, "c")
+                wait_until(lambda: opener.engines[0].model.queue._closed)
+                assert threads.submit(pool.load, "b").result(LIMIT_S).loaded
+                again = threads.submit(pool.load, "a")
+                assert [status.id for status in pool.status() if status.loaded] == ["b"]
+                assert not again.done()
+                go_on.set()
+                assert again.result(LIMIT_S).loaded
+        finally:
+            go_on.set()
 
 
 def test_a_model_that_cannot_fit_is_refused_with_the_numbers(models: Path) -> None:
