@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
@@ -15,6 +16,8 @@ from .request_queue import RequestQueue
 _IDLE_S: Final = 0.5
 """Seconds without an answer after which the engine counts as idle."""
 _POLL_S: Final = 0.05
+_RETRY_S: Final = 60.0
+"""Seconds after a failure before which the work is not begun again; twice as many after each further one."""
 
 _log: Final = logging.getLogger(__name__)
 
@@ -25,6 +28,8 @@ class _StoppedError(Exception):
 
 class IdleThread:
     """A thread that does one piece of work, and waits while an answer is generated. It exists while it has work.
+
+    Work that failed is begun again by a later `start`, after a while.
 
     Args:
         queue: the request queue of the engine.
@@ -39,10 +44,15 @@ class IdleThread:
         self._name: Final = name
         self._closing: Final = threading.Event()
         self._thread: threading.Thread | None = None
+        self._is_done = False
+        self._failures = 0
+        self._retry_at = 0.0
 
     def start(self) -> None:
-        """Begin, unless it has begun or the engine is closed; returns at once."""
-        if self._thread is None and not self._closing.is_set():
+        """Begin, unless it has begun, has failed a moment ago, or the engine is closed; returns at once."""
+        if self._is_done or self._closing.is_set() or time.monotonic() < self._retry_at:
+            return
+        if self._thread is None or not self._thread.is_alive():
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             # Where no thread can be started, the work is left to a later process.
             with suppress(RuntimeError):
@@ -60,10 +70,14 @@ class IdleThread:
         try:
             self._wait_until_idle()
             self._work(self._pause)
+            self._is_done = True
         except _StoppedError:
             return
         except (EdgeError, OSError) as error:
             _log.warning("%s failed: %s", self._name, error)
+        finally:
+            self._retry_at = time.monotonic() + _RETRY_S * 2**self._failures
+            self._failures += 1
 
     @property
     def _is_busy(self) -> bool:

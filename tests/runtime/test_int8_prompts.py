@@ -17,20 +17,21 @@ import pytest
 
 import edgerun
 from edgerun import BundleError, Engine, FinishReason, GenerateOptions, InputError, Reply, Speculation
-from edgerun.models.bundle import open_bundle
+from edgerun.models.bundle import Bundle, open_bundle
 from edgerun.models.manifest import GraphLayout
 from edgerun.runtime.devices.providers import cpu_device
 from edgerun.runtime.graph import open_graph, session
 from edgerun.runtime.graph.graph_choice import ChosenGraphs
 from edgerun.runtime.graph.probe import probe
 from edgerun.runtime.graph.session import SessionConfig
-from edgerun.runtime.int8_prompts import prompt_reading
+from edgerun.runtime.int8_prompts import int8_graph_files, prompt_reading
 from edgerun.runtime.int8_prompts.prompt_graph import PromptGraph
 from edgerun.runtime.measure import prompt_choice
 from edgerun.runtime.measure.measurement_store import model_key
 from edgerun.runtime.measure.prompt_choice import PROMPT_CHOICES, PromptChoice
 from edgerun.runtime.measure.system_load import LoadMeter
 from edgerun.runtime.prefill import PrefillMode, prefill
+from edgerun.runtime.scheduling import idle_thread
 from support.waiting import wait_until
 
 PROMPT = [5 + 37 * number % 290 for number in range(200)]
@@ -364,9 +365,20 @@ def test_it_is_made_in_the_background_after_a_long_prompt(
     monkeypatch.setattr(prompt_choice, "_SECONDS_BUDGET", 0.0)
     # What is measured beside other programs is not stored.
     monkeypatch.setattr(LoadMeter, "is_busy", property(lambda _: False))
+    monkeypatch.setattr(idle_thread, "_RETRY_S", 0.0)
+    failed = threading.Event()
+
+    def fails(_: Bundle) -> str | None:
+        failed.set()
+        raise OSError("the disk is gone")
+
     with loaded(bundle, prefix_cache=0) as engine:
         answer(engine, PROMPT[:100])
         assert engine.model.prompts._background._thread is None, "the prompt was short"
+        with monkeypatch.context() as broken:
+            broken.setattr(int8_graph_files, "int8_graph_obstacle", fails)
+            assert answer(engine).stats.prompt_readers == {"base": 200}
+            wait_until(failed.is_set)
         first = answer(engine)
         assert first.stats.prompt_readers == {"base": 200}
         wait_until(lambda: engine.model.prompts.refusal != prompt_choice.NOT_MADE)
