@@ -245,9 +245,9 @@ class _Saved:
     messages: list[Message]
     tokens: npt.NDArray[np.int64]
     cache: tuple[npt.NDArray[Any], ...]
+    """Snapshot of the KV cache."""
     scales: tuple[npt.NDArray[np.float32], ...] | None
     """Scales of the arrays of an int8 cache; None of a float cache."""
-    """Snapshot of the KV cache."""
     plain: int
     """Number of leading cache slots that plain decoding computed."""
     device: str

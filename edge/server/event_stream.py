@@ -32,7 +32,7 @@ def named_event(value: dict[str, Any]) -> bytes:
 
 
 async def send_events(send: Send, worker: AnswerWorker[bytes], silence_s: float) -> None:
-    """Send the events of an accepted answer; the response is left open, to be ended by `end_events`.
+    """Send the events of an accepted answer; the response is left open for a last message.
 
     Args:
         send: sends messages of the response.
@@ -53,8 +53,3 @@ async def _taken_or_comment(take: Callable[[], Awaitable[list[bytes]]], silence_
             return await take()
     except TimeoutError:
         return [_COMMENT]
-
-
-async def end_events(send: Send, last: bytes) -> None:
-    """Send the last events of a response, and end it."""
-    await send({"type": "http.response.body", "body": last, "more_body": False})
