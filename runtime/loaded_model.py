@@ -110,7 +110,6 @@ class LoadedModel:
         self.answer_format: Final = AnswerFormat(written, tool_format, self.tokenizer)
         """How reasoning and calls are found in answers."""
         self.defaults: Final = ModelDefaults.of(bundle)
-        self.drafters: Final = DrafterPool(graph, bundle, self.context, draft, persistence, progress)
         self.queue: Final = RequestQueue() if queue is None else queue
         self.overflow: Final = overflow
         """What happens where a conversation is longer than the context; None for the default of the place."""
@@ -122,6 +121,7 @@ class LoadedModel:
             files = PrefixFiles(self._prefix_key, persistence.prefix_disk_bytes, self._reads_plainly)
         self.prefixes: Final = PrefixCache(self._new_arena, persistence.prefix_bytes, files)
         """KV caches of finished answers and conversations, and of chosen prefixes on disk."""
+        self.drafters: Final = DrafterPool(graph, bundle, self.context, draft, persistence, self.prefixes, progress)
         self.prompts: Final = PromptReading(
             graph, bundle, self.tokenizer, self.context, self.queue, prefill, persistence
         )

@@ -45,10 +45,8 @@ class _Kept:
     content: bytes
     """Their bytes. Comparing the beginnings of two of these takes a fiftieth of the time of comparing arrays, and most
     kept sequences are of other conversations."""
-
-    @classmethod
-    def of(cls, arena: KVArena, token_ids: TokenIds) -> _Kept:
-        return cls(arena, token_ids, token_ids.tobytes())
+    owner: PrefixCache
+    """The cache that keeps it, of those with one budget."""
 
 
 class PrefixCache:
@@ -56,7 +54,8 @@ class PrefixCache:
 
     Args:
         new_arena: makes an empty arena.
-        max_bytes: maximum size of the buffers of all kept sequences together; 0 keeps none.
+        max_bytes: maximum size of the buffers of all kept sequences together, those of a draft model included; 0 keeps
+            none.
         files: the prefixes on disk; None for none.
     """
 
@@ -65,17 +64,23 @@ class PrefixCache:
         self._files: Final = files
         self._new_arena = new_arena
         self._kept: list[_Kept] = []
-        """The least recently used first."""
+        """The least recently used first; those of all caches with one budget."""
         self._open: weakref.WeakSet[OpenSequence] = weakref.WeakSet()
         self._open_lock = threading.Lock()
 
+    def of_draft(self, new_arena: Callable[[], KVArena]) -> PrefixCache:
+        """A cache for the sequences of a draft model, within the budget of this one and in memory alone."""
+        cache = PrefixCache(new_arena, self.max_bytes)
+        cache._kept = self._kept
+        return cache
+
     def __len__(self) -> int:
         """Number of kept sequences."""
-        return len(self._kept)
+        return sum(kept.owner is self for kept in self._kept)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers of all kept sequences."""
+        """Bytes of the buffers of all kept sequences, those of a draft model included."""
         return sum(kept.arena.nbytes for kept in self._kept)
 
     def watch(self, sequence: OpenSequence) -> None:
@@ -104,7 +109,7 @@ class PrefixCache:
         for kept in self._kept:
             # Of equal prefixes the most recently used is taken.
             least = wanted.itemsize * max(shared, MIN_SHARED)
-            if len(content) >= least and kept.content.startswith(content[:least]):
+            if kept.owner is self and len(content) >= least and kept.content.startswith(content[:least]):
                 shared, source = common_prefix(kept.token_ids, wanted), kept
         owned_shared, owner = 0, None
         with self._open_lock:
@@ -136,12 +141,16 @@ class PrefixCache:
             token_ids: the tokens of its slots, and perhaps further ones.
             on_disk: number of tokens, from the first on, whose slots are to be kept on disk too.
         """
-        new = _Kept.of(arena, np.array(token_ids[: arena.length], np.int64))
+        kept_ids = np.array(token_ids[: arena.length], np.int64)
+        new = _Kept(arena, kept_ids, kept_ids.tobytes(), self)
         if on_disk and self._files is not None:
             self._files.keep(arena, new.token_ids[:on_disk])
-        if any(kept.content.startswith(new.content) for kept in self._kept):
+        mine = [kept for kept in self._kept if kept.owner is self]
+        if any(kept.content.startswith(new.content) for kept in mine):
             return
-        self._kept = [kept for kept in self._kept if not new.content.startswith(kept.content)]
+        for kept in mine:
+            if new.content.startswith(kept.content):
+                self._kept.remove(kept)
         self._kept.append(new)
         self._evict(self.max_bytes)
 
@@ -151,7 +160,7 @@ class PrefixCache:
             self._files.wait()
 
     def clear(self) -> None:
-        """Drop all kept sequences in memory."""
+        """Drop all kept sequences in memory, those of a draft model included."""
         self._kept.clear()
 
     def _from_disk(self, wanted: TokenIds, known: int) -> KVArena | None:

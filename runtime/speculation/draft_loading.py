@@ -116,7 +116,7 @@ def load_draft(
     *,
     cache: bool = True,
     measuring: MeasuringTime | None = None,
-    prefix_tokens: int = 0,
+    prefixes: PrefixCache | None = None,
 ) -> Callable[[], DraftModel]:
     """Load a draft model that is a separate model. All sequences share its pass cost and the caches of finished ones.
 
@@ -127,7 +127,7 @@ def load_draft(
         context: context of the target. A draft with a shorter one stops drafting when the sequence outgrows it.
         cache: whether packed weights and the pass cost are kept on disk.
         measuring: counts the time in which the draft's pass cost is measured, and receives its progress.
-        prefix_tokens: number of tokens of finished sequences whose cache slots are kept in memory.
+        prefixes: the target's, with whose budget caches of finished sequences are kept; None to keep none.
 
     Raises:
         BundleError: the draft is not a model that edge-run can decode with, or its LM head does not fit the map from
@@ -146,10 +146,9 @@ def load_draft(
             "put its d2t.npy beside the graph",
         )
     limit = min(context, bundle.context or context)
-    slot_bytes = sum(tensor_type.slot_bytes for tensor_type in session.graph_io.tensor_types)
-    prefixes = PrefixCache(lambda: session.arena(limit), prefix_tokens * slot_bytes)
+    own_prefixes = (prefixes or PrefixCache(session.arena, 0)).of_draft(lambda: session.arena(limit))
     cost = _pass_cost(bundle, config, session.bind(session.arena(limit)), measuring, cache=cache)
-    return lambda: DraftModel(session.bind(session.arena(limit)), cost, target_vocab, pair.target_ids, prefixes)
+    return lambda: DraftModel(session.bind(session.arena(limit)), cost, target_vocab, pair.target_ids, own_prefixes)
 
 
 def load_layer_skip_draft(

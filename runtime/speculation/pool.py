@@ -22,7 +22,7 @@ from ...models.draft_heads import HeadKind
 from ...models.progress import Progress, silent
 from ..graph.bound_graph import BoundGraph, DecoderGraph
 from ..kv.arena import KVArena
-from ..kv.prefix_cache import shared_tokens
+from ..kv.prefix_cache import PrefixCache, shared_tokens
 from ..measure.exactness import EXACTNESS_REPORTS, ExactnessReport, measure_exactness
 from ..measure.measurement_store import model_id, model_key
 from ..measure.measuring_time import MeasuringTime
@@ -64,6 +64,7 @@ class DrafterPool:
         context: maximum number of tokens of a sequence.
         draft: the draft model; None for none.
         persistence: what is read from disk and kept there.
+        prefixes: the target's; a draft model of its own keeps caches with its budget.
         progress: receives the progress of measurements.
     """
 
@@ -74,6 +75,7 @@ class DrafterPool:
         context: int,
         draft: PlacedDraft | None,
         persistence: Persistence,
+        prefixes: PrefixCache,
         progress: Progress = silent,
     ) -> None:
         self._open_graph: DecoderGraph | None = graph
@@ -82,6 +84,7 @@ class DrafterPool:
         self._draft = draft
         self._draft_thread = WorkThread("edge-run draft") if draft is not None and draft.overlaps else None
         self._persistence = persistence
+        self._prefixes: Final = prefixes
         self.measuring: Final = MeasuringTime(progress)
         """The time that measurements took."""
         self._model_key = hashlib.sha256(bundle.fingerprint.encode()).hexdigest()[:32]
@@ -286,9 +289,8 @@ class DrafterPool:
             return load_layer_skip_draft(
                 pair, config, self._bundle, graph_io, context, cache=cache, measuring=measuring
             )
-        tokens = self._persistence.prefix_bytes // sum(tensor_type.slot_bytes for tensor_type in graph_io.tensor_types)
         return load_draft(
-            pair, config, graph_io.vocab_size, context, cache=cache, measuring=measuring, prefix_tokens=tokens
+            pair, config, graph_io.vocab_size, context, cache=cache, measuring=measuring, prefixes=self._prefixes
         )
 
 

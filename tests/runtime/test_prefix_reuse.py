@@ -10,6 +10,7 @@ import pytest
 
 import edgerun
 from edgerun import Engine, GenerateOptions, InputError, Reply, Speculation
+from edgerun.runtime.speculation.drafters.draft_model import DraftModel
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.layouts import LAYOUTS, write_layout
 from support.nightly import some_nightly
@@ -66,7 +67,12 @@ def test_interleaved_conversations_say_what_fresh_engines_say(
             for engine in (cached, fresh):
                 engine.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
             assert check_interleavings(cached, fresh, random.Random(seed), 20 if seed else 4) > 0
-            assert 0 < cached.model.prefixes.nbytes <= budget
+            model = cached.model.drafters.draft_model()
+            assert isinstance(model, DraftModel)
+            assert model._prefixes is not None
+            caches = (cached.model.prefixes, model._prefixes)
+            arenas = {id(kept): kept.arena for cache in caches for kept in cache._kept}
+            assert 0 < sum(arena.nbytes for arena in arenas.values()) <= budget
 
 
 @pytest.mark.parametrize("name", ["optimum", "genai"])
