@@ -366,10 +366,10 @@ def test_it_is_made_in_the_background_after_a_long_prompt(
     # What is measured beside other programs is not stored.
     monkeypatch.setattr(LoadMeter, "is_busy", property(lambda _: False))
     monkeypatch.setattr(idle_thread, "_RETRY_S", 0.0)
-    failed = threading.Event()
+    failed: list[str] = []
 
     def fails(_: Bundle) -> str | None:
-        failed.set()
+        failed.append(threading.current_thread().name)
         raise OSError("the disk is gone")
 
     with loaded(bundle, prefix_cache=0) as engine:
@@ -378,7 +378,10 @@ def test_it_is_made_in_the_background_after_a_long_prompt(
         with monkeypatch.context() as broken:
             broken.setattr(int8_graph_files, "int8_graph_obstacle", fails)
             assert answer(engine).stats.prompt_readers == {"base": 200}
-            wait_until(failed.is_set)
+            thread = engine.model.prompts._background._thread
+            assert thread is not None
+            thread.join()
+            assert failed == [thread.name]
         first = answer(engine)
         assert first.stats.prompt_readers == {"base": 200}
         wait_until(lambda: engine.model.prompts.refusal != prompt_choice.NOT_MADE)
