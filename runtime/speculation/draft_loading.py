@@ -127,7 +127,7 @@ def load_draft(
         context: context of the target. A draft with a shorter one stops drafting when the sequence outgrows it.
         cache: whether packed weights and the pass cost are kept on disk.
         measuring: counts the time in which the draft's pass cost is measured, and receives its progress.
-        prefixes: the target's, with whose budget caches of finished sequences are kept; None to keep none.
+        prefixes: the target's, whose budget holds the caches of finished sequences too; None to keep none of them.
 
     Raises:
         BundleError: the draft is not a model that edge-run can decode with, or its LM head does not fit the map from
@@ -146,7 +146,7 @@ def load_draft(
             "put its d2t.npy beside the graph",
         )
     limit = min(context, bundle.context or context)
-    own_prefixes = (prefixes or PrefixCache(session.arena, 0)).of_draft(lambda: session.arena(limit))
+    own_prefixes = None if prefixes is None else prefixes.of_draft(lambda: session.arena(limit))
     cost = _pass_cost(bundle, config, session.bind(session.arena(limit)), measuring, cache=cache)
     return lambda: DraftModel(session.bind(session.arena(limit)), cost, target_vocab, pair.target_ids, own_prefixes)
 
