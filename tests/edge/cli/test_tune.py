@@ -9,6 +9,8 @@ import pytest
 
 from edgerun.edge.cli.main import main
 from edgerun.edge.cli.tune import describe_cost
+from edgerun.runtime.devices import processor
+from edgerun.runtime.devices.cores import Core
 from edgerun.runtime.measure import pass_timing, thread_choice
 from edgerun.runtime.measure.pass_timing import WIDTHS
 from edgerun.runtime.measure.system_load import LoadMeter
@@ -90,8 +92,10 @@ def test_costs_of_a_busy_machine_are_shown_as_doubtful(
     monkeypatch.setattr(LoadMeter, "is_busy", property(lambda _: busy))
     # What is implausible on a machine that is in fact busy would be doubtful, too.
     monkeypatch.setattr(pass_timing, "is_plausible", lambda _: True)
-    for name in ("default_threads", "usable_physical_cores", "usable_cores"):
-        monkeypatch.setattr(thread_choice, name, lambda: 2)
+    # Every module sees two cores, whatever this machine has.
+    monkeypatch.setattr(processor, "physical_cores", lambda: tuple(Core(frozenset({cpu})) for cpu in (0, 1)))
+    monkeypatch.setattr(processor, "allowed_cpus", lambda: None)
+    monkeypatch.setattr(processor, "cpu_quota", lambda: 2.0)
     shown = "doubtful: other programs used the processor while these costs were measured."
     assert main(["tune", str(tiny_bundle)]) == 0
     out, err = capsys.readouterr()
