@@ -1,4 +1,4 @@
-"""Reading JSON from untrusted files."""
+"""Reading and checking JSON of untrusted files."""
 
 from __future__ import annotations
 
@@ -6,10 +6,25 @@ import json
 import math
 import reprlib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
+
+import msgspec
 
 from ..errors import EdgeError
 from .regular_file import MAX_JSON_BYTES, read_regular
+
+RecordT = TypeVar("RecordT")
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+"""A field of a record that is an integer of at least 1."""
+WholeNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+"""A field of a record that is an integer of at least 0."""
+Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
+"""A field of a record that is a number above 0."""
+NotNegative: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
+"""A field of a record that is a number of at least 0."""
+NOT_EMPTY: Final = msgspec.Meta(min_length=1)
+"""Annotates a field of a record that is a table or list with entries."""
 
 
 def read_json_object(
@@ -44,6 +59,24 @@ def parse_json_object(text: str | bytes) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ValueError("does not hold a JSON object")
     return data
+
+
+def record_from_json(record_type: type[RecordT], data: object) -> RecordT:
+    """Convert parsed JSON to a dataclass, checking the types and bounds of its fields; unknown fields are left out.
+
+    Raises:
+        ValueError: the data does not fit.
+    """
+    try:
+        return msgspec.convert(data, record_type, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"is not a {record_type.__name__}: {error}") from error
+
+
+def record_to_json(record: object) -> dict[str, Any]:
+    """Convert a dataclass to a plain JSON object."""
+    converted: dict[str, Any] = msgspec.to_builtins(record, str_keys=True)
+    return converted
 
 
 def is_whole(value: object, minimum: int) -> bool:

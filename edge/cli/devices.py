@@ -10,6 +10,7 @@ from rich.table import Table
 
 from ...models.bundle import Bundle, open_bundle
 from ...models.find import find_model
+from ...models.json_file import record_to_json
 from ...runtime.devices.device_check import DEVICE_CHECKS, DeviceCheck, device_check_key
 from ...runtime.devices.hardware import seen_hardware, unused_hardware
 from ...runtime.devices.packages import package_of
@@ -62,8 +63,8 @@ def devices(
         if bundle is not None:
             facts["model"] = {
                 "model": str(bundle.folder),
-                "choice": None if choice is None else choice.to_json(),
-                "checks": {name: check.to_json() for name, check in checks.items()},
+                "choice": None if choice is None else record_to_json(choice),
+                "checks": {name: record_to_json(check) for name, check in checks.items()},
             }
         write_json(facts)
         return
@@ -171,7 +172,7 @@ def _check_parts(check: DeviceCheck) -> list[str]:
     if not check.plain_correct:
         return ["it computes this model wrongly, and is refused"]
     tree = "" if check.tree is None else f", of a token tree by {check.tree:.1g}"
-    parts = [f"logits differ from the CPU's by {check.plain:.1g} of their standard deviation{tree}"]
+    parts = [f"logits differ from the CPU's by {check.plain or 0.0:.1g} of their standard deviation{tree}"]
     if not check.tree_correct:
         parts.append("token trees cannot be used there, so drafts are chains")
     if check.on_cpu:

@@ -12,6 +12,7 @@ from rich.table import Table
 from ...models.bundle import open_bundle
 from ...models.device_kind import DeviceKind
 from ...models.find import find_model
+from ...models.json_file import record_to_json
 from ...models.progress import ProgressDisplay
 from ...models.text_files import read_text
 from ...runtime.devices.processor import default_threads
@@ -100,7 +101,7 @@ def tune(
         facts = {
             "model": str(engine.bundle.folder),
             "device": str(engine.device),
-            "devices": None if fastest is None else fastest.to_json(),
+            "devices": None if fastest is None else record_to_json(fastest),
             "threads": _threads_facts(engine.model.threads, choice),
             "file": None if file is None else str(file),
             "doubt": None if cost.doubt is None else cost.doubt.value,

@@ -9,6 +9,7 @@ from typing import Annotated, Final
 import typer
 from rich.table import Table
 
+from ...models.json_file import record_to_json
 from ...models.pairing import find_draft
 from ...models.progress import ProgressDisplay
 from ...runtime.engine import Engine
@@ -100,7 +101,7 @@ def verify(
                 "device": str(engine.device),
                 "packed_weights": "intact" if packed else None,
                 "summary": exactness_summary(report),
-                **({} if quality is None else {"int8_cache": quality.to_json()}),
+                **({} if quality is None else {"int8_cache": record_to_json(quality)}),
                 **report.to_json(),
             }
             write_json(facts)

@@ -154,7 +154,9 @@ def load_or_measure(
     """
     timed = tuple(dict.fromkeys(map(timed_format, formats)))
     timer = timer or BundleTimer()
-    store = MeasurementStore("linear-times", _FORMAT_VERSION, partial(LinearTimes.from_json, config=config))
+    store = MeasurementStore(
+        "linear-times", _FORMAT_VERSION, partial(LinearTimes.from_json, config=config), LinearTimes.to_json
+    )
     key = MeasurementKey((replace(config, tied_head=True), timed, timer.conditions), {})
     times = store.load(key)
     if times is None:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ...errors import DeviceError, EdgeError
 from ...models.bundle import Bundle
 from ...models.device_kind import DeviceKind
-from ...models.json_file import is_finite, is_whole
+from ...models.json_file import Count
 from ...models.onnx_file.model_messages import read_model
 from ...version import __version__
 from ..graph.bound_graph import BoundGraph, DecoderGraph
@@ -58,57 +58,19 @@ _HALF_TOLERANCE: Final = 0.1
 class DeviceCheck:
     """How far a device is from the CPU."""
 
-    plain: float
-    """Largest difference of the plain passes, in standard deviations of the logits; NaN where the device gives NaN."""
+    plain: float | None
+    """Largest difference of the plain passes, in standard deviations of the logits; None where the device gives NaN."""
     tree: float | None
-    """The same of the tree; None if the graph has no trees, or the device cannot load the one for trees."""
+    """The same of the tree; None also if the graph has no trees, or the device cannot load the one for trees."""
     plain_correct: bool
     tree_correct: bool
-    wide_correct: bool = True
+    wide_correct: bool
     """Whether a pass over many tokens is right; some attention kernels for these are wrong on some adapters."""
-    on_cpu: Mapping[str, int] = field(default_factory=dict)
+    on_cpu: Mapping[str, Count] = field(default_factory=dict)
     """Number of nodes that the device left to the CPU, by operator."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Convert to a plain JSON object."""
-        return {
-            "plain": None if np.isnan(self.plain) else self.plain,
-            "tree": None if self.tree is None or np.isnan(self.tree) else self.tree,
-            "plain_correct": self.plain_correct,
-            "tree_correct": self.tree_correct,
-            "wide_correct": self.wide_correct,
-            "on_cpu": dict(self.on_cpu),
-        }
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> DeviceCheck:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ValueError: the data is something else.
-        """
-        plain, tree = data.get("plain"), data.get("tree")
-        correct = data.get("plain_correct"), data.get("tree_correct"), data.get("wide_correct")
-        on_cpu = data.get("on_cpu")
-        numbers = [value for value in (plain, tree) if value is not None]
-        if (
-            not all(map(is_finite, numbers))
-            or not all(isinstance(value, bool) for value in correct)
-            or not isinstance(on_cpu, dict)
-            or not all(is_whole(count, 1) for count in on_cpu.values())
-        ):
-            raise ValueError("this is not a comparison of a device with the CPU")
-        return cls(
-            float("nan") if plain is None else float(plain),
-            None if tree is None else float(tree),
-            bool(correct[0]),
-            bool(correct[1]),
-            bool(correct[2]),
-            {operator: int(count) for operator, count in on_cpu.items()},
-        )
-
-
-DEVICE_CHECKS: Final = MeasurementStore("device-checks", 2, DeviceCheck.from_json)
+DEVICE_CHECKS: Final = MeasurementStore.of_records("device-checks", 2, DeviceCheck)
 """How far devices are from the CPU, by model and device."""
 
 
@@ -140,8 +102,8 @@ def check_device(graph: DecoderGraph, bundle: Bundle, config: SessionConfig, *, 
     # Graphs of fixed shapes cannot run in other parts than they were made for.
     if not check.plain_correct or (device.kind is DeviceKind.NPU and not check.wide_correct):
         raise DeviceError(
-            f"{device} computes {bundle.folder.name} wrongly: logits differ from the CPU's by {check.plain:.2g} "
-            "of their standard deviation",
+            f"{device} computes {bundle.folder.name} wrongly: logits differ from the CPU's by "
+            f"{'NaN' if check.plain is None else format(check.plain, '.2g')} of their standard deviation",
             "update its driver and plugin, or run the model on the CPU: --device cpu",
         )
     if has_trees and not check.tree_correct:
@@ -181,7 +143,7 @@ def compare_with_cpu(graph: DecoderGraph, bundle: Bundle, config: SessionConfig)
     found.pop()
     reference.pop()
     if not tree:
-        return DeviceCheck(plain, None, plain_correct, True, wide_correct, graph.assignments.on_cpu)
+        return DeviceCheck(_figure(plain), None, plain_correct, True, wide_correct, graph.assignments.on_cpu)
     distance = _distance(found[2], reference[2])
     # What a small difference means depends on the model: ignoring the positions may change little. So the device must
     # also be nearer to the right tree than to a wrong one, unless rounding hides which it is.
@@ -189,7 +151,9 @@ def compare_with_cpu(graph: DecoderGraph, bundle: Bundle, config: SessionConfig)
         distance < _distance(found[2], wrong) or _distance(reference[2], wrong) <= 2 * plain for wrong in reference[3:]
     )
     tree_correct = distance <= tolerance and nearer
-    return DeviceCheck(plain, distance, plain_correct, tree_correct, wide_correct, graph.assignments.on_cpu)
+    return DeviceCheck(
+        _figure(plain), _figure(distance), plain_correct, tree_correct, wide_correct, graph.assignments.on_cpu
+    )
 
 
 def _reference(bundle: Bundle, config: SessionConfig) -> GraphSession:
@@ -243,6 +207,11 @@ def _distance(first: Floats, second: Floats) -> float:
         rms = np.sqrt(np.mean(np.square(first.astype(np.float64) - second), axis=1))
         spread = second.std(axis=1, dtype=np.float64)
         return float((rms / np.maximum(spread, np.finfo(np.float64).tiny)).max())
+
+
+def _figure(distance: float) -> float | None:
+    """A distance as JSON can hold it: None for NaN."""
+    return None if np.isnan(distance) else distance
 
 
 def _is_half(graph: DecoderGraph) -> bool:

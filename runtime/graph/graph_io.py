@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 from typing import Any, Final
 
 import numpy as np
@@ -55,7 +55,7 @@ class InputRole(Enum):
     """Whether there are cached tokens: merged graphs have a branch for each case."""
 
 
-class LogitsMode(Enum):
+class LogitsMode(StrEnum):
     """Which token positions of a pass get logits."""
 
     SELECTED = auto()
@@ -66,7 +66,7 @@ class LogitsMode(Enum):
     LAST = auto()
 
 
-class CacheMode(Enum):
+class CacheMode(StrEnum):
     """How a graph returns its cache."""
 
     IN_PLACE = auto()

@@ -9,9 +9,9 @@ the same logits. A graph that does so under no assumption is rejected, because i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -53,32 +53,6 @@ class ProbeResult:
             logits_mode=self.logits_mode,
             supports_wide_passes=self.supports_wide_passes,
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """Convert to plain values."""
-        return {
-            "key": self.key,
-            "cache_mode": self.cache_mode.name,
-            "logits_mode": self.logits_mode.name,
-            "supports_wide_passes": self.supports_wide_passes,
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ProbeResult:
-        """Convert back from `to_json`.
-
-        Raises:
-            ValueError: a value is missing or invalid.
-        """
-        try:
-            return cls(
-                str(data["key"]),
-                CacheMode[data["cache_mode"]],
-                LogitsMode[data["logits_mode"]],
-                bool(data["supports_wide_passes"]),
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not a probe result: {error}") from error
 
 
 def graph_io_key(graph_io: GraphIO) -> str:

@@ -119,7 +119,7 @@ def _place_of(name: str) -> tuple[int, int]:
     return context, width
 
 
-LONG_CONTEXT_TIMES: Final = MeasurementStore("long-context", 2, MeasuredPasses.from_json)
+LONG_CONTEXT_TIMES: Final = MeasurementStore("long-context", 2, MeasuredPasses.from_json, MeasuredPasses.to_json)
 """Which graph runs passes over long contexts, by model, machine and number of threads."""
 
 

@@ -43,6 +43,14 @@ _LOADS: Final = 4
 """How often node timing loads every bundle."""
 _FASTEST_SHARE: Final = 3
 """The fastest one of so many passes is averaged."""
+_SECONDS_BUDGET: Final = 2.0
+"""Approximate seconds for the comparison of two sessions."""
+_MIN_ROUNDS: Final = 2
+_MAX_ROUNDS: Final = 20
+_FIRST_PASSES: Final = 4
+"""Passes before a comparison: the first ones of a width compile kernels on some devices."""
+_HOPELESS: Final = 2.0
+"""A session whose fastest first passes take so many times the other's is not timed further."""
 _NODE_SUFFIX: Final = "_kernel_time"
 _RUN_EVENT: Final = "model_run"
 
@@ -207,6 +215,23 @@ def take_turns(bound: Sequence[BoundGraph], widths: Sequence[int], rounds: int) 
             for width in widths:
                 times[which][width] += [time_pass(bound[which], width) for _ in range(PASSES_PER_TURN)]
     return times
+
+
+def compare_pair(pair: Sequence[BoundGraph], widths: Sequence[int]) -> list[float]:
+    """Compare two sessions in turns, for about two seconds: seconds of one pass of every width together, for each.
+
+    Where the second one is much slower in its first passes, these are the result.
+
+    Raises:
+        ContextError: a pass does not fit the context.
+        EdgeError: ONNX Runtime failed.
+    """
+    first = [sum(min(time_pass(bound, width) for _ in range(_FIRST_PASSES)) for width in widths) for bound in pair]
+    if first[1] > _HOPELESS * first[0]:
+        return first
+    round_s = (WARM_UP_PASSES + PASSES_PER_TURN) * sum(first)
+    rounds = max(_MIN_ROUNDS, min(int(_SECONDS_BUDGET / round_s), _MAX_ROUNDS))
+    return [sum(map(mean_of_fastest, times.values())) for times in take_turns(pair, widths, rounds)]
 
 
 def _fastest(seconds: Sequence[float]) -> list[int]:

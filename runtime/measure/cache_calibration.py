@@ -28,7 +28,7 @@ from .exactness import SAMPLE_TEXT
 from .measurement_store import MeasurementKey, MeasurementStore, model_id
 from .text_sampler import SelfTextSampler
 
-CACHE_SCALES: Final = MeasurementStore("kv-scales", 1, CacheScales.from_json)
+CACHE_SCALES: Final = MeasurementStore("kv-scales", 1, CacheScales.from_json, CacheScales.to_json)
 """Scales of models without a file of them."""
 
 MARGIN: Final = 1.15

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -29,10 +29,6 @@ class CacheQuality:
     """Number of positions that were compared."""
     longest: int
     """Number of tokens of the longest text."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Convert to a plain JSON object."""
-        return asdict(self)
 
 
 def measure_cache_quality(

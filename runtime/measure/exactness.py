@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
-from ...models.json_file import is_finite, is_whole
+from ...models.json_file import WholeNumber, record_from_json, record_to_json
 from ..graph.bound_graph import BoundGraph
 from ..result import DraftCounts
 from .measurement_store import MeasurementStore
@@ -30,17 +31,17 @@ def overdue(books, today):
 class ComparisonCounts:
     """Counts of speculative texts that were compared with plain ones."""
 
-    texts: int = 0
+    texts: WholeNumber = 0
     """Number of texts that were compared."""
-    identical: int = 0
+    identical: WholeNumber = 0
     """Number of texts that equal the plain one."""
-    near_ties: int = 0
+    near_ties: WholeNumber = 0
     """Number of texts that differ from the plain one from a near tie on; after it they are different texts."""
     widest_near_tie: float = 0.0
     """Largest margin of those near ties, in logits of plain decoding."""
     drafts: DraftCounts = field(default_factory=DraftCounts)
     """Draft tokens that were verified and accepted."""
-    recomputed: int = 0
+    recomputed: WholeNumber = 0
     """Number of positions that were recomputed one by one to decide near ties."""
 
     def __add__(self, other: ComparisonCounts) -> ComparisonCounts:
@@ -57,32 +58,6 @@ class ComparisonCounts:
     def failed(self) -> int:
         """Number of texts that differ where the choice was clear."""
         return self.texts - self.identical - self.near_ties
-
-    def to_json(self) -> dict[str, Any]:
-        """Convert to a plain JSON object."""
-        return {**vars(self), "drafts": dict(vars(self.drafts))}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ComparisonCounts:
-        """Read what `to_json` returned.
-
-        Raises:
-            ValueError: a field is missing or has an invalid value.
-        """
-        names = ("texts", "identical", "near_ties", "recomputed")
-        drafts = data.get("drafts")
-        if (
-            not isinstance(drafts, dict)
-            or not all(is_whole(drafts.get(name), 0) for name in ("drafted", "accepted"))
-            or not is_finite(data.get("widest_near_tie"))
-            or not all(is_whole(data.get(name), 0) for name in names)
-        ):
-            raise ValueError("holds invalid counts")
-        return cls(
-            **{name: data[name] for name in names},
-            widest_near_tie=float(data["widest_near_tie"]),
-            drafts=DraftCounts(drafts["drafted"], drafts["accepted"]),
-        )
 
 
 @dataclass(frozen=True)
@@ -131,38 +106,12 @@ class ExactnessReport:
 
     def to_json(self) -> dict[str, Any]:
         """Convert to a plain JSON object."""
-        counts = {
-            name: None if part is None else part.to_json()
-            for name, part in (("greedy", self.greedy), ("sampled", self.sampled), ("exact", self.exact))
-        }
-        return {
-            "noise": self.noise.to_json(),
-            **counts,
-            "counterexample": None if self.counterexample is None else dict(vars(self.counterexample)),
-            "epsilon": self.epsilon,
-            "passed": self.passed,
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ExactnessReport:
-        """Read what `to_json` returned.
-
-        Raises:
-            ValueError: a field is missing or has an invalid value.
-        """
-        noise, found = data.get("noise"), data.get("counterexample")
-        parts = {name: data.get(name) for name in ("greedy", "sampled", "exact")}
-        if not isinstance(noise, dict) or not all(part is None or isinstance(part, dict) for part in parts.values()):
-            raise ValueError("lacks the measured noise, or holds invalid counts")
-        try:
-            counterexample = None if found is None else Counterexample(**found)
-        except TypeError as error:
-            raise ValueError("holds an invalid counterexample") from error
-        counts = {name: None if part is None else ComparisonCounts.from_json(part) for name, part in parts.items()}
-        return cls(WidthNoise.from_json(noise), **counts, counterexample=counterexample)
+        return {**record_to_json(self), "epsilon": self.epsilon, "passed": self.passed}
 
 
-EXACTNESS_REPORTS: Final = MeasurementStore("exactness", 2, ExactnessReport.from_json)
+EXACTNESS_REPORTS: Final = MeasurementStore(
+    "exactness", 2, partial(record_from_json, ExactnessReport), ExactnessReport.to_json
+)
 """Exactness reports of models on this machine."""
 
 

@@ -5,36 +5,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Final
 
 from ...errors import DeviceError, EdgeError
 from ...models.bundle import Bundle
 from ...models.device_kind import DeviceKind
-from ...models.json_file import is_finite
 from ...models.progress import Progress, silent
 from ..devices.drivers import device_identity
 from ..devices.providers import Device, available_devices, choose_device, cpu_device
 from ..graph.bound_graph import BoundGraph
 from ..graph.open_graph import open_graph
 from ..graph.session import SessionConfig
-from .bundle_timing import bind_filled, mean_of_fastest, take_turns
+from .bundle_timing import bind_filled, compare_pair
 from .measurement_store import MeasurementKey, MeasurementStore, model_key
-from .pass_timing import time_pass
 from .system_load import LoadMeter
 
 _log: Final = logging.getLogger(__name__)
 
 _WORTH: Final = 0.95
 """A device replaces the CPU if a pass takes at most this share of its time."""
-_HOPELESS: Final = 2.0
-"""A device whose fastest first passes take so many times the CPU's is not timed further."""
-_SECONDS_BUDGET: Final = 2.0
-"""Approximate seconds for the comparison of a device with the CPU."""
-_PASSES_PER_ROUND: Final = 14
-_MIN_ROUNDS: Final = 2
-_MAX_ROUNDS: Final = 20
-_FIRST_PASSES: Final = 4
-"""Passes before timing counts: the first ones of a width compile kernels."""
 
 
 @dataclass(frozen=True)
@@ -52,38 +41,8 @@ class FastestDevice:
     busy: bool = False
     """Whether other programs used the processor meanwhile; a choice against the CPU is then not stored."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Convert to a plain JSON object."""
-        return {
-            "device": self.device,
-            "seconds": dict(self.seconds),
-            "refused": dict(self.refused),
-            "identity": list(self.identity),
-        }
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> FastestDevice:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ValueError: the data is something else.
-        """
-        device, seconds, refused = data.get("device"), data.get("seconds"), data.get("refused")
-        identity = data.get("identity")
-        if (
-            not isinstance(device, str)
-            or not isinstance(seconds, dict)
-            or not all(map(is_finite, seconds.values()))
-            or not isinstance(refused, dict)
-            or not isinstance(identity, list)
-        ):
-            raise ValueError("this is not a choice of a device")
-        reasons = {name: str(reason) for name, reason in refused.items()}
-        times = {name: float(value) for name, value in seconds.items()}
-        return cls(device, times, reasons, tuple(map(str, identity)))
-
-
-FASTEST_DEVICES: Final = MeasurementStore("fastest-device", 1, FastestDevice.from_json)
+FASTEST_DEVICES: Final = MeasurementStore.of_records("fastest-device", 1, FastestDevice)
 """Devices on which models decode fastest on this machine."""
 
 
@@ -150,7 +109,7 @@ def measure_fastest_device(bundle: Bundle, config: SessionConfig, progress: Prog
             refused[device.name] = error.what
             continue
         meter = LoadMeter(config.threads)
-        times = _compare(on_cpu, on_device)
+        times = compare_pair((on_cpu, on_device), (1,))
         busy = busy or meter.is_busy
         seconds[cpu.name] = min(times[0], seconds.get(cpu.name, times[0]))
         seconds[device.name] = times[1]
@@ -182,13 +141,3 @@ def _open(bundle: Bundle, config: SessionConfig) -> BoundGraph:
     # As plain decoding of greedy text does.
     bound.whole_logits = False
     return bound
-
-
-def _compare(on_cpu: BoundGraph, on_device: BoundGraph) -> tuple[float, float]:
-    """Seconds of a pass of one token on the CPU and on a device."""
-    first = [min(time_pass(bound, 1) for _ in range(_FIRST_PASSES)) for bound in (on_cpu, on_device)]
-    if first[1] > _HOPELESS * first[0]:
-        return first[0], first[1]
-    rounds = int(_SECONDS_BUDGET / (_PASSES_PER_ROUND * min(first)))
-    cpu_times, device_times = take_turns((on_cpu, on_device), (1,), max(_MIN_ROUNDS, min(rounds, _MAX_ROUNDS)))
-    return mean_of_fastest(cpu_times[1]), mean_of_fastest(device_times[1])

@@ -7,14 +7,13 @@ of the text, so that both see the same ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ...models.json_file import is_finite, is_whole
 from ..graph.bound_graph import BoundGraph
 from ..prefill import prefill
 from ..text.tokenizer import TextTokenizer
@@ -51,23 +50,6 @@ class Int8Quality:
     def acceptable(self) -> bool:
         """Whether the int8 graph may read prompts; NaN is not acceptable."""
         return self.mean_kl <= self.limit
-
-    def to_json(self) -> dict[str, Any]:
-        """Convert to a plain JSON object."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> Int8Quality:
-        """Inverse of `to_json`.
-
-        Raises:
-            ValueError: the object is something else.
-        """
-        numbers = ("mean_kl", "p99_kl", "top1_agreement")
-        if not all(is_finite(data.get(name)) for name in numbers) or not is_whole(data.get("positions"), 1):
-            raise ValueError("not the quality of an int8 prompt graph")
-        # The stored limit is for people who read the file; results are compared with the current one.
-        return Int8Quality(data["mean_kl"], data["p99_kl"], data["top1_agreement"], data["positions"])
 
 
 def quality_prompts(tokenizer: TextTokenizer) -> list[list[int]]:

@@ -6,14 +6,15 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from ...models.atomic import write_atomically
 from ...models.bundle import Bundle
 from ...models.cache import cache_folder
 from ...models.file_system import remove
-from ...models.json_file import parse_json_object
+from ...models.json_file import parse_json_object, record_from_json, record_to_json
 from ...models.regular_file import MAX_JSON_BYTES, read_regular
 from ..devices.drivers import device_identity
 from ..devices.processor import default_threads, machine
@@ -25,15 +26,7 @@ _MAX_FILES: Final = 200
 """Files of one kind; beyond it the oldest are deleted. Each takes a kilobyte or two."""
 
 
-class Measurement(Protocol):
-    """A measurement that can be stored."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Convert to a plain JSON object."""
-        ...
-
-
-MeasurementT = TypeVar("MeasurementT", bound=Measurement)
+MeasurementT = TypeVar("MeasurementT")
 
 
 @dataclass(frozen=True)
@@ -70,7 +63,15 @@ class MeasurementStore(Generic[MeasurementT]):
     format_version: int
     """Version of the JSON format; files of other versions are not read."""
     from_json: Callable[[dict[str, Any]], MeasurementT]
-    """Inverse of the measurement's `to_json`; raises ValueError for anything else."""
+    """Inverse of `to_json`; raises ValueError for anything else."""
+    to_json: Callable[[MeasurementT], dict[str, Any]] = record_to_json
+
+    @classmethod
+    def of_records(
+        cls, kind: str, format_version: int, record_type: type[MeasurementT]
+    ) -> MeasurementStore[MeasurementT]:
+        """A store of dataclasses, whose fields are those of the file."""
+        return cls(kind, format_version, partial(record_from_json, record_type))
 
     def file(self, key: MeasurementKey) -> Path:
         """Return the path of the measurement's file, which may not exist."""
@@ -88,7 +89,7 @@ class MeasurementStore(Generic[MeasurementT]):
         """Store a measurement. Returns its file, or None if the disk refuses it."""
         file = self.file(key)
         try:
-            write_atomically(file, json.dumps({**key.description, **measurement.to_json()}, indent=1).encode())
+            write_atomically(file, json.dumps({**key.description, **self.to_json(measurement)}, indent=1).encode())
             for old in sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-_MAX_FILES]:
                 remove(old)
         except OSError:

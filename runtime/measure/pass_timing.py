@@ -29,7 +29,7 @@ from .measurement_store import MeasurementStore, model_key
 from .measuring_time import MeasuringTime
 from .system_load import LoadMeter
 
-PASS_COSTS: Final = MeasurementStore("pass-cost", 2, PassCost.from_json)
+PASS_COSTS: Final = MeasurementStore("pass-cost", 2, PassCost.from_json, PassCost.to_json)
 """Measured pass costs of models on this machine."""
 
 WIDTHS: Final = (1, 2, 3, 4, 5, 6, 8, 12, 16)

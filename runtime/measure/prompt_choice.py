@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
-from ...models.json_file import is_finite, is_whole
+from ...models.json_file import Count, Positive, record_from_json
 from ..graph.bound_graph import BoundGraph
 from ..prefill import PREFILL_TOKENS
 from .measurement_store import MeasurementStore
@@ -48,9 +48,9 @@ class PromptChoice:
 
     obstacle: str | None = None
     """Why the model cannot have one; None if it can, and then the other fields are set."""
-    plain_s: Mapping[int, float] | None = None
+    plain_s: Mapping[Count, Positive] = field(default_factory=dict)
     """Seconds of a pass of the model's own graph, by width."""
-    int8_s: Mapping[int, float] | None = None
+    int8_s: Mapping[Count, Positive] = field(default_factory=dict)
     """Seconds of a pass of the int8 prompt graph, by width."""
     attention_s: float = 0.0
     """Seconds that a cached token adds to a pass of the int8 prompt graph, for each new token."""
@@ -65,7 +65,7 @@ class PromptChoice:
     def tokens_to_load(self) -> int:
         """Number of prompt tokens from which on the int8 prompt graph saves more time than loading it takes."""
         best = [
-            min((seconds / width for width, seconds in (times or {}).items()), default=0.0)
+            min((seconds / width for width, seconds in times.items()), default=0.0)
             for times in (self.plain_s, self.int8_s)
         ]
         saved = best[0] - best[1]
@@ -86,7 +86,7 @@ class PromptChoice:
     def speedup(self) -> float:
         """How many times as fast the int8 prompt graph reads a prompt, each graph with its best width; 0 unmeasured."""
         rates = [
-            max((width / seconds for width, seconds in (times or {}).items()), default=0.0)
+            max((width / seconds for width, seconds in times.items()), default=0.0)
             for times in (self.plain_s, self.int8_s)
         ]
         return rates[1] / rates[0] if rates[0] else 0.0
@@ -94,55 +94,34 @@ class PromptChoice:
     @property
     def least_width(self) -> int:
         """Tokens of the narrowest pass from which on the int8 prompt graph is faster."""
-        plain, int8 = self.plain_s or {}, self.int8_s or {}
-        return next((width for width in sorted(int8) if int8[width] < plain.get(width, np.inf)), LEAST_WIDTH)
+        return next((n for n in sorted(self.int8_s) if self.int8_s[n] < self.plain_s.get(n, np.inf)), LEAST_WIDTH)
 
     def width(self, base: int) -> int:
         """Number of tokens of a pass of the int8 prompt graph after `base` cached ones: the one of highest speed.
 
         Passes that would take longer than `LONGEST_PASS_S` are left out, unless all do.
         """
-        times = {width: seconds + self.attention_s * width * base for width, seconds in (self.int8_s or {}).items()}
+        times = {width: seconds + self.attention_s * width * base for width, seconds in self.int8_s.items()}
         if not times:
             return UNMEASURED_WIDTH
         short = {width: seconds for width, seconds in times.items() if seconds <= LONGEST_PASS_S}
         chosen = short or {min(times): 1.0}
         return max(chosen, key=lambda width: width / chosen[width])
 
-    def to_json(self) -> dict[str, Any]:
-        """Convert to a plain JSON object."""
-        if self.obstacle is not None:
-            return {"obstacle": self.obstacle}
-        return {
-            "plain_s": {str(width): seconds for width, seconds in (self.plain_s or {}).items()},
-            "int8_s": {str(width): seconds for width, seconds in (self.int8_s or {}).items()},
-            "attention_s": self.attention_s,
-            "mean_kl": self.mean_kl,
-            "kl_limit": self.kl_limit,
-            "load_s": self.load_s,
-        }
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> PromptChoice:
-        """Read what `to_json` wrote.
+def choice_from_json(data: object) -> PromptChoice:
+    """Read a stored choice.
 
-        Raises:
-            ValueError: the data is something else.
-        """
-        obstacle = data.get("obstacle")
-        if obstacle is not None:
-            if not isinstance(obstacle, str):
-                raise ValueError(f"{obstacle!r} is not a reason")
-            return cls(obstacle)
-        numbers = [data.get(name) for name in ("attention_s", "mean_kl", "kl_limit")]
-        numbers.append(data.get("load_s", 0.0))
-        if not all(is_finite(each) for each in numbers):
-            raise ValueError("a figure is missing")
-        figures = [float(str(each)) for each in numbers]
-        return cls(None, _times(data.get("plain_s")), _times(data.get("int8_s")), *figures)
+    Raises:
+        ValueError: the data is something else.
+    """
+    choice = record_from_json(PromptChoice, data)
+    if choice.obstacle is None and not choice.int8_s:
+        raise ValueError("holds neither times nor a reason")
+    return choice
 
 
-PROMPT_CHOICES: Final = MeasurementStore("prompt-graph", 1, PromptChoice.from_json)
+PROMPT_CHOICES: Final = MeasurementStore("prompt-graph", 1, choice_from_json)
 """Which graph reads prompts, by model, machine and number of threads."""
 
 
@@ -206,17 +185,3 @@ def _pass_s(bound: BoundGraph, width: int, context: int) -> float:
     started = time.perf_counter()
     bound.forward(tokens, logits_for=(width - 1,))
     return time.perf_counter() - started
-
-
-def _times(data: Any) -> dict[int, float]:
-    """Seconds by width.
-
-    Raises:
-        ValueError: the data is something else.
-    """
-    if not isinstance(data, dict) or not all(is_finite(each) and each > 0 for each in data.values()):
-        raise ValueError("seconds of passes are missing")
-    times = {int(width): float(seconds) for width, seconds in data.items()}
-    if not times or not all(is_whole(width, 1) for width in times):
-        raise ValueError("widths of passes are missing")
-    return times

@@ -4,61 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 from ...models.bundle import Bundle
 from ...models.device_kind import DeviceKind
-from ...models.json_file import is_finite, is_whole
+from ...models.json_file import Count
 from ...models.progress import Progress, silent
 from ..devices.processor import default_threads, usable_cores, usable_physical_cores
 from ..graph.bound_graph import BoundGraph
 from ..graph.open_graph import open_graph
 from ..graph.session import SessionConfig
-from .bundle_timing import bind_filled, mean_of_fastest, take_turns
+from .bundle_timing import bind_filled, compare_pair
 from .measurement_store import MeasurementKey, MeasurementStore, model_key
-from .pass_timing import time_pass
 from .system_load import LoadMeter
 
 _WIDTHS: Final = (1, 4)
 """Pass widths whose times are added up: a token of plain decoding, and a draft that is verified."""
 _WORTH: Final = 0.95
 """A number of threads replaces the default one if passes take at most this share of its time."""
-_SECONDS_BUDGET: Final = 2.0
-"""Approximate seconds for the comparison of two numbers of threads."""
-_MIN_ROUNDS: Final = 2
-_MAX_ROUNDS: Final = 20
-_PASSES_PER_ROUND: Final = 30
-"""About as many passes of width 1 as one round of two sessions takes."""
 
 
 @dataclass(frozen=True)
 class ThreadChoice:
     """The number of threads with which a model is fastest."""
 
-    threads: int
+    threads: Count
     seconds: Mapping[int, float]
     """Seconds of a pass of every measured width together, by number of threads."""
     busy: bool = False
     """Whether other programs used the processor meanwhile; the choice is then not stored."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Convert to a plain JSON object."""
-        return {"threads": self.threads, "seconds": {str(count): value for count, value in self.seconds.items()}}
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ThreadChoice:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ValueError: the data is something else.
-        """
-        threads, seconds = data.get("threads"), data.get("seconds")
-        if not is_whole(threads, 1) or not isinstance(seconds, dict) or not all(map(is_finite, seconds.values())):
-            raise ValueError("this is not a choice of threads")
-        return cls(int(str(threads)), {int(count): float(value) for count, value in seconds.items()})
-
-
-THREAD_CHOICES: Final = MeasurementStore("threads", 1, ThreadChoice.from_json)
+THREAD_CHOICES: Final = MeasurementStore.of_records("threads", 1, ThreadChoice)
 """Numbers of threads with which models are fastest on this machine."""
 
 
@@ -101,7 +78,7 @@ def choose_threads(bundle: Bundle, config: SessionConfig, progress: Progress = s
         progress("comparing numbers of threads", number / len(others))
         meter = LoadMeter(max(best, count))
         pair = (best, count)
-        times = _compare([_open(bundle, replace(config, threads=each)) for each in pair])
+        times = compare_pair([_open(bundle, replace(config, threads=each)) for each in pair], _WIDTHS)
         seconds.update(zip(pair, times, strict=True))
         busy = busy or meter.is_busy
         if times[1] < _WORTH * times[0]:
@@ -120,11 +97,3 @@ def _key(bundle: Bundle, config: SessionConfig) -> MeasurementKey:
 
 def _open(bundle: Bundle, config: SessionConfig) -> BoundGraph:
     return bind_filled(open_graph(bundle, config, cache=True), bundle)
-
-
-def _compare(sessions: list[BoundGraph]) -> list[float]:
-    """Seconds of passes of all widths together, for each session."""
-    single = min(time_pass(session, 1) for session in sessions for _ in range(3))
-    rounds = int(_SECONDS_BUDGET / (_PASSES_PER_ROUND * single))
-    times = take_turns(sessions, _WIDTHS, max(_MIN_ROUNDS, min(rounds, _MAX_ROUNDS)))
-    return [sum(mean_of_fastest(by_width[width]) for width in _WIDTHS) for by_width in times]

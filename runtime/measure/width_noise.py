@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ...models.json_file import is_finite, is_whole, shown
+from ...models.json_file import NOT_EMPTY, Count, NotNegative
 from ..graph.bound_graph import BoundGraph
 from ..kv.buffers import CacheSnapshot
 from ..prefill import prefill
@@ -41,20 +41,20 @@ Floats = npt.NDArray[np.float32]
 class WidthNoise:
     """Largest differences between logits of passes over one token and of other passes."""
 
-    chains: Mapping[int, float]
+    chains: Annotated[Mapping[int, NotNegative], NOT_EMPTY]
     """By the width of the passes. Width 1 repeats the same computation, which should give the same bits."""
-    trees: float
+    trees: NotNegative
     """In branching trees, at the nodes of the text; 0 if the graph does not verify trees."""
-    perturbed: float
+    perturbed: NotNegative
     """With one token per pass, over a cache whose last bits were perturbed."""
-    leak: float
+    leak: NotNegative
     """At positions whose own tokens are the same but which must not see other tokens that were replaced: later ones, or
     ones on another branch."""
-    spread: float
+    spread: NotNegative
     """Standard deviation of the logits."""
-    positions: int
+    positions: Count
     """Number of positions that were compared for each kind of pass."""
-    long_context: float = 0.0
+    long_context: NotNegative = 0.0
     """With one token per pass, in the graph for long contexts; 0 if there is none. It is not part of `largest`: shorter
     texts, and exact ones, do not run in it."""
 
@@ -80,33 +80,6 @@ class WidthNoise:
     def sound(self) -> bool:
         """Whether the differences are noise; if not, wide passes compute something else on this device."""
         return self.largest <= _MAX_NOISE * self.spread and self.leak <= 2 * self.perturbed
-
-    def to_json(self) -> dict[str, Any]:
-        """Convert to a plain JSON object."""
-        return {**vars(self), "chains": {str(width): value for width, value in self.chains.items()}}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> WidthNoise:
-        """Read what `to_json` returned.
-
-        Raises:
-            ValueError: a field is missing or has an invalid value.
-        """
-        chains = data.get("chains")
-        if not isinstance(chains, dict) or not chains or not is_whole(data.get("positions"), 1):
-            raise ValueError("lacks the differences by width")
-        return cls(
-            {int(width): _difference(value) for width, value in chains.items()},
-            **{name: _difference(data.get(name)) for name in ("trees", "perturbed", "leak", "spread")},
-            positions=data["positions"],
-            long_context=_difference(data.get("long_context", 0.0)),
-        )
-
-
-def _difference(value: Any) -> float:
-    if not is_finite(value) or value < 0:
-        raise ValueError(f"holds a difference of {shown(value)}")
-    return float(value)
 
 
 def measure_width_noise(

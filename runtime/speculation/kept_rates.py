@@ -92,7 +92,7 @@ class _Learning:
     """Number of outcomes of each cell that the file has already."""
 
 
-_STORE: Final = MeasurementStore("learned", 1, KeptRates.from_json)
+_STORE: Final = MeasurementStore("learned", 1, KeptRates.from_json, KeptRates.to_json)
 
 
 class RatesStore:

@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...models.json_file import is_finite, is_whole
+from ...models.json_file import Count, WholeNumber, record_from_json, record_to_json
 from .cost_knots import MAX_WEIGHT, Knot, clipped, count_strays, interpolated, staircase
 from .plausible_costs import made_plausible
 
@@ -281,13 +281,7 @@ class PassCost:
 
     def to_json(self) -> dict[str, Any]:
         """The measurements as a JSON object that `from_json` reads."""
-        times = self.measured
-        return {
-            **({} if self.stairs is None else {"stairs": True}),
-            "doubt": None if self._doubt is None else self._doubt.value,
-            "measurements": self.measurements,
-            "seconds": {str(end): {str(width): t for width, t in row.items()} for end, row in times.items()},
-        }
+        return record_to_json(_StoredCosts(self.measured, self._doubt, self.measurements, self.stairs is not None))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PassCost:
@@ -296,21 +290,18 @@ class PassCost:
         Raises:
             ValueError: the data is something else.
         """
-        table = data.get("seconds")
-        if not isinstance(table, dict):
-            raise ValueError("the measured seconds are missing")
-        measured: dict[int, dict[int, float]] = {}
-        for end, row in table.items():
-            if not isinstance(row, dict) or not all(is_finite(seconds) for seconds in row.values()):
-                raise ValueError(f"the seconds for context {end} are not numbers")
-            if not is_whole(int(end), 0):
-                raise ValueError(f"{end} is not a context length")
-            measured[int(end)] = {int(width): float(seconds) for width, seconds in row.items()}
-        doubt, measurements = data.get("doubt"), data.get("measurements", 1)
-        if not is_whole(measurements, 1):
-            raise ValueError(f"{measurements} is not a number of measurements")
-        stairs = data.get("stairs") is True
-        return cls(measured, None if doubt is None else Doubt(doubt), measurements, stairs=stairs)
+        stored = record_from_json(_StoredCosts, data)
+        return cls(stored.seconds, stored.doubt, stored.measurements, stairs=stored.stairs)
+
+
+@dataclass(frozen=True)
+class _StoredCosts:
+    """The form in which pass costs are stored."""
+
+    seconds: Mapping[WholeNumber, Mapping[int, float]]
+    doubt: Doubt | None = None
+    measurements: Count = 1
+    stairs: bool = False
 
 
 def _bucket_of(context: int) -> int:

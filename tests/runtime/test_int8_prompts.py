@@ -18,6 +18,7 @@ import pytest
 import edgerun
 from edgerun import BundleError, Engine, FinishReason, GenerateOptions, InputError, Reply, Speculation
 from edgerun.models.bundle import Bundle, open_bundle
+from edgerun.models.json_file import record_to_json
 from edgerun.models.manifest import GraphLayout
 from edgerun.runtime.devices.providers import cpu_device
 from edgerun.runtime.graph import open_graph, session
@@ -193,16 +194,16 @@ def test_the_best_short_enough_pass_is_chosen() -> None:
     assert (choice.least_width, choice.width(0)) == (64, 256)
     assert choice.width(2000) == 128  # 256 would take 1.07 s then
     assert choice.width(100_000) == 64
-    assert PromptChoice.from_json(choice.to_json()) == choice
+    assert prompt_choice.choice_from_json(record_to_json(choice)) == choice
     assert PromptChoice().width(0) == prompt_choice.UNMEASURED_WIDTH
     for damaged in (
         {},
         {"obstacle": 3},
-        choice.to_json() | {"mean_kl": None},
-        choice.to_json() | {"int8_s": {"64": -1}},
+        record_to_json(choice) | {"mean_kl": None},
+        record_to_json(choice) | {"int8_s": {"64": -1}},
     ):
         with pytest.raises(ValueError, match=r".+"):
-            PromptChoice.from_json(damaged)
+            prompt_choice.choice_from_json(damaged)
 
 
 def test_the_copy_of_a_foreign_graph_is_not_probed(
@@ -240,9 +241,8 @@ def test_it_is_loaded_for_prompts_that_it_saves_more_time_of(bundle: Path) -> No
         # The time that was lost with the first prompt counts.
         assert answer(engine).stats.prompt_readers == {"int8": 200}
         assert engine.model.prompts.described({"base": 40}) is None
-    assert PromptChoice.from_json(choice.to_json()) == choice
-    older = {name: value for name, value in choice.to_json().items() if name != "load_s"}
-    assert PromptChoice.from_json(older) == FASTER
+    older = {name: value for name, value in record_to_json(choice).items() if name != "load_s"}
+    assert prompt_choice.choice_from_json(older) == FASTER
 
 
 def test_it_is_loaded_while_the_engine_is_idle_after_such_a_prompt(bundle: Path) -> None:

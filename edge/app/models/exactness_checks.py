@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from ....errors import EdgeError, InputError
 from ....models.find import BUNDLED_MODEL
+from ....models.json_file import record_from_json
 from ....runtime.measure.exactness import ComparisonCounts, ExactnessReport
 from ...service.cancellation import Cancellation, CancelledError
 from ...service.model_pool import ModelPool
@@ -127,7 +128,7 @@ class ExactnessChecks:
         try:
             found = run_job(JobKind.EXACTNESS, arguments, progress, cancellation)
             report = {
-                "report": explained(ExactnessReport.from_json(found["report"])),
+                "report": explained(record_from_json(ExactnessReport, found["report"])),
                 "measured": time.time(),
                 "device": found["device"],
                 "prompts": found["prompts"],

@@ -18,7 +18,7 @@ from edgerun.runtime.graph import open_graph
 from edgerun.runtime.graph.model_metadata import metadata_of
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.int8_prompts.int8_graph_files import int8_graph_path
-from edgerun.runtime.measure import prompt_choice, thread_choice
+from edgerun.runtime.measure import bundle_timing, prompt_choice
 from edgerun.runtime.measure.measurement_store import model_key
 from edgerun.runtime.measure.prompt_choice import PROMPT_CHOICES, PromptChoice
 from edgerun.runtime.measure.system_load import LoadMeter
@@ -35,7 +35,7 @@ def as_if_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache folder of its own, tiny models as if they were not small, and short measurements."""
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(open_graph, "_SMALL_MODEL_BYTES", 0)
-    monkeypatch.setattr(thread_choice, "_MAX_ROUNDS", 2)
+    monkeypatch.setattr(bundle_timing, "_MAX_ROUNDS", 2)
     monkeypatch.setattr(prompt_choice, "_SECONDS_BUDGET", 0.0)
     # What is measured beside other programs is not stored.
     monkeypatch.setattr(LoadMeter, "is_busy", property(lambda _: False))

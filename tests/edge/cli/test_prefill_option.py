@@ -14,7 +14,7 @@ from edgerun.models.bundle import open_bundle
 from edgerun.runtime.devices.providers import cpu_device
 from edgerun.runtime.graph import open_graph
 from edgerun.runtime.graph.session import SessionConfig
-from edgerun.runtime.measure import prompt_choice, thread_choice
+from edgerun.runtime.measure import bundle_timing, prompt_choice
 from edgerun.runtime.measure.measurement_store import model_key
 
 LONG = "the cat sat on the mat and " * 12
@@ -32,7 +32,7 @@ def bundle(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(open_graph, "_SMALL_MODEL_BYTES", 0)
-    monkeypatch.setattr(thread_choice, "_MAX_ROUNDS", 2)
+    monkeypatch.setattr(bundle_timing, "_MAX_ROUNDS", 2)
     monkeypatch.setattr(prompt_choice, "_SECONDS_BUDGET", 0.0)
     return str(tiny.write_bundle(tmp_path, getattr(request, "param", "llama"), weights=INT4))
 

@@ -11,7 +11,7 @@ from edgerun.edge.cli.main import main
 from edgerun.edge.cli.tune import describe_cost
 from edgerun.runtime.devices import processor
 from edgerun.runtime.devices.cores import Core
-from edgerun.runtime.measure import pass_timing, thread_choice
+from edgerun.runtime.measure import bundle_timing, pass_timing
 from edgerun.runtime.measure.pass_timing import WIDTHS
 from edgerun.runtime.measure.system_load import LoadMeter
 from edgerun.runtime.speculation.pass_cost import PassCost
@@ -19,7 +19,7 @@ from edgerun.runtime.speculation.pass_cost import PassCost
 
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thread_choice, "_MAX_ROUNDS", 2)
+    monkeypatch.setattr(bundle_timing, "_MAX_ROUNDS", 2)
 
 
 @pytest.fixture

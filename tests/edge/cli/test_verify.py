@@ -11,6 +11,7 @@ import pytest
 
 from edgerun.edge.cli.main import main
 from edgerun.edge.cli.verify import exactness_summary
+from edgerun.models.json_file import record_from_json
 from edgerun.runtime.measure.exactness import ComparisonCounts, ExactnessReport
 from edgerun.runtime.measure.width_noise import WidthNoise
 from edgerun.runtime.result import DraftCounts
@@ -91,7 +92,7 @@ def test_json_is_one_object(tmp_path: Path, prompts: Path, capsys: pytest.Captur
     assert found["greedy"]["identical"] + found["greedy"]["near_ties"] == 9
     assert found["counterexample"] is None
     assert found["epsilon"] > 0
-    assert ExactnessReport.from_json(found).passed
+    assert record_from_json(ExactnessReport, found).passed
 
 
 def test_a_failure_shows_a_counterexample_and_has_exit_code_1(

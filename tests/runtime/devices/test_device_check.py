@@ -15,6 +15,7 @@ import pytest
 
 from edgerun.errors import DeviceError
 from edgerun.models.bundle import open_bundle
+from edgerun.models.json_file import record_from_json
 from edgerun.models.onnx_file.model_messages import node, read_model, tensor
 from edgerun.runtime.devices.device_check import DEVICE_CHECKS, DeviceCheck, check_device, device_check_key
 from edgerun.runtime.devices.providers import cpu_device
@@ -26,6 +27,7 @@ ON_WEBGPU = """
 import json, sys
 from pathlib import Path
 from edgerun.models.bundle import open_bundle
+from edgerun.models.json_file import record_to_json
 from edgerun.runtime.devices.device_check import check_device
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.model_metadata import metadata_of
@@ -33,7 +35,7 @@ from edgerun.runtime.graph.session import GraphSession, SessionConfig
 bundle, config = open_bundle(Path(sys.argv[1])), SessionConfig(choose_device("gpu"))
 graph = GraphSession(bundle.graph, config, metadata_of(bundle))
 check = check_device(graph, bundle, config, cache=False)
-print(json.dumps({**check.to_json(), "trees": graph.graph_io.supports_trees}))
+print(json.dumps({**record_to_json(check), "trees": graph.graph_io.supports_trees}))
 """
 CONFIG = SessionConfig(cpu_device())
 POSITIONS, BIAS = 9, 10
@@ -182,5 +184,5 @@ def test_the_result_is_kept_for_the_model_and_the_device(tiny_bundle: Path) -> N
     ],
 )
 def test_damaged_results_are_not_read(damaged: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="not a comparison"):
-        DeviceCheck.from_json(damaged)
+    with pytest.raises(ValueError, match="is not a DeviceCheck"):
+        record_from_json(DeviceCheck, damaged)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from edgerun.models.json_file import record_from_json, record_to_json
 from edgerun.runtime.measure.fastest_device import FastestDevice
 from support.devices import require_webgpu, run_edge_run, run_json_script, webgpu_environment, without_software_vulkan
 
@@ -115,12 +116,12 @@ def test_a_slow_device_is_measured_and_not_chosen(tiny_bundle: Path, tmp_path: P
 
 def test_a_choice_is_stored_as_it_is() -> None:
     choice = FastestDevice("WebGpu:0", {"CPU": 0.25, "WebGpu:0": 0.125}, {"QNN:0": "too slow"}, ("a", "b"))
-    assert FastestDevice.from_json(json.loads(json.dumps(choice.to_json()))) == choice
+    assert record_from_json(FastestDevice, json.loads(json.dumps(record_to_json(choice)))) == choice
 
 
 @pytest.mark.parametrize(
     "damaged", [{}, {"device": 3}, {"device": "CPU", "seconds": {"CPU": "1"}, "refused": {}, "identity": []}]
 )
 def test_damaged_choices_are_not_read(damaged: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="not a choice"):
-        FastestDevice.from_json(damaged)
+    with pytest.raises(ValueError, match="is not a FastestDevice"):
+        record_from_json(FastestDevice, damaged)

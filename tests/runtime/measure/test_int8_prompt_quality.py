@@ -71,15 +71,10 @@ def test_an_int8_graph_differs_by_little_and_other_weights_by_much(
     assert not wrong.acceptable
 
 
-def test_quality_is_stored_and_judged_by_the_limit_of_today() -> None:
-    quality = Int8Quality(KL_LIMIT, 0.5, 0.9, 100, limit=1.0)
-    assert Int8Quality.from_json(quality.to_json()) == Int8Quality(KL_LIMIT, 0.5, 0.9, 100)
+def test_quality_is_judged_by_the_limit() -> None:
     assert Int8Quality(KL_LIMIT, 0.5, 0.9, 100).acceptable
     assert not Int8Quality(1.01 * KL_LIMIT, 0.5, 0.9, 100).acceptable
     assert not Int8Quality(math.nan, 0.5, 0.9, 100).acceptable
-    for damaged in ({}, {**quality.to_json(), "mean_kl": "small"}, {**quality.to_json(), "positions": 0}):
-        with pytest.raises(ValueError, match="quality"):
-            Int8Quality.from_json(damaged)
 
 
 def test_a_comparison_needs_a_prompt(bundle: Path) -> None:

@@ -9,9 +9,10 @@ import pytest
 
 import edgerun
 from edgerun.models.bundle import open_bundle
+from edgerun.models.json_file import record_from_json
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.session import SessionConfig
-from edgerun.runtime.measure import thread_choice
+from edgerun.runtime.measure import bundle_timing, thread_choice
 from edgerun.runtime.measure.measurement_store import model_key
 from edgerun.runtime.measure.system_load import LoadMeter
 from edgerun.runtime.measure.thread_choice import (
@@ -38,7 +39,9 @@ def eight_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def passes_take(monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float]) -> None:
     """Let passes take so long by number of threads, without loading anything."""
     monkeypatch.setattr(thread_choice, "_open", lambda _bundle, config: config.threads)
-    monkeypatch.setattr(thread_choice, "_compare", lambda sessions: [seconds[threads] for threads in sessions])
+    monkeypatch.setattr(
+        thread_choice, "compare_pair", lambda sessions, _widths: [seconds[threads] for threads in sessions]
+    )
 
 
 def test_the_default_all_cores_and_half_the_default_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,14 +92,14 @@ def test_a_choice_holds_for_one_model_and_one_machine(tiny_bundle: Path, monkeyp
     "data", [{}, {"threads": 0, "seconds": {}}, {"threads": 2, "seconds": {"x": 1.0}}, {"threads": 2, "seconds": [1]}]
 )
 def test_damaged_choices_are_refused(data: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="choice|invalid"):
-        ThreadChoice.from_json(data)
+    with pytest.raises(ValueError, match="is not a ThreadChoice"):
+        record_from_json(ThreadChoice, data)
 
 
 def test_load_uses_the_choice_unless_threads_are_given(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("default_threads", "usable_physical_cores", "usable_cores"):
         monkeypatch.setattr(thread_choice, name, lambda: 2)
-    monkeypatch.setattr(thread_choice, "_MAX_ROUNDS", 2)
+    monkeypatch.setattr(bundle_timing, "_MAX_ROUNDS", 2)
     monkeypatch.setattr(thread_choice, "_WORTH", 1e9)  # whatever this machine measures
     choice = choose_threads(open_bundle(tiny_bundle), CONFIG)
     assert set(choice.seconds) == {2, 1}
