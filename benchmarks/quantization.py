@@ -57,8 +57,8 @@ class Choice:
 
 
 CHOICES: Final = {
-    **{each.value: Choice(each, calibrated=False) for each in (Method.RTN, Method.K_QUANT, Method.HQQ)},
-    **{f"{each.value}+text": Choice(each) for each in (Method.K_QUANT, Method.HQQ)},
+    **{each.value: Choice(each, calibrated=False) for each in (Method.RTN, Method.K_QUANT)},
+    f"{Method.K_QUANT.value}+text": Choice(Method.K_QUANT),
     "gptq": Choice(Method.GPTQ),
     "awq": Choice(Method.RTN, awq=True),
     **{f"awq+{each.value}": Choice(each, awq=True) for each in (Method.K_QUANT, Method.GPTQ)},
@@ -108,7 +108,7 @@ def read_format(name: str) -> WeightFormat:
     """Parse a format of --formats."""
     plain, *marks = name.split("+")
     bits, block = map(int, plain.split("/"))
-    return WeightFormat(bits, block, zero_points="z" in marks, powers_of_two="p" in marks)
+    return WeightFormat(bits, block, zero_points="z" in marks)
 
 
 def shuffled_lines(source: Path) -> list[str]:

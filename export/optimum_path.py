@@ -46,7 +46,7 @@ def export_by_optimum(request: ExportRequest, progress: Progress) -> ExportResul
 
     Raises:
         CheckpointError: Optimum cannot export the checkpoint.
-        InputError: the recipe has a quantization method, zero points or power-of-two scales.
+        InputError: the recipe has a quantization method, zero points or float16 scales.
         DestinationError: the disk beside the destination refused a write.
         EdgeError: whatever `upgrade_model` raises.
     """

@@ -85,7 +85,6 @@ def measure_frontier(request: ExportRequest, progress: Progress = silent) -> tup
             formats = format_candidates(
                 [recipe.methods],
                 zero_points=mixed is not None and mixed.zero_points,
-                powers_of_two=mixed is not None and mixed.powers_of_two,
                 half_scales=mixed is not None and mixed.half_scales,
                 low_rank=mixed is not None and mixed.low_rank_correction,
             )

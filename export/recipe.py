@@ -78,8 +78,6 @@ class MixedPrecisionRequest:
     """Whether 2-bit linears may get a low-rank correction (QERA)."""
     zero_points: bool = False
     """Whether blocks have zero points."""
-    powers_of_two: bool = False
-    """Whether scales are powers of two."""
     half_scales: bool = False
     """Whether scales are stored in float16."""
     bandwidth: float | None = None
@@ -286,7 +284,6 @@ class ExportRecipe:
         for weight_format in filter(None, (self.body, self.head_format)):
             asked = {
                 "--zero-points": weight_format.zero_points,
-                "--powers-of-two": weight_format.powers_of_two,
                 "--half-scales": weight_format.half_scales,
             }
             for option in (name for name, has in asked.items() if has):

@@ -59,10 +59,12 @@ class Method(StrEnum):
     """Round to nearest: the scale follows from the largest weight of a block."""
     K_QUANT = "k-quant"
     """The scale is found by weighted least squares."""
-    HQQ = "hqq"
-    """The scale is found by half-quadratic minimization of a norm that is robust to outliers."""
     GPTQ = "gptq"
     """Codes are chosen column by column, each compensating the errors of the columns before it."""
+
+
+_FORMER_METHODS: Final = ("hqq",)
+"""Names of methods in the manifests of earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,6 @@ class WeightFormat:
     """Whether each block has an offset beside its scale, as quantization formats with minima have."""
     zero_points: bool = False
     """Whether each block has a zero point; if not, the middle code stands for 0."""
-    powers_of_two: bool = False
-    """Whether scales are powers of two (also negative ones), so that a shift replaces the multiplication."""
     half_scales: bool = False
     """Whether scales are stored in float16. The graph converts them to float32 once, when it is loaded."""
     rank: int = 0
@@ -88,8 +88,8 @@ class WeightFormat:
     def __str__(self) -> str:
         if self.bits == 32:
             return "fp32"
-        marks = {"+offsets": self.offsets, "+zero-points": self.zero_points, "+powers-of-two": self.powers_of_two}
-        marks |= {"+half-scales": self.half_scales, f"+rank{self.rank}": self.rank > 0}
+        marks = {"+offsets": self.offsets, "+zero-points": self.zero_points, "+half-scales": self.half_scales}
+        marks[f"+rank{self.rank}"] = self.rank > 0
         return f"int{self.bits}/{self.block}" + "".join(mark for mark, has in marks.items() if has)
 
 
@@ -179,7 +179,7 @@ class Manifest:
         else:
             del data["variants"]
         for weight_format in data["weights"].values():
-            for name in ("offsets", "zero_points", "powers_of_two", "half_scales", "rank", "method"):
+            for name in ("offsets", "zero_points", "half_scales", "rank", "method"):
                 if not weight_format[name]:
                     del weight_format[name]
         return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
@@ -390,11 +390,16 @@ def _weight_format(data: _Fields) -> WeightFormat:
         block=data.whole("block", 0) if "block" in data else 0,
         offsets=data.flag("offsets") if "offsets" in data else False,
         zero_points=data.flag("zero_points") if "zero_points" in data else False,
-        powers_of_two=data.flag("powers_of_two") if "powers_of_two" in data else False,
         half_scales=data.flag("half_scales") if "half_scales" in data else False,
         rank=data.whole("rank", 0) if "rank" in data else 0,
-        method=data.choice("method", Method) if "method" in data else None,
+        method=_method(data),
     )
+
+
+def _method(data: _Fields) -> Method | None:
+    if "method" not in data or data.text("method") in _FORMER_METHODS:
+        return None
+    return data.choice("method", Method)
 
 
 def _file_digest(data: _Fields) -> FileDigest:

@@ -56,10 +56,6 @@ def export(
         ),
     ] = None,
     zero_points: Annotated[bool, typer.Option("--zero-points", help="Give each block a zero point.")] = False,
-    powers_of_two: Annotated[
-        bool,
-        typer.Option("--powers-of-two", help="Make all scales powers of two, for hardware that shifts."),
-    ] = False,
     half_scales: Annotated[
         bool, typer.Option("--half-scales", help="Store scales in float16, as GGUF files do: smaller, equally fast.")
     ] = False,
@@ -216,7 +212,6 @@ def export(
         head=head,
         method=method,
         zero_points=zero_points,
-        powers_of_two=powers_of_two,
         half_scales=half_scales,
         context=longest,
         layout=layout,

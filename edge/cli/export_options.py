@@ -48,9 +48,7 @@ class WeightChoice(StrEnum):
     INT2 = "int2"
     MIXED = "mixed"
 
-    def weight_format(
-        self, block: int, *, zero_points: bool = False, powers_of_two: bool = False, half_scales: bool = False
-    ) -> WeightFormat:
+    def weight_format(self, block: int, *, zero_points: bool = False, half_scales: bool = False) -> WeightFormat:
         """The format with blocks of this many weights; fp32 has no blocks.
 
         Raises:
@@ -61,7 +59,7 @@ class WeightChoice(StrEnum):
         if self is WeightChoice.FP32:
             return WeightFormat(32)
         bits = int(self.value.removeprefix("int"))
-        return WeightFormat(bits, block, zero_points=zero_points, powers_of_two=powers_of_two, half_scales=half_scales)
+        return WeightFormat(bits, block, zero_points=zero_points, half_scales=half_scales)
 
 
 class MethodChoice(StrEnum):
@@ -69,7 +67,6 @@ class MethodChoice(StrEnum):
 
     RTN = "rtn"
     K_QUANT = "k-quant"
-    HQQ = "hqq"
     GPTQ = "gptq"
     AWQ = "awq"
     AWQ_K_QUANT = "awq+k-quant"
@@ -151,7 +148,6 @@ class ExportOptions:
     head: WeightChoice | None
     method: MethodChoice | None
     zero_points: bool
-    powers_of_two: bool
     half_scales: bool
     context: int | None
     layout: GraphLayout
@@ -240,12 +236,7 @@ class ExportOptions:
     def _format(self, choice: WeightChoice | None) -> WeightFormat | None:
         if choice is None:
             return None
-        return choice.weight_format(
-            self.block,
-            zero_points=self.zero_points,
-            powers_of_two=self.powers_of_two,
-            half_scales=self.half_scales,
-        )
+        return choice.weight_format(self.block, zero_points=self.zero_points, half_scales=self.half_scales)
 
     def _mixed_precision(self) -> MixedPrecisionRequest:
         from ...export import MixedPrecisionRequest, parse_budget
@@ -256,7 +247,6 @@ class ExportOptions:
             max_seconds=None if self.time_limit is None else 60 * self.time_limit,
             low_rank_correction=self.low_rank,
             zero_points=self.zero_points,
-            powers_of_two=self.powers_of_two,
             half_scales=self.half_scales,
             bandwidth=None if self.bandwidth is None else self.bandwidth * 1e9,
         )

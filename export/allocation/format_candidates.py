@@ -31,7 +31,6 @@ HEAD_LINEAR: Final = "head"
 def format_candidates(
     methods: Sequence[Mapping[int, Method]],
     zero_points: bool = False,
-    powers_of_two: bool = False,
     half_scales: bool = False,
     low_rank: bool = False,
 ) -> tuple[WeightFormat, ...]:
@@ -40,18 +39,11 @@ def format_candidates(
     Args:
         methods: Quantization method by bits; each further mapping adds further versions of the formats.
         zero_points: Whether to add versions with zero points.
-        powers_of_two: Whether all scales are powers of two.
         half_scales: Whether all scales are stored in float16.
         low_rank: Whether to add 2-bit formats with a low-rank correction.
     """
     formats = (
-        replace(
-            base,
-            method=by_bits[base.bits],
-            zero_points=with_points,
-            powers_of_two=powers_of_two,
-            half_scales=half_scales,
-        )
+        replace(base, method=by_bits[base.bits], zero_points=with_points, half_scales=half_scales)
         for base in (*BASE_FORMATS, *(LOW_RANK_FORMATS if low_rank else ()))
         for with_points in ((False, True) if zero_points else (False,))
         for by_bits in methods

@@ -16,7 +16,7 @@ from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.layout import embedding_layout, fused_linears
-from ..quantization.codes import blocks_of, factor_format
+from ..quantization.codes import FACTOR_FORMAT, blocks_of
 from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, planned_linears
 
 _PACKED_BLOCK_BYTES: Final = 8
@@ -77,9 +77,8 @@ def bytes_read(linear: FusedLinear, weight_format: WeightFormat) -> int:
         return 4 * rows * columns
     if linear.name == EMBEDDING_LINEAR:
         return _stored_bytes(rows, columns, weight_format)
-    factors = factor_format(weight_format)
-    down = _packed_bytes(weight_format.rank, columns, factors)
-    up = _packed_bytes(rows, weight_format.rank, factors)
+    down = _packed_bytes(weight_format.rank, columns, FACTOR_FORMAT)
+    up = _packed_bytes(rows, weight_format.rank, FACTOR_FORMAT)
     return _packed_bytes(rows, columns, weight_format) + down + up
 
 
@@ -101,8 +100,9 @@ def bytes_stored(linear: FusedLinear, weight_format: WeightFormat, *, tied_head:
         return 4 * rows * columns
     stored = _stored_bytes(rows, columns, weight_format)
     if weight_format.rank:
-        factors = factor_format(weight_format)
-        stored += _stored_bytes(weight_format.rank, columns, factors) + _stored_bytes(rows, weight_format.rank, factors)
+        stored += _stored_bytes(weight_format.rank, columns, FACTOR_FORMAT) + _stored_bytes(
+            rows, weight_format.rank, FACTOR_FORMAT
+        )
     if weight_format.zero_points and (linear.name == EMBEDDING_LINEAR or (tied_head and linear.name == HEAD_LINEAR)):
         stored += rows * blocks_of(columns, weight_format)
         if linear.name == EMBEDDING_LINEAR:

@@ -29,11 +29,10 @@ _FORMATS: Final = {
     for each in (
         WeightFormat(32),
         *(
-            WeightFormat(bits, block, zero_points=points, powers_of_two=powers, half_scales=half, rank=rank)
+            WeightFormat(bits, block, zero_points=points, half_scales=half, rank=rank)
             for bits in (2, 4, 8)
             for block in (32, 64, 128)
             for points in (False, True)
-            for powers in (False, True)
             for half in (False, True)
             for rank in ((0, 16, 32, 64) if bits == 2 else (0,))
         ),

@@ -101,7 +101,6 @@ class PlanSearch:
             format_candidates(
                 [recipe.methods],
                 zero_points=request.zero_points,
-                powers_of_two=request.powers_of_two,
                 half_scales=request.half_scales,
                 low_rank=request.low_rank_correction,
             ),

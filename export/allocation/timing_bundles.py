@@ -25,7 +25,7 @@ from ..checkpoint.source import Float32Array, LowRankFactors, QuantizedRows, Row
 from ..graph.decoder import build_graph
 from ..graph.initializers import Initializers
 from ..graph.weight_file import WeightFile
-from ..quantization.codes import blocks_of, factor_format
+from ..quantization.codes import FACTOR_FORMAT, blocks_of
 from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, is_allowed
 
 _CONTEXT: Final = 1024
@@ -181,10 +181,9 @@ class _RandomSource:
         generator = np.random.default_rng((crc32(rows.name.encode()), rows.start))
         factors = None
         if weight_format.rank:
-            stored = factor_format(weight_format)
             factors = LowRankFactors(
-                *_random_codes(generator, weight_format.rank, columns, stored),
-                *_random_codes(generator, count, weight_format.rank, stored),
+                *_random_codes(generator, weight_format.rank, columns, FACTOR_FORMAT),
+                *_random_codes(generator, count, weight_format.rank, FACTOR_FORMAT),
             )
         return QuantizedRows(*_random_codes(generator, count, columns, weight_format), factors=factors)
 

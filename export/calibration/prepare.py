@@ -128,7 +128,7 @@ def settings_of(recipe: ExportRecipe, context: int) -> str:
     mixed = recipe.mixed_precision
     formats = None
     if mixed is not None:
-        formats = (mixed.zero_points, mixed.powers_of_two, mixed.half_scales, mixed.low_rank_correction)
+        formats = (mixed.zero_points, mixed.half_scales, mixed.low_rank_correction)
     return repr(
         (file, request.max_tokens, request.seed, recipe.method, recipe.awq, recipe.calibrated, formats, context)
     )

@@ -30,7 +30,7 @@ class RowRange:
 
 
 class LowRankFactors(NamedTuple):
-    """A low-rank correction `up` @ `down` of rounded weights, quantized in `quantization.codes.factor_format`."""
+    """A low-rank correction `up` @ `down` of rounded weights, quantized in `quantization.codes.FACTOR_FORMAT`."""
 
     down_codes: UInt8Array
     """Codes of `down` [rank, K], uint8 [rank, blocks, block]; all rows of a linear share it."""

@@ -11,7 +11,7 @@ from onnx import NodeProto, helper
 from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear, Norm, QuantPlan
-from ..quantization.codes import OFFSETS, blocks_of, factor_format
+from ..quantization.codes import FACTOR_FORMAT, OFFSETS, blocks_of
 from .initializers import Initializers, StoredMatrix
 
 MICROSOFT: Final = "com.microsoft"
@@ -145,13 +145,15 @@ class Nodes:
     def _corrected_linear(self, linear: FusedLinear, weight_format: WeightFormat, value: str, bias: str) -> str:
         """Append the product with the codes plus the low-rank correction."""
         matrix, down, up = self.weights.corrected(linear, weight_format)
-        stored, (rows, columns) = factor_format(weight_format), linear.shape
+        rows, columns = linear.shape
         product = self.matmul_nbits(
             linear.shape, weight_format, [value, *matrix.inputs(bias)], f"{linear.name}.product"
         )
-        inner = self.matmul_nbits((weight_format.rank, columns), stored, [value, *down.inputs()], f"{linear.name}.thin")
+        inner = self.matmul_nbits(
+            (weight_format.rank, columns), FACTOR_FORMAT, [value, *down.inputs()], f"{linear.name}.thin"
+        )
         correction = self.matmul_nbits(
-            (rows, weight_format.rank), stored, [inner, *up.inputs()], f"{linear.name}.repair"
+            (rows, weight_format.rank), FACTOR_FORMAT, [inner, *up.inputs()], f"{linear.name}.repair"
         )
         return self.add("Add", [product, correction], linear.name)
 

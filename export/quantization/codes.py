@@ -7,8 +7,8 @@ A weight matrix [N, K] is divided along K into blocks. A block's scale maps its 
     w ~ (code - half) * scale
 
 All codes are used and no zero points are stored. This is ONNX Runtime's signed full-range format (`MatMulNBits`,
-`GatherBlockQuantized`). A shorter last block is padded with zeros. Other methods (`k_quant`, `hqq`) choose other scales
-for the same format.
+`GatherBlockQuantized`). A shorter last block is padded with zeros. `k_quant` chooses other scales for the
+same format.
 
 With zero points, each block has an integer code for 0, and codes range from its smallest to its largest weight, 0
 included:
@@ -16,8 +16,7 @@ included:
     scale = (largest - smallest) / (2 ** bits - 1)
     w ~ (code - zero) * scale
 
-Scales may also be powers of two, possibly negative (`powers_of_two`), or float16 numbers (`half_precision`). They are
-rounded to such before codes are chosen.
+Scales may also be float16 numbers (`half_precision`). They are rounded to such before codes are chosen.
 
 Blocks of GGUF types with a minimum have an offset beside the scale, w ~ (code - half) * scale + offset. Integer zero
 points cannot represent it. But what the offsets add to a product is another product: the block sums of the inputs times
@@ -29,7 +28,6 @@ rounded to nearest too.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -44,23 +42,16 @@ UInt8Array = npt.NDArray[np.uint8]
 
 OFFSETS: Final = WeightFormat(8, 32)
 """Format of the matrix of a linear's offsets."""
-_FACTORS: Final = WeightFormat(8, 32)
+FACTOR_FORMAT: Final = WeightFormat(8, 32)
+"""Format of the factors of a low-rank correction."""
 
 _NEGLIGIBLE: Final = np.float32(1e-30)
 """Blocks with only smaller weights are stored as zeros, since the reciprocal of their scale would overflow."""
-_ROUND_UP_ABOVE: Final = {2: 0.75, 4: 0.75, 8: 0.5}
-"""By bits, where scales are rounded up to a power of two (see `powers_of_two`). Rounding down clips the largest
-weights, rounding up widens the steps; at 8 bits, whose steps are narrow, clipping costs fifty times as much."""
 
 
 def blocks_of(columns: int, weight_format: WeightFormat) -> int:
     """Number of blocks in a row of that many columns; the last one may be padded."""
     return -(-columns // weight_format.block)
-
-
-def factor_format(weight_format: WeightFormat) -> WeightFormat:
-    """Format of the factors of a low-rank correction of weights in that format."""
-    return replace(_FACTORS, powers_of_two=weight_format.powers_of_two)
 
 
 def quantize_rows(weights: Float32Array, weight_format: WeightFormat) -> tuple[UInt8Array, Float32Array]:
@@ -88,24 +79,9 @@ def default_scales(grouped: Float32Array, weight_format: WeightFormat) -> tuple[
         scales = _steps(grouped, (1 << weight_format.bits) - 1)
     else:
         scales = extremes(grouped) * np.float32(-1 / (1 << (weight_format.bits - 1)))
-    if weight_format.powers_of_two:
-        scales = powers_of_two(scales, _ROUND_UP_ABOVE[weight_format.bits])
     if weight_format.half_scales:
         scales = half_precision(scales)
     return scales, centered_zeros(grouped, scales, weight_format.bits) if weight_format.zero_points else None
-
-
-def powers_of_two(scales: Float32Array, round_up_above: float = 0.75) -> Float32Array:
-    """Round numbers to powers of two, keeping signs; 0 stays 0.
-
-    A number is rounded up if it exceeds `round_up_above` times the next power of two: 0.75 rounds to the nearer one,
-    0.5 always up.
-    """
-    fraction, exponent = np.frexp(scales)
-    upper = np.abs(fraction) > np.float32(round_up_above)
-    nearest: Float32Array = np.copysign(np.ldexp(np.float32(0.5), exponent + upper), scales)
-    nearest[scales == 0] = 0
-    return nearest
 
 
 def half_precision(scales: Float32Array) -> Float32Array:
@@ -220,9 +196,8 @@ def dequantized(quantized: QuantizedRows, columns: int, weight_format: WeightFor
 
 def low_rank_product(factors: LowRankFactors, columns: int, weight_format: WeightFormat) -> Float32Array:
     """Return the low-rank correction of weights in that format, float32 [N, columns]."""
-    stored = factor_format(weight_format)
-    up = dequantize_rows(factors.up_codes, factors.up_scales, weight_format.rank, stored)
-    product: Float32Array = up @ dequantize_rows(factors.down_codes, factors.down_scales, columns, stored)
+    up = dequantize_rows(factors.up_codes, factors.up_scales, weight_format.rank, FACTOR_FORMAT)
+    product: Float32Array = up @ dequantize_rows(factors.down_codes, factors.down_scales, columns, FACTOR_FORMAT)
     return product
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ...errors import InputError
 from ...models.manifest import WeightFormat
 from ..checkpoint.source import Float32Array, LowRankFactors
-from .codes import factor_format, quantize_rows
+from .codes import FACTOR_FORMAT, quantize_rows
 from .input_statistics import InputStatistics
 
 Float64Array = npt.NDArray[np.float64]
@@ -63,12 +63,12 @@ def low_rank_correction(errors: Float32Array, inputs: InputStatistics, rank: int
 
 def correction_factors(errors: Float32Array, inputs: InputStatistics, weight_format: WeightFormat) -> LowRankFactors:
     """Quantize the optimal correction of the format's rank; see `low_rank_correction`."""
-    correction, stored = low_rank_correction(errors, inputs, weight_format.rank), factor_format(weight_format)
+    correction = low_rank_correction(errors, inputs, weight_format.rank)
     # Columns of one block share a scale. So each column of `up` gets the same length as its row of `down`.
     lengths = np.sqrt(np.linalg.norm(correction.down, axis=1))
     inverse = np.divide(1, lengths, out=np.zeros_like(lengths), where=lengths > 0)
-    down = quantize_rows(correction.down * inverse[:, None], stored)
-    return LowRankFactors(*down, *quantize_rows(correction.up * lengths, stored))
+    down = quantize_rows(correction.down * inverse[:, None], FACTOR_FORMAT)
+    return LowRankFactors(*down, *quantize_rows(correction.up * lengths, FACTOR_FORMAT))
 
 
 def _eigenvectors_by_rows(errors: Float64Array, moments: Float64Array, rank: int) -> tuple[Float64Array, float]:

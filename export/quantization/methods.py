@@ -11,7 +11,6 @@ from ...models.manifest import Method, WeightFormat
 from ..checkpoint.source import QuantizedRows
 from .codes import Float32Array, default_scales, in_blocks, nearest_codes, pack_zero_points
 from .gptq import gptq_rows
-from .hqq import hqq_rows
 from .input_statistics import InputStatistics
 from .k_quant import k_quant_rows
 
@@ -26,7 +25,7 @@ class Quantizer(Protocol):
 
         Args:
             weights: float32 [N, K], finite.
-            weight_format: 2, 4 or 8 bits, the block size, and whether there are zero points or power-of-two scales.
+            weight_format: 2, 4 or 8 bits, the block size, and whether there are zero points.
             inputs: statistics of the K inputs; None where none are known.
 
         Raises:
@@ -50,6 +49,5 @@ def nearest_rows(
 QUANTIZERS: Final[Mapping[Method, Quantizer]] = {
     Method.RTN: nearest_rows,
     Method.K_QUANT: k_quant_rows,
-    Method.HQQ: hqq_rows,
     Method.GPTQ: gptq_rows,
 }

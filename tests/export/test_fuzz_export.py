@@ -108,7 +108,7 @@ def _calibration(choice: random.Random, sources: Path, place: Path, seed: int) -
 def _recipe(choice: random.Random, sources: Path, place: Path, seed: int) -> list[str]:
     """Options that contradict each other or the checkpoint."""
     numbers = ("0", "-1", "1", "7", "64", "nan", "inf", "1e400", str(1 << 70), "", "x")
-    words = ("fp32", "int8", "int2", "mixed", "auto", "rtn", "k-quant", "hqq", "genai", "edge", "", "x")
+    words = ("fp32", "int8", "int2", "mixed", "auto", "rtn", "k-quant", "genai", "edge", "", "x")
     options: dict[str, tuple[str, ...]] = {
         **dict.fromkeys(("--block", "--context", "--time-limit", "--bandwidth", "--seed", "--draft-vocab"), numbers),
         **dict.fromkeys(("--weights", "--head", "--method", "--layout", "--draft-weights", "--draft-layers"), words),
@@ -117,7 +117,7 @@ def _recipe(choice: random.Random, sources: Path, place: Path, seed: int) -> lis
         "--work": (str(place / "work"), "/dev/null/x", ""),
     }
     chosen = choice.sample(sorted(options), choice.choice((2, 3, 4)))
-    flags = choice.sample(("--zero-points", "--powers-of-two", "--low-rank", "--offline"), choice.choice((0, 1)))
+    flags = choice.sample(("--zero-points", "--half-scales", "--low-rank", "--offline"), choice.choice((0, 1)))
     pairs = [word for name in chosen for word in (name, choice.choice(options[name]))]
     if "mixed" in pairs and "--budget" in pairs:
         pairs += ["--time-limit", "0"]

@@ -109,6 +109,13 @@ def test_an_older_name_of_a_field_is_read() -> None:
     assert manifest.calibration == Calibration("a.txt", 9, 3, awq=True)
 
 
+def test_methods_and_scales_of_earlier_versions_are_read() -> None:
+    """Codes and scales of such bundles are stored like all others."""
+    head = {"bits": 4, "block": 64, "powers_of_two": True, "method": "hqq"}
+    weight_format = Manifest.from_json(changed(put("weights/head", head))).weights["head"]
+    assert (str(weight_format), weight_format.method) == ("int4/64", None)
+
+
 def test_fields_with_a_default_may_be_missing() -> None:
     manifest = Manifest.from_json(changed(drop("parity", "producer", "command")))
     assert (manifest.parity, manifest.producer, manifest.command) == ({}, "", "")

@@ -111,7 +111,6 @@ def test_methods_are_a_rounding_method_and_optional_awq_scaling() -> None:
     assert methods == {
         "rtn": (Method.RTN, False),
         "k-quant": (Method.K_QUANT, False),
-        "hqq": (Method.HQQ, False),
         "gptq": (Method.GPTQ, False),
         "awq": (Method.RTN, True),
         "awq+k-quant": (Method.K_QUANT, True),

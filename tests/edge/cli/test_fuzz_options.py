@@ -65,7 +65,7 @@ GOOD: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("draft", "tokenizer", "work"), ("MODEL", "FOLDER")),
     "spec": ("off", "suffix", "model", "history", "auto"),
     "prompt": ("list files", "a"),
-    "method": ("rtn", "hqq"),
+    "method": ("rtn", "k-quant"),
     "draft_sampling": ("chain", "tree"),
     "power": ("auto", "performance", "saver"),
     **dict.fromkeys(("prefix_cache", "prefix_disk"), ("0", "2MB", "1.5GiB")),

@@ -49,9 +49,9 @@ def test_layers_are_in_numeric_order_and_differing_methods_are_named() -> None:
     plan = {f"layers.{at}.qkv": FORMATS[0] for at in range(11)}
     assert [run.label for run in layer_runs(plan)] == ["layers 0 to 10"]
     assert "gptq" not in printed(plan)
-    plan["layers.10.qkv"] = WeightFormat(4, 32, method=Method.HQQ)
+    plan["layers.10.qkv"] = WeightFormat(4, 32, method=Method.RTN)
     assert "layers 0 to 9" in printed(plan)
-    assert "int4/32 hqq" in printed(plan)
+    assert "int4/32 rtn" in printed(plan)
     del plan["layers.5.qkv"]
     assert [run.label for run in layer_runs(plan)] == ["layers 0 to 4", "layers 6 to 9", "layer 10"]
 

@@ -78,7 +78,7 @@ def test_times_are_cached_by_shape_and_conditions(cache: Path, tmp_path: Path) -
     config, machine = config_of(tmp_path), KnownMachine()
     first = load_or_measure(config, FORMATS, timer=machine)
     assert load_or_measure(config, FORMATS, timer=machine) == first
-    load_or_measure(config, [replace(FORMATS[0], method=Method.HQQ, zero_points=True), *FORMATS], timer=machine)
+    load_or_measure(config, [replace(FORMATS[0], method=Method.GPTQ, zero_points=True), *FORMATS], timer=machine)
     assert machine.timed_bundles == [6]
     load_or_measure(replace(config, hidden_size=2 * config.hidden_size), FORMATS, timer=machine)
     machine.conditions = "another"

@@ -21,7 +21,6 @@ FEW_BITS = st.builds(
     st.sampled_from([2, 4, 8]),
     st.sampled_from([32, 64, 128]),
     zero_points=st.booleans(),
-    powers_of_two=st.booleans(),
     method=st.none() | st.sampled_from(Method),
 )
 FORMATS = st.just(WeightFormat(32)) | FEW_BITS
@@ -79,7 +78,7 @@ def test_a_written_plan_is_read_again(tmp_path_factory, config: DecoderConfig, d
         ({"layers.0.o": '"int4/64+rank32"'}, "gives layers.0.o the unknown format 'int4/64+rank32'"),
         ({"layers.0.o": '"int2/64+rank24"'}, "the unknown format"),
         (
-            {"head": '"int2/64+rank32 hqq"'},
+            {"head": '"int2/64+rank32 k-quant"'},
             "gives head the format int2/64+rank32, which it cannot have; give a rank only",
         ),
         ({"embedding": '"int8/64"'}, "gives embedding and head two formats"),

@@ -152,14 +152,14 @@ def test_methods_of_one_format_are_distinguished(tmp_path) -> None:
     source = Checkpoint(write_checkpoint(tmp_path / "model"))
 
     def weights_of(linear, weight_format):
-        factor = 0 if weight_format.method is Method.HQQ else 1
+        factor = 0 if weight_format.method is Method.RTN else 1
         return np.concatenate([factor * source.read(name) for name in linear.weights])
 
     evaluator = PlanEvaluator(
         SourceModel(source, read_config(source.folder), 256), TEXTS, weights_of, tmp_path / "work"
     )
     assert evaluator.divergence_alone("layers.0.o", INT4) == 0
-    assert evaluator.divergence_alone("layers.0.o", replace(INT4, method=Method.HQQ)) > 0
+    assert evaluator.divergence_alone("layers.0.o", replace(INT4, method=Method.RTN)) > 0
 
 
 def test_lossless_quantization_has_no_divergence(tmp_path) -> None:

@@ -57,7 +57,7 @@ def test_codes_equal_those_of_the_original_algorithm(seed: int, columns: int, we
     assert (found == expected).all(axis=1).sum() >= 4
 
 
-@pytest.mark.parametrize("options", [{}, {"zero_points": True}, {"powers_of_two": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"zero_points": True}, {"half_scales": True}], ids=str)
 @pytest.mark.parametrize(("bits", "block", "limit"), [(2, 64, 0.75), (4, 32, 0.6), (4, 128, 0.6), (8, 128, 0.6)])
 def test_output_error_is_smaller_than_that_of_k_quant(bits: int, block: int, limit: float, options) -> None:
     weight_format = WeightFormat(bits, block, **options)

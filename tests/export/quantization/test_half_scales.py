@@ -55,7 +55,7 @@ def stored_bytes(bundle: Path) -> int:
         np.float32, st.tuples(st.integers(1, 3), st.integers(1, 200)), elements=st.floats(-100, 100, width=32)
     ),
     st.sampled_from(HALF),
-    st.sampled_from([Method.RTN, Method.K_QUANT, Method.HQQ]),
+    st.sampled_from([Method.RTN, Method.K_QUANT]),
 )
 def test_every_scale_is_a_float16_number(weights, weight_format: WeightFormat, method: Method) -> None:
     quantized = QUANTIZERS[method](weights, weight_format)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -16,17 +16,16 @@ from edgerun.errors import ExportError, InputError
 from edgerun.export import FP32, ExportRecipe, ExportRequest, Method, WeightFormat, export_checkpoint
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.graph.initializers import Initializers
-from edgerun.export.quantization.codes import dequantized, powers_of_two, unpack_zero_points
+from edgerun.export.quantization.codes import dequantized, unpack_zero_points
 from edgerun.export.quantization.methods import QUANTIZERS
 from edgerun.models.bundle import open_bundle
 from support.gguf_files import write_gguf
 from support.nightly import some_nightly
 from support.tiny_models import write_bundle, write_checkpoint
-from support.weight_operators import FORMATS, run_operators
+from support.weight_operators import FORMATS
 
 WITH_ZERO_POINTS = [weight_format for weight_format in FORMATS if weight_format.zero_points]
-WITH_POWERS_OF_TWO = [replace(weight_format, powers_of_two=True) for weight_format in FORMATS]
-DATA_FREE_METHODS = [Method.RTN, Method.K_QUANT, Method.HQQ]
+DATA_FREE_METHODS = [Method.RTN, Method.K_QUANT]
 weight_matrices = arrays.arrays(
     np.float32,
     st.tuples(st.integers(1, 3), st.integers(1, 200)),
@@ -77,41 +76,6 @@ def test_zero_points_reduce_the_error_of_normal_weights(weight_format: WeightFor
         )
 
 
-@given(arrays.arrays(np.float32, 20, elements=st.floats(2**-100, 2**100, width=32)), st.booleans())
-def test_powers_of_two_rounds_to_the_nearest_one(values, negative: bool) -> None:
-    values = -values if negative else values
-    powers = powers_of_two(values)
-    mantissas, _ = np.frexp(powers)
-    assert (np.abs(mantissas) == 0.5).all()
-    assert (np.sign(powers) == np.sign(values)).all()
-    for other in (powers * 2, powers / 2):
-        assert (np.abs(powers - values) <= np.abs(other - values)).all()
-    above = powers_of_two(values, round_up_above=0.5)
-    assert (np.abs(values) <= np.abs(above)).all()
-    assert (np.abs(above) < 2 * np.abs(values)).all()
-
-
-@settings(max_examples=40)
-@given(weight_matrices, st.sampled_from(WITH_POWERS_OF_TWO), st.sampled_from(DATA_FREE_METHODS))
-def test_every_scale_is_a_power_of_two(weights, weight_format: WeightFormat, method: Method) -> None:
-    quantized = QUANTIZERS[method](weights, weight_format)
-    mantissas, _ = np.frexp(quantized.scales[quantized.scales != 0])
-    assert (np.abs(mantissas) == 0.5).all()
-    expected = dequantized(quantized, weights.shape[1], weight_format)
-    product, _ = run_operators(quantized, weights.shape[1], weight_format)
-    np.testing.assert_allclose(product, expected.T, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("weight_format", WITH_POWERS_OF_TWO, ids=str)
-def test_searching_powers_of_two_reduces_the_error(weight_format: WeightFormat) -> None:
-    weights = (np.random.default_rng(2).standard_normal((32, 512)) * 0.02).astype(np.float32)
-    nearest, searched = (
-        np.square(dequantized(QUANTIZERS[method](weights, weight_format), 512, weight_format) - weights).sum()
-        for method in (Method.RTN, Method.K_QUANT)
-    )
-    assert searched <= nearest
-
-
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "separate"])
 @pytest.mark.parametrize("block", some_nightly([32, 128], every=2))
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -152,20 +116,19 @@ def test_parity_check_detects_a_wrong_zero_point(tmp_path, monkeypatch) -> None:
         )
 
 
-def test_the_manifest_stores_zero_points_and_powers_of_two(tmp_path) -> None:
-    weight_format = WeightFormat(4, 64, zero_points=True, powers_of_two=True)
+def test_the_manifest_stores_zero_points(tmp_path) -> None:
+    weight_format = WeightFormat(4, 64, zero_points=True)
     bundle = write_bundle(tmp_path, weights=ExportRecipe(weight_format, head=FP32))
     written = json.loads((bundle / "edge.json").read_text(encoding="utf-8"))["weights"]
     assert written["layers.0.o"] == {
         "bits": 4,
         "block": 64,
         "zero_points": True,
-        "powers_of_two": True,
         "method": "k-quant",
     }
     manifest = open_bundle(bundle).manifest
-    assert manifest.weights["layers.0.o"] == weight_format != replace(weight_format, powers_of_two=False)
-    assert str(weight_format) == "int4/64+zero-points+powers-of-two"
+    assert manifest.weights["layers.0.o"] == weight_format != replace(weight_format, zero_points=False)
+    assert str(weight_format) == "int4/64+zero-points"
 
 
 def test_experts_with_zero_points_are_rejected(tmp_path) -> None:
@@ -176,14 +139,12 @@ def test_experts_with_zero_points_are_rejected(tmp_path) -> None:
         )
 
 
-def test_export_of_experts_with_powers_of_two(tmp_path) -> None:
-    bundle = write_bundle(tmp_path, "qwen3_moe", weights=WeightFormat(4, 32, powers_of_two=True))
-    assert open_bundle(bundle).manifest.parity["max_abs_diff"] < 1e-4
-
-
 @pytest.mark.parametrize(
     ("weight_format", "option"),
-    [(WeightFormat(4, 32, zero_points=True), "--zero-points"), (WeightFormat(4, 32, powers_of_two=True), "--powers")],
+    [
+        (WeightFormat(4, 32, zero_points=True), "--zero-points"),
+        (WeightFormat(4, 32, half_scales=True), "--half-scales"),
+    ],
 )
 def test_quantized_sources_reject_other_scales(tmp_path, weight_format: WeightFormat, option: str) -> None:
     file = write_gguf(tmp_path / "model.gguf", write_checkpoint(tmp_path / "checkpoint"), "Q8_0")

@@ -239,9 +239,9 @@ def test_figures_are_gathered_from_a_plan(tied: bool, tmp_path: Path) -> None:
     config = read_config(write_checkpoint(tmp_path, tie_word_embeddings=tied))
     plan = {linear.name: WeightFormat(4, 32) for linear in fused_linears(config)}
     plan["head"] = plan["embedding"] = WeightFormat(8, 32)
-    by_hqq = WeightFormat(4, 32, method=Method.HQQ)
+    by_gptq = WeightFormat(4, 32, method=Method.GPTQ)
     sensitivities = {
-        name: (Sensitivity(by_hqq, 9.0), Sensitivity(each, 0.5)) for name, each in plan.items() if name != "layers.1.o"
+        name: (Sensitivity(by_gptq, 9.0), Sensitivity(each, 0.5)) for name, each in plan.items() if name != "layers.1.o"
     }
     times = LinearTimes(
         config,
