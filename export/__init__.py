@@ -3,7 +3,7 @@
 from ..models.manifest import Method, WeightFormat
 from ..models.progress import Progress
 from .allocation.budget import parse_budget
-from .architectures.family import supported_families
+from .architectures import supported_families
 from .check.parity import Parity
 from .destination import ExportResult
 from .drafts.head_checkpoint import read_head_kind

@@ -20,7 +20,7 @@ from ..models.atomic import temporary_folder
 from ..models.json_file import read_json_object
 from ..models.manifest import Method
 from ..models.progress import Progress
-from .architectures.family import supported_families
+from .architectures import supported_families
 from .destination import ExportResult, require_apart
 from .recipe import ExportRequest
 from .upgrade import upgrade_model

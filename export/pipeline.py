@@ -14,7 +14,7 @@ from ..models.draft_heads import HeadKind
 from ..models.json_file import read_json_object
 from ..models.progress import Progress, silent
 from ..runtime.embedding import Pooling
-from .architectures.family import supported_families
+from .architectures import supported_families
 from .bundle_content import BundleContent, SourceModel
 from .bundle_writer import write_bundle
 from .calibration.prepare import prepare, settings_of

@@ -20,7 +20,7 @@ from .allocation.plan_file import write_plan
 from .allocation.plan_selection import plan_tokens, sensitivity_tokens
 from .allocation.quantized_weights import QuantizedLinearStore
 from .allocation.sensitivity import measure_sensitivities
-from .architectures.family import supported_families
+from .architectures import supported_families
 from .bundle_content import SourceModel
 from .calibration.calibration_text import calibration_text
 from .calibration.divergence import PlanEvaluator

@@ -1,39 +1,24 @@
 """How the Hugging Face model families differ.
 
 Every family is a decoder of the same architecture: RMS norm, grouped-query attention with rotary positions, RMS norm,
-gated feed-forward. `architectures/<model_type>.py` holds one `Family` that states its differences. Support for a new
-family of this architecture takes such a file and nothing else.
+gated feed-forward. A `Family` states its differences, in the module of its maker or of the family that it resembles.
+Support for a new family of this architecture takes such an entry and nothing else.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Final
 
 from ...errors import CheckpointError
-from .. import architectures
 from ..checkpoint.json_fields import count, number
 from .attention_shapes import FullAttention
 from .delta_net import DeltaNet
 from .mamba2 import Mamba2
-from .multi_token_prediction import MultiTokenPrediction
-from .per_layer_inputs import PerLayerInputs
 from .short_convolution import ShortConvolution
 from .sliding_windows import Never, Windows
-
-OPTIMUM: Final = 'pip install "edge-run[optimum]"'
-"""How to install the exporter of other families."""
-_SHARED_MODULES: Final = frozenset(
-    (
-        *("attention_shapes", "delta_net", "family", "layer_kinds", "mamba2", "multi_token_prediction"),
-        *("per_layer_inputs", "short_convolution", "sliding_windows"),
-    )
-)
-"""Modules of `architectures` that are not named like a `model_type`."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +181,70 @@ class HeadNorm(Enum):
 
 
 @dataclass(frozen=True)
+class MultiTokenPrediction:
+    """A multi-token-prediction module, which checkpoints bring along as their own draft: names of tensors and settings.
+
+    Such a module is one more decoder layer, trained with the model. It joins the embedding of a token with the hidden
+    state of the token before it, each normalized, and predicts the token after; embedding and LM head are the model's.
+    What it computes takes the place of the next hidden state, so that it predicts any number of tokens one by one
+    (DeepSeek-AI: DeepSeek-V3 Technical Report, 2024; Qwen3-Next and Qwen3.5 as vLLM runs them).
+
+    The hidden states that it takes are the model's after its last norm, and its own after its own last norm.
+    """
+
+    prefix: str = "mtp."
+    """Beginning of the names of all of its tensors."""
+    projection: str = "mtp.fc"
+    """Linear `[hidden, 2 * hidden]` over the embedding, then the hidden state, both normalized."""
+    embedding_norm: str = "mtp.pre_fc_norm_embedding"
+    state_norm: str = "mtp.pre_fc_norm_hidden"
+    layer: str = "mtp.layers.0"
+    """The decoder layer, with attention."""
+    last_norm: str = "mtp.norm"
+    """Norm of its output, before the LM head."""
+    layers: str = "mtp_num_hidden_layers"
+    """Setting with the number of its layers, 1 where it is absent."""
+    own_embedding: str = "mtp_use_dedicated_embeddings"
+    """Setting of whether it has an embedding of its own, which is not supported."""
+
+
+@dataclass(frozen=True)
+class PerLayerInputs:
+    """A small embedding of every layer's own beside the hidden states (Gemma 3n and 4): names of settings and modules.
+
+    One table holds the embeddings of all layers. A projection of the token embedding, normed, is added to each of them.
+    At its end, a layer gates its part of the sum by the hidden states, projects it back and adds it to them.
+    """
+
+    width: str = "hidden_size_per_layer_input"
+    """Channels for each layer; 0 for a model without them."""
+    vocabulary: str = "vocab_size_per_layer_input"
+    """Number of tokens in the table."""
+    table: str = "embed_tokens_per_layer"
+    projection: str = "per_layer_model_projection"
+    projection_norm: str = "per_layer_projection_norm"
+    gate: str = "per_layer_input_gate"
+    """Module of a layer, as the two that follow."""
+    output: str = "per_layer_projection"
+    output_norm: str = "post_per_layer_input_norm"
+
+    def read(self, config: Mapping[str, Any]) -> int:
+        """Return the number of channels for each layer, 0 for none, for a parsed config.json.
+
+        Raises:
+            CheckpointError: a setting is malformed, or some tokens are not in the table.
+        """
+        width = count(config, self.width, default=0, minimum=0)
+        tokens = count(config, "vocab_size")
+        if width and count(config, self.vocabulary, default=tokens) != tokens:
+            raise CheckpointError(
+                f"config.json: {self.vocabulary} {config[self.vocabulary]} differs from vocab_size {tokens}",
+                "supported is a table with every token",
+            )
+        return width
+
+
+@dataclass(frozen=True)
 class Family:
     """How a family differs from the common architecture."""
 
@@ -291,27 +340,3 @@ class Family:
     """The `model_type` that these have to have."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of settings that config.json may omit, where they differ from the common ones."""
-
-
-def supported_families() -> list[str]:
-    """Return the `model_type`s that have an architecture file, sorted."""
-    names = {module.name for module in pkgutil.iter_modules(architectures.__path__)}
-    return sorted(names - _SHARED_MODULES)
-
-
-def find_family(model_type: str) -> Family:
-    """Return the family of a Hugging Face `model_type`.
-
-    Raises:
-        CheckpointError: no architecture file exists for it.
-    """
-    supported = supported_families()
-    if model_type not in supported:
-        raise CheckpointError(
-            f"model_type {model_type!r} is not a supported architecture",
-            f"supported are {', '.join(supported)}; Optimum exports more: {OPTIMUM}",
-        )
-    family = importlib.import_module(f"{architectures.__name__}.{model_type}").FAMILY
-    if not isinstance(family, Family):
-        raise TypeError(f"architectures/{model_type}.py must define FAMILY: Family")
-    return family

@@ -1,11 +1,12 @@
 """gpt-oss: MXFP4 experts, attention sinks, biases, a sliding window in every second layer."""
 
+from collections.abc import Mapping
 from typing import Final
 
 from .family import Always, ConfigFlag, Experts, Family
 from .sliding_windows import AllButEvery
 
-FAMILY: Final = Family(
+_GPT_OSS: Final = Family(
     qkv_bias=ConfigFlag("attention_bias"),
     output_bias=ConfigFlag("attention_bias"),
     experts=Experts(
@@ -40,3 +41,7 @@ FAMILY: Final = Family(
         "swiglu_limit": 7.0,
     },
 )
+
+FAMILIES: Final[Mapping[str, Family]] = {
+    "gpt_oss": _GPT_OSS,
+}

@@ -1,10 +1,13 @@
-"""IBM Granite 3 (dense): Llama with factors on embeddings, attention scores, residuals and logits."""
+"""IBM Granite 3 and 4.0-H."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
-from .family import ConfigFlag, Family, Power
+from .family import Always, ConfigFlag, Experts, Family, FeedForwardSize, Power, SharedExpert
+from .mamba2 import Mamba2
 
-FAMILY: Final = Family(
+_GRANITE: Final = Family(
     qkv_bias=ConfigFlag("attention_bias"),
     output_bias=ConfigFlag("attention_bias"),
     mlp_bias=ConfigFlag("mlp_bias"),
@@ -13,3 +16,31 @@ FAMILY: Final = Family(
     residual_scale=Power("residual_multiplier"),
     logits_scale=Power("logits_scaling", -1),
 )
+"""IBM Granite 3 (dense): Llama with factors on embeddings, attention scores, residuals and logits."""
+
+_GRANITEMOEHYBRID: Final = replace(
+    _GRANITE,
+    mlp_bias=Always(False),
+    mamba=Mamba2(),
+    mlp="shared_mlp",
+    gate_up=("input_linear",),
+    down="output_linear",
+    intermediate_size=FeedForwardSize(("shared_intermediate_size",)),
+    experts=Experts(
+        count=("num_local_experts",),
+        intermediate_size="intermediate_size",
+        normalized=Always(True),
+        module="block_sparse_moe",
+        router="router.layer",
+        # The feed-forward of models without experts.
+        shared=SharedExpert("shared_mlp", gate=None, intermediate_size="shared_intermediate_size"),
+    ),
+    position_type="position_embedding_type",
+    defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024},
+)
+"""Granite 4.0-H: Mamba-2 in most layers, attention mostly without positions, experts beside a dense feed-forward."""
+
+FAMILIES: Final[Mapping[str, Family]] = {
+    "granite": _GRANITE,
+    "granitemoehybrid": _GRANITEMOEHYBRID,
+}

@@ -1,11 +1,12 @@
 """LFM2: gated short convolutions in most layers, attention with normalized heads in the others."""
 
+from collections.abc import Mapping
 from typing import Final
 
 from .family import Family, FeedForwardSize, HeadNorm, Norms
 from .short_convolution import ShortConvolution
 
-FAMILY: Final = Family(
+_LFM2: Final = Family(
     gate_up=("w1", "w3"),
     down="w2",
     mlp="feed_forward",
@@ -25,3 +26,7 @@ FAMILY: Final = Family(
         "max_position_embeddings": 128_000,
     },
 )
+
+FAMILIES: Final[Mapping[str, Family]] = {
+    "lfm2": _LFM2,
+}

@@ -1,11 +1,69 @@
-"""Llama 1 to 3, and the many models published in its format (SmolLM, TinyLlama, stories)."""
+"""Llama and the families that differ from it in little: Mistral, SmolLM3, OLMo 2, Phi-3."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
-from .family import ConfigFlag, Family
+from .family import NORMS_AFTER, ConfigFlag, Family, HeadNorm
+from .sliding_windows import EveryLayer, UnrotatedLayers
 
-FAMILY: Final = Family(
+_LLAMA: Final = Family(
     qkv_bias=ConfigFlag("attention_bias"),
     output_bias=ConfigFlag("attention_bias"),
     mlp_bias=ConfigFlag("mlp_bias"),
 )
+"""Llama 1 to 3, and the many models published in its format (SmolLM, TinyLlama, stories)."""
+
+_MISTRAL: Final = Family(
+    windows=EveryLayer(),
+    defaults={"sliding_window": 4096},
+)
+"""Mistral 7B, Nemo and Small (text); the first 7B uses a sliding window in every layer."""
+
+_MINISTRAL3: Final = Family(
+    windows=EveryLayer(),
+    query_scaling=True,
+    defaults={"rms_norm_eps": 1e-5},
+)
+"""Ministral 3: queries grow with their position behind the context that the model was first trained with."""
+
+_MISTRAL3: Final = replace(_MINISTRAL3, nested="text_config", nested_type="ministral3")
+"""Language model of multimodal Ministral 3 checkpoints; the image part is not exported."""
+
+_SMOLLM3: Final = Family(
+    qkv_bias=ConfigFlag("attention_bias"),
+    output_bias=ConfigFlag("attention_bias"),
+    mlp_bias=ConfigFlag("mlp_bias"),
+    windows=UnrotatedLayers(),
+    unrotated=True,
+    defaults={"rope_theta": 2_000_000.0, "tie_word_embeddings": True},
+)
+"""SmolLM3: every fourth layer has no rotary positions."""
+
+_OLMO2: Final = Family(
+    qkv_bias=ConfigFlag("attention_bias"),
+    output_bias=ConfigFlag("attention_bias"),
+    norms=NORMS_AFTER,
+    head_norm=HeadNorm.WHOLE,
+    defaults={"rms_norm_eps": 1e-5},
+)
+"""OLMo 2: norms after each part instead of before it, and across all heads."""
+
+_PHI3: Final = Family(
+    qkv=("qkv_proj",),
+    gate_up=("gate_up_proj",),
+    windows=EveryLayer(),
+    partial_rotary=True,
+    defaults={"rms_norm_eps": 1e-5},
+)
+"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: fused projections, part of each head rotated, LongRoPE."""
+
+FAMILIES: Final[Mapping[str, Family]] = {
+    "llama": _LLAMA,
+    "mistral": _MISTRAL,
+    "ministral3": _MINISTRAL3,
+    "mistral3": _MISTRAL3,
+    "smollm3": _SMOLLM3,
+    "olmo2": _OLMO2,
+    "phi3": _PHI3,
+}

@@ -12,9 +12,10 @@ import numpy as np
 
 from ...errors import CheckpointError
 from ...models.json_file import shown
+from ..architectures import find_family
 from ..architectures.attention_shapes import HeadShape, cache_owners
 from ..architectures.delta_net import DeltaNetConfig
-from ..architectures.family import Experts, Family, Power, find_family, first_present
+from ..architectures.family import Experts, Family, Power, first_present
 from ..architectures.mamba2 import Mamba2Config
 from ..architectures.short_convolution import ConvolutionConfig
 from ..architectures.sliding_windows import rotated_layers

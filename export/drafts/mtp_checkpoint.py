@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...errors import CheckpointError
-from ..architectures.family import find_family
-from ..architectures.multi_token_prediction import MultiTokenPrediction
+from ..architectures import find_family
+from ..architectures.family import MultiTokenPrediction
 from ..checkpoint.config import DecoderConfig, text_settings
 from ..checkpoint.json_fields import count, read_json
 from ..checkpoint.layer_weights import FusedLinear, Layer, Norm

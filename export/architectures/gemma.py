@@ -1,0 +1,126 @@
+"""Gemma 2, 3 and 4."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+from .attention_shapes import FullAttention
+from .family import NORMS_AROUND, ConfigFlag, Constant, Family, HeadNorm, PerLayerInputs, Power
+from .sliding_windows import AllButEvery
+
+_GEMMA2: Final = Family(
+    qkv_bias=ConfigFlag("attention_bias"),
+    output_bias=ConfigFlag("attention_bias"),
+    norms=NORMS_AROUND,
+    norms_add_one=True,
+    activation="hidden_activation",
+    windows=AllButEvery("sliding_window_pattern"),
+    attention_scale=Power("query_pre_attn_scalar", -0.5),
+    attention_softcap="attn_logit_softcapping",
+    logits_softcap="final_logit_softcapping",
+    embedding_scale=Power("hidden_size", 0.5),
+    defaults={
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 2,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+    },
+)
+"""Gemma 2: norms around each part, soft caps, sliding windows in alternate layers."""
+
+_GEMMA3_TEXT: Final = Family(
+    qkv_bias=ConfigFlag("attention_bias"),
+    output_bias=ConfigFlag("attention_bias"),
+    norms=NORMS_AROUND,
+    norms_add_one=True,
+    head_norm=HeadNorm.EACH_HEAD,
+    activation="hidden_activation",
+    windows=AllButEvery("sliding_window_pattern"),
+    local_rope_base="rope_local_base_freq",
+    attention_scale=Power("query_pre_attn_scalar", -0.5),
+    logits_softcap="final_logit_softcapping",
+    embedding_scale=Power("hidden_size", 0.5),
+    # All settings are listed because multimodal checkpoints only state what differs.
+    defaults={
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "tie_word_embeddings": True,
+    },
+)
+"""Gemma 3 (text): head norms; five of six layers have a sliding window and their own theta."""
+
+_GEMMA3: Final = replace(_GEMMA3_TEXT, nested="text_config", nested_type="gemma3_text")
+"""Language model of multimodal Gemma 3 checkpoints; the image part is not exported."""
+
+_GEMMA4_TEXT: Final = Family(
+    qkv_bias=ConfigFlag("attention_bias"),
+    output_bias=ConfigFlag("attention_bias"),
+    norms=NORMS_AROUND,
+    head_norm=HeadNorm.EACH_HEAD,
+    value_norm=True,
+    activation="hidden_activation",
+    windows=AllButEvery("sliding_window_pattern", last_full=True),
+    full_attention=FullAttention(),
+    shared_caches="num_kv_shared_layers",
+    double_wide="use_double_wide_mlp",
+    per_layer_inputs=PerLayerInputs(),
+    layer_scale="layer_scalar",
+    local_rope_base="rope_local_base_freq",
+    attention_scale=Constant(1.0),
+    logits_softcap="final_logit_softcapping",
+    embedding_scale=Power("hidden_size", 0.5),
+    refused={
+        "enable_moe_block": "experts beside the dense feed-forward, whose gate is GELU: the CPU operator has SiLU alone"
+    },
+    # All settings are listed because multimodal checkpoints only state what differs.
+    defaults={
+        "vocab_size": 262_144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131_072,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262_144,
+        "rope_local_base_freq": 10_000.0,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+        },
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "tie_word_embeddings": True,
+    },
+)
+"""Gemma 4 (text): larger heads in full attention, shared caches, per-layer inputs, scaled layers."""
+
+_GEMMA4: Final = replace(_GEMMA4_TEXT, nested="text_config", nested_type="gemma4_text")
+"""Language model of multimodal Gemma 4 checkpoints; images and sound are not exported."""
+
+FAMILIES: Final[Mapping[str, Family]] = {
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA3_TEXT,
+    "gemma3": _GEMMA3,
+    "gemma4_text": _GEMMA4_TEXT,
+    "gemma4": _GEMMA4,
+}

@@ -1,0 +1,73 @@
+"""Qwen2 to Qwen3.5."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+from .delta_net import DeltaNet
+from .family import Always, ConfigFlag, Experts, Family, FeedForwardSize, HeadNorm, MultiTokenPrediction, SharedExpert
+from .sliding_windows import LayersFrom
+
+_QWEN2: Final = Family(
+    qkv_bias=Always(True),
+    windows=LayersFrom(),
+)
+"""Qwen2 and Qwen2.5: biases on the query, key and value projections only."""
+
+_QWEN3: Final = Family(
+    qkv_bias=ConfigFlag("attention_bias"),
+    output_bias=ConfigFlag("attention_bias"),
+    head_norm=HeadNorm.EACH_HEAD,
+    windows=LayersFrom(),
+    defaults={"head_dim": 128},
+)
+"""Qwen3 (dense): RMS-normalized query and key heads of 128 channels by default."""
+
+_QWEN3_MOE: Final = replace(_QWEN3, experts=Experts(), defaults={})
+"""Qwen3 with a mixture-of-experts feed-forward."""
+
+_QWEN3_5_TEXT: Final = Family(
+    qkv_bias=ConfigFlag("attention_bias"),
+    output_bias=ConfigFlag("attention_bias"),
+    norms_add_one=True,
+    head_norm=HeadNorm.EACH_HEAD,
+    gated_attention=True,
+    partial_rotary=True,
+    delta_net=DeltaNet(),
+    mtp=MultiTokenPrediction(),
+    defaults={"head_dim": 256, "partial_rotary_factor": 0.25},
+)
+"""Qwen3.5: gated delta nets in three layers of four, attention whose output is gated in the others."""
+
+_QWEN3_5: Final = replace(_QWEN3_5_TEXT, nested="text_config", nested_type="qwen3_5_text")
+"""Language model of Qwen3.5 checkpoints; the image part is not exported."""
+
+_QWEN3_5_MOE_TEXT: Final = replace(
+    _QWEN3_5_TEXT,
+    experts=Experts(normalized=Always(True), shared=SharedExpert()),
+    # No layer has a dense feed-forward, and config.json does not state its size.
+    intermediate_size=FeedForwardSize(("intermediate_size", "shared_expert_intermediate_size")),
+)
+"""Qwen3.5 with experts: its layers, and feed-forwards of selected experts beside one with a gate."""
+
+_QWEN3_5_MOE: Final = replace(_QWEN3_5_MOE_TEXT, nested="text_config", nested_type="qwen3_5_moe_text")
+"""Language model of Qwen3.5 checkpoints with experts; the image part is not exported."""
+
+_QWEN3_NEXT: Final = replace(
+    _QWEN3_5_TEXT,
+    delta_net=DeltaNet(by_key_head=True),
+    experts=Experts(shared=SharedExpert()),
+    defaults={**_QWEN3_5_TEXT.defaults, "norm_topk_prob": True},
+)
+"""Qwen3-Next: as Qwen3.5 with experts, with all of a key head together in the projections of delta nets."""
+
+FAMILIES: Final[Mapping[str, Family]] = {
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN3,
+    "qwen3_moe": _QWEN3_MOE,
+    "qwen3_5_text": _QWEN3_5_TEXT,
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5_MOE_TEXT,
+    "qwen3_5_moe": _QWEN3_5_MOE,
+    "qwen3_next": _QWEN3_NEXT,
+}

@@ -1,8 +1,0 @@
-"""Language model of Qwen3.5 checkpoints; the image part is not exported."""
-
-from dataclasses import replace
-from typing import Final
-
-from . import qwen3_5_text
-
-FAMILY: Final = replace(qwen3_5_text.FAMILY, nested="text_config", nested_type="qwen3_5_text")
