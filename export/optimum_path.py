@@ -31,7 +31,7 @@ _STAGE: Final = "exporting with Optimum"
 
 
 def needs_optimum(source: Path) -> bool:
-    """Whether a source is a checkpoint folder of a family without an architecture file, and Optimum is installed."""
+    """Whether a source is a checkpoint folder of a family that is not supported here, and Optimum is installed."""
     if not (source / "config.json").is_file() or not _is_installed():
         return False
     config = read_json_object(source / "config.json", CheckpointError, "download the checkpoint again")
