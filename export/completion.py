@@ -13,7 +13,7 @@ from ..models.bundle import GRAPH_NAME, PLAN_NAME, WEIGHTS_NAME
 from ..models.manifest import MANIFEST_NAME, Calibration, Manifest
 from ..models.progress import Progress
 from ..runtime.measure.bundle_timing import BundleTimer
-from ..runtime.measure.machine import describe_machine
+from ..runtime.measure.measurement_store import describe_machine
 from .allocation.format_candidates import planned_linears
 from .allocation.plan_costs import weight_count
 from .allocation.plan_file import write_plan

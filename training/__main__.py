@@ -15,9 +15,8 @@ from ..errors import EdgeError
 from ..export.draft_training.losses import LossKind
 from ..export.draft_training.optimizer import OptimizerKind
 from ..export.draft_training.request import DraftTrainingRequest
-from ..export.draft_training.rounding import BlockRounding
 from ..export.draft_training.target_text import AnswerOptions, PromptConversation
-from ..export.draft_training.torch_llama import CausalLM
+from ..export.draft_training.torch_llama import BlockRounding, CausalLM
 from ..export.draft_training.training_batches import BatchStream
 from ..export.draft_training.training_loop import TrainingTask, TrainOptions, train
 from ..export.draft_training.training_run import train_draft

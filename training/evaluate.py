@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from ..export.draft_training.precision import autocast
 from ..export.draft_training.torch_llama import CausalLM
 from ..export.draft_training.training_batches import Example, collate
+from ..export.draft_training.training_loop import autocast
 from .corpus import Pair, first_word
 from .generate import greedy
 from .tasks import Turn

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..export.draft_training.precision import autocast
 from ..export.draft_training.torch_llama import CausalLM, LayerCache
+from ..export.draft_training.training_loop import autocast
 
 
 def greedy(

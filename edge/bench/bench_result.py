@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ...errors import InputError
 from ...runtime.engine import Engine
-from ...runtime.measure.machine import describe_machine
+from ...runtime.measure.measurement_store import describe_machine
 from ...runtime.measure.system_load import LoadMeter
 from ...runtime.result import Stats
 from ...runtime.speculation.choice import SOURCE_NAMES

@@ -147,8 +147,8 @@ def train_draft(
     try:
         from ...export.draft_training.losses import LossKind
         from ...export.draft_training.request import DraftKind, DraftSize, DraftTrainingRequest
-        from ...export.draft_training.rounding import BlockRounding
         from ...export.draft_training.target_text import AnswerOptions, PromptConversation
+        from ...export.draft_training.torch_llama import BlockRounding
         from ...export.draft_training.training_loop import TrainOptions
         from ...export.draft_training.training_run import train_draft as run
     except ModuleNotFoundError as error:

@@ -23,8 +23,15 @@ from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.layout import fused_linears
-from ..checkpoint.prefetch import in_order
-from ..checkpoint.source import Float32Array, LowRankFactors, ModelSource, ModelSourceWrapper, QuantizedRows, RowRange
+from ..checkpoint.source import (
+    Float32Array,
+    LowRankFactors,
+    ModelSource,
+    ModelSourceWrapper,
+    QuantizedRows,
+    RowRange,
+    in_order,
+)
 from ..quantization.codes import dequantized
 from ..quantization.input_statistics import CorrectionTarget, InputStatistics
 from ..quantization.low_rank_correction import correction_factors

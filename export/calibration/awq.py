@@ -21,8 +21,7 @@ from ...models.progress import Progress
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear, Layer, Norm, SharedExpertWeights
 from ..checkpoint.layout import final_norm, head_layout, layer_layout
-from ..checkpoint.prefetch import in_order
-from ..checkpoint.source import Float32Array, ModelSource, ModelSourceWrapper, QuantizedRows, RowRange
+from ..checkpoint.source import Float32Array, ModelSource, ModelSourceWrapper, QuantizedRows, RowRange, in_order
 from ..quantization.codes import dequantized
 from ..quantization.input_statistics import InputStatistics
 from ..quantization.methods import QUANTIZERS

@@ -23,8 +23,7 @@ from ..bundle_content import SourceModel
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.layout import head_layout, layer_layout
-from ..checkpoint.prefetch import in_order
-from ..checkpoint.source import Float32Array
+from ..checkpoint.source import Float32Array, in_order
 from ..quantization.input_statistics import InputStatistics
 from .calibration_text import CalibrationText
 from .expert_layers import RoutedInputs, expert_of

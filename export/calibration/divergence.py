@@ -22,8 +22,7 @@ from ..bundle_content import SourceModel
 from ..check.contract_session import ContractSession
 from ..checkpoint.layer_weights import FusedLinear, QuantPlan
 from ..checkpoint.layout import fused_linears, layer_layout
-from ..checkpoint.prefetch import in_order
-from ..checkpoint.source import Float32Array
+from ..checkpoint.source import Float32Array, in_order
 from .layer_runner import CONCURRENT_PASSES, LayerRunner
 from .logit_comparison import LogitComparison, LogitDifference, ReferenceLogits
 from .state_cache import PinnedArrays, RecentArrays

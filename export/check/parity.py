@@ -36,8 +36,7 @@ from ..checkpoint.config import DecoderConfig
 from ..checkpoint.json_fields import read_json
 from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.layout import fused_linears
-from ..checkpoint.prefetch import in_order
-from ..checkpoint.source import Float32Array, ModelSource, RowRange
+from ..checkpoint.source import Float32Array, ModelSource, RowRange, in_order
 from ..quantization.codes import dequantized
 from .contract_session import ContractSession
 from .float_activations import with_float_activations

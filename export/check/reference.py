@@ -15,10 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checkpoint.source import RowRange
-from .reference_delta_net import delta_net
 from .reference_experts import experts, has_experts
 from .reference_gemma4 import gemma4_logits
-from .reference_mamba2 import mamba2
 from .reference_operations import WeightSource, gelu_tanh, linear, rms_norm, rotate, soft_capped, softmax
 from .reference_positions import (
     DELTA_NETS,
@@ -31,6 +29,7 @@ from .reference_positions import (
     query_scales,
     rotation,
 )
+from .reference_recurrent import delta_net, mamba2
 
 TokenArray = npt.NDArray[np.int64]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from ..checkpoint.source import RowRange
-from .reference_delta_net import silu
 from .reference_operations import WeightSource, linear, softmax
 from .reference_positions import Float64Array, Settings
+from .reference_recurrent import silu
 
 
 def has_experts(config: Settings, layer: int) -> bool:

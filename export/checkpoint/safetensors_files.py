@@ -23,8 +23,7 @@ from ...models.manifest import Method, WeightFormat
 from ...models.regular_file import open_regular
 from ..quantization.methods import QUANTIZERS
 from .json_fields import read_json
-from .prefetch import in_order
-from .source import Float32Array, QuantizedRows, RowRange, UInt8Array
+from .source import Float32Array, QuantizedRows, RowRange, UInt8Array, in_order
 from .stacked_experts import FloatStack, Mxfp4Stack, expert_part
 
 SINGLE_FILE: Final = "model.safetensors"

@@ -6,10 +6,12 @@ Graph, quantization, parity check and manifest are the same for both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,9 @@ from ...models.manifest import WeightFormat
 
 Float32Array = npt.NDArray[np.float32]
 UInt8Array = npt.NDArray[np.uint8]
+_WORKERS: Final = 2
+_Part = TypeVar("_Part")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -153,3 +158,18 @@ class ModelSourceWrapper:
     def stored_format(self, name: str) -> WeightFormat:
         """See `ModelSource.stored_format`."""
         return self._source.stored_format(name)
+
+
+def in_order(work: Callable[[_Part], _Result], parts: Iterable[_Part]) -> Iterator[_Result]:
+    """Yield the results of `work` in the order of `parts`; two threads work a few parts ahead.
+
+    File reads and NumPy release the interpreter lock, so this uses two cores. Only a few results are in memory at once.
+    """
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        ahead: deque[Future[_Result]] = deque()
+        for part in parts:
+            ahead.append(pool.submit(work, part))
+            if len(ahead) > _WORKERS:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from .acceptance import CHAIN, AnswerAcceptance, acceptance_figures
 from .losses import Labels, LossKind, draft_loss
-from .precision import autocast
 from .torch_llama import CausalLM
 from .training_batches import Batch, Example, collate
+from .training_loop import autocast
 
 _EVALUATED: Final = 32
 """Number of answers of an evaluating pass."""

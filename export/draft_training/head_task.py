@@ -14,9 +14,9 @@ from .acceptance import CHAIN, AnswerAcceptance, acceptance_figures
 from .draft_model_task import compare, labels_of
 from .eagle_head import EagleNetwork
 from .losses import Labels, LossKind, draft_loss
-from .precision import autocast
 from .target_states import TargetStates
 from .training_batches import Batch, Example, collate
+from .training_loop import autocast
 
 _DEPTH_WEIGHT: Final = 0.8
 """Weight of a depth's loss, relative to that of the depth before, as in SpecForge."""

@@ -12,9 +12,8 @@ from ...errors import InputError
 from ...models.bundle import TOKENIZER_AND_CONFIG_FILES, Bundle
 from ...models.json_file import is_whole
 from .losses import LossKind
-from .rounding import BlockRounding
 from .target_text import AnswerOptions, PromptConversation
-from .torch_llama import ModelShape
+from .torch_llama import BlockRounding, ModelShape
 from .training_loop import TrainOptions
 
 DEFAULT_VOCABULARY: Final = 32_000

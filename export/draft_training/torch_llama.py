@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .rounding import BlockRounding
+_NEGLIGIBLE: Final = 1e-30
 
 
 @dataclass(frozen=True)
@@ -302,3 +303,47 @@ class CausalLM(nn.Module):
     def count(self) -> int:
         """Number of trainable parameters; the tied head counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+
+@dataclass(frozen=True)
+class BlockRounding:
+    """Rounds weights as an export stores them, for quantization-aware training.
+
+    Symmetric, to nearest, in blocks along the last axis; the last block of a row may be shorter. The weight of largest
+    magnitude of a block is on the lowest code (see `export.quantization.codes`). Rounding has no useful gradient, so
+    its gradient is taken to be 1 (straight-through estimator, Bengio, Leonard and Courville, arXiv:1308.3432), and the
+    weights before rounding are updated.
+    """
+
+    bits: int
+    block: int
+
+    @classmethod
+    def parse(cls, text: str) -> BlockRounding:
+        """Read `4/128`.
+
+        Raises:
+            ValueError: the text is not bits (2, 4 or 8), a slash and a block size (32, 64 or 128).
+        """
+        found = re.fullmatch(r"([248])/(32|64|128)", text)
+        if found is None:
+            raise ValueError(f"{text!r} is not BITS/BLOCK with 2, 4 or 8 bits and blocks of 32, 64 or 128")
+        return cls(int(found[1]), int(found[2]))
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        """Round weight [N, K], with the gradient of the identity; returns float32."""
+        return weight + (self.rounded(weight.detach()) - weight).detach()
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        """Round weight float32 [N, K] as an export does; rounding the result again does not change it."""
+        half = 2 ** (self.bits - 1)
+        columns = weight.shape[-1]
+        padded = functional.pad(weight, (0, -columns % self.block))
+        blocks = padded.reshape(*padded.shape[:-1], -1, self.block)
+        largest, smallest = blocks.amax(-1, keepdim=True), blocks.amin(-1, keepdim=True)
+        extreme = torch.where(largest >= -smallest, largest, smallest)
+        scale = extreme / -half
+        usable = extreme.abs() > _NEGLIGIBLE
+        codes = torch.round(blocks / torch.where(usable, scale, 1.0)).clamp(-half, half - 1)
+        stored = torch.where(usable, codes * scale, 0.0)
+        return stored.flatten(-2)[..., :columns]

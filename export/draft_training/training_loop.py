@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -15,7 +17,6 @@ from torch import Tensor, nn
 from ...models.atomic import write_atomically
 from ...models.progress import Progress, silent
 from .optimizer import Average, OptimizerKind, Optimizers, Schedule
-from .precision import autocast
 from .training_state import load_state, save_state
 
 RECORD_NAME: Final = "training.json"
@@ -194,3 +195,18 @@ def _restore(
             average.weights[name].copy_(parts["average"][name])
     average.updates = int(numbers["average_updates"])
     optimizers.load_state(parts["optimizer"])
+
+
+@functools.cache
+def native_bfloat16(kind: str) -> bool:
+    """Whether a device of this kind multiplies bfloat16 matrices in hardware."""
+    if kind == "cuda":
+        return bool(torch.cuda.is_bf16_supported())
+    return kind == "cpu" and bool(torch.cpu._is_avx512_bf16_supported())
+
+
+def autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Return bfloat16 autocast on machines with native support, otherwise a context that does nothing."""
+    if native_bfloat16(device.type):
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+    return contextlib.nullcontext()

@@ -23,7 +23,7 @@ from ...models.atomic import temporary_folder, write_atomically
 from ...models.bundle import DRAFT_GRAPH_NAME, GRAPH_NAME, WEIGHTS_NAME, digest_file
 from ...models.manifest import MANIFEST_NAME, DraftPairing, Manifest
 from ..graph import inputs_outputs
-from ..graph.needed_nodes import needed_nodes
+from ..graph.head_parts import needed_nodes
 
 _JOIN: Final = "SkipSimplifiedLayerNormalization"
 """Operator that adds a sub-layer's output to the residual stream and normalizes the sum."""

@@ -28,7 +28,7 @@ from ..check.parity import TOLERANCE
 from ..check.reference import TokenArray
 from ..checkpoint.config import DecoderConfig
 from ..graph import inputs_outputs
-from ..graph.needed_nodes import needed_nodes
+from ..graph.head_parts import needed_nodes
 from .genai_config import genai_config
 
 Floats: TypeAlias = npt.NDArray[np.float32]

@@ -16,8 +16,7 @@ import numpy as np
 from ...errors import CheckpointError, InputError
 from ...models.manifest import WeightFormat
 from ..checkpoint.layout import EMBEDDING, HEAD
-from ..checkpoint.prefetch import in_order
-from ..checkpoint.source import Float32Array, ModelSource, QuantizedRows, RowRange, UInt8Array
+from ..checkpoint.source import Float32Array, ModelSource, QuantizedRows, RowRange, UInt8Array, in_order
 from .config_json import architecture, config_settings
 from .gguf_header import AGAIN, GgufHeader, StoredTensor, read_gguf_header
 from .gguf_metadata import GgufMetadata

@@ -7,27 +7,28 @@ activations), the level at which every bit width has a fast CPU kernel.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from onnx import GraphProto, ModelProto, helper
 
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layer_weights import Norm, QuantPlan
+from ..checkpoint.layer_weights import LayerInput, Norm, PerLayerInputsLayout, QuantPlan
 from ..checkpoint.layout import final_norm, layer_layout, per_layer_inputs_layout
 from . import inputs_outputs
 from .attention import Attention
 from .convolution import append_convolution
 from .delta_net import append_delta_net
 from .draft_features import DraftFeatures
-from .embedding_head import EmbeddingAndHead
-from .feed_forward import append_feed_forward
+from .embedding_head import EmbeddingAndHead, gathered_rows
+from .feed_forward import activated, append_feed_forward
 from .initializers import Initializers
 from .mamba2 import append_mamba
 from .nodes import MICROSOFT, Nodes
-from .per_layer_inputs import append_own_input, append_per_layer_inputs
 
 OPSET: Final = 21
 IR_VERSION: Final = 10
+_NAME: Final = "layer_inputs"
 
 
 def build_graph(
@@ -153,3 +154,48 @@ def _add_to_residual(
         return nodes.add_and_norm(value, residual, before, name)
     sum_ = nodes.add("Add", [value, residual], f"{name}.residual")
     return sum_, sum_
+
+
+def append_per_layer_inputs(nodes: Nodes, layout: PerLayerInputsLayout, embedded: str) -> list[str]:
+    """Append the inputs of all layers, (norm(projection(embedded) / sqrt(hidden)) + table row * sqrt(width)) / sqrt(2).
+
+    Args:
+        nodes: the graph.
+        layout: the linears.
+        embedded: name of the scaled token embeddings, [1, M, hidden].
+
+    Returns:
+        The name of [1, M, width] for each layer.
+    """
+    config = nodes.config
+    projected = nodes.scaled(
+        nodes.linear(layout.projection, embedded),
+        1 / math.sqrt(config.hidden_size),
+        f"{_NAME}.projection.scale",
+        f"{_NAME}.projected",
+    )
+    apart = nodes.integers(f"{_NAME}.apart", 0, 0, config.layers, config.per_layer_width)
+    normed = nodes.norm(nodes.add("Reshape", [projected, apart], f"{_NAME}.by_layer"), layout.norm, f"{_NAME}.normed")
+    together = nodes.add("Reshape", [normed, nodes.integers(f"{_NAME}.together", 0, 0, -1)], f"{_NAME}.joined")
+    own = nodes.scaled(
+        _rows(nodes, layout), math.sqrt(config.per_layer_width), f"{_NAME}.table.scale", f"{_NAME}.own.scaled"
+    )
+    total = nodes.add("Add", [together, own], f"{_NAME}.sum")
+    halved = nodes.scaled(total, math.sqrt(0.5), f"{_NAME}.scale", _NAME)
+    names = [f"{_NAME}.{layer}" for layer in range(config.layers)]
+    return nodes.split(halved, names, nodes.integers(f"{_NAME}.widths", *[config.per_layer_width] * config.layers))
+
+
+def _rows(nodes: Nodes, layout: PerLayerInputsLayout) -> str:
+    if nodes.plan[layout.table.name].bits == 32:
+        return nodes.add("Gather", [nodes.weights.float32(layout.table), "input_ids"], f"{_NAME}.own", axis=0)
+    return gathered_rows(nodes, layout.table, f"{_NAME}.own")[0]
+
+
+def append_own_input(nodes: Nodes, name: str, layer: LayerInput, residual: str, own: str) -> str:
+    """Append residual + norm(output(activation(gate(residual)) * own)) of a layer; returns the name of the sum."""
+    prefix = f"{name}.input"
+    gate = activated(nodes, prefix, nodes.linear(layer.gate, residual))
+    read = nodes.linear(layer.output, nodes.add("Mul", [gate, own], f"{prefix}.gated"))
+    normed = nodes.norm(read, layer.after, f"{prefix}.after")
+    return nodes.add("Add", [residual, normed], f"{prefix}.residual")

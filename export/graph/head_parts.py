@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
@@ -14,7 +14,6 @@ from .attention import Attention
 from .decoder import as_model
 from .embedding_head import HEAD_INPUT, embedded_value
 from .feed_forward import append_feed_forward
-from .needed_nodes import needed_nodes
 from .nodes import Nodes
 
 
@@ -120,3 +119,14 @@ def head_model(
         ],
     )
     return as_model(graph)
+
+
+def needed_nodes(nodes: Sequence[NodeProto], outputs: Iterable[str]) -> list[NodeProto]:
+    """Return the nodes on which `outputs` depend; `nodes` are in topological order."""
+    needed = set(outputs)
+    found = []
+    for node in reversed(nodes):
+        if needed.intersection(node.output):
+            needed.update(node.input)
+            found.append(node)
+    return found[::-1]

@@ -12,8 +12,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from ...models.manifest import WeightFormat
 from ..checkpoint.layer_weights import FusedLinear
-from ..checkpoint.prefetch import in_order
-from ..checkpoint.source import Float32Array, LowRankFactors, ModelSource, RowRange, UInt8Array
+from ..checkpoint.source import Float32Array, LowRankFactors, ModelSource, RowRange, UInt8Array, in_order
 from ..quantization.codes import OFFSETS, blocks_of, quantize_rows, unpack_zero_points
 from .weight_file import WeightFile
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib import resources
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -17,7 +20,6 @@ from ..graph.rotation import rotate_outside
 from .expanded_codes import compute_in_float, expand_embedding, expand_matrices
 from .float16_form import use_half_precision
 from .forms import GpuForm
-from .operator_table import operators_outside
 
 TOP_IDS: Final = "top_ids"
 """Output: ids of the tokens with the largest logits, int64 `[R, K]`, the best first."""
@@ -27,6 +29,7 @@ TOP_COUNT: Final = 64
 """Largest K."""
 _LOGITS: Final = "logits"
 _FLOAT: Final = ELEMENT_TYPES[np.dtype(np.float32)]
+_FILE: Final = "operator_kernels.json"
 
 
 def gpu_graph(graph: Path, form: GpuForm, *, plain: bool = False) -> bytes:
@@ -138,3 +141,29 @@ def _take_window_biases(editor: GraphEditor) -> None:
         return [each]
 
     editor.rewrite(replaced)
+
+
+@cache
+def operator_table(provider: str) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+    """The operators of a provider by domain and name.
+
+    Each has `since`, the lowest operator set; `inputs` and `outputs`, names of types in order (with dots for any number
+    of them); and `types`, the element types by name.
+    """
+    package = __package__ or ""
+    data: dict[str, Any] = json.loads(resources.files(package).joinpath(_FILE).read_text(encoding="utf-8"))
+    table: dict[str, dict[str, dict[str, Any]]] = data[provider]
+    return table
+
+
+def operators_outside(editor: GraphEditor, provider: str) -> list[str]:
+    """Names of a graph's operators that a provider has no kernel for, sorted."""
+    table = operator_table(provider)
+    versions = {"" if each.domain == "ai.onnx" else each.domain: each.version for each in editor.model.opset_import}
+    missing = set()
+    for each in editor.graph.node:
+        domain = "" if each.domain == "ai.onnx" else each.domain
+        entry = table.get(domain, {}).get(each.op_type)
+        if entry is None or versions.get(domain, 1) < entry["since"]:
+            missing.add(str(each.op_type))
+    return sorted(missing)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import platform
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +19,8 @@ from ...models.cache import cache_folder
 from ...models.file_system import remove
 from ...models.json_file import parse_json_object, record_from_json, record_to_json
 from ...models.regular_file import MAX_JSON_BYTES, read_regular
+from ...version import __version__
+from ..devices.chip import chip_name, running_architecture
 from ..devices.drivers import device_identity
 from ..devices.processor import default_threads, machine
 from ..graph.ort import RUNTIME_VERSION
@@ -107,3 +112,25 @@ def model_id(bundle: Bundle) -> str:
     except OSError:
         return str(path)
     return f"{path}\0{status.st_size}\0{status.st_mtime_ns}"
+
+
+def describe_machine() -> dict[str, str]:
+    """Return names and versions that speed depends on."""
+    return {
+        "processor": chip_name() or running_architecture(),
+        "logical cores": str(os.cpu_count() or "unknown"),
+        "system": _system(),
+        "onnxruntime": RUNTIME_VERSION,
+        "edge-run": __version__,
+    }
+
+
+def _system() -> str:
+    """Return name and version of the operating system."""
+    if sys.platform == "win32":
+        # The platform module asks a service of Windows that may hang.
+        version = sys.getwindowsversion()
+        system = f"Windows-{version.major}.{version.minor}.{version.build}"
+    else:
+        system = platform.platform(terse=True)
+    return system

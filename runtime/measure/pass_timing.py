@@ -14,19 +14,19 @@ and measured again when the model is next loaded on an idle machine.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from ...models.bundle import Bundle
+from ...models.progress import Progress, silent
 from ..graph.bound_graph import BoundGraph
 from ..graph.session import SessionConfig
-from ..speculation.pass_cost import Doubt, PassCost
-from ..speculation.plausible_costs import POSITION_COST, is_plausible
+from ..speculation.pass_cost import POSITION_COST, Doubt, PassCost, is_plausible
 from .measurement_store import MeasurementStore, model_key
-from .measuring_time import MeasuringTime
 from .system_load import LoadMeter
 
 PASS_COSTS: Final = MeasurementStore("pass-cost", 2, PassCost.from_json, PassCost.to_json)
@@ -75,6 +75,30 @@ class TimingExtent:
     """As for `measure_pass_cost`."""
     widths: Sequence[int] = WIDTHS
     """As for `measure_pass_cost`."""
+
+
+class MeasuringTime:
+    """Adds up the seconds of measurements that an answer waits for, and reports their progress.
+
+    Args:
+        progress: receives the stage and the fraction that is done.
+    """
+
+    def __init__(self, progress: Progress = silent) -> None:
+        self._progress = progress
+        self.seconds = 0.0
+        """Seconds that measurements have taken so far."""
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[Callable[[float], None]]:
+        """Count the time of the block; yields a function that reports the fraction of it that is done, 0 to 1."""
+        started = time.perf_counter()
+        self._progress(name, 0.0)
+        try:
+            yield lambda fraction: self._progress(name, fraction)
+            self._progress(name, 1.0)
+        finally:
+            self.seconds += time.perf_counter() - started
 
 
 def load_or_measure_pass_cost(

@@ -39,8 +39,7 @@ from ..graph.prepacked import prepacked_draft_graph
 from ..graph.session import GraphSession, SessionConfig
 from ..kv.borrowed import BorrowedArena
 from ..kv.prefix_cache import PrefixCache
-from ..measure.measuring_time import MeasuringTime
-from ..measure.pass_timing import TimingExtent, load_or_measure_pass_cost, measure_pass_cost
+from ..measure.pass_timing import MeasuringTime, TimingExtent, load_or_measure_pass_cost, measure_pass_cost
 from .drafters.draft_model import DraftModel, Int32, check_target_ids
 from .drafters.hidden_state_head import HiddenStateHead
 from .drafters.layer_skip import LayerSkipDraft

@@ -27,7 +27,6 @@ import numpy.typing as npt
 
 from ...models.json_file import Count, WholeNumber, record_from_json, record_to_json
 from .cost_knots import MAX_WEIGHT, Knot, clipped, count_strays, interpolated, staircase
-from .plausible_costs import made_plausible
 
 MAX_OBSERVED_WIDTH: Final = 256
 """Maximum width of a pass that is observed; prefill passes are wider and not relevant for drafts."""
@@ -51,6 +50,8 @@ TOLERANCE: Final = 0.02
 _NO_CURVE: Final = 0.0, np.empty(0)
 _SHAPE_TOLERANCE: Final = 0.06
 """Sum of the changes of the estimates after which a curve is made again, which takes 50 us."""
+POSITION_COST: Final = 0.3
+"""Upper estimate of what each further position of a pass costs, in passes of width 1, where nothing better is known."""
 
 
 class Doubt(Enum):
@@ -320,3 +321,33 @@ def _frozen(curve: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 def _median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
+
+
+def is_plausible(times: Mapping[int, float]) -> bool:
+    """Whether costs by width can be those of an undisturbed machine.
+
+    A pass over m tokens can do no more work than m passes over one, and no less than a narrower pass. Kernels and
+    disturbances may double that.
+    """
+    least = times[1] / 2
+    for width in sorted(times):
+        if not least <= times[width] <= 2 * width * times[1]:
+            return False
+        least = max(least, times[width] / 2)
+    return True
+
+
+def made_plausible(times: Mapping[int, float]) -> dict[int, float]:
+    """Doubtful costs without what cannot be: a disturbed pass took too long, never too short.
+
+    Too high a cost would keep passes of that width from ever being run, and the cost from being corrected.
+    """
+    found: dict[int, float] = {}
+    least = math.inf
+    for width in sorted(times, reverse=True):
+        least = found[width] = min(least, times[width])
+    single = found[1]
+    return {
+        width: seconds if seconds <= 2 * width * single else single * (1 + POSITION_COST * (width - 1))
+        for width, seconds in found.items()
+    }

@@ -25,8 +25,13 @@ from ..kv.arena import KVArena
 from ..kv.prefix_cache import PrefixCache, shared_tokens
 from ..measure.exactness import EXACTNESS_REPORTS, ExactnessReport, measure_exactness
 from ..measure.measurement_store import model_id, model_key
-from ..measure.measuring_time import MeasuringTime
-from ..measure.pass_timing import MEASURING_SPEED, PASS_COSTS, load_or_measure_pass_cost, measure_pass_cost
+from ..measure.pass_timing import (
+    MEASURING_SPEED,
+    PASS_COSTS,
+    MeasuringTime,
+    load_or_measure_pass_cost,
+    measure_pass_cost,
+)
 from ..measure.system_load import LoadMeter
 from ..options import GenerationRequest, Persistence
 from ..scheduling.work_thread import WorkThread

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from onnx import TensorProto
 
 from ....models.manifest import WeightFormat
-from ...checkpoint.prefetch import in_order
+from ...checkpoint.source import in_order
 from ...quantization.codes import UInt8Array, blocks_of, quantize_rows
 from ..edit.editable import EditableGraph, Node
 from ..edit.tensors import Array, Computed, Tensor

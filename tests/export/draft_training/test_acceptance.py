@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from edgerun.export.draft_training import precision  # noqa: E402
+from edgerun.export.draft_training import training_loop  # noqa: E402
 from edgerun.export.draft_training.acceptance import (  # noqa: E402
     CHAIN,
     AnswerAcceptance,
@@ -72,7 +72,7 @@ def predicted(model: CausalLM, ids: list[int]) -> npt.NDArray[np.float64]:
 
 def test_the_figures_of_a_draft_model_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     # Near ties are decided alike in float32.
-    monkeypatch.setattr(precision, "native_bfloat16", lambda kind: False)
+    monkeypatch.setattr(training_loop, "native_bfloat16", lambda kind: False)
     torch.manual_seed(4)
     model = CausalLM(SHAPE).eval()
     with torch.no_grad():

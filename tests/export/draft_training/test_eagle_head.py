@@ -17,7 +17,7 @@ from edgerun.errors import InputError  # noqa: E402
 from edgerun.export import FP32, ExportRecipe, ExportRequest, HeadRequest, export_checkpoint  # noqa: E402
 from edgerun.export.check.reference import reference_logits  # noqa: E402
 from edgerun.export.checkpoint.safetensors_files import Checkpoint  # noqa: E402
-from edgerun.export.draft_training import precision  # noqa: E402
+from edgerun.export.draft_training import training_loop  # noqa: E402
 from edgerun.export.draft_training.acceptance import CHAIN  # noqa: E402
 from edgerun.export.draft_training.eagle_head import EagleNetwork, EagleShape  # noqa: E402
 from edgerun.export.draft_training.head_task import head_acceptance, head_labels, with_states  # noqa: E402
@@ -167,7 +167,7 @@ def test_states_are_those_of_the_reference_decoder(tmp_path: Path) -> None:
 
 
 def test_acceptance_of_a_head_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "native_bfloat16", lambda kind: False)
+    monkeypatch.setattr(training_loop, "native_bfloat16", lambda kind: False)
     bundle = open_bundle(write_bundle(tmp_path, num_hidden_layers=4))
     source = TargetStates(bundle, 40)
     torch.manual_seed(0)
@@ -228,7 +228,7 @@ def test_acceptance_of_a_head_is_counted(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_an_exported_head_drafts_what_it_was_trained_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "native_bfloat16", lambda kind: False)
+    monkeypatch.setattr(training_loop, "native_bfloat16", lambda kind: False)
     target = write_bundle(tmp_path / "target", num_hidden_layers=4)
     told = [PromptConversation((f"the thing {number} of them",)) for number in range(16)]
     request = DraftTrainingRequest(

@@ -14,8 +14,11 @@ torch = pytest.importorskip("torch")
 
 from safetensors.numpy import load_file  # noqa: E402
 
-from edgerun.export.draft_training.rounding import BlockRounding  # noqa: E402
-from edgerun.export.draft_training.torch_llama import CausalLM, ModelShape  # noqa: E402
+from edgerun.export.draft_training.torch_llama import (  # noqa: E402
+    BlockRounding,
+    CausalLM,
+    ModelShape,
+)
 from edgerun.export.quantization.codes import dequantize_rows, quantize_rows  # noqa: E402
 from edgerun.models.manifest import WeightFormat  # noqa: E402
 from edgerun.training.checkpoint import load_model, save_model  # noqa: E402

@@ -16,8 +16,8 @@ from edgerun.export.draft_training.request import (  # noqa: E402
     DraftSize,
     DraftTrainingRequest,
 )
-from edgerun.export.draft_training.rounding import BlockRounding  # noqa: E402
 from edgerun.export.draft_training.target_text import AnswerOptions, PromptConversation  # noqa: E402
+from edgerun.export.draft_training.torch_llama import BlockRounding  # noqa: E402
 from edgerun.export.draft_training.training_loop import TrainOptions  # noqa: E402
 from edgerun.export.draft_training.training_run import train_draft  # noqa: E402
 from edgerun.export.draft_training.training_state import load_state  # noqa: E402

@@ -18,8 +18,8 @@ from edgerun.runtime.speculation.pass_cost import (
     TOLERANCE,
     Doubt,
     PassCost,
+    is_plausible,
 )
-from edgerun.runtime.speculation.plausible_costs import is_plausible
 from edgerun.runtime.speculation.pruning import best_width
 
 TIMES = {1: 8.1e-3, 2: 10.7e-3, 3: 14.9e-3, 4: 18.0e-3, 6: 24.7e-3, 8: 31.3e-3}
