@@ -8,7 +8,7 @@ from ..models.manifest import GraphLayout
 from .checkpoint.config import DecoderConfig
 from .checkpoint.layer_weights import QuantPlan
 from .checkpoint.source import ModelSource
-from .graph.draft_features import DraftFeatures
+from .graph.inputs_outputs import DraftFeatures
 from .npu.npu_request import NpuRequest
 
 

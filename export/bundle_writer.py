@@ -26,8 +26,7 @@ from .checkpoint.config import DecoderConfig
 from .checkpoint.layout import fused_linears
 from .genai.genai_layout import write_genai_layout
 from .graph.decoder import build_graph
-from .graph.initializers import Initializers
-from .graph.weight_file import WeightFile
+from .graph.initializers import Initializers, WeightFile
 from .npu.static_graphs import NPU_WEIGHTS_NAME, write_static_graphs
 
 PRODUCER: Final = "edge-run"

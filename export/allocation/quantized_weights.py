@@ -32,8 +32,7 @@ from ..checkpoint.source import (
     RowRange,
     in_order,
 )
-from ..quantization.codes import dequantized
-from ..quantization.input_statistics import CorrectionTarget, InputStatistics
+from ..quantization.codes import CorrectionTarget, InputStatistics, dequantized
 from ..quantization.low_rank_correction import correction_factors
 from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR
 

@@ -23,8 +23,7 @@ from ..checkpoint.layer_weights import FusedLinear, QuantPlan
 from ..checkpoint.layout import expected_tensors, fused_linears, layer_layout
 from ..checkpoint.source import Float32Array, LowRankFactors, QuantizedRows, RowRange, UInt8Array
 from ..graph.decoder import build_graph
-from ..graph.initializers import Initializers
-from ..graph.weight_file import WeightFile
+from ..graph.initializers import Initializers, WeightFile
 from ..quantization.codes import FACTOR_FORMAT, blocks_of
 from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, is_allowed
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from ...errors import CheckpointError
 from ..checkpoint.json_fields import count, optional_list
-from .layer_kinds import layers_of_kind
+from .attention_shapes import layers_of_kind
 from .short_convolution import MAX_KERNEL
 
 _LINEAR, _ATTENTION = "linear_attention", "full_attention"

@@ -19,8 +19,8 @@ from typing import Any, Final
 from ...errors import CheckpointError
 from ...models.json_file import shown
 from ..checkpoint.json_fields import count, optional_list
+from .attention_shapes import layers_of_kind
 from .delta_net import MAX_HEADS
-from .layer_kinds import layers_of_kind
 from .short_convolution import MAX_KERNEL
 
 _MAMBA: Final = ("mamba", "linear_attention")

@@ -13,7 +13,7 @@ from typing import Any, Final
 from ...errors import CheckpointError
 from ...models.json_file import is_whole, shown
 from ..checkpoint.json_fields import count, optional_list
-from .layer_kinds import layers_of_kind
+from .attention_shapes import layers_of_kind
 
 _CONVOLUTION, _ATTENTION = "conv", "full_attention"
 MAX_KERNEL: Final = 64

@@ -22,8 +22,7 @@ from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear, Layer, Norm, SharedExpertWeights
 from ..checkpoint.layout import final_norm, head_layout, layer_layout
 from ..checkpoint.source import Float32Array, ModelSource, ModelSourceWrapper, QuantizedRows, RowRange, in_order
-from ..quantization.codes import dequantized
-from ..quantization.input_statistics import InputStatistics
+from ..quantization.codes import InputStatistics, dequantized
 from ..quantization.methods import QUANTIZERS
 from .calibrated_source import Statistics
 from .expert_layers import expert_of

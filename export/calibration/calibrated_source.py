@@ -14,7 +14,7 @@ from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.layout import fused_linears
 from ..checkpoint.source import ModelSource, ModelSourceWrapper, QuantizedRows, RowRange, joined_rows
-from ..quantization.input_statistics import CorrectionTarget, InputStatistics
+from ..quantization.codes import CorrectionTarget, InputStatistics
 from ..quantization.methods import QUANTIZERS
 from .expert_layers import expert_of
 

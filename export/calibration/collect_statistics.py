@@ -24,7 +24,7 @@ from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.layout import head_layout, layer_layout
 from ..checkpoint.source import Float32Array, in_order
-from ..quantization.input_statistics import InputStatistics
+from ..quantization.codes import InputStatistics
 from .calibration_text import CalibrationText
 from .expert_layers import RoutedInputs, expert_of
 from .layer_runner import LayerRunner

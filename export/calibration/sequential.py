@@ -29,7 +29,7 @@ from ..bundle_content import SourceModel
 from ..checkpoint.layer_weights import FusedLinear, QuantPlan
 from ..checkpoint.layout import embedding_layout, head_layout, layer_layout
 from ..checkpoint.source import Float32Array, ModelSource, ModelSourceWrapper, QuantizedRows, RowRange, in_order
-from ..quantization.input_statistics import CorrectionTarget, InputStatistics
+from ..quantization.codes import CorrectionTarget, InputStatistics
 from ..quantization.methods import QUANTIZERS
 from .calibration_text import CalibrationText
 from .layer_runner import LayerRunner, WeightsOf

@@ -30,12 +30,11 @@ from ..checkpoint.layer_weights import QuantPlan
 from ..checkpoint.layout import final_norm
 from ..checkpoint.source import Float32Array, ModelSource
 from ..graph import inputs_outputs
-from ..graph.draft_features import DraftFeatures
 from ..graph.eagle_graph import EagleParts, build_eagle_head
-from ..graph.initializers import Initializers
+from ..graph.initializers import Initializers, WeightFile
+from ..graph.inputs_outputs import DraftFeatures
 from ..graph.medusa_graph import TOP_IDS, TOP_PROBABILITIES, build_medusa_heads
 from ..graph.mtp_graph import MtpParts, build_mtp_module
-from ..graph.weight_file import WeightFile
 from ..recipe import (
     DEFAULT_METHODS,
     FP32,

@@ -31,7 +31,7 @@ from ..checkpoint.json_fields import count, read_json
 from ..checkpoint.layer_weights import FusedLinear, Layer, Norm
 from ..checkpoint.layout import EMBEDDING, embedding_layout, final_norm, head_layout, layer_layout
 from ..checkpoint.safetensors_files import Checkpoint
-from ..graph.draft_features import DraftFeatures, eagle_features
+from ..graph.inputs_outputs import DraftFeatures, eagle_features
 
 TargetIds = npt.NDArray[np.int64]
 

@@ -19,7 +19,7 @@ from ..checkpoint.config import DecoderConfig
 from ..checkpoint.json_fields import count, read_json
 from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.safetensors_files import SINGLE_FILE, Checkpoint
-from ..graph.draft_features import DraftFeatures
+from ..graph.inputs_outputs import DraftFeatures
 
 _MAX_HEADS: Final = 16
 _MAX_BLOCKS: Final = 16

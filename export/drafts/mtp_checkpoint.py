@@ -15,7 +15,7 @@ from ..checkpoint.json_fields import count, read_json
 from ..checkpoint.layer_weights import FusedLinear, Layer, Norm
 from ..checkpoint.layout import final_norm, layer_layout
 from ..checkpoint.safetensors_files import Checkpoint
-from ..graph.draft_features import DraftFeatures
+from ..graph.inputs_outputs import DraftFeatures
 
 WITHOUT: Final = "export it without, with --draft none"
 

@@ -34,7 +34,7 @@ from ...models.file_system import move
 from ...models.manifest import MANIFEST_NAME, Architecture, Manifest
 from ..check.contract_session import ContractSession
 from ..graph import inputs_outputs
-from ..graph.weight_file import WeightFile
+from ..graph.initializers import WeightFile
 from ..upgrade.describe import bits_per_weight, weight_matrices
 from ..upgrade.edit.editable import EditableGraph, Node
 from ..upgrade.edit.tensors import FileRange, Store, in_place, to_file

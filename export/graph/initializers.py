@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from pathlib import Path
+from types import TracebackType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from ...models.manifest import WeightFormat
+from ...models.manifest import FileDigest, WeightFormat
 from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.source import Float32Array, LowRankFactors, ModelSource, RowRange, UInt8Array, in_order
 from ..quantization.codes import OFFSETS, blocks_of, quantize_rows, unpack_zero_points
-from .weight_file import WeightFile
 
 _INLINE_BELOW: Final = 1024
 """Smaller constants, in bytes, are stored in the .onnx file itself, where shape inference can see them."""
 
 HALF_SCALES: Final = "half_scales"
 """Last part of the name of scales that are stored in float16."""
+_MAPPED_FROM: Final = 1 << 20
+_MAP_ALIGNMENT: Final = 1 << 16
+"""Windows maps files at multiples of 64 KiB; pages of other systems divide it."""
+_SMALL_ALIGNMENT: Final = 64
 
 
 class _QuantizationParameters(NamedTuple):
@@ -309,3 +315,41 @@ class Initializers:
 def _alternating(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     """Interleave the rows of several arrays: the first row of each, then the second of each, and so on."""
     return np.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])
+
+
+class WeightFile:
+    """Appends tensors to the file; a context manager. Methods raise OSError when the disk refuses a write."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = path.name
+        self._file = path.open("wb", buffering=0)
+        self._sha = hashlib.sha256()
+        self._size = 0
+
+    def __enter__(self) -> WeightFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def start(self, length: int) -> int:
+        """Align the file for a tensor of that many bytes and return its offset; call `append` for its bytes."""
+        alignment = _MAP_ALIGNMENT if length >= _MAPPED_FROM else _SMALL_ALIGNMENT
+        self._write(memoryview(bytes(-self._size % alignment)))
+        return self._size
+
+    def append(self, part: npt.NDArray[np.generic]) -> None:
+        """Write the next bytes of the current tensor."""
+        self._write(np.ascontiguousarray(part).data.cast("B"))
+
+    def digest(self) -> FileDigest:
+        """Size and SHA-256 of the bytes written so far."""
+        return FileDigest(self._size, self._sha.hexdigest())
+
+    def _write(self, view: memoryview) -> None:
+        self._sha.update(view)
+        self._size += len(view)
+        while view:  # an unbuffered write may be partial
+            view = view[self._file.write(view) or 0 :]

@@ -1,4 +1,4 @@
-"""Names, types and shapes of the exported graph's inputs and outputs (docs/graph-contract.md).
+"""The exported graph's inputs and outputs, hidden states for drafts among them (docs/graph-contract.md).
 
 A pass has M new tokens and T - M cached ones; R of the M positions get logits. The caller owns the KV cache: `past` and
 `present` of a layer are bound to one buffer, in which the graph writes slots T - M to T - 1.
@@ -6,12 +6,14 @@ A pass has M new tokens and T - M cached ones; R of the M positions get logits. 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 from onnx import TensorProto, ValueInfoProto, helper
 
+from ...errors import InputError
+from ...models.draft_heads import HeadKind, feature_layers
 from ..checkpoint.config import DecoderConfig
-from .draft_features import DraftFeatures
 
 LOGITS: Final = "logits"
 HIDDEN_STATES: Final = "hidden_states"
@@ -161,3 +163,51 @@ def _states(config: DecoderConfig, *, present: bool = False) -> list[ValueInfoPr
 def _buffer_shape(config: DecoderConfig, layer: int) -> list[str | int]:
     shape = config.attention[layer].shape
     return [1, shape.kv_heads, "capacity", shape.head_dim]
+
+
+@dataclass(frozen=True)
+class DraftFeatures:
+    """Which hidden states a graph gives as `draft_features`."""
+
+    layers: tuple[int, ...] = ()
+    """Layers whose inputs, the residual stream, are concatenated; the number of layers stands for the output of the
+    last one. Empty for the states after the last norm."""
+    all_tokens: bool = True
+    """Whether all tokens of a pass have features, or those with logits only."""
+
+    def size(self, config: DecoderConfig) -> int:
+        """Number of features of a token."""
+        return max(1, len(self.layers)) * config.hidden_size
+
+    def needs_last_layer(self, config: DecoderConfig) -> bool:
+        """Whether the last layer has to run for tokens without logits too."""
+        return self.all_tokens and (self.after_norm or config.layers in self.layers)
+
+    @property
+    def after_norm(self) -> bool:
+        """Whether the features are what the LM head reads."""
+        return not self.layers
+
+
+def eagle_features(config: DecoderConfig, listed: tuple[int, ...] | None) -> DraftFeatures:
+    """The features of an EAGLE-3 head.
+
+    Args:
+        config: the target.
+        listed: the layers that the head's config.json lists; None for the default.
+
+    Raises:
+        InputError: the target does not have such layers.
+    """
+    layers = feature_layers(config.layers, listed)
+    if not all(0 <= layer < config.layers for layer in layers):
+        raise InputError(
+            f"the head reads the inputs of layers {', '.join(map(str, layers))}, but the model has {config.layers}",
+            "give a head that was trained for this model",
+        )
+    return DraftFeatures(layers)
+
+
+def features_for(kind: HeadKind, config: DecoderConfig, listed: tuple[int, ...] | None) -> DraftFeatures:
+    """The features that a head of a kind takes; arguments and errors as for `eagle_features`."""
+    return eagle_features(config, listed) if kind is HeadKind.EAGLE else DraftFeatures(all_tokens=False)

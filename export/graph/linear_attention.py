@@ -1,4 +1,4 @@
-"""The convolution and recurrence of a layer with linear attention, whose states the caller keeps.
+"""Convolutions and recurrences of layers with states that the caller keeps.
 
 `com.microsoft.LinearAttention` computes the recurrence token by token, with the same bits for every width. The
 convolution is made of elementary operators, which take half the time of `CausalConvWithState`
@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...runtime.kv.state_buffers import UPDATED_WIDTH
-from ..checkpoint.layer_weights import ConvolutionWeights
-from .convolution import append_taps
+from ..checkpoint.layer_weights import ConvolutionWeights, Layer
 from .inputs_outputs import (
     advanced_recurrent,
     past_conv,
@@ -101,3 +100,47 @@ def _last(nodes: Nodes, tokens: int) -> list[str]:
     """The further inputs of a Slice that keeps the last tokens, or all where there are no more."""
     bounds = nodes.integers(f"last.{tokens}", -tokens), nodes.integers("last.end", np.iinfo(np.int64).max)
     return [*bounds, nodes.integers("conv.axis", 1)]
+
+
+def append_convolution(nodes: Nodes, index: int, layer: Layer, convolution: ConvolutionWeights, normed: str) -> str:
+    """Append C * convolution(B * x) of layer `index`; returns the name of [1, M, channels]."""
+    name, width = f"layers.{index}.conv", convolution.channels
+    parts = [f"{name}.{part}" for part in ("b", "c", "x")]
+    widths = nodes.integers("conv.widths", width, width, width)
+    gate_in, gate_out, value = nodes.split(nodes.linear(layer.qkv, normed), parts, widths)
+    gated = nodes.add("Mul", [gate_in, value], f"{name}.gated")
+    inputs = nodes.add("Concat", [past_conv(index), gated], present_conv(index), axis=1)
+    return nodes.add("Mul", [gate_out, append_taps(nodes, name, convolution, inputs, gated)], f"{name}.mixed")
+
+
+def append_taps(nodes: Nodes, name: str, convolution: ConvolutionWeights, inputs: str, new: str) -> str:
+    """Append the convolution of each channel, [1, M, channels].
+
+    Args:
+        nodes: the graph's nodes.
+        name: prefix of the nodes.
+        convolution: the weights.
+        inputs: name of the inputs at the tokens before the new ones followed by these, [1, kernel - 1 + M, channels].
+        new: name of those at the new tokens, [1, M, channels].
+    """
+    taps = nodes.weights.taps(f"{name}.tap", convolution.weight, convolution.kernel)
+    terms = [
+        nodes.add("Mul", [_shifted(nodes, inputs, new, tap, convolution.kernel), weight], f"{name}.term.{tap}")
+        for tap, weight in enumerate(taps)
+    ]
+    total = terms[0]
+    for tap, term in enumerate(terms[1:], 1):
+        total = nodes.add("Add", [total, term], f"{name}.sum.{tap}")
+    if convolution.bias is not None:
+        total = nodes.add("Add", [total, nodes.weights.vector(f"{name}.bias", [convolution.bias])], f"{name}.biased")
+    return total
+
+
+def _shifted(nodes: Nodes, inputs: str, gated: str, tap: int, kernel: int) -> str:
+    """The input that each new token's kernel multiplies by its weight `tap`, [1, M, channels]."""
+    back = kernel - 1 - tap
+    if not back:
+        return gated
+    first, last = nodes.integers(f"conv.first.{tap}", tap), nodes.integers(f"conv.last.{back}", -back)
+    shifted = nodes.add("Slice", [inputs, first, last, nodes.integers("conv.axis", 1)], f"{gated}.{tap}")
+    return nodes.within_text(shifted, back)

@@ -13,8 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from ...errors import ExportError
 from ...models.manifest import WeightFormat
 from ..checkpoint.source import ModelSource
-from ..graph.initializers import HALF_SCALES
-from ..graph.weight_file import WeightFile
+from ..graph.initializers import HALF_SCALES, WeightFile
 from ..quantization.codes import dequantize_rows, pack_zero_points
 
 Array = npt.NDArray[Any]

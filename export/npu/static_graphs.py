@@ -15,7 +15,7 @@ from ...models.manifest import FileDigest
 from ...models.progress import Progress
 from ..bundle_content import BundleContent
 from ..check.static_parity import check_static_graphs
-from ..graph.weight_file import WeightFile
+from ..graph.initializers import WeightFile
 from .npu_request import NpuRequest, StaticShape
 from .npu_weights import NpuWeights
 from .static_decoder import build_static_graph

@@ -1,4 +1,4 @@
-"""Weights of 2, 4 and 8 bits: round-to-nearest, and the operators' packing.
+"""Weights of 2, 4 and 8 bits: statistics of inputs, round-to-nearest, the operators' packing.
 
 A weight matrix [N, K] is divided along K into blocks. A block's scale maps its weight of largest magnitude to code 0:
 
@@ -28,7 +28,8 @@ rounded to nearest too.
 
 from __future__ import annotations
 
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -231,3 +232,26 @@ def pack_zero_points(zeros: UInt8Array, bits: int) -> UInt8Array:
 def unpack_zero_points(packed: UInt8Array, blocks: int, bits: int) -> UInt8Array:
     """The inverse of `pack_zero_points`."""
     return unpack_codes(packed, bits)[:, :blocks]
+
+
+@dataclass(frozen=True, eq=False)
+class InputStatistics:
+    """Averages over the calibration tokens of the K inputs x of a linear."""
+
+    mean_square: Float32Array
+    """E[x_j ** 2], float32 [K]: the cost of an error in a column of the weights."""
+    mean_magnitude: Float32Array
+    """E[|x_j|], float32 [K]."""
+    second_moment: Float32Array | None = None
+    """E[x xT], float32 [K, K], symmetric; large, so None where no method needs it."""
+    tokens: int = 0
+    """Number of tokens averaged over."""
+
+
+class CorrectionTarget(NamedTuple):
+    """What a quantized and corrected linear should approximate."""
+
+    weights: Float32Array
+    """Weights, float32 [N, K]."""
+    inputs: InputStatistics | None
+    """Statistics of the linear's inputs; None where unknown."""

@@ -27,8 +27,7 @@ import numpy.typing as npt
 from ...errors import InputError
 from ...models.manifest import WeightFormat
 from ..checkpoint.source import QuantizedRows
-from .codes import Float32Array, pack_codes, unpack_zero_points
-from .input_statistics import InputStatistics
+from .codes import Float32Array, InputStatistics, pack_codes, unpack_zero_points
 from .k_quant import k_quant_rows
 
 Float64Array = npt.NDArray[np.float64]

@@ -26,6 +26,7 @@ from ...models.manifest import WeightFormat
 from ..checkpoint.source import QuantizedRows
 from .codes import (
     Float32Array,
+    InputStatistics,
     centered_zeros,
     default_scales,
     half_precision,
@@ -33,7 +34,6 @@ from .codes import (
     nearest_codes,
     pack_zero_points,
 )
-from .input_statistics import InputStatistics
 
 _SCALE_FACTORS: Final = {
     2: (1.0, 0.55, 0.7, 0.85, -0.55, -0.7, -0.85),

@@ -15,8 +15,7 @@ import numpy.typing as npt
 from ...errors import InputError
 from ...models.manifest import WeightFormat
 from ..checkpoint.source import Float32Array, LowRankFactors
-from .codes import FACTOR_FORMAT, quantize_rows
-from .input_statistics import InputStatistics
+from .codes import FACTOR_FORMAT, InputStatistics, quantize_rows
 
 Float64Array = npt.NDArray[np.float64]
 

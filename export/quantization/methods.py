@@ -9,9 +9,8 @@ import numpy as np
 
 from ...models.manifest import Method, WeightFormat
 from ..checkpoint.source import QuantizedRows
-from .codes import Float32Array, default_scales, in_blocks, nearest_codes, pack_zero_points
+from .codes import Float32Array, InputStatistics, default_scales, in_blocks, nearest_codes, pack_zero_points
 from .gptq import gptq_rows
-from .input_statistics import InputStatistics
 from .k_quant import k_quant_rows
 
 

@@ -23,7 +23,7 @@ from ..checkpoint.tokenizer_files import require_config_files, require_tokenizer
 from ..destination import ExportResult, bundle_written_whole, require_apart
 from ..graph import inputs_outputs
 from ..graph.gpu_variants import write_gpu_variants
-from ..graph.weight_file import WeightFile
+from ..graph.initializers import WeightFile
 from ..recipe import DEFAULT_CONTEXT_LIMIT, FP32, INT4, LONGEST_CONTEXT, ExportRecipe, ExportRequest
 from .contract_inputs import AttentionShape, declare_cache_shape, wire_attention
 from .decoder_io import POSITIONS, CacheTensor, identify_io, take_cached_branch

@@ -32,7 +32,7 @@ from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.json_fields import read_json
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from edgerun.export.graph.weight_file import WeightFile
+from edgerun.export.graph.initializers import WeightFile
 from edgerun.export.recipe import with_methods
 from edgerun.models.bundle import digest_file, open_bundle
 from support.links import needs_links

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from edgerun.export.quantization.input_statistics import InputStatistics
+from edgerun.export.quantization.codes import InputStatistics
 
 
 def random_rows(seed: int, rows: int, columns: int) -> npt.NDArray[np.float32]:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from ....errors import BundleError
-from ...graph.weight_file import WeightFile
+from ...graph.initializers import WeightFile
 
 Array = npt.NDArray[Any]
 

@@ -27,8 +27,7 @@ from edgerun.export.checkpoint.layer_weights import FusedLinear
 from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.checkpoint.source import ModelSource, RowRange
-from edgerun.export.quantization.codes import dequantized
-from edgerun.export.quantization.input_statistics import InputStatistics
+from edgerun.export.quantization.codes import InputStatistics, dequantized
 from edgerun.export.quantization.methods import QUANTIZERS
 from edgerun.models.progress import silent
 from support.tiny_models import GRANITE_EXPERTS, write_checkpoint

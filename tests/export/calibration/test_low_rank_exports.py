@@ -36,8 +36,13 @@ from edgerun.export.checkpoint.layer_weights import FusedLinear
 from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.graph import decoder as graph_module
-from edgerun.export.quantization.codes import FACTOR_FORMAT, dequantized, low_rank_product
-from edgerun.export.quantization.input_statistics import CorrectionTarget, InputStatistics
+from edgerun.export.quantization.codes import (
+    FACTOR_FORMAT,
+    CorrectionTarget,
+    InputStatistics,
+    dequantized,
+    low_rank_product,
+)
 from edgerun.export.quantization.low_rank_correction import correction_factors, low_rank_correction
 from edgerun.export.quantization.methods import nearest_rows
 from edgerun.export.recipe import DEFAULT_METHODS

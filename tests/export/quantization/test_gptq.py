@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from edgerun.errors import InputError
 from edgerun.export import Method, WeightFormat
 from edgerun.export.checkpoint.source import QuantizedRows
-from edgerun.export.quantization.codes import dequantized, unpack_codes, unpack_zero_points
+from edgerun.export.quantization.codes import InputStatistics, dequantized, unpack_codes, unpack_zero_points
 from edgerun.export.quantization.gptq import gptq_rows
-from edgerun.export.quantization.input_statistics import InputStatistics
 from edgerun.export.quantization.methods import QUANTIZERS
 from support.correlated_inputs import correlated_inputs, random_rows
 from support.weight_operators import FORMATS

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from edgerun.errors import CheckpointError, InputError
 from edgerun.export import FP32, INT2, INT4, INT8, ExportRecipe, ExportRequest, Method, WeightFormat, export_checkpoint
-from edgerun.export.quantization.codes import dequantized
-from edgerun.export.quantization.input_statistics import InputStatistics
+from edgerun.export.quantization.codes import InputStatistics, dequantized
 from edgerun.export.quantization.methods import QUANTIZERS
 from edgerun.models.bundle import open_bundle
 from support.nightly import some_nightly

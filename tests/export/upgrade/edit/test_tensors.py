@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 from edgerun.errors import BundleError
 from edgerun.export.check.contract_session import ModelSession
-from edgerun.export.graph.weight_file import WeightFile
+from edgerun.export.graph.initializers import WeightFile
 from edgerun.export.upgrade.edit.editable import EditableGraph
 from edgerun.export.upgrade.edit.tensors import in_place, read_tensor, to_file
 from support.small_graphs import model_of

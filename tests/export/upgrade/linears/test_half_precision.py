@@ -8,7 +8,7 @@ import numpy as np
 from onnx import TensorProto, helper
 
 from edgerun.export.check.contract_session import evaluate
-from edgerun.export.graph.weight_file import WeightFile
+from edgerun.export.graph.initializers import WeightFile
 from edgerun.export.upgrade.edit.editable import EditableGraph
 from edgerun.export.upgrade.edit.tensors import in_place, to_file
 from edgerun.export.upgrade.linears.half_precision import widen

@@ -9,7 +9,7 @@ import pytest
 from onnx import NodeProto, helper
 
 from edgerun.export.check.contract_session import evaluate
-from edgerun.export.graph.weight_file import WeightFile
+from edgerun.export.graph.initializers import WeightFile
 from edgerun.export.quantization.codes import quantize_rows
 from edgerun.export.upgrade.edit.editable import MICROSOFT, EditableGraph
 from edgerun.export.upgrade.edit.tensors import in_place, to_file
