@@ -174,6 +174,7 @@ class Generation:
                                 produced = count
                                 break
                         recorder.completion_tokens += produced
+                        recorder.text_tokens += min(produced, len(step.tokens))
                         if step.logprobs:
                             recorder.add_logprobs(each.logprob for each in step.logprobs[:produced])
                         if matcher.stopped:

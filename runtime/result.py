@@ -86,6 +86,8 @@ class Stats:
     """Number of prompt tokens whose cache slots were there already."""
     completion_tokens: int = 0
     """Number of tokens the model produced, the end-of-sequence token included."""
+    text_tokens: int = 0
+    """Number of these without the end-of-sequence token."""
     target_passes: int = 0
     """Number of forward passes of the model, the prefill included."""
     decode_passes: int = 0
@@ -192,8 +194,8 @@ class Stats:
 
 
 _SUMMED: Final = (
-    *("prompt_tokens", "reused_tokens", "completion_tokens", "target_passes", "decode_passes", "answers"),
-    *("replayed_tokens", "context_shifts", "first_token_s", "measuring_s", "drafter_loading_s", "total_s"),
+    *("prompt_tokens", "reused_tokens", "completion_tokens", "text_tokens", "target_passes", "decode_passes"),
+    *("answers", "replayed_tokens", "context_shifts", "first_token_s", "measuring_s", "drafter_loading_s", "total_s"),
     *("draft_s", "target_s", "host_s", "drafted", "accepted", "hidden_s", "passes_ahead", "passes_kept"),
 )
 
@@ -210,7 +212,7 @@ class StatsRecorder:
     def __init__(self, prompt_tokens: int) -> None:
         self.prompt_tokens: Final = prompt_tokens
         self.reused_tokens = 0
-        self.completion_tokens = 0
+        self.completion_tokens = self.text_tokens = 0
         self.shifts = 0
         self.logprob_totals = NO_LOGPROBS
         self._steps: list[Step] = []
@@ -253,6 +255,7 @@ class StatsRecorder:
             prompt_tokens=self.prompt_tokens,
             reused_tokens=self.reused_tokens,
             completion_tokens=self.completion_tokens,
+            text_tokens=self.text_tokens,
             target_passes=sum(passes),
             decode_passes=sum(passes[1:]),
             replayed_tokens=sum(step.replayed for step in self._steps),

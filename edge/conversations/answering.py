@@ -90,7 +90,9 @@ class AnswerWriter:
         Raises:
             ConversationError: the file cannot be written.
         """
-        tokens = () if self.tokens is None else self.tokens
+        tokens = self.tokens or ()
+        if stats is not None and tokens:
+            stats = {**stats, "tokens": len(tokens)}  # those that it began with, too
         return self._store.finish_answer(self.message_id, self.content, state, tokens=tokens, stats=stats, error=error)
 
 
@@ -107,7 +109,7 @@ def stats_object(stats: Stats, trimmed: Sequence[str] = ()) -> dict[str, Any]:
         trimmed: ids of the messages that were left out of its prompt.
     """
     return {
-        "tokens": stats.completion_tokens,
+        "tokens": stats.text_tokens,
         "tokens_per_second": stats.decode_tokens_per_second,
         "first_token_s": stats.first_token_s,
         "total_s": stats.total_s,

@@ -83,6 +83,20 @@ def test_the_tokens_of_an_answer_are_kept(page: Window) -> None:
     assert rate["tokens"] > 1
 
 
+def test_the_token_that_ends_an_answer_is_not_counted(page: Window) -> None:
+    answers = []
+    try:
+        for kept in (True, False):
+            page.client.patch("/api/settings", json={"token_details": kept})
+            answers.append(answered(page, new_conversation(page.client, model="shell-helper"), "list all folders"))
+    finally:
+        page.client.patch("/api/settings", json={"token_details": True})
+    assert [answer["state"] for answer in answers] == ["complete"] * 2
+    listed = tokens_of(page.client, answers[0]["id"])
+    assert "".join(token["text"] for token in listed) == answers[0]["content"] == answers[1]["content"]
+    assert [answer["stats"]["tokens"] for answer in answers] == [len(listed)] * 2
+
+
 def test_regenerating_adds_another_answer(page: Window) -> None:
     conversation = new_conversation(page.client, sampling={"max_tokens": 6, "temperature": 1.5})
     first = answered(page, conversation)
@@ -147,7 +161,7 @@ def test_continuing_gives_the_text_of_an_answer_in_one_piece(page: Window) -> No
     )
     whole = messages_of(page.client, conversation)[first["id"]]
     assert whole["content"].startswith(first["content"])
-    assert len(tokens_of(page.client, first["id"])) == 16
+    assert len(tokens_of(page.client, first["id"])) == whole["stats"]["tokens"] == 16
     straight = answered(page, new_conversation(page.client, sampling={"max_tokens": 16}))
     assert whole["content"] == straight["content"]
 
