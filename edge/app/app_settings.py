@@ -16,7 +16,6 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
     "enter_sends": True,
     "token_details": True,
     "show_statistics": True,
-    "introduced": False,
     "default_model": None,
 }
 _PREFIX: Final = "page."
@@ -34,8 +33,6 @@ class SettingsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     token_details: bool | UnsetType = UNSET
     """Whether each token of an answer is kept with its probability, its alternatives and its origin."""
     show_statistics: bool | UnsetType = UNSET
-    introduced: bool | UnsetType = UNSET
-    """Whether what the first start shows has been dismissed."""
     default_model: str | UnsetType | None = UNSET
     """The model of conversations that name none; None for the first one that is offered."""
 

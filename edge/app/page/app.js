@@ -96,8 +96,8 @@ function App() {
       <${Sidebar} />
       <div class="drawer-shade" onClick=${() => set({ drawer: false })}></div>
       <${Page} />
+      <${Notices} />
     </div>
-    <${Notices} />
     <${Announcer} />
     <${OpenDialog} />`;
 }

@@ -8,7 +8,7 @@ export const state = {
   connection: "opening",
   loaded: false,
   version: "",
-  settings: { theme: "system", font_size: 16, enter_sends: true, token_details: true, show_statistics: true, introduced: true },
+  settings: { theme: "system", font_size: 16, enter_sends: true, token_details: true, show_statistics: true },
   presets: [],
   folders: [],
   models: [],
@@ -34,8 +34,6 @@ export const state = {
   /** @type {Set<string>} conversations in which an answer is being written */
   writing: new Set(),
   notices: [],
-  /** A prompt that the composer is to take. */
-  example: null,
   announcement: "",
   dialog: null,
   drawer: false,

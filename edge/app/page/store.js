@@ -11,7 +11,7 @@ export { memo, set, state, useStore } from "./state.js";
 let noticeCount = 0;
 
 /**
- * Shows a notice at the edge of the window.
+ * Shows a notice below the page, until another page is shown or its time is over.
  *
  * @param {object} notice
  * @param {string} notice.text
@@ -21,7 +21,7 @@ let noticeCount = 0;
 export function notify({ text, kind = "information", action = null }) {
   noticeCount += 1;
   const kept = state.notices.filter((other) => other.text !== text).slice(-3);
-  set({ notices: [...kept, { id: noticeCount, text, kind, action }] });
+  set({ notices: [...kept, { id: noticeCount, text, kind, action, page: location.hash }] });
 }
 
 /** Takes a notice away. */
@@ -71,7 +71,7 @@ export async function refreshState() {
   set({
     loaded: true,
     version: got.version,
-    settings: { ...state.settings, introduced: false, ...got.settings },
+    settings: { ...state.settings, ...got.settings },
     presets: got.presets,
     folders: got.folders,
     models: got.models,
@@ -305,6 +305,7 @@ function fetchShown() {
 }
 
 function readRoute() {
+  set({ notices: state.notices.filter((notice) => notice.page === location.hash) });
   const [, page, id] = location.hash.split("/");
   if (PAGES.has(page)) set({ route: { page, id: null }, drawer: false });
   else if (page === "c" && id) {

@@ -51,6 +51,7 @@ export const strings = {
     save: "Save",
     size,
     tokens: (number) => count(number, "token", "tokens"),
+    tokensAbout: "The tokens of the answer's text; the token that ends an answer is not counted.",
   },
   announcements: {
     complete: "The answer is finished.",
@@ -223,6 +224,7 @@ export const strings = {
     copy: "Copy",
     direction: "contains characters that change the direction of text",
     imageNotLoaded: "image not loaded",
+    mermaid: "Mermaid diagram, shown as text",
     table: "Table",
     task: (done) => (done ? "done" : "to do"),
     tooLarge: "Shown as plain text, because it is too large or too deeply nested to be formatted.",
@@ -322,10 +324,10 @@ export const strings = {
     callLimit: "The limit of rounds of calls is reached.",
     length: "The limit of tokens is reached.",
     model: "Model",
+    more: "More actions",
     nextBranch: "Next branch",
     previousBranch: "Previous branch",
     regenerate: "Regenerate",
-    regenerateSeveral: "Write several answers",
     retry: "Retry",
     saveAndAnswer: "Save as branch and answer",
     saveAsBranch: "Save as branch",
@@ -368,6 +370,7 @@ export const strings = {
     trims: (number) => `The oldest ${number === 1 ? "turn" : turns(number)} will be left out`,
   },
   models: {
+    advanced: "Advanced",
     about: (model) =>
       `${parameters(model.parameters)} parameters · about ${size(model.disk_bytes)} to download · ${model.languages} · ${model.licence}`,
     brief: (model) =>
@@ -416,7 +419,6 @@ export const strings = {
     removeAbout: (model) => `Its files are deleted, which frees ${size(model.disk_bytes)}. Conversations with it are kept.`,
     removeLabel: (title) => `Remove ${title} …`,
     removeTitle: (title) => `Remove ${title}?`,
-    switcher: "Models",
     switcherLabel: (name) => `Model: ${name}. Choose another`,
     tabs: { models: "Models", export: "Export", compare: "Compare", exactness: "Exactness" },
     unload: "Unload",
@@ -460,7 +462,6 @@ export const strings = {
       label: "Show statistics under answers",
       about: "Tokens, tokens per second and the time to the first token.",
     },
-    showIntroduction: "Show the introduction again",
     theme: { label: "Theme", choices: { system: "As the system", light: "Light", dark: "Dark" } },
     title: "Settings",
     token_details: {
@@ -636,9 +637,8 @@ export const strings = {
     written: "written",
   },
   welcome: {
-    bundled:
-      "The model that comes along is a small shell helper: it turns a request in English into a shell command, without regard to earlier ones. It is not a chat model, and answers nothing else well. To chat, get a chat model first; it takes one click and a download.",
-    bundledShort: "The bundled model writes shell commands; it is not a chat model.",
+    about: "Everything stays on this machine: what you write, what the model answers, and your files.",
+    aboutShell: "The model that comes along writes shell commands and does not chat; everything stays on this machine.",
     chatExamples: [
       "Explain what a hash table is, with a small example",
       "Write a polite reminder for an unpaid invoice",
@@ -648,16 +648,11 @@ export const strings = {
     getModel: "Get a chat model",
     greeting: "What can I help you with?",
     greetingShell: "Describe what the shell should do",
-    introduction: "About edge-run",
-    local:
-      "Everything stays on this machine: what you write, what the model answers, and your files. Nothing is sent anywhere, and it works without a network.",
     shellExamples: [
       "find files larger than 100 MB",
       "list the 10 biggest files",
       "count the lines in all Python files",
       "which process uses port 8080",
     ],
-    understood: "Understood",
-    what: "edge-run runs language models on your own computer.",
   },
 };

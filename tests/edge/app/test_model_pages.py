@@ -151,7 +151,7 @@ def test_the_switcher_changes_the_model_by_keyboard(page: Page) -> None:
     switcher = page.get_by_role("button", name="Model: bundle. Choose another")
     switcher.focus()
     page.keyboard.press("Enter")
-    menu = page.get_by_role("menu", name="Models")
+    menu = page.get_by_role("menu", name="Model: bundle. Choose another")
     expect(menu.get_by_role("menuitemradio", checked=True)).to_be_focused()
     page.keyboard.press("ArrowDown")
     expect(menu.get_by_role("menuitemradio").nth(1)).to_be_focused()

@@ -145,6 +145,7 @@ export function CodeBlock({ code, language, open = false }) {
   return html`<div class="md-code">
     <div class="md-code-head">
       <span>${label}</span>
+      ${label.toLowerCase() === "mermaid" && html`<span class="md-note">${strings.markdown.mermaid}</span>`}
       ${DIRECTION.test(code) && html`<span class="md-warning">${strings.markdown.direction}</span>`}
       <${CopyButton} code=${code} />
     </div>

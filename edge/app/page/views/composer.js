@@ -1,6 +1,6 @@
 /** Where a message is written: text, attached files, sending and stopping. */
 
-import { html, useCallback, useEffect, useLayoutEffect, useRef, useState } from "edgerun/preact";
+import { html, useCallback, useLayoutEffect, useRef, useState } from "edgerun/preact";
 
 import { countTokens } from "../api.js";
 import { readDraft, writeDraft } from "../drafts.js";
@@ -106,7 +106,6 @@ export function Composer({ id, conversation, leaf }) {
   const [sending, setSending] = useState(false);
   const enterSends = useStore((current) => current.settings.enter_sends);
   const writing = useStore(() => (id ? answerInProgress(id)?.id : undefined));
-  const example = useStore((current) => current.example);
   const timer = useRef(0);
 
   const grow = useCallback(() => {
@@ -168,12 +167,6 @@ export function Composer({ id, conversation, leaf }) {
       removeEventListener("pagehide", keep);
     };
   }, [keep]);
-  useEffect(() => {
-    if (!example) return;
-    state.example = null;
-    setText(example);
-    area.current.focus();
-  }, [example]);
 
   const send = async () => {
     const { text, attachments } = draft.current;

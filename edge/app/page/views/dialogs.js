@@ -93,24 +93,44 @@ export function PromptDialog({ title, label, value = "", save, choices = [], opt
   <//>`;
 }
 
+/** Puts a menu under its button, or above it where there is more room; it scrolls where it is higher than that. */
 function place(list, button) {
   const around = button.getBoundingClientRect();
-  const own = list.getBoundingClientRect();
-  const below = around.bottom + own.height + 8 < innerHeight;
-  const top = below ? around.bottom + 4 : Math.max(8, around.top - own.height - 4);
-  const left = Math.min(Math.max(8, around.right - own.width), innerWidth - own.width - 8);
-  list.style.setProperty("top", `${top}px`);
-  list.style.setProperty("left", `${left}px`);
+  const { width, height } = list.getBoundingClientRect();
+  const [above, below] = [around.top - 12, innerHeight - around.bottom - 12];
+  const under = height <= below || below >= above;
+  list.style.setProperty("max-height", `${under ? below : above}px`);
+  list.style.setProperty("top", `${under ? around.bottom + 4 : Math.max(8, around.top - height - 4)}px`);
+  list.style.setProperty("left", `${Math.max(8, Math.min(around.left, innerWidth - width - 8))}px`);
+}
+
+function MenuEntry({ item, onChoose, onLeave }) {
+  const choice = item.checked !== undefined;
+  const role = choice ? "menuitemradio" : "menuitem";
+  const content = html`${item.icon && html`<${Icon} name=${item.icon} />`}<span>${item.label}</span>`;
+  if (item.href) return html`<a role=${role} tabindex="-1" href=${item.href} onClick=${onLeave}>${content}</a>`;
+  return html`<button
+    type="button"
+    role=${role}
+    aria-checked=${choice ? item.checked : undefined}
+    tabindex="-1"
+    class=${item.danger ? "danger" : ""}
+    onClick=${onChoose}
+  >
+    ${content}
+  </button>`;
 }
 
 /**
- * What opens a popover with entries, moves between them by key, and gives the focus back to its button.
+ * A button that opens a menu, whose entries the arrow keys go through; Escape gives the focus back to the button.
  *
- * @param {(list: HTMLElement, button: HTMLElement) => void} position sets where the list is shown
- * @returns {{open: boolean, close: () => void, leave: () => void, button: object, list: object}} `close` ends the menu,
- *   `leave` gives the focus back first; `button` and `list` are the properties of the two elements
+ * @param {object} props
+ * @param {string} props.label of the button
+ * @param {() => {label: any, icon?: string, run?: () => void, href?: string, checked?: boolean, danger?: boolean}[]} props.items
+ *   entries that do something, lead to an address, or are one of a choice
+ * @param {any} [props.children] what the button shows instead of the icon
  */
-export function useMenu(position) {
+export function Menu({ label, items, icon = "more", className = "icon-button", children, ...rest }) {
   const [open, setOpen] = useState(false);
   const button = useRef(null);
   const list = useRef(null);
@@ -120,7 +140,7 @@ export function useMenu(position) {
     if (!open) return undefined;
     const element = list.current;
     element.showPopover();
-    position(element, button.current);
+    place(element, button.current);
     (element.querySelector("[aria-checked=true]") ?? element.querySelector("[role^=menuitem]"))?.focus();
     const toggled = (event) => {
       if (event.newState !== "closed") return;
@@ -141,59 +161,33 @@ export function useMenu(position) {
     event.preventDefault();
     entries[next % entries.length].focus();
   };
-  const close = () => setOpen(false);
-  return {
-    open,
-    close,
-    leave: () => {
-      button.current.focus(); // so that a dialog that an entry opens gives the focus back to the button
-      close();
-    },
-    button: {
-      ref: button,
-      type: "button",
-      "aria-haspopup": "menu",
-      "aria-expanded": open,
-      onPointerDown: () => (wasOpen.current = open),
-      onClick: () => {
-        setOpen(!wasOpen.current);
-        wasOpen.current = false;
-      },
-    },
-    list: { ref: list, popover: "auto", role: "menu", onKeyDown: move },
-  };
-}
-
-/**
- * A button that opens a menu.
- *
- * @param {object} props
- * @param {string} props.label of the button
- * @param {() => {label: string, icon?: string, run: () => void, danger?: boolean}[]} props.items
- */
-export function Menu({ label, items, icon = "more", className = "" }) {
-  const menu = useMenu(place);
   const choose = (item) => {
-    menu.leave();
+    button.current.focus(); // so that a dialog that an entry opens gives the focus back to the button
+    setOpen(false);
     item.run();
   };
-  return html`<button ...${menu.button} class=${`icon-button ${className}`} aria-label=${label} title=${label}>
-      <${Icon} name=${icon} />
+  return html`<button
+      ...${rest}
+      ref=${button}
+      type="button"
+      class=${className}
+      aria-label=${label}
+      title=${label}
+      aria-haspopup="menu"
+      aria-expanded=${open}
+      onPointerDown=${() => (wasOpen.current = open)}
+      onClick=${() => {
+        setOpen(!wasOpen.current);
+        wasOpen.current = false;
+      }}
+    >
+      ${children ?? html`<${Icon} name=${icon} />`}
     </button>
-    ${menu.open &&
-    html`<div ...${menu.list} class="menu" aria-label=${label}>
+    ${open &&
+    html`<div ref=${list} popover="auto" role="menu" class="menu" aria-label=${label} onKeyDown=${move}>
       ${items().map(
-        (item) =>
-          html`<button
-            key=${item.label}
-            type="button"
-            role="menuitem"
-            tabindex="-1"
-            class=${item.danger ? "danger" : ""}
-            onClick=${() => choose(item)}
-          >
-            ${item.icon && html`<${Icon} name=${item.icon} />`}${item.label}
-          </button>`,
+        (item, index) =>
+          html`<${MenuEntry} key=${index} item=${item} onChoose=${() => choose(item)} onLeave=${() => setOpen(false)} />`,
       )}
     </div>`}`;
 }

@@ -158,7 +158,7 @@ function Statistics({ message }) {
   const shown = useStore((current) => current.settings.show_statistics);
   const numbers = message.state === "writing" ? message.rate : message.stats;
   if (!shown || !numbers || !numbers.tokens) return null;
-  return html`<span class="statistics">${strings.message.statistics(numbers)}</span>`;
+  return html`<span class="statistics" title=${strings.common.tokensAbout}>${strings.message.statistics(numbers)}</span>`;
 }
 
 function outcomeOf(message) {
@@ -189,34 +189,28 @@ function Outcome({ message }) {
 
 function Actions({ message, siblings, onEdit, inspecting, onInspect }) {
   const user = message.role === "user";
-  const several = () =>
-    SEVERAL.map((count) => ({
-      label: strings.message.writeSeveral(count),
-      run: () => attempt(() => regenerate(message, count)),
-    }));
+  const entries = {
+    edit: { icon: "edit", label: strings.message.edit, run: onEdit },
+    continue: { icon: "forward", label: strings.message.continue, run: () => attempt(() => continueAnswer(message)) },
+    delete: { icon: "bin", label: strings.message.delete, danger: true, run: () => attempt(() => deleteMessage(message)) },
+  };
+  const several = SEVERAL.map((count) => ({
+    icon: "several",
+    label: strings.message.writeSeveral(count),
+    run: () => attempt(() => regenerate(message, count)),
+  }));
+  const more = () => [entries.edit, ...(message.state === "complete" ? [entries.continue] : []), ...several, entries.delete];
   const content = () => (user ? message.content : splitReasoning(message.content).answer);
+  const button = ({ icon, label, run }) => html`<${IconButton} icon=${icon} label=${label} onClick=${run} />`;
   return html`<div class="actions">
     ${siblings.length > 1 && html`<${BranchSwitcher} message=${message} siblings=${siblings} />`}
     <${CopyButton} text=${content} label=${strings.message.copy} />
-    <${IconButton} icon="edit" label=${strings.message.edit} onClick=${onEdit} />
-    ${!user &&
-    html`<${IconButton} icon="redo" label=${strings.message.regenerate} onClick=${() => attempt(() => regenerate(message))} />
-      <${Menu} icon="several" label=${strings.message.regenerateSeveral} items=${several} />`}
-    ${message.state === "complete" &&
-    !user &&
-    html`<${IconButton}
-      icon="forward"
-      label=${strings.message.continue}
-      onClick=${() => attempt(() => continueAnswer(message))}
-    />`}
-    ${message.has_tokens &&
-    html`<${IconButton}
-      icon="tokens"
-      label=${strings.tokens.show}
-      aria-pressed=${inspecting}
-      onClick=${onInspect}
-    />`}
-    <${IconButton} icon="bin" label=${strings.message.delete} onClick=${() => attempt(() => deleteMessage(message))} />
+    ${user
+      ? html`${button(entries.edit)}${button(entries.delete)}`
+      : html`<${IconButton} icon="redo" label=${strings.message.regenerate} onClick=${() => attempt(() => regenerate(message))} />
+          ${message.has_tokens &&
+          html`<${IconButton} icon="tokens" label=${strings.tokens.show} aria-pressed=${inspecting} onClick=${onInspect} />`}
+          <${Menu} label=${strings.message.more} items=${more} />`}
     <${Statistics} message=${message} />
   </div>`;
 }
@@ -271,10 +265,14 @@ export const Message = memo(function Message({ conversation, id, siblings, near,
     article.current?.focus();
   };
   const inspecting = Boolean(inspected && message.has_tokens && !writing);
-  const inspect = () => setInspected(!inspecting);
+  const inspect = () => {
+    if (document.activeElement.closest(".tokens")) article.current.focus();
+    setInspected(!inspecting);
+  };
   const branch = (index, alternative) => attempt(() => branchAtToken(message, index, alternative));
   const press = (event) => {
-    if (event.target === article.current) messageKey(event, message, siblings, () => setEditing(true), inspect);
+    const closes = event.key === "t" && event.target.closest(".token-text");
+    if (event.target === article.current || closes) messageKey(event, message, siblings, () => setEditing(true), inspect);
     else if (event.key === "ArrowUp" && event.target.closest(".branches")) article.current.focus();
   };
   return html`<article

@@ -2,16 +2,18 @@
 
 import { html } from "edgerun/preact";
 
+import { Icon } from "../icons.js";
 import { set, useStore } from "../store.js";
 import { strings } from "../strings.js";
-import { IconButton } from "./dialogs.js";
+import { IconButton, Menu } from "./dialogs.js";
 
 const words = strings.models;
-const TABS = ["models", "export", "compare", "exactness"];
+const TABS = ["models", "export"];
+const ADVANCED = ["compare", "exactness"];
 const ADDRESSES = { models: "#/models", export: "#/models/export", compare: "#/compare", exactness: "#/exactness" };
 
 /**
- * The frame of the pages about models: their header, and links to one another.
+ * The frame of the pages about models: their header, and links to one another, of which those for experts are in a menu.
  *
  * @param {object} props
  * @param {"models"|"export"|"compare"|"exactness"} props.current
@@ -26,6 +28,14 @@ export function ModelPage({ current, children }) {
       ${TABS.map(
         (tab) => html`<a key=${tab} href=${ADDRESSES[tab]} aria-current=${tab === current ? "page" : undefined}>${words.tabs[tab]}</a>`,
       )}
+      <${Menu}
+        label=${words.advanced}
+        className="model-advanced"
+        aria-current=${ADVANCED.includes(current) ? "true" : undefined}
+        items=${() => ADVANCED.map((tab) => ({ label: words.tabs[tab], href: ADDRESSES[tab] }))}
+      >
+        ${words.advanced}<${Icon} name="right" />
+      <//>
     </nav>
     <div class="scroller">
       <div class="column model-page">${children}</div>

@@ -5,7 +5,7 @@ import { html, useEffect, useState } from "edgerun/preact";
 import { Icon } from "../icons.js";
 import { attempt, changeConversation, modelOf, onEvent, refreshState, useStore } from "../store.js";
 import { strings } from "../strings.js";
-import { Dialog, IconButton, useMenu } from "./dialogs.js";
+import { Dialog, IconButton, Menu } from "./dialogs.js";
 import { DownloadField, DownloadList, useDownloads } from "./downloads.js";
 import { ExportPage } from "./export.js";
 import { getRecommended, loadModel, removeModel, startDownload, unloadModel, useFollowed } from "./model_api.js";
@@ -147,14 +147,6 @@ function OwnModels() {
   <//>`;
 }
 
-function placeBelow(list, button) {
-  const around = button.getBoundingClientRect();
-  const width = list.getBoundingClientRect().width;
-  list.style.setProperty("top", `${around.bottom + 4}px`);
-  list.style.setProperty("left", `${Math.min(Math.max(8, around.left), innerWidth - width - 8)}px`);
-  list.style.setProperty("max-height", `${innerHeight - around.bottom - 16}px`);
-}
-
 /**
  * The name of a conversation's model in its header, which opens a menu of all models with what they need.
  *
@@ -164,41 +156,18 @@ function placeBelow(list, button) {
 export function ModelSwitcher({ conversation }) {
   const models = useStore((state) => state.models);
   const current = useStore(() => modelOf(conversation));
-  const menu = useMenu(placeBelow);
-  const choose = (model) => {
-    menu.leave();
-    attempt(() => changeConversation(conversation?.id ?? null, { model: model.id }));
-  };
   const name = current?.title ?? conversation?.model ?? words.none;
-  return html`<button
-      ...${menu.button}
-      class="model-switcher"
-      aria-label=${words.switcherLabel(name)}
-      title=${words.switcherLabel(name)}
-    >
-      <span>${name}</span><${Icon} name="right" />
-    </button>
-    ${menu.open &&
-    html`<div ...${menu.list} class="menu model-menu" aria-label=${words.switcher}>
-      ${models.map(
-        (model) =>
-          html`<button
-            key=${model.id}
-            type="button"
-            role="menuitemradio"
-            aria-checked=${model.id === current?.id}
-            tabindex="-1"
-            onClick=${() => choose(model)}
-          >
-            <${Icon} name=${model.id === current?.id ? "check" : "model"} />
-            <span class="model-menu-text"
-              ><span>${model.title}${model.loaded && html` <span class="model-badge good">${words.loaded}</span>`}</span>
-              <small class="quiet">${words.brief(model)}</small></span
-            >
-          </button>`,
-      )}
-      <a role="menuitem" tabindex="-1" href="#/models" onClick=${menu.close}
-        ><${Icon} name="plus" />${words.getMore}</a
-      >
-    </div>`}`;
+  const items = () => [
+    ...models.map((model) => ({
+      icon: model.id === current?.id ? "check" : "model",
+      checked: model.id === current?.id,
+      label: html`${model.title}${model.loaded && html` <span class="model-badge good">${words.loaded}</span>`}
+        <small class="quiet">${words.brief(model)}</small>`,
+      run: () => attempt(() => changeConversation(conversation?.id ?? null, { model: model.id })),
+    })),
+    { icon: "plus", label: words.getMore, href: "#/models" },
+  ];
+  return html`<${Menu} label=${words.switcherLabel(name)} items=${items} className="model-switcher">
+    <span>${name}</span><${Icon} name="right" />
+  <//>`;
 }

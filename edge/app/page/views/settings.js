@@ -116,7 +116,6 @@ export function SettingsPage() {
           <h2>${strings.settings.about}</h2>
           <p>${strings.settings.version(version)}</p>
           <p class="quiet">${strings.settings.machine(machine)}</p>
-          <p><button type="button" class="button" onClick=${() => attempt(() => changeSettings({ introduced: false }))}>${strings.settings.showIntroduction}</button></p>
         </section>
       </div>
     </div>

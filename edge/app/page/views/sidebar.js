@@ -99,7 +99,7 @@ const Row = memo(function Row({ conversation }) {
       onKeyDown=${press}
       >${title}${writing && html`<span class="writing-dot" role="img" aria-label=${strings.sidebar.writing}></span>`}</a
     >
-    <${Menu} label=${strings.sidebar.actions(title)} items=${() => menuItems(conversation)} className="row-menu" />
+    <${Menu} label=${strings.sidebar.actions(title)} items=${() => menuItems(conversation)} className="icon-button row-menu" />
   </li>`;
 });
 
@@ -131,8 +131,9 @@ function DeletedList({ conversations }) {
   </section>`;
 }
 
-function PageLink({ page, icon, label }) {
-  const current = useStore((state) => state.route.page === page);
+/** A link to a page; `others` are pages that are reached from it. */
+function PageLink({ page, others = [], icon, label }) {
+  const current = useStore((state) => [page, ...others].includes(state.route.page));
   return html`<a class="page-link" href=${`#/${page}`} aria-current=${current ? "page" : undefined}
     ><${Icon} name=${icon} />${label}</a
   >`;
@@ -187,7 +188,7 @@ export function Sidebar() {
       <button type="button" class="page-link" aria-pressed=${!!deleted} onClick=${() => attempt(() => showDeleted(!deleted))}>
         <${Icon} name="bin" />${strings.sidebar.deleted}
       </button>
-      <${PageLink} page="models" icon="model" label=${strings.sidebar.models} />
+      <${PageLink} page="models" others=${["exports", "compare", "exactness"]} icon="model" label=${strings.sidebar.models} />
       <${PageLink} page="settings" icon="gear" label=${strings.sidebar.settings} />
       <button type="button" class="page-link" onClick=${() => set({ dialog: { name: "shortcuts" } })}>
         <${Icon} name="keyboard" />${strings.sidebar.shortcuts}

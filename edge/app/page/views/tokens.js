@@ -1,7 +1,7 @@
 /** An answer token by token: how probable each was, what else could have come, and how it came to be. */
 
 import { getTokens } from "../api.js";
-import { html, useCallback, useEffect, useId, useMemo, useRef, useState } from "edgerun/preact";
+import { html, useCallback, useEffect, useId, useLayoutEffect, useMemo, useRef, useState } from "edgerun/preact";
 
 import { memo } from "../store.js";
 import { strings } from "../strings.js";
@@ -147,7 +147,7 @@ function ModeSwitch({ mode, onChange }) {
   </fieldset>`;
 }
 
-function Tokens({ content, tokens, onBranch }) {
+function Tokens({ content, tokens, onBranch, seen }) {
   const { before, pieces, after } = useMemo(() => splitIntoPieces(content, tokens), [content, tokens]);
   const summary = useMemo(() => summaryOf(tokens), [tokens]);
   const [mode, setMode] = useState(readMode);
@@ -158,6 +158,11 @@ function Tokens({ content, tokens, onBranch }) {
   const id = useId();
   const { active, activate } = useActivePiece(list, pieces, id);
   useEffect(() => () => clearTimeout(timer.current), []);
+  useLayoutEffect(() => {
+    const elsewhere = document.activeElement !== document.body && !list.current.closest("[data-message]")?.contains(document.activeElement);
+    if (!seen.current && !elsewhere) list.current.focus({ preventScroll: true });
+    seen.current = true;
+  }, []);
 
   const close = useCallback((refocus) => {
     clearTimeout(timer.current);
@@ -225,7 +230,7 @@ function Tokens({ content, tokens, onBranch }) {
     onBranch(index, alternative);
   };
   return html`<section class="tokens" data-mode=${mode} aria-label=${strings.tokens.title}>
-    <p class="token-summary">${strings.tokens.summary(summary)}</p>
+    <p class="token-summary" title=${strings.common.tokensAbout}>${strings.tokens.summary(summary)}</p>
     <div class="token-controls">
       <${ModeSwitch} mode=${mode} onChange=${change} />
       <${Legend} mode=${mode} summary=${summary} />
@@ -269,6 +274,8 @@ function Tokens({ content, tokens, onBranch }) {
 export function TokenView({ message, onBranch = null }) {
   const [loaded, setLoaded] = useState(null);
   const [failure, setFailure] = useState("");
+  /** Whether the tokens have been shown: they take the focus when they are opened, and not when they are read again. */
+  const seen = useRef(false);
   useEffect(() => {
     let wanted = true;
     setLoaded(null);
@@ -284,5 +291,5 @@ export function TokenView({ message, onBranch = null }) {
   if (failure) return html`<p class="quiet" role="alert">${failure}</p>`;
   if (!loaded) return html`<p class="quiet" role="status">${strings.chat.loading}</p>`;
   if (!loaded.tokens.length) return html`<p class="quiet">${strings.tokens.none}</p>`;
-  return html`<${Tokens} content=${loaded.content} tokens=${loaded.tokens} onBranch=${onBranch} />`;
+  return html`<${Tokens} content=${loaded.content} tokens=${loaded.tokens} onBranch=${onBranch} seen=${seen} />`;
 }

@@ -1,41 +1,33 @@
-/** What a new chat shows before its first message, and what the first start says. */
+/** What a new chat shows before its first message. */
 
-import { html } from "edgerun/preact";
+import { html, useState } from "edgerun/preact";
 
 import { Icon } from "../icons.js";
-import { attempt, changeSettings, modelOf, set, useStore } from "../store.js";
+import { attempt, modelOf, openConversation, sendMessage, state, useStore } from "../store.js";
 import { strings } from "../strings.js";
 
-function Introduction({ bundled }) {
-  return html`<section class="introduction" aria-label=${strings.welcome.introduction}>
-    <p>${strings.welcome.what}</p>
-    <p>${strings.welcome.local}</p>
-    ${bundled && html`<p>${strings.welcome.bundled}</p>`}
-    <div class="introduction-actions">
-      ${bundled && html`<a class="button primary" href="#/models"><${Icon} name="model" />${strings.welcome.getModel}</a>`}
-      <button type="button" class="button" onClick=${() => attempt(() => changeSettings({ introduced: true }))}>
-        ${strings.welcome.understood}
-      </button>
-    </div>
-  </section>`;
-}
-
-/** The empty chat: a greeting, the introduction until it is dismissed, and prompts that suit the model. */
+/** The empty chat: what it is, where a chat model comes from if there is none, and examples that are sent by a click. */
 export function Welcome() {
-  const loaded = useStore((state) => state.loaded);
-  const introduced = useStore((state) => state.settings.introduced);
-  const model = useStore(() => modelOf(null));
+  const loaded = useStore((current) => current.loaded);
+  const helper = useStore(() => modelOf(null)?.bundled);
+  const alone = useStore((current) => current.models.every((model) => model.bundled));
+  const [sending, setSending] = useState(false);
   if (!loaded) return html`<p class="quiet" role="status">${strings.chat.loading}</p>`;
-  const examples = model?.bundled ? strings.welcome.shellExamples : strings.welcome.chatExamples;
+  const send = async (text) => {
+    setSending(true);
+    const sent = await attempt(() => sendMessage(null, text, []));
+    setSending(false);
+    if (sent && state.route.page === "chat" && state.route.id === null) openConversation(sent);
+  };
   return html`<div class="welcome">
-    <h2>${model?.bundled ? strings.welcome.greetingShell : strings.welcome.greeting}</h2>
-    ${!introduced && html`<${Introduction} bundled=${model?.bundled} />`}
-    ${introduced && model?.bundled && html`<p class="quiet">${strings.welcome.bundledShort} <a href="#/models">${strings.welcome.getModel}</a></p>`}
+    <h2>${helper ? strings.welcome.greetingShell : strings.welcome.greeting}</h2>
+    <p class="quiet">${helper ? strings.welcome.aboutShell : strings.welcome.about}</p>
     <ul class="examples" aria-label=${strings.welcome.examples}>
-      ${examples.map(
+      ${(helper ? strings.welcome.shellExamples : strings.welcome.chatExamples).map(
         (text) =>
-          html`<li key=${text}><button type="button" class="example" onClick=${() => set({ example: text })}>${text}</button></li>`,
+          html`<li key=${text}><button type="button" class="example" disabled=${sending} onClick=${() => send(text)}>${text}</button></li>`,
       )}
     </ul>
+    ${alone && html`<p><a class="button primary" href="#/models"><${Icon} name="model" />${strings.welcome.getModel}</a></p>`}
   </div>`;
 }
