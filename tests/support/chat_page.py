@@ -66,6 +66,11 @@ class ChatPage:
         self.page.get_by_role("button", name=f"Actions for {title}", exact=True).click()
         self.page.get_by_role("menuitem", name=item).click()
 
+    def more(self, answer: Locator, item: str) -> None:
+        """Choose an item of an answer's menu."""
+        answer.get_by_role("button", name="More actions").click()
+        self.page.get_by_role("menuitem", name=item).click()
+
     def row(self, title: str) -> Locator:
         """The link to a conversation in the sidebar."""
         return self.page.get_by_role("link", name=title, exact=True)

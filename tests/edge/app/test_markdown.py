@@ -72,6 +72,13 @@ def test_markdown_becomes_elements(window: BrowserPage, text: str, expected: str
     assert html(window, text) == expected
 
 
+@pytest.mark.parametrize(("language", "notes"), [("Mermaid", ["Mermaid diagram, shown as text"]), ("python", [])])
+def test_diagrams_are_said_to_be_shown_as_text(window: BrowserPage, language: str, notes: list[str]) -> None:
+    block = shown(window, f"```{language}\ngraph TD\n```\n").locator(".md-code")
+    expect(block.locator(".md-note")).to_have_text(notes)
+    expect(block.locator("pre")).to_have_text("graph TD")
+
+
 def test_tables_have_headings_and_alignment(window: BrowserPage) -> None:
     table = shown(window, "|a|b|\n|-|-:|\n|1|2|\n").get_by_role("table")
     assert table.get_by_role("columnheader").all_inner_texts() == ["a", "b"]

@@ -197,7 +197,11 @@ def test_the_slider_chooses_a_measured_plan(page: Page, folder: Path) -> None:
 
 
 def test_a_comparison_is_written_side_by_side(page: Page) -> None:
-    page.get_by_role("link", name="Compare").click()
+    page.get_by_role("button", name="Advanced").press("Enter")
+    expect(page.get_by_role("menuitem")).to_have_text(["Compare", "Exactness"])
+    page.get_by_role("menuitem", name="Compare").press("Enter")
+    expect(page.get_by_role("button", name="Advanced")).to_have_attribute("aria-current", "true")
+    expect(page.get_by_role("link", name="Models").first).to_have_attribute("aria-current", "page")
     page.locator(".model-form select").first.select_option("bundle")
     page.get_by_label("Prompt to answer").fill("the theory of the thing")
     page.locator(".model-form select").nth(2).select_option("64")
@@ -209,7 +213,8 @@ def test_a_comparison_is_written_side_by_side(page: Page) -> None:
 
 
 def test_the_exactness_report_is_in_plain_words(page: Page) -> None:
-    page.get_by_role("link", name="Exactness").click()
+    page.get_by_role("button", name="Advanced").click()
+    page.get_by_role("menuitem", name="Exactness").click()
     page.locator(".model-form select").first.select_option("shell-helper")
     expect(page.get_by_text("This model has not been checked on this machine yet.")).to_be_visible()
     page.get_by_role("button", name="Check", exact=True).click()

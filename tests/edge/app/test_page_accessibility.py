@@ -32,6 +32,10 @@ def double(x: int) -> int:  # a comment
     return 2 * x or "nothing"
 ```
 
+```mermaid
+graph TD
+```
+
 $$\\sum_{i=0}^n i$$
 
 ![picture](https://example.org/a.png)
@@ -55,16 +59,42 @@ def pressing(keys: str) -> Callable[[Page], None]:
     return press
 
 
+def opening(label: str, path: str | None = None) -> Callable[[Page], None]:
+    """The step that opens a menu of a page; None is the conversation's."""
+
+    def open_menu(page: Page) -> None:
+        if path is not None:
+            at(path)(page)
+        page.get_by_role("button", name=label).last.click()
+
+    return open_menu
+
+
+def edit(page: Page) -> None:
+    """The step that edits the last message."""
+    page.locator(".message").last.focus()
+    page.keyboard.press("e")
+
+
+NOTICES = """async () => {
+  const { notify } = await import("/page/store.js");
+  notify({ text: "Deleted", action: { label: "Undo", run() {} } });
+  notify({ text: "It has failed", kind: "error" });
+}"""
 HEADING = "h1:not(:text-is('A title'))"
 """The heading of another page than the conversation's."""
 VIEWS: dict[str, tuple[Callable[[Page], None], str]] = {
     "conversation": (lambda page: None, ".message.assistant .md .hljs-comment"),
     "new chat": (at("#/"), ".welcome"),
+    "menu of an answer": (opening("More actions"), "[role=menu]"),
+    "edit box": (edit, ".editor"),
+    "notices": (lambda page: page.evaluate(NOTICES), ".notice.error"),
     "settings": (at("#/settings"), HEADING),
     "models": (at("#/models"), HEADING),
     "exports": (at("#/exports"), HEADING),
     "comparison": (at("#/compare"), HEADING),
     "exactness": (at("#/exactness"), HEADING),
+    "advanced pages": (opening("Advanced", "#/models"), "[role=menu]"),
     "shortcuts": (pressing("?"), "[role=dialog], dialog[open]"),
     "conversation settings": (pressing("Control+Shift+s"), "[role=dialog], dialog[open]"),
     "search": (pressing("Control+k"), "[role=dialog], dialog[open]"),

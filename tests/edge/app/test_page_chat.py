@@ -63,14 +63,13 @@ def long_answer(endless: OpenedApp) -> Iterator[ChatPage]:
 
 def test_from_the_first_start_to_the_first_answer(tmp_path: Path, chromium: Browser) -> None:
     with AppServer(tmp_path) as server, opened(server, chromium) as app, app.window() as chat:
-        introduction = chat.page.get_by_role("region", name="About edge-run")
-        expect(introduction).to_contain_text("Everything stays on this machine")
-        expect(introduction).to_contain_text("not a chat model")
-        expect(introduction.get_by_role("link", name="Get a chat model")).to_have_attribute("href", "#/models")
+        about = chat.page.locator(".welcome > p.quiet")
+        expect(about).to_have_text(
+            "The model that comes along writes shell commands and does not chat; everything stays on this machine."
+        )
+        expect(chat.page.get_by_role("link", name="Get a chat model")).to_have_attribute("href", "#/models")
+        chat.composer.fill("half a thought")
         chat.page.get_by_role("button", name=QUESTION).click()
-        expect(chat.composer).to_have_value(QUESTION)
-        expect(chat.composer).to_be_focused()
-        chat.composer.press("Enter")
         answer = chat.in_state("complete")
         expect(answer.locator("pre")).to_contain_text("find")
         expect(answer.locator(".statistics")).to_have_text(
@@ -80,11 +79,15 @@ def test_from_the_first_start_to_the_first_answer(tmp_path: Path, chromium: Brow
         assert chat.id()
 
         chat.new_chat()
-        chat.page.get_by_role("button", name="Understood").click()
-        expect(introduction).to_have_count(0)
-        chat.page.reload()
-        expect(chat.page.get_by_role("list", name="Examples")).to_be_visible()
-        expect(introduction).to_have_count(0)
+        expect(chat.composer).to_have_value("half a thought")
+
+
+def test_a_chat_model_is_offered_only_where_there_is_none(endless: OpenedApp) -> None:
+    with endless.window() as chat:
+        expect(chat.page.locator(".welcome > p")).to_have_text(
+            ["Everything stays on this machine: what you write, what the model answers, and your files."]
+        )
+        expect(chat.page.get_by_role("list", name="Examples").get_by_role("button")).to_have_count(3)
 
 
 def test_commands_of_the_bundled_model_are_shown_as_they_are(tmp_path: Path, chromium: Browser) -> None:
@@ -183,8 +186,7 @@ def test_an_answer_is_written_again_beside_the_first(chat: ChatPage) -> None:
 
 def test_several_answers_are_written_one_after_another(chat: ChatPage) -> None:
     answer = chat.ask(QUESTION)
-    answer.get_by_role("button", name="Write several answers").click()
-    chat.page.get_by_role("menuitem", name="Write 3 answers").click()
+    chat.more(answer, "Write 3 answers")
     last = chat.answers.last
     expect(last.locator(".branches")).to_contain_text("2 / 4")
     for number in (3, 4):
@@ -199,8 +201,7 @@ def test_several_answers_are_stopped_together(long_answer: ChatPage) -> None:
     chat = long_answer
     chat.page.keyboard.press("Escape")
     answer = chat.in_state("stopped")
-    answer.get_by_role("button", name="Write several answers").click()
-    chat.page.get_by_role("menuitem", name="Write 2 answers").click()
+    chat.more(answer, "Write 2 answers")
     expect(chat.answers.last.locator(".branches")).to_contain_text("2 / 3")
     chat.begun()
     # The one that waits can be looked at.

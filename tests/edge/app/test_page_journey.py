@@ -54,9 +54,7 @@ def use_model(chat: ChatPage, index: int) -> None:
 def morning(chat: ChatPage) -> None:
     """First start, a question, an answer again, an edit that branches, a branch at a token."""
     page = chat.page
-    expect(page.get_by_role("region", name="About edge-run")).to_contain_text("Everything stays on this machine")
-    page.get_by_role("button", name="Understood").click()
-    expect(page.get_by_role("region", name="About edge-run")).to_have_count(0)
+    expect(page.locator(".welcome")).to_contain_text("everything stays on this machine")
     first = chat.ask(QUESTION)
     first.get_by_role("button", name="Regenerate").click()
     branch_mark(chat.answers.last, 2, 2)

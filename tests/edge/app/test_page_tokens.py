@@ -255,7 +255,7 @@ def test_keys_go_from_token_to_token(page: Page) -> None:
         )
         return str(name).replace("\u00a0", " ")
 
-    page.keyboard.press("Tab")
+    expect(listed).to_be_focused()  # it took the focus when it was opened
     page.get_by_label("probability").focus()
     page.keyboard.press("Tab")
     expect(listed).to_be_focused()
@@ -374,7 +374,10 @@ def test_another_token_of_a_real_answer_makes_another_answer(tmp_path: Path, chr
         answer.get_by_role("button", name="Look inside: tokens and probabilities").click()
         listed = answer.get_by_role("listbox", name="Tokens of the answer")
         expect(listed).to_have_text(content, use_inner_text=False)
+        expect(listed).to_be_focused()
         expect(answer.locator(".token-summary")).to_have_text(re.compile(r"^\d+ tokens · .* mean probability \d+"))
+        counted = [answer.locator(name).inner_text().partition(" · ")[0] for name in (".statistics", ".token-summary")]
+        assert counted == [f"{listed.locator('.token').count()} tokens"] * 2
         pieces = listed.locator(".token").all_text_contents()
         listed.locator(".token").nth(2).click()
         other = details(page).locator(".token-alternative:enabled code").first
@@ -383,6 +386,13 @@ def test_another_token_of_a_real_answer_makes_another_answer(tmp_path: Path, chr
         expect(answer.get_by_text("Branch 2 of 2")).to_be_attached()
         branched = chat.in_state("complete")
         branched.focus()
+        page.keyboard.press("t")
+        page.keyboard.press("ArrowRight")
+        expect(listed.locator("[data-active]")).to_have_text(pieces[0])
+        page.keyboard.press("Escape")
+        page.keyboard.press("t")
+        expect(listed).to_have_count(0)
+        expect(branched).to_be_focused()
         page.keyboard.press("t")
         expect(listed.locator(".is-chosen")).to_have_text(chosen)
         assert listed.locator(".token").all_text_contents()[:3] == [*pieces[:2], chosen]
