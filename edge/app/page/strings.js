@@ -249,7 +249,7 @@ export const strings = {
     start: "Check",
     thoroughness: "Thoroughness",
     trees: (value) => `trees of draft tokens: ${value === 0 ? "none" : value.toPrecision(2)}`,
-    width: (width, value) => `${width} tokens: ${value === 0 ? "none" : value.toPrecision(2)}`,
+    width: (width, value) => `${count(Number(width), "token", "tokens")}: ${value === 0 ? "none" : value.toPrecision(2)}`,
   },
   exports: {
     axis: "KL from the original",
