@@ -1,9 +1,10 @@
-"""Apps that several tests use."""
+"""Apps that several tests use, and the browser that opens them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,6 +13,11 @@ pytest.importorskip("support.tiny_models", reason="needs the export extra")
 
 from support.app_server import RunningApp, running_app
 from support.tiny_models import write_endless_bundle
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+    from support.chat_page import ChatPage, OpenedApp
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +31,29 @@ def app(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) -> Iterator
     """An app with a tiny model."""
     with running_app(tmp_path_factory.mktemp("home"), tiny_bundle, "--draft", "none") as app:
         yield app
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """A browser for all tests of a module."""
+    from support.browser import browser
+
+    with browser() as chromium:
+        yield chromium
+
+
+@pytest.fixture(scope="module")
+def bundled(tmp_path_factory: pytest.TempPathFactory, chromium: Browser) -> Iterator[OpenedApp]:
+    """An app with the bundled model."""
+    from support.browser import AppServer
+    from support.chat_page import opened
+
+    with AppServer(tmp_path_factory.mktemp("home")) as server, opened(server, chromium) as app:
+        yield app
+
+
+@pytest.fixture
+def chat(bundled: OpenedApp) -> Iterator[ChatPage]:
+    """A window in the app with the bundled model."""
+    with bundled.window() as chat:
+        yield chat

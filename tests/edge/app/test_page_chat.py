@@ -15,24 +15,10 @@ pytest.importorskip("support.tiny_models", reason="needs the export extra")
 from playwright.sync_api import Browser, Route, expect
 
 from edgerun.edge.conversations.store import ConversationStore
-from support.browser import AppServer, browser
+from support.browser import AppServer
 from support.chat_page import ChatPage, OpenedApp, opened
 
 QUESTION = "find files larger than 100 MB"
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    """A browser for all tests of this module."""
-    with browser() as chromium:
-        yield chromium
-
-
-@pytest.fixture(scope="module")
-def bundled(tmp_path_factory: pytest.TempPathFactory, chromium: Browser) -> Iterator[OpenedApp]:
-    """An app with the bundled model."""
-    with AppServer(tmp_path_factory.mktemp("home")) as server, opened(server, chromium) as app:
-        yield app
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +27,6 @@ def endless(tmp_path_factory: pytest.TempPathFactory, chromium: Browser, endless
     server = AppServer(tmp_path_factory.mktemp("home"), [endless_bundle], "--draft", "none")
     with server, opened(server, chromium) as app:
         yield app
-
-
-@pytest.fixture
-def chat(bundled: OpenedApp) -> Iterator[ChatPage]:
-    """A window in the app with the bundled model."""
-    with bundled.window() as chat:
-        yield chat
 
 
 @pytest.fixture

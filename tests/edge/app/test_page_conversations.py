@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,29 +12,8 @@ pytest.importorskip("support.tiny_models", reason="needs the export extra")
 
 from playwright.sync_api import Browser, Route, expect
 
-from support.browser import AppServer, browser, browser_page
+from support.browser import AppServer, browser_page
 from support.chat_page import ChatPage, OpenedApp, opened
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    """A browser for all tests of this module."""
-    with browser() as chromium:
-        yield chromium
-
-
-@pytest.fixture(scope="module")
-def bundled(tmp_path_factory: pytest.TempPathFactory, chromium: Browser) -> Iterator[OpenedApp]:
-    """An app with the bundled model."""
-    with AppServer(tmp_path_factory.mktemp("home")) as server, opened(server, chromium) as app:
-        yield app
-
-
-@pytest.fixture
-def chat(bundled: OpenedApp) -> Iterator[ChatPage]:
-    """A window in the app with the bundled model."""
-    with bundled.window() as chat:
-        yield chat
 
 
 def test_search_finds_a_message_and_goes_to_it(chat: ChatPage) -> None:

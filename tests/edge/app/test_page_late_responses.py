@@ -14,17 +14,10 @@ pytest.importorskip("support.tiny_models", reason="needs the export extra")
 
 from playwright.sync_api import APIResponse, Browser, Page, Route, expect
 
-from support.browser import AppServer, browser
+from support.browser import AppServer
 from support.chat_page import OpenedApp, opened
 
 QUESTION = "find files larger than 100 MB"
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    """A browser for all tests of this module."""
-    with browser() as chromium:
-        yield chromium
 
 
 @pytest.fixture

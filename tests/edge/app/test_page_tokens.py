@@ -15,7 +15,7 @@ pytest.importorskip("playwright", reason="needs playwright")
 
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from support.browser import AppServer, BrowserPage, browser, browser_page
+from support.browser import AppServer, BrowserPage, browser_page
 from support.chat_page import opened
 from support.page_server import page_server
 
@@ -88,13 +88,6 @@ ANSWER = [
     token(12, "<b onclick=alert(1)>", 0.8, "accepted", drafter="suffix"),
 ]
 CONTENT = "A hash table is 🎉!\n\n\tdef f    <b onclick=alert(1)>"
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    """A browser for all tests of this module."""
-    with browser() as chromium:
-        yield chromium
 
 
 @pytest.fixture(scope="module")

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
 
 import pytest
 
 pytest.importorskip("starlette", reason="needs the app extra")
 pytest.importorskip("playwright", reason="needs playwright")
 
-from playwright.sync_api import Browser, FloatRect, Locator, Page, expect
+from playwright.sync_api import FloatRect, Locator, Page, expect
 
-from support.browser import AppServer, browser
-from support.chat_page import ChatPage, OpenedApp, opened
+from support.chat_page import ChatPage, OpenedApp
 
 NOT_TEXT = {"name": "picture.png", "mimeType": "image/png", "buffer": b"\x89PNG\r\n\x1a\n\x00\xff"}
 PIXELS = """async (png) => {
@@ -24,27 +22,6 @@ PIXELS = """async (png) => {
   const { data } = canvas.getImageData(0, 0, image.width, image.height);
   return Array.from({ length: image.width }, (_, x) => Array.from(data.slice(4 * x, 4 * x + 3)));
 }"""
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    """A browser for all tests of this module."""
-    with browser() as chromium:
-        yield chromium
-
-
-@pytest.fixture(scope="module")
-def bundled(tmp_path_factory: pytest.TempPathFactory, chromium: Browser) -> Iterator[OpenedApp]:
-    """An app with the bundled model."""
-    with AppServer(tmp_path_factory.mktemp("home")) as server, opened(server, chromium) as app:
-        yield app
-
-
-@pytest.fixture
-def chat(bundled: OpenedApp) -> Iterator[ChatPage]:
-    """A window in the app with the bundled model."""
-    with bundled.window() as chat:
-        yield chat
 
 
 def box(element: Locator) -> FloatRect:
