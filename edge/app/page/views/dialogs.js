@@ -128,9 +128,9 @@ function MenuEntry({ item, onChoose, onLeave }) {
  * @param {string} props.label of the button
  * @param {() => {label: any, icon?: string, run?: () => void, href?: string, checked?: boolean, danger?: boolean}[]} props.items
  *   entries that do something, lead to an address, or are one of a choice
- * @param {any} [props.children] what the button shows instead of the icon
+ * @param {any} [props.children] what the button shows instead of three points
  */
-export function Menu({ label, items, icon = "more", className = "icon-button", children, ...rest }) {
+export function Menu({ label, items, className = "icon-button", children, ...rest }) {
   const [open, setOpen] = useState(false);
   const button = useRef(null);
   const list = useRef(null);
@@ -181,7 +181,7 @@ export function Menu({ label, items, icon = "more", className = "icon-button", c
         wasOpen.current = false;
       }}
     >
-      ${children ?? html`<${Icon} name=${icon} />`}
+      ${children ?? html`<${Icon} name="more" />`}
     </button>
     ${open &&
     html`<div ref=${list} popover="auto" role="menu" class="menu" aria-label=${label} onKeyDown=${move}>

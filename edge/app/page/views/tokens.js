@@ -159,8 +159,9 @@ function Tokens({ content, tokens, onBranch, seen }) {
   const { active, activate } = useActivePiece(list, pieces, id);
   useEffect(() => () => clearTimeout(timer.current), []);
   useLayoutEffect(() => {
-    const elsewhere = document.activeElement !== document.body && !list.current.closest("[data-message]")?.contains(document.activeElement);
-    if (!seen.current && !elsewhere) list.current.focus({ preventScroll: true });
+    const focused = document.activeElement;
+    const near = focused === document.body || list.current.closest("[data-message]")?.contains(focused);
+    if (near && !seen.current) list.current.focus({ preventScroll: true });
     seen.current = true;
   }, []);
 
