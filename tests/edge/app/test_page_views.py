@@ -9,11 +9,11 @@ import pytest
 pytest.importorskip("starlette", reason="needs the app extra")
 pytest.importorskip("playwright", reason="needs playwright")
 
-from playwright.sync_api import FloatRect, Locator, Page, expect
+from playwright.sync_api import FilePayload, FloatRect, Locator, Page, expect
 
 from support.chat_page import ChatPage, OpenedApp
 
-NOT_TEXT = {"name": "picture.png", "mimeType": "image/png", "buffer": b"\x89PNG\r\n\x1a\n\x00\xff"}
+NOT_TEXT: FilePayload = {"name": "picture.png", "mimeType": "image/png", "buffer": b"\x89PNG\r\n\x1a\n\x00\xff"}
 PIXELS = """async (png) => {
   const bytes = Uint8Array.from(atob(png), (character) => character.charCodeAt(0));
   const image = await createImageBitmap(new Blob([bytes], { type: "image/png" }));
@@ -86,7 +86,7 @@ def test_notices_cover_nothing_and_go_with_their_page(bundled: OpenedApp, size: 
         chat.messages.last.focus()
         chat.page.keyboard.press("Delete")
         expect(chat.notice).to_have_count(1)
-        chat.attached_files.set_input_files([NOT_TEXT])
+        chat.attached_files.set_input_files(NOT_TEXT)
         expect(chat.notice).to_have_count(2)
         scroller = chat.page.locator(".chat .scroller")
         scroller.evaluate("(element) => { element.scrollTop = 0; }")
@@ -105,7 +105,7 @@ def test_notices_cover_nothing_and_go_with_their_page(bundled: OpenedApp, size: 
 def test_notices_go_away_after_their_time(chat: ChatPage) -> None:
     chat.ask("show the date")
     chat.page.clock.install()
-    chat.attached_files.set_input_files([NOT_TEXT])
+    chat.attached_files.set_input_files(NOT_TEXT)
     expect(chat.notice).to_contain_text("picture.png is not a text file")
     chat.page.clock.fast_forward(31_000)
     expect(chat.notice).to_have_count(0)
