@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from ..errors import BundleError, ContextError, EdgeError, InputError
 from ..models.bundle import POOLING_NAME, SENTENCE_POOLING, Bundle
+from ..models.find import model_name
 from .graph.bound_graph import BoundGraph
 from .loaded_model import LoadedModel
 from .prefill import PREFILL_TOKENS
@@ -74,7 +75,7 @@ def embed_texts(
     size = model.graph_io.hidden_size
     if size is None:
         raise InputError(
-            f"{model.bundle.graph} does not give hidden states, which embeddings are made of",
+            f"{model_name(model.bundle.folder)} does not give hidden states, which embeddings are made of",
             "export the model with --hidden-states",
         )
     pooling = Pooling.of(model.bundle)

@@ -10,6 +10,7 @@ from typing import Any, Final
 from ..errors import BundleError, EdgeError, InputError, TemplateError
 from ..models.bundle import TARGET_IDS_NAME, Bundle
 from ..models.device_kind import DeviceKind
+from ..models.find import model_name
 from ..models.progress import Progress, silent
 from .decode import check_prompt_fits
 from .devices.drivers import device_identity
@@ -152,7 +153,7 @@ class LoadedModel:
         """
         if self.template is None:
             hint = "continue plain text: --raw -p TEXT (raw=True)"
-            raise TemplateError(f"{self.bundle.folder} has no chat template", hint)
+            raise TemplateError(f"{model_name(self.bundle.folder)} has no chat template", hint)
         return self.template
 
     def encode_chat(

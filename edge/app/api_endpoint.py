@@ -56,6 +56,20 @@ class ApiCall:
         """
         return decode_body(self.body_bytes or b"{}", kind, limits)
 
+    def integer(self, name: str, default: int, most: int) -> int:
+        """A parameter after the question mark that is an integer of 1 to `most`.
+
+        Raises:
+            RequestError: it is something else.
+        """
+        text = self.query.get(name, str(default))
+        digits = text.lstrip("0") if text.isascii() and text.isdecimal() else ""
+        if not digits or len(digits) > len(str(most)) or int(digits) > most:
+            raise RequestError(
+                f"{name} is {text!r:.50}", f"it must be 1 to {most}", code=ErrorCode.INVALID_VALUE, param=name
+            )
+        return int(digits)
+
 
 Handler: TypeAlias = Callable[[ApiCall], object]
 """Answers a request, in a thread: returns what becomes the JSON response, or a response; errors are EdgeErrors."""

@@ -242,12 +242,8 @@ class _ConversationEndpoints:
         return any(status.loaded and status.id == model for status in self._context.pool.status())
 
     def search(self, call: ApiCall) -> dict[str, Any]:
-        limit = call.query.get("limit", "50")
-        if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= _MAX_HITS):
-            raise RequestError(
-                f"limit is {limit!r:.50}", f"it must be 1 to {_MAX_HITS}", code=ErrorCode.INVALID_VALUE, param="limit"
-            )
-        return {"hits": [as_object(hit) for hit in self._store.search(call.query.get("q", ""), int(limit))]}
+        limit = call.integer("limit", 50, _MAX_HITS)
+        return {"hits": [as_object(hit) for hit in self._store.search(call.query.get("q", ""), limit)]}
 
     def export(self, call: ApiCall) -> Response:
         conversation = self._store.conversation(call.path["id"])

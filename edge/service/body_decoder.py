@@ -136,7 +136,9 @@ def _metadata(hint: Any) -> tuple[msgspec.Meta, ...]:
 
 def _request_error(message: str, fields: Mapping[str, Any], kind: type[msgspec.Struct]) -> RequestError:
     """What msgspec refuses as an error with a code and the path of the field."""
-    found = _MESSAGE.fullmatch(message)
+    unknown = _FIELD.fullmatch(message)
+    # A name of a client's may look like the end of a message; there is no path where it is one of the body's own.
+    found = None if unknown and unknown[2] in fields else _MESSAGE.fullmatch(message)
     what, path = (found["what"], _parts(found["path"] or "")) if found else (message, ())
     param, value = field_path(path), _value_at(fields, path)
     if field := _FIELD.fullmatch(what):

@@ -103,7 +103,16 @@ def test_search_finds_messages(page: Window) -> None:
     assert "rhubarb" in hit["snippet"]
     assert get(page.client, "/api/search?q=nothing-like-it")["hits"] == []
     assert get(page.client, "/api/search?q=")["hits"] == []
-    assert page.client.get("/api/search?q=a&limit=0").status_code == 400
+    assert len(get(page.client, f"/api/search?q=rhubarb&limit={'0' * 5000}5")["hits"]) == 1
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "+5", "", "x", "\u0665", "201", "000000050123", "000000005" + "0" * 5000])
+def test_a_limit_is_an_integer_within_bounds(client: httpx.Client, limit: str) -> None:
+    response = client.get("/api/search", params={"q": "no-such-text", "limit": limit})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_value", "limit")
+    assert len(error["message"]) < 100
 
 
 def test_tokens_are_counted_while_the_model_is_loaded(page: Window) -> None:

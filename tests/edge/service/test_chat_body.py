@@ -229,6 +229,14 @@ def test_a_long_name_is_shortened() -> None:
     assert len(str(error)) < 300
 
 
+@pytest.mark.parametrize("place", ["9" * 5000, "0", "..."])
+def test_a_name_that_looks_like_a_place_is_a_name(place: str) -> None:
+    name = f"a` - at `$.messages[{place}]"
+    error = error_of({"messages": [USER], name: 1})
+    assert error.code is ErrorCode.UNKNOWN_FIELD
+    assert str(error.param).startswith(name[:90])
+
+
 def test_a_misspelt_field_is_answered_with_the_one_that_was_meant() -> None:
     assert "did you mean temperature?" in str(error_of({"messages": [USER], "temprature": 1}))
 
