@@ -15,9 +15,10 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ...version import __version__
 from ..service.openai_objects import model_object, object_list
 from ..service.request_error import ErrorCode, RequestError
 from .access_guard import KeyGuard, OriginGuard
@@ -40,7 +41,6 @@ _ENDPOINTS: Final[Mapping[str, Callable[[AnswerService], AnswerEndpoint[Any]]]] 
     "/detokenize": DetokenizeEndpoint,
 }
 """Endpoints that compute, by path."""
-_MODEL_PATH: Final = "/v1/models/{name:path}"
 
 
 def asgi_app(service: AnswerService) -> Starlette:
@@ -69,9 +69,10 @@ def asgi_app(service: AnswerService) -> Starlette:
     middleware.append(Middleware(KeyGuard, settings))
     app = Starlette(
         routes=[
+            Route("/", plain.index, methods=["GET"]),
             *(Route(path, endpoint(service), methods=["POST"]) for path, endpoint in _ENDPOINTS.items()),
             Route("/v1/models", plain.models, methods=["GET"]),
-            Route(_MODEL_PATH, plain.model, methods=["GET"]),
+            Route("/v1/models/{id:path}", plain.model, methods=["GET"]),
             Route("/health", plain.health, methods=["GET"]),
             Route("/metrics", plain.metrics, methods=["GET"]),
         ],
@@ -90,6 +91,19 @@ class _PlainEndpoints:
     def __init__(self, service: AnswerService) -> None:
         self._service: Final = service
 
+    async def index(self, request: Request) -> Response:
+        """The version of the server, and its paths."""
+        routes = [route for route in request.app.routes if isinstance(route, Route)]
+        paths = [
+            {
+                "path": route.path_format,
+                "methods": sorted((route.methods or set()) - {"HEAD"}),
+                "description": (route.endpoint.__doc__ or "").partition("\n")[0],
+            }
+            for route in routes
+        ]
+        return JsonResponse({"name": "edge-run", "version": __version__, "paths": paths})
+
     async def models(self, _request: Request) -> Response:
         """The models that are offered."""
         entries = await asyncio.to_thread(self._service.pool.names)
@@ -98,19 +112,19 @@ class _PlainEndpoints:
     async def model(self, request: Request) -> Response:
         """One model."""
         try:
-            entry = await asyncio.to_thread(self._service.pool.find, request.path_params["name"])
+            entry = await asyncio.to_thread(self._service.pool.find, request.path_params["id"])
         except RequestError as error:
             return error_response(error)
         return JsonResponse(model_object(entry.id, entry.created))
 
     async def health(self, _request: Request) -> Response:
-        """Whether the server takes requests."""
+        """Whether the server takes requests: 200, or 503 while it ends."""
         if self._service.draining:
             return JsonResponse({"status": "draining"}, HTTPStatus.SERVICE_UNAVAILABLE)
         return JsonResponse({"status": "ok"})
 
     async def metrics(self, _request: Request) -> Response:
-        """What the server counts."""
+        """What the server counts, for Prometheus."""
         return Response(await asyncio.to_thread(self._service.metrics.text), media_type=CONTENT_TYPE)
 
 
@@ -157,11 +171,10 @@ class _RequestCount:
             failure = RequestError(f"the server failed: {type(error).__name__}", code=ErrorCode.INTERNAL)
             await error_response(failure)(scope, receive, counted)
         finally:
-            self._metrics.count_request(_endpoint(scope["path"]), status)
+            self._metrics.count_request(_endpoint(scope), status)
 
 
-def _endpoint(path: str) -> str:
-    """The endpoint of a path, as the metrics name it: paths come from clients, and their number must stay small."""
-    if path in _ENDPOINTS or path in {"/v1/models", "/health", "/metrics"}:
-        return path
-    return "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
+def _endpoint(scope: Scope) -> str:
+    """The endpoint of a request, as the metrics name it: paths come from clients, and their number must stay small."""
+    routes = (route for route in scope["app"].routes if route.matches(scope)[0] is not Match.NONE)
+    return next((route.path_format for route in routes), "other")

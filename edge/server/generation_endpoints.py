@@ -57,7 +57,7 @@ class GenerationEndpoint(AnswerEndpoint[Body]):
 
 
 class ChatEndpoint(GenerationEndpoint[ChatRequest]):
-    """`POST /v1/chat/completions`."""
+    """The next message of a conversation."""
 
     def parse(self, body: bytes) -> ChatRequest:
         """Decode a chat body."""
@@ -81,7 +81,7 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
 
 
 class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
-    """`POST /v1/completions`; several prompts are answered one after the other."""
+    """The continuation of a text, or of token ids; several prompts are answered one after the other."""
 
     def parse(self, body: bytes) -> CompletionRequest:
         """Decode a completion body."""
@@ -115,7 +115,7 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
 
 
 class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
-    """`POST /v1/responses`; nothing is stored."""
+    """The Responses API, for text; nothing is stored."""
 
     def parse(self, body: bytes) -> ResponsesRequest:
         """Decode the body of a response."""

@@ -34,7 +34,7 @@ def check_token_ids(engine: Engine, tokens: Sequence[int], param: str) -> None:
 
 
 class EmbeddingEndpoint(AnswerEndpoint[EmbeddingRequest]):
-    """`POST /v1/embeddings`."""
+    """Vectors of texts, where the model was exported with --hidden-states."""
 
     def parse(self, body: bytes) -> EmbeddingRequest:
         """Decode an embedding body."""
@@ -57,7 +57,7 @@ class EmbeddingEndpoint(AnswerEndpoint[EmbeddingRequest]):
 
 
 class TokenizeEndpoint(AnswerEndpoint[TokenizeRequest]):
-    """`POST /tokenize`."""
+    """Token ids of a text or a conversation."""
 
     def parse(self, body: bytes) -> TokenizeRequest:
         """Decode a body."""
@@ -76,7 +76,7 @@ class TokenizeEndpoint(AnswerEndpoint[TokenizeRequest]):
 
 
 class DetokenizeEndpoint(AnswerEndpoint[DetokenizeRequest]):
-    """`POST /detokenize`."""
+    """The text of token ids."""
 
     def parse(self, body: bytes) -> DetokenizeRequest:
         """Decode a body."""

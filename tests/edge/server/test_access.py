@@ -102,7 +102,7 @@ def test_a_key_is_required_where_one_is_set(tiny_bundle: Path) -> None:
     app = edgerun.server.app(tiny_bundle, api_key="secret")
     for header in (None, "Bearer", "Bearer secre", "Bearer secret2", "Basic secret", "secret", "Bearer s\xe9cret"):
         headers: dict[str, Any] = {} if header is None else {"authorization": header.encode("latin-1")}
-        for method, path in (("GET", "/v1/models"), ("POST", CHAT), ("GET", "/metrics"), ("GET", "/unknown")):
+        for method, path in (("GET", "/v1/models"), ("POST", CHAT), ("GET", "/metrics"), ("GET", "/"), ("GET", "/x")):
             response = asked(app, method, path, headers=headers)
             assert response.status_code == 401
             assert response.headers["www-authenticate"] == "Bearer"

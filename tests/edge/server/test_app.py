@@ -10,11 +10,28 @@ from pathlib import Path
 import httpx
 import pytest
 from starlette.applications import Starlette
+from starlette.routing import Mount, Route
 
 import edgerun
 import edgerun.server
 from support.processes import started
 from support.serving import CHAT, PATIENCE_S, asked, chat_body
+
+JSON = {"content-type": "application/json"}
+
+
+def test_all_paths_are_listed(tiny_app: Starlette) -> None:
+    listed = asked(tiny_app, "GET", "/").json()
+    assert (listed["name"], listed["version"]) == ("edge-run", edgerun.__version__)
+    page = (Path(__file__).resolve().parents[3] / "docs" / "server.md").read_text(encoding="utf-8")
+    for route, entry in zip(tiny_app.routes, listed["paths"], strict=True):
+        assert isinstance(route, Route)
+        assert entry["description"].endswith(".")
+        for method in entry["methods"]:
+            assert f"`{method} {entry['path']}`" in page
+            assert asked(tiny_app, method, entry["path"], headers=JSON, content=b"{").status_code != 405
+    inside = Starlette(routes=[Mount("/models", tiny_app)])
+    assert asked(inside, "GET", "/models/").json() == listed
 
 
 def test_models_are_listed_and_found(tiny_app: Starlette, tiny_bundle: Path) -> None:
@@ -96,6 +113,9 @@ def test_metrics_count_what_happened(tiny_bundle: Path) -> None:
     asked(app, "POST", CHAT, json={**conversation, "messages": conversation["messages"] + further})
     asked(app, "POST", CHAT, json=chat_body(colour="red"))
     asked(app, "GET", "/some/path")
+    for name in ("some/model", "another"):
+        asked(app, "GET", f"/v1/models/{name}")
+    asked(app, "POST", "/v1/models", headers=JSON)
     response = asked(app, "GET", "/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     lines = set(response.text.splitlines())
@@ -104,6 +124,8 @@ def test_metrics_count_what_happened(tiny_bundle: Path) -> None:
         'edgerun_requests_total{endpoint="/v1/chat/completions",status="200"} 2.0',
         'edgerun_requests_total{endpoint="/v1/chat/completions",status="400"} 1.0',
         'edgerun_requests_total{endpoint="other",status="404"} 1.0',
+        'edgerun_requests_total{endpoint="/v1/models/{id}",status="404"} 2.0',
+        'edgerun_requests_total{endpoint="/v1/models",status="405"} 1.0',
         f"edgerun_completion_tokens_total{{{model}}} 18.0",
         f"edgerun_prefix_cache_hits_total{{{model}}} 1.0",
         f"edgerun_time_to_first_token_seconds_count{{{model}}} 2.0",

@@ -56,7 +56,7 @@ def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(tiny_app: Starlet
     assert "256" in message
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/chat", CHAT + "/", "/v2/models", "/%00", "/v1/audio/speech"])
+@pytest.mark.parametrize("path", ["/v1", "/v1/chat", CHAT + "/", "/v2/models", "/%00", "/v1/audio/speech"])
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_unknown_paths(tiny_app: Starlette, path: str, method: str) -> None:
     response = asked(tiny_app, method, path, headers=JSON)
@@ -64,7 +64,9 @@ def test_unknown_paths(tiny_app: Starlette, path: str, method: str) -> None:
     assert response.json()["error"]["code"] == "unknown_path"
 
 
-@pytest.mark.parametrize(("method", "path", "allowed"), [("GET", CHAT, "POST"), ("POST", "/v1/models", "GET")])
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"), [("GET", CHAT, "POST"), ("POST", "/v1/models", "GET"), ("POST", "/", "GET")]
+)
 def test_wrong_methods(tiny_app: Starlette, method: str, path: str, allowed: str) -> None:
     response = asked(tiny_app, method, path, headers=JSON)
     assert response.status_code == 405
