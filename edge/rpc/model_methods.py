@@ -112,6 +112,7 @@ class ModelMethods:
         model = self._pool.find(request.model).id
         objects = ChatCompletionObjects(request, model, int(time.time()), new_id("chatcmpl-"))
         with self._pool.use(model, call.progress, cancellation=call.cancellation) as engine:
+            request.check_context(engine.context)
             chunks = []
             stream = engine.stream(request.messages, request.options)
             with closing(stream), call.cancellation.calling(stream.cancel):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from typing import TypeVar
 
 from ...errors import EdgeError
 from ...runtime.decode import FinishReason
@@ -14,19 +15,26 @@ from ...runtime.scheduling.answer_stream import AnswerStream
 from ..service.cancellation import CancelledError
 from ..service.chat_body import ChatRequest
 from ..service.completion_body import CompletionRequest
+from ..service.generation_fields import AnswerRequest
 from ..service.openai_objects import ChatCompletionObjects, CompletionObjects, new_id
 from ..service.request_error import describe
 from ..service.response_objects import ResponseObjects
 from ..service.responses_body import ResponsesRequest
-from .answer_endpoint import AnswerEndpoint, Body
+from .answer_endpoint import AnswerEndpoint
 from .answer_worker import AnswerWorker
 from .error_objects import encode_json
 from .event_stream import DONE, event, named_event
 from .text_endpoints import check_token_ids
 
+_Request = TypeVar("_Request", bound=AnswerRequest)
 
-class GenerationEndpoint(AnswerEndpoint[Body]):
+
+class GenerationEndpoint(AnswerEndpoint[_Request]):
     """An endpoint whose answers are generated text."""
+
+    def streams(self, request: _Request) -> bool:
+        """Whether the request asks for events."""
+        return request.stream
 
     @contextmanager
     def chunks(self, stream: AnswerStream, model: str, worker: AnswerWorker[bytes]) -> Iterator[Iterator[Chunk]]:
@@ -63,12 +71,9 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
         """Decode a chat body."""
         return ChatRequest.parse(body)
 
-    def streams(self, request: ChatRequest) -> bool:
-        """Whether the request asks for events."""
-        return request.stream
-
     def compute(self, request: ChatRequest, engine: Engine, model: str, worker: AnswerWorker[bytes]) -> None:
         """Generate the assistant's message."""
+        request.check_context(engine.context)
         objects = ChatCompletionObjects(request, model, int(time.time()), new_id("chatcmpl-"))
         with self.chunks(engine.stream(request.messages, request.options), model, worker) as chunks:
             if not request.stream:
@@ -87,12 +92,9 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
         """Decode a completion body."""
         return CompletionRequest.parse(body)
 
-    def streams(self, request: CompletionRequest) -> bool:
-        """Whether the request asks for events."""
-        return request.stream
-
     def compute(self, request: CompletionRequest, engine: Engine, model: str, worker: AnswerWorker[bytes]) -> None:
         """Continue the prompts."""
+        request.check_context(engine.context)
         objects = CompletionObjects(request, model, int(time.time()), new_id("cmpl-"))
         for index, prompt in enumerate(request.prompts):
             if not isinstance(prompt, str):
@@ -121,12 +123,9 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
         """Decode the body of a response."""
         return ResponsesRequest.parse(body)
 
-    def streams(self, request: ResponsesRequest) -> bool:
-        """Whether the request asks for events."""
-        return request.stream
-
     def compute(self, request: ResponsesRequest, engine: Engine, model: str, worker: AnswerWorker[bytes]) -> None:
         """Generate a response. In a stream, an error in its middle is an event of OpenAI's API."""
+        request.check_context(engine.context)
         objects = ResponseObjects(request, model, int(time.time()), new_id("resp_"))
         with self.chunks(engine.stream(request.messages, request.options), model, worker) as chunks:
             if not request.stream:

@@ -8,20 +8,24 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from ...runtime.options import GenerateOptions
 from ...runtime.text.chat_template import Message
 from .body_decoder import decode_body
 from .generation_fields import (
-    AccountFields,
     Alternatives,
+    AnswerRequest,
     BestOfField,
     ChoicesField,
+    ConversationFields,
     EarlyStopField,
     PositiveInt,
+    ReasoningEffort,
     StreamOptions,
+    TokenLimit,
+    Verbosity,
     generate_options,
     same,
     several_answers,
+    template_variables,
     wanted_logprobs,
     wants_usage,
 )
@@ -30,14 +34,14 @@ from .request_error import ErrorCode, RequestError
 from .strict_json import RequestLimits
 
 
-class ChatBody(AccountFields, kw_only=True, forbid_unknown_fields=True):
+class ChatBody(ConversationFields, kw_only=True, forbid_unknown_fields=True):
     """Body of a chat completion."""
 
     messages: Annotated[list[AnyMessage], Meta(description="The conversation.")]
     model: Annotated[str | None, Meta(description="Name of the model; null for the one that the server has.")] = None
     max_tokens: Annotated[
-        PositiveInt | None,
-        Meta(description="Largest number of tokens to generate; the default is the rest of the context."),
+        TokenLimit | None,
+        Meta(description="Largest number of tokens to generate; the default, and -1, is the rest of the context."),
     ] = None
     max_completion_tokens: Annotated[PositiveInt | None, Meta(description="Another name of max_tokens.")] = None
     n: ChoicesField = None
@@ -53,17 +57,8 @@ class ChatBody(AccountFields, kw_only=True, forbid_unknown_fields=True):
     tools: Annotated[
         list[FunctionTool] | None, Meta(description="Functions that the model may call, for its chat template.")
     ] = None
-    tool_choice: Annotated[
-        str | dict[str, Any] | None,
-        Meta(
-            description="auto shows the tools to the model, none does not; required makes it call one, and the name of "
-            "a function that one. A grammar enforces it, with arguments of the schema (extra structured)."
-        ),
-    ] = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None,
-        Meta(description="Extension. What the chat template reads besides, such as enable_thinking."),
-    ] = None
+    reasoning_effort: ReasoningEffort = None
+    verbosity: Verbosity = None
     continue_final_message: Annotated[
         bool | None,
         Meta(description="Extension. Whether the answer continues the last message, which is the assistant's."),
@@ -72,6 +67,7 @@ class ChatBody(AccountFields, kw_only=True, forbid_unknown_fields=True):
         bool | None, Meta(description="Extension. false with continue_final_message, as vLLM has it; else true.")
     ] = None
 
+    prediction: Annotated[dict[str, Any] | None, Meta(description="Accepted; drafting needs no prediction.")] = None
     modalities: Annotated[
         list[str] | None, Meta(description="Answers are text.", extra_json_schema={"enum": [["text"], None]})
     ] = None
@@ -80,21 +76,15 @@ class ChatBody(AccountFields, kw_only=True, forbid_unknown_fields=True):
     function_call: Annotated[None, Meta(description="Not supported: use tool_choice.")] = None
     functions: Annotated[None, Meta(description="Not supported: use tools.")] = None
     moderation: Annotated[None, Meta(description="Not supported.")] = None
-    prediction: Annotated[None, Meta(description="Not supported: drafting needs no prediction.")] = None
-    reasoning_effort: Annotated[None, Meta(description="Not supported: use chat_template_kwargs.")] = None
-    verbosity: Annotated[None, Meta(description="Not supported.")] = None
     web_search_options: Annotated[None, Meta(description="Not supported: edge-run does not search the web.")] = None
 
 
-@dataclass(frozen=True)
-class ChatRequest:
+@dataclass(frozen=True, kw_only=True)
+class ChatRequest(AnswerRequest):
     """A chat completion to generate."""
 
-    model: str | None
     messages: Sequence[Mapping[str, Any]]
     """The conversation as `Engine.stream` takes it."""
-    options: GenerateOptions
-    stream: bool = False
     include_usage: bool = False
     """Whether a stream ends with a chunk that has the usage."""
 
@@ -122,7 +112,7 @@ class ChatRequest:
                 "tools": tools if fields.tool_choice != "none" else (),
                 "tool_choice": fields.tool_choice,
                 "parallel_tool_calls": fields.parallel_tool_calls,
-                "template_variables": fields.chat_template_kwargs,
+                "template_variables": template_variables(fields.chat_template_kwargs, fields.reasoning_effort),
                 "answer_start": answer_start,
             },
         )
@@ -131,6 +121,7 @@ class ChatRequest:
             messages=messages,
             options=options,
             stream=bool(fields.stream),
+            num_ctx=fields.num_ctx,
             include_usage=wants_usage(fields.stream_options, stream=bool(fields.stream)),
         )
 

@@ -8,16 +8,16 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta
 
-from ...runtime.options import GenerateOptions
 from .body_decoder import decode_body
 from .generation_fields import (
+    AcceptedFields,
     Alternatives,
+    AnswerRequest,
     BestOfField,
     ChoicesField,
     EarlyStopField,
-    PositiveInt,
-    SamplingFields,
     StreamOptions,
+    TokenLimit,
     generate_options,
     several_answers,
     wants_usage,
@@ -26,13 +26,17 @@ from .strict_json import RequestLimits
 from .text_inputs import TextOrIds, TextsOrIds, texts_or_ids
 
 
-class CompletionBody(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+class CompletionBody(AcceptedFields, kw_only=True, forbid_unknown_fields=True):
     """Body of a text completion."""
 
     prompt: Annotated[TextsOrIds, Meta(description="A text, a list of texts, token ids, or a list of token id lists.")]
     model: Annotated[str | None, Meta(description="Name of the model; null for the one that the server has.")] = None
     max_tokens: Annotated[
-        PositiveInt | None, Meta(description="Largest number of tokens to generate; 16 by default, as OpenAI's API.")
+        TokenLimit | None,
+        Meta(
+            description="Largest number of tokens to generate; 16 by default, as OpenAI's API, and -1 for the rest of "
+            "the context."
+        ),
     ] = None
     n: ChoicesField = None
     best_of: BestOfField = None
@@ -46,22 +50,18 @@ class CompletionBody(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     echo: Annotated[
         bool | None, Meta(description="Answers do not repeat the prompt.", extra_json_schema={"enum": [False, None]})
     ] = None
-    user: Annotated[str | None, Meta(description="Accepted; does not change the answer.")] = None
     suffix: Annotated[None, Meta(description="Not supported: text is only generated after a prompt.")] = None
 
 
 _DEFAULT_TOKENS: Final = 16
 
 
-@dataclass(frozen=True)
-class CompletionRequest:
+@dataclass(frozen=True, kw_only=True)
+class CompletionRequest(AnswerRequest):
     """Text completions to generate."""
 
-    model: str | None
     prompts: tuple[TextOrIds, ...]
     """Texts, or token ids; each of them gets `options.n` answers."""
-    options: GenerateOptions
-    stream: bool = False
     include_usage: bool = False
     """Whether a stream ends with a chunk that has the usage."""
 
@@ -77,11 +77,12 @@ class CompletionRequest:
                 fields,
                 {
                     **several_answers(fields.n, fields.best_of, fields.early_stop),
-                    "max_tokens": fields.max_tokens or _DEFAULT_TOKENS,
+                    "max_tokens": _DEFAULT_TOKENS if fields.max_tokens is None else fields.max_tokens,
                     "logprobs": fields.logprobs,
                     "raw": True,
                 },
             ),
             stream=bool(fields.stream),
+            num_ctx=fields.num_ctx,
             include_usage=wants_usage(fields.stream_options, stream=bool(fields.stream)),
         )

@@ -19,7 +19,9 @@ class TextFormat(msgspec.Struct, kw_only=True, tag_field="type", tag="text", for
     """Free text."""
 
 
-class JsonObjectFormat(msgspec.Struct, kw_only=True, tag_field="type", tag="json_object", forbid_unknown_fields=True):
+class JsonObjectFormat(
+    msgspec.Struct, kw_only=True, tag_field="type", tag="json_object", forbid_unknown_fields=True, omit_defaults=True
+):
     """Any JSON object; with a schema, which llama.cpp reads here, JSON of that schema."""
 
     schema: Schema | None = None
@@ -41,7 +43,7 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True, tag_field="type", tag="json
 
 
 class FlatJsonSchemaFormat(
-    msgspec.Struct, kw_only=True, tag_field="type", tag="json_schema", forbid_unknown_fields=True
+    msgspec.Struct, kw_only=True, tag_field="type", tag="json_schema", forbid_unknown_fields=True, omit_defaults=True
 ):
     """JSON of a schema, in the form of the Responses API."""
 

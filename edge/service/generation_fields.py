@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
@@ -11,6 +12,7 @@ from msgspec import Meta
 from ...errors import InputError
 from ...runtime.options import GenerateOptions
 from ...runtime.sampling.model_defaults import ModelDefaults
+from .body_decoder import unsupported
 from .format_fields import FormatFields, response_format
 from .request_error import ErrorCode, RequestError
 
@@ -20,6 +22,8 @@ _FIELDS: Final = {"template_variables": "chat_template_kwargs"}
 """Fields of a body whose option has another name."""
 
 PositiveInt: TypeAlias = Annotated[int, Meta(ge=1)]
+TokenLimit: TypeAlias = Annotated[int, Meta(ge=-1)]
+"""Largest number of tokens to generate; -1 for no limit, as llama.cpp has it."""
 Choices: TypeAlias = Annotated[int, Meta(ge=1, le=16)]
 """Number of answers to one prompt."""
 ChoicesField: TypeAlias = Annotated[
@@ -41,16 +45,25 @@ EarlyStopField: TypeAlias = Annotated[
 ]
 Alternatives: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
 """Number of likely tokens to return at each position."""
+ReasoningEffort: TypeAlias = Annotated[
+    str | None,
+    Meta(
+        description="How much the model thinks, where its chat template has a variable for it: reasoning_effort, or "
+        "enable_thinking and thinking, which only none makes false.",
+        extra_json_schema={"enum": ["none", "minimal", "low", "medium", "high", "xhigh", "max", None]},
+    ),
+]
+Verbosity: TypeAlias = Annotated[
+    str | None,
+    Meta(description="Models here have no such setting.", extra_json_schema={"enum": ["medium", None]}),
+]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What a stream contains besides the answer."""
 
     include_usage: Annotated[bool | None, Meta(description="Whether the stream ends with the usage.")] = None
-    include_obfuscation: Annotated[
-        bool | None,
-        Meta(description="Padding of the chunks is not supported.", extra_json_schema={"enum": [False, None]}),
-    ] = None
+    include_obfuscation: Annotated[bool | None, Meta(description="Accepted; chunks are not padded.")] = None
 
 
 class SamplingFields(FormatFields, kw_only=True, forbid_unknown_fields=True):
@@ -107,8 +120,8 @@ class SamplingFields(FormatFields, kw_only=True, forbid_unknown_fields=True):
     ] = None
 
 
-class AccountFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """Further fields that OpenAI's service reads for its own purposes; they do not change an answer."""
+class AcceptedFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """Fields that clients send to other servers; they do not change an answer."""
 
     user: Annotated[str | None, Meta(description="Accepted; does not change the answer.")] = None
     safety_identifier: Annotated[str | None, Meta(description="Accepted; does not change the answer.")] = None
@@ -122,15 +135,74 @@ class AccountFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_options: Annotated[
         dict[str, Any] | None, Meta(description="Accepted; the prefix cache needs no options.")
     ] = None
-    service_tier: Annotated[
-        str | None, Meta(description="There is one tier.", extra_json_schema={"enum": ["auto", "default", None]})
+    service_tier: Annotated[str | None, Meta(description="Accepted; there is one tier.")] = None
+    store: Annotated[bool | None, Meta(description="Accepted; answers are not stored.")] = None
+    cache_prompt: Annotated[
+        bool | None, Meta(description="Extension. Accepted; the prefix cache gives the same text.")
     ] = None
-    store: Annotated[
-        bool | None, Meta(description="Answers are not stored.", extra_json_schema={"enum": [False, None]})
+    id_slot: Annotated[int | None, Meta(description="Extension. Accepted; the prefix cache has no slots.")] = None
+    slot_id: Annotated[int | None, Meta(description="Extension. Accepted; an older name of id_slot.")] = None
+    keep_alive: Annotated[
+        str | float | None, Meta(description="Extension. Accepted; --idle-unload says when a model is unloaded.")
+    ] = None
+    timings_per_token: Annotated[bool | None, Meta(description="Extension. Accepted; chunks have no timings.")] = None
+    return_progress: Annotated[
+        bool | None, Meta(description="Extension. Accepted; streams begin with the first token.")
+    ] = None
+    num_ctx: Annotated[
+        PositiveInt | None,
+        Meta(description="Extension. Accepted up to the model's context, which is always used; more is refused."),
+    ] = None
+
+
+class ConversationFields(AcceptedFields, kw_only=True, forbid_unknown_fields=True):
+    """Fields of requests with a conversation."""
+
+    tool_choice: Annotated[
+        str | dict[str, Any] | None,
+        Meta(
+            description="auto shows the tools to the model, none does not; required makes it call one, and the name of "
+            "a function that one. A grammar enforces it, with arguments of the schema (extra structured)."
+        ),
     ] = None
     parallel_tool_calls: Annotated[
         bool | None, Meta(description="Whether an answer may have several calls; false ends it with the first one.")
     ] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None,
+        Meta(description="Extension. What the chat template reads besides, such as enable_thinking."),
+    ] = None
+    reasoning_format: Annotated[
+        str | None,
+        Meta(
+            description="Extension. What the model thinks is apart from its answer.",
+            extra_json_schema={"enum": ["auto", "deepseek", None]},
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerRequest:
+    """What all requests for generated text have."""
+
+    model: str | None
+    options: GenerateOptions
+    stream: bool = False
+    num_ctx: int | None = None
+    """The context that is expected; see `check_context`."""
+
+    def check_context(self, context: int) -> None:
+        """Check that a model with a context of this many tokens is what the request asks for.
+
+        Raises:
+            RequestError: it asks for a longer context.
+        """
+        if self.num_ctx is not None and self.num_ctx > context:
+            raise unsupported(
+                "num_ctx",
+                f"num_ctx is {self.num_ctx}, and the context of this model is {context} tokens",
+                "leave num_ctx out, or start edge-run with a longer --context",
+            )
 
 
 _SAMPLING: Final = tuple(
@@ -155,6 +227,8 @@ def generate_options(fields: SamplingFields, others: Mapping[str, Any]) -> Gener
     if given.get("response_format") is None:
         given["response_format"] = response_format(fields)
     values = {name: value for name, value in given.items() if value is not None}
+    if values.get("max_tokens") == -1:
+        del values["max_tokens"]
     if "seed" in values and values["seed"] < 0:
         values["seed"] += 1 << _SEED_BITS  # seeds of OpenAI's API have a sign
     for name, value in values.items():
@@ -176,6 +250,14 @@ def several_answers(n: int | None, best_of: int | None, early_stop: float | None
             param="best_of",
         )
     return {"n": n, "best_of": best_of, "early_stop": early_stop}
+
+
+def template_variables(given: Mapping[str, Any] | None, effort: str | None) -> Mapping[str, Any] | None:
+    """The option of this name: an effort of reasoning under all names that templates have for it, and what is given."""
+    if effort is None:
+        return given
+    thinks = effort != "none"
+    return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks, **(given or {})}
 
 
 def wants_usage(options: StreamOptions | None, *, stream: bool) -> bool:

@@ -45,7 +45,7 @@ class ResponseObjects:
             "background": False,
             "parallel_tool_calls": request.options.parallel_tool_calls,
             "previous_response_id": None,
-            "text": {"format": {"type": "text"}},
+            "service_tier": "default",
             "truncation": "disabled",
         }
         self._items: list[dict[str, Any]] = []

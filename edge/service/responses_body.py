@@ -9,10 +9,19 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from ...runtime.options import GenerateOptions
 from .body_decoder import decode_fields
 from .format_fields import FlatJsonSchemaFormat, JsonObjectFormat, TextFormat, response_format
-from .generation_fields import AccountFields, Alternatives, PositiveInt, generate_options, wanted_logprobs
+from .generation_fields import (
+    Alternatives,
+    AnswerRequest,
+    ConversationFields,
+    PositiveInt,
+    ReasoningEffort,
+    Verbosity,
+    generate_options,
+    template_variables,
+    wanted_logprobs,
+)
 from .message_fields import CacheBreakpoint, check_count, checked_messages
 from .request_error import ErrorCode, RequestError
 from .strict_json import RequestLimits, read_object
@@ -101,19 +110,26 @@ class TextConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The form of the answer."""
 
     format: TextFormat | JsonObjectFormat | FlatJsonSchemaFormat | None = None
-    verbosity: Annotated[None, Meta(description="Not supported.")] = None
+    verbosity: Verbosity = None
+
+
+class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How the model thinks."""
+
+    effort: ReasoningEffort = None
+    summary: Annotated[str | None, Meta(description="Accepted; all that the model thinks is returned.")] = None
+    generate_summary: Annotated[str | None, Meta(description="Accepted; an older name of summary.")] = None
+    mode: Annotated[str | None, Meta(extra_json_schema={"enum": ["standard", None]})] = None
+    context: Annotated[str | None, Meta(extra_json_schema={"enum": ["auto", None]})] = None
 
 
 class ResponsesStreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What a stream contains besides the answer."""
 
-    include_obfuscation: Annotated[
-        bool | None,
-        Meta(description="Padding of the events is not supported.", extra_json_schema={"enum": [False, None]}),
-    ] = None
+    include_obfuscation: Annotated[bool | None, Meta(description="Accepted; events are not padded.")] = None
 
 
-class ResponsesBody(AccountFields, kw_only=True, forbid_unknown_fields=True):
+class ResponsesBody(ConversationFields, kw_only=True, forbid_unknown_fields=True):
     """Body of a response."""
 
     input: Annotated[
@@ -130,13 +146,6 @@ class ResponsesBody(AccountFields, kw_only=True, forbid_unknown_fields=True):
     stream_options: Annotated[ResponsesStreamOptions | None, Meta(description="What a stream contains besides.")] = None
     tools: Annotated[
         list[ResponseTool] | None, Meta(description="Functions that the model may call, for its chat template.")
-    ] = None
-    tool_choice: Annotated[
-        str | dict[str, Any] | None,
-        Meta(
-            description="auto shows the tools to the model, none does not; required makes it call one, and the name of "
-            "a function that one. A grammar enforces it, with arguments of the schema (extra structured)."
-        ),
     ] = None
     text: Annotated[TextConfig | None, Meta(description="The form of the answer.")] = None
     include: Annotated[
@@ -157,9 +166,12 @@ class ResponsesBody(AccountFields, kw_only=True, forbid_unknown_fields=True):
     background: Annotated[
         bool | None, Meta(description="Answers are given at once.", extra_json_schema={"enum": [False, None]})
     ] = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None,
-        Meta(description="Extension. What the chat template reads besides, such as enable_thinking."),
+    reasoning: Annotated[Reasoning | None, Meta(description="How the model thinks.")] = None
+    client_metadata: Annotated[
+        dict[str, str] | None, Meta(description="Extension. Accepted; does not change the answer.")
+    ] = None
+    max_tool_calls: Annotated[
+        PositiveInt | None, Meta(description="Accepted; it limits tools of the server's own, of which there are none.")
     ] = None
 
     previous_response_id: Annotated[
@@ -172,21 +184,16 @@ class ResponsesBody(AccountFields, kw_only=True, forbid_unknown_fields=True):
     background_options: Annotated[None, Meta(description="Not supported: answers are given at once.")] = None
     context_management: Annotated[None, Meta(description="Not supported: nothing is cut off.")] = None
     image: Annotated[None, Meta(description="Not supported: models here read text.")] = None
-    max_tool_calls: Annotated[None, Meta(description="Not supported: there are no tools of the server's own.")] = None
     moderation: Annotated[None, Meta(description="Not supported.")] = None
     prompt: Annotated[None, Meta(description="Not supported: templates of prompts are not stored, send input.")] = None
-    reasoning: Annotated[None, Meta(description="Not supported: use chat_template_kwargs.")] = None
 
 
-@dataclass(frozen=True)
-class ResponsesRequest:
+@dataclass(frozen=True, kw_only=True)
+class ResponsesRequest(AnswerRequest):
     """A response to generate."""
 
-    model: str | None
     messages: Sequence[Mapping[str, Any]]
     """The conversation as `Engine.stream` takes it."""
-    options: GenerateOptions
-    stream: bool = False
     repeated: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the request that the response object repeats."""
 
@@ -196,7 +203,7 @@ class ResponsesRequest:
         limits = limits or RequestLimits()
         fields = decode_fields(_with_item_types(read_object(body, limits)), ResponsesBody)
         check_count("tools", len(fields.tools or ()), limits.tools)
-        included = fields.include or ()
+        included, reasoning = fields.include or (), fields.reasoning or Reasoning()
         shown_tools = fields.tools if fields.tools and fields.tool_choice != "none" else ()
         options = generate_options(
             fields,
@@ -206,7 +213,7 @@ class ResponsesRequest:
                 "tools": tuple(_chat_tool(tool) for tool in shown_tools),
                 "tool_choice": fields.tool_choice,
                 "parallel_tool_calls": fields.parallel_tool_calls,
-                "template_variables": fields.chat_template_kwargs,
+                "template_variables": template_variables(fields.chat_template_kwargs, reasoning.effort),
                 "response_format": response_format(fields, None if fields.text is None else fields.text.format),
             },
         )
@@ -215,6 +222,7 @@ class ResponsesRequest:
             messages=_conversation(fields, limits),
             options=options,
             stream=bool(fields.stream),
+            num_ctx=fields.num_ctx,
             repeated=_repeated(fields),
         )
 
@@ -285,17 +293,20 @@ def _chat_tool(tool: ResponseTool) -> dict[str, Any]:
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
+_REPEATED: Final = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "prompt_cache_key", "prompt_cache_options"),
+    *("prompt_cache_retention", "safety_identifier", "temperature", "top_logprobs", "top_p", "user"),
+)
+"""Fields that a response object has as they were given."""
+
+
 def _repeated(fields: ResponsesBody) -> dict[str, Any]:
+    text, reasoning = fields.text or TextConfig(), fields.reasoning or Reasoning()
     return {
-        "instructions": fields.instructions,
-        "max_output_tokens": fields.max_output_tokens,
+        **{name: getattr(fields, name) for name in _REPEATED},
         "metadata": fields.metadata or {},
-        "temperature": fields.temperature,
-        "top_logprobs": fields.top_logprobs,
-        "top_p": fields.top_p,
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary},
+        "text": {"format": msgspec.to_builtins(text.format or TextFormat()), "verbosity": text.verbosity or "medium"},
         "tools": [msgspec.to_builtins(tool) for tool in fields.tools or ()],
         "tool_choice": fields.tool_choice or "auto",
-        "user": fields.user,
-        "safety_identifier": fields.safety_identifier,
-        "prompt_cache_key": fields.prompt_cache_key,
     }

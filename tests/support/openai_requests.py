@@ -329,7 +329,7 @@ def _errors(engine: Engine) -> list[Request]:
             expected,
         )
 
-    unsupported = refusal("BadRequestError", 400, "unsupported_parameter", "reasoning_effort", "reasoning_effort")
+    unsupported = refusal("BadRequestError", 400, "unsupported_parameter", "verbosity", "verbosity")
     wrong_type = refusal("BadRequestError", 400, "invalid_type", "messages[0].content", "messages[0].content")
     unknown = refusal("NotFoundError", 404, "model_not_found", "model", "gpt-4", kind="not_found_error")
     return [
@@ -340,7 +340,7 @@ def _errors(engine: Engine) -> list[Request]:
             refusal("BadRequestError", 400, "unknown_parameter", "colour", "colour"),
             {"colour": "red"},
         ),
-        chat("unsupported field", unsupported, reasoning_effort="low"),
+        chat("unsupported field", unsupported, verbosity="low"),
         chat("wrong type", wrong_type, messages=[{"role": "user", "content": 5}]),
         chat("out of range", refusal("BadRequestError", 400, "invalid_value", "temperature", "-1"), temperature=-1),
         chat("context too long", too_long, messages=long),

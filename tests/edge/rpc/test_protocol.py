@@ -131,6 +131,7 @@ def test_a_request_of_another_form_gets_its_id_back(
         ("generate", {"messages": USER, "tempreature": 1}, "unknown_parameter", "tempreature", "unknown field"),
         ("generate", {"messages": USER, "temperature": "hot"}, "invalid_type", "temperature", "temperature is"),
         ("generate", {"messages": USER, "top_p": 2}, "invalid_value", "top_p", "top_p"),
+        ("generate", {"messages": USER, "num_ctx": 4097}, "unsupported_parameter", "num_ctx", "num_ctx is 4097"),
         ("generate", {"messages": USER, "model": "gpt"}, "model_not_found", "model", "there is no model 'gpt'"),
         ("generate", {"messages": USER, "audio": {}}, "unsupported_parameter", "audio", "audio is not supported"),
         ("tokenize", {}, "missing_required_parameter", "content", "neither a text nor messages"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,37 @@ def test_an_answer_continues_the_last_message(tiny_app: Starlette, tiny_bundle: 
     assert continued not in (answer(body), answer(question))
     refused = asked(tiny_app, "POST", CHAT, json={**question, "continue_final_message": True})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[0]")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"timings_per_token": True, "return_progress": True, "reasoning_format": "auto", "max_tokens": -1},
+        {"cache_prompt": True, "id_slot": -1, "slot_id": 0, "keep_alive": "30m", "num_ctx": 256},
+        {"reasoning_effort": "medium", "verbosity": "medium", "store": True, "user": "u", "metadata": {"a": "b"}},
+        {"stream_options": {"include_usage": True, "include_obfuscation": True}, "parallel_tool_calls": True},
+    ],
+    ids=["llama.cpp's page", "Ollama's and llama.cpp's fields", "AI SDK", "LangChain"],
+)
+def test_what_clients_send_besides_is_accepted(tiny_app: Starlette, fields: dict[str, object]) -> None:
+    def text(body: dict[str, object]) -> str:
+        response = asked(tiny_app, "POST", CHAT, json={**chat_body(temperature=0, stream=True), **body})
+        assert response.status_code == 200, response.text
+        chunks = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+        return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+
+    assert text(fields) == text({}) != ""
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses"])
+def test_a_context_beyond_the_models_is_refused(tiny_app: Starlette, path: str) -> None:
+    body = {CHAT: chat_body(), "/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a"}}[path]
+    assert asked(tiny_app, "POST", path, json={**body, "num_ctx": 256}).status_code == 200
+    for streams in (False, True):
+        refused = asked(tiny_app, "POST", path, json={**body, "num_ctx": 257, "stream": streams})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["param"]) == (400, "unsupported_parameter", "num_ctx")
+        assert "the context of this model is 256 tokens" in error["message"]
 
 
 def test_texts_are_tokenized_and_back(tiny_app: Starlette, tiny_bundle: Path) -> None:

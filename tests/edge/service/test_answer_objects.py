@@ -131,7 +131,7 @@ def lone(engine: edgerun.Engine, prompt: str, **options: Any) -> Reply:
 def checked(kind: type[BaseModel], value: dict[str, Any]) -> dict[str, Any]:
     """The object, which has every field that the client's type requires, and none that it does not know."""
     parsed = kind.model_validate(value)
-    assert parsed.model_dump(exclude_unset=True) == value
+    assert parsed.model_dump(exclude_unset=True, by_alias=True) == value
     assert list(extras(parsed)) == []
     return value
 
@@ -369,6 +369,45 @@ def test_a_response(client: openai.OpenAI, engine: edgerun.Engine) -> None:
     assert found.usage.output_tokens == expected.stats.completion_tokens
     (part,) = found.output[0].content  # type: ignore[union-attr]
     assert b"".join(bytes(token.bytes) for token in part.logprobs).decode() == found.output_text  # type: ignore[union-attr]
+
+
+def test_a_response_repeats_the_request(engine: edgerun.Engine) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    tool = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": False}
+    given: dict[str, Any] = {
+        "instructions": "Be brief.",
+        "max_output_tokens": 3,
+        "max_tool_calls": 2,
+        "metadata": {"a": "b"},
+        "parallel_tool_calls": False,
+        "prompt_cache_key": "key",
+        "prompt_cache_retention": "24h",
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "safety_identifier": "s",
+        "temperature": 0.5,
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": schema}, "verbosity": "medium"},
+        "tool_choice": "auto",
+        "tools": [tool],
+        "top_logprobs": 2,
+        "top_p": 0.9,
+        "user": "u",
+    }
+    body = {"input": PROMPT, "include": ["message.output_text.logprobs"], **given}
+    objects = ResponseObjects(ResponsesRequest.parse(json.dumps(body)), "m", 5, "1")
+    (begun, _), failed = objects.started(), objects.failed(RequestError("it broke"))[0]
+    for event in (begun, failed):
+        repeated = checked(Response, event["response"])
+        assert {name: repeated[name] for name in given} == given
+    short = {"input": PROMPT, "max_output_tokens": 2}
+    found = response(engine, json.dumps({**short, "text": {"format": {"type": "json_object"}}}).encode())
+    assert isinstance(found, dict)
+    assert found["text"]["format"] == {"type": "json_object"}
+    found = response(engine, json.dumps({**short, "store": True}).encode())
+    assert isinstance(found, dict)
+    defaults = {"text": {"format": {"type": "text"}, "verbosity": "medium"}, "tools": [], "tool_choice": "auto"}
+    defaults |= {"metadata": {}, "parallel_tool_calls": True, "reasoning": {"effort": None, "summary": None}}
+    assert {name: found[name] for name in defaults} == defaults
+    assert {found[name] for name in given.keys() - defaults.keys() - {"max_output_tokens"}} == {None}
 
 
 def test_a_response_that_was_cut_off_is_incomplete(client: openai.OpenAI) -> None:

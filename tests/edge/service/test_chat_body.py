@@ -55,7 +55,7 @@ def test_every_field_reaches_the_options() -> None:
         frequency_penalty=-1,
         logit_bias={"5": 10},
         stream=True,
-        stream_options={"include_usage": True, "include_obfuscation": False},
+        stream_options={"include_usage": True, "include_obfuscation": True},
         tools=[TOOL],
         tool_choice="auto",
         response_format={"type": "text"},
@@ -155,13 +155,40 @@ def test_messages_are_those_that_the_runtime_takes() -> None:
     [
         {"user": "u", "safety_identifier": "s", "metadata": {"a": "b"}},
         {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "implicit"}},
-        {"service_tier": "auto", "store": False, "parallel_tool_calls": True, "modalities": ["text"]},
+        {"service_tier": "flex", "store": True, "parallel_tool_calls": True, "modalities": ["text"]},
+        {"cache_prompt": True, "id_slot": -1, "slot_id": 0, "timings_per_token": True, "return_progress": True},
+        {"keep_alive": "5m", "reasoning_format": "auto", "verbosity": "medium"},
+        {"keep_alive": -1, "prediction": {"type": "content", "content": "x"}, "max_tokens": -1},
         {"messages": [{**USER, "content": [{"type": "text", "text": "hello", "prompt_cache_breakpoint": {}}]}]},
     ],
 )
 def test_fields_that_do_not_change_the_answer_are_accepted(field: dict[str, Any]) -> None:
     assert parsed(**field) == parsed()
     assert fits_schema({"messages": [USER], **field})
+    for name in field.keys() - {"messages", "max_tokens"}:
+        error = error_of({"messages": [USER], name: [{"a": 1}]})
+        assert (error.code, str(error.param).partition("[")[0]) in {
+            (ErrorCode.INVALID_TYPE, name),
+            (ErrorCode.UNSUPPORTED_FIELD, name),
+        }
+
+
+def test_an_effort_of_reasoning_has_the_names_that_templates_have_for_it() -> None:
+    def variables(**fields: Any) -> Any:
+        return parsed(**fields).options.template_variables
+
+    assert variables(reasoning_effort="low") == {"reasoning_effort": "low", "enable_thinking": True, "thinking": True}
+    none = variables(reasoning_effort="none", chat_template_kwargs={"thinking": "a", "x": 1})
+    assert none == {"reasoning_effort": "none", "enable_thinking": False, "thinking": "a", "x": 1}
+
+
+def test_a_context_that_is_expected_must_be_there() -> None:
+    request = parsed(num_ctx=4096)
+    request.check_context(4096)
+    with pytest.raises(RequestError, match="num_ctx is 4096, and the context of this model is 4095 tokens") as refused:
+        request.check_context(4095)
+    assert (refused.value.code, refused.value.param) == (ErrorCode.UNSUPPORTED_FIELD, "num_ctx")
+    parsed().check_context(1)
 
 
 @pytest.mark.parametrize(
@@ -171,16 +198,13 @@ def test_fields_that_do_not_change_the_answer_are_accepted(field: dict[str, Any]
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"functions": []}, "functions"),
         ({"function_call": "auto"}, "function_call"),
-        ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
-        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"reasoning_effort": "most"}, "reasoning_effort"),
+        ({"reasoning_format": "none"}, "reasoning_format"),
         ({"verbosity": "low"}, "verbosity"),
         ({"web_search_options": {}}, "web_search_options"),
         ({"moderation": {}}, "moderation"),
-        ({"store": True}, "store"),
-        ({"service_tier": "flex"}, "service_tier"),
         ({"tools": [TOOL, {"type": "custom", "custom": {"name": "f"}}]}, "tools[1].custom"),
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
-        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
         ({"messages": [USER, {"role": "function", "name": "f", "content": "x"}]}, "messages[1].role"),
         ({"messages": [{"role": "assistant", "content": "x", "refusal": "no"}]}, "messages[0].refusal"),
         (
@@ -293,6 +317,8 @@ def test_wrong_types_name_the_field_and_both_types(fields: dict[str, Any], param
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"stop": ""}, "stop"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
+        ({"num_ctx": 0}, "num_ctx"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
         ({"repeat_penalty": 1, "repetition_penalty": 2}, "repetition_penalty"),
         ({"top_k": -1}, "top_k"),

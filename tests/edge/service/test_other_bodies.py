@@ -86,6 +86,8 @@ def test_options_of_a_text_completion() -> None:
         }
     )
     options = request.options
+    assert CompletionRequest.parse({"prompt": "a"}).options.max_tokens == 16
+    assert CompletionRequest.parse({"prompt": "a", "max_tokens": -1}).options.max_tokens is None
     assert (options.max_tokens, options.n, options.logprobs) == (3, 2, 2)
     assert (options.stops, options.temperature) == (("x",), 0.5)
 
@@ -153,6 +155,16 @@ def test_items_of_a_response_become_messages() -> None:
     ]
 
 
+def test_an_effort_of_reasoning_of_a_response() -> None:
+    request = ResponsesRequest.parse({"input": "a", "reasoning": {"effort": "none", "summary": "auto"}})
+    assert request.options.template_variables == {
+        "reasoning_effort": "none",
+        "enable_thinking": False,
+        "thinking": False,
+    }
+    assert ResponsesRequest.parse({"input": "a", "reasoning": {}}).options.template_variables is None
+
+
 def test_tools_of_a_response_have_the_form_of_the_chat_api() -> None:
     tool = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": False}
     request = ResponsesRequest.parse({"input": "a", "tools": [tool]})
@@ -178,10 +190,10 @@ def test_log_probabilities_of_a_response() -> None:
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
-        ({"store": True}, "store"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
-        ({"reasoning": {"effort": "low"}}, "reasoning"),
+        ({"reasoning": {"effort": "most"}}, "reasoning.effort"),
+        ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
