@@ -89,8 +89,9 @@ def load(
         learned: whether to keep in the cache what drafters learn from answers; switch it off for repeatable
             measurements.
         tokenizer: a tokenizer.json, or a folder with one, for a model that has none beside it.
-        prefix_cache: maximum bytes of memory for the KV caches of earlier answers, from which prompts with the same
-            beginning continue; None for a quarter of the memory that is free now, 0 for none.
+        prefix_cache: maximum bytes of memory for the KV caches of earlier answers, those of a draft model included,
+            from which prompts with the same beginning continue; None for a quarter of the memory that is free now, 0
+            for none.
         prefix_disk: maximum bytes on disk for the KV caches of the prefixes that `keep_prefix` keeps, those of all
             models together; 0 for none. Without `cache` there are none.
         overflow: what happens where a conversation is longer than the context, where the options of an answer do not

@@ -242,15 +242,15 @@ class ModelPool:
         with self._changed:
             if engine is not None and (self._closed or not model.waiting):
                 attempt.error = CancelledError("nobody waits for the model any more")
+            model.attempt = None
+            self._threads.discard(threading.current_thread())
+            self._changed.notify_all()
             if attempt.error is None:
                 model.engine, model.load_s = engine, time.monotonic() - started
                 if self._idle_s is not None and self._timer is None:
                     self._timer = self._start(self._unload_unused)
             else:
                 self._close_engine(model, engine)
-            model.attempt = None
-            self._threads.discard(threading.current_thread())
-            self._changed.notify_all()
 
     def _make_room(self, model: PooledModel, needed: int) -> None:
         """Wait until a model fits the budget, and unload those that are not in use for it.
@@ -304,16 +304,15 @@ class ModelPool:
 
         Closing waits for what the engine does in the background, for which other models must not wait.
         """
-        if engine is not None:
-            model.closing = True
-            self._changed.release()
-            try:
+        model.closing = True
+        self._changed.release()
+        try:
+            if engine is not None:
                 engine.close()
-            finally:
-                self._changed.acquire()
-                model.closing = False
-        model.bytes = 0
-        self._changed.notify_all()
+        finally:
+            self._changed.acquire()
+            model.closing, model.bytes = False, 0
+            self._changed.notify_all()
 
     def _unload_unused(self) -> None:
         """Unload models that were not in use for `idle_s`, in a thread of its own."""

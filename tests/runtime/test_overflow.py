@@ -14,7 +14,8 @@ from edgerun import ContextError, Engine, FinishReason, GenerateOptions, InputEr
 from edgerun.runtime.graph.cache_shift import CacheShift
 from edgerun.runtime.kv.buffers import NumpyBuffers
 from edgerun.runtime.overflow import answer_reserve, window
-from edgerun.runtime.sampling.sampler import uniform_at
+from edgerun.runtime.sampling.sampler import Purpose, uniform_at, uniforms_at
+from edgerun.runtime.speculation.sampled_speculator import DraftSampling
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.layouts import LAYOUTS, write_layout
 
@@ -23,7 +24,8 @@ SYSTEM = {"role": "system", "content": "the one of the"}
 
 
 def loaded(model: Path, context: int = CONTEXT, **options: Any) -> Engine:
-    engine = edgerun.load(model, threads=1, context=context, cache=False, draft=None, prefix_cache=0, **options)
+    options = {"draft": None, **options}
+    engine = edgerun.load(model, threads=1, context=context, cache=False, prefix_cache=0, **options)
     engine.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
     return engine
 
@@ -88,6 +90,28 @@ def test_an_answer_goes_on_without_the_first_turns(tiny_bundle: Path, speculatio
         # One turn cannot be left out: the answer ends where the context does, and so it does by default.
         assert long_answer(engine, messages[-1:], 200).finish_reason is FinishReason.LENGTH
         assert len(ids(long_answer(engine, messages, 200, overflow="error"))) == written
+
+
+@pytest.mark.parametrize("overflow", ["trim", "window"])
+@pytest.mark.parametrize("draft_sampling", [DraftSampling.CHAIN, DraftSampling.TREE])
+def test_every_random_number_of_a_draft_is_used_once(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, overflow: str, draft_sampling: DraftSampling
+) -> None:
+    used: list[tuple[int, int, Purpose, int]] = []
+
+    def recorded(seed: int, position: int, count: int, purpose: Purpose, part: int = 0) -> Any:
+        used.append((seed, position, purpose, part))
+        return uniforms_at(seed, position, count, purpose, part)
+
+    monkeypatch.setattr("edgerun.runtime.speculation.sampled_verification.uniforms_at", recorded)
+    options: dict[str, Any] = {"seed": 3, "temperature": 0.9, "n": 3, "overflow": overflow}
+    with loaded(tiny_bundle, draft=tiny_bundle) as engine:
+        reply = long_answer(engine, conversation(6), 150, draft_sampling=draft_sampling, **options)
+    assert reply.stats.context_shifts > 0
+    assert reply.stats.accepted > 0
+    for purpose in (Purpose.DRAFT, Purpose.ACCEPT):
+        of_purpose = [each for each in used if each[2] is purpose]
+        assert len(of_purpose) == len(set(of_purpose)) > 10
 
 
 @pytest.mark.parametrize("overflow", ["trim", "window"])

@@ -332,6 +332,42 @@ def test_no_other_model_waits_for_one_that_closes(models: Path, reason: str) -> 
             go_on.set()
 
 
+def test_a_model_whose_end_fails_takes_no_room(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opener = Opener()
+    token = Cancellation()
+
+    def fail() -> None:
+        raise edgerun.EdgeError("it cannot be closed")
+
+    def open_abandoned(source: str, progress: Progress) -> edgerun.Engine:
+        engine = opener(source, progress)
+        if len(opener.engines) == 2:
+            monkeypatch.setattr(engine, "close", fail)
+            token.cancel()
+            wait_until(lambda: not any(status.users for status in pool.status()))
+        return engine
+
+    def crashed(_: threading.ExceptHookArgs) -> None:
+        """The thread that loads has nobody to tell."""
+
+    monkeypatch.setattr(threading, "excepthook", crashed)
+    with (
+        ThreadPoolExecutor(1) as threads,
+        ModelPool(paths(models), open_abandoned, max_bytes=bytes_of(models / "a")) as pool,
+    ):
+        pool.load("a")
+        monkeypatch.setattr(opener.engines[0], "close", fail)
+        with pytest.raises(edgerun.EdgeError, match="it cannot be closed"):
+            pool.unload("a")
+        with pytest.raises(CancelledError):
+            threads.submit(pool.load, "b", cancellation=token).result(LIMIT_S)
+        wait_until(lambda: not pool.status())
+        assert threads.submit(pool.load, "b").result(LIMIT_S).loaded
+        monkeypatch.undo()
+    for engine in opener.engines:
+        engine.close()
+
+
 def test_a_model_that_cannot_fit_is_refused_with_the_numbers(models: Path) -> None:
     opener = Opener()
     with ModelPool(paths(models), opener, max_bytes=1000) as pool:
