@@ -19,6 +19,8 @@ _PART: Final = 3
 """Characters of the beginning or end of a special token that count as a part of it anywhere in a message."""
 _FIRST_MARK: Final = 0xA000
 """Marks are syllables of Yi: they are printable, so that neither JSON nor `repr` escape them, and have no case."""
+_SEARCHED: Final = 1 << 16
+"""Number of characters that are searched at once."""
 _JOINED_KEYS: Final = ("role",)
 """Values with which templates write special tokens, as in `<|` + role + `|>`."""
 
@@ -42,6 +44,7 @@ class MessageMarks:
         self._tokens: Final = sorted({token for token in tokens if token}, key=len, reverse=True)
         beginnings = _any_of({token[:_PART] for token in self._tokens})
         ends = _any_of({token[-_PART:] for token in self._tokens})
+        self._longest: Final = max(map(len, self._tokens), default=0)
         # A model without special tokens has patterns that match nothing.
         self._parts: Final = re.compile(f"{beginnings}|{ends}", re.IGNORECASE)
         self._part_begins: Final = re.compile(f"(?=({beginnings}))", re.IGNORECASE)
@@ -73,7 +76,7 @@ class MessageMarks:
 
     def own_tokens(self, text: str, mark: str = "") -> list[str]:
         """Return the special tokens in a text that have no mark, in order."""
-        return self._whole(mark).findall(text)
+        return [match[0] for match in _matches(self._whole(mark), text, self._longest)]
 
     def replace_own(self, text: str, mark: str, replacement: Callable[[str], str]) -> str:
         """Replace the special tokens in a text that have no mark."""
@@ -84,7 +87,7 @@ class MessageMarks:
         return re.compile(_any_of(token if len(token) > 1 else (before, token) for token in self._tokens))
 
     def _has_parts(self, text: str) -> bool:
-        return self._parts.search(text) is not None or self._open_start(text) or self._open_end(text)
+        return self._open_start(text) or self._open_end(text) or any(_matches(self._parts, text, _PART))
 
     def _open_start(self, text: str) -> bool:
         start = text.lstrip()[:2]
@@ -112,14 +115,30 @@ class MessageMarks:
 
     def _marked_text(self, text: str, mark: str, borders: bool) -> str:
         """Split off the first character of each beginning and the last of each end, and what is open at the borders."""
-        places = {match.start() + (len(match[1]) > 1) for match in self._part_begins.finditer(text)}
-        places |= {match.start() + len(match[1]) - 1 for match in self._part_ends.finditer(text)}
+        places = {match.start() + (len(match[1]) > 1) for match in _matches(self._part_begins, text, _PART)}
+        places |= {match.start() + len(match[1]) - 1 for match in _matches(self._part_ends, text, _PART)}
         if borders and self._open_start(text):
             places.add(len(text) - len(text.lstrip()))
         if borders and self._open_end(text):
             places.add(len(text.rstrip()))
         cuts = [0, *sorted(places), len(text)]
         return mark.join(text[start:end] for start, end in pairwise(cuts))
+
+
+def _matches(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.Match[str]]:
+    """Matches of a pattern as `finditer` gives them, where none is longer than `longest`.
+
+    Other threads run while a long text is searched: `re` holds the interpreter's lock from one match to the next.
+    """
+    start = 0
+    while start < len(text):
+        end = start + _SEARCHED
+        match = pattern.search(text, start, end + longest)
+        if match is None or match.start() >= end:
+            start = end
+        else:
+            yield match
+            start = max(match.end(), match.start() + 1)
 
 
 def _any_of(parts: Iterable[str | tuple[str, str]]) -> str:

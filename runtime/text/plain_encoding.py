@@ -6,6 +6,8 @@ from typing import Final
 
 from tokenizers import AddedToken, Tokenizer
 
+from .tokenizer_library import encode_text
+
 _FIRST_STAND_IN: Final = 0xF0000
 """Special tokens are written as characters of a private plane, the first that a text does not contain."""
 _PLANE: Final = 0x8000
@@ -48,7 +50,7 @@ class PlainEncoding:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text in which characters stand for special tokens."""
-        ids = self._plain.encode(text, add_special_tokens=False).ids
+        ids = encode_text(self._plain, text, add_special_tokens=False)
         return [self._ids.get(token, token) for token in ids if token != self._border_id]
 
     def _add(self, content: str, token: AddedToken) -> int:

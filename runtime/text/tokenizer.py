@@ -13,7 +13,7 @@ from ...models.variants import GENAI_CONFIG
 from .message_marks import MarkedInputs, MessageMarks
 from .plain_encoding import PlainEncoding
 from .token_bytes import TokenBytes
-from .tokenizer_library import failures_as, is_failure, read_tokenizer, reason
+from .tokenizer_library import decode_ids, encode_text, failures_as, is_failure, read_tokenizer, reason
 
 _PROBE: Final = "The 2 a-b.\n"
 """A text that is tokenized when a tokenizer is loaded, so that most defects show before the first prompt."""
@@ -66,9 +66,9 @@ class TextTokenizer:
             BundleError: the tokenizer fails, or gives token ids that the model does not have.
             InputError: the text contains lone surrogates, which are not valid Unicode.
         """
-        with failures_as(self._failure):
+        with failures_as(self._failure, text):
             try:
-                ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+                ids = encode_text(self._tokenizer, text, add_special_tokens=add_special_tokens)
             except (UnicodeEncodeError, TypeError) as error:
                 raise InputError("the text is not valid Unicode", "remove the lone surrogate characters") from error
         self._check_ids(ids)
@@ -99,7 +99,7 @@ class TextTokenizer:
         own = self._marks.own_tokens(marked, mark)
         if own == self._marks.own_tokens(text) and self._count_special(ids) <= len(own):
             return ids
-        with failures_as(self._failure):
+        with failures_as(self._failure, text):
             plain = self._plain
             if plain is None or plain.occurs_in(text):
                 plain = self._plain = PlainEncoding(self._tokenizer, text)
@@ -139,12 +139,11 @@ class TextTokenizer:
             BundleError: the tokenizer fails.
         """
         try:
-            text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+            return decode_ids(self._tokenizer, ids)
         except BaseException as error:
             if not is_failure(error):
                 raise
             raise self._failure(reason(error)) from error
-        return text
 
     def written(self, token_id: int) -> str:
         """A token as the vocabulary writes it; empty for an id without a token."""

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Final
 
 from tokenizers import Tokenizer
 
 from ...errors import EdgeError
 from ...models.regular_file import MAX_TOKENIZER_BYTES, read_regular
 from .panic_messages import is_panic, messages_kept_back
+
+LONG_TEXT: Final = 1 << 14
+"""Number of characters or tokens from which on a call of the library lets other threads run. It is not made so for all
+texts, because the library starts threads of its own for it."""
 
 
 def read_tokenizer(path: Path, make_error: Callable[[str], EdgeError]) -> Tokenizer:
@@ -31,10 +36,36 @@ def read_tokenizer(path: Path, make_error: Callable[[str], EdgeError]) -> Tokeni
         return Tokenizer.from_buffer(data)
 
 
+def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Token ids of a text; other threads run while a long text is encoded."""
+    if len(text) < LONG_TEXT:
+        encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    else:
+        # Of the methods of the library, those for batches release the interpreter's lock.
+        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    ids: list[int] = encoding.ids
+    return ids
+
+
+def decode_ids(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """Text of token ids without special tokens; other threads run while many ids are decoded."""
+    if len(ids) < LONG_TEXT:
+        text: str = tokenizer.decode(ids, skip_special_tokens=True)
+    else:
+        (text,) = tokenizer.decode_batch([ids], skip_special_tokens=True)
+    return text
+
+
 @contextmanager
-def failures_as(make_error: Callable[[str], EdgeError]) -> Iterator[None]:
-    """Convert what the library raises in the block, panics too, to the error that `make_error` makes of the reason."""
-    with messages_kept_back():
+def failures_as(make_error: Callable[[str], EdgeError], text: str = "") -> Iterator[None]:
+    """Convert what the library raises in the block, panics too, to the error that `make_error` makes of the reason.
+
+    Args:
+        make_error: makes the error.
+        text: what is encoded in the block. While a long text is encoded, messages of panics are not kept back, because
+            only one thread at a time can do that, and the others would wait for it.
+    """
+    with messages_kept_back() if len(text) < LONG_TEXT else nullcontext():
         try:
             yield
         except EdgeError:
