@@ -6,6 +6,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from http import HTTPStatus
@@ -28,6 +29,9 @@ _log: Final = logging.getLogger(__name__)
 _LARGE_BODY: Final = 64 << 10
 """Bytes of a body from which on it is parsed in a thread, or it would keep all other clients waiting. What it takes in
 memory is returned to the system."""
+
+_PARSERS: Final = ThreadPoolExecutor(2, "edge-run parser")
+"""Parses large bodies: two at a time, so that what they take in memory stays bounded."""
 
 
 class AnyBody(Protocol):
@@ -88,9 +92,11 @@ class AnswerEndpoint(ABC, Generic[Body]):
         except RefusedError as error:
             await UnreadBodyResponse(error)(scope, receive, send)
             return
+        large = len(body) >= _LARGE_BODY
         try:
-            request = self.parse(body) if len(body) < _LARGE_BODY else await asyncio.to_thread(self.parse, body)
-            work = self._large_work if len(body) >= _LARGE_BODY else self._work
+            parsed = asyncio.get_running_loop().run_in_executor(_PARSERS, self.parse, body) if large else None
+            request = self.parse(body) if parsed is None else await parsed
+            work = self._large_work if large else self._work
             worker = self.service.start(partial(work, request))
         except EdgeError as error:
             await error_response(error)(scope, receive, send)

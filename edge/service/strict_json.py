@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,6 +16,8 @@ MAX_DEPTH: Final = 100
 """Largest nesting of objects and lists."""
 _MAX_BITS: Final = 1023
 """Largest number of bits of an integer that a float can hold."""
+_STRUCTURE: Final = re.compile(r'"(?:[^"\\]++|\\.)*+"?+|[\[{,]', re.DOTALL)
+"""A string, or a character that begins a value."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,10 @@ class RequestLimits:
     """Largest number of prompts or texts of one request."""
     characters: int = 16_000_000
     """Largest number of characters of all texts and names of a request together."""
+    containers: int = 200_000
+    """Largest number of objects and lists."""
+    values: int = 2_000_000
+    """Largest number of values, such as token ids."""
 
 
 def read_object(body: bytes | str | Mapping[str, Any], limits: RequestLimits | None = None) -> dict[str, Any]:
@@ -42,13 +49,15 @@ def read_object(body: bytes | str | Mapping[str, Any], limits: RequestLimits | N
         RequestError: it is not a JSON object, has a key twice, is nested too deeply, contains NaN, an infinite number
             or text that is not valid Unicode, or more text than allowed.
     """
-    value = dict(body) if isinstance(body, Mapping) else _parse(body)
+    limits = limits or RequestLimits()
+    value = dict(body) if isinstance(body, Mapping) else _parse(body, limits)
     if not isinstance(value, dict):
         raise RequestError(f"the body is {described(value)}", "it must be a JSON object", code=ErrorCode.INVALID_TYPE)
-    limit = (limits or RequestLimits()).characters
-    if (characters := _check(value, (), 0)) > limit:
+    if (characters := _check(value, (), 0)) > limits.characters:
         raise RequestError(
-            f"the request has {characters} characters of text", f"at most {limit} are read", code=ErrorCode.TOO_LARGE
+            f"the request has {characters} characters of text",
+            f"at most {limits.characters} are read",
+            code=ErrorCode.TOO_LARGE,
         )
     return value
 
@@ -78,9 +87,30 @@ def field_path(parts: tuple[str | int, ...]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
 
 
-def _parse(body: bytes | str) -> Any:
+def _check_size(text: str, limits: RequestLimits) -> None:
+    """Refuse JSON with too many values before it is parsed.
+
+    The parser stops all other threads until it has made all values. The search for their beginnings does not, and takes
+    no memory.
+    """
+    if len(text) <= min(limits.containers, limits.values):
+        return
+    containers = values = 0
+    for match in _STRUCTURE.finditer(text):
+        containers += text[match.start()] in "[{"
+        values += text[match.start()] == ","
+        if containers > limits.containers or values >= limits.values:
+            raise RequestError(
+                f"the body has more than {limits.containers} objects and lists, or {limits.values} values",
+                "send several smaller requests",
+                code=ErrorCode.TOO_LARGE,
+            )
+
+
+def _parse(body: bytes | str, limits: RequestLimits) -> Any:
     try:
         text = body if isinstance(body, str) else body.decode("utf-8")
+        _check_size(text, limits)
         return json.loads(text, object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
         what, hint = f"the body is not UTF-8: {error.reason} at byte {error.start}", "encode it as UTF-8"

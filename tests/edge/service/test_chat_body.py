@@ -414,6 +414,55 @@ def test_strict_json_reads_what_json_writes(value: dict[str, Any]) -> None:
     assert read_object(body.encode()) == read_object(value) == json.loads(body)
 
 
+def containers_in(value: Any) -> int:
+    """Number of objects and lists in a value."""
+    if not isinstance(value, dict | list):
+        return 0
+    return 1 + sum(map(containers_in, value.values() if isinstance(value, dict) else value))
+
+
+TRICKY = st.text(st.sampled_from('[]{},:"\\\n a\u00e9')) | st.integers() | st.booleans()
+
+
+@given(
+    value=st.recursive(TRICKY, lambda parts: st.lists(parts, max_size=3) | st.dictionaries(st.text('[{,"\\'), parts)),
+    ascii_only=st.booleans(),
+)
+@settings(max_examples=200)
+def test_containers_are_counted_outside_of_strings(value: Any, ascii_only: bool) -> None:
+    body = json.dumps({"value": value}, ensure_ascii=ascii_only).encode()
+    containers = containers_in({"value": value})
+    assert read_object(body, RequestLimits(containers=containers))
+    with pytest.raises(RequestError, match="objects and lists"):
+        read_object(body, RequestLimits(containers=containers - 1))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"a": [' + b"[]," * 300_000 + b"1]}",
+        b'{"a": [' + b"{}," * 300_000 + b"1]}",
+        b'{"a": [' + b"1," * 2_000_001 + b"1]}",
+        b'{"a": [' + b'"",' * 2_000_001 + b"1]}",
+        b'{"a": ' + b"[" * 300_000,
+    ],
+)
+def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(
+    body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("the body was parsed"))
+    with pytest.raises(RequestError, match="send several smaller requests") as caught:
+        read_object(body)
+    assert caught.value.code is ErrorCode.TOO_LARGE
+
+
+def test_large_bodies_of_texts_and_of_token_ids_are_read() -> None:
+    text = '[{,\\"' * 300_000
+    assert read_object(json.dumps({"text": text}).encode()) == {"text": text}
+    ids = list(range(1_000_000))
+    assert read_object(json.dumps({"ids": ids}).encode()) == {"ids": ids}
+
+
 def test_every_field_of_the_openai_client_is_known() -> None:
     theirs = get_type_hints(completion_create_params.CompletionCreateParamsStreaming)
     assert set(theirs) <= set(ChatBody.__struct_fields__)
