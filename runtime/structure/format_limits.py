@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, Final
 
 from ...errors import InputError
@@ -18,30 +20,42 @@ _MOST_OPTIONAL: Final = 2000
 """Largest number of optional properties of an object: the time to compile them grows with the square."""
 _MOST_PATTERNS: Final = 200
 """Largest number of `patternProperties` of an object, of which each is compared with all others."""
+_MOST_WORK: Final = 4_000_000_000
+"""Largest product of the number of a format's parts and of its length. The time to compile alternatives, and the memory
+for text that is the only one possible, grow with it: to seconds and half a gigabyte."""
+_GRAMMAR_PART: Final = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|\w++')
+"""A text, a name, or a word of a regex. It goes over each character once, whatever the grammar is."""
 
 
 def check_limits(response_format: ResponseFormat) -> None:
     """Refuse a format that compiling could not deal with.
 
     Raises:
-        InputError: it is nested too deep, or has an object of too many optional or pattern properties.
+        InputError: it is nested too deep, has too many parts, or an object of too many optional or pattern properties.
     """
     kind, text = response_format.kind, response_format.text
     if kind is FormatKind.GRAMMAR:
         # Rules, groups and the schemas in a grammar recurse, and have at least one of these each.
         levels = sum(map(text.count, ":([{"))
+        parts: Iterator[Any] = _GRAMMAR_PART.finditer(text)
     elif kind is FormatKind.JSON_SCHEMA:
         schema = json.loads(text)
-        for value in _values(schema):
-            if isinstance(value, dict):
-                _check_object(value)
-        levels = _levels(schema)
+        objects = [value for value in _values(schema) if isinstance(value, dict)]
+        for value in objects:
+            _check_object(value)
+        levels, parts = _levels(schema), iter(objects)
     else:
         return
     if levels > _MOST_LEVELS:
         raise InputError(
             f"the {response_format.described} of the answer may be nested {levels} levels deep",
             f"at most {_MOST_LEVELS} are allowed; simplify it",
+        )
+    most = _MOST_WORK // len(text)
+    if next(islice(parts, most, None), None) is not None:
+        raise InputError(
+            f"the {response_format.described} of the answer has more than {most} parts in {len(text)} characters",
+            "simplify it; where the answer is one of many texts, give them as choices or as a regex",
         )
 
 

@@ -7,13 +7,15 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Final
 
 import llguidance
 import numpy as np
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from ...errors import BundleError, EdgeError, InputError
+from ...errors import BundleError, BusyError, InputError
+from ..graph.memory import trim_heap
 from ..scheduling.work_thread import WorkThread
 from ..text.tokenizer import TextTokenizer
 from .format_limits import COMPILER_STACK_BYTES, check_limits
@@ -28,11 +30,19 @@ _BOOLEAN_SCHEMAS: Final = {"true": "{}", "false": '{"allOf": [false]}'}
 """Objects that mean the same, since llguidance sets the layout of objects alone."""
 _UNSUPPORTED: Final = re.compile(r"Unimplemented keys: (\[.*\])")
 _KEPT: Final = 16
-"""Number of compiled grammars that an engine keeps."""
+"""Largest number of compiled grammars that an engine keeps."""
+_KEPT_CHARACTERS: Final = 1 << 17
+"""Largest number of characters of the formats that they were compiled from; the last one stays, whatever its size. A
+compiled grammar takes up to 2 KB of memory a character."""
 _COMPILE_S: Final = 10.0
 """Longest time that compiling a grammar may take, in seconds; usually it takes milliseconds."""
+_PLACE_S: Final = 3.0
+"""Longest time that a format waits until others are compiled, in seconds."""
 _AT_ONCE: Final = 2
-"""Number of grammars that are compiled at the same time, with those that take too long."""
+"""Number of large formats, and of others, that are compiled at the same time, with those that take too long."""
+_LARGE: Final = 1 << 14
+"""Number of characters from which on a format is a large one: these may take seconds, and the others do not wait for
+them."""
 _WHITE_SPACE: Final = ("\n", "\n\n", "\n\n\n", " ", "  ", "\r\n", "\r\n\r\n", " \n", "\t")
 
 
@@ -115,67 +125,88 @@ class Grammars:
         self._tokenizer: Final = _matcher_tokenizer(tokenizer)
         self._limits: Final = parser_limits()
         self._kept: OrderedDict[ResponseFormat, Grammar] = OrderedDict()
+        self._compiling: dict[ResponseFormat, Future[Grammar]] = {}
         self._lock: Final = threading.Lock()
-        self._free: Final = threading.BoundedSemaphore(_AT_ONCE)
+        """Held while one of the two is read or changed."""
+        self._places: Final = {large: threading.BoundedSemaphore(_AT_ONCE) for large in (False, True)}
 
     def compile(self, response_format: ResponseFormat) -> Grammar:
-        """Compile a format, or return what was compiled from it before.
+        """Compile a format in another thread, or return what was compiled from it before.
 
         Raises:
             InputError: the format is wrong, has parts that are not supported, or is too large.
+            BusyError: others are being compiled.
         """
         with self._lock:
             known = self._kept.get(response_format)
             if known is not None:
                 self._kept.move_to_end(response_format)
                 return known
+            compiling = self._compiling.get(response_format)
+        try:
+            return (compiling or self._begin(response_format)).result(_COMPILE_S)
+        except TimeoutError:
+            raise InputError(
+                f"the {response_format.described} of the answer takes longer than {_COMPILE_S:g} s to compile",
+                "simplify it",
+            ) from None
+
+    def _begin(self, response_format: ResponseFormat) -> Future[Grammar]:
+        """Begin to compile a format; its grammar is kept also if nobody waits for it any more."""
         check_limits(response_format)
-        grammar = Grammar(self._matcher(response_format), response_format, self)
+        place = self._places[len(response_format.text) >= _LARGE]
+        if not place.acquire(timeout=_PLACE_S):
+            raise BusyError("other response formats are still being compiled", "try again later")
+        compiled: Future[Grammar] = Future()
+
+        def work() -> None:
+            try:
+                grammar = Grammar(self._matcher(response_format), response_format, self)
+                self._keep(grammar)
+                compiled.set_result(grammar)
+            except Exception as error:  # noqa: BLE001  raised where the grammar is waited for
+                compiled.set_exception(error)
+            finally:
+                with self._lock:
+                    self._compiling.pop(response_format, None)
+                place.release()
+                if len(response_format.text) >= _LARGE:
+                    trim_heap()
+
         with self._lock:
-            self._kept[response_format] = grammar
-            while len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-        return grammar
+            self._compiling[response_format] = compiled
+        try:
+            _start_compiler(work)
+        except RuntimeError as error:
+            with self._lock:
+                self._compiling.pop(response_format, None)
+            place.release()
+            raise BusyError(
+                f"no thread can be started to compile a response format: {error}", "try again later"
+            ) from error
+        return compiled
 
     def _matcher(self, response_format: ResponseFormat) -> llguidance.LLMatcher:
-        """Compile a format in another thread, for a limited time, until its first mask is known.
+        """Compile a format until its first mask is known.
 
         Raises:
             InputError: the format is refused.
         """
-        results: list[llguidance.LLMatcher | EdgeError] = []
-        if not self._free.acquire(timeout=_COMPILE_S):
-            raise InputError("other response formats are still being compiled", "try again later")
+        text = grammar_text(response_format)
+        matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise _refused(response_format, matcher.get_error())
+        return matcher
 
-        def work() -> None:
-            try:
-                text = grammar_text(response_format)
-                matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
-                if not matcher.is_error():
-                    matcher.compute_bitmask()
-                error = matcher.get_error()
-                results.append(_refused(response_format, error) if matcher.is_error() else matcher)
-            except InputError as error:
-                results.append(error)
-            finally:
-                self._free.release()
-
-        try:
-            thread = _start_compiler(work)
-        except RuntimeError as error:
-            self._free.release()
-            raise InputError(
-                f"the {response_format.described} of the answer cannot be compiled: {error}", "try again later"
-            ) from error
-        thread.join(_COMPILE_S)
-        if not results:
-            raise InputError(
-                f"the {response_format.described} of the answer takes longer than {_COMPILE_S:g} s to compile",
-                "simplify it",
-            )
-        if isinstance(results[0], EdgeError):
-            raise results[0]
-        return results[0]
+    def _keep(self, grammar: Grammar) -> None:
+        """Keep a grammar, and drop those that were used longest ago."""
+        with self._lock:
+            self._kept[grammar.response_format] = grammar
+            characters = sum(len(each.text) for each in self._kept)
+            while len(self._kept) > _KEPT or (characters > _KEPT_CHARACTERS and len(self._kept) > 1):
+                characters -= len(self._kept.popitem(last=False)[0].text)
 
     def after_text(self, matcher: Matcher, text: str) -> Matcher:
         """A matcher that begins after a text of the answer."""
@@ -201,7 +232,7 @@ _stack_lock = threading.Lock()
 """Held while new threads have the compiler's stack."""
 
 
-def _start_compiler(work: Callable[[], None]) -> threading.Thread:
+def _start_compiler(work: Callable[[], None]) -> None:
     """Start a thread with a stack that is large enough for what the limits of formats allow.
 
     Raises:
@@ -214,7 +245,6 @@ def _start_compiler(work: Callable[[], None]) -> threading.Thread:
             thread.start()
         finally:
             threading.stack_size(before)
-    return thread
 
 
 def grammar_text(response_format: ResponseFormat) -> str:
@@ -239,7 +269,7 @@ def grammar_text(response_format: ResponseFormat) -> str:
         return matcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices)))
     if is_gbnf(text):
         try:
-            text = any_to_lark(text)
+            text = gbnf_to_lark(text)
         except RecursionError as error:
             raise _refused(response_format, "it is nested too deep") from error
         except Exception as error:

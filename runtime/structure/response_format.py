@@ -15,6 +15,8 @@ from ...models.json_file import shown
 MAX_FORMAT_BYTES: Final = 4 << 20
 """Largest schema, regex or grammar, in bytes of UTF-8."""
 _MAX_CHOICES: Final = 10_000
+_LARK: Final = re.compile(r"(?m)^[^\S\n]*+(?:%llguidance\b|start\s*+(?:\[[^\]\n]*+\]\s*+)?+:(?!:=))")
+"""The beginning of a grammar in Lark. It reads no character more than a few times, whatever the text is."""
 
 
 class FormatKind(StrEnum):
@@ -146,5 +148,4 @@ class ResponseFormat:
 
 def is_gbnf(text: str) -> bool:
     """Whether a grammar is GBNF, whose rules are written with `::=`, and not Lark."""
-    lark = re.search(r"(?m)^\s*(%llguidance\b|start\s*(\[[^\]]*\])?\s*:(?!:=))", text)
-    return lark is None and "::=" in text
+    return _LARK.search(text) is None and "::=" in text

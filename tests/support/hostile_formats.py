@@ -78,6 +78,23 @@ HOSTILE: Final[dict[str, tuple[str, Any, str]]] = {
     "long chain of rules": ("guided_grammar", _rules(4000), ""),
     "too long chain of rules": ("guided_grammar", _rules(30_000), "levels deep"),
     "2,000 optional parts": ("guided_grammar", "start: " + '"a"? ' * 2000, "too complex"),
+    "200,000 alternatives": (
+        "guided_grammar",
+        "start: " + " | ".join(f'"a{n}"' for n in range(200_000)),
+        " parts in ",
+    ),
+    "a long sequence": ("guided_grammar", "start: " + " ".join(f'"a{n}"' for n in range(40_000)), " parts in "),
+    "a sequence of long texts": (
+        "guided_grammar",
+        "start: " + " ".join(f'"{n}{"a" * 400}"' for n in range(5000)),
+        " parts in ",
+    ),
+    "a list of long constants": (
+        "guided_json",
+        {"type": "array", "minItems": 5000, "prefixItems": [{"const": f"{n}{'a' * 400}"} for n in range(5000)]},
+        " parts in ",
+    ),
+    "a million blank lines": ("guided_grammar", 'root ::= "a"' + "\n" * 1_000_000, ""),
     "nested GBNF": ("guided_grammar", "root ::= " + "(" * 3000 + '"a"' + ")" * 3000, "nested too deep"),
     "10,000 choices": ("guided_choice", [f"choice {name}" for name in _NAMES], ""),
     "too many choices": ("guided_choice", [f"choice {n}" for n in range(10_001)], "10001 choices"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from typing import Any
 
 import jsonschema
@@ -13,6 +14,7 @@ pytest.importorskip("llguidance", reason="needs the extra structured")
 
 from starlette.applications import Starlette
 
+from edgerun import ResponseFormat
 from edgerun.runtime.structure import grammar
 from support.hostile_formats import HOSTILE
 from support.nightly import some_nightly
@@ -106,3 +108,22 @@ def test_hostile_formats_do_not_end_the_server(tiny_app: Starlette, name: str, m
         assert 0 < len(message) < 500
         assert "\n" not in message
     assert asked(tiny_app, "POST", CHAT, json=chat_body(max_tokens=2)).status_code == 200
+
+
+def test_a_format_that_waits_for_others_in_vain_may_be_sent_again(
+    tiny_app: Starlette, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+
+    def stuck(_: ResponseFormat) -> str:
+        assert go_on.wait(120)
+        return "start: "
+
+    monkeypatch.setattr(grammar, "_COMPILE_S", 0.05)
+    monkeypatch.setattr(grammar, "_PLACE_S", 0.05)
+    monkeypatch.setattr(grammar, "grammar_text", stuck)
+    replies = [asked(tiny_app, "POST", CHAT, json=chat_body(**BODY, guided_regex=f"stuck{n}")) for n in range(3)]
+    go_on.set()
+    assert [reply.status_code for reply in replies] == [400, 400, 429]
+    assert replies[2].json()["error"]["code"] == "busy"
+    assert int(replies[2].headers["retry-after"]) > 0
