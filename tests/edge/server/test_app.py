@@ -6,7 +6,9 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -15,6 +17,7 @@ from starlette.routing import Mount, Route
 
 import edgerun
 import edgerun.server
+from edgerun.runtime.text import tokenizer, tokenizer_library
 from support.processes import started
 from support.serving import CHAT, PATIENCE_S, asked, chat_body
 
@@ -201,3 +204,31 @@ uvicorn.Server(uvicorn.Config(app, log_level="error")).run([listening])
         done = httpx.post(base + CHAT, json=chat_body(max_tokens=3), headers=headers, timeout=PATIENCE_S)
         assert done.json()["usage"]["completion_tokens"] == 3
         assert httpx.post(base + CHAT, json=chat_body(), timeout=PATIENCE_S).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, chat_body("list " * 40, max_tokens=1)),
+        ("/v1/completions", {"prompt": "list " * 40, "max_tokens": 1}),
+        ("/v1/responses", {"input": "list " * 40, "max_output_tokens": 1}),
+        ("/tokenize", {"content": "list " * 10_000}),
+        ("/detokenize", {"tokens": [5] * 20_000}),
+    ],
+)
+def test_texts_are_encoded_and_decoded_outside_of_the_event_loop(
+    tiny_app: Starlette, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = []
+    for name in ("encode_text", "decode_ids"):
+        function = getattr(tokenizer_library, name)
+
+        def watched(*arguments: Any, function: Callable[..., Any] = function, **options: Any) -> Any:
+            with pytest.raises(RuntimeError, match="no running event loop"):
+                asyncio.get_running_loop()
+            called.append(function)
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(tokenizer, name, watched)
+    assert asked(tiny_app, "POST", path, json=body).status_code == 200
+    assert called
