@@ -6,6 +6,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from types import FrameType
 
@@ -14,7 +15,9 @@ import pytest
 from edgerun.edge.cli.main import main
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("*/README.md"))]
+DOCUMENTS = [
+    path for folder in ("*", "docs/**/*", "*/README", "models/bundled/*") for path in sorted(ROOT.glob(f"{folder}.md"))
+]
 
 
 def test_ci_runs_the_test_command_of_the_readme() -> None:
@@ -42,10 +45,24 @@ def test_the_oldest_python_is_the_same_everywhere() -> None:
     assert f"With Python {oldest} or later" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+def anchors(document: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a document."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    found: set[str] = set()
+    for heading in re.findall(r"^#{1,6} (.+)", text, re.MULTILINE):
+        shown = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        slug = re.sub(r"[^\w\- ]", "", shown).replace(" ", "-")
+        found.add(next(name for n in count() if (name := f"{slug}-{n}" if n else slug) not in found))
+    return found
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document: Path) -> None:
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text(encoding="utf-8")):
-        assert (document.parent / target).exists(), f"{document.name}: {target}"
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", document.read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        target = document.parent / path if path else document
+        assert target.exists(), f"{document.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{document.name}: {link}"
 
 
 @pytest.mark.parametrize(
