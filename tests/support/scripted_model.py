@@ -51,7 +51,7 @@ CALLS: Final = [
 _SCRIPTS: Final = {
     "<|asked|>": CALLS,
     "<|told|>": ["It is sunny ", "in both."],
-    "<|assistant|>": ['No functions: <tool_call>{"name": "get_weather"}'],
+    "<|assistant|>": ["No fun", "ctions", ":", " <tool_call>{", '"name"', ": ", '"get_weather"}'],
 }
 WEATHER: Final[Any] = {
     "type": "function",
@@ -62,10 +62,10 @@ WEATHER: Final[Any] = {
 }
 
 
-def write_calling_bundle(folder: Path) -> Path:
+def write_calling_bundle(folder: Path, context: int = 2048) -> Path:
     """Write a bundle that calls `get_weather` twice where it is offered a tool, and then says what the weather is."""
     special = ["<|asked|>", "<|told|>", "<think>", "</think>", "<tool_call>"]
-    return write_scripted_bundle(folder, _SCRIPTS, _TEMPLATE, special)
+    return write_scripted_bundle(folder, _SCRIPTS, _TEMPLATE, special, context)
 
 
 def write_endless_caller(folder: Path) -> Path:
@@ -76,7 +76,11 @@ def write_endless_caller(folder: Path) -> Path:
 
 
 def write_scripted_bundle(
-    folder: Path, scripts: Mapping[str, Sequence[str]], template: str, special: Sequence[str] = ()
+    folder: Path,
+    scripts: Mapping[str, Sequence[str]],
+    template: str,
+    special: Sequence[str] = (),
+    context: int = 2048,
 ) -> Path:
     """Write a bundle whose answers are given, and return its folder.
 
@@ -88,13 +92,14 @@ def write_scripted_bundle(
             answer has.
         template: the chat template.
         special: further special tokens, which the template or the answers have.
+        context: number of tokens of the longest conversation.
     """
     source = write_checkpoint(
         folder / "checkpoint",
         vocab_size=300,
         hidden_size=_HIDDEN,
         tie_word_embeddings=False,
-        max_position_embeddings=2048,
+        max_position_embeddings=context,
     )
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
     pieces = [piece for script in scripts.values() for piece in script]
@@ -104,7 +109,7 @@ def write_scripted_bundle(
     tokenizer.save(str(source / "tokenizer.json"))
     size = tokenizer.get_vocab_size()
     assert size <= _HIDDEN
-    config = tiny_config(vocab_size=size, hidden_size=_HIDDEN, tie_word_embeddings=False, max_position_embeddings=2048)
+    config = tiny_config(vocab_size=size, hidden_size=_HIDDEN, tie_word_embeddings=False, max_position_embeddings=context)
     tensors = tiny_weights(config)
     for name, tensor in tensors.items():
         if "o_proj" in name or "down_proj" in name:

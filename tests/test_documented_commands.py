@@ -1,0 +1,177 @@
+"""The commands and programs of the documents run as they are written, beginning with an empty home folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import httpx
+import pytest
+
+pytest.importorskip("onnx", reason="needs the export extra")
+pytest.importorskip("gguf", reason="needs the gguf extra")
+pytest.importorskip("llguidance", reason="needs the structured extra")
+
+import edgerun
+from edgerun.edge.cli.main import main
+from support.documented_models import fill_hub, write_documented_files
+from support.hub_fixture import own_hub
+from support.processes import EDGE_RUN, started_until
+from support.rpc_client import rpc
+from support.serving import PATIENCE_S, chat_body
+from support.terminal_screen import terminal_screen
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ("user-guide", "app", "devices", "structured-output", "tools", "rpc", "server")
+TEXTS = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in PAGES))]
+BLOCKS = [block for text in TEXTS for block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
+
+NOT_RUN: Final = {
+    "python3 -m venv": "makes an environment; .ci/run does so with the README's own line",
+    "pip install": "downloads packages",
+    ".venv/bin/pip install": "downloads packages",
+    ".venv/bin/pytest": "runs these tests",
+    "edge-run app --window": "opens a window",
+    "edge-run my-model --device gpu": "needs a GPU; tests of devices have one in software",
+    "edge-run train-draft TARGET OUT": "needs PyTorch; tests/edge/cli/test_train_draft_command.py trains",
+    "edge-run export CHECKPOINT MODEL --draft OUT": "needs what training writes; tests/export/drafts has such drafts",
+    "curl": "tests/edge/server/test_guide.py runs these lines",
+    "python examples/ray_serve.py": "needs Ray; tests/edge/server/test_ray_serve.py runs it",
+}
+"""Beginnings of commands that do not run here, and why."""
+NIGHTLY: Final = ("--weights mixed --budget", "--draft-layers auto")
+"""What commands contain that search for minutes; tests/export does the same every day, with less text to read."""
+ONE_SHOT: Final = ("export", "pull", "models", "inspect", "tune", "bench", "verify", "devices")
+
+
+def is_run(command: str) -> bool:
+    return not any(command.startswith(beginning) for beginning in NOT_RUN)
+
+
+def commands_of(block: str) -> list[str]:
+    """The commands of a block of shell lines; lines that end within quotes or with a backslash go on in the next."""
+    parts = (part.strip() for line in block.splitlines() for part in line.split(" && "))
+    return [part for part in parts if part]
+
+
+def shell_blocks() -> Iterator[object]:
+    """The commands of each block, without those that another block has; they run one after another."""
+    seen: set[str] = set()
+    for language, block in BLOCKS:
+        if language == "sh" and not block.startswith("curl"):
+            new = [command for command in commands_of(block) if command not in seen and is_run(command)]
+            seen.update(new)
+            for nightly in (False, True):
+                if chosen := [command for command in new if any(part in command for part in NIGHTLY) is nightly]:
+                    yield pytest.param(chosen, id=chosen[0], marks=[pytest.mark.nightly] if nightly else [])
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with all that the documents name; the home folder is empty and a test hub has the hub's models."""
+    folder, home = tmp_path_factory.mktemp("documented"), tmp_path_factory.mktemp("home")
+    write_documented_files(folder)
+    with own_hub(home / "hf") as hub, pytest.MonkeyPatch.context() as patch:
+        fill_hub(hub, folder)
+        for name in ("EDGERUN_CACHE", "EDGERUN_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME"):
+            patch.delenv(name, raising=False)
+        patch.setenv("HOME", str(home))
+        patch.setenv("BROWSER", "true")
+        patch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+        yield folder
+
+
+@pytest.fixture
+def working_folder(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that commands run in, with an environment in `.venv` as the README makes it."""
+    folder = tmp_path / "work"
+    shutil.copytree(prepared, folder)
+    (folder / ".venv").symlink_to(sys.prefix)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def answers_over_http(arguments: list[str]) -> None:
+    """Start the app or the server, and ask it for an answer."""
+    addresses: list[str] = []
+
+    def take(line: str) -> bool:
+        addresses.extend(re.findall(r"(http://127\.0\.0\.1:\d+)(?:/open| ?/v1)", line))
+        return bool(addresses)
+
+    with started_until([*EDGE_RUN, *arguments, "--port", "0"], take, PATIENCE_S):
+        body = chat_body(max_tokens=4)
+        answer = httpx.post(f"{addresses[0]}/v1/chat/completions", json=body, timeout=PATIENCE_S, trust_env=False)
+        assert answer.json()["choices"][0]["message"]["content"]
+
+
+def answers_over_pipes(arguments: list[str]) -> None:
+    with rpc(*arguments) as client:
+        assert client.text("list files")
+        assert client.end() == (0, "")
+
+
+def answers_on_a_terminal(arguments: list[str]) -> None:
+    """Open a chat, say something and leave."""
+    with terminal_screen([*EDGE_RUN, *arguments]) as chat:
+        before = chat.until_prompt()
+        chat.type("list files\r")
+        chat.wait_for(lambda: "> list files" in chat.text)
+        assert len(chat.until_prompt()) > len(before) + len("> list files")
+        chat.type("/quit\r")
+        assert chat.end() == 0
+
+
+def run(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(command, comments=True)
+    program, arguments = words[0].removeprefix(".venv/bin/"), words[1:]
+    if "|" in command or "$(" in command:
+        done = subprocess.run(["sh", "-c", command], check=True, capture_output=True, timeout=PATIENCE_S)
+        assert done.stdout.strip()
+        return
+    assert program == "edge-run", command
+    if arguments[:1] in (["app"], ["serve"]):
+        answers_over_http(arguments)
+    elif arguments[:1] == ["rpc"]:
+        answers_over_pipes(arguments[1:])
+    elif "-p" not in arguments and not {*arguments[:1]} & {*ONE_SHOT}:
+        answers_on_a_terminal(arguments)
+    else:
+        code = main(arguments)
+        out, err = capsys.readouterr()
+        assert code == 0, f"{command}\n{err}"
+        assert "-p" not in arguments or out.strip(), command
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
+@pytest.mark.parametrize("commands", list(shell_blocks()))
+def test_commands_run(commands: list[str], working_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in commands:
+        run(command, capsys)
+
+
+@pytest.mark.parametrize("program", [pytest.param(block, id=str(n)) for n, (name, block) in enumerate(BLOCKS) if name == "python"])
+def test_programs_run(program: str, working_folder: Path) -> None:
+    if "from openai" in program or "edgerun.server" in program:
+        pytest.skip("tests/edge/server/test_guide.py runs it")
+    with edgerun.load("my-model") as llm:
+        exec(program, {"edgerun": edgerun, "llm": llm, "report": "All is well."})  # noqa: S102  the documents' own
+
+
+def test_what_does_not_run_is_in_the_documents() -> None:
+    commands = [command for language, block in BLOCKS if language == "sh" for command in commands_of(block)]
+    for beginning in NOT_RUN:
+        assert any(command.startswith(beginning) for command in commands), beginning
+    for part in NIGHTLY:
+        assert any(part in command for command in commands), part
+
+
+def test_blocks_say_what_language_they_are_in() -> None:
+    assert {language for language, _ in BLOCKS} == {"sh", "python", "json", "toml", "text", "console", "powershell", "js"}
