@@ -30,7 +30,9 @@ from support.terminal_screen import terminal_screen
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("user-guide", "app", "devices", "structured-output", "tools", "rpc", "server")
-TEXTS = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in PAGES))]
+TEXTS = [
+    path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in PAGES))
+]
 BLOCKS = [block for text in TEXTS for block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
 
 NOT_RUN: Final = {
@@ -157,7 +159,9 @@ def test_commands_run(commands: list[str], working_folder: Path, capsys: pytest.
         run(command, capsys)
 
 
-@pytest.mark.parametrize("program", [pytest.param(block, id=str(n)) for n, (name, block) in enumerate(BLOCKS) if name == "python"])
+@pytest.mark.parametrize(
+    "program", [pytest.param(block, id=str(n)) for n, (name, block) in enumerate(BLOCKS) if name == "python"]
+)
 def test_programs_run(program: str, working_folder: Path) -> None:
     if "from openai" in program or "edgerun.server" in program:
         pytest.skip("tests/edge/server/test_guide.py runs it")
@@ -174,4 +178,13 @@ def test_what_does_not_run_is_in_the_documents() -> None:
 
 
 def test_blocks_say_what_language_they_are_in() -> None:
-    assert {language for language, _ in BLOCKS} == {"sh", "python", "json", "toml", "text", "console", "powershell", "js"}
+    assert {language for language, _ in BLOCKS} == {
+        "sh",
+        "python",
+        "json",
+        "toml",
+        "text",
+        "console",
+        "powershell",
+        "js",
+    }

@@ -109,7 +109,9 @@ def write_scripted_bundle(
     tokenizer.save(str(source / "tokenizer.json"))
     size = tokenizer.get_vocab_size()
     assert size <= _HIDDEN
-    config = tiny_config(vocab_size=size, hidden_size=_HIDDEN, tie_word_embeddings=False, max_position_embeddings=context)
+    config = tiny_config(
+        vocab_size=size, hidden_size=_HIDDEN, tie_word_embeddings=False, max_position_embeddings=context
+    )
     tensors = tiny_weights(config)
     for name, tensor in tensors.items():
         if "o_proj" in name or "down_proj" in name:
