@@ -48,8 +48,11 @@ NOT_RUN: Final = {
     "python examples/ray_serve.py": "needs Ray; tests/edge/server/test_ray_serve.py runs it",
 }
 """Beginnings of commands that do not run here, and why."""
-NIGHTLY: Final = ("verify my-model", "--weights mixed --budget 3.5bpw", "--method gptq", "--draft-layers auto")
-"""Ends of commands that measure for long; tests/edge/cli and tests/export run them every day, with less text."""
+NIGHTLY: Final = (
+    *("verify my-model", "--overflow window"),
+    *("--weights mixed --budget 3.5bpw", "--method gptq", "--draft-layers auto"),
+)
+"""Ends of commands that take long; tests of the command line and of the export run them every day, with less text."""
 ONE_SHOT: Final = ("export", "pull", "models", "inspect", "tune", "bench", "verify", "devices")
 
 

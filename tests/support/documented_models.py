@@ -25,7 +25,7 @@ _PERSON: Final = {
     "additionalProperties": False,
 }
 _CONVERSATION: Final = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "there"}]}
-_PLAN: Final = '[linears]\n"layers.0.qkv" = "int4/64 k-quant"\n"layers.0.gate_up" = "int8/64 rtn"\n"head" = "int4/64"\n'
+_LINEARS: Final = (*(f"layers.{n}.{name}" for n in range(2) for name in ("qkv", "o", "gate_up", "down")), "head")
 
 
 def write_documented_files(folder: Path) -> None:
@@ -52,8 +52,14 @@ def write_documented_files(folder: Path) -> None:
     (folder / "instructions.txt").write_text("Answer in one line.", encoding="utf-8")
     write_json(folder / "examples.json", _CONVERSATION)
     write_json(folder / "person.json", _PERSON)
-    (folder / "conversations.jsonl").write_text(f"{json.dumps(_CONVERSATION)}\n" * 400, encoding="utf-8")
-    (folder / "plan.toml").write_text(_PLAN, encoding="utf-8")
+    texts = [
+        [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"{n * n}."}]
+        for n in range(200)
+    ]
+    lines = [json.dumps({"messages": messages}) for messages in texts]
+    (folder / "conversations.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    plan = "".join(f'"{name}" = "int4/64 k-quant"\n' for name in _LINEARS)
+    (folder / "plan.toml").write_text(f"[linears]\n{plan}", encoding="utf-8")
 
 
 def fill_hub(hub: HubServer, folder: Path) -> None:
