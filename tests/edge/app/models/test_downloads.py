@@ -89,8 +89,9 @@ def test_a_download_is_paused_resumed_and_used(tmp_path: Path, hub: HubServer) -
         assert not [path for path in hf.rglob("*") if path.suffix == ".onnx"]
 
 
-def test_a_cancelled_download_leaves_nothing(tmp_path: Path, hub: HubServer) -> None:
+def test_a_cancelled_download_leaves_nothing_and_one_of_no_model_says_so(tmp_path: Path, hub: HubServer) -> None:
     hf = tmp_path / "hf"
+    hub.repo("acme/Empty", {"README.md": os.urandom(10)})
     with running_app(tmp_path / "home") as app, app.entered() as client:
         key = start_stalled(client, hub, hf)["key"]
         assert ask(client, f"/api/downloads/{key}/cancel", {})["download"]["state"] == "removed"
@@ -101,6 +102,8 @@ def test_a_cancelled_download_leaves_nothing(tmp_path: Path, hub: HubServer) -> 
         gone = client.post(f"/api/downloads/{key}/pause", json={})
         assert gone.status_code == 404
         assert gone.json()["error"]["message"] == "this download is no longer in the list; reload the page"
+        ask(client, "/api/downloads", {"id": "https://huggingface.co/acme/Empty"})
+        assert "holds no .onnx file" in wait_for(client, "failed")["error"]
 
 
 def test_downloads_wait_for_one_another_and_outlive_the_app(tmp_path: Path, hub: HubServer) -> None:
@@ -140,10 +143,3 @@ def test_without_a_connection_one_message_says_so(tmp_path: Path, hub: HubServer
         offline = client.post("/api/downloads", json={"id": REPO})
         assert offline.status_code == 503
         assert offline.json()["error"]["message"].startswith("edge-run cannot reach the hub: ")
-
-
-def test_a_repository_without_a_model_is_said(tmp_path: Path, hub: HubServer) -> None:
-    hub.repo("acme/Empty", {"README.md": os.urandom(10)})
-    with running_app(tmp_path / "home") as app, app.entered() as client:
-        ask(client, "/api/downloads", {"id": "https://huggingface.co/acme/Empty"})
-        assert "holds no .onnx file" in wait_for(client, "failed")["error"]
