@@ -344,7 +344,7 @@ def test_resizing_during_input_and_during_an_answer(open_chat: OpenChat, endless
     assert answer.content
 
 
-@pytest.mark.parametrize("seed", some_nightly(range(40), every=10))
+@pytest.mark.parametrize("seed", some_nightly(range(40), every=20))
 def test_ctrl_c_at_any_moment(open_chat: OpenChat, endless_bundle: Path, seed: int) -> None:
     """A chat goes on, or has ended with the exit code of an interrupt; the terminal is as it was."""
     moments = random.Random(seed)
