@@ -33,7 +33,9 @@ def write_documented_files(folder: Path) -> None:
     for name, seed in (("CHECKPOINT", "0"), ("SMALL_CHECKPOINT", "1")):
         arguments = ["tiny", str(folder / name), "--seed", seed]
         subprocess.run([sys.executable, str(_CHECKPOINTS), *arguments], check=True, capture_output=True)
-    write_medusa_heads(folder / "HEAD", json.loads((folder / "CHECKPOINT" / "config.json").read_text(encoding="utf-8")))
+        config = json.loads((folder / name / "config.json").read_text(encoding="utf-8"))
+        write_json(folder / name / "config.json", config | {"max_position_embeddings": 8192})
+    write_medusa_heads(folder / "HEAD", config)
     scratch = folder / "scratch"
     write_calling_bundle(scratch / "calling", context=8192)
     export_checkpoint(ExportRequest(scratch / "calling" / "checkpoint", folder / "my-model", ExportRecipe(INT8)))
