@@ -12,6 +12,7 @@ from starlette.routing import Route
 from ...runtime.devices.processor import usable_cores
 from ...version import __version__
 from ..conversations.records import Preset, as_object
+from ..conversations.store import KEPT_DAYS
 from .api_endpoint import ApiCall, api_route
 from .app_context import AppContext
 from .app_settings import SettingsBody, change_settings, read_settings
@@ -54,6 +55,7 @@ class _StateEndpoints:
             "folders": self._store.folders(),
             "models": self._models.models(),
             "default_model": self._context.default_model(),
+            "kept_days": KEPT_DAYS,
             "machine": {
                 "system": platform.system(),
                 "cores": usable_cores(),

@@ -8,6 +8,7 @@ indexes these before it looks. Without FTS5 all texts are read.
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
@@ -28,6 +29,14 @@ _INDEX: Final = "USING fts5 (content, tokenize = 'trigram', detail = none, colum
 _BEFORE: Final = 40
 """Characters of a snippet before the first place."""
 _SNIPPET: Final = 160
+_MARKS: Final = re.compile(
+    r"^[ \t]*(?:`{3,}|~{3,}).*$"  # the fences of code
+    r"|^[ \t]*(?:(?:#{1,6}|[-*+>])[ \t]+(?:\[[ xX]\][ \t]+)?)+"  # headings, lists, tasks and quotes
+    r"|`+|\*\*+|~~"
+    r"|(?<![\w*])\*(\w(?:[^*\n]*\w)?)\*(?![\w*])",  # emphasis: the asterisk of *.py is none
+    re.MULTILINE,
+)
+"""Marks of Markdown, which snippets leave out; the first group is what stays."""
 
 
 def search_messages(database: ConversationDatabase, text: str, limit: int) -> list[SearchHit]:
@@ -70,12 +79,20 @@ def query_words(text: str) -> list[str]:
 
 
 def snippet_of(content: str, words: Sequence[str]) -> str:
-    """A piece of the text, on one line, around the first place with one of the words."""
+    """A piece of the text around the first place with one of the words, on one line and without marks of Markdown.
+
+    The marks stay where words of the query contain them.
+    """
     folded = content.lower()
     places = [place for word in words if (place := folded.find(word.lower())) >= 0]
     start = max(0, min(places, default=0) - _BEFORE)
-    piece = " ".join(content[start : start + _SNIPPET].split())
-    return ("…" if start else "") + piece + ("…" if start + _SNIPPET < len(content) else "")
+    end = start + 2 * _SNIPPET  # the marks take room too
+    piece = content[start:end]
+    plain = _MARKS.sub(r"\1", piece)
+    if any(word.lower() in piece.lower() and word.lower() not in plain.lower() for word in words):
+        plain = piece
+    text = " ".join(plain.split())
+    return ("…" if start else "") + text[:_SNIPPET] + ("…" if end < len(content) or len(text) > _SNIPPET else "")
 
 
 def _has_index(connection: sqlite3.Connection) -> bool:

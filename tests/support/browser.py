@@ -9,10 +9,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, expect, sync_playwright
 
 from support.app_server import RunningApp, running_app
@@ -111,6 +112,32 @@ def _record(context: BrowserContext, window: BrowserPage, origin: Any) -> None:
     context.on("request", requested)
     context.on("console", said)
     context.on("weberror", lambda error: window.errors.append(str(error.error)))
+
+
+LOOKS: Final[Sequence[tuple[Literal["light", "dark"], int]]] = [("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390)]
+"""Colour schemes and widths in which the pages are checked."""
+
+
+def serious_faults(page: Page) -> list[str]:
+    """The serious faults that axe-core finds in what is shown."""
+    # Colours that are still changing would be measured in between. Animations of elements that are replaced meanwhile
+    # never finish, and are rejected.
+    page.evaluate("() => Promise.allSettled(document.getAnimations().map((animation) => animation.finished))")
+    faults = [each for each in Axe().run(page).response["violations"] if each["impact"] in {"serious", "critical"}]
+    return [f"{fault['id']} {node['html'][:150]}" for fault in faults for node in fault["nodes"]]
+
+
+def look(page: Page, name: str) -> None:
+    """Check a view by axe-core in every look; keep pictures of it where EDGERUN_PICTURES names a folder."""
+    size = page.viewport_size or {"width": 1280, "height": 800}
+    for scheme, width in LOOKS:
+        page.emulate_media(color_scheme=scheme)
+        page.set_viewport_size({"width": width, "height": 844})
+        assert serious_faults(page) == [], (scheme, width)
+        if folder := os.environ.get("EDGERUN_PICTURES"):
+            page.screenshot(path=f"{folder}/{name}-{scheme}-{width}.png")
+    page.emulate_media(color_scheme="null")
+    page.set_viewport_size(size)
 
 
 class AppServer:

@@ -16,6 +16,8 @@ export const state = {
   machine: {},
   conversations: [],
   deleted: null,
+  /** For how many days deleted conversations can be restored. */
+  keptDays: 30,
   route: { page: "chat", id: null },
   /** Message to be scrolled to when its conversation is shown. */
   target: null,

@@ -77,6 +77,7 @@ export async function refreshState() {
     models: got.models,
     defaultModel: got.default_model,
     machine: got.machine,
+    keptDays: got.kept_days,
   });
 }
 

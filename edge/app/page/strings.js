@@ -514,9 +514,13 @@ export const strings = {
   },
   sidebar: {
     actions: (title) => `Actions for ${title}`,
+    back: "Back to the conversations",
     conversations: "Conversations",
     delete: "Delete",
     deleted: "Deleted",
+    deletedOn: (time, days) =>
+      `${new Date(time * 1000).toLocaleDateString("en", { day: "numeric", month: "short" })}, ` +
+      (days > 0 ? `${count(days, "day", "days")} left` : "removed at the next start"),
     empty: "Conversations appear here.",
     exportJson: "Export as JSON",
     exportMarkdown: "Export as Markdown",

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page
 
 from edgerun.edge.conversations.store import ConversationStore
-from support.browser import AppServer, BrowserPage, browser_page
+from support.browser import LOOKS, AppServer, BrowserPage, browser_page, serious_faults
 from support.nightly import some_nightly
 
 ANSWER = """# A heading
@@ -40,8 +39,6 @@ $$\\sum_{i=0}^n i$$
 
 ![picture](https://example.org/a.png)
 """
-LOOKS = [("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390)]
-"""Colour schemes and widths."""
 
 
 def at(path: str) -> Callable[[Page], None]:
@@ -128,11 +125,6 @@ def test_axe_finds_no_serious_fault(window: BrowserPage, name: str) -> None:
         step, shown = VIEWS[name]
         step(page)
         page.locator(shown).first.wait_for()
-        # Colours that are still changing would be measured in between.
-        # Animations of elements that are replaced meanwhile never finish, and are rejected.
-        page.evaluate("() => Promise.allSettled(document.getAnimations().map((animation) => animation.finished))")
-        for fault in Axe().run(page).response["violations"]:
-            if fault["impact"] in {"serious", "critical"}:
-                found += [f"{scheme} {width}: {fault['id']} {node['html'][:150]}" for node in fault["nodes"]]
+        found += [f"{scheme} {width}: {fault}" for fault in serious_faults(page)]
         page.keyboard.press("Escape")
     assert found == []

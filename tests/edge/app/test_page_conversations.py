@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
+import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,11 @@ pytest.importorskip("support.tiny_models", reason="needs the export extra")
 
 from playwright.sync_api import Browser, Route, expect
 
-from support.browser import AppServer, browser_page
+from edgerun.edge.conversations.store import ConversationStore
+from support.browser import AppServer, browser_page, look
 from support.chat_page import ChatPage, OpenedApp, opened
+
+DAY_S = 86_400
 
 
 def test_search_finds_a_message_and_goes_to_it(chat: ChatPage) -> None:
@@ -65,6 +71,36 @@ def test_conversations_are_renamed_pinned_moved_deleted_and_restored(chat: ChatP
     page.get_by_role("button", name="Deleted", exact=True).click()
     chat.row("Where am I").click()
     expect(chat.messages).to_have_count(2)
+
+
+def test_deleted_conversations_say_how_long_they_are_kept_and_there_is_a_way_back(
+    tmp_path: Path, chromium: Browser
+) -> None:
+    path = tmp_path / "conversations.sqlite3"
+    with ConversationStore.open(path) as store:
+        store.create(title="Still here")
+        for title in ("Old", "Oldest"):
+            store.delete(store.create(title=title).id)
+    with closing(sqlite3.connect(path)) as database:
+        for title, days in (("Old", 3.5), ("Oldest", 29.5)):
+            database.execute("UPDATE conversation SET deleted = ? WHERE title = ?", (time.time() - days * DAY_S, title))
+        database.commit()
+    with AppServer(tmp_path) as server, opened(server, chromium) as app, app.window() as chat:
+        page = chat.page
+        toggle = page.get_by_role("button", name="Deleted", exact=True)
+        toggle.click()
+        on = time.strftime("%b ", time.localtime(time.time() - 3.5 * DAY_S))
+        rows = page.locator("li.row")
+        expect(rows.nth(0)).to_contain_text(f"Old{on}")
+        expect(rows.nth(0)).to_contain_text(", 27 days left")
+        expect(rows.nth(1)).to_contain_text(", 1 day left")
+        page.set_viewport_size({"width": 390, "height": 844})
+        page.get_by_role("button", name="Show the sidebar").click()
+        look(page, "deleted")
+        page.get_by_role("button", name="Back to the conversations").click()
+        expect(chat.row("Still here")).to_be_visible()
+        expect(toggle).to_be_focused()
+        expect(toggle).to_have_attribute("aria-pressed", "false")
 
 
 def test_a_list_of_deleted_conversations_that_was_hidden_stays_hidden(bundled: OpenedApp) -> None:

@@ -97,6 +97,21 @@ def test_a_snippet_shows_the_first_place(store: ConversationStore) -> None:
     assert len(hit.snippet) < 200
 
 
+@pytest.mark.parametrize(
+    ("text", "query", "snippet"),
+    [
+        ("## Sizes\n\n- **large** files\n* [x] ~~old~~ ones\n> quoted", "files", "Sizes large files old ones quoted"),
+        ("Run `du -sh *.py`:\n```bash\ndu -sh *.py\n```\n*Now* done", "run", "Run du -sh *.py: du -sh *.py Now done"),
+        ("2 * 3 * 4 is snake_case, C# and -x", "snake", "2 * 3 * 4 is snake_case, C# and -x"),
+        ("**bold** and `code`", "`code`", "**bold** and `code`"),
+        ("**half bold", "half", "half bold"),
+    ],
+)
+def test_a_snippet_has_no_marks_of_markdown(store: ConversationStore, text: str, query: str, snippet: str) -> None:
+    store.add_message(store.create(title="t").id, None, "user", text)
+    assert [hit.snippet for hit in store.search(query)] == [snippet]
+
+
 def test_what_changed_is_found_as_it_is_now(store: ConversationStore) -> None:
     conversation = store.create(title="t")
     message = store.add_message(conversation.id, None, "user", "before")

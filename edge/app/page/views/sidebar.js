@@ -115,15 +115,25 @@ function Group({ group }) {
 }
 
 function DeletedList({ conversations }) {
+  const keptDays = useStore((state) => state.keptDays);
   const restore = (id) => attempt(() => restoreConversation(id));
+  const back = () => {
+    attempt(() => showDeleted(false));
+    document.querySelector(".deleted-toggle").focus();
+  };
+  const about = ({ deleted }) =>
+    strings.sidebar.deletedOn(deleted, Math.ceil(keptDays - (Date.now() / 1000 - deleted) / DAY));
   return html`<section class="group">
+    <button type="button" class="button small" onClick=${back}><${Icon} name="left" />${strings.sidebar.back}</button>
     <h3>${strings.sidebar.deleted}</h3>
     ${conversations.length === 0 && html`<p class="quiet">${strings.sidebar.nothingDeleted}</p>`}
     <ul>
       ${conversations.map(
         (item) =>
           html`<li key=${item.id} class="row">
-            <span class="row-link">${item.title || strings.sidebar.untitled}</span>
+            <span class="row-link" title=${item.title}
+              >${item.title || strings.sidebar.untitled}<small class="quiet">${about(item)}</small></span
+            >
             <button type="button" class="button small" onClick=${() => restore(item.id)}>${strings.sidebar.restore}</button>
           </li>`,
       )}
@@ -185,7 +195,7 @@ export function Sidebar() {
       ${!deleted && loaded && groups.length === 0 && html`<p class="quiet">${strings.sidebar.empty}</p>`}
     </nav>
     <nav class="sidebar-bottom" aria-label=${strings.sidebar.pages}>
-      <button type="button" class="page-link" aria-pressed=${!!deleted} onClick=${() => attempt(() => showDeleted(!deleted))}>
+      <button type="button" class="page-link deleted-toggle" aria-pressed=${!!deleted} onClick=${() => attempt(() => showDeleted(!deleted))}>
         <${Icon} name="bin" />${strings.sidebar.deleted}
       </button>
       <${PageLink} page="models" others=${["exports", "compare", "exactness"]} icon="model" label=${strings.sidebar.models} />

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +11,9 @@ import pytest
 pytest.importorskip("mcp", reason="needs the mcp extra")
 pytest.importorskip("playwright", reason="needs playwright")
 
-from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
-from support.browser import AppServer, browser
+from support.browser import AppServer, browser, look
 from support.chat_page import ChatPage, opened
 from support.scripted_model import write_calling_bundle
 
@@ -31,14 +29,6 @@ def chromium() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_calling_bundle(tmp_path_factory.mktemp("model"))
-
-
-def look(page: Page, name: str) -> None:
-    """Keep a picture of the page where EDGERUN_PICTURES names a folder, and check it by axe-core."""
-    if folder := os.environ.get("EDGERUN_PICTURES"):
-        page.screenshot(path=f"{folder}/{name}.png")
-    found = Axe().run(page).response["violations"]
-    assert [each["id"] for each in found if each["impact"] in {"serious", "critical"}] == []
 
 
 def add_server(page: Page, name: str, command: str, *arguments: str) -> None:
@@ -87,10 +77,6 @@ def test_calls_from_the_settings_to_the_answer(tmp_path: Path, chromium: Browser
             expect(chat.answers.last.locator(".reasoning")).to_contain_text("Reasoning (3 words)")
             expect(chat.answers.last).to_contain_text("I look.")
             look(page, "waiting")
-            page.set_viewport_size({"width": 390, "height": 844})
-            waiting.last.scroll_into_view_if_needed()
-            look(page, "waiting-phone")
-            page.set_viewport_size({"width": 1280, "height": 800})
             assert not calls.exists()
 
             page.reload()  # the answer still waits
