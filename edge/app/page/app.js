@@ -8,7 +8,7 @@ import { Chat } from "./views/chat.js";
 import { ConversationSettings } from "./views/conversation_settings.js";
 import { PromptDialog } from "./views/dialogs.js";
 import { Announcer, ConnectionBanner, Notices } from "./views/notices.js";
-import { SearchDialog } from "./views/search.js";
+import { Palette } from "./views/palette.js";
 import { SettingsPage } from "./views/settings.js";
 import { ShortcutsDialog, useShortcuts } from "./views/shortcuts.js";
 import { Sidebar } from "./views/sidebar.js";
@@ -65,7 +65,7 @@ function FolderDialog({ conversation, onClose }) {
 }
 
 const DIALOGS = {
-  search: SearchDialog,
+  palette: Palette,
   shortcuts: ShortcutsDialog,
   conversation: ConversationSettings,
   rename: RenameDialog,

@@ -431,13 +431,18 @@ export const strings = {
     messageDeleted: "Deleted the message with what follows",
     undo: "Undo",
   },
-  search: {
-    found: (number) => (number ? `Found ${count(number, "place", "places")}` : "Nothing found"),
-    hint: "Searches the titles and all messages, of every branch.",
+  palette: {
+    action: "Action",
+    conversation: "Conversation",
+    deleted: "Deleted conversations",
+    found: (number) => (number ? `Found ${count(number, "entry", "entries")}` : "Nothing found"),
+    hint: "Searches actions, the titles of conversations, and all messages of every branch.",
     label: "Words to search for",
-    placeholder: "Search conversations",
+    message: "Message",
+    placeholder: "Search conversations and actions",
     results: "Results",
-    title: "Search",
+    theme: "Light or dark theme",
+    title: "Search and actions",
   },
   settings: {
     about: "About",
@@ -477,7 +482,7 @@ export const strings = {
       [
         "Everywhere",
         [
-          ["Ctrl+K", "Search conversations"],
+          ["Ctrl+K", "Search conversations and actions"],
           ["Ctrl+Shift+O", "New chat"],
           ["Ctrl+Shift+S", "Settings of this conversation"],
           ["Ctrl+,", "Settings of the app"],

@@ -94,7 +94,7 @@ VIEWS: dict[str, tuple[Callable[[Page], None], str]] = {
     "advanced pages": (opening("Advanced", "#/models"), "[role=menu]"),
     "shortcuts": (pressing("?"), "[role=dialog], dialog[open]"),
     "conversation settings": (pressing("Control+Shift+s"), "[role=dialog], dialog[open]"),
-    "search": (pressing("Control+k"), "[role=dialog], dialog[open]"),
+    "palette": (pressing("Control+k"), "[role=dialog], dialog[open]"),
 }
 """How each view is opened, and what it shows then."""
 

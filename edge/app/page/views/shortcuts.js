@@ -16,7 +16,7 @@ function typing(event) {
 function run(event) {
   const command = event.ctrlKey || event.metaKey;
   const key = event.key.toLowerCase();
-  if (command && !event.altKey && key === "k") set({ dialog: { name: "search" } });
+  if (command && !event.altKey && key === "k") set({ dialog: { name: "palette" } });
   else if (command && event.shiftKey && key === "o") openConversation(null);
   else if (command && event.shiftKey && key === "s") set({ dialog: { name: "conversation", id: state.route.id } });
   else if (command && key === ",") location.hash = "#/settings";

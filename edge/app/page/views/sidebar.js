@@ -177,7 +177,7 @@ export function Sidebar() {
   return html`<aside ref=${sidebar} class="sidebar" aria-label=${strings.sidebar.label}>
     <div class="sidebar-top">
       <a class="brand" href="#/"><img src="/page/icon.svg" alt="" width="22" height="22" />edge-run</a>
-      <${IconButton} icon="search" label=${strings.sidebar.search} onClick=${() => set({ dialog: { name: "search" } })} />
+      <${IconButton} icon="search" label=${strings.sidebar.search} onClick=${() => set({ dialog: { name: "palette" } })} />
       <${IconButton}
         icon="close"
         className="drawer-close"
