@@ -93,6 +93,7 @@ export const savePreset = (name, preset) => request("PUT", `/api/presets/${at(na
 export const deletePreset = (name) => request("DELETE", `/api/presets/${at(name)}`);
 
 export const getTools = () => request("GET", "/api/tools");
+export const readToolServers = (text, signal) => request("POST", "/api/tools/configuration", { text }, signal);
 export const saveToolServer = (name, server) => request("PUT", `/api/tools/${at(name)}`, server);
 export const removeToolServer = (name) => request("DELETE", `/api/tools/${at(name)}`);
 

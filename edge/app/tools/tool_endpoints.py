@@ -1,4 +1,4 @@
-"""The page's API for MCP servers: list, add, change, remove."""
+"""The page's API for MCP servers: list, read a configuration, add, change, remove."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from starlette.routing import Route
 
 from ..api_endpoint import ApiCall, api_route
 from ..app_context import AppContext
+from .server_configuration import ConfigurationError, read_configuration
 from .tool_servers import ToolServers
 from .tool_settings import ToolServer
 
@@ -22,11 +23,18 @@ class ToolServerBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     enabled: bool = True
 
 
+class ConfigurationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of a configuration that is to be shown."""
+
+    text: str
+
+
 def tool_routes(context: AppContext) -> list[Route]:
     """The routes of MCP servers."""
     endpoints = _ToolEndpoints(context.tools)
     table = (
         ("GET", "/api/tools", endpoints.list),
+        ("POST", "/api/tools/configuration", endpoints.read),
         ("PUT", "/api/tools/{name}", endpoints.save),
         ("DELETE", "/api/tools/{name}", endpoints.remove),
     )
@@ -39,6 +47,13 @@ class _ToolEndpoints:
 
     def list(self, _call: ApiCall) -> dict[str, Any]:
         return {"servers": self._servers.servers(), "problem": self._servers.problem}
+
+    def read(self, call: ApiCall) -> dict[str, Any]:
+        """The servers of a configuration, of which none is added, or why it cannot be read."""
+        try:
+            return {"servers": read_configuration(call.body(ConfigurationBody).text), "problem": None}
+        except ConfigurationError as error:  # text that is still being typed is no error of the request
+            return {"servers": [], "problem": str(error)}
 
     def save(self, call: ApiCall) -> dict[str, Any]:
         body = call.body(ToolServerBody)

@@ -7,6 +7,7 @@ import { attempt } from "../store.js";
 import { strings } from "../strings.js";
 import { Dialog } from "./dialogs.js";
 import { useToolServers } from "./tool_choice.js";
+import { ConfigurationForm } from "./tool_configuration.js";
 
 const words = strings.tools;
 
@@ -95,6 +96,7 @@ function Server({ server, onChange, onEdit }) {
 export function ToolServers() {
   const [got, setGot] = useToolServers();
   const [edited, setEdited] = useState(undefined);
+  const [pasting, setPasting] = useState(false);
   return html`<section aria-labelledby="tools-title">
     <h2 id="tools-title">${words.servers}</h2>
     <p class="quiet">${words.serversAbout}</p>
@@ -103,7 +105,12 @@ export function ToolServers() {
     html`<ul class="tool-list">
       ${got.servers.map((server) => html`<${Server} key=${server.name} server=${server} onChange=${setGot} onEdit=${setEdited} />`)}
     </ul>`}
-    <p><button type="button" class="button" onClick=${() => setEdited(null)}>${words.add}</button></p>
+    <p class="button-row">
+      <button type="button" class="button" onClick=${() => setEdited(null)}>${words.add}</button>
+      <button type="button" class="button" onClick=${() => setPasting(true)}>${words.paste}</button>
+    </p>
+    ${pasting &&
+    html`<${ConfigurationForm} known=${(got?.servers ?? []).map((server) => server.name)} onSaved=${setGot} onClose=${() => setPasting(false)} />`}
     ${edited !== undefined &&
     html`<${ServerForm} server=${edited} onSaved=${setGot} onClose=${() => setEdited(undefined)} />`}
   </section>`;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,29 @@ def add_server(page: Page, name: str, command: str, *arguments: str) -> None:
     expect(dialog).to_have_count(0)
 
 
+def paste_weather_server(page: Page, calls: Path) -> None:
+    """Add the weather server from a configuration that has another one, and one that cannot be added."""
+    weather = {"command": sys.executable, "args": [str(WEATHER_SERVER), str(calls)], "env": {"CITY": "Paris"}}
+    servers = {"weather": {**weather, "autoApprove": ["storm"]}, "other": {"command": "uvx"}, "far": {"url": "https://x"}}
+    page.get_by_role("button", name="Paste a configuration …").click()
+    dialog = page.get_by_role("dialog")
+    text = dialog.get_by_role("textbox", name="Configuration")
+    text.fill('{"mcpServers": {,}}')
+    expect(dialog.get_by_role("status")).to_contain_text("this is not JSON: ")
+    text.fill(json.dumps({"mcpServers": servers}))
+    found = dialog.locator("[data-found=weather]")
+    expect(found).to_contain_text(f"{WEATHER_SERVER} {calls}")
+    expect(found).to_contain_text("CITY=ParisNot taken over: autoApprove.")
+    expect(dialog.locator("[data-found=far]")).to_contain_text("it is reached over HTTP")
+    expect(dialog.get_by_label("far")).to_be_disabled()
+    look(page, "configuration")
+    assert page.locator("[data-server]").count() == 0  # nothing is added before the user agrees
+    dialog.get_by_label("other").uncheck()
+    dialog.get_by_role("button", name="Add and start 1 server").click()
+    expect(dialog).to_have_count(0)
+    expect(page.locator("[data-server]")).to_have_count(1)
+
+
 def choose_tool(chat: ChatPage, name: str) -> None:
     """Choose a tool in the dialog of the conversation."""
     chat.page.get_by_role("button", name="Settings of this conversation").click()
@@ -64,7 +88,7 @@ def test_calls_from_the_settings_to_the_answer(tmp_path: Path, chromium: Browser
             )
             failed.get_by_role("button", name="Remove none").click()
             expect(failed).to_have_count(0)
-            add_server(page, "weather", sys.executable, str(WEATHER_SERVER), str(calls))
+            paste_weather_server(page, calls)
             expect(page.locator("[data-server=weather]")).to_contain_text("Tools: get_weather, storm")
             look(page, "settings")
 
