@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -46,9 +47,31 @@ class OfflineError(HubError):
     """The environment forbids requests to the hub."""
 
 
+@dataclass(frozen=True)
+class FoundModel:
+    """A repository that a search found."""
+
+    repo: str
+    downloads: int
+    """Downloads of the last 30 days."""
+    bytes: int | None
+    """Bytes of all of its files, in all variants; None where the hub does not say."""
+
+
 def is_offline() -> bool:
     """Return whether the environment forbids requests to the hub (`HF_HUB_OFFLINE`, which `--offline` sets)."""
     return any(os.environ.get(name, "").upper() in _TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+
+
+def require_online() -> None:
+    """Raise where the environment forbids requests to the hub.
+
+    Raises:
+        OfflineError: it does.
+    """
+    if is_offline():
+        what = "edge-run cannot reach the hub: it was told to stay offline"
+        raise OfflineError(what, "start it without --offline and HF_HUB_OFFLINE")
 
 
 def endpoint() -> str:
@@ -82,6 +105,34 @@ def list_repository(id_: HubId) -> Listing:
     if len(commit) != 40 or not set(commit) <= set("0123456789abcdef") or (files and not listing.files):
         raise _invalid_answer()
     return listing
+
+
+def search_models(words: str, limit: int) -> list[FoundModel]:
+    """Repositories of language models with ONNX files whose names contain the words, most downloaded first.
+
+    Raises:
+        OfflineError: the environment forbids requests to the hub.
+        HubError: the hub cannot be reached, or its answer is not valid.
+    """
+    from huggingface_hub import HfApi  # noqa: PLC0415
+    from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
+
+    require_online()
+    with _library_silenced():
+        api = HfApi(endpoint=endpoint(), library_name="edge-run", library_version=__version__)
+        fields: Any = ["downloads", "usedStorage"]
+        tags = ["onnx", "text-generation"]
+        try:
+            found = api.list_models(search=words, filter=tags, sort="downloads", limit=limit, expand=fields)
+            return [FoundModel(each.id, each.downloads or 0, getattr(each, "used_storage", None)) for each in found]
+        except HfHubHTTPError as error:
+            hint = "try again in a while"
+            raise HubError(f"the hub refused the search (status {error.response.status_code})", hint) from error
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise _invalid_answer() from error
+        except _transport_errors() as error:
+            what = f"{endpoint()} cannot be searched: {_reason(error)}"
+            raise ConnectionFailedError(what, "check the connection and try again") from error
 
 
 def _invalid_answer() -> HubError:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 LARGE_FROM = 4096
 """Size in bytes from which a file is stored outside git."""
@@ -36,6 +36,8 @@ class Repo:
     token: str = ""
     """Token that is required to read it; empty for none."""
     gated: bool = False
+    tags: tuple[str, ...] = ("onnx", "text-generation")
+    downloads: int = 0
 
     def put(self, files: Mapping[str, bytes], ref: str = "main") -> str:
         """Commit files, set a branch to the commit and return it."""
@@ -141,6 +143,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._send(status, b"", {}, head)
         if hub.faults.html:
             return self._send(200, b"<html>Please log in to this network</html>", {"Content-Type": "text/html"}, head)
+        if path == "/api/models":
+            return self._search(parse_qs(urlsplit(self.path).query), head)
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
             return self._model(match[1], match[2] or "main", token, head)
         if match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
@@ -186,6 +190,19 @@ class _Handler(BaseHTTPRequestHandler):
         }
         self.server_hub.faults.change(info)
         self._send(200, json.dumps(info).encode(), {"Content-Type": "application/json"}, head)
+
+    def _search(self, query: Mapping[str, list[str]], head: bool) -> None:
+        """Answer with the repositories whose names contain the words of `search` and whose tags are those of `filter`."""
+        words = query.get("search", [""])[0].lower().split()
+        found = [
+            {"id": name, "downloads": repo.downloads, "usedStorage": sum(map(len, repo.commits[repo.refs["main"]].values()))}
+            for name, repo in self.server_hub.repos.items()
+            if all(word in name.lower() for word in words) and set(query.get("filter", [])) <= set(repo.tags)
+        ]
+        if query.get("sort") == ["downloads"]:
+            found.sort(key=lambda each: -int(each["downloads"]))
+        body = json.dumps(found[: int(query.get("limit", ["1000"])[0])]).encode()
+        self._send(200, body, {"Content-Type": "application/json"}, head)
 
     def _resolve(self, name: str, revision: str, path: str, token: str | None, head: bool) -> None:
         if (found := self._files(name, revision, token, head)) is None:

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from ....errors import EdgeError, InputError
 from ....models.device_kind import DeviceKind
-from ....models.hub.client import ConnectionFailedError, OfflineError, is_offline
+from ....models.hub.client import ConnectionFailedError, require_online
 from ....models.hub.fetch import fetch_model
 from ....models.hub.local_store import Store, stores
 from ....models.hub.model_id import HubId, parse_hub_id
@@ -136,10 +136,7 @@ class DownloadQueue:
             OfflineError: edge-run is offline.
         """
         id_ = parse_hub_id(name.strip().removeprefix("https://huggingface.co/").strip("/"))
-        if is_offline():
-            raise OfflineError(
-                f"{_OFFLINE}: it was told to stay offline", "start it without --offline and HF_HUB_OFFLINE"
-            )
+        require_online()
         with self._changed:
             known = next((each for each in self._downloads.values() if each.id == id_), None)
             if known is None:

@@ -10,11 +10,15 @@ import msgspec
 from starlette.routing import Route
 
 from ....errors import InputError
+from ....models.hub.client import search_models
 from ...conversations.context_fit import model_messages
 from ..api_endpoint import ApiCall, Handler, api_route
 from .model_services import ModelServices
 from .recommended import free_memory, recommend
 from .speed_comparison import DEFAULT_TOKENS
+
+_MOST_FOUND: Final = 20
+"""Most models that a search of the hub lists."""
 
 
 class _ModelBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -70,7 +74,9 @@ def model_routes(services: ModelServices) -> list[Route]:
         ("POST", "/api/exactness", api.check),
         ("POST", "/api/exactness/cancel", lambda _call: services.exactness.cancel()),
     ]
-    return [api_route(services.context.settings, method, path, handler) for method, path, handler in paths]
+    settings = services.context.settings
+    routes = [api_route(settings, method, path, handler) for method, path, handler in paths]
+    return [*routes, api_route(settings, "GET", "/api/models/search", api.search, slow=True)]
 
 
 class _ModelApi:
@@ -114,6 +120,13 @@ class _ModelApi:
             for each in recommend(free, pool.kind, here)
         ]
         return {"recommended": found, "free_bytes": free}
+
+    def search(self, call: ApiCall) -> object:
+        """Models of the hub by name: the page asks for them when the user presses its button, and at no other time."""
+        words = call.query.get("q", "").strip()
+        if not words:
+            raise InputError("there is nothing to search for", "type a part of a model's name")
+        return {"found": [asdict(each) for each in search_models(words, _MOST_FOUND)]}
 
     def downloads(self, _call: ApiCall) -> object:
         """All downloads."""

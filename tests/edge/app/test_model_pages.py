@@ -14,7 +14,7 @@ pytest.importorskip("playwright", reason="needs a browser")
 from playwright.sync_api import Page, expect
 
 from support.app_server import RunningApp, running_app
-from support.browser import BrowserPage, browser_page
+from support.browser import BrowserPage, browser_page, look
 from support.hub_fixture import own_hub, partial_files
 from support.hub_server import HubServer, files_of
 from support.tiny_models import write_bundle, write_checkpoint
@@ -33,6 +33,8 @@ def hub(folder: Path) -> Iterator[HubServer]:
         server.repo("acme/Tiny-Chat", files)
         server.repo("acme/Unwanted", files)
         server.repo("acme/Removed", files)
+        server.repo("acme/Popular-Chat", files).downloads = 1234
+        server.repo("acme/Weights-Chat", files).tags = ("text-generation",)
         yield server
 
 
@@ -87,6 +89,26 @@ def test_a_download_is_paused_and_goes_on_after_a_reload(page: Page, hub: HubSer
     notices = page.get_by_role("status").filter(has_text="was downloaded and can be used")
     expect(notices).to_be_visible()
     expect(page.locator('[data-model="acme/Tiny-Chat"]')).to_contain_text("not measured yet")
+
+
+def test_models_of_the_hub_are_found_by_name_when_the_button_is_pressed(page: Page, hub: HubServer) -> None:
+    page.reload()
+    expect(page.locator("[data-recommended]").first).to_be_visible()
+    before = len(hub.seen)
+    page.get_by_label("Search the hub by name").fill("CHAT acme")
+    assert len(hub.seen) == before  # nothing is asked before the user says so
+    page.get_by_role("button", name="Search", exact=True).click()
+    found = page.locator("[data-found]")
+    expect(found).to_have_count(2)
+    expect(found.nth(0)).to_contain_text("acme/Popular-Chat")
+    expect(found.nth(0)).to_contain_text("1,234 downloads in 30 days · 5.2 MB in all variants together")
+    look(page, "hub-search")
+    found.nth(0).get_by_role("button", name="Download acme/Popular-Chat").click()
+    expect(page.locator('[data-model="acme/Popular-Chat"]')).to_be_visible()
+    expect(found.nth(0)).to_contain_text("on this machine")
+    page.get_by_label("Search the hub by name").fill("no such model")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("status").filter(has_text="Nothing found")).to_be_visible()
 
 
 def test_sizes_have_no_empty_decimals(page: Page) -> None:

@@ -26,7 +26,7 @@ from edgerun import BundleError, EdgeError, HubError, InputError
 from edgerun.models.bundle import open_bundle
 from edgerun.models.device_kind import DeviceKind
 from edgerun.models.find import find_model
-from edgerun.models.hub.client import list_repository
+from edgerun.models.hub.client import FoundModel, list_repository, search_models
 from edgerun.models.hub.downloaded_model import is_safe_path
 from edgerun.models.hub.fetch import fetch_checkpoint, fetch_model
 from edgerun.models.hub.local_store import Store, models_root, stores
@@ -495,6 +495,21 @@ def test_offline(hub: HubServer, monkeypatch: pytest.MonkeyPatch, name: str) -> 
     with pytest.raises(HubError, match=r"model.onnx of org/js is not downloaded, and edge-run is offline"):
         find_model("org/js:fp32")
     assert hub.seen == []
+
+
+def test_a_search_lists_language_models_with_onnx_files(hub: HubServer) -> None:
+    hub.repo("org/Chat-1", {"a": b"12"}).downloads = 3
+    hub.repo("other/chat-2", {"a": b"123"}).downloads = 4
+    hub.repo("org/Chat-3", {}).tags = ("onnx", "fill-mask")
+    hub.repo("org/Other", {})
+    assert search_models("chat", 5) == [FoundModel("other/chat-2", 4, 3), FoundModel("org/Chat-1", 3, 2)]
+    assert search_models("chat", 1) == [FoundModel("other/chat-2", 4, 3)]
+    hub.faults.html = True
+    with pytest.raises(HubError, match="does not answer like the hub"):
+        search_models("chat", 5)
+    hub.faults.status["/api/models"] = 503
+    with pytest.raises(HubError, match=r"^the hub refused the search \(status 503\); try again in a while$"):
+        search_models("chat", 5)
 
 
 @pytest.mark.parametrize("offline", [False, True])

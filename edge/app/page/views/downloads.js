@@ -2,10 +2,10 @@
 
 import { html, useEffect, useState } from "edgerun/preact";
 
-import { attempt } from "../store.js";
+import { attempt, useStore } from "../store.js";
 import { strings } from "../strings.js";
 import { IconButton } from "./dialogs.js";
-import { changeDownload, getDownloads, replaced, startDownload, useFollowed } from "./model_api.js";
+import { changeDownload, getDownloads, replaced, searchHub, startDownload, useFollowed } from "./model_api.js";
 
 const words = strings.downloads;
 
@@ -75,6 +75,66 @@ export function DownloadList({ downloads }) {
       ${downloads.map((download) => html`<${Download} key=${download.key} download=${download} />`)}
     </ul>
   </section>`;
+}
+
+function Found({ model, here, state }) {
+  const under = state === "downloading" || state === "queued";
+  return html`<li class="model-card" data-found=${model.repo}>
+    <div class="model-card-head">
+      <h3>${model.repo}</h3>
+      <span class="model-actions">
+        ${here
+          ? html`<span class="model-badge good">${strings.models.here}</span>`
+          : html`<button type="button" class="button small" aria-label=${strings.models.downloadLabel(model.repo)} disabled=${under} onClick=${() => attempt(() => startDownload(model.repo))}>
+              ${under ? strings.models.downloading : words.download}
+            </button>`}
+      </span>
+    </div>
+    <p class="quiet">${words.found(model)}</p>
+  </li>`;
+}
+
+/** A field for a part of a model's name. The hub is asked when the form is sent, and at no other time. */
+export function HubSearch({ downloads }) {
+  const [name, setName] = useState("");
+  const [found, setFound] = useState(null);
+  const [busy, setBusy] = useState(false);
+  const here = useStore((state) => state.models.map((model) => model.id.split(":")[0]));
+  const submit = async (event) => {
+    event.preventDefault();
+    if (!name.trim() || busy) return;
+    setBusy(true);
+    setFound((await attempt(() => searchHub(name.trim())))?.found ?? null);
+    setBusy(false);
+  };
+  return html`<form class="model-form" role="search" onSubmit=${submit}>
+      <label class="field"
+        ><span>${words.search}</span>
+        <input
+          name="model-name"
+          value=${name}
+          placeholder=${words.searchExample}
+          autocomplete="off"
+          spellcheck=${false}
+          aria-describedby="search-about"
+          onInput=${(event) => setName(event.target.value)}
+        />
+      </label>
+      <button class="button" disabled=${!name.trim() || busy}>${busy ? words.searching : words.searchButton}</button>
+      <p class="quiet" id="search-about" role="status">${found ? words.foundCount(found.length) : words.searchAbout}</p>
+    </form>
+    ${found?.length > 0 &&
+    html`<ul class="model-list" aria-label=${words.results}>
+      ${found.map(
+        (model) =>
+          html`<${Found}
+            key=${model.repo}
+            model=${model}
+            here=${here.includes(model.repo)}
+            state=${downloads?.find((each) => each.id === model.repo)?.state}
+          />`,
+      )}
+    </ul>`}`;
 }
 
 /** A field for the id of any model on the hub. */

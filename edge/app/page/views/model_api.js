@@ -14,6 +14,8 @@ export const unloadModel = (id) => request("POST", "/api/models/unload", { id })
 export const removeModel = (id) => request("POST", "/api/models/remove", { id });
 export const getRecommended = () => request("GET", "/api/models/recommended");
 
+export const searchHub = (words) => request("GET", `/api/models/search?q=${encodeURIComponent(words)}`);
+
 export const getDownloads = () => request("GET", "/api/downloads");
 export const startDownload = (id) => request("POST", "/api/downloads", { id });
 export const changeDownload = (key, change) => request("POST", `/api/downloads/${at(key)}/${change}`, {});

@@ -6,7 +6,7 @@ import { Icon } from "../icons.js";
 import { attempt, changeConversation, modelOf, onEvent, refreshState, useStore } from "../store.js";
 import { strings } from "../strings.js";
 import { Dialog, IconButton, Menu } from "./dialogs.js";
-import { DownloadField, DownloadList, useDownloads } from "./downloads.js";
+import { DownloadField, DownloadList, HubSearch, useDownloads } from "./downloads.js";
 import { ExportPage } from "./export.js";
 import { getRecommended, loadModel, removeModel, startDownload, unloadModel, useFollowed } from "./model_api.js";
 import { ModelPage } from "./model_page.js";
@@ -105,6 +105,7 @@ function RecommendedList({ downloads }) {
     <h2 id="recommended-title">${words.recommended}</h2>
     <p class="quiet">${words.recommendedAbout(got.free_bytes)}</p>
     <${DownloadField} />
+    <${HubSearch} downloads=${downloads} />
     <ul class="model-list">${fitting.slice(0, 5).map(card)}</ul>
     ${(fitting.length > 5 || others.length > 0) &&
     html`<details class="model-more">

@@ -85,7 +85,8 @@ export function ConfigurationForm({ known, onSaved, onClose }) {
       </label>
       <p id="configuration-about" class=${fault ? "fault" : "quiet"} role="status">${fault ?? words.pasteAbout}</p>
       ${servers.length > 0 &&
-      html`<ul class="tool-list" aria-label=${words.pasteFound}>
+      html`<p class="warning-line">${words.trust}</p>
+        <ul class="tool-list" aria-label=${words.pasteFound}>
           ${servers.map(
             (server) =>
               html`<${Found}
@@ -96,8 +97,7 @@ export function ConfigurationForm({ known, onSaved, onClose }) {
                 onChoose=${choose(server.name)}
               />`,
           )}
-        </ul>
-        <p class="warning-line">${words.trust}</p>`}
+        </ul>`}
       <div class="dialog-actions sticky">
         <button type="button" class="button" onClick=${onClose}>${strings.common.cancel}</button>
         <button class="button primary" disabled=${chosen.length === 0}>${words.pasteAdd(chosen.length)}</button>

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,9 @@ def test_without_a_connection_one_message_says_so(tmp_path: Path, hub: HubServer
         error = wait_for(client, "failed")["error"]
         assert error.startswith("edge-run cannot reach the hub: ")
         assert "\n" not in error
+        search = client.get("/api/models/search", params={"q": "chat"})
+        assert search.status_code == 502
+        assert re.fullmatch(rf"{address} cannot be searched: [^\n]+; check .+", search.json()["error"]["message"])
         wrong = client.post("/api/downloads", json={"id": "no id"})
         assert wrong.status_code == 400
         assert "is not an id of a model on the Hugging Face Hub" in wrong.json()["error"]["message"]
@@ -143,3 +147,5 @@ def test_without_a_connection_one_message_says_so(tmp_path: Path, hub: HubServer
         offline = client.post("/api/downloads", json={"id": REPO})
         assert offline.status_code == 503
         assert offline.json()["error"]["message"].startswith("edge-run cannot reach the hub: ")
+        search = client.get("/api/models/search", params={"q": "chat"})
+        assert (search.status_code, search.json()) == (503, offline.json())
