@@ -43,6 +43,8 @@ class RegenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     count: Annotated[int, Meta(ge=1, le=MAX_VARIANTS)] = 1
     """Number of answers."""
+    model: str | None = None
+    """The model that writes them; None for that of the conversation."""
 
 
 class BranchBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -82,6 +84,7 @@ def message_routes(context: AppContext, answers: BackgroundAnswers) -> list[Rout
 class _MessageEndpoints:
     def __init__(self, context: AppContext, answers: BackgroundAnswers) -> None:
         self._store: Final = context.store
+        self._pool: Final = context.pool
         self._answers: Final = answers
 
     def send(self, call: ApiCall) -> dict[str, Any]:
@@ -117,7 +120,8 @@ class _MessageEndpoints:
         body = call.body(RegenerateBody)
         message = self._store.message(call.path["id"])
         question = message if message.role is Role.USER else self._question(message)
-        answers = [as_object(answer) for answer in self._answers.answers(question, body.count)]
+        start = StoredStart(model=None if body.model is None else self._pool.find(body.model).id)
+        answers = [as_object(answer) for answer in self._answers.answers(question, body.count, start)]
         return {"answer": answers[0], "answers": answers}
 
     def resume(self, call: ApiCall) -> dict[str, Any]:

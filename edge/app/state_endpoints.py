@@ -34,6 +34,7 @@ def state_routes(context: AppContext, models: ModelServices) -> list[Route]:
     endpoints = _StateEndpoints(context, models)
     table = (
         ("GET", "/api/state", endpoints.state),
+        ("GET", "/api/usage", endpoints.usage),
         ("PATCH", "/api/settings", endpoints.change),
         ("PUT", "/api/presets/{name:path}", endpoints.save_preset),
         ("DELETE", "/api/presets/{name:path}", endpoints.delete_preset),
@@ -62,6 +63,9 @@ class _StateEndpoints:
                 "memory_bytes": psutil.virtual_memory().total,
             },
         }
+
+    def usage(self, _call: ApiCall) -> dict[str, Any]:
+        return {"usage": [as_object(each) for each in self._store.usage()]}
 
     def change(self, call: ApiCall) -> dict[str, Any]:
         change_settings(self._store, call.body(SettingsBody))

@@ -12,7 +12,7 @@ from ...errors import ConversationError
 from .call_rounds import CallRound
 from .conversation_table import as_json, insert_row
 from .message_table import checked_content, encoded_rounds, read_message, touch
-from .records import MessageState, Role, StoredMessage, valid_text
+from .records import MessageState, ModelUsage, Role, StoredMessage, valid_text
 from .writers import Writer
 
 _COMPRESSION: Final = 1
@@ -105,6 +105,22 @@ def read_tokens(database: sqlite3.Connection, message_id: str) -> list[dict[str,
         except (ValueError, zlib.error):
             break
     return tokens
+
+
+def usage_by_model(database: sqlite3.Connection) -> list[ModelUsage]:
+    """What each model has done, the one that has generated the most tokens first."""
+    rows = database.execute(
+        """
+        SELECT model, count(*),
+            CAST(
+                total(json_extract(stats, '$.prompt_tokens')) - total(json_extract(stats, '$.reused_tokens')) AS INTEGER
+            ),
+            CAST(total(json_extract(stats, '$.tokens')) AS INTEGER) AS generated
+        FROM message WHERE role = 'assistant' AND json_valid(stats)
+        GROUP BY model ORDER BY generated DESC, model
+        """
+    )
+    return [ModelUsage(*row) for row in rows]
 
 
 def insert_tokens(

@@ -142,6 +142,17 @@ class SearchHit:
     """The words around the first place, on one line."""
 
 
+@dataclass(frozen=True)
+class ModelUsage:
+    """What a model has done in the answers that are kept, also in deleted ones."""
+
+    model: str | None
+    answers: int
+    read: int
+    """Tokens of prompts, without those that were in the KV cache already."""
+    generated: int
+
+
 class ChangeKind(StrEnum):
     """What a change was made to."""
 
@@ -162,7 +173,7 @@ class Change:
     message_id: str | None = None
 
 
-def as_object(record: Conversation | StoredMessage | Preset | SearchHit) -> dict[str, Any]:
+def as_object(record: Conversation | StoredMessage | Preset | SearchHit | ModelUsage) -> dict[str, Any]:
     """Return a record as a JSON object."""
     return asdict(record)
 

@@ -23,6 +23,7 @@ from .records import (
     ChangeKind,
     Conversation,
     MessageState,
+    ModelUsage,
     Preset,
     Role,
     SearchHit,
@@ -287,6 +288,10 @@ class ConversationStore:
     def tokens(self, message_id: str) -> list[dict[str, Any]]:
         """The tokens of an answer; none if they were not stored."""
         return self._database.read(lambda database: answer_table.read_tokens(database, message_id))
+
+    def usage(self) -> list[ModelUsage]:
+        """What each model has done in the answers that are kept, also in deleted ones."""
+        return self._database.read(answer_table.usage_by_model)
 
     # Search, presets, settings
 

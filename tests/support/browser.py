@@ -114,7 +114,12 @@ def _record(context: BrowserContext, window: BrowserPage, origin: Any) -> None:
     context.on("weberror", lambda error: window.errors.append(str(error.error)))
 
 
-LOOKS: Final[Sequence[tuple[Literal["light", "dark"], int]]] = [("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390)]
+LOOKS: Final[Sequence[tuple[Literal["light", "dark"], int]]] = [
+    ("light", 1280),
+    ("dark", 1280),
+    ("light", 390),
+    ("dark", 390),
+]
 """Colour schemes and widths in which the pages are checked."""
 
 

@@ -192,10 +192,14 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, json.dumps(info).encode(), {"Content-Type": "application/json"}, head)
 
     def _search(self, query: Mapping[str, list[str]], head: bool) -> None:
-        """Answer with the repositories whose names contain the words of `search` and whose tags are those of `filter`."""
+        """Answer with the repositories whose names contain all words of `search` and that have the tags of `filter`."""
         words = query.get("search", [""])[0].lower().split()
         found = [
-            {"id": name, "downloads": repo.downloads, "usedStorage": sum(map(len, repo.commits[repo.refs["main"]].values()))}
+            {
+                "id": name,
+                "downloads": repo.downloads,
+                "usedStorage": sum(map(len, repo.commits[repo.refs["main"]].values())),
+            }
             for name, repo in self.server_hub.repos.items()
             if all(word in name.lower() for word in words) and set(query.get("filter", [])) <= set(repo.tags)
         ]

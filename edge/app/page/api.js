@@ -61,6 +61,7 @@ export async function request(method, path, body, signal) {
 const at = (id) => encodeURIComponent(id);
 
 export const getState = () => request("GET", "/api/state");
+export const getUsage = () => request("GET", "/api/usage");
 export const changeSettings = (changes) => request("PATCH", "/api/settings", changes);
 
 export const getConversations = (deleted = false) => request("GET", `/api/conversations?deleted=${deleted ? 1 : 0}`);
@@ -73,7 +74,8 @@ export const restoreConversation = (id) => request("POST", `/api/conversations/$
 export const sendMessage = (conversation, message) =>
   request("POST", `/api/conversations/${at(conversation)}/messages`, message);
 export const editMessage = (id, content, branch) => request("POST", `/api/messages/${at(id)}/edit`, { content, branch });
-export const regenerateMessage = (id, count) => request("POST", `/api/messages/${at(id)}/regenerate`, { count });
+export const regenerateMessage = (id, count, model) =>
+  request("POST", `/api/messages/${at(id)}/regenerate`, { count, model });
 export const continueMessage = (id) => request("POST", `/api/messages/${at(id)}/continue`, {});
 export const stopMessage = (id) => request("POST", `/api/messages/${at(id)}/stop`, {});
 export const decideCall = (id, call, decision) => request("POST", `/api/messages/${at(id)}/calls/${at(call)}`, { decision });

@@ -7,6 +7,7 @@ import { strings } from "./strings.js";
 import { Chat } from "./views/chat.js";
 import { ConversationSettings } from "./views/conversation_settings.js";
 import { PromptDialog } from "./views/dialogs.js";
+import { RegenerateDialog } from "./views/models.js";
 import { Announcer, ConnectionBanner, Notices } from "./views/notices.js";
 import { Palette } from "./views/palette.js";
 import { SettingsPage } from "./views/settings.js";
@@ -70,6 +71,7 @@ const DIALOGS = {
   conversation: ConversationSettings,
   rename: RenameDialog,
   folder: FolderDialog,
+  regenerate: RegenerateDialog,
 };
 
 function OpenDialog() {

@@ -402,9 +402,12 @@ export async function editMessage(message, content, branch) {
   takeNew(message.conversation, got.message, got.answer);
 }
 
-/** Writes another answer beside this one, or several, one after another, of which the first is shown. */
-export async function regenerate(message, count = 1) {
-  const got = await api.regenerateMessage(message.id, count);
+/**
+ * Writes another answer beside this one, or several, one after another, of which the first is shown. The model is that
+ * of the conversation, or another one.
+ */
+export async function regenerate(message, count = 1, model = null) {
+  const got = await api.regenerateMessage(message.id, count, model);
   takeNew(message.conversation, ...got.answers.slice(1), got.answer);
 }
 

@@ -319,6 +319,8 @@ export const strings = {
     ],
   },
   message: {
+    anotherModel: "Regenerate with another model …",
+    anotherModelTitle: "Regenerate with",
     attachments: "Attached files",
     branches: "Branches",
     branchOf: (at, all) => `Branch ${at} of ${all}`,
@@ -486,6 +488,13 @@ export const strings = {
       about:
         "Answers can then show each token's probability, its alternatives and how it was drafted. It costs about half a millisecond a token with a vocabulary of 150,000, and some space on disk.",
     },
+    usage: "Use of the models",
+    usageAbout:
+      "Tokens and answers of all conversations that are kept, deleted ones too until they are removed for good. Tokens of a prompt that were in the KV cache already were not read again, and do not count.",
+    usageColumns: ["Model", "Answers", "Tokens read", "Tokens generated"],
+    usageNone: "There are no answers yet.",
+    usageNumber: digits,
+    usageTotal: "Total",
     version: (version) => `edge-run ${version}. Conversations, models and settings stay on this machine.`,
     writing: "Writing",
   },

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from edgerun.models.find import BUNDLED_MODEL
 from support.app_server import RunningApp, running_app
 from support.app_windows import Json, Window, messages_of, new_conversation, post, read, send, window
 from support.tiny_models import write_bundle, write_json
@@ -111,6 +112,18 @@ def test_regenerating_adds_another_answer(page: Window) -> None:
     page.wait_for_end(third["id"])
     back = page.client.patch(f"/api/conversations/{conversation}", json={"leaf": first["id"]}).json()
     assert back["conversation"]["leaf"] == first["id"]
+
+
+def test_regenerating_with_another_model_needs_one_that_is_there(page: Window) -> None:
+    first = answered(page, new_conversation(page.client, sampling={"max_tokens": 2}))
+    path = f"/api/messages/{first['id']}/regenerate"
+    assert error_of(page.client, path, 404, model="none").startswith("there is no model 'none'; models are: ")
+    second = post(page.client, path, model=BUNDLED_MODEL)["answer"]
+    assert (second["parent"], second["model"]) == (first["parent"], BUNDLED_MODEL)
+    page.wait_for_end(second["id"])
+    third = post(page.client, path)["answer"]
+    assert third["model"] == first["model"]
+    page.wait_for_end(third["id"])
 
 
 def test_several_answers_are_those_of_successive_seeds(page: Window) -> None:

@@ -14,6 +14,7 @@ from edgerun.edge.conversations.records import (
     Change,
     ChangeKind,
     MessageState,
+    ModelUsage,
     Preset,
     Role,
     as_object,
@@ -22,6 +23,22 @@ from edgerun.edge.conversations.records import (
 )
 from edgerun.edge.conversations.store import ConversationStore
 from edgerun.errors import ConversationError
+
+
+def test_the_use_of_each_model_is_counted_also_in_deleted_answers(store: ConversationStore) -> None:
+    assert store.usage() == []
+    conversation = store.create().id
+    question = store.add_message(conversation, None, "user", "q").id
+    for model, stats in (
+        ("a", {"prompt_tokens": 10, "reused_tokens": 4, "tokens": 3}),
+        ("b", {"prompt_tokens": 7, "tokens": 20}),
+        ("a", {"prompt_tokens": 5, "reused_tokens": 5, "tokens": 1}),
+        ("a", None),
+    ):
+        answer = store.add_message(conversation, question, "assistant", "", model=model, state=MessageState.WRITING)
+        store.finish_answer(answer.id, "x", MessageState.COMPLETE, stats=stats)
+    store.delete(conversation)
+    assert store.usage() == [ModelUsage("b", 1, 7, 20), ModelUsage("a", 2, 6, 4)]
 
 
 def test_a_conversation_is_there_after_opening_again(tmp_path: Path) -> None:

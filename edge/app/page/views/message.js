@@ -15,6 +15,7 @@ import {
   memo,
   regenerate,
   selectBranch,
+  set,
   state,
   useStore,
 } from "../store.js";
@@ -192,6 +193,11 @@ function Actions({ message, siblings, onEdit, inspecting, onInspect }) {
   const entries = {
     edit: { icon: "edit", label: strings.message.edit, run: onEdit },
     continue: { icon: "forward", label: strings.message.continue, run: () => attempt(() => continueAnswer(message)) },
+    another: {
+      icon: "model",
+      label: strings.message.anotherModel,
+      run: () => set({ dialog: { name: "regenerate", message } }),
+    },
     delete: { icon: "bin", label: strings.message.delete, danger: true, run: () => attempt(() => deleteMessage(message)) },
   };
   const several = SEVERAL.map((count) => ({
@@ -199,7 +205,13 @@ function Actions({ message, siblings, onEdit, inspecting, onInspect }) {
     label: strings.message.writeSeveral(count),
     run: () => attempt(() => regenerate(message, count)),
   }));
-  const more = () => [entries.edit, ...(message.state === "complete" ? [entries.continue] : []), ...several, entries.delete];
+  const more = () => [
+    entries.edit,
+    ...(message.state === "complete" ? [entries.continue] : []),
+    ...several,
+    ...(state.models.length > 1 ? [entries.another] : []),
+    entries.delete,
+  ];
   const content = () => (user ? message.content : splitReasoning(message.content).answer);
   const button = ({ icon, label, run }) => html`<${IconButton} icon=${icon} label=${label} onClick=${run} />`;
   return html`<div class="actions">

@@ -3,7 +3,7 @@
 import { html, useEffect, useState } from "edgerun/preact";
 
 import { Icon } from "../icons.js";
-import { attempt, changeConversation, modelOf, onEvent, refreshState, useStore } from "../store.js";
+import { attempt, changeConversation, modelOf, onEvent, refreshState, regenerate, useStore } from "../store.js";
 import { strings } from "../strings.js";
 import { Dialog, IconButton, Menu } from "./dialogs.js";
 import { DownloadField, DownloadList, HubSearch, useDownloads } from "./downloads.js";
@@ -145,6 +145,27 @@ function OwnModels() {
     <${DownloadList} downloads=${downloads} />
     <${RecommendedList} downloads=${downloads} />
     ${removing && html`<${RemoveDialog} model=${removing} onClose=${() => setRemoving(null)} />`}
+  <//>`;
+}
+
+/** Asks for the model that writes another answer beside one. */
+export function RegenerateDialog({ message, onClose }) {
+  const models = useStore((state) => state.models.filter((model) => model.id !== message.model));
+  const choose = (model) => {
+    onClose();
+    attempt(() => regenerate(message, 1, model.id));
+  };
+  return html`<${Dialog} title=${strings.message.anotherModelTitle} onClose=${onClose} className="dialog-small">
+    <ul class="model-list">
+      ${models.map(
+        (model) =>
+          html`<li key=${model.id}>
+            <button type="button" class="button model-choice" onClick=${() => choose(model)}>
+              <span>${model.title}</span><small class="quiet">${words.brief(model)}</small>
+            </button>
+          </li>`,
+      )}
+    </ul>
   <//>`;
 }
 

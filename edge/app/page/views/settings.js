@@ -2,10 +2,11 @@
 
 import { html, useRef } from "edgerun/preact";
 
-import { EXPORT_ALL_URL, importConversations } from "../api.js";
+import { EXPORT_ALL_URL, getUsage, importConversations } from "../api.js";
 import { attempt, changeSettings, notify, openConversation, refreshConversations, set, useStore } from "../store.js";
 import { strings } from "../strings.js";
 import { IconButton } from "./dialogs.js";
+import { useFollowed } from "./model_api.js";
 import { ToolServers } from "./tool_servers.js";
 
 const LARGEST_IMPORT = 50_000_000;
@@ -73,6 +74,40 @@ function Files() {
   </section>`;
 }
 
+/** What each model has read and generated. */
+function Usage() {
+  const [got] = useFollowed(getUsage, {});
+  const models = useStore((state) => state.models);
+  const words = strings.settings;
+  const title = (id) => models.find((model) => model.id === id)?.title ?? id ?? strings.message.model;
+  const row = ({ answers, read, generated }) =>
+    [answers, read, generated].map((number) => html`<td>${words.usageNumber(number)}</td>`);
+  const sum = (name) => got.usage.reduce((total, each) => total + each[name], 0);
+  return html`<section>
+    <h2>${words.usage}</h2>
+    <p class="quiet">${words.usageAbout}</p>
+    ${got?.usage.length === 0 && html`<p>${words.usageNone}</p>`}
+    ${got?.usage.length > 0 &&
+    html`<div class="table-scroller" tabindex="0" role="region" aria-label=${words.usage}>
+      <table class="model-table">
+        <thead>
+          <tr>${words.usageColumns.map((name) => html`<th key=${name} scope="col">${name}</th>`)}</tr>
+        </thead>
+        <tbody>
+          ${got.usage.map((each) => html`<tr key=${each.model}><th scope="row">${title(each.model)}</th>${row(each)}</tr>`)}
+        </tbody>
+        ${got.usage.length > 1 &&
+        html`<tfoot>
+          <tr>
+            <th scope="row">${words.usageTotal}</th>
+            ${row({ answers: sum("answers"), read: sum("read"), generated: sum("generated") })}
+          </tr>
+        </tfoot>`}
+      </table>
+    </div>`}
+  </section>`;
+}
+
 /** The page of the app's settings. Every change holds at once, in all windows. */
 export function SettingsPage() {
   const settings = useStore((state) => state.settings);
@@ -112,6 +147,7 @@ export function SettingsPage() {
         </section>
         <${ToolServers} />
         <${Files} />
+        <${Usage} />
         <section>
           <h2>${strings.settings.about}</h2>
           <p>${strings.settings.version(version)}</p>

@@ -46,7 +46,11 @@ def add_server(page: Page, name: str, command: str, *arguments: str) -> None:
 def paste_weather_server(page: Page, calls: Path) -> None:
     """Add the weather server from a configuration that has another one, and one that cannot be added."""
     weather = {"command": sys.executable, "args": [str(WEATHER_SERVER), str(calls)], "env": {"CITY": "Paris"}}
-    servers = {"weather": {**weather, "autoApprove": ["storm"]}, "other": {"command": "uvx"}, "far": {"url": "https://x"}}
+    servers = {
+        "weather": {**weather, "autoApprove": ["storm"]},
+        "other": {"command": "uvx"},
+        "far": {"url": "https://x"},
+    }
     page.get_by_role("button", name="Paste a configuration …").click()
     dialog = page.get_by_role("dialog")
     text = dialog.get_by_role("textbox", name="Configuration")

@@ -9,6 +9,7 @@ import pytest
 
 from edgerun.edge.app.tools.server_configuration import ConfigurationError, read_configuration
 
+OVER_HTTP = "it is reached over HTTP; only servers that are programs can be added"
 TIME: dict[str, Any] = {"command": "uvx", "args": ["mcp-server-time", "--zone=Europe/Berlin"], "env": {"KEY": "a=b"}}
 
 
@@ -51,8 +52,16 @@ def test_what_is_not_taken_over_is_named() -> None:
 @pytest.mark.parametrize(
     ("name", "fields", "problem"),
     [
-        ("far", {"url": "https://example.org/mcp"}, "it is reached over HTTP; only servers that are programs can be added"),
-        ("far", {"type": "sse", "command": "x"}, "it is reached over HTTP; only servers that are programs can be added"),
+        (
+            "far",
+            {"url": "https://example.org/mcp"},
+            OVER_HTTP,
+        ),
+        (
+            "far",
+            {"type": "sse", "command": "x"},
+            OVER_HTTP,
+        ),
         ("a b", TIME, "the name is 'a b'; use 1 to 40 letters, digits, - and _"),
         ("time", {"args": []}, "command is missing"),
         ("time", "uvx", "command is missing"),
