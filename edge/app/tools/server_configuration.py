@@ -76,7 +76,7 @@ def _servers(value: Any) -> Mapping[str, Any]:
 
 def _described(name: str, fields: Any) -> dict[str, Any]:
     given = fields if isinstance(fields, dict) else {}
-    shown = {"name": name, "command": "", "arguments": [], "environment": {}, "enabled": True}
+    shown: dict[str, Any] = {"name": name, "command": "", "arguments": [], "environment": {}, "enabled": True}
     problem = None
     try:
         if _ADDRESSES & given.keys() or given.get("type", "stdio") != "stdio":

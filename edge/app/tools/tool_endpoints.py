@@ -52,7 +52,7 @@ class _ToolEndpoints:
         """The servers of a configuration, of which none is added, or why it cannot be read."""
         try:
             return {"servers": read_configuration(call.body(ConfigurationBody).text), "problem": None}
-        except ConfigurationError as error:  # text that is still being typed is no error of the request
+        except ConfigurationError as error:  # the text may still be being typed, so the request has not failed
             return {"servers": [], "problem": str(error)}
 
     def save(self, call: ApiCall) -> dict[str, Any]:
