@@ -11,18 +11,18 @@ pytest.importorskip("starlette", reason="needs the app extra")
 pytest.importorskip("playwright", reason="needs playwright")
 pytest.importorskip("support.tiny_models", reason="needs the export extra")
 
-from playwright.sync_api import expect
+from playwright.sync_api import Browser, expect
 
 from edgerun.edge.conversations.store import ConversationStore
-from support.browser import AppServer, browser, look
+from support.browser import AppServer, look
 from support.chat_page import opened
 
 
-def test_an_answer_is_regenerated_with_another_model(tmp_path: Path, tiny_bundle: Path) -> None:
+def test_an_answer_is_regenerated_with_another_model(tmp_path: Path, chromium: Browser, tiny_bundle: Path) -> None:
     with ConversationStore.open(tmp_path / "conversations.sqlite3") as store:
         path = f"/#/c/{store.create(sampling={'max_tokens': 3}).id}"
     server = AppServer(tmp_path, [tiny_bundle], "--draft", "none")
-    with browser() as chromium, server, opened(server, chromium) as app, app.window(path=path) as chat:
+    with server, opened(server, chromium) as app, app.window(path=path) as chat:
         page = chat.page
         chat.send("list files")
         first = chat.in_state("length")
