@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from rich.text import Text
 
-from ....errors import ContextError, EdgeError
+from ....errors import EdgeError
 from ....models.safe_text import on_one_line
 from ....runtime.conversation import Session
 from ....runtime.options import GenerateOptions
@@ -101,15 +101,11 @@ class Chat:
         """Answer a message of the user.
 
         Raises:
-            EdgeError: it cannot be answered; the conversation is as before.
+            EdgeError: it cannot be answered; see `send`.
         """
         branch = self.conversation.branch()
         attachments, self.attachments = self.attachments, []
-        try:
-            self.send(text, attachments, branch[-1].id if branch else None)
-        except ContextError:
-            self.attachments = attachments
-            raise
+        self.send(text, attachments, branch[-1].id if branch else None)
         if is_bundled(self.model.engine) and is_small_talk(text) and not self._explained:
             self._explained = True
             self.note(NO_CHAT)
@@ -118,21 +114,26 @@ class Chat:
         """Add a message of the user after another one, and answer it.
 
         Raises:
-            EdgeError: it cannot be answered; the conversation is as before.
+            EdgeError: it cannot be answered. The conversation is as before, and the next prompt begins with the message
+                and its attachments; but if a part of the answer was written, the message and that part are kept.
         """
-        question = self.conversation.add_question(content, attachments, parent, model_name_of(self.model.engine))
+        kept = False
         try:
-            self.answer(question)
-        except ContextError:
-            self.draft = content
+            question = self.conversation.add_question(content, attachments, parent, model_name_of(self.model.engine))
+            try:
+                self.answer(question)
+            finally:
+                branch = self.conversation.branch()
+                kept = not branch or branch[-1].id != question.id
+                if not kept:
+                    self.store.delete_message(question.id)
+        except EdgeError:
+            if not kept:
+                self.draft, self.attachments = content, [*attachments]
             raise
-        finally:
-            branch = self.conversation.branch()
-            if branch and branch[-1].id == question.id:  # an answer that has not begun leaves nothing
-                self.store.delete_message(question.id)
 
     def answer(self, question: StoredMessage) -> None:
-        """Generate an answer to a message of the user, beside those that it has.
+        """Generate an answer to a message of the user, beside those that it has; one without text is not kept.
 
         Raises:
             EdgeError: it cannot be answered.
@@ -140,9 +141,11 @@ class Chat:
         fit = self._fit(self.store.branch(question.id), self.options())
         message = self.conversation.add_answer(question, model_name_of(self.model.engine))
         writer = AnswerWriter(self.store, message.id, tokens=None)
-        self._generate(fit, writer, self.options())
-        if not writer.content and self.store.message(message.id).state is not MessageState.COMPLETE:
-            self.store.delete_message(message.id)
+        try:
+            self._generate(fit, writer, self.options())
+        finally:
+            if not writer.content and self.store.message(message.id).state is not MessageState.COMPLETE:
+                self.store.delete_message(message.id)
 
     def continue_answer(self, answer: StoredMessage) -> None:
         """Let an answer go on where it ended.

@@ -12,10 +12,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 
+import edgerun
+from edgerun.edge.conversations.answering import AnswerWriter
+from edgerun.edge.conversations.records import Attachment, Role
+from edgerun.edge.conversations.store import ConversationStore
+from edgerun.edge.terminal.chat.chat import Chat, ChatSettings
+from edgerun.edge.terminal.chat.chat_model import ChatModel
+from edgerun.edge.terminal.interrupt import ChatInterrupts
+from edgerun.errors import DeviceError, EdgeError
+from edgerun.models.progress import ProgressDisplay
 from support.processes import EDGE_RUN, ignoring_ctrl_c, started
 from support.tiny_models import write_endless_bundle
 
@@ -233,6 +242,46 @@ def test_a_line_that_ends_in_a_backslash_continues(open_chat: OpenTerminal, tiny
     assert chat.until("\n" + PROMPT)
     chat.type("/quit\n")
     assert chat.end() == 0
+
+
+@pytest.mark.parametrize("failing", ["the store", "the model at once", "the model after some text"])
+def test_a_message_that_cannot_be_answered_comes_back_with_its_attachments(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    def open_model(name: str | None, _progress: object) -> edgerun.Engine:
+        return edgerun.load(name, cache=False)
+
+    def fail(*_arguments: Any, **_options: Any) -> Any:
+        raise DeviceError("the device is gone", "start again")
+
+    def fail_after_text(writer: AnswerWriter, chunk: edgerun.Chunk) -> None:
+        writer.content += chunk.text
+        if writer.content:
+            fail()
+
+    attached = Attachment("notes.txt", "the other")
+    with ConversationStore.in_memory() as store, ExitStack() as stack:
+        model = ChatModel(open_model, str(tiny_bundle), ProgressDisplay())
+        stack.callback(model.close)
+        chat = Chat(model, store, ChatInterrupts(), ChatSettings(edgerun.GenerateOptions(max_tokens=4)))
+        chat.say("the one")
+        before = chat.conversation.branch()
+        if failing == "the store":
+            monkeypatch.setattr(store, "add_message", fail)
+        elif failing == "the model at once":
+            monkeypatch.setattr(model.engine, "stream", fail)
+        else:
+            monkeypatch.setattr(AnswerWriter, "add", fail_after_text)
+        chat.attachments.append(attached)
+        with pytest.raises(EdgeError, match="the device is gone"):
+            chat.say("the other")
+        if failing == "the model after some text":
+            *_, question, answer = chat.conversation.branch()
+            assert (question.content, question.attachments) == ("the other", (attached,))
+            assert answer.content and answer.error and (chat.draft, chat.attachments) == ("", [])
+        else:
+            assert chat.conversation.branch() == before and before[-1].role is Role.ASSISTANT
+            assert (chat.draft, chat.attachments) == ("the other", [attached])
 
 
 @pytest.mark.parametrize("options", [["--raw"], ["--json"], ["--json-stream"]])
