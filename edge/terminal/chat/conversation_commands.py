@@ -21,6 +21,10 @@ from .command import TABLE_WIDTH, Command, listed_number, typed_path
 
 _LISTED: Final = 20
 """Largest number of conversations in a list."""
+_OTHER_FORMATS: Final = frozenset(
+    {".csv", ".docx", ".htm", ".html", ".json", ".jsonl", ".markdown", ".md", ".odt", ".pdf", ".rtf", ".txt", ".xml"}
+)
+"""Endings that name other formats than the one of `/save`."""
 
 
 class ConversationCommands:
@@ -157,6 +161,11 @@ class ConversationCommands:
         self._chat.open(ChatConversation(self._chat.store, conversation=restored))
 
     def _save(self, argument: str) -> None:
+        if (ending := typed_path(argument).suffix.lower()) in _OTHER_FORMATS:
+            raise InputError(
+                f"/save writes messages and KV cache in a format of its own, not a {ending} file",
+                "/export PATH writes Markdown or JSON to read; to continue later, name a file such as chat.kv",
+            )
         path = self._destination("/save", argument)
         if path is None:
             return

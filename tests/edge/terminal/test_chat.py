@@ -186,6 +186,9 @@ def test_a_saved_conversation_is_private_and_replaces_only_what_it_may(
     assert "does not exist; make it first, or save somewhere else" in chat.say(f"/save {tmp_path / 'no' / 'chat.kv'}")
     assert not (tmp_path / "no").exists()
     assert "/proc/chat.kv cannot be written" in chat.say("/save /proc/chat.kv")
+    for name in ("chat.md", "chat.TXT", "chat.json", "chat.html"):
+        assert "/export PATH writes Markdown or JSON" in chat.say(f"/save {tmp_path / name}")
+        assert not (tmp_path / name).exists()
     chat.type("/quit\n")
     assert chat.end() == 0
 
@@ -278,9 +281,12 @@ def test_a_message_that_cannot_be_answered_comes_back_with_its_attachments(
         if failing == "the model after some text":
             *_, question, answer = chat.conversation.branch()
             assert (question.content, question.attachments) == ("the other", (attached,))
-            assert answer.content and answer.error and (chat.draft, chat.attachments) == ("", [])
+            assert answer.content
+            assert answer.error
+            assert (chat.draft, chat.attachments) == ("", [])
         else:
-            assert chat.conversation.branch() == before and before[-1].role is Role.ASSISTANT
+            assert chat.conversation.branch() == before
+            assert before[-1].role is Role.ASSISTANT
             assert (chat.draft, chat.attachments) == ("the other", [attached])
 
 
