@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -200,6 +201,34 @@ def test_the_first_answer_of_a_new_model_counts_and_reports_its_measurement(
         assert engine.generate("the", max_tokens=2).stats.measuring_s == 0
         exact = engine.generate("the", max_tokens=2, exact=True).stats
         assert exact.measuring_s > 0
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_what_is_learned_from_conversations_is_for_the_user_alone(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+
+    def shared_paths() -> set[str]:
+        """What other users could read below a folder of the cache, and these folders."""
+        return {
+            path.parent.name if path.is_file() else path.name
+            for path in (tmp_path / "cache").rglob("*")
+            if path.stat().st_mode & 0o077
+        }
+
+    def answer() -> None:
+        with edgerun.load(tiny_bundle) as engine:
+            engine.generate("the other is that the other", max_tokens=48, ignore_eos=True)
+
+    answer()
+    kept = {path.parent.name for path in (tmp_path / "cache").glob("*/*")}
+    assert kept >= {"recycled", "pass-cost"}
+    assert not shared_paths() & kept
+    for path in (tmp_path / "cache").rglob("*"):  # as earlier versions left them
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    answer()
+    assert not shared_paths() & kept
 
 
 def test_reading_a_long_prompt_is_reported_pass_by_pass(tiny_bundle: Path) -> None:
