@@ -13,14 +13,9 @@ from .graph_files import find_graph
 from .hub.downloaded_model import read_downloaded
 from .hub.local_store import Store
 from .hub.model_id import looks_like_hub_id, parse_hub_id
+from .named_models import bundled_folder, named_models
 
-BUNDLED_MODEL: Final = "shell-helper"
 _HINT: Final = "give an .onnx file or a model folder"
-
-
-def bundled_folder() -> Path:
-    """Return the folder of the model that comes with edge-run."""
-    return Path(__file__).parent / "bundled" / BUNDLED_MODEL
 
 
 def path_of_user(name: str | os.PathLike[str], hint: str) -> Path:
@@ -39,11 +34,12 @@ def find_model(name: str | os.PathLike[str] | None, kind: DeviceKind = DeviceKin
     """Return the path of a model: the one named, or the bundled one for None.
 
     A path that exists takes precedence, also with a variant (`folder:q4`). Any other text of the form
-    `org/name[:variant][@revision]` names a model on the Hugging Face Hub, which is downloaded if necessary. A `Path` is
-    always a path. A folder that a killed export left under a hidden name gets its name back.
+    `org/name[:variant][@revision]` names a model on the Hugging Face Hub, which is downloaded if necessary. A word that
+    is neither names the bundled model, or one that was exported. A `Path` is always a path. A folder that a killed
+    export left under a hidden name gets its name back.
 
     Args:
-        name: a path, a name on the hub, or None.
+        name: a path, a name on the hub or on this machine, or None.
         kind: kind of device that the model will run on; decides which variant is downloaded if the name has none.
 
     Raises:
@@ -61,13 +57,24 @@ def find_model(name: str | os.PathLike[str] | None, kind: DeviceKind = DeviceKin
             from .hub.fetch import fetch_model  # noqa: PLC0415  most models are on disk
 
             return fetch_model(parse_hub_id(str(name)), kind).path
-        if isinstance(name, str) and looks_like_hub_id(name) and not path.exists():
+        if not isinstance(name, str) or os.path.lexists(path):
+            return path
+        if looks_like_hub_id(name):
             raise BundleError(f"{name} does not exist", f"{_HINT}; for a model on the hub: edge-run pull {name}")
-        return path
+        return named_models().get(name, path)
     folder = bundled_folder()
     if not folder.is_dir():
         raise BundleError("this installation has no bundled model", "name one: edge-run MODEL")
     return folder
+
+
+def may_be_model(name: str) -> bool:
+    """Return whether a name refers to the hub, or to something that is on this machine.
+
+    Raises:
+        BundleError: as for `find_model`.
+    """
+    return is_on_hub(name) or os.path.exists(find_model(name))
 
 
 def model_name(folder: Path) -> str:

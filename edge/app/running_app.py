@@ -14,8 +14,8 @@ from typing import Final
 
 from ...errors import EdgeError
 from ...models.atomic import write_atomically
+from ...models.data_folder import make_private_folder
 from ...models.lock import locked
-from ..conversations.data_folder import make_private_folder
 from .app_access import OPEN_PATH, AppAccess
 
 _LOCK_FILE: Final = "app.lock"

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from ...errors import InputError
+from ...models.data_folder import data_folder
 from ...runtime.devices.power import Power
 from ...runtime.kv.cache_scales import KVFormat
 from ...runtime.prefill import PrefillMode
 from ...runtime.scheduling.request_queue import DEFAULT_PARALLEL
-from ..conversations.data_folder import data_folder
 from ..conversations.store import ConversationStore
 from ..server import missing_extra
 from ..terminal.output import showing_tracebacks, write_error

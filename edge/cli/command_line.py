@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -55,6 +54,7 @@ _OTHER_NAMES: Final = {
     "install": "pull",
     "server": "serve",
     "api": "serve",
+    "create": "export",
     "convert": "export",
     "quantize": "export",
     "train": "train-draft",
@@ -105,7 +105,7 @@ def run_command(given: list[str]) -> int:
         given = [_DEFAULT_COMMAND, *given]
     try:
         if given[0] == _DEFAULT_COMMAND:
-            _check_mistyped_command(given[1:2])
+            _check_first_word(given[1:2])
         command_line = _command_line(given[0])
         with CommandInterrupts(), showing_warnings(), panic_messages_hidden():
             result = command_line(given, prog_name="edge-run", standalone_mode=False)
@@ -125,18 +125,23 @@ def run_command(given: list[str]) -> int:
     return result if isinstance(result, int) else 0
 
 
-def _check_mistyped_command(words: list[str]) -> None:
-    """Check that the first word after `edge-run`, which is taken for a model, was not meant as a command.
+def _check_first_word(words: list[str]) -> None:
+    """Check that the first word after `edge-run`, unless it is an option or a path, names a model.
 
     Raises:
-        InputError: there is no file or folder of that name, and a command has a similar one.
+        InputError: there is no such model, so that the word was meant as a command, or mistyped.
+        BundleError: it is not a name that a model can have.
     """
-    if not words or not re.fullmatch("[A-Za-z]+", words[0]) or os.path.lexists(words[0]):
+    from ...models.find import may_be_model
+    from ...models.named_models import named_models
+
+    if not words or words[0].startswith("-") or {"/", os.sep} & set(words[0]) or may_be_model(words[0]):
         return
     word = words[0].lower()
-    meant = _OTHER_NAMES.get(word) or next(iter(get_close_matches(word, _COMMANDS, n=1, cutoff=_SIMILAR)), None)
-    if meant is not None:
-        raise InputError(f"there is no command or model {words[0]!r}", f"did you mean edge-run {meant}?")
+    names = [*_COMMANDS, *named_models()]
+    meant = _OTHER_NAMES.get(word) or next(iter(get_close_matches(word, names, n=1, cutoff=_SIMILAR)), None)
+    hint = f"commands: {', '.join(_COMMANDS)}" if meant is None else f"did you mean edge-run {meant}?"
+    raise InputError(f"{words[0]!r:.60} is neither a command nor a model", hint)
 
 
 def _command_line(chosen: str) -> Callable[..., object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -9,8 +10,9 @@ import typer
 
 from ...errors import InputError
 from ...models.manifest import GraphLayout
+from ...models.named_models import record_export
 from ...models.progress import ProgressDisplay
-from ..terminal.output import SafeConsole
+from ..terminal.output import SafeConsole, write_line
 from ..terminal.report_summary import show_export
 from .export_options import (
     DEFAULT_BLOCK,
@@ -237,4 +239,6 @@ def export(
     request = options.request(CommandLine(context))
     with ProgressDisplay() as progress:
         result = export_model(request, progress)
+    record_export(result.bundle)
     show_export(SafeConsole(), result)
+    write_line(f"to run it: edge-run {shlex.quote(str(destination))}")

@@ -10,10 +10,10 @@ from rich.table import Table
 
 from ...errors import InputError
 from ...models.byte_sizes import format_bytes
-from ...models.find import BUNDLED_MODEL, bundled_folder
 from ...models.hub.downloaded_model import DownloadedModel
 from ...models.hub.local_store import Store, models_root, stores
 from ...models.hub.model_id import HubId, parse_hub_id
+from ...models.named_models import BUNDLED_MODEL, exported_models, named_models
 from ..terminal.output import SafeConsole, write_json, write_line
 from .shared_options import AsJson, Debug
 
@@ -27,7 +27,7 @@ def models(
     as_json: AsJson = False,
     debug: Debug = False,  # noqa: ARG001  main reads it
 ) -> None:
-    """List the bundled model and those downloaded from the Hugging Face Hub, or remove one.
+    """List the bundled model, exported ones, and those downloaded from the Hugging Face Hub, or remove one of these.
 
     Example: edge-run models --remove onnx-community/Qwen2.5-0.5B-Instruct:q4
     """
@@ -36,6 +36,8 @@ def models(
             raise InputError(
                 f"{remove} comes with edge-run and cannot be removed", "name a model that edge-run pull downloaded"
             )
+        if (exported := exported_models().get(remove)) is not None:
+            raise InputError(f"{remove} was not downloaded but exported", f"remove its folder yourself: {exported}")
         _remove(parse_hub_id(remove), as_json=as_json)
         return
     facts = describe()
@@ -55,9 +57,9 @@ def models(
 def describe() -> dict[str, Any]:
     """The models on this machine as plain values."""
     found: list[dict[str, Any]] = []
-    if (bundled := bundled_folder()).is_dir():
-        size = sum(path.stat().st_size for path in bundled.rglob("*") if path.is_file())
-        found.append(_entry(BUNDLED_MODEL, "", "", size, None, str(bundled)))
+    for name, folder in named_models().items():
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        found.append(_entry(name, "", "", size, None, str(folder)))
     for store in stores():
         for model in store.all_downloaded():
             used = datetime.fromtimestamp(model.last_used).astimezone().isoformat(timespec="seconds")
@@ -85,7 +87,8 @@ def _shown(model: dict[str, Any]) -> tuple[str, str, str, str]:
         return name, "unfinished", format_bytes(model["bytes"]), ""
     used = model["last_used"]
     when = "" if used is None else str(used)[:16].replace("T", " ")
-    return name, model["commit"][:_COMMIT_SHOWN] or "bundled", format_bytes(model["bytes"]), when
+    commit = model["commit"][:_COMMIT_SHOWN] or ("bundled" if name == BUNDLED_MODEL else "exported")
+    return name, commit, format_bytes(model["bytes"]), when
 
 
 def _remove(named: HubId, *, as_json: bool) -> None:

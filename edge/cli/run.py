@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from ...errors import InputError
+from ...errors import BundleError, InputError
+from ...models.find import may_be_model
 from ...models.progress import Progress
 from ...models.text_files import decode_text, read_text, unify_line_ends
 from ...runtime.devices.power import Power
@@ -258,6 +259,8 @@ def run(
     my-model --context 16384 --kv int8; edge-run my-model -p "Name a boat." -t 1 --n 3 --best-of 8; edge-run my-model
     --prefix report.txt -p "What does it conclude?"; edge-run my-model --json-schema person.json -p "Who wrote Faust?"
     """
+    if model is not None and not may_be_model(model):  # before a prompt is read
+        raise BundleError(f"{model} does not exist", "give an .onnx file or a model folder")
     if as_json and json_stream:
         raise InputError("--json and --json-stream are both given", "give one of them")
     if logprobs is not None and not (as_json or json_stream):

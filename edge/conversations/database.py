@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Final, NoReturn, TypeVar
 
 from ...errors import ConversationError
+from ...models.data_folder import make_private_file, make_private_folder
 from ...models.file_system import is_in_use, move
 from ...models.lock import locked
-from .data_folder import make_private_file, make_private_folder
 from .salvage import salvage
 from .schema import VERSION, is_of_conversations, migrate, version_of
 

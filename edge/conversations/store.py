@@ -11,9 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+from ...models.data_folder import data_folder
 from . import answer_table, conversation_table, message_table
 from .call_rounds import CallRound
-from .data_folder import data_folder
 from .database import ConversationDatabase, MemoryDatabase
 from .markdown_transfer import as_markdown, read_markdown
 from .message_search import search_messages, update_index

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, TypeAlias
 
@@ -70,9 +69,9 @@ class ModelPool:
         """The models that are offered, the one that answers requests without a name first."""
         return self._offered.entries()
 
-    def offer_folder(self, folder: Path) -> None:
-        """Offer further models; see `OfferedModels.offer_folder`."""
-        self._offered.offer_folder(folder)
+    def offer_local(self) -> None:
+        """Offer what is on this machine also beside given models."""
+        self._offered.local = True
 
     def find(self, name: str | None) -> ModelEntry:
         """Return the model that a request names; the first one for None.

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ...models.bundle import GRAPH_NAME
 from ...models.device_kind import DeviceKind
-from ...models.find import BUNDLED_MODEL, bundled_folder, find_model, is_on_hub
+from ...models.find import find_model, is_on_hub
 from ...models.graph_files import find_graph
 from ...models.hub.downloaded_model import DownloadedModel, read_downloaded
 from ...models.hub.local_store import Store, stores
 from ...models.hub.model_id import parse_hub_id
+from ...models.named_models import named_models
 from ...models.onnx_file.external_data import external_files
 from .request_error import ErrorCode, RequestError
 
@@ -40,7 +41,7 @@ class ModelEntry:
 
 
 class OfferedModels:
-    """The models that a service offers: those given, or the bundled model and those downloaded from the hub.
+    """The models that a service offers: those given, or those on this machine (bundled, exported, from the hub).
 
     A model's id is its name on the hub (`org/name`, `org/name:variant`), or the name of its folder; where several
     models would have one id, the path as it was given. Without given models the list follows what is on disk.
@@ -55,23 +56,13 @@ class OfferedModels:
 
     def __init__(self, given: Sequence[str], kind: DeviceKind = DeviceKind.CPU) -> None:
         self._kind: Final = kind
-        self._given: Final = _given_entries(list(dict.fromkeys(given)), kind) if given else None
-        self._folder: Path | None = None
-
-    def offer_folder(self, folder: Path) -> None:
-        """Offer what is on this machine also beside given models, and the models in the subfolders of a folder.
-
-        Args:
-            folder: need not exist yet; the list follows what is in it.
-        """
-        self._folder = folder
+        self._given: Final = _given_entries(list(dict.fromkeys(given)), kind)
+        self.local = not given
+        """Whether what is on this machine is offered, also beside given models."""
 
     def entries(self) -> tuple[ModelEntry, ...]:
         """The models, the one that answers requests without a name first."""
-        given = self._given or ()
-        if self._given is not None and self._folder is None:
-            return given
-        local = [*_local_entries(), *(() if self._folder is None else _entries_of_folder(self._folder))]
+        given, local = self._given, _local_entries() if self.local else ()
         found = {entry.id: entry for entry in (*reversed(local), *reversed(given))}
         return tuple(dict.fromkeys(found[entry.id] for entry in (*given, *local)))
 
@@ -144,8 +135,8 @@ def _given_entries(given: Sequence[str], kind: DeviceKind) -> tuple[ModelEntry, 
 
 
 def _given_entry(name: str, kind: DeviceKind) -> ModelEntry:
-    if name == BUNDLED_MODEL and not os.path.lexists(name) and (bundled := _bundled_entry()) is not None:
-        return bundled
+    if not os.path.lexists(name) and (named := [entry for entry in _named_entries() if entry.id == name]):
+        return named[0]
     if is_on_hub(name):
         repo = parse_hub_id(name).repo
         return ModelEntry(name, name, () if repo == name else (repo,), owner=repo.partition("/")[0])
@@ -160,8 +151,8 @@ def _given_entry(name: str, kind: DeviceKind) -> ModelEntry:
 
 
 def _local_entries() -> tuple[ModelEntry, ...]:
-    """The bundled model, and the newest commit of every graph from the hub that is on this machine."""
-    entries = [] if (bundled := _bundled_entry()) is None else [bundled]
+    """The bundled model, exported ones, and the newest commit of every graph from the hub that is on this machine."""
+    entries = _named_entries()
     for store in stores():
         found = [model for model in store.all_downloaded() if model.source.endswith(".onnx")]
         newest = _newest(store, found)
@@ -169,23 +160,13 @@ def _local_entries() -> tuple[ModelEntry, ...]:
     return tuple(entries)
 
 
-def _entries_of_folder(folder: Path) -> tuple[ModelEntry, ...]:
-    """The model folders right below a folder, by their names; what was not written whole has a hidden name."""
-    try:
-        graphs = [each / GRAPH_NAME for each in sorted(folder.iterdir()) if not each.name.startswith(".")]
-        whole = [(graph, graph.stat()) for graph in graphs if graph.is_file()]
-    except OSError:  # there is no such folder
-        return ()
-    return tuple(
-        ModelEntry(graph.parent.name, str(graph.parent), created=int(status.st_mtime)) for graph, status in whole
-    )
-
-
-def _bundled_entry() -> ModelEntry | None:
-    folder = bundled_folder()
-    if not folder.is_dir():
-        return None
-    return ModelEntry(BUNDLED_MODEL, str(folder), created=int(folder.stat().st_mtime))
+def _named_entries() -> list[ModelEntry]:
+    """The bundled model and exported ones."""
+    entries = []
+    for name, folder in named_models().items():
+        with suppress(OSError):  # removed meanwhile
+            entries.append(ModelEntry(name, str(folder), (folder.name,), int(folder.stat().st_mtime)))
+    return entries
 
 
 def _newest(store: Store, found: Sequence[DownloadedModel]) -> list[DownloadedModel]:

@@ -24,11 +24,10 @@ from ....errors import EdgeError, InputError
 from ....models.atomic import write_atomically
 from ....models.cache import cache_folder
 from ....models.file_system import remove
-from ....models.find import BUNDLED_MODEL
+from ....models.named_models import BUNDLED_MODEL, exports_folder
 from ...service.cancellation import Cancellation, CancelledError
 from ..api_endpoint import not_found
 from .job_process import JobKind, run_job
-from .model_catalog import exported_folder
 
 _log: Final = logging.getLogger(__name__)
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,62}[A-Za-z0-9]|[A-Za-z0-9]")
@@ -77,7 +76,7 @@ class _ExportJob:
 
     @property
     def destination(self) -> Path:
-        return exported_folder() / self.name
+        return exports_folder() / self.name
 
     @property
     def work(self) -> Path:
@@ -121,7 +120,7 @@ class ExportJobs:
         with self._changed:
             jobs = [each.as_object() for each in self._jobs.values()]
         missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-        return {"jobs": jobs, "folder": str(exported_folder()), "missing": missing, "install": _INSTALL}
+        return {"jobs": jobs, "folder": str(exports_folder()), "missing": missing, "install": _INSTALL}
 
     def add(
         self, source: str, name: str | None = None, bits: int | None = None, calibration_tokens: int | None = None

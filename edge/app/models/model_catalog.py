@@ -13,16 +13,16 @@ from typing import Any, Final, Protocol
 from ....errors import EdgeError, InputError
 from ....models.bundle import Bundle
 from ....models.file_system import remove
-from ....models.find import BUNDLED_MODEL, is_on_hub
+from ....models.find import is_on_hub
 from ....models.graph_files import find_graph
 from ....models.hub.downloaded_model import read_downloaded
 from ....models.hub.local_store import Store
 from ....models.hub.model_id import parse_hub_id
 from ....models.json_file import is_finite, is_whole
 from ....models.manifest import MANIFEST_NAME, Manifest
+from ....models.named_models import BUNDLED_MODEL, exports_folder
 from ....models.regular_file import MAX_JSON_BYTES, read_regular
 from ....runtime.sampling.model_defaults import ModelDefaults
-from ...conversations.data_folder import data_folder
 from ...service.model_pool import ModelPool
 from ...service.offered_models import ModelEntry
 
@@ -267,11 +267,6 @@ def _cache_bytes(config: Mapping[str, Any]) -> int | None:
     return 2 * math.prod(sizes) * _FLOAT32_BYTES if len(sizes) == 3 else None
 
 
-def exported_folder() -> Path:
-    """The folder of the models that the app exports, which may not exist."""
-    return data_folder() / "models"
-
-
 def remove_exported(folder: Path) -> int:
     """Remove an exported model; returns the bytes freed.
 
@@ -293,7 +288,7 @@ def _is_removable(entry: ModelEntry) -> bool:
 
 
 def _is_exported(path: Path) -> bool:
-    return path.is_dir() and path.parent.resolve() == exported_folder().resolve()
+    return path.is_dir() and path.parent.resolve() == exports_folder().resolve()
 
 
 def _on_disk(entry: ModelEntry) -> Path:

@@ -11,7 +11,7 @@ from ..app_context import AppContext
 from .download_queue import DownloadQueue
 from .exactness_checks import ExactnessChecks
 from .export_jobs import ExportJobs
-from .model_catalog import ModelCatalog, exported_folder
+from .model_catalog import ModelCatalog
 from .speed_comparison import SpeedComparisons
 
 _MAX_OBSERVED: Final = 200
@@ -27,7 +27,7 @@ class ModelServices:
     def __init__(self, context: AppContext) -> None:
         self.context: Final = context
         pool, store, events = context.pool, context.store, context.events
-        pool.offer_folder(exported_folder())
+        pool.offer_local()
         self.catalog: Final = ModelCatalog(pool, store)
         self.downloads: Final = DownloadQueue(
             store, pool.kind, lambda download: events.publish("download", download=download), self.tell_models

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from ....errors import EdgeError, InputError
 from ....models.atomic import write_atomically
-from ...conversations.data_folder import make_private_file, make_private_folder
+from ....models.data_folder import make_private_file, make_private_folder
 
 FILE_NAME: Final = "tools.json"
 MAX_SERVERS: Final = 32

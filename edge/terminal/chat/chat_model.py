@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from ....errors import BundleError, EdgeError
-from ....models.find import BUNDLED_MODEL, bundled_folder, find_model, is_on_hub
+from ....models.find import find_model, may_be_model
 from ....models.hub.downloaded_model import read_downloaded
+from ....models.named_models import BUNDLED_MODEL, bundled_folder, named_models
 from ....models.progress import Progress, ProgressDisplay
 from ....models.safe_text import on_one_line
 from ....runtime.engine import Engine
@@ -33,11 +34,11 @@ NO_CHAT: Final = (
 
 def model_name_of(engine: Engine) -> str:
     """The name by which a conversation remembers its model: that of the app, or a path."""
-    folder = engine.bundle.folder
-    if is_bundled(engine):
-        return BUNDLED_MODEL
+    folder = engine.bundle.folder.resolve()
     downloaded = read_downloaded(folder)
-    return str(folder.resolve()) if downloaded is None else downloaded.id
+    if downloaded is not None:
+        return downloaded.id
+    return next((name for name, path in named_models().items() if path.resolve() == folder), str(folder))
 
 
 def short_name(name: str) -> str:
@@ -64,7 +65,7 @@ def source_of(name: str) -> str:
     for entry in OfferedModels([]).entries():
         if name in (entry.id, *entry.aliases) and not os.path.lexists(name):
             return entry.source
-    if not is_on_hub(name) and not find_model(name).exists():
+    if not may_be_model(name):
         raise BundleError(f"there is no model {name!r:.200}", f"on this machine are: {', '.join(local_models())}")
     return name
 

@@ -11,7 +11,7 @@ from typing import Final
 from prompt_toolkit.history import History
 
 from ....models.atomic import write_atomically
-from ...conversations.data_folder import data_folder, make_private_file, make_private_folder
+from ....models.data_folder import data_folder, make_private_file, make_private_folder
 
 _KEPT: Final = 1000
 """Number of messages that are kept."""

@@ -20,6 +20,8 @@ import pytest
 import edgerun
 from edgerun.edge.cli import shared_options
 from edgerun.edge.cli.main import main
+from edgerun.edge.service.offered_models import OfferedModels
+from edgerun.edge.terminal.chat.chat_model import local_models
 from edgerun.edge.terminal.output import for_terminal
 from support.processes import EDGE_RUN, started
 from support.tiny_models import write_endless_bundle
@@ -156,15 +158,39 @@ def test_a_mistyped_command_gets_a_suggestion(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, word: str, command: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    expected = f"there is no command or model '{word}'; did you mean edge-run {command}?"
+    expected = f"'{word}' is neither a command nor a model; did you mean edge-run {command}?"
     assert fails(capsys, word) == expected
     assert fails(capsys, word, "-p", "a") == expected
     (tmp_path / word).mkdir()
-    assert "no command" not in fails(capsys, word, "-p", "a")
+    assert "neither a command" not in fails(capsys, word, "-p", "a")
 
 
-def test_a_word_like_no_command_is_a_model_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    assert fails(capsys, "mistral", "-p", "a") == "mistral does not exist; give an .onnx file or a model folder"
+def test_a_word_that_is_neither_a_command_nor_a_model_is_refused_before_a_prompt_is_read(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unread(io.BytesIO):
+        def read(self, *_arguments: Any) -> bytes:
+            pytest.fail("standard input was read")
+
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(Unread(b"a prompt"), encoding="utf-8"))
+    for arguments in (["ps"], ["stop", "mistral"], ["cp", "a", "b"], ["mistral", "-n", "5"], ["run", "m.onnx"]):
+        word = arguments[arguments[0] == "run"]
+        said = fails(capsys, *arguments)
+        assert said.startswith(f"'{word}' is neither a command nor a model; commands: app, run, export, ")
+        assert said.endswith(", rpc")
+    assert (
+        fails(capsys, "create", "mistral") == "'create' is neither a command nor a model; did you mean edge-run export?"
+    )
+    assert fails(capsys, "shel-helper").endswith("; did you mean edge-run shell-helper?")
+    for arguments in (["-n", "5", "ps"], ["./ps"]):
+        assert fails(capsys, *arguments) == f"{arguments[-1]} does not exist; give an .onnx file or a model folder"
+
+
+def test_the_bundled_model_has_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-p", "list files", "-n", "8"]) == 0
+    expected = capsys.readouterr().out
+    assert main(["shell-helper", "-p", "list files", "-n", "8"]) == 0
+    assert capsys.readouterr().out == expected
 
 
 def test_the_prompt_may_come_on_standard_input(
@@ -383,6 +409,37 @@ def test_export_from_the_command_line(tiny_bundle: Path, tmp_path: Path, capsys:
     assert main(["export", str(source), str(tmp_path / "exact"), "--weights", "fp32"]) == 0
     assert "KL" not in capsys.readouterr().out, "nothing was quantized"
     assert main([str(out), "-p", "the", "-n", "3"]) == 0
+
+
+def test_an_export_has_a_name_that_the_last_line_and_the_lists_say(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGERUN_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", str(tiny_bundle.parent / "checkpoint"), "my model", "--weights", "fp32"]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last == "to run it: edge-run 'my model'"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main([*shlex.split(last.removeprefix("to run it: edge-run ")), "-p", "the", "-n", "3", "--raw"]) == 0
+    capsys.readouterr()
+    folder = tmp_path / "my model"
+    assert main(["models", "--json"]) == 0
+    (listed,) = [each for each in json.loads(capsys.readouterr().out)["models"] if each["id"] == "my model"]
+    assert (listed["path"], listed["commit"]) == (str(folder), "")
+    assert listed["bytes"] == sum(path.stat().st_size for path in folder.rglob("*"))
+    assert main(["models"]) == 0
+    assert re.search(r"^my model +exported +", capsys.readouterr().out, re.MULTILINE)
+    for offered in (OfferedModels([]), OfferedModels([str(tiny_bundle)])):
+        offered.local = True
+        assert offered.find("my model").source == offered.find(str(folder)).source == str(folder)
+    assert OfferedModels(["my model"]).find(None).source == str(folder)
+    assert "my model" in local_models()
+    refused = fails(capsys, "models", "--remove", "my model")
+    assert refused == f"my model was not downloaded but exported; remove its folder yourself: {folder}"
+    shutil.rmtree(folder)
+    assert main(["models"]) == 0
+    assert "my model" not in capsys.readouterr().out + "".join(local_models())
 
 
 @pytest.mark.parametrize(

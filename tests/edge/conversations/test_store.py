@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from edgerun.edge.conversations.data_folder import data_folder
 from edgerun.edge.conversations.records import (
     Attachment,
     Change,
@@ -23,6 +22,7 @@ from edgerun.edge.conversations.records import (
 )
 from edgerun.edge.conversations.store import ConversationStore
 from edgerun.errors import ConversationError
+from edgerun.models.data_folder import data_folder
 
 
 def test_the_use_of_each_model_is_counted_also_in_deleted_answers(store: ConversationStore) -> None:

@@ -6,13 +6,14 @@ import errno
 import os
 from pathlib import Path
 
-from platformdirs import user_data_path
-
 
 def data_folder() -> Path:
     """Return the user's data folder, which may not exist; `EDGERUN_HOME` overrides the platform's location."""
-    override = os.environ.get("EDGERUN_HOME")
-    return Path(override) if override else user_data_path("edge-run", appauthor=False)
+    if override := os.environ.get("EDGERUN_HOME"):
+        return Path(override)
+    from platformdirs import user_data_path  # noqa: PLC0415  programs that name models by their paths need none of it
+
+    return user_data_path("edge-run", appauthor=False)
 
 
 def make_private_folder(folder: Path) -> None:
