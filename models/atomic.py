@@ -23,6 +23,7 @@ from typing import BinaryIO, Final
 
 from .file_system import exchange, move, remove, sync_names, sync_tree
 from .lock import locked, try_lock
+from .regular_file import require_replaceable
 
 _TOKEN_BYTES: Final = 6
 _TOKEN: Final = f"[0-9a-f]{{{2 * _TOKEN_BYTES}}}"
@@ -42,8 +43,9 @@ def write_atomically(path: Path, content: bytes | Callable[[BinaryIO], object], 
         private: whether only its owner may read it, now and while it is being written.
 
     Raises:
-        OSError: the file cannot be written; `path` is unchanged.
+        OSError: the file cannot be written, or `path` is something else than a file; it is unchanged.
     """
+    require_replaceable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned_files(path.parent, re.escape(path.name))
     for attempt in range(_ATTEMPTS):

@@ -89,6 +89,21 @@ def read_regular_or_substitution(path: Path, max_bytes: int) -> bytes:
     return data
 
 
+def require_replaceable(path: Path) -> None:
+    """Check that a path is free or a regular file, before a new file is moved there.
+
+    Raises:
+        UnsuitableFileError: it is a folder, a device or something else, or no path of a file.
+        OSError: it cannot be looked at.
+    """
+    try:
+        _check(os.stat(path), path, None)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except ValueError as error:  # it has a null byte
+        raise UnsuitableFileError(errno.EINVAL, str(error), str(path)) from error
+
+
 def _open_without_waiting(path: str, flags: int) -> int:
     # Without O_NONBLOCK, opening a pipe waits for a writer. For regular files it makes no difference.
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

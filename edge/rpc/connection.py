@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
 import threading
 import time
 import traceback
@@ -36,6 +38,8 @@ _MAX_EXACT: Final = 2**53
 _PROGRESS_S: Final = 0.1
 """Seconds between progress notifications of one stage."""
 _NO_PARAMS: Final = b"{}"
+_STRUCTURE: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"(\s*:)?|[\[\]{}]')
+"""A string, which is a name if a colon follows, or an end of an object or a list."""
 _LINE_ENDS: Final = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\x85\u2028\u2029"}
 
 
@@ -285,25 +289,45 @@ def _fields(line: bytes | None) -> dict[str, msgspec.Raw]:
         )
     try:
         line.decode("utf-8")
-        return msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+        whole = bytes(msgspec.json.decode(line, type=msgspec.Raw))
     except UnicodeDecodeError as error:
         what, hint = f"the line is not UTF-8: {error.reason} at byte {error.start}", "encode it as UTF-8"
-    except msgspec.ValidationError:
-        value = msgspec.json.decode(line)
-        if isinstance(value, list):
-            what, hint = "the line is a batch", "batches are not supported: write each request on a line of its own"
-        else:
-            what, hint = f"the line is {described(value)}", "it must be an object"
-        raise ProtocolError(what, hint, code=ProtocolCode.INVALID_MESSAGE) from None
     except msgspec.DecodeError as error:
         what, hint = f"the line is not valid JSON: {error}", "write one JSON object, without line breaks, on each line"
     except RecursionError:
         what, hint = "the line is nested too deeply", f"at most {MAX_DEPTH} levels are read"
+    else:
+        if whole.startswith(b"["):
+            raise _invalid("the line is a batch", "batches are not supported: write each request on a line of its own")
+        if not whole.startswith(b"{"):
+            raise _invalid(f"the line is {described(_value(whole))}", "it must be an object")
+        fields = msgspec.json.decode(whole, type=dict[str, msgspec.Raw])
+        if _member_count(whole) == len(fields):
+            return fields
+        what, hint = "a member of the message occurs twice", "give it once"
     raise RequestError(what, hint, code=ErrorCode.INVALID_JSON)
 
 
+def _member_count(whole: bytes) -> int:
+    """Number of members of an object, of which a dictionary would keep the last of each name."""
+    depth = count = 0
+    for match in _STRUCTURE.finditer(whole):
+        start = match[0][:1]
+        depth += (start in b"{[") - (start in b"}]")
+        count += depth == 1 and match[1] is not None
+    return count
+
+
+def _value(raw: msgspec.Raw | bytes) -> Any:
+    """Decode a value; a number that is too large to be decoded is infinite."""
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.ValidationError:
+        return math.inf
+
+
 def _request_id(fields: Mapping[str, msgspec.Raw]) -> RequestId:
-    value = msgspec.json.decode(fields["id"])
+    value = _value(fields["id"])
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise _invalid(f"id is {described(value)}", "it must be an integer or a string", "id")
     if isinstance(value, int) and abs(value) > _MAX_EXACT:
@@ -322,7 +346,7 @@ def _method(fields: Mapping[str, msgspec.Raw]) -> str:
     for name in ("jsonrpc", "method"):
         if name not in fields:
             raise _invalid(f"{name} is missing", "every message has jsonrpc and method", name)
-    version, method = (msgspec.json.decode(fields[name]) for name in ("jsonrpc", "method"))
+    version, method = (_value(fields[name]) for name in ("jsonrpc", "method"))
     if version != _VERSION:
         raise _invalid(f"jsonrpc is {described(version)}", f'it must be "{_VERSION}"', "jsonrpc")
     if not isinstance(method, str):
@@ -333,9 +357,8 @@ def _method(fields: Mapping[str, msgspec.Raw]) -> str:
 def _params(fields: Mapping[str, msgspec.Raw]) -> bytes:
     params = bytes(fields["params"]) if "params" in fields else _NO_PARAMS
     if not params.startswith(b"{"):
-        value = msgspec.json.decode(params)
         raise RequestError(
-            f"params is {described(value)}",
+            f"params is {described(_value(fields['params']))}",
             "it must be an object: parameters have names",
             code=ErrorCode.INVALID_TYPE,
             param="params",
@@ -343,7 +366,7 @@ def _params(fields: Mapping[str, msgspec.Raw]) -> bytes:
     return params
 
 
-def _invalid(what: str, hint: str, param: str) -> ProtocolError:
+def _invalid(what: str, hint: str, param: str | None = None) -> ProtocolError:
     return ProtocolError(what, hint, code=ProtocolCode.INVALID_MESSAGE, param=param)
 
 

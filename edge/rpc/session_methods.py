@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -144,6 +145,8 @@ class SessionMethods:
         fields = decode_body(params, SaveParams)
         path = _file(fields.path)
         session = self._find(fields.session_id)
+        if not path.parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "the folder does not exist", str(path.parent))
         with session.used():
             session.session.save(path)
             return SaveResult(path=str(path.absolute()), bytes=path.stat().st_size)

@@ -71,6 +71,20 @@ def test_a_private_file_is_its_owners_alone_also_while_it_is_written(
     assert (path.stat().st_mode & 0o777, path.read_bytes()) == (0o600, b"2")
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="named pipes of POSIX")
+def test_a_pipe_or_a_folder_is_not_replaced_by_one(tmp_path: Path) -> None:
+    pipe, folder = tmp_path / "pipe", tmp_path / "folder"
+    os.mkfifo(pipe)
+    folder.mkdir()
+    for path, kind in ((pipe, "a pipe"), (folder, "a folder"), (Path("/"), "a folder"), (Path(), "a folder")):
+        with pytest.raises(OSError, match=f"it is {kind}, not a regular file"):
+            write_atomically(path, b"1")
+    with pytest.raises(OSError, match="null byte"):
+        write_atomically(tmp_path / "a\0b", b"1")
+    assert sorted(tmp_path.iterdir()) == [folder, pipe]
+    assert pipe.is_fifo()
+
+
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_an_error_leaves_the_old_folder_and_no_staging_folder(tmp_path: Path, error: BaseException) -> None:
     (tmp_path / "out").mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from pathlib import Path
@@ -49,6 +50,20 @@ BAD_LINES = {
         "invalid_message",
         "id has 201 characters",
     ),
+    "id infinite": (b'{"jsonrpc": "2.0", "id": 1e400, "method": "status"}', "invalid_message", "id is the number inf"),
+    "id of thousands of digits": (
+        b'{"jsonrpc": "2.0", "id": ' + b"9" * 5000 + b', "method": "status"}',
+        "invalid_message",
+        "id is the number inf",
+    ),
+    "id twice": (
+        b'{"jsonrpc": "2.0", "id": 1, "method": "status", "i\\u0064" : "{"}',
+        "invalid_json",
+        "a member of the message occurs twice",
+    ),
+    "infinite": (b"1e400", "invalid_message", "the line is the number inf"),
+    "unclosed": (b"[" * 100_000, "invalid_json", "nested"),
+    "deep list": (b"[" * 100_000 + b"]" * 100_000, "invalid_json", "nested"),
     "deep": (b'{"jsonrpc": "2.0", "id": 1, "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "invalid_json", "nested"),
 }
 """Lines whose id cannot be read, with the code and the message of the error."""
@@ -96,6 +111,14 @@ def test_a_line_that_cannot_be_a_request_gets_one_error(client: RpcClient, name:
         ({"method": "status"}, "invalid_message", "jsonrpc", "jsonrpc is missing"),
         ({"jsonrpc": "1.0", "method": "status"}, "invalid_message", "jsonrpc", "jsonrpc is the string '1.0'"),
         ({"jsonrpc": "2.0"}, "invalid_message", "method", "method is missing"),
+        ({"jsonrpc": math.inf, "method": "status"}, "invalid_message", "jsonrpc", "jsonrpc is the number inf"),
+        ({"jsonrpc": "2.0", "method": math.inf}, "invalid_message", "method", "method is the number inf"),
+        (
+            {"jsonrpc": "2.0", "method": "status", "params": math.inf},
+            "invalid_type",
+            "params",
+            "params is the number inf",
+        ),
         ({"jsonrpc": "2.0", "method": 5}, "invalid_message", "method", "method is the integer 5"),
         ({"jsonrpc": "2.0", "result": {}}, "invalid_message", "result", "unknown member 'result'"),
         ({"jsonrpc": "2.0", "method": "status", "x": 1}, "invalid_message", "x", "unknown member 'x'"),
@@ -109,7 +132,7 @@ def test_a_line_that_cannot_be_a_request_gets_one_error(client: RpcClient, name:
 def test_a_request_of_another_form_gets_its_id_back(
     client: RpcClient, message: dict[str, Any], code: str, param: str | None, text: str
 ) -> None:
-    client.write(json.dumps({"id": "bad", **message}).encode())
+    client.write(json.dumps({"id": "bad", **message}).replace("Infinity", "1e400").encode())
     with pytest.raises(RpcFailedError) as caught:
         client.result("bad")
     assert (caught.value.code, caught.value.param) == (code, param)
@@ -181,6 +204,13 @@ def test_a_key_that_occurs_twice_is_refused(client: RpcClient) -> None:
     client.write(b'{"jsonrpc": "2.0", "id": "bad", "method": "tokenize", "params": {"content": "a", "content": "b"}}')
     with pytest.raises(RpcFailedError, match="the key 'content' occurs twice"):
         client.result("bad")
+
+
+def test_names_inside_of_a_member_may_be_those_of_the_message(client: RpcClient) -> None:
+    parameters = rb'{"content": "\"id\": {[", "id": {"id": 1, "method": "id"}}'
+    client.write(b'{"jsonrpc": "2.0", "params": ' + parameters + b', "id": "own", "method": "tokenize"}')
+    with pytest.raises(RpcFailedError, match="unknown field id"):
+        client.result("own")
 
 
 def test_the_id_of_a_running_request_is_refused_and_the_request_goes_on(client: RpcClient) -> None:

@@ -89,9 +89,11 @@ def test_a_session_cannot_be_saved_everywhere_nor_restored_from_anything(client:
     id_ = client.call("session/new")["session_id"]
     damaged = tmp_path / "damaged"
     damaged.write_bytes(b"PK")
-    with pytest.raises(RpcFailedError, match="check|directory|exists") as caught:
-        client.call("session/save", {"session_id": id_, "path": str(damaged / "x")})
-    assert (caught.value.number, caught.value.code) == (-32011, "file_error")
+    for path in (str(damaged / "x"), str(tmp_path / "no folder" / "x"), str(tmp_path), "/", "", "a\0b"):
+        with pytest.raises(RpcFailedError, match="check|directory|exists|folder|null byte") as caught:
+            client.call("session/save", {"session_id": id_, "path": path})
+        assert (caught.value.number, caught.value.code) == (-32011, "file_error")
+    assert list(tmp_path.iterdir()) == [damaged]
     with pytest.raises(RpcFailedError, match="is not a saved conversation|cannot be read"):
         client.call("session/restore", {"path": str(damaged)})
     client.call("session/close", {"session_id": id_})
