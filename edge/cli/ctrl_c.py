@@ -2,8 +2,9 @@
 
 By default Python raises `KeyboardInterrupt` wherever it is. While modules are imported nothing catches that, and the
 initialization of an extension module may turn it into an `ImportError`. So from the start to the end of the process a
-handler ends it at once, except while a command runs: a command has files to remove. Where the parent process ignores
-Ctrl-C, as a shell without job control does for what it starts in the background, it stays ignored.
+handler ends it at once, except while a command runs: a command has files to remove. From the moment where the command
+has ended, Ctrl-C is ignored and the command's own exit code stands. Where the parent process ignores Ctrl-C, as a shell
+without job control does for what it starts in the background, it stays ignored.
 """
 
 from __future__ import annotations
@@ -33,11 +34,22 @@ def _end(_signal: int, _frame: FrameType | None) -> None:
     os._exit(INTERRUPTED)
 
 
+def ignore_ctrl_c() -> None:
+    """Ignore Ctrl-C from now on, where `end_on_ctrl_c` handles it.
+
+    At its end Python takes away handlers that are written in Python, so that Ctrl-C would kill the process by a signal.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if getattr(handler, "__func__", handler) in (_end, CommandInterrupts._raise):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 class CommandInterrupts:
     """Within the block, Ctrl-C raises `KeyboardInterrupt`, so that a command cleans up; a second one ends the process.
 
     Leaving the block after Ctrl-C raises `KeyboardInterrupt` in place of any other exception, because extension modules
-    turn it into errors of their own. Does nothing unless `end_on_ctrl_c` handles Ctrl-C.
+    turn it into errors of their own. Behind the block Ctrl-C is ignored. Does nothing unless `end_on_ctrl_c` handles
+    Ctrl-C.
     """
 
     def __init__(self) -> None:
@@ -55,7 +67,7 @@ class CommandInterrupts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._active:
-            signal.signal(signal.SIGINT, _end)
+            ignore_ctrl_c()
             sys.unraisablehook = self._hook
         if self._first is not None:
             raise KeyboardInterrupt from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from .ctrl_c import end_on_ctrl_c
+from .ctrl_c import end_on_ctrl_c, ignore_ctrl_c
 
 # Ctrl-C before `end_on_ctrl_c` has run prints a traceback, so this module imports nothing else at its top.
 TYPE_CHECKING = False
@@ -20,10 +20,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ends it.
 
     Returns:
-        The exit code: 0 for success, 1 for a failure, 2 for bad usage or bad input, 130 for an interrupt.
+        The exit code: 0 for success, 1 for a failure, 2 for bad usage or bad input, 130 for an interrupt before the
+        command has ended.
     """
     if arguments is None:
         end_on_ctrl_c()
     from .command_line import run_command
 
-    return run_command(list(sys.argv[1:] if arguments is None else arguments))
+    code = run_command(list(sys.argv[1:] if arguments is None else arguments))
+    if arguments is None:
+        ignore_ctrl_c()
+    return code

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...models.progress import ProgressDisplay
-from ...runtime.decode import FinishReason
 from ...runtime.engine import Engine
 from ...runtime.options import GenerateOptions
 from ...runtime.result import Reply
@@ -86,8 +85,7 @@ def answer_prompt(model: ModelOptions, prompt: SinglePrompt, shown: AnswerDispla
                 write_error(f"answer {number}: {line}" if several else line)
         if shown.stats and reply.stats.best_of is not None:
             write_error(best_of_line(reply.stats.best_of))
-    cancelled = any(choice.finish_reason is FinishReason.CANCELLED for choice in reply.choices)
-    return INTERRUPTED if interrupted() and cancelled else 0
+    return INTERRUPTED if interrupted() else 0
 
 
 def _open_stream(prompt: SinglePrompt, engine: Engine, progress: ProgressDisplay) -> AnswerStream:

@@ -48,6 +48,39 @@ os.write(int(sys.argv.pop(1)), b"r")
 sys.exit(main())
 """
 """Runs the command, and writes to a pipe right before."""
+AT_THE_END = """
+import atexit, os, signal, sys
+from edgerun.edge.cli.ctrl_c import CommandInterrupts
+from edgerun.edge.cli.main import main
+
+moment = sys.argv.pop(1)
+
+def press(kill=os.kill, process=os.getpid(), number=signal.SIGINT):
+    kill(process, number)
+
+class PressedWhenRemoved:
+    __del__ = lambda self, press=press: press()
+
+def leave(self, *error, left=CommandInterrupts.__exit__):
+    if moment == "before":
+        press()
+    try:
+        left(self, *error)
+    finally:
+        if moment == "after":
+            press()
+
+CommandInterrupts.__exit__ = leave
+if moment == "at exit":
+    atexit.register(press)
+elif moment == "late at exit":
+    kept = PressedWhenRemoved()
+code = main()
+if moment == "at the return":
+    press()
+sys.exit(code)
+"""
+"""Runs the command, and presses Ctrl-C at a moment of its end."""
 REQUEST = ["-p", "find files larger than 100 MB", "-n", "8"]
 BEFORE_AN_ANSWER = [
     ("open", "model.onnx"),
@@ -89,11 +122,30 @@ def check_ended_quietly(code: int, out: bytes, err: bytes) -> None:
     """An answer that has begun, or is complete, may be printed; nothing else."""
     assert err == b""
     if out.startswith(b"find"):
-        # At its very end Python gives the signal back to the system, and a shell sees 130 then as well.
-        assert code in {0, 130, -signal.SIGINT}
+        assert code in {0, 130}
     else:
         assert code == 130
     assert not out or out.startswith(b"find"[: len(out.rstrip())])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "own_code"), [(["--version"], 0), (["models", "--remove", "x"], 2), (["mistyped"], 2)]
+)
+@pytest.mark.parametrize("moment", ["before", "after", "at the return", "at exit", "late at exit"])
+def test_ctrl_c_after_the_end_of_a_command_leaves_its_exit_code(
+    arguments: list[str], own_code: int, moment: str
+) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", AT_THE_END, moment, *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    interrupted = moment == "before" and arguments != ["mistyped"]  # no command begins there
+    assert result.returncode == (130 if interrupted else own_code)
+    assert b"Traceback" not in result.stderr
+    assert b"Interrupt" not in result.stderr
 
 
 @pytest.mark.nightly
