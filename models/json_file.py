@@ -5,26 +5,31 @@ from __future__ import annotations
 import json
 import math
 import reprlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, is_dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeAlias, TypeVar
-
-import msgspec
+from types import UnionType
+from typing import Annotated, Any, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from ..errors import EdgeError
 from .regular_file import MAX_JSON_BYTES, read_regular
 
 RecordT = TypeVar("RecordT")
 
-Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
-"""A field of a record that is an integer of at least 1."""
-WholeNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
-"""A field of a record that is an integer of at least 0."""
-Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
-"""A field of a record that is a number above 0."""
-NotNegative: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
-"""A field of a record that is a number of at least 0."""
-NOT_EMPTY: Final = msgspec.Meta(min_length=1)
-"""Annotates a field of a record that is a table or list with entries."""
+
+@dataclass(frozen=True)
+class Bound:
+    """Annotates a field of a record: its value must be at least, or above, a number."""
+
+    least: float = -math.inf
+    above: float = -math.inf
+
+
+Count: TypeAlias = Annotated[int, Bound(least=1)]
+WholeNumber: TypeAlias = Annotated[int, Bound(least=0)]
+Positive: TypeAlias = Annotated[float, Bound(above=0)]
+NotNegative: TypeAlias = Annotated[float, Bound(least=0)]
 
 
 def read_json_object(
@@ -64,19 +69,64 @@ def parse_json_object(text: str | bytes) -> dict[str, Any]:
 def record_from_json(record_type: type[RecordT], data: object) -> RecordT:
     """Convert parsed JSON to a dataclass, checking the types and bounds of its fields; unknown fields are left out.
 
+    Fields may be numbers, strings, booleans, enumerations, other dataclasses, tuples of one type, mappings, and unions
+    with None. Floats must be finite.
+
     Raises:
         ValueError: the data does not fit.
     """
     try:
-        return msgspec.convert(data, record_type, str_keys=True)
-    except msgspec.ValidationError as error:
+        return record_type(**_field_values(record_type, data))
+    except (TypeError, ValueError) as error:
         raise ValueError(f"is not a {record_type.__name__}: {error}") from error
 
 
-def record_to_json(record: object) -> dict[str, Any]:
-    """Convert a dataclass to a plain JSON object."""
-    converted: dict[str, Any] = msgspec.to_builtins(record, str_keys=True)
+def record_to_json(record: Any) -> dict[str, Any]:
+    """Convert a dataclass to a plain JSON object, which `json.dumps` can write."""
+    return asdict(record)
+
+
+def _field_values(record_type: type, data: object) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise ValueError(f"{shown(data)} is not an object")
+    values = {}
+    for name, kind in get_type_hints(record_type, include_extras=True).items():
+        if name in data:
+            try:
+                values[name] = _converted(kind, data[name])
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+    return values
+
+
+def _converted(kind: Any, value: Any) -> Any:
+    """Convert a JSON value to the type of a field."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    converted = value
+    if origin is Annotated:
+        converted, bound = _converted(arguments[0], value), arguments[1]
+        if not (converted >= bound.least and converted > bound.above):
+            raise ValueError(f"{converted} is too small")
+    elif origin is UnionType:
+        converted = None if value is None else _converted(arguments[0], value)
+    elif origin is Mapping and isinstance(value, dict):
+        converted = {_converted_key(arguments[0], key): _converted(arguments[1], each) for key, each in value.items()}
+    elif origin is tuple and isinstance(value, list):
+        converted = tuple(_converted(arguments[0], each) for each in value)
+    elif kind is float and is_finite(value):
+        converted = float(value)
+    elif isinstance(kind, type) and issubclass(kind, Enum):
+        converted = kind(value)
+    elif isinstance(kind, type) and is_dataclass(kind):
+        converted = record_from_json(kind, value)
+    elif kind not in {int, str, bool} or type(value) is not kind:
+        raise ValueError(f"{shown(value)} has another type")
     return converted
+
+
+def _converted_key(kind: Any, key: str) -> Any:
+    number = kind is int or int in get_args(kind)
+    return _converted(kind, int(key) if number else key)
 
 
 def is_whole(value: object, minimum: int) -> bool:

@@ -26,14 +26,7 @@ ONLY_IN = {
     "huggingface_hub": ("models/hub/client.py",),
     "matplotlib": ("edge/bench/",),
     "mcp": ("edge/app/tools/mcp_connection.py",),
-    "msgspec": (
-        "models/json_file.py",
-        "edge/service/",
-        "edge/server/",
-        "edge/rpc/",
-        "edge/app/",
-        "edge/conversations/",
-    ),
+    "msgspec": ("edge/service/", "edge/server/", "edge/rpc/", "edge/app/", "edge/conversations/"),
     "torch": ("export/draft_training/",),
     "transformers": (),
 }

@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ...models.json_file import NOT_EMPTY, Count, NotNegative
+from ...models.json_file import Count, NotNegative
 from ..graph.bound_graph import BoundGraph
 from ..kv.buffers import CacheSnapshot
 from ..prefill import prefill
@@ -41,7 +41,7 @@ Floats = npt.NDArray[np.float32]
 class WidthNoise:
     """Largest differences between logits of passes over one token and of other passes."""
 
-    chains: Annotated[Mapping[int, NotNegative], NOT_EMPTY]
+    chains: Mapping[int, NotNegative]
     """By the width of the passes. Width 1 repeats the same computation, which should give the same bits."""
     trees: NotNegative
     """In branching trees, at the nodes of the text; 0 if the graph does not verify trees."""
@@ -57,6 +57,10 @@ class WidthNoise:
     long_context: NotNegative = 0.0
     """With one token per pass, in the graph for long contexts; 0 if there is none. It is not part of `largest`: shorter
     texts, and exact ones, do not run in it."""
+
+    def __post_init__(self) -> None:
+        if not self.chains:
+            raise ValueError("no width was compared")
 
     @property
     def largest(self) -> float:

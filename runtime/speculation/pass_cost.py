@@ -19,7 +19,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -54,7 +54,7 @@ POSITION_COST: Final = 0.3
 """Upper estimate of what each further position of a pass costs, in passes of width 1, where nothing better is known."""
 
 
-class Doubt(Enum):
+class Doubt(StrEnum):
     """Why the costs may be wrong."""
 
     BUSY = "busy"
