@@ -124,12 +124,13 @@ def centered_zeros(grouped: Float32Array, scales: Float32Array, bits: int) -> Fl
 
 
 def in_blocks(weights: Float32Array, weight_format: WeightFormat) -> Float32Array:
-    """Reshape rows [N, K] to [N, blocks, block], padding the last block with zeros."""
+    """Reshape rows [N, K] to [N, blocks, block] in C order, padding the last block with zeros."""
     rows, columns = weights.shape
     blocks = blocks_of(columns, weight_format)
     if blocks * weight_format.block != columns:
         weights = np.pad(weights, ((0, 0), (0, blocks * weight_format.block - columns)))
-    return weights.reshape(rows, blocks, weight_format.block)
+    # NumPy's sums depend on the memory order in their last bits, and codes must not depend on it.
+    return np.ascontiguousarray(weights).reshape(rows, blocks, weight_format.block)
 
 
 def extremes(grouped: Float32Array) -> Float32Array:
@@ -209,6 +210,7 @@ def rounded_offsets(offsets: Float32Array) -> Float32Array:
 
 def pack_codes(codes: UInt8Array, bits: int) -> UInt8Array:
     """Pack codes [..., block] into bytes [..., block * bits / 8], the first code in the lowest bits."""
+    codes = np.ascontiguousarray(codes)  # a view of pairs needs neighbours that are adjacent in memory
     while bits < 8:
         pairs = codes.view("<u2")  # low byte: even code, high byte: odd code
         codes = (pairs | pairs >> (8 - bits)).astype(np.uint8)

@@ -75,7 +75,7 @@ def _codes(
     (rows, columns), upper = weights.shape, factorization.upper
     blocks, last = k_quant.scales.shape[1], (1 << weight_format.bits) - 1
     # Transposed, so that one column of all rows is contiguous.
-    exact = weights.T[factorization.order].astype(np.float64)
+    exact = np.ascontiguousarray(weights.T[factorization.order], np.float64)
     scales = k_quant.scales.T.astype(np.float64)
     inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
     zeros = np.full((blocks, 1), float(1 << (weight_format.bits - 1)))

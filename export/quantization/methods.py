@@ -23,7 +23,7 @@ class Quantizer(Protocol):
         """Choose codes, scales and, where the format has them, zero points.
 
         Args:
-            weights: float32 [N, K], finite.
+            weights: float32 [N, K], finite, in any memory order.
             weight_format: 2, 4 or 8 bits, the block size, and whether there are zero points.
             inputs: statistics of the K inputs; None where none are known.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ from hypothesis import strategies as st
 
 from edgerun.errors import CheckpointError, InputError
 from edgerun.export import FP32, INT2, INT4, INT8, ExportRecipe, ExportRequest, Method, WeightFormat, export_checkpoint
-from edgerun.export.quantization.codes import InputStatistics, dequantized
+from edgerun.export.quantization.codes import InputStatistics, dequantized, low_rank_product
+from edgerun.export.quantization.low_rank_correction import correction_factors
 from edgerun.export.quantization.methods import QUANTIZERS
 from edgerun.models.bundle import open_bundle
+from support.correlated_inputs import correlated_inputs
 from support.nightly import some_nightly
 from support.tiny_models import tiny_weights, write_bundle, write_checkpoint, write_weights
 from support.weight_operators import FORMATS, run_operators
@@ -100,6 +103,34 @@ def test_rows_are_independent_of_each_other(method: Method, weight_format: Weigh
         np.testing.assert_array_equal(alone.scales, together.scales[part])
         if together.zero_points is not None:
             np.testing.assert_array_equal(alone.zero_points, together.zero_points[part])
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from([*Method]),
+    st.sampled_from(FORMATS),
+    st.integers(1, 70),
+    st.sampled_from([32, 64, 96, 128, 200, 256]),
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+)
+def test_codes_do_not_depend_on_the_memory_order(
+    method: Method, weight_format: WeightFormat, rows: int, columns: int, known: bool, seed: int
+) -> None:
+    weights = random_rows(seed, rows, columns, 3.0, 0.1)
+    about = correlated_inputs(seed, columns) if known else None
+    for same in (np.asfortranarray(weights), np.asfortranarray(np.tile(weights, 2))[:, :columns]):
+        for expected, found in zip(
+            QUANTIZERS[method](weights, weight_format, about),
+            QUANTIZERS[method](same, weight_format, about),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(found, expected)
+    if about is not None and not weight_format.zero_points:
+        corrected = replace(weight_format, rank=min(4, rows))
+        factors = [correction_factors(each, about, corrected) for each in (weights, np.asfortranarray(weights))]
+        products = [low_rank_product(each, columns, corrected) for each in factors]
+        np.testing.assert_allclose(products[1], products[0], atol=0.02 * np.abs(weights).max())
 
 
 @pytest.mark.parametrize("weight_format", FORMATS, ids=str)
