@@ -18,6 +18,7 @@ from ..models.bundle import (
 from ..models.manifest import MANIFEST_NAME, Architecture, FileDigest, GraphLayout, Manifest
 from ..models.progress import Progress, counted, silent
 from ..models.variants import GENAI_CONFIG
+from .allocation.plan_costs import ByteCosts, plan_cost, weight_count
 from .bundle_content import BundleContent
 from .calibration.divergence import Divergence
 from .check.parity import Parity, check_parity
@@ -38,7 +39,9 @@ class WrittenBundle:
 
     parity: Parity
     bits_per_weight: float
-    """Stored bits, scales included, divided by the number of weights of all linears."""
+    """As in `Manifest`."""
+    bits_per_weight_read: float
+    """As in `Manifest`."""
     quality: Divergence | None = None
     """Quality on the sample text, if that was measured."""
     notes: tuple[str, ...] = ()
@@ -97,6 +100,7 @@ def write_bundle(
     )
     files |= {name: digest_file(folder / name) for name in names if (folder / name).is_file()}
     bits = sum(weights.linear_bits.values()) / total
+    bits_read = 8 * plan_cost(content.plan, ByteCosts(), config) / weight_count(config)
     manifest = Manifest(
         architecture=architecture_of(config, content.context),
         weights=content.plan,
@@ -104,13 +108,14 @@ def write_bundle(
         files=files,
         parity=parity.as_mapping(),
         quality={} if quality is None else quality.as_mapping(),
+        bits_per_weight_read=bits_read,
         producer=PRODUCER,
         command=content.command,
         layout=content.layout,
         variants=variants,
     )
     (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-    return WrittenBundle(parity, bits, quality, () if static is None else (static.note(),))
+    return WrittenBundle(parity, bits, bits_read, quality, () if static is None else (static.note(),))
 
 
 def architecture_of(config: DecoderConfig, context: int) -> Architecture:

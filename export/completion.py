@@ -112,6 +112,7 @@ def complete_bundle(
         plans=_plans(model, quality, recipe, progress),
         file_bytes=sum((folder / file).stat().st_size for file in (GRAPH_NAME, WEIGHTS_NAME)),
         parity=written.parity.as_mapping(),
+        bits_per_weight_in_file=written.bits_per_weight,
         calibration=calibration,
         quality=quality,
         shipped=shipped,

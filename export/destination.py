@@ -25,10 +25,12 @@ class ExportResult:
     file_bytes: Mapping[str, int]
     """Size by file name, `edge.json` included."""
     bits_per_weight: float
-    """Stored bits, scales included, divided by the number of weights of all linears."""
+    """As in `Manifest`."""
     seconds: float
     parity: Parity
     """The check against the reference, on random tokens."""
+    bits_per_weight_read: float | None = None
+    """As in `Manifest`."""
     quality: Divergence | None = None
     """Quality on the sample text; None where the report has it on other text, and where nothing was quantized."""
     notes: tuple[str, ...] = ()

@@ -176,6 +176,7 @@ def _export_calibrated(
         written.bits_per_weight,
         time.perf_counter() - started,
         written.parity,
+        written.bits_per_weight_read,
         notes=(*written.notes, *filter(None, [note]), *notes),
         report=report,
     )
@@ -202,8 +203,7 @@ def _export_data_free(
     )
     with bundle_written_whole(request.destination) as staging:
         written = write_bundle(staging, content, progress, sample_text=True)
-        if head is not None:
-            head.add_to(staging, content, progress)
+        note = "" if head is None else head.add_to(staging, content, progress)
         notes = write_gpu_variants(staging, progress) if recipe.gpu else []
         sizes = _file_sizes(staging)
     seconds = time.perf_counter() - started
@@ -213,8 +213,9 @@ def _export_data_free(
         written.bits_per_weight,
         seconds,
         written.parity,
+        written.bits_per_weight_read,
         quality=written.quality,
-        notes=(*written.notes, *notes),
+        notes=(*written.notes, *filter(None, [note]), *notes),
     )
 
 

@@ -29,6 +29,7 @@ DEFAULT_METHODS: Final[Mapping[int, Method]] = {2: Method.K_QUANT, 4: Method.K_Q
 CALIBRATED_METHODS: Final[Mapping[int, Method]] = {2: Method.GPTQ, 4: Method.GPTQ, 8: Method.K_QUANT}
 """Method by bit width, where statistics of the linears' inputs are known."""
 DEFAULT_CALIBRATION_TOKENS: Final = 16384
+"""Maximum tokens of calibration text by default, except for models with narrow linears."""
 DEFAULT_CONTEXT_LIMIT: Final = 32768
 """Longest context exported by default: the rotary table costs 4 * head_dim bytes a position."""
 LONGEST_CONTEXT: Final = 1 << 20
@@ -46,12 +47,13 @@ class CalibrationRequest:
 
     file: Path | None = None
     """A text file, or a .jsonl file of conversations; None for text that the model itself generates."""
-    max_tokens: int = DEFAULT_CALIBRATION_TOKENS
+    max_tokens: int | None = None
+    """Maximum number of tokens; None for as many as the widest linear needs."""
     seed: int = 0
-    """Random seed of the generated text and of the plan search."""
+    """Random seed of the text, generated or chosen from the file, and of the plan search."""
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
+        if self.max_tokens is not None and self.max_tokens < 1:
             raise InputError(
                 f"calibration needs at least 1 token, not {self.max_tokens}",
                 f"give a number such as {DEFAULT_CALIBRATION_TOKENS}",

@@ -143,7 +143,7 @@ class Manifest:
     """Format by name of the fused linear: `layers.0.qkv`, `layers.0.o`, `layers.0.gate_up`, `layers.0.down`,
     `embedding`, `head`."""
     bits_per_weight: float
-    """Stored bits, scales included, divided by the number of weights of all linears."""
+    """Bits in the file, scales included, divided by the number of weights of all linears."""
     files: Mapping[str, FileDigest]
     """Digest by file name, for every file of the bundle except this one."""
     parity: Mapping[str, float] = field(default_factory=dict)
@@ -156,6 +156,9 @@ class Manifest:
     """Comparison of the quantized model with the float32 model on held-out calibration text, or on a short sample text
     where nothing was calibrated: `mean_kl`, `p99_kl`, `top1_agreement`, `perplexity`, `float_perplexity`; empty where
     nothing was quantized, and for upgraded ONNX models."""
+    bits_per_weight_read: float | None = None
+    """Bits that a pass over one token reads, divided by the same number; budgets count these. None in older bundles and
+    for upgraded ONNX models."""
     draft: DraftPairing | None = None
     variants: tuple[VariantFile, ...] = ()
     """Variants of the graph for other devices. Those of devices, precisions or contracts that this program does not
@@ -167,7 +170,7 @@ class Manifest:
     def to_json(self) -> str:
         """Return the text of `edge.json`."""
         data = asdict(self)
-        for name in ("calibration", "quality"):
+        for name in ("calibration", "quality", "bits_per_weight_read"):
             if not data[name]:
                 del data[name]
         if self.draft is None:
@@ -218,6 +221,7 @@ class Manifest:
                 command=data.text("command") if "command" in data else "",
                 calibration=_calibration(data.fields("calibration")) if "calibration" in data else None,
                 quality=data.numbers("quality") if "quality" in data else {},
+                bits_per_weight_read=data.number("bits_per_weight_read") if "bits_per_weight_read" in data else None,
                 draft=_draft_pairing(data.fields("draft")) if "draft" in data else None,
                 variants=tuple(variant for variant in variants if variant is not None),
                 layout=data.choice("layout", GraphLayout) if "layout" in data else GraphLayout.EDGE,

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 _PATIENCE_S: Final = 0.3
 """Seconds after which a transient display appears."""
+LINE_PREFIX: Final = "edge-run: progress: "
+"""Beginning of each line of progress where standard error is not a terminal."""
+_LINE_S: Final = 15.0
+"""Seconds after which a stage that still runs gets another line."""
 
 
 class Progress(Protocol):
@@ -48,17 +52,22 @@ def counted(total: int, progress: Progress, stage: str) -> Callable[[int], None]
 
 
 class ProgressDisplay:
-    """A `Progress` that shows a bar for each stage on standard error, and nothing where that is not a terminal.
+    """A `Progress` that shows a bar for each stage on standard error.
 
     Use it in a `with` block. Nothing appears, and no display library is loaded, before the first report.
 
     Args:
         transient: whether the bars are for the time before an answer: they appear for stages that last, and vanish when
             all of them are done. They are drawn between two reports only, so that they do not disturb a measurement.
+        lines: whether stages are written as plain lines where standard error is not a terminal, for work of minutes;
+            if not, nothing is written there.
     """
 
-    def __init__(self, *, transient: bool = False) -> None:
+    def __init__(self, *, transient: bool = False, lines: bool = False) -> None:
         self._transient = transient
+        self._lines = lines and sys.stderr is not None and not sys.stderr.isatty()
+        self._line_times: dict[str, float] = {}
+        """Time of the last line of each stage."""
         self._started: float | None = None
         """Time of the first report since the display was last closed."""
         self._shown = sys.stderr is not None and sys.stderr.isatty()
@@ -89,6 +98,8 @@ class ProgressDisplay:
         return lambda done, total: self._show(stage, done, total, f"{done / 1e6:.1f} of {total / 1e6:.1f} MB")
 
     def _show(self, stage: str, done: float, total: float, amount: str) -> None:
+        if self._lines:
+            self._write_line(stage, amount)
         if not self._shown:
             return
         if self._bars is None and not self._is_due(done, total):
@@ -103,6 +114,15 @@ class ProgressDisplay:
             self._bars.refresh()
             if self._bars.finished:
                 self.close()
+
+    def _write_line(self, stage: str, amount: str) -> None:
+        """Write a line when a stage begins, and while it lasts."""
+        now = time.monotonic()
+        begins = stage not in self._line_times
+        if begins or now - self._line_times[stage] >= _LINE_S:
+            self._line_times[stage] = now
+            line = on_one_line(stage if begins else f"{stage}, {amount}")
+            print(f"{LINE_PREFIX}{line}", file=sys.stderr, flush=True)  # noqa: T201
 
     def _is_due(self, done: float, total: float) -> bool:
         """Whether bars have to appear, a transient one only for a stage that lasts."""

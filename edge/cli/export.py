@@ -141,7 +141,9 @@ def export(
     ] = None,
     calibration_tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Maximum tokens of calibration text.", show_default="16384"),
+        typer.Option(
+            metavar="N", min=1, help="Maximum tokens of calibration text.", show_default="16384, fewer for tiny models"
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the generated text and of the search.")] = 0,
     work: Annotated[
@@ -237,7 +239,7 @@ def export(
         draft_layers=draft_layers,
     )
     request = options.request(CommandLine(context))
-    with ProgressDisplay() as progress:
+    with ProgressDisplay(lines=True) as progress:
         result = export_model(request, progress)
     record_export(result.bundle)
     show_export(SafeConsole(), result)

@@ -267,12 +267,12 @@ class ExportOptions:
         )
 
     def _calibration(self) -> CalibrationRequest | None:
-        from ...export import DEFAULT_CALIBRATION_TOKENS, CalibrationRequest
+        from ...export import CalibrationRequest
 
         if self.calibration is None and self.calibration_tokens is None and not self.seed:
             return None
         file = None if self.calibration == Path("self") else self.calibration
-        return CalibrationRequest(file, self.calibration_tokens or DEFAULT_CALIBRATION_TOKENS, self.seed)
+        return CalibrationRequest(file, self.calibration_tokens, self.seed)
 
     def _draft_head(self, target: Path) -> HeadRequest | None:
         """The draft head that `--draft` names, or the target's own where no draft is named; None for none."""

@@ -154,7 +154,10 @@ def describe(opened: OpenedModel) -> dict[str, Any]:
             ),
             "embedding_weights": str(manifest.weights.get("embedding", manifest.weights["head"])),
             "head_weights": str(manifest.weights["head"]),
-            "bits_per_weight": round(manifest.bits_per_weight, 3),
+            "bits_per_weight_read": None
+            if manifest.bits_per_weight_read is None
+            else round(manifest.bits_per_weight_read, 3),
+            "bits_per_weight_in_file": round(manifest.bits_per_weight, 3),
             "quantization_plan": {name: _described(weight_format) for name, weight_format in manifest.weights.items()},
             "calibration": None if manifest.calibration is None else asdict(manifest.calibration),
             "quality": dict(manifest.quality),
@@ -342,7 +345,7 @@ def _prefixes_text(prefixes: Mapping[str, Any]) -> str:
     return f"{number} ({size}) in {prefixes['folder']}, which may be removed" if number else ""
 
 
-_SHOWN_IF_ANY: Final = frozenset(("state_layers", "pass_costs_doubt"))
+_SHOWN_IF_ANY: Final = frozenset(("state_layers", "bits_per_weight_read", "pass_costs_doubt"))
 """Facts that are shown only where they apply."""
 _FORMATTERS: Final[Mapping[str, Callable[[Any], str]]] = {
     "weights": _counts_text,

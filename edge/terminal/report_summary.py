@@ -19,13 +19,12 @@ if TYPE_CHECKING:
 
 def show_export(console: SafeConsole, result: ExportResult) -> None:
     """Print the figures of an export, and the notes it left."""
-    size = sum(result.file_bytes.values()) / 1e6
-    _line(
-        console, f"{result.bundle}: {size:.1f} MB, {result.bits_per_weight:.2f} bits per weight, {result.seconds:.1f} s"
-    )
-    if result.quality is not None:
-        from ...export.report import quality_text  # noqa: PLC0415 -- an extra
+    from ...export.report import bits_text, quality_text  # noqa: PLC0415 -- an extra
 
+    size = sum(result.file_bytes.values()) / 1e6
+    bits = bits_text(result.bits_per_weight_read, result.bits_per_weight)
+    _line(console, f"{result.bundle}: {size:.1f} MB, {result.seconds:.1f} s, {bits}")
+    if result.quality is not None:
         _line(
             console,
             f"quality on a sample text of {result.quality.tokens} tokens: {quality_text(result.quality)}; "
@@ -82,7 +81,7 @@ def _plans(report: ModelReport) -> Table:
     timed = any(1 in plan.milliseconds for plan in report.compared)
     table.add_column("")
     measured = any(plan.kl is not None for plan in report.compared)
-    names = ("bits per weight", "MB per token", *("KL of the weights alone",) * measured, *("tokens/s",) * timed)
+    names = ("bits per weight read", "MB per token", *("KL of the weights alone",) * measured, *("tokens/s",) * timed)
     for name in names:
         table.add_column(name, justify="right")
     for plan in report.compared:

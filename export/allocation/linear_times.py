@@ -36,12 +36,17 @@ from ..checkpoint.layout import fused_linears
 from ..graph import inputs_outputs
 from ..graph.feed_forward import EXPERTS_NODE
 from .format_candidates import BASE_FORMATS, EMBEDDING_LINEAR, HEAD_LINEAR
+from .plan_costs import weight_count
 from .timing_bundles import TimingBundle, timing_bundles, uniform_bundles
 
 WIDTHS: Final = (1, 2, 4, 8)
 """Widths of the passes that are measured; times in between are interpolated."""
 STAGE: Final = "timing linears"
 _ROUNDS: Final = 16
+_MIN_ROUNDS: Final = 2
+_WEIGHTS_PER_ROUND: Final = 1 << 20
+"""Models of so many weights for each of the `_ROUNDS` and more are timed in all rounds. Smaller ones lie in caches, and
+sessions and pauses would take longer than their passes."""
 _FORMAT_VERSION: Final = 3
 _RIDGE: Final = 0.1
 """Weight of a factor's distance from 1 relative to the relative error of a pass."""
@@ -160,7 +165,8 @@ def load_or_measure(
     key = MeasurementKey((replace(config, tied_head=True), timed, timer.conditions), {})
     times = store.load(key)
     if times is None:
-        times = measure(config, timed, progress, timer=timer)
+        rounds = max(_MIN_ROUNDS, min(_ROUNDS, weight_count(config) // _WEIGHTS_PER_ROUND))
+        times = measure(config, timed, progress, rounds, timer)
         store.save(key, times)
     return times
 

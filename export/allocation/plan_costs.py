@@ -16,7 +16,7 @@ from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.layout import embedding_layout, fused_linears
-from ..quantization.codes import FACTOR_FORMAT, blocks_of
+from ..quantization.codes import FACTOR_FORMAT, OFFSETS, blocks_of
 from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, planned_linears
 
 _PACKED_BLOCK_BYTES: Final = 8
@@ -65,7 +65,7 @@ def plan_cost(plan: Mapping[str, WeightFormat], costs: Costs, config: DecoderCon
 
 
 def bytes_read(linear: FusedLinear, weight_format: WeightFormat) -> int:
-    """Bytes of a linear that a pass reads, packed for x86, low-rank factors included.
+    """Bytes of a linear that a pass reads, packed for x86, offsets and low-rank factors included.
 
     A pass reads only one row of an embedding for each token, which is negligible, so the embedding's size in the file
     and in memory is counted instead. All experts are counted, and with a linear of theirs the one paired with it.
@@ -79,7 +79,8 @@ def bytes_read(linear: FusedLinear, weight_format: WeightFormat) -> int:
         return _stored_bytes(rows, columns, weight_format)
     down = _packed_bytes(weight_format.rank, columns, FACTOR_FORMAT)
     up = _packed_bytes(rows, weight_format.rank, FACTOR_FORMAT)
-    return _packed_bytes(rows, columns, weight_format) + down + up
+    offsets = _packed_bytes(rows, blocks_of(columns, weight_format), OFFSETS) if weight_format.offsets else 0
+    return _packed_bytes(rows, columns, weight_format) + offsets + down + up
 
 
 def bytes_stored(linear: FusedLinear, weight_format: WeightFormat, *, tied_head: bool) -> int:

@@ -17,12 +17,16 @@ from ...runtime.measure.self_text import read_texts, sample_texts
 from ...runtime.text.turn_markers import TokenArray
 from ..bundle_content import BundleContent, SourceModel
 from ..bundle_writer import write_bundle
-from ..recipe import INT8, CalibrationRequest, ExportRecipe, with_methods
+from ..checkpoint.config import DecoderConfig
+from ..checkpoint.layout import fused_linears
+from ..recipe import DEFAULT_CALIBRATION_TOKENS, INT8, CalibrationRequest, ExportRecipe, with_methods
 
 MAX_TEXT_TOKENS: Final = 512
 """Largest number of tokens of one text; a longer one is cut into several."""
 MIN_TOKENS: Final = 1024
 """Smallest number of tokens of both parts that can be calibrated with."""
+_TOKENS_PER_INPUT: Final = 16
+_FEWEST_TOKENS: Final = 4096
 _HELD_OUT_SHARE: Final = 4
 """One token in so many is held out."""
 _STAGE: Final = "text"
@@ -63,6 +67,7 @@ def calibration_text(
         OSError: The disk refused a write.
     """
     max_text_tokens = min(MAX_TEXT_TOKENS, model.context)
+    max_tokens = request.max_tokens or default_tokens(model.config)
     texts = _stored(folder)
     if texts is None:
         progress(_STAGE, 0.0)
@@ -71,20 +76,30 @@ def calibration_text(
         if request.file is None:
             texts = sample_texts(
                 trial,
-                request.max_tokens,
+                max_tokens,
                 max_text_tokens,
                 request.seed,
                 lambda share: progress(_STAGE, 0.5 + 0.5 * share),
                 sliding_windows=any(layer.window is not None for layer in model.config.attention),
             )
         else:
-            read = read_texts(trial, request.file, request.max_tokens, max_text_tokens)
-            texts = _random_sample(read, request.max_tokens)
+            read = read_texts(trial, request.file, max_tokens, max_text_tokens)
+            texts = _random_sample(read, max_tokens, request.seed)
         remove(trial)
         _store(folder, texts)
         progress(_STAGE, 1.0)
     origin = "text sampled from the model itself" if request.file is None else request.file.name
     return split_texts(texts, origin, max_text_tokens, request.seed)
+
+
+def default_tokens(config: DecoderConfig) -> int:
+    """Number of tokens of calibration text by default.
+
+    The second moments of a linear's inputs need a multiple of the number of inputs; more text costs a small model time
+    and brings nothing.
+    """
+    widest = max(linear.columns for linear in fused_linears(config))
+    return min(DEFAULT_CALIBRATION_TOKENS, max(_FEWEST_TOKENS, _TOKENS_PER_INPUT * widest))
 
 
 def split_texts(texts: Sequence[TokenArray], origin: str, max_text_tokens: int, seed: int = 0) -> CalibrationText:
@@ -132,9 +147,9 @@ def _write_trial(model: SourceModel, folder: Path, progress: Progress) -> None:
     write_bundle(folder, content, lambda _, fraction: progress(_STAGE, 0.5 * fraction))
 
 
-def _random_sample(texts: list[TokenArray], max_tokens: int) -> list[TokenArray]:
+def _random_sample(texts: list[TokenArray], max_tokens: int, seed: int) -> list[TokenArray]:
     """Texts from all over the file, until they have `max_tokens` tokens."""
-    order = np.random.default_rng(0).permutation(len(texts))
+    order = np.random.default_rng(seed).permutation(len(texts))
     found: list[TokenArray] = []
     for number in order.tolist():
         if sum(map(len, found)) >= max_tokens:

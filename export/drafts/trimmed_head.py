@@ -144,6 +144,7 @@ def write_trimmed(whole: Bundle, folder: Path, kept: TokenIds) -> None:
         whole.manifest,
         architecture=replace(architecture, tied_head=False),
         bits_per_weight=bits_per_weight(linears),
+        bits_per_weight_read=None,
         files=files,
     )
     (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")

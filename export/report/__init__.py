@@ -4,7 +4,7 @@ from .compared_plans import PlanComparison
 from .figures import DraftFigures, LinearFigures, ModelReport, PlanFigures, PlanKind, SearchStep, Speed
 from .gather import linear_figures, plan_figures, search_steps
 from .page import as_values, page, write_report
-from .tables import gain_text, headlines, megabytes, quality_text
+from .tables import bits_text, gain_text, headlines, megabytes, quality_text
 
 __all__ = [
     "DraftFigures",
@@ -16,6 +16,7 @@ __all__ = [
     "SearchStep",
     "Speed",
     "as_values",
+    "bits_text",
     "gain_text",
     "headlines",
     "linear_figures",

@@ -129,7 +129,10 @@ class ModelReport:
     plans: Sequence[PlanFigures]
     """The chosen plan and those it is compared with."""
     file_bytes: int
+    """Bytes of the files of the model."""
     parity: Mapping[str, float]
+    bits_per_weight_in_file: float | None = None
+    """Bits of all linears in the file, divided by the number of their weights; plans count what a pass reads."""
     calibration: Calibration | None = None
     quality: Divergence | None = None
     """Quality on held-out text with quantized weights and float32 activations."""

@@ -43,7 +43,7 @@ def page(report: ModelReport) -> str:
 def as_values(report: ModelReport) -> dict[str, Any]:
     """The report as plain values, for JSON."""
     values: dict[str, Any] = _plain(report)
-    values["bits_per_weight"] = _plain(report.chosen.bits_per_weight)
+    values["bits_per_weight_read"] = _plain(report.chosen.bits_per_weight)
     values["kl_against_uniform"] = _plain(report.against_uniform)
     values["kl_against_nearest"] = _plain(report.against_nearest)
     values["kl_against_rule"] = _plain(report.against_rule)

@@ -57,7 +57,7 @@ def headlines(report: ModelReport) -> list[Headline]:
         Headline(
             "weights read per token",
             f"{megabytes(chosen.bytes_read)} MB",
-            f"{chosen.bits_per_weight:.2f} bits per weight, as the kernels keep them",
+            bits_text(chosen.bits_per_weight, report.bits_per_weight_in_file),
         )
     ]
     if chosen.kl is not None:
@@ -110,6 +110,12 @@ def quality_text(quality: Divergence) -> str:
     )
 
 
+def bits_text(read: float | None, in_file: float | None) -> str:
+    """Bits per weight in words: as a pass reads them, packed for the kernels, and as the file has them."""
+    known = (("as read per token", read), ("in the file", in_file))
+    return "bits per weight: " + ", ".join(f"{bits:.2f} {place}" for place, bits in known if bits is not None)
+
+
 def perplexities(model: float, other: float) -> tuple[str, str]:
     """Two perplexities with as many digits, up to seven, as it takes to tell them apart."""
     digits = next((each for each in range(4, 8) if f"{model:#.{each}g}" != f"{other:#.{each}g}"), 7)
@@ -133,7 +139,7 @@ def _plans(report: ModelReport) -> Table | None:
         return None
     plans = report.compared
     widths = sorted({width for plan in plans for width in plan.milliseconds})
-    columns: tuple[str, ...] = ("", "bits per weight", "MB per token", "KL, nats", "KL relative to this model")
+    columns: tuple[str, ...] = ("", "bits per weight read", "MB per token", "KL, nats", "KL relative to this model")
     columns += tuple(f"ms, pass over {width} token{'s' * (width > 1)}" for width in widths)
     columns += tuple(f"tokens/s at {bandwidth:g} GB/s" for bandwidth in report.bandwidths)
 
@@ -247,7 +253,7 @@ def _drafts(drafts: Sequence[DraftFigures]) -> Table | None:
 def _linears(linears: Sequence[LinearFigures]) -> Table:
     timed = any(linear.milliseconds is not None for linear in linears)
     measured = any(linear.kl_alone is not None for linear in linears)
-    columns: tuple[str, ...] = ("", "format", "method", "outputs", "inputs", "MB", "bits per weight")
+    columns: tuple[str, ...] = ("", "format", "method", "outputs", "inputs", "MB", "bits per weight read")
     columns += ("ms",) * timed + ("KL alone, nats",) * measured
 
     def cells(linear: LinearFigures) -> tuple[str, ...]:

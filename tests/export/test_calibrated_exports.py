@@ -254,7 +254,12 @@ def test_a_mixed_export_is_within_its_budget_and_writes_its_plan(
     assert done.report is not None
     assert done.report.budget == "5bpw"
     data = json.loads((tmp_path / "bundle" / "report.json").read_text(encoding="utf-8"))
-    assert data["bits_per_weight"] <= 5
+    assert data["bits_per_weight_read"] == pytest.approx(8 * spent / weight_count(config), rel=1e-5)
+    manifest = open_bundle(tmp_path / "bundle").manifest
+    assert manifest is not None
+    assert manifest.bits_per_weight_read == pytest.approx(data["bits_per_weight_read"], rel=1e-5)
+    assert manifest.bits_per_weight == pytest.approx(data["bits_per_weight_in_file"], rel=1e-5)
+    assert manifest.bits_per_weight < manifest.bits_per_weight_read <= 5
     assert (tmp_path / "bundle" / "report.html").is_file()
     assert list((own_cache / "exports").iterdir()) == []
     assert answer(tmp_path / "bundle")

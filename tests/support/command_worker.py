@@ -16,6 +16,8 @@ from typing import Final
 
 import pytest
 
+from edgerun.models.progress import LINE_PREFIX
+
 needs_limits = pytest.mark.skipif(sys.platform != "linux", reason="limits of time and memory as on Linux")
 
 MAX_SECONDS: Final = 20.0
@@ -40,7 +42,7 @@ class Outcome:
     @property
     def fault(self) -> str:
         """What is wrong with how the command ended; empty if nothing: exit code 0, 1 or 2 and one line of error."""
-        lines = [line for line in self.err.splitlines() if not line.startswith("edge-run: warning: ")]
+        lines = [line for line in self.err.splitlines() if not line.startswith(("edge-run: warning: ", LINE_PREFIX))]
         if self.trouble:
             return self.trouble
         if "Traceback" in self.err or "panicked" in self.err:

@@ -29,8 +29,10 @@ class KnownMachine:
 
     def linear(self, kind: str, form: WeightFormat, width: int) -> float:
         """Seconds of one linear of a pass."""
-        first, last = ("qkv", "conv_in", "delta_in", "delta_gates", "router"), ("o", "conv_out", "delta_out")
+        first = ("qkv", "conv_in", "delta_in", "delta_gates", "mamba_in", "router", "gate")
+        last = ("o", "conv_out", "delta_out", "mamba_out")
         places = {**dict.fromkeys(first, 1), **dict.fromkeys(last, 2), "gate_up": 3, "down": 4, "head": 5}
+        kind = kind.removeprefix("shared_")
         if form.bits == 32:
             return self.slow * 1e-4 * places[kind] * 32 * width
         return self.slow * 1e-4 * places[kind] * (form.bits + 64 / form.block + form.rank / 24) * width

@@ -120,7 +120,8 @@ def _export(arguments: Mapping[str, Any], report: _Report) -> dict[str, Any]:
     return {
         "folder": str(result.bundle),
         "bytes": sum(result.file_bytes.values()),
-        "bits_per_weight": result.bits_per_weight,
+        "bits_per_weight_read": result.bits_per_weight_read,
+        "bits_per_weight_in_file": result.bits_per_weight,
         "seconds": result.seconds,
         "kl": None if quality is None else quality.mean_kl,
         "top1_agreement": None if quality is None else quality.top1_agreement,
@@ -129,7 +130,6 @@ def _export(arguments: Mapping[str, Any], report: _Report) -> dict[str, Any]:
 
 def _request(arguments: Mapping[str, Any], mixed: MixedPrecisionRequest | None, report: _Report) -> ExportRequest:
     from ....export import (  # noqa: PLC0415
-        DEFAULT_CALIBRATION_TOKENS,
         CalibrationRequest,
         ExportRecipe,
         ExportRequest,
@@ -145,12 +145,11 @@ def _request(arguments: Mapping[str, Any], mixed: MixedPrecisionRequest | None, 
         source = fetch_checkpoint(parse_hub_id(named), progress=report.bytes_of)
     else:
         source = path_of_user(named, "give a checkpoint folder")
-    tokens = int(arguments.get("calibration_tokens") or DEFAULT_CALIBRATION_TOKENS)
     work = arguments.get("work")
     recipe = ExportRecipe(
         body=WeightFormat(int(arguments.get("bits") or 4), 32),
         mixed_precision=mixed,
-        calibration=None if mixed is None else CalibrationRequest(max_tokens=tokens),
+        calibration=None if mixed is None else CalibrationRequest(max_tokens=arguments.get("calibration_tokens")),
         work_folder=None if work is None else Path(work),
     )
     destination = Path(arguments.get("destination") or "unused")

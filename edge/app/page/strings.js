@@ -291,11 +291,11 @@ export const strings = {
       return `A pass reads ${size(plan.bytes_read)} of weights for each token, ${Math.round((100 * plan.bytes_read) / most.bytes_read)} % of the largest plan's. On most machines the speed of writing grows by the same factor.`;
     },
     planQuality: (plan) => `${quality(plan.kl)} (mean KL ${plan.kl < 0.001 ? plan.kl.toExponential(1) : plan.kl.toPrecision(2)})`,
-    planSize: (plan) => `${size(plan.bytes_read)}, ${plan.bits_per_weight.toFixed(1)} bits per weight.`,
-    planText: (plan) => `${size(plan.bytes_read)}, ${plan.bits_per_weight.toFixed(1)} bits per weight. ${quality(plan.kl)}`,
+    planSize: (plan) => `${size(plan.bytes_read)}, ${plan.bits_per_weight.toFixed(1)} bits per weight as read.`,
+    planText: (plan) => `${size(plan.bytes_read)}, ${plan.bits_per_weight.toFixed(1)} bits per weight as read. ${quality(plan.kl)}`,
     progressOf: (name) => `Progress of the export of ${name}`,
     result: (result) =>
-      `${size(result.bytes)} on disk, ${result.bits_per_weight.toFixed(2)} bits per weight${result.kl === null ? "" : `. ${quality(result.kl)} (mean KL ${result.kl.toPrecision(2)})`}.`,
+      `${size(result.bytes)} on disk, ${result.bits_per_weight_in_file.toFixed(2)} bits per weight in the file${result.bits_per_weight_read === null ? "" : `, ${result.bits_per_weight_read.toFixed(2)} as read per token`}${result.kl === null ? "" : `. ${quality(result.kl)} (mean KL ${result.kl.toPrecision(2)})`}.`,
     slider: "Size and quality",
     smaller: "Smaller",
     source: "Checkpoint",

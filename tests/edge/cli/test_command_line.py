@@ -348,7 +348,7 @@ def test_inspect_describes_a_model(tiny_bundle: Path, capsys: pytest.CaptureFixt
     assert (facts["family"], facts["layers"], facts["vocabulary"], facts["context"]) == ("llama", 2, 300, 256)
     assert facts["token_trees"] is True
     assert main(["inspect", str(tiny_bundle)]) == 0
-    assert "bits per weight" in capsys.readouterr().out
+    assert "bits per weight in file" in capsys.readouterr().out
     assert "does not exist" in fails(capsys, "inspect", "nothing")
 
 
@@ -392,7 +392,9 @@ def test_export_from_the_command_line(tiny_bundle: Path, tmp_path: Path, capsys:
     out = tmp_path / "out"
     assert main(["export", str(source), str(out), "--weights", "int4", "--block", "64", "--head", "int8"]) == 0
     shown = capsys.readouterr().out
-    assert "bits per weight" in shown
+    # The head of 8 bits takes 8 + 32 / 64 bits in the file and 8 + 64 / 64 as read, the others 4.5 and 5, with padding.
+    both = re.search(r"bits per weight: (\d+\.\d\d) as read per token, (\d+\.\d\d) in the file", shown)
+    assert both is not None
     (quality,) = [line for line in shown.splitlines() if "KL" in line]
     assert quality.startswith("quality on a sample text of 64 tokens: mean KL ")
     assert "perplexity" in quality
@@ -402,6 +404,9 @@ def test_export_from_the_command_line(tiny_bundle: Path, tmp_path: Path, capsys:
     assert main(["inspect", str(out), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["weights"] == {"int8/64": 2, "int4/64": 8}
+    figures = [facts[f"bits_per_weight_{place}"] for place in ("read", "in_file")]
+    assert [f"{bits:.2f}" for bits in figures] == [*both.groups()]
+    assert figures[0] > figures[1]
     assert facts["made_by"].startswith("edge-run export")
     assert facts["quality_measured_on"] == "a short sample text"
     assert main(["inspect", str(out)]) == 0

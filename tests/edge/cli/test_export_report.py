@@ -86,9 +86,9 @@ def test_report_option_and_replacing_a_bundle_with_a_report(
     exported(checkpoint, out, "--weights", "int8", "--report", "--method", "rtn")
     report = json.loads((out / "report.json").read_text(encoding="utf-8"))
     assert report["shipped"]["mean_kl"] < 0.1
-    assert report["bits_per_weight"] == pytest.approx(10.0)
+    assert report["bits_per_weight_read"] == pytest.approx(10.0)
     exported(checkpoint, out, "--weights", "int4", "--report")
-    assert json.loads((out / "report.json").read_text(encoding="utf-8"))["bits_per_weight"] == pytest.approx(6.0)
+    assert json.loads((out / "report.json").read_text(encoding="utf-8"))["bits_per_weight_read"] == pytest.approx(6.0)
     assert main(["export", str(checkpoint), str(out), "--weights", "int4"]) == 0
     assert not (out / "report.json").exists()
     assert main([str(out), "-p", "the", "-n", "3"]) == 0

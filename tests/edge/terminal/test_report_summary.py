@@ -51,7 +51,7 @@ def test_each_figure_has_a_line() -> None:
 def test_an_export_without_measurements_shows_layers_and_size() -> None:
     report = whole_report(3)
     (chosen,) = [dataclasses.replace(plan, kl=None) for plan in report.plans if plan.kind is PlanKind.CHOSEN]
-    lines = shown(ModelReport("m", "c", report.linears, [chosen], 1, {}))
+    lines = shown(ModelReport("m", "c", report.linears, [chosen], 1, {}, bits_per_weight_in_file=3.0553))
     assert lines[0].startswith("weights by layer")
-    assert lines[-1] == "weights read per token: 216.1 MB (3.50 bits per weight, as the kernels keep them)"
+    assert lines[-1] == "weights read per token: 216.1 MB (bits per weight: 3.50 as read per token, 3.06 in the file)"
     assert not any("KL" in line for line in lines)

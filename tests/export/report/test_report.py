@@ -144,7 +144,7 @@ def test_files_are_part_of_a_bundle(tmp_path: Path) -> None:
     assert data == as_values(whole_report(2))
     assert data["kl_against_uniform"] == pytest.approx(0.5, rel=1e-3)
     assert data["kl_against_rule"] == pytest.approx(2 / 3, rel=1e-3)
-    assert data["bits_per_weight"] == 3.5
+    assert data["bits_per_weight_read"] == 3.5
     assert data["quality"]["p99_kl"] == 0.913
     assert data["linears"][1]["weight_format"] == {"format": "int2/128", "bits": 2, "block": 128, "method": "gptq"}
     assert data["plans"][0] | {"kl": 0} == {

@@ -299,7 +299,7 @@ def test_an_export_of_one_format_has_one_step(client: httpx.Client, checkpoint: 
     job = job_of(client, key)
     assert job["state"] == "done", job["error"]
     assert job["name"] == "tiny-chat"
-    assert job["result"]["bits_per_weight"] == 9.0
+    assert job["result"]["bits_per_weight_in_file"] == 9.0
     assert (home / "models" / "tiny-chat" / "model.onnx").is_file()
 
 
