@@ -11,6 +11,7 @@ from typing import Final
 from ..errors import CheckpointError, InputError
 from ..models.bundle import SENTENCE_POOLING
 from ..models.draft_heads import HeadKind
+from ..models.hub.model_id import looks_like_hub_id
 from ..models.json_file import read_json_object
 from ..models.progress import Progress, silent
 from ..runtime.embedding import Pooling
@@ -44,7 +45,10 @@ def find_source(source: Path) -> Path:
         InputError: the path does not exist, is not a model, or holds several GGUF files.
     """
     if not source.exists() and not holds_graph(source):
-        raise InputError(f"{source} does not exist", _SOURCES_HINT)
+        hint = _SOURCES_HINT
+        if looks_like_hub_id(f"org/{source.as_posix()}"):
+            hint = f"a model on the Hugging Face Hub has an organization before its name, org/{source}; else {hint}"
+        raise InputError(f"{source} does not exist", hint)
     if source.is_file() and not (is_gguf(source) or holds_graph(source)):
         raise InputError(f"{source} is not a model", _SOURCES_HINT)
     if not source.is_dir() or (source / "config.json").is_file() or holds_graph(source):

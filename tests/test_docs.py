@@ -56,6 +56,21 @@ def anchors(document: Path) -> set[str]:
     return found
 
 
+@pytest.mark.parametrize("path", ["README.md", "docs/user-guide.md", "edge/cli/export.py", "edge/cli/command_line.py"])
+def test_models_to_export_are_named_with_their_organization(path: str) -> None:
+    """Placeholders are in capitals, and files have the suffix of their kind."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    named = re.findall(r"(?:edge-run export|--draft) ([\w./-]+)", text)
+    assert named
+    wrong = [
+        name
+        for name in named
+        if not (name.isupper() or "/" in name or name.endswith((".gguf", ".onnx")) or name in ("mtp", "none"))
+        and not name.startswith("-")
+    ]
+    assert wrong == []
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document: Path) -> None:
     for link in re.findall(r"\]\((?!https?:)([^)]+)\)", document.read_text(encoding="utf-8")):

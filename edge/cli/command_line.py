@@ -82,7 +82,7 @@ edge-run -p "find files larger than 100 MB"
 edge-run app
 edge-run my-model
 edge-run onnx-community/Qwen2.5-0.5B-Instruct
-edge-run export Qwen2.5-0.5B-Instruct my-model --weights int4
+edge-run export Qwen/Qwen2.5-0.5B-Instruct my-model --weights int4
 
 All options of chats and answers: edge-run run --help
 """

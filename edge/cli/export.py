@@ -191,16 +191,16 @@ def export(
     Examples:
 
     \b
-    edge-run export Qwen2.5-0.5B-Instruct my-model --weights int4 --block 64 --head int8
-    edge-run export Qwen2.5-0.5B-Instruct my-model --weights mixed --budget 3.5bpw
-    edge-run export Qwen2.5-0.5B-Instruct my-model --weights mixed --budget 280MB@file --half-scales --zero-points
-    edge-run export Qwen2.5-1.5B-Instruct my-model --draft Qwen2.5-0.5B-Instruct
+    edge-run export Qwen/Qwen2.5-0.5B-Instruct my-model --weights int4 --block 64 --head int8
+    edge-run export Qwen/Qwen2.5-0.5B-Instruct my-model --weights mixed --budget 3.5bpw
+    edge-run export Qwen/Qwen2.5-0.5B-Instruct my-model --weights mixed --budget 280MB@file --half-scales --zero-points
+    edge-run export Qwen/Qwen2.5-1.5B-Instruct my-model --draft Qwen/Qwen2.5-0.5B-Instruct
     edge-run export Qwen/Qwen3.5-0.8B my-model --draft mtp --draft-weights int8
     edge-run export Qwen/Qwen3.5-0.8B my-model --draft-vocab 65536 --calibration chats.jsonl
     edge-run export Qwen/Qwen3-1.7B my-model --draft AngelSlim/Qwen3-1.7B_eagle3
-    edge-run export Qwen2.5-0.5B-Instruct my-model --device gpu
-    edge-run export Qwen2.5-0.5B-Instruct my-model --device npu --widths 1,4,128 --contexts 512,2048
-    edge-run export Phi-3-mini-4k-instruct-onnx/cpu-int4 my-model
+    edge-run export Qwen/Qwen2.5-0.5B-Instruct my-model --device gpu
+    edge-run export Qwen/Qwen2.5-0.5B-Instruct my-model --device npu --widths 1,4,128 --contexts 512,2048
+    edge-run export ./Phi-3-mini-4k-instruct-onnx/cpu-int4 my-model
     edge-run export optimum-export/model.onnx my-model --weights int4
     edge-run export Qwen/Qwen2.5-0.5B-Instruct my-model
     """

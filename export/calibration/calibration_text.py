@@ -83,7 +83,7 @@ def calibration_text(
                 sliding_windows=any(layer.window is not None for layer in model.config.attention),
             )
         else:
-            read = read_texts(trial, request.file, max_tokens, max_text_tokens)
+            read = read_texts(trial, request.file, max_tokens, max_text_tokens, request.seed)
             texts = _random_sample(read, max_tokens, request.seed)
         remove(trial)
         _store(folder, texts)

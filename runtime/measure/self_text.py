@@ -52,10 +52,10 @@ def sample_texts(
         )
 
 
-def read_texts(bundle: Path, file: Path, min_tokens: int, max_text_tokens: int) -> list[TokenArray]:
+def read_texts(bundle: Path, file: Path, min_tokens: int, max_text_tokens: int, seed: int = 0) -> list[TokenArray]:
     """Read a text file as token ids of a model.
 
-    In a .jsonl file the `messages` of each line are rendered in the model's chat template, in a fixed random order;
+    In a .jsonl file the `messages` of each line are rendered in the model's chat template, in a random order;
     lines are read until they have `min_tokens` tokens in total. Any other file is plain text and is read whole.
 
     Args:
@@ -63,6 +63,7 @@ def read_texts(bundle: Path, file: Path, min_tokens: int, max_text_tokens: int) 
         file: the text.
         min_tokens: tokens to read of a .jsonl file, or all there are.
         max_text_tokens: most tokens of one text; longer ones are cut into pieces.
+        seed: the same seed gives the same order of the conversations.
 
     Returns:
         Token ids, int64 [n] each.
@@ -75,7 +76,9 @@ def read_texts(bundle: Path, file: Path, min_tokens: int, max_text_tokens: int) 
     content = read_text(file)
     with load(bundle, device="cpu", cache=False, draft=None, learned=False) as engine:
         conversations = file.suffix == ".jsonl"
-        found = _conversations(engine, content, file) if conversations else _pieces(engine, content, max_text_tokens)
+        found = (
+            _conversations(engine, content, file, seed) if conversations else _pieces(engine, content, max_text_tokens)
+        )
         texts = []
         total = 0
         for ids in found:
@@ -92,13 +95,13 @@ def read_texts(bundle: Path, file: Path, min_tokens: int, max_text_tokens: int) 
     return texts
 
 
-def _conversations(engine: Engine, content: str, file: Path) -> Iterator[list[int]]:
+def _conversations(engine: Engine, content: str, file: Path, seed: int) -> Iterator[list[int]]:
     """Yield the conversations of JSON lines: in the chat template, or one message under the other without one.
 
-    The order is random but fixed, so that the first conversations come from all over the file.
+    The order is random, so that the first conversations come from all over the file.
     """
     rows = list(json_lines(content, file))
-    for index in np.random.default_rng(0).permutation(len(rows)).tolist():
+    for index in np.random.default_rng(seed).permutation(len(rows)).tolist():
         messages = _messages(rows[index], file, index + 1)
         if engine.template is None:
             text = "\n".join(message["content"] for message in messages)

@@ -31,6 +31,15 @@ def test_a_checkpoint_folder_may_contain_other_files(tmp_path: Path) -> None:
     assert find_source(tmp_path) == tmp_path
 
 
+def test_a_name_without_an_organization_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"B-Instruct does not exist; .*org/Qwen2\.5-0\.5B-Instruct; else"):
+        find_source(Path("Qwen2.5-0.5B-Instruct"))
+    for path in ("model.gguf", "folder/model"):
+        with pytest.raises(InputError, match=r"does not exist; give a checkpoint folder"):
+            find_source(Path(path))
+
+
 def test_missing_files_and_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="nothing does not exist; give a checkpoint folder"):
         find_source(tmp_path / "nothing")

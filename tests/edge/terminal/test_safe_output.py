@@ -284,6 +284,22 @@ def test_styles_reach_a_terminal_and_hostile_text_does_not(monkeypatch: pytest.M
     assert "\x1b[31m" not in sent
 
 
+def test_long_work_writes_plain_lines_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ProgressDisplay(lines=True) as progress:
+        for stage, fraction in (("text", 0.0), ("text", 0.5), ("searching", 0.1), ("text", 1.0)):
+            progress(stage, fraction)
+        monkeypatch.setattr("edgerun.models.progress._LINE_S", 0.0)
+        progress(NAME, 0.0)
+        progress("searching", 0.25)
+    lines = ["text", "searching", f"{SHOWN}[bold]x[nope] :smile:", "searching, 25%"]
+    assert capsys.readouterr().err.splitlines() == [f"edge-run: progress: {line}" for line in lines]
+    with ProgressDisplay() as progress:
+        progress("searching", 0.5)
+    assert capsys.readouterr().err == ""
+
+
 def test_the_progress_display_shows_names_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen()
     monkeypatch.setattr("sys.stderr", screen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ from hypothesis import strategies as st
 
 from edgerun.errors import InputError
 from edgerun.export.bundle_content import SourceModel
-from edgerun.export.calibration.calibration_text import MIN_TOKENS, CalibrationText, calibration_text, split_texts
+from edgerun.export.calibration.calibration_text import (
+    MIN_TOKENS,
+    CalibrationText,
+    calibration_text,
+    default_tokens,
+    split_texts,
+)
 from edgerun.export.calibration.collect_statistics import collect_statistics
 from edgerun.export.calibration.layer_runner import LayerRunner
 from edgerun.export.calibration.text_batches import pack_texts
@@ -75,6 +82,35 @@ def test_texts_of_models_with_sliding_windows_are_sampled_one_by_one(
     (tmp_path / "work").mkdir()
     calibration_text(model, CalibrationRequest(max_tokens=MIN_TOKENS), tmp_path / "work", silent)
     assert [size > 1 for size in sizes] == [batched]
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_the_seed_selects_among_the_texts_of_a_file(tmp_path: Path, suffix: str) -> None:
+    source = Checkpoint(write_checkpoint(tmp_path / "checkpoint"))
+    model = SourceModel(source, read_config(source.folder), 64)
+    words = np.random.default_rng(0).choice(["the", "sea", "and", "of", "other"], (150, 30))
+    lines = [" ".join(line) for line in words]
+    if suffix == ".jsonl":
+        lines = [json.dumps({"messages": [{"role": "user", "content": line}]}) for line in lines]
+    file = tmp_path / f"text{suffix}"
+    file.write_text("\n".join(lines), encoding="utf-8")
+
+    def read(name: str, seed: int) -> set[tuple[int, ...]]:
+        (tmp_path / name).mkdir()
+        text = calibration_text(model, CalibrationRequest(file, MIN_TOKENS, seed), tmp_path / name, silent)
+        return {tuple(part.tolist()) for part in (*text.calibration, *text.held_out)}
+
+    first = read("first", 0)
+    assert read("again", 0) == first
+    assert len(read("other", 1) & first) < len(first)
+
+
+def test_a_model_with_narrow_linears_needs_less_text(tmp_path: Path) -> None:
+    narrow, wide = (
+        read_config(write_checkpoint(tmp_path / str(width), num_hidden_layers=1, intermediate_size=width))
+        for width in (128, 640)
+    )
+    assert [default_tokens(narrow), default_tokens(wide)] == [4096, 10240]
 
 
 def test_duplicates_are_dropped() -> None:

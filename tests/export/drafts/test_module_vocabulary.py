@@ -19,6 +19,7 @@ from edgerun.errors import InputError
 from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, HeadRequest, HeadVocabulary, export_checkpoint
 from edgerun.export.calibration.calibration_text import CalibrationText
 from edgerun.export.drafts import module_vocabulary
+from edgerun.export.drafts.draft_head import DraftHead
 from edgerun.export.drafts.module_vocabulary import trim_vocabulary
 from edgerun.export.drafts.trimmed_head import trim_layer_skip_draft, trim_module
 from edgerun.models.bundle import open_bundle
@@ -98,6 +99,17 @@ def test_from_the_outside_a_module_gets_the_tokens_that_the_text_has(
     greedy = GenerateOptions(max_tokens=24, ignore_eos=True)
     with edgerun.load(bundle, draft=None) as plain, edgerun.load(bundle) as drafting:
         assert drafting.generate("the sea", greedy).text == plain.generate("the sea", greedy).text
+
+
+def test_a_note_on_the_head_is_kept_without_calibration(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_to = DraftHead.add_to
+    monkeypatch.setattr(DraftHead, "add_to", lambda *arguments: add_to(*arguments) or "a note on the head")
+    recipe = ExportRecipe(FP32, draft_head=HeadRequest(None, HeadKind.MTP))
+    assert recipe.data_free
+    result = export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe))
+    assert "a note on the head" in result.notes
 
 
 def test_what_calibration_scaled_is_scaled_in_the_trimmed_head_too(tmp_path: Path, monkeypatch: Any) -> None:
