@@ -43,7 +43,7 @@ WIDTHS: Final = (1, 2, 4, 8)
 """Widths of the passes that are measured; times in between are interpolated."""
 STAGE: Final = "timing linears"
 _ROUNDS: Final = 16
-_MIN_ROUNDS: Final = 2
+_MIN_ROUNDS: Final = 1
 _WEIGHTS_PER_ROUND: Final = 1 << 20
 """Models of so many weights for each of the `_ROUNDS` and more are timed in all rounds. Smaller ones lie in caches, and
 sessions and pauses would take longer than their passes."""

@@ -293,7 +293,7 @@ def test_long_work_writes_plain_lines_where_there_is_no_terminal(
         monkeypatch.setattr("edgerun.models.progress._LINE_S", 0.0)
         progress(NAME, 0.0)
         progress("searching", 0.25)
-    lines = ["text", "searching", f"{SHOWN}[bold]x[nope] :smile:", "searching, 25%"]
+    lines = ["text", "searching", f"{SHOWN}\ufffd[bold]x[nope] :smile:", "searching, 25%"]
     assert capsys.readouterr().err.splitlines() == [f"edge-run: progress: {line}" for line in lines]
     with ProgressDisplay() as progress:
         progress("searching", 0.5)
