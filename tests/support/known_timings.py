@@ -24,6 +24,8 @@ class KnownMachine:
     def __init__(self) -> None:
         self.timed_bundles: list[int] = []
         """Number of bundles of each call."""
+        self.rounds = 0
+        """Number of rounds of the last call."""
         self.slow = 1.0
         """Factor of all times."""
 
@@ -56,6 +58,7 @@ class KnownMachine:
     ) -> list[Mapping[int, PassNodeTimes]]:
         """As `BundleTimer.time_nodes`."""
         assert rounds > 0
+        self.rounds = rounds
         self.timed_bundles.append(len(bundles))
         found = []
         for path in bundles:
@@ -70,6 +73,7 @@ class KnownMachine:
                         {
                             "embedded": 1.0,
                             "layers.0.qkv.product": 0.0,
+                            "head.product": self.linear("head", plan["head"], width) + self.slow * self._PROFILING_S,
                             **{
                                 node: self.linear(linear_kind(name), plan[name], width) + self.slow * self._PROFILING_S
                                 for name, node in nodes.items()

@@ -393,7 +393,7 @@ def test_export_from_the_command_line(tiny_bundle: Path, tmp_path: Path, capsys:
     assert main(["export", str(source), str(out), "--weights", "int4", "--block", "64", "--head", "int8"]) == 0
     shown, err = capsys.readouterr()
     stages = [line.removeprefix("edge-run: progress: ") for line in err.splitlines()]
-    assert stages[:2] == ["writing weights", "checking"], "stages as plain lines, since this is no terminal"
+    assert stages[:2] == ["writing weights", "checking"], "stages as plain lines, without a terminal"
     # The head of 8 bits takes 8 + 32 / 64 bits in the file and 8 + 64 / 64 as read, the others 4.5 and 5, with padding.
     both = re.search(r"bits per weight: (\d+\.\d\d) as read per token, (\d+\.\d\d) in the file", shown)
     assert both is not None
