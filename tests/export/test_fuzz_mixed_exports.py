@@ -25,8 +25,8 @@ EXPERTS = ("qwen3_moe", "gpt_oss", "qwen3_5_moe_text", "qwen3_next")
 FAMILIES = sorted(tiny_models.FAMILY_SETTINGS.keys() - {"gemma4_text"})
 """All families but the one whose layers differ, which mixed exports refuse."""
 WORDS = ("the", "sea", "and", "sand", "of", "then", "is", "in", "on", "other", "thing", "that", "was", "to", "be")
-METHODS = ("gptq", "awq+gptq", "k-quant", "awq+k-quant", "hqq", "rtn")
-SCALES = ("--zero-points", "--half-scales", "--powers-of-two", "--low-rank")
+METHODS = ("gptq", "awq+gptq", "k-quant", "awq+k-quant", "rtn")
+SCALES = ("--zero-points", "--half-scales", "--low-rank")
 
 
 @pytest.mark.parametrize("seed", some_nightly(range(CASES), every=50))
