@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         InputError,
         TemplateError,
     )
+    from .runtime.arguments.load_options import LoadOptions
     from .runtime.conversation import Session
     from .runtime.decode import FinishReason
     from .runtime.devices.power import Power
@@ -66,6 +67,7 @@ __all__ = [
     "GenerateOptions",
     "HubError",
     "InputError",
+    "LoadOptions",
     "OriginKind",
     "Power",
     "Reply",
@@ -98,6 +100,7 @@ _MODULES = {
         "InputError",
         "TemplateError",
     ),
+    ".runtime.arguments.load_options": ("LoadOptions",),
     ".runtime.conversation": ("Session",),
     ".runtime.decode": ("FinishReason",),
     ".runtime.devices.power": ("Power",),

@@ -33,6 +33,7 @@ from edgerun import Engine, GenerateOptions
 from edgerun.models.bundle import open_bundle
 from edgerun.models.find import find_model
 from edgerun.models.pairing import find_draft
+from edgerun.runtime.arguments.load_options import MEASURING_OPTIONS
 from edgerun.runtime.decode import DecodeLimits, FinishReason, decode
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.bound_graph import BoundGraph
@@ -42,7 +43,6 @@ from edgerun.runtime.graph.session import SessionConfig
 from edgerun.runtime.kv.arena import InPlaceArena, KVArena
 from edgerun.runtime.loaded_model import LoadedModel
 from edgerun.runtime.measure.system_load import LoadMeter
-from edgerun.runtime.options import Persistence
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.scheduling.work_thread import WorkThread
 from edgerun.runtime.speculation.choice import Speculation
@@ -263,7 +263,7 @@ def real(device: str, requests: Sequence[str], repeat: int) -> dict[str, Measure
         engines = {}
         for mode in found:
             draft = PlacedDraft(placed.pair, placed.config, overlaps=mode == _OVERLAP)
-            loaded = LoadedModel(bundle, config, None, draft, Persistence(learned=False))
+            loaded = LoadedModel(bundle, config, MEASURING_OPTIONS, draft)
             engines[mode] = stack.enter_context(Engine(loaded))
         options = GenerateOptions(temperature=0.0, max_tokens=_MOST_TOKENS, speculation=_MODEL)
         for round_ in range(repeat + 1):

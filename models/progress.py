@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Generic, ParamSpec, Protocol, TypeVar
 
 from .safe_text import on_one_line
 
@@ -14,12 +14,29 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bars
     from rich.progress import TaskID
 
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
 _PATIENCE_S: Final = 0.3
 """Seconds after which a transient display appears."""
 LINE_PREFIX: Final = "edge-run: progress: "
 """Beginning of each line of progress where standard error is not a terminal."""
 _LINE_S: Final = 15.0
 """Seconds after which a stage that still runs gets another line."""
+
+
+class shown_by_name(Generic[_Parameters, _Result]):  # noqa: N801  a decorator
+    """Decorate a function that is the default of a parameter so that signatures show its name, not its address."""
+
+    def __init__(self, function: Callable[_Parameters, _Result]) -> None:
+        self._function = function
+
+    def __call__(self, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        """Call the function."""
+        return self._function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return self._function.__name__
 
 
 class Progress(Protocol):
@@ -35,6 +52,7 @@ class Progress(Protocol):
         ...
 
 
+@shown_by_name
 def silent(stage: str, fraction: float) -> None:
     """Show nothing; the default `Progress`."""
 

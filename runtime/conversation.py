@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,9 @@ from ..models.atomic import write_atomically
 from ..models.bundle import Bundle
 from ..models.find import model_name
 from ..models.json_file import is_whole
-from .argument_types import checked_arguments
+from .arguments.argument_types import checked_arguments
+from .arguments.option_fields import lists_options
+from .arguments.option_keywords import GenerateKeywords
 from .devices.providers import CPU_PROVIDER
 from .generation import CachedSequence
 from .kv.arena import KVArena
@@ -68,12 +70,16 @@ class Session:
         """Number of tokens whose cache slots are kept."""
         return self._open_sequence().arena.length
 
-    def send(self, text: str, options: GenerateOptions | None = None, **changes: Any) -> Reply:
+    @lists_options(GenerateOptions)
+    def send(self, text: str, options: GenerateOptions | None = None, **changes: Unpack[GenerateKeywords]) -> Reply:
         """Send a user message and wait for the whole answer; errors as for `stream`."""
         return Reply.of(self.stream(text, options, **changes))
 
+    @lists_options(GenerateOptions)
     @checked_arguments
-    def stream(self, text: str, options: GenerateOptions | None = None, **changes: Any) -> AnswerStream:
+    def stream(
+        self, text: str, options: GenerateOptions | None = None, **changes: Unpack[GenerateKeywords]
+    ) -> AnswerStream:
         """Send a user message and read the answer piece by piece.
 
         An answer joins the conversation also when its stream is closed or cancelled half-way. If an error left no

@@ -11,13 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import InputError
-from .argument_types import checked_arguments
+from .arguments.argument_types import checked_arguments
+from .arguments.option_fields import lists_options
+from .arguments.option_keywords import GenerateKeywords
 from .conversation import Session
 from .embedding import embed_texts
 from .loaded_model import LoadedModel
@@ -63,7 +65,10 @@ class Engine:
         self.template: Final = model.template
         """The chat template, or None."""
 
-    def generate(self, prompt: Prompt, options: GenerateOptions | None = None, **changes: Any) -> Reply:
+    @lists_options(GenerateOptions)
+    def generate(
+        self, prompt: Prompt, options: GenerateOptions | None = None, **changes: Unpack[GenerateKeywords]
+    ) -> Reply:
         """Answer `prompt` and return the whole answer.
 
         Options can be given as a `GenerateOptions`, by name, or both.
@@ -82,8 +87,11 @@ class Engine:
         """
         return Reply.of(self.stream(prompt, options, **changes))
 
+    @lists_options(GenerateOptions)
     @checked_arguments
-    def stream(self, prompt: Prompt, options: GenerateOptions | None = None, **changes: Any) -> AnswerStream:
+    def stream(
+        self, prompt: Prompt, options: GenerateOptions | None = None, **changes: Unpack[GenerateKeywords]
+    ) -> AnswerStream:
         """Answer `prompt` piece by piece; arguments and errors as for `generate`, raised before the first piece."""
         chosen = (options or GenerateOptions()).changed(changes)
         chat = self._chat(prompt, chosen)
@@ -120,11 +128,17 @@ class Engine:
         self.model.prefixes.wait()
         return len(prompt_ids)
 
-    async def agenerate(self, prompt: Prompt, options: GenerateOptions | None = None, **changes: Any) -> Reply:
+    @lists_options(GenerateOptions)
+    async def agenerate(
+        self, prompt: Prompt, options: GenerateOptions | None = None, **changes: Unpack[GenerateKeywords]
+    ) -> Reply:
         """`generate` for asyncio: decodes in a worker thread."""
         return Reply.of([chunk async for chunk in self.astream(prompt, options, **changes)])
 
-    def astream(self, prompt: Prompt, options: GenerateOptions | None = None, **changes: Any) -> AsyncAnswerStream:
+    @lists_options(GenerateOptions)
+    def astream(
+        self, prompt: Prompt, options: GenerateOptions | None = None, **changes: Unpack[GenerateKeywords]
+    ) -> AsyncAnswerStream:
         """`stream` for asyncio: decodes in a worker thread; cancelling the task cancels the answer.
 
         A stream that is left early is closed with `await stream.aclose()`, or by dropping it.

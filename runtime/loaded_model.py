@@ -12,6 +12,7 @@ from ..models.bundle import TARGET_IDS_NAME, Bundle
 from ..models.device_kind import DeviceKind
 from ..models.find import model_name
 from ..models.progress import Progress, silent
+from .arguments.load_options import LoadOptions
 from .decode import check_prompt_fits
 from .devices.drivers import device_identity
 from .devices.processor import default_threads, processor
@@ -28,7 +29,7 @@ from .kv.arena import KVArena
 from .kv.prefix_cache import PrefixCache
 from .kv.prefix_files import PrefixFiles
 from .measure.measurement_store import model_id
-from .options import GenerateOptions, GenerationRequest, Persistence
+from .options import GenerateOptions, GenerationRequest
 from .overflow import Overflow, fitted, overflow_of
 from .prefill import PrefillMode
 from .result import Chunk
@@ -46,7 +47,6 @@ from .text.chat_template import ChatTemplate, Message, encode_chat, load_templat
 from .text.tokenizer import TextTokenizer
 from .tools.answer_format import AnswerFormat
 from .tools.answer_parts import AnswerParts
-from .tools.template_signs import AUTO
 
 
 class LoadedModel:
@@ -55,19 +55,14 @@ class LoadedModel:
     Args:
         bundle: the model's files.
         config: how the graph runs.
-        context: largest number of tokens of prompt and answer together; None for what the model allows.
+        options: the options that the model was loaded with; those that chose `config` and `draft` are not read again.
         draft: the draft model; None for none.
-        persistence: what is read from disk and kept there.
         progress: receives the progress of what an answer waits for: measurements of a new model, long prompts.
-        queue: the request queue of the engine; None for one of the usual size.
-        overflow: what happens where a conversation is longer than the context, unless an answer's options say so.
-        prefill: which graph reads prompts. `INT8` makes that graph now.
-        tool_format: how the model writes calls of functions: `auto`, the name of a form, or `none`.
 
     Raises:
         BundleError: the model is damaged, a draft model that cannot generate by itself, or one that cannot have the
             int8 prompt graph that was asked for by name.
-        InputError: `context` is more than the model allows, or nothing says what it allows; or the int8 prompt graph
+        InputError: the context is more than the model allows, or nothing says what it allows; or the int8 prompt graph
             was asked for by name where it cannot run; or there is no such form of calls.
     """
 
@@ -75,25 +70,20 @@ class LoadedModel:
         self,
         bundle: Bundle,
         config: SessionConfig,
-        context: int | None,
-        draft: PlacedDraft | None,
-        persistence: Persistence,
+        options: LoadOptions,
+        draft: PlacedDraft | None = None,
         progress: Progress = silent,
-        queue: RequestQueue | None = None,
-        overflow: Overflow | None = None,
-        *,
-        prefill: PrefillMode = PrefillMode.PLAIN,
-        tool_format: str = AUTO,
     ) -> None:
         self.bundle: Final = bundle
         self._progress = progress
         self._config = config
-        self._uses_cache = persistence.cache
-        graph = open_graph(bundle, config, cache=persistence.cache, prefill=prefill)
+        self._uses_cache = options.cache
+        prefill = PrefillMode(options.prefill)
+        graph = open_graph(bundle, config, cache=options.cache, prefill=prefill)
         self._graph: DecoderGraph | None = graph
         self._feature_size = graph.graph_io.feature_size if draft is not None and draft.pair.head is not None else None
         self.graph_io: Final = graph.graph_io
-        self.context: Final = _context_limit(bundle, graph.graph_io.capacity, context)
+        self.context: Final = _context_limit(bundle, graph.graph_io.capacity, options.context)
         """Largest number of tokens of prompt and answer together."""
         self.device: Final = config.device
         self.assignments: Final = graph.assignments
@@ -108,24 +98,22 @@ class LoadedModel:
         self.tokenizer: Final = TextTokenizer(bundle, graph.graph_io.vocab_size)
         self.template: Final = load_template(bundle, self.tokenizer)
         written = "" if self.template is None else self.template.written
-        self.answer_format: Final = AnswerFormat(written, tool_format, self.tokenizer)
+        self.answer_format: Final = AnswerFormat(written, options.tool_format, self.tokenizer)
         """How reasoning and calls are found in answers."""
         self.defaults: Final = ModelDefaults.of(bundle)
-        self.queue: Final = RequestQueue() if queue is None else queue
-        self.overflow: Final = overflow
+        self.queue: Final = RequestQueue(options.parallel, options.max_waiting)
+        self.overflow: Final = options.overflow
         """What happens where a conversation is longer than the context; None for the default of the place."""
         self._formats: Final = FormatCompiler(self.tokenizer, graph.graph_io.vocab_size)
         self._shift: Final = CacheShift(bundle.graph, self.graph_io, self._new_arena)
         files = None
         # Files of prefixes have slots of the KV cache alone.
-        if persistence.cache and persistence.prefix_disk_bytes and not self.graph_io.states:
-            files = PrefixFiles(self._prefix_key, persistence.prefix_disk_bytes, self._reads_plainly)
-        self.prefixes: Final = PrefixCache(self._new_arena, persistence.prefix_bytes, files)
+        if options.cache and options.prefix_disk and not self.graph_io.states:
+            files = PrefixFiles(self._prefix_key, options.prefix_disk, self._reads_plainly)
+        self.prefixes: Final = PrefixCache(self._new_arena, options.prefix_cache or 0, files)
         """KV caches of finished answers and conversations, and of chosen prefixes on disk."""
-        self.drafters: Final = DrafterPool(graph, bundle, self.context, draft, persistence, self.prefixes, progress)
-        self.prompts: Final = PromptReading(
-            graph, bundle, self.tokenizer, self.context, self.queue, prefill, persistence
-        )
+        self.drafters: Final = DrafterPool(graph, bundle, self.context, draft, options, self.prefixes, progress)
+        self.prompts: Final = PromptReading(graph, bundle, self.tokenizer, self.context, self.queue, options)
         """Which graph reads prompts."""
         self.prompts.prepare(progress)
         trim_heap()

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, TemplateError
 from ..models.json_file import shown
-from .argument_types import check_fields
+from .arguments.argument_types import check_fields
+from .arguments.load_options import LoadOptions
+from .arguments.option_fields import changed, documented, option, same_option
 from .kv.prefix_cache import shared_tokens
 from .overflow import Overflow
 from .sampling.logprobs import MAX_ALTERNATIVES
@@ -39,104 +41,140 @@ _OWN_VARIABLES = ("messages", "tools", "mark", "special_tokens_in_messages")
 _FILTERS = ("top_k", "top_p", "min_p")
 
 
+@documented
 @dataclass(frozen=True)
 class GenerateOptions:
     """Options of one answer. None takes the value of the model's generation_config.json, or else greedy decoding."""
 
-    max_tokens: int | None = None
-    """Largest number of tokens to generate; None to go on until the model ends or the context is full."""
-    stop: str | Sequence[str] | None = ()
-    """Stop sequence, or several, or None; the answer ends before the first one."""
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repeat_penalty: float | None = None
-    presence_penalty: float = 0.0
-    """What is subtracted from the logits of all tokens that the answer has already."""
-    frequency_penalty: float = 0.0
-    """What is subtracted from the logit of a token for every time that the answer has it already."""
-    logit_bias: Mapping[int, float] | None = None
-    """What is added to the logits of some token ids."""
-    ignore_eos: bool = False
-    """Whether the answer goes on after end-of-sequence tokens, up to `max_tokens` or the end of the context."""
-    logprobs: int | None = None
-    """Number of alternatives to list with every token, 0 to 20, besides its own log-probability; None to list none."""
-    n: int = 1
-    """Number of answers to the prompt, which `Chunk.index` and `Reply.choices` tell apart. Each has a seed of its own:
-    the first one that of a single answer, the next one 1 more, and so on. They are generated one after another, over
-    one KV cache. Without sampling all of them are equal, so one is generated."""
-    best_of: int | None = None
-    """Number of answers to generate, of which the `n` with the largest mean log-probability of their tokens are
-    returned, the best one first; None for `n`. Their text comes at the end."""
-    early_stop: float = 1.0
-    """Confidence, 0.5 to 1, at which one of the `best_of` answers is stopped because it will not be returned. At 1 it
-    is stopped when it cannot be any more, so the same answers are returned; less saves more tokens (`EarlyStop`)."""
-    seed: int | None = None
-    """The same seed gives the same text; None takes a random one."""
-    raw: bool = False
-    """Continue the prompt as it is, without the chat template."""
-    system: str | None = None
-    """System message."""
-    answer_start: str | Sequence[int] = ""
-    """What the answer begins with: a text, in which special tokens are plain text, or token ids. The model continues
-    it, and only what follows is returned; `AnswerStream.start_text` has the text before that."""
-    special_tokens_in_messages: bool = False
-    """Whether the text of a special token in a message becomes that token. By default it stays text: only the chat
-    template writes control tokens."""
-    tools: Sequence[Mapping[str, Any]] = ()
-    """Functions that the model may call, for the chat template: `{"type": "function", "function": {"name": ...}}`.
-    Its calls are in `Reply.tool_calls`."""
-    tool_choice: str | Mapping[str, Any] = "auto"
-    """Whether the model calls functions: `auto` leaves it to the model, `none` hides them, `required` makes it call one
-    or more, and `{"type": "function", "function": {"name": ...}}` that one. A grammar enforces the latter two (extra
-    `structured`), with arguments of the functions' schemas."""
-    parallel_tool_calls: bool = True
-    """Whether an answer may have several calls; otherwise it ends with its first one."""
-    parse_answer: bool = True
-    """Whether reasoning and calls of functions are taken out of the text, where the chat template has a form for them.
-    Otherwise the text is what the model writes, without its special tokens."""
-    template_variables: Mapping[str, Any] | None = None
-    """What the chat template reads besides, such as `enable_thinking` or `documents`."""
-    speculation: Speculation = Speculation.AUTO
-    """Which drafters to use. The text does not depend on it, except in near ties where activations have 8 bits: there
-    wide passes differ from narrow ones in the last bits. `exact` answers do not depend on it at all."""
-    exact: bool = False
-    """Whether the text is that of plain decoding whatever the hardware: near ties are recomputed one token per pass,
-    and sampled text is not drafted."""
-    draft_sampling: DraftSampling = DraftSampling.OFF
-    """Whether to sample the draft model's tokens instead of taking the likeliest: same distribution and faster at high
-    temperatures, but a seed has no fixed text."""
-    explain: bool = False
-    """Whether to keep the statistics of every round, in `Stats.rounds`."""
-    overflow: str | None = None
-    """What happens where the conversation is longer than the context: `error`, `trim` (the oldest turns are left out,
-    also while a long answer is written) or `window` (the first tokens, the system message and the newest tokens stay).
-    None takes what the model was loaded with."""
-    keep_prefix: bool = False
-    """Whether to keep the KV cache of what the conversation begins with, its system messages and tools, on disk, where
-    later processes find it."""
-    response_format: ResponseFormat | None = None
-    """What the answer has to look like, its start included: a JSON schema, a regex or a grammar; None for free text.
-    Tokens that do not fit have no probability, and forced ones are drafted (needs the extra `structured`)."""
-    grammar_aligned: int = 0
-    """Number of answers to generate one after the other, the last of which is given, so that it comes closer to the
-    model's own distribution on condition of the format (adaptive sampling with approximate expected futures, Park et
-    al. 2024); 0 to renormalize token by token. It needs a temperature, and no filters."""
+    max_tokens: int | None = option(
+        None,
+        "Maximum tokens of an answer.",
+        least=1,
+        flags=("-n", "--max-tokens"),
+        metavar="N",
+        unset="no limit but the context",
+    )
+    stop: str | Sequence[str] | None = option(
+        (), "Text before which the answer ends; several may be given.", metavar="TEXT"
+    )
+    temperature: float | None = same_option(SamplingParams, "temperature", None)
+    top_k: int | None = same_option(SamplingParams, "top_k", None)
+    top_p: float | None = same_option(SamplingParams, "top_p", None)
+    min_p: float | None = same_option(SamplingParams, "min_p", None)
+    repeat_penalty: float | None = same_option(SamplingParams, "repeat_penalty", None)
+    presence_penalty: float = same_option(SamplingParams, "presence_penalty", 0.0)
+    frequency_penalty: float = same_option(SamplingParams, "frequency_penalty", 0.0)
+    logit_bias: Mapping[int, float] | None = same_option(SamplingParams, "logit_bias", None)
+    ignore_eos: bool = option(
+        False, "Go on after end-of-sequence tokens, up to the maximum of tokens or the end of the context."
+    )
+    logprobs: int | None = option(
+        None,
+        "List every token with its log-probability and this number of alternatives.",
+        least=0,
+        most=MAX_ALTERNATIVES,
+        metavar="K",
+        unset="no list",
+    )
+    n: int = option(
+        1,
+        f"Number of answers to the prompt, 1 to {MOST_ANSWERS}. The first has the seed, the next 1 more, and so on. "
+        "Without sampling all of them are equal, so one is generated.",
+        accepts=lambda n: 1 <= n <= MOST_ANSWERS,
+        range=f"between 1 and {MOST_ANSWERS}",
+        flags=("--n", "--answers"),
+        metavar="N",
+    )
+    best_of: int | None = option(
+        None,
+        "Generate this number of answers and return those with the largest mean log-probability of their tokens, as "
+        "many as n says, the best one first. Their text comes at the end.",
+        metavar="N",
+        unset="n",
+    )
+    early_stop: float = option(
+        1.0,
+        f"Confidence, {LEAST_CONFIDENCE} to 1, at which an answer of best_of is stopped because it will not be "
+        "returned; at 1, once it cannot be.",
+        accepts=lambda confidence: LEAST_CONFIDENCE <= confidence <= 1,
+        range=f"between {LEAST_CONFIDENCE} and 1",
+        metavar="P",
+    )
+    seed: int | None = same_option(SamplingParams, "seed", None)
+    raw: bool = option(False, "Continue the prompt as it is, without the chat template.")
+    system: str | None = option(None, "System message.", metavar="TEXT")
+    answer_start: str | Sequence[int] = option(
+        "",
+        "What the answer begins with: a text, in which special tokens are plain text, or token ids. Only what follows "
+        "is returned; `AnswerStream.start_text` has the text before that.",
+    )
+    special_tokens_in_messages: bool = option(
+        False, "Turn the text of special tokens in messages, such as <|end|>, into these tokens."
+    )
+    tools: Sequence[Mapping[str, Any]] = option(
+        (),
+        'Functions that the model may call: `{"type": "function", "function": {"name": ...}}`. Its calls are in '
+        "`Reply.tool_calls`.",
+    )
+    tool_choice: str | Mapping[str, Any] = option(
+        "auto",
+        "auto shows the tools to the model, none does not; required makes it call one, and the name of a function that "
+        "one. A grammar enforces it, with arguments of the schema (extra structured).",
+    )
+    parallel_tool_calls: bool = option(
+        True, "Whether an answer may have several calls; otherwise it ends with the first one."
+    )
+    parse_answer: bool = option(
+        True,
+        "Whether reasoning and calls of functions are taken out of the text, where the chat template has a form for "
+        "them.",
+    )
+    template_variables: Mapping[str, Any] | None = option(
+        None, "What the chat template reads besides, such as enable_thinking or documents."
+    )
+    speculation: Speculation = option(
+        Speculation.AUTO,
+        "Drafters for speculative decoding: auto, off, or some of suffix,edit,recycle,ngram,history,model,eagle,medusa,"
+        "mtp. The text does not depend on it, except in near ties where activations have 8 bits.",
+        flags=("--spec",),
+        metavar="NAMES",
+    )
+    exact: bool = option(
+        False,
+        "Give exactly the text of plain decoding, whatever runs besides and was asked before: recompute near ties, and "
+        "do not speculate when sampling.",
+    )
+    draft_sampling: DraftSampling = option(
+        DraftSampling.OFF,
+        "Sample the draft model's tokens (a chain or a tree of them) instead of taking the most likely ones. This is "
+        "faster at high temperatures and keeps the distribution, but a seed no longer fixes the text.",
+    )
+    explain: bool = option(False, "Report what each round drafted, verified and took.")
+    overflow: str | None = same_option(LoadOptions, "overflow", None)
+    keep_prefix: bool = option(
+        False,
+        "Keep the KV cache of what the conversation begins with, its system messages and tools, on disk, where later "
+        "processes find it.",
+    )
+    response_format: ResponseFormat | None = option(
+        None,
+        "What the answer has to look like, its start included: a JSON schema, a regex or a grammar; None for free "
+        "text (extra structured).",
+    )
+    grammar_aligned: int = option(
+        0,
+        "Sample this number of answers of the format one after the other and give the last one, which comes closer to "
+        "the model's own distribution the larger it is (Park et al. 2024); needs a temperature, and no filters.",
+        least=0,
+        most=_MOST_SAMPLES,
+        metavar="N",
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InputError(f"max_tokens is {self.max_tokens}", "it must be 1 or more")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_ALTERNATIVES:
-            raise InputError(f"logprobs is {self.logprobs}", f"it must be between 0 and {MAX_ALTERNATIVES}")
-        if not 1 <= self.n <= MOST_ANSWERS:
-            raise InputError(f"n is {self.n}", f"it must be between 1 and {MOST_ANSWERS}")
         if self.best_of is not None and not self.n <= self.best_of <= MOST_ANSWERS:
             hint = f"it must be between {self.n} (n) and {MOST_ANSWERS}"
             raise InputError(f"best_of is {self.best_of}", hint)
-        if not LEAST_CONFIDENCE <= self.early_stop <= 1:
-            raise InputError(f"early_stop is {self.early_stop}", f"it must be between {LEAST_CONFIDENCE} and 1")
         if taken := [name for name in self.template_variables or {} if name in _OWN_VARIABLES]:
             raise InputError(f"template_variables has {taken[0]!r}", "give that with the prompt or as an option")
         check_tool_choice(self.tool_choice)
@@ -147,8 +185,6 @@ class GenerateOptions:
             and all(isinstance(each, Mapping) for each in documents)
         ):
             raise InputError(f"template_variables: documents is {shown(documents)}", "it must be a list of objects")
-        if self.overflow is not None:
-            Overflow.parse(self.overflow)
         if self.response_format is not None and self.ignore_eos:
             raise InputError(
                 "response_format and ignore_eos are both given", "an answer of a format ends where the format does"
@@ -165,10 +201,6 @@ class GenerateOptions:
         """
         if not self.grammar_aligned:
             return
-        if not 0 <= self.grammar_aligned <= _MOST_SAMPLES:
-            raise InputError(
-                f"grammar_aligned is {self.grammar_aligned}", f"it must be a number of answers, 0 to {_MOST_SAMPLES}"
-            )
         if self.response_format is None:
             raise InputError("grammar_aligned is given without response_format", "give the format of the answer")
         filters = [name for name in _FILTERS if getattr(self, name) not in (None, 0, 1.0 if name == "top_p" else 0)]
@@ -200,10 +232,7 @@ class GenerateOptions:
         Raises:
             InputError: an option is unknown, or its value is out of range.
         """
-        known = {field.name for field in dataclasses.fields(self)}
-        if unknown := sorted(set(changes) - known):
-            raise InputError(f"unknown option {unknown[0]!r}", f"options are: {', '.join(sorted(known))}")
-        return dataclasses.replace(self, **changes)
+        return changed(self, changes)
 
     def sampling(self, defaults: ModelDefaults) -> SamplingParams:
         """Combine these options with the defaults of a model.
@@ -332,19 +361,3 @@ class GenerationRequest:
         except TemplateError:  # the template takes no such messages without others
             return 0
         return shared_tokens(kept, token_ids)
-
-
-@dataclass(frozen=True)
-class Persistence:
-    """What an engine keeps between answers, on disk and in memory."""
-
-    cache: bool = True
-    """Whether to cache what is measured and prepared for this machine: packed weights, pass cost, n-gram tables."""
-    history: bool = False
-    """Whether to keep conversations, and to draft from earlier ones."""
-    learned: bool = True
-    """Whether to keep in the cache what drafters learn from answers."""
-    prefix_bytes: int = 0
-    """Maximum memory for the KV caches of finished sequences, which later prompts continue; 0 for none."""
-    prefix_disk_bytes: int = 0
-    """Maximum size on disk of the KV caches of chosen prefixes, with `cache` alone; 0 for none."""

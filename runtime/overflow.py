@@ -35,19 +35,8 @@ class Overflow(StrEnum):
     WINDOW = "window"
     """The first tokens, the system message and the newest tokens stay."""
 
-    @classmethod
-    def parse(cls, value: str) -> Overflow:
-        """The member of a name.
 
-        Raises:
-            InputError: there is none.
-        """
-        if value not in list(cls):
-            raise InputError(f"overflow is {value!r:.60}", f"it must be {', '.join(cls)}")
-        return cls(value)
-
-
-def overflow_of(wanted: str | None, default: Overflow | None, *, raw: bool, exact: bool) -> Overflow:
+def overflow_of(wanted: str | None, default: str | None, *, raw: bool, exact: bool) -> Overflow:
     """What to do for an answer: what its options say, else the model's default where that is possible.
 
     Args:
@@ -59,7 +48,7 @@ def overflow_of(wanted: str | None, default: Overflow | None, *, raw: bool, exac
     Raises:
         InputError: what the options say is not possible.
     """
-    overflow = Overflow.parse(wanted) if wanted is not None else default or Overflow.ERROR
+    overflow = Overflow(wanted if wanted is not None else default or Overflow.ERROR)
     problem = ""
     if overflow is Overflow.TRIM and raw:
         problem, hint = "a raw prompt has no turns to trim", "use the overflow window or error"

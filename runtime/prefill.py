@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ..models.progress import Progress, silent
+from ..models.progress import Progress, shown_by_name, silent
 from .graph.bound_graph import BoundGraph
 from .sampling.sampler import Logits
 
@@ -48,6 +48,7 @@ class Cancelled(Exception):  # noqa: N818  not an error
     """Decoding was cancelled between two passes; the cache holds a valid beginning of the sequence."""
 
 
+@shown_by_name
 def never() -> bool:
     """Return False: the default of `cancelled` arguments."""
     return False

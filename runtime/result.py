@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import zip_longest
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from .decode import FinishReason, Step
 from .sampling.logprobs import NO_LOGPROBS, LogprobTotals
@@ -16,6 +17,8 @@ from .speculation.tree import Source
 from .text.token_logprobs import TokenLogprob
 from .tools.answer_parts import AnswerParts
 from .tools.calls import ToolCall, ToolCallDelta, assistant_message, joined_calls
+
+_Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,16 @@ class BestOf:
         return sum(self.most_tokens - each.tokens for each in self.candidates if each.finish_reason is None)
 
 
+def _shows_defaults(record: type[_Record]) -> type[_Record]:
+    """Decorate a dataclass so that its signature shows what default factories make, not that there are some."""
+    made = {each.name: each.default_factory() for each in fields(record) if each.default_factory is not MISSING}  # type: ignore[arg-type]
+    signature = inspect.signature(record)
+    parameters = [each.replace(default=made.get(name, each.default)) for name, each in signature.parameters.items()]
+    record.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return record
+
+
+@_shows_defaults
 @dataclass(frozen=True)
 class Stats:
     """Statistics of one answer, or of several added up. Times are in seconds."""

@@ -7,39 +7,19 @@ import platform
 import threading
 import webbrowser
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from ...errors import InputError
 from ...models.data_folder import data_folder
-from ...runtime.devices.power import Power
-from ...runtime.kv.cache_scales import KVFormat
+from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.prefill import PrefillMode
-from ...runtime.scheduling.request_queue import DEFAULT_PARALLEL
 from ..conversations.store import ConversationStore
 from ..server import missing_extra
 from ..terminal.output import showing_tracebacks, write_error
-from .pool_options import IdleUnload, Memory, OfferedModels, Parallel, PoolOptions
-from .shared_options import (
-    KV,
-    Cache,
-    Context,
-    Debug,
-    Device,
-    Draft,
-    DraftDevice,
-    ModelOptions,
-    Offline,
-    OverflowPolicy,
-    PowerMode,
-    Prefill,
-    PrefixCache,
-    PrefixDisk,
-    Threads,
-    prefix_cache_bytes,
-    prefix_disk_bytes,
-)
+from .pool_options import IdleUnload, Memory, OfferedModels, PoolOptions
+from .shared_options import Debug, Offline, OptionsOf, takes_options
 
 if TYPE_CHECKING:
     import socket
@@ -57,6 +37,10 @@ _DRAIN_S: Final = 10.0
 _END_S: Final = 30.0
 
 
+_LOAD: Final = OptionsOf(LoadOptions(), without=("tokenizer", "tool_format", "learned", "max_waiting"))
+
+
+@takes_options(_LOAD)
 def app(
     models: OfferedModels = None,
     port: Annotated[
@@ -75,26 +59,11 @@ def app(
     window: Annotated[
         bool, typer.Option("--window", help="Open the page in a window of its own (extra window).")
     ] = False,
-    parallel: Parallel = DEFAULT_PARALLEL,
     idle_unload: IdleUnload = None,
     memory: Memory = None,
-    prefix_cache: PrefixCache = None,
-    overflow: OverflowPolicy = None,
-    prefix_disk: PrefixDisk = None,
-    device: Device = "auto",
-    threads: Threads = None,
-    power: PowerMode = Power.AUTO,
-    context: Context = None,
-    kv: KV = KVFormat.FLOAT,
-    prefill: Prefill = PrefillMode.AUTO,
-    draft: Draft = "auto",
-    draft_device: DraftDevice = "auto",
-    history: Annotated[
-        bool, typer.Option("--history", help="Draft from earlier conversations, which are kept for it in the cache.")
-    ] = False,
-    cache: Cache = True,
     offline: Offline = False,  # noqa: ARG001  its callback acts
     debug: Debug = False,
+    **given: Any,
 ) -> None:
     """Chat with models in the browser, until Ctrl-C; everything stays on this machine.
 
@@ -103,6 +72,7 @@ def app(
 
     Example: edge-run app
     """
+    load = _LOAD.record(given)
     with missing_extra("app", "app"):
         from ..app.app_access import AppAccess, session_secret
         from ..app.app_context import AppContext
@@ -116,23 +86,6 @@ def app(
     if window:
         _check_window()
     folder = data_folder()
-    each = ModelOptions(
-        None,
-        device,
-        threads,
-        context,
-        draft=draft,
-        draft_device=draft_device,
-        cache=cache,
-        history=history,
-        prefix_cache=prefix_cache_bytes(prefix_cache),
-        overflow=overflow,
-        prefix_disk=prefix_disk_bytes(prefix_disk),
-        power=power,
-        kv=kv,
-        prefill=prefill,
-        parallel=parallel,
-    )
     with ExitStack() as stack:
         if (running := join_running_app(stack, folder)) is not None:
             with_models = ", with the models that it was started with; end it first to give it others" if models else ""
@@ -141,13 +94,13 @@ def app(
             return
         settings = ServerSettings(host=_HOST, max_body_bytes=_MAX_BODY_BYTES)
         store = stack.enter_context(ConversationStore.open(notice=lambda text: write_error(f"edge-run: {text}")))
-        pool = stack.enter_context(PoolOptions(models or [], each, idle_unload, memory).open())
+        pool = stack.enter_context(PoolOptions(models or [], load, idle_unload, memory).open())
         listening = stack.enter_context(_bound_socket(port))
         bound_port = listening.getsockname()[1]
         access = AppAccess(session_secret(folder), bound_port)
         events = EventChannel()
         tools = ToolServers(folder, lambda: events.publish("tools"))
-        shared = AppContext(store, pool, events, settings, tools, each.for_another_process())
+        shared = AppContext(store, pool, events, settings, tools, _for_another_process(load))
         service = AppService(shared, access)
         server = draining_server(chat_app(service), service, settings, _DRAIN_S)
         announce(folder, bound_port, access)
@@ -158,6 +111,13 @@ def app(
             else:
                 _show(url, browser=browser, window=False)
                 server.run([listening])
+
+
+def _for_another_process(load: LoadOptions) -> dict[str, Any]:
+    """What decides which tokens a model computes and how, as JSON values: options of `edgerun.load`."""
+    shared = {name: getattr(load, name) for name in ("device", "threads", "context", "draft", "cache", "kv")}
+    # Checks of exactness compare texts whose prompts were read by the model's own graph.
+    return shared | {"prefill": PrefillMode.PLAIN.value}
 
 
 def _bound_socket(port: int | None) -> socket.socket:

@@ -5,40 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from ...errors import InputError
 from ...models.pairing import find_draft
 from ...models.progress import ProgressDisplay
-from ...runtime.kv.cache_scales import KVFormat
-from ...runtime.prefill import PrefillMode
+from ...runtime.arguments.load_options import LoadOptions
+from ...runtime.devices.power import Power
+from ...runtime.engine_loading import load as open_model
+from ...runtime.options import GenerateOptions
 from ...runtime.speculation.choice import Speculation
 from ..terminal.output import SafeConsole, write_json
-from .shared_options import (
-    KV,
-    AsJson,
-    Cache,
-    Context,
-    Debug,
-    Device,
-    Draft,
-    DraftDevice,
-    ModelArgument,
-    ModelOptions,
-    Prefill,
-    Prompts,
-    Raw,
-    Threads,
-    Tokenizer,
-)
+from .shared_options import AsJson, Debug, ModelArgument, OptionsOf, Prompts, takes_options
 
 if TYPE_CHECKING:
     from ..bench.bench_result import BenchResult
     from ..bench.prompt_sets import Conversation
     from ..bench.runner import BenchSettings
 
+_LOADED: Final = (*("device", "threads", "context", "kv", "prefill", "cache", "tokenizer", "draft", "draft_device"),)
+_MEASURED: Final = LoadOptions(power=Power.PERFORMANCE, learned=False)
+"""Models run as fast as they can, also on battery, and without what earlier answers taught: it would not repeat."""
 _MAX_TOKENS: Final = 256
 _WHOLE_ANSWER: Final = 1 << 20
 """A recorded answer is replayed to its end, because the longer it is, the more it repeats."""
@@ -48,7 +37,8 @@ _WHOLE_ANSWER: Final = 1 << 20
 class BenchOptions:
     """What to measure."""
 
-    model: ModelOptions
+    model: str | None
+    load: LoadOptions
     settings: BenchSettings
     speculations: Sequence[Speculation]
     prompts: Path | None
@@ -58,10 +48,13 @@ class BenchOptions:
     """The turn range as it was typed."""
 
 
+_ANSWER: Final = OptionsOf(GenerateOptions(temperature=0.0, seed=0), only=("raw", "temperature", "seed"))
+_LOAD: Final = OptionsOf(_MEASURED, only=_LOADED)
+
+
+@takes_options(_ANSWER, _LOAD)
 def bench(
     model: ModelArgument = None,
-    draft: Draft = "auto",
-    draft_device: DraftDevice = "auto",
     prompts: Prompts = None,
     replay: Annotated[
         Path | None,
@@ -94,24 +87,13 @@ def bench(
     turns: Annotated[
         str, typer.Option(metavar="RANGE", help="Turns of a conversation to measure: all, 2, 1-2 or 2-.")
     ] = "all",
-    raw: Raw = False,
-    temperature: Annotated[
-        float, typer.Option("-t", "--temperature", metavar="T", min=0, help="Sampling temperature; 0 is greedy.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the sampling.")] = 0,
-    device: Device = "auto",
-    threads: Threads = None,
-    context: Context = None,
-    kv: KV = KVFormat.FLOAT,
-    prefill: Prefill = PrefillMode.AUTO,
-    cache: Cache = True,
-    tokenizer: Tokenizer = None,
     report: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write tables and plots to this .html file, or the plots to this .png file."),
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,  # noqa: ARG001  main reads it
+    **given: Any,
 ) -> None:
     """Compare the speed of speculative and plain decoding, prompt by prompt in one run.
 
@@ -120,32 +102,22 @@ def bench(
 
     Example: edge-run bench my-model --prompts spec_bench.jsonl --limit 5 --report bench.html
     """
+    answer = _ANSWER.record(given)
+    load = _LOAD.record(given)
     from ..bench.runner import BenchSettings, TurnRange
     from ..bench.table import show
 
     write_report = _report_writer(report)
     options = BenchOptions(
-        # Without the cache of what earlier answers taught, a measurement can be repeated.
-        model=ModelOptions(
-            model,
-            device,
-            threads,
-            context,
-            tokenizer,
-            draft,
-            cache,
-            learned=False,
-            kv=kv,
-            draft_device=draft_device,
-            prefill=prefill,
-        ),
+        model=model,
+        load=load,
         settings=BenchSettings(
             max_tokens or (_MAX_TOKENS if replay is None else _WHOLE_ANSWER),
             TurnRange.parse(turns),
             replay is not None,
-            raw,
-            temperature,
-            seed,
+            answer.raw,
+            answer.temperature or 0.0,
+            answer.seed or 0,
         ),
         speculations=list(dict.fromkeys(map(Speculation.parse, spec or ["auto"]))),
         prompts=prompts,
@@ -170,8 +142,8 @@ def _measure(options: BenchOptions) -> BenchResult:
     settings = options.settings
     modes = [DecodingMode(str(speculation), speculation) for speculation in options.speculations]
     conversations, source = _conversations(options)
-    with options.model.open() as engine:
-        pair = find_draft(engine.bundle, options.model.draft)
+    with open_model(options.model, options.load) as engine:
+        pair = find_draft(engine.bundle, options.load.draft)
         meter = LoadMeter(engine.model.threads)
         with ProgressDisplay() as progress:
             measured = measure_modes(engine, conversations, modes, settings, progress)
@@ -208,7 +180,7 @@ def _conversations(options: BenchOptions) -> tuple[Sequence[Conversation], str]:
     elif options.prompts is not None:
         read, source = read_prompts(options.prompts), options.prompts.name
     else:
-        read, source = bundled_prompts(for_shell=options.model.model is None), "edge-run's own prompts"
+        read, source = bundled_prompts(for_shell=options.model is None), "edge-run's own prompts"
     conversations = [each for each in limit_per_category(read, options.limit) if options.settings.measured_turns(each)]
     if not conversations:
         raise InputError(f"--turns {options.turns} selects no turn of {source}", "give another range")

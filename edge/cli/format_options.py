@@ -16,8 +16,8 @@ JsonSchema: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Let the answer be JSON of the schema in FILE, on one line. This and the next four options need the extra "
-        "structured.",
+        help="Let the answer be JSON of the schema in FILE, on one line. This, the next three options and "
+        "--grammar-aligned need the extra structured.",
     ),
 ]
 Regex: TypeAlias = Annotated[
@@ -28,15 +28,6 @@ GrammarFile: TypeAlias = Annotated[
 ]
 Choices: TypeAlias = Annotated[
     list[str] | None, typer.Option(metavar="TEXT", help="Let the answer be this text; repeat it for other choices.")
-]
-GrammarAligned: TypeAlias = Annotated[
-    int,
-    typer.Option(
-        metavar="N",
-        min=0,
-        help="Sample N answers of the format one after the other and print the last one, which comes closer to the "
-        "model's own distribution the larger N is; needs a temperature.",
-    ),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from ...models.find import find_model
 from ...models.graph_variant import VariantFile
 from ...models.manifest import Manifest, WeightFormat
 from ...models.pairing import find_draft
+from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.devices.providers import choose_device
 from ...runtime.graph.graph_io import CacheMode, GraphIO
 from ...runtime.graph.open_graph import open_graph, prompt_graph_obstacle
@@ -35,7 +37,7 @@ from ...runtime.tools.answer_format import AnswerFormat
 from ...runtime.tools.template_signs import AUTO
 from ..terminal.output import SafeConsole, figures_text, write_json
 from ..terminal.plan_table import plan_table
-from .shared_options import AsJson, Debug, ModelArgument, Tokenizer
+from .shared_options import AsJson, Debug, ModelArgument, OptionsOf, takes_options
 from .tune import context_label, describe_cost, doubt_text, prompt_facts, prompt_text
 from .verify import exactness_summary
 
@@ -43,17 +45,22 @@ _FLOAT_BITS: Final = 16
 """Weights of this many bits or more are not quantized."""
 
 
+_LOAD: Final = OptionsOf(LoadOptions(), only=("tokenizer",))
+
+
+@takes_options(_LOAD)
 def inspect(
     model: ModelArgument = None,
-    tokenizer: Tokenizer = None,
     as_json: AsJson = False,
     debug: Debug = False,  # noqa: ARG001  main reads it
+    **given: Any,
 ) -> None:
     """Show a model's architecture, weights, files, and how close it is to its checkpoint.
 
     Example: edge-run inspect my-model
     """
-    opened = OpenedModel.of(model, tokenizer)
+    load = _LOAD.record(given)
+    opened = OpenedModel.of(model, load.tokenizer)
     facts = describe(opened)
     if as_json:
         write_json(facts)
@@ -87,14 +94,14 @@ class OpenedModel:
     template: ChatTemplate | None
 
     @classmethod
-    def of(cls, model: str | None, tokenizer: Path | None) -> OpenedModel:
+    def of(cls, model: str | None, tokenizer: str | os.PathLike[str] | None) -> OpenedModel:
         """Open a model's graph and, where it has one, its tokenizer.
 
         Raises:
             EdgeError: the model cannot be found or loaded, or its tokenizer is damaged.
         """
         device = choose_device("auto")
-        path = None if tokenizer is None else tokenizer.expanduser()
+        path = None if tokenizer is None else Path(tokenizer).expanduser()
         bundle = open_bundle(find_model(model, device.kind), kind=device.kind, tokenizer=path)
         config = SessionConfig(device, chosen_threads(bundle, SessionConfig(device)))
         graph_io = open_graph(bundle, config, cache=True).graph_io

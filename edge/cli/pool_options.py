@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ...models.byte_sizes import parse_bytes
-from .shared_options import ModelOptions
+from ...runtime.arguments.load_options import LoadOptions
 
 if TYPE_CHECKING:
     from ...models.progress import Progress
@@ -25,7 +25,6 @@ OfferedModels = Annotated[
         show_default="the bundled model and those that edge-run models lists",
     ),
 ]
-Parallel = Annotated[int, typer.Option(metavar="N", min=1, help="Answers of a model that are generated at a time.")]
 IdleUnload = Annotated[
     float | None,
     typer.Option(metavar="SECONDS", min=0, help="Unload a model that is unused for this long.", show_default="never"),
@@ -41,8 +40,8 @@ class PoolOptions:
     """Which models a command offers, how they are opened, and how long they stay in memory; see `ModelPool`."""
 
     models: Sequence[str]
-    each: ModelOptions
-    """How each of them is opened; its model is not used."""
+    each: LoadOptions
+    """How each of them is opened."""
     idle_unload: float | None = None
     memory: str | None = None
     prefixes: Sequence[KeptPrefix] = ()
@@ -57,10 +56,11 @@ class PoolOptions:
         """
         # Other commands need neither.
         from ...runtime.devices.providers import choose_device
+        from ...runtime.engine_loading import load
         from ..service.model_pool import ModelPool
 
         def open_model(path: str, progress: Progress) -> Engine:
-            engine = replace(self.each, model=path).open(progress)
+            engine = load(path, self.each, progress=progress)
             if self.prefixes:
                 from ..service.kept_prefixes import keep_prefixes
 

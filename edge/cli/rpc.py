@@ -4,62 +4,36 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated, Final
+from dataclasses import replace
+from typing import Annotated, Any, Final
 
 import typer
 
 from ...errors import InputError
 from ...models.byte_sizes import parse_bytes
+from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.devices.power import Power
-from ...runtime.kv.cache_scales import KVFormat
-from ...runtime.prefill import PrefillMode
-from ...runtime.scheduling.request_queue import DEFAULT_PARALLEL
 from ..terminal.output import write_out
-from .pool_options import IdleUnload, Memory, OfferedModels, Parallel, PoolOptions
-from .shared_options import (
-    KV,
-    Cache,
-    Context,
-    Debug,
-    Device,
-    Draft,
-    DraftDevice,
-    ModelOptions,
-    Offline,
-    OverflowPolicy,
-    PowerMode,
-    Prefill,
-    PrefixCache,
-    Threads,
-    ToolFormatName,
-    prefix_cache_bytes,
-)
+from .pool_options import IdleUnload, Memory, OfferedModels, PoolOptions
+from .shared_options import Debug, Offline, OptionsOf, takes_options
 
 _STDIN: Final = 0
 _SHORTEST_LINE: Final = 1024
 
 
+_LOAD: Final = OptionsOf(LoadOptions(), without=("tokenizer", "prefix_disk", "history", "learned", "max_waiting"))
+
+
+@takes_options(_LOAD)
 def rpc(
     models: OfferedModels = None,
-    parallel: Parallel = DEFAULT_PARALLEL,
     idle_unload: IdleUnload = None,
     memory: Memory = None,
-    prefix_cache: PrefixCache = None,
-    overflow: OverflowPolicy = None,
     max_line: Annotated[str, typer.Option(metavar="SIZE", help="Largest line of the client.")] = "16MiB",
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of the protocol, and exit.")] = False,
-    device: Device = "auto",
-    threads: Threads = None,
-    power: PowerMode = Power.AUTO,
-    context: Context = None,
-    kv: KV = KVFormat.FLOAT,
-    prefill: Prefill = PrefillMode.AUTO,
-    tool_format: ToolFormatName = "auto",
-    draft: Draft = "auto",
-    draft_device: DraftDevice = "auto",
-    cache: Cache = True,
     offline: Offline = False,  # noqa: ARG001  its callback acts
     debug: Debug = False,
+    **given: Any,
 ) -> None:
     """Answer JSON-RPC 2.0 requests, one a line, from standard input on standard output, until the input ends.
 
@@ -67,6 +41,7 @@ def rpc(
 
     Example: edge-run rpc my-model
     """
+    load = _LOAD.record(given)
     from ..rpc.protocol_schema import protocol_schema
 
     if schema:
@@ -81,23 +56,8 @@ def rpc(
     max_line_bytes = parse_bytes(max_line, "--max-line")
     if max_line_bytes < _SHORTEST_LINE:
         raise InputError(f"--max-line is {max_line}", f"it must be at least {_SHORTEST_LINE} bytes")
-    each = ModelOptions(
-        None,
-        device,
-        threads,
-        context,
-        draft=draft,
-        draft_device=draft_device,
-        cache=cache,
-        prefix_cache=prefix_cache_bytes(prefix_cache),
-        overflow=overflow,
-        power=power,
-        kv=kv,
-        prefill=prefill,
-        tool_format=tool_format,
-        parallel=parallel,
-        max_waiting=MAX_REQUESTS,
-    )
+    each = replace(load, max_waiting=MAX_REQUESTS)
     with PoolOptions(models or [], each, idle_unload, memory).open() as pool:
         binary(_STDIN)
-        serve(pool, RpcSettings(choose_device(device).kind, power, max_line_bytes, debug), _STDIN, take_over_stdout())
+        settings = RpcSettings(choose_device(load.device).kind, Power(load.power), max_line_bytes, debug)
+        serve(pool, settings, _STDIN, take_over_stdout())

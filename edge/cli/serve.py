@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -13,38 +13,20 @@ from ...errors import InputError
 from ...models.byte_sizes import parse_bytes
 from ...models.progress import ProgressDisplay
 from ...models.text_files import decode_text
-from ...runtime.devices.power import Power
-from ...runtime.kv.cache_scales import KVFormat
-from ...runtime.prefill import PrefillMode
-from ...runtime.scheduling.request_queue import DEFAULT_MAX_WAITING, DEFAULT_PARALLEL
+from ...runtime.arguments.load_options import LoadOptions
 from ..server import missing_extra
 from ..terminal.output import showing_tracebacks, write_error
-from .pool_options import IdleUnload, Memory, OfferedModels, Parallel, PoolOptions
-from .shared_options import (
-    KV,
-    Cache,
-    Context,
-    Debug,
-    Device,
-    Draft,
-    DraftDevice,
-    ModelOptions,
-    Offline,
-    OverflowPolicy,
-    PowerMode,
-    Prefill,
-    PrefixCache,
-    PrefixDisk,
-    Threads,
-    ToolFormatName,
-    prefix_cache_bytes,
-    prefix_disk_bytes,
-)
+from .pool_options import IdleUnload, Memory, OfferedModels, PoolOptions
+from .shared_options import Debug, Offline, OptionsOf, takes_options
 
 _KEY_VARIABLE: Final = "EDGERUN_API_KEY"
 _MAX_KEY_BYTES: Final = 4096
 
 
+_LOAD: Final = OptionsOf(LoadOptions(), without=("tokenizer", "learned"))
+
+
+@takes_options(_LOAD)
 def serve(
     models: OfferedModels = None,
     host: Annotated[
@@ -74,13 +56,8 @@ def serve(
             help="A web origin whose pages may use the server, such as https://example.com; may be repeated.",
         ),
     ] = None,
-    parallel: Parallel = DEFAULT_PARALLEL,
-    max_waiting: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Further requests to a model that may wait.")
-    ] = DEFAULT_MAX_WAITING,
     idle_unload: IdleUnload = None,
     memory: Memory = None,
-    prefix_cache: PrefixCache = None,
     prefix: Annotated[
         list[Path] | None,
         typer.Option(
@@ -90,8 +67,6 @@ def serve(
             "on disk for the next start; may be repeated.",
         ),
     ] = None,
-    prefix_disk: PrefixDisk = None,
-    overflow: OverflowPolicy = None,
     max_body: Annotated[str, typer.Option(metavar="SIZE", help="Largest body of a request.")] = "32MiB",
     drain: Annotated[
         float,
@@ -99,21 +74,9 @@ def serve(
             metavar="SECONDS", min=0, help="How long running answers may go on when the server is asked to end."
         ),
     ] = 30.0,
-    device: Device = "auto",
-    threads: Threads = None,
-    power: PowerMode = Power.AUTO,
-    context: Context = None,
-    kv: KV = KVFormat.FLOAT,
-    prefill: Prefill = PrefillMode.AUTO,
-    tool_format: ToolFormatName = "auto",
-    draft: Draft = "auto",
-    draft_device: DraftDevice = "auto",
-    history: Annotated[
-        bool, typer.Option("--history", help="Keep conversations on disk, and draft from earlier ones.")
-    ] = False,
-    cache: Cache = True,
     offline: Offline = False,  # noqa: ARG001  its callback acts
     debug: Debug = False,
+    **given: Any,
 ) -> None:
     """Serve models to every program that talks to OpenAI's API, until Ctrl-C or SIGTERM.
 
@@ -121,6 +84,7 @@ def serve(
 
     Examples: edge-run serve my-model --port 8080; edge-run serve my-model --prefix instructions.txt
     """
+    load = _LOAD.record(given)
     with missing_extra():
         from ..server.answer_service import AnswerService
         from ..server.asgi_app import asgi_app
@@ -135,27 +99,8 @@ def serve(
         allow_origins=tuple(allow_origin or ()),
         max_body_bytes=parse_bytes(max_body, "--max-body"),
     )
-    each = ModelOptions(
-        None,
-        device,
-        threads,
-        context,
-        draft=draft,
-        draft_device=draft_device,
-        cache=cache,
-        history=history,
-        prefix_cache=prefix_cache_bytes(prefix_cache),
-        prefix_disk=prefix_disk_bytes(prefix_disk),
-        overflow=overflow,
-        power=power,
-        kv=kv,
-        prefill=prefill,
-        tool_format=tool_format,
-        parallel=parallel,
-        max_waiting=max_waiting,
-    )
     prefixes = [KeptPrefix.read(path) for path in prefix or ()]
-    offered = PoolOptions(models or [], each, idle_unload, memory, prefixes)
+    offered = PoolOptions(models or [], load, idle_unload, memory, prefixes)
     with offered.open() as pool, bound_socket(host, port) as listening:
         if models:
             # What is wrong with the model that most requests will use is said now.

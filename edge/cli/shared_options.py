@@ -1,24 +1,31 @@
-"""Command-line options that several commands share."""
+"""Command-line options that several commands share, and those that come from the fields of option records."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final, Generic, TypeVar, get_type_hints
 
 import typer
 
+from ...errors import InputError
 from ...models.byte_sizes import parse_bytes
-from ...models.progress import Progress, silent
-from ...runtime.devices.power import Power
-from ...runtime.engine import Engine
-from ...runtime.engine_loading import load
-from ...runtime.kv.cache_scales import KVFormat
-from ...runtime.kv.prefix_files import DEFAULT_DISK_BYTES
-from ...runtime.overflow import Overflow
-from ...runtime.prefill import PrefillMode
-from ...runtime.scheduling.request_queue import DEFAULT_MAX_WAITING, DEFAULT_PARALLEL
+from ...runtime.arguments.load_options import LoadOptions
+from ...runtime.arguments.option_fields import options_of
+from ...runtime.options import GenerateOptions
+from ...runtime.speculation.choice import Speculation
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+_Record = TypeVar("_Record", LoadOptions, GenerateOptions)
+
+_OF_EVERY_COMMAND: Final = ("offline", "as_json", "debug")
+
+_BIAS: Final = re.compile(r"([0-9]{1,9})=([+-]?[0-9]{1,9}(?:\.[0-9]{1,18})?)")
 
 
 def _go_offline(wanted: bool) -> bool:
@@ -36,117 +43,6 @@ ModelArgument = Annotated[
         show_default="the bundled model",
     ),
 ]
-Device = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="Where to run: auto (what edge-run tune measured to be fastest, else the CPU), cpu, gpu, npu, "
-        "or a name that edge-run devices shows, such as webgpu:0.",
-    ),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        min=1,
-        help="Number of compute threads.",
-        show_default="what edge-run tune found, else one per performance core; half as many with --power saver",
-    ),
-]
-PowerMode = Annotated[
-    Power,
-    typer.Option(
-        "--power",
-        help="saver computes with fewer threads, which sleep between passes: slower, for less processor time. "
-        "auto saves on battery.",
-    ),
-]
-KV = Annotated[
-    KVFormat,
-    typer.Option(
-        "--kv",
-        help="Element type of the KV cache. int8, on the CPU, takes a quarter of the memory at a small loss of "
-        "quality, which edge-run verify --kv int8 measures. A token becomes faster, drafts and long prompts slower.",
-    ),
-]
-Prefill = Annotated[
-    PrefillMode,
-    typer.Option(
-        "--prefill",
-        help="What reads prompts on the CPU: plain for the model itself, int8 for a copy with int8 weights, which is "
-        "faster with long prompts, takes disk and memory, and changes the KV cache a little. auto uses the copy once "
-        "it was made, found faster and as good: edge-run tune sees to it, and so do chats while they are idle.",
-    ),
-]
-Context = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N", min=2, help="Maximum tokens of a conversation.", show_default="as many as the model allows"
-    ),
-]
-Cache = Annotated[
-    bool,
-    typer.Option("--cache/--no-cache", help="Keep weights packed for this machine, and measurements of it, on disk."),
-]
-PrefixCache = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="Memory for the KV caches of earlier answers, from which prompts with the same beginning continue: "
-        "2GB, or 0 for none.",
-        show_default="a quarter of the free memory",
-    ),
-]
-PrefixDisk = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="Disk space for the KV caches of prefixes (long documents, system messages of chats) of all models "
-        "together; the least recently used are removed first. 0 for none.",
-        show_default=f"{DEFAULT_DISK_BYTES >> 30}GiB",
-    ),
-]
-ToolFormatName = Annotated[
-    str,
-    typer.Option(
-        "--tool-format",
-        metavar="NAME",
-        help="How the model writes calls of functions: auto for what its chat template says, the name of a format "
-        "(docs/tools.md lists them), or none to leave calls in the text. Example: --tool-format hermes",
-    ),
-]
-OverflowPolicy = Annotated[
-    Overflow | None,
-    typer.Option(
-        "--overflow",
-        help="What happens where a conversation is longer than the context: trim leaves out the oldest turns, also "
-        "while a long answer is written; window keeps the first tokens, the system message and the newest tokens; "
-        "error gives up a prompt that is too long.",
-        show_default="error; chats leave out the oldest turns of a prompt",
-    ),
-]
-Tokenizer = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="PATH", help="A tokenizer.json, or a folder that contains one.", show_default="the one beside the model"
-    ),
-]
-Draft = Annotated[
-    str,
-    typer.Option(
-        metavar="MODEL",
-        help="Draft model: an .onnx file or a folder, auto for the draft that MODEL was exported with, or none.",
-    ),
-]
-DraftDevice = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="Where the draft model runs: auto (the CPU), cpu, gpu, npu, or the name of an execution provider. On "
-        "another device than the model's it drafts while the model verifies. Example: --device gpu --draft-device cpu",
-    ),
-]
-Raw = Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")]
 Prompts = Annotated[
     Path | None,
     typer.Option(
@@ -160,90 +56,103 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
-def prefix_cache_bytes(size: str | None) -> int | None:
-    """The value of `--prefix-cache` in bytes; None where it is not given.
-
-    Raises:
-        InputError: it is not a size.
-    """
-    return None if size is None else parse_bytes(size, "--prefix-cache")
-
-
-def prefix_disk_bytes(size: str | None) -> int:
-    """The value of `--prefix-disk` in bytes.
-
-    Raises:
-        InputError: it is not a size.
-    """
-    return DEFAULT_DISK_BYTES if size is None else parse_bytes(size, "--prefix-disk")
-
-
 @dataclass(frozen=True)
-class ModelOptions:
-    """Which model a command opens, and how; see `runtime.engine_loading.load`."""
+class OptionsOf(Generic[_Record]):
+    """The fields of an option record that are options of a command."""
 
-    model: str | None
-    device: str = "auto"
-    threads: int | None = None
-    context: int | None = None
-    tokenizer: Path | None = None
-    draft: str | None = "auto"
-    cache: bool = True
-    history: bool = False
-    learned: bool = True
-    prefix_cache: int | None = None
-    prefix_disk: int = DEFAULT_DISK_BYTES
-    overflow: Overflow | None = None
-    power: Power = Power.PERFORMANCE
-    """Commands that measure run a model as fast as they can, also on battery."""
-    parallel: int = DEFAULT_PARALLEL
-    max_waiting: int = DEFAULT_MAX_WAITING
-    kv: KVFormat = KVFormat.FLOAT
-    draft_device: str = "auto"
-    prefill: PrefillMode = PrefillMode.AUTO
-    tool_format: str = "auto"
+    base: _Record
+    """The defaults."""
+    only: Sequence[str] = ()
+    """The fields that are options; empty for all."""
+    without: Sequence[str] = ()
+    """Fields that are not."""
 
-    def for_another_process(self) -> dict[str, Any]:
-        """What decides which tokens a model computes and how, as JSON values: arguments of `edgerun.load`."""
-        return {
-            "device": self.device,
-            "threads": self.threads,
-            "context": self.context,
-            "draft": self.draft,
-            "cache": self.cache,
-            "kv": self.kv.value,
-            # Checks of exactness compare texts whose prompts were read by the model's own graph.
-            "prefill": PrefillMode.PLAIN.value,
-        }
+    @property
+    def names(self) -> list[str]:
+        """The fields that are options."""
+        fields = [each.name for each in dataclasses.fields(self.base)]
+        return [name for name in fields if name not in self.without and (not self.only or name in self.only)]
 
-    def open(self, progress: Progress = silent) -> Engine:
-        """Load the model.
+    def parameters(self) -> list[inspect.Parameter]:
+        """The fields as parameters of a function, in the form of typer."""
+        hints = get_type_hints(type(self.base))
+        return [self._parameter(name, hints[name]) for name in self.names]
 
-        Args:
-            progress: receives the progress of what an answer waits for.
+    def record(self, given: Mapping[str, Any], **others: Any) -> _Record:
+        """The record of what a command line gives, and of `others`; its defaults where that is nothing.
 
         Raises:
-            EdgeError: the model cannot be opened on this device; see `runtime.engine_loading.load`.
+            InputError: a value is out of range.
         """
-        return load(
-            self.model,
-            device=self.device,
-            threads=self.threads,
-            context=self.context,
-            tokenizer=self.tokenizer,
-            draft=self.draft,
-            cache=self.cache,
-            history=self.history,
-            learned=self.learned,
-            progress=progress,
-            prefix_cache=self.prefix_cache,
-            prefix_disk=self.prefix_disk,
-            overflow=self.overflow,
-            power=self.power,
-            parallel=self.parallel,
-            max_waiting=self.max_waiting,
-            kv=self.kv,
-            draft_device=self.draft_device,
-            prefill=self.prefill,
-            tool_format=self.tool_format,
+        written = {name: given[name] for name in self.names if given[name] is not None and given[name] != []}
+        values = {name: _PARSERS[name](value) if name in _PARSERS else value for name, value in written.items()}
+        return self.base.changed(values | others)
+
+    def _parameter(self, name: str, hint: Any) -> inspect.Parameter:
+        option, default = options_of(type(self.base))[name], getattr(self.base, name)
+        flags = option.flags or ((f"--{name.replace('_', '-')}",) if default is False else ())
+        if option.choices is not None:
+            hint = option.choices if default is not None else option.choices | None
+            default = None if default is None else option.choices(default)
+        elif name in _WRITTEN:
+            hint = _WRITTEN[name]
+            default = str(default) if hint is str else None
+        declared = typer.Option(
+            *flags,
+            metavar=option.metavar,
+            min=None if name in _WRITTEN else option.least,
+            max=None if name in _WRITTEN else option.most,
+            help=option.help,
+            show_default=option.unset or True if default is None else True,
         )
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        return inspect.Parameter(name, kind, default=default, annotation=Annotated[hint, declared])
+
+
+def takes_options(*records: OptionsOf[Any]) -> Callable[[_Command], _Command]:
+    """Decorate a command so that fields of records are options of it, which come before those of every command.
+
+    The command collects them with `**`, and `OptionsOf.record` makes the records of them.
+    """
+
+    def decorated(command: _Command) -> _Command:
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        named = [each for each in own if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        of_records = [each for record in records for each in record.parameters()]
+        first = next(index for index, each in enumerate(named) if each.name in _OF_EVERY_COMMAND)
+        parameters = [*named[:first], *of_records, *named[first:]]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return command
+
+    return decorated
+
+
+def _logit_bias(given: Sequence[str]) -> dict[int, float]:
+    """What is added to the logits of which token ids, from arguments such as `42=-1.5`.
+
+    Raises:
+        InputError: an argument is something else.
+    """
+    biases: dict[int, float] = {}
+    for text in given:
+        match = _BIAS.fullmatch(text)
+        if match is None:
+            raise InputError(f"--logit-bias is {text!r:.60}", "give a token id and what to add, such as 42=-1.5")
+        biases[int(match[1])] = float(match[2])
+    return biases
+
+
+_WRITTEN: Final[Mapping[str, Any]] = {
+    **dict.fromkeys(("stop", "logit_bias"), list[str] | None),
+    **dict.fromkeys(("prefix_cache", "prefix_disk"), str | None),
+    **dict.fromkeys(("speculation", "draft"), str),
+    "tokenizer": Path | None,
+}
+"""Types that options are written in, where those of their fields cannot be."""
+_PARSERS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "stop": tuple,
+    "logit_bias": _logit_bias,
+    "prefix_cache": lambda size: parse_bytes(size, "--prefix-cache"),
+    "prefix_disk": lambda size: parse_bytes(size, "--prefix-disk"),
+    "speculation": Speculation.parse,
+}

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...models.progress import ProgressDisplay
+from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.engine import Engine
+from ...runtime.engine_loading import load
 from ...runtime.options import GenerateOptions
 from ...runtime.result import Reply
 from ...runtime.scheduling.answer_stream import AnswerStream
@@ -17,7 +19,6 @@ from ..terminal.explain import show_rounds
 from ..terminal.interrupt import cancelling_on_interrupt
 from ..terminal.output import write_error, write_json
 from .ctrl_c import INTERRUPTED
-from .shared_options import ModelOptions
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class AnswerDisplay:
     """Whether statistics are printed on standard error."""
 
 
-def answer_prompt(model: ModelOptions, prompt: SinglePrompt, shown: AnswerDisplay) -> int:
+def answer_prompt(model: str | None, load_options: LoadOptions, prompt: SinglePrompt, shown: AnswerDisplay) -> int:
     """Answer a prompt once; Ctrl-C keeps what was written.
 
     Returns:
@@ -57,7 +58,7 @@ def answer_prompt(model: ModelOptions, prompt: SinglePrompt, shown: AnswerDispla
     options = prompt.options
     started = time.perf_counter()
     progress = ProgressDisplay(transient=True)
-    engine = model.open(progress)
+    engine = load(model, load_options, progress=progress)
     load_s = time.perf_counter() - started
     pieces = []
     wanted, several = options.logprobs is not None, options.n > 1

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 from rich.table import Table
 
-from ...models.bundle import open_bundle
+from ...models.bundle import Bundle, open_bundle
 from ...models.device_kind import DeviceKind
 from ...models.find import find_model
 from ...models.json_file import record_to_json
 from ...models.progress import ProgressDisplay
 from ...models.text_files import read_text
+from ...runtime.arguments.load_options import LoadOptions
+from ...runtime.devices.power import Power
 from ...runtime.devices.processor import default_threads
-from ...runtime.devices.providers import choose_device, cpu_device
+from ...runtime.devices.providers import Device, choose_device, cpu_device
 from ...runtime.engine import Engine
+from ...runtime.engine_loading import load as open_model
 from ...runtime.engine_loading import usable_threads
 from ...runtime.graph.session import SessionConfig
 from ...runtime.measure.fastest_device import FastestDevice, measure_fastest_device
@@ -29,8 +33,9 @@ from ...runtime.prefill import PrefillMode
 from ...runtime.speculation.drafters.ngram_table import write_bundle_table
 from ...runtime.speculation.pass_cost import BUCKET_ENDS, Doubt, PassCost
 from ..terminal.output import SafeConsole, write_json, write_warning
-from .shared_options import AsJson, Debug, Device, ModelArgument, ModelOptions, Prefill, Threads, Tokenizer
+from .shared_options import AsJson, Debug, ModelArgument, OptionsOf, takes_options
 
+_DEFAULTS: Final = LoadOptions(power=Power.PERFORMANCE)
 _CONTEXTS: Final = (384, 1536, 6144, 24576, 98304)
 """One context length in each bucket, near its end, where a conversation spends most of its time."""
 _MAX_CACHE_BYTES: Final = 512 << 20
@@ -42,24 +47,25 @@ _DOUBTS: Final = {
 }
 
 
+_LOAD: Final = OptionsOf(_DEFAULTS, only=("device", "threads", "prefill", "tokenizer"))
+
+
+@takes_options(_LOAD)
 def tune(
     model: ModelArgument = None,
-    device: Device = "auto",
-    threads: Threads = None,
     context: Annotated[
         int | None,
         typer.Option(
             metavar="N", min=2, help="Longest context to measure, in tokens.", show_default="what fits in 512 MB"
         ),
     ] = None,
-    prefill: Prefill = PrefillMode.AUTO,
     text: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE", help="Count this text into the n-gram table; may be repeated."),
     ] = None,
-    tokenizer: Tokenizer = None,
     as_json: AsJson = False,
     debug: Debug = False,  # noqa: ARG001  main reads it
+    **given: Any,
 ) -> None:
     """Measure what a pass over several tokens costs on this machine, and store it.
 
@@ -79,12 +85,13 @@ def tune(
 
     Example: edge-run tune my-model --context 8192 --text notes.md
     """
+    load = _LOAD.record(given)
     texts = [read_text(path, "give a file with text") for path in text or ()]
-    choice = _choose_threads(model, device, tokenizer) if threads is None else None
-    fastest = _choose_device(model, threads, tokenizer) if device.lower() == "auto" else None
+    choice = _choose_threads(model, load) if load.threads is None else None
+    fastest = _choose_device(model, load) if load.device.lower() == "auto" else None
     # A graph that is asked for by name would be used whatever is measured, but this is to find out.
-    reader = PrefillMode.PLAIN if prefill is PrefillMode.PLAIN else PrefillMode.AUTO
-    with ModelOptions(model, device, threads, context, tokenizer, prefill=reader).open() as engine:
+    reader = PrefillMode.PLAIN if load.prefill == PrefillMode.PLAIN else PrefillMode.AUTO
+    with open_model(model, replace(load, context=context, prefill=reader)) as engine:
         contexts = _contexts(engine, limited=context is None)
         with ProgressDisplay() as progress:
             cost = measure_pass_cost(
@@ -118,7 +125,7 @@ def tune(
     if fastest is not None and (fastest.seconds or fastest.refused):
         console.print("\n".join(fastest_device_lines(fastest)), soft_wrap=True, highlight=False)
     console.print(_table(cost))
-    if prefill is not PrefillMode.PLAIN:
+    if reader is not PrefillMode.PLAIN:
         console.print(prompt_text(prompts), soft_wrap=True, highlight=False)
     if cost.doubt is not None:
         console.print(doubt_text(cost.doubt.value), soft_wrap=True)
@@ -128,21 +135,26 @@ def tune(
         write_warning("the cache folder cannot be written, so the result is not stored")
 
 
-def _choose_threads(model: str | None, device: str, tokenizer: Path | None) -> ThreadChoice | None:
+def _choose_threads(model: str | None, load: LoadOptions) -> ThreadChoice | None:
     """Measure which number of threads is fastest; None on other devices than the CPU."""
-    chosen = choose_device(device)
+    chosen = choose_device(load.device)
     if chosen.kind is not DeviceKind.CPU:
         return None
-    bundle = open_bundle(find_model(model, chosen.kind), kind=chosen.kind, tokenizer=tokenizer)
+    bundle = _bundle(model, load, chosen)
     with ProgressDisplay() as progress:
         return choose_threads(bundle, SessionConfig(chosen), progress)
 
 
-def _choose_device(model: str | None, threads: int | None, tokenizer: Path | None) -> FastestDevice:
+def _bundle(model: str | None, load: LoadOptions, device: Device) -> Bundle:
+    tokenizer = None if load.tokenizer is None else Path(load.tokenizer)
+    return open_bundle(find_model(model, device.kind), kind=device.kind, tokenizer=tokenizer)
+
+
+def _choose_device(model: str | None, load: LoadOptions) -> FastestDevice:
     """Measure on which device the model decodes fastest."""
     cpu = cpu_device()
-    bundle = open_bundle(find_model(model, cpu.kind), kind=cpu.kind, tokenizer=tokenizer)
-    config = SessionConfig(cpu, usable_threads(threads) or chosen_threads(bundle, SessionConfig(cpu)))
+    bundle = _bundle(model, load, cpu)
+    config = SessionConfig(cpu, usable_threads(load.threads) or chosen_threads(bundle, SessionConfig(cpu)))
     with ProgressDisplay() as progress:
         return measure_fastest_device(bundle, config, progress)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 from rich.table import Table
@@ -12,46 +12,38 @@ from rich.table import Table
 from ...models.json_file import record_to_json
 from ...models.pairing import find_draft
 from ...models.progress import ProgressDisplay
+from ...runtime.arguments.load_options import LoadOptions
+from ...runtime.devices.power import Power
 from ...runtime.engine import Engine
+from ...runtime.engine_loading import load as open_model
 from ...runtime.kv.cache_scales import KVFormat
 from ...runtime.measure.cache_quality import CacheQuality, measure_cache_quality
 from ...runtime.measure.exactness import ComparisonCounts, Counterexample, ExactnessReport
 from ...runtime.prefill import PrefillMode
 from ..terminal.output import SafeConsole, write_json
-from .shared_options import (
-    KV,
-    AsJson,
-    Context,
-    Debug,
-    Device,
-    Draft,
-    DraftDevice,
-    ModelArgument,
-    ModelOptions,
-    Prompts,
-    Threads,
-    Tokenizer,
-)
+from .shared_options import AsJson, Debug, ModelArgument, OptionsOf, Prompts, takes_options
+
+_LOADED: Final = ("device", "threads", "context", "kv", "tokenizer", "draft", "draft_device")
+_DEFAULTS: Final = LoadOptions(power=Power.PERFORMANCE, prefill=PrefillMode.PLAIN)
+
 
 _KINDS: Final = {"greedy": "greedy", "sampled": "sampled", "exact": "greedy with --exact"}
 
 
+_LOAD: Final = OptionsOf(_DEFAULTS, only=_LOADED)
+
+
+@takes_options(_LOAD)
 def verify(
     model: ModelArgument = None,
-    draft: Draft = "auto",
-    draft_device: DraftDevice = "auto",
     prompts: Prompts = None,
     limit: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of prompts of each category.")] = 3,
     max_tokens: Annotated[
         int, typer.Option("-n", "--max-tokens", metavar="N", min=2, help="Maximum tokens of an answer.")
     ] = 64,
-    device: Device = "auto",
-    threads: Threads = None,
-    context: Context = None,
-    kv: KV = KVFormat.FLOAT,
-    tokenizer: Tokenizer = None,
     as_json: AsJson = False,
     debug: Debug = False,  # noqa: ARG001  main reads it
+    **given: Any,
 ) -> int:
     """Check that speculation does not change what a model writes on this machine.
 
@@ -66,6 +58,7 @@ def verify(
 
     Examples: edge-run verify my-model --prompts spec_bench.jsonl --limit 10; edge-run verify my-model --kv int8
     """
+    load = _LOAD.record(given)
     from ...runtime.graph.prepacked import verify_prepacked
     from ...runtime.int8_prompts.int8_graph_files import verify_int8_graph
     from ...runtime.measure.comparison import Comparison
@@ -74,11 +67,8 @@ def verify(
 
     read = bundled_prompts(for_shell=model is None) if prompts is None else read_prompts(prompts)
     conversations = limit_per_category(read, limit)
-    opened = ModelOptions(
-        model, device, threads, context, tokenizer, draft, kv=kv, draft_device=draft_device, prefill=PrefillMode.PLAIN
-    )
-    with opened.open() as engine:
-        pair = find_draft(engine.bundle, draft)
+    with open_model(model, load) as engine:
+        pair = find_draft(engine.bundle, load.draft)
         bundles = [engine.bundle, *([] if pair is None or not pair.has_own_files else [pair.draft])]
         packed = sum(map(verify_prepacked, bundles)) + verify_int8_graph(engine.bundle) > 0
         encoder = PromptEncoder(engine, BenchSettings(max_tokens))
@@ -87,7 +77,7 @@ def verify(
         with ProgressDisplay() as progress:
             comparison = Comparison(engine, max_tokens)
             report = comparison.report(prompt_ids, lambda fraction: progress("comparing texts", fraction))
-            if kv is KVFormat.INT8:
+            if load.kv == KVFormat.INT8:
                 quality = measure_cache_quality(
                     engine.model.new_sequence().bound,
                     engine.model.with_float_cache(),

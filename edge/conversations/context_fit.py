@@ -46,7 +46,7 @@ def fit_context(engine: Engine, system: str, messages: Sequence[StoredMessage], 
         ContextError: the last message does not fit, even alone, or with the overflow `error` the conversation.
         TemplateError: the model has no chat template, or it failed.
     """
-    overflow = Overflow.parse(options.overflow or engine.overflow or Overflow.TRIM)
+    overflow = Overflow(options.overflow or engine.overflow or Overflow.TRIM)
     options = replace(options, system=None)
     context = engine.context
     reserve = answer_reserve(context, options.max_tokens)

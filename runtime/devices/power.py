@@ -6,7 +6,6 @@ from enum import StrEnum
 
 import psutil
 
-from ...errors import InputError
 from .processor import default_threads
 
 
@@ -31,14 +30,8 @@ def choose_power(wanted: str) -> Power:
 
     Args:
         wanted: the mode that was asked for, or its name.
-
-    Raises:
-        InputError: there is no such mode.
     """
-    try:
-        power = Power(wanted)
-    except ValueError as error:
-        raise InputError(f"power is {wanted!r:.60}", f"it must be one of {', '.join(Power)}") from error
+    power = Power(wanted)
     if power is not Power.AUTO:
         return power
     return Power.SAVER if on_battery() else Power.PERFORMANCE

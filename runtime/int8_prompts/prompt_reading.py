@@ -11,11 +11,11 @@ from ...errors import BundleError, InputError
 from ...models.bundle import Bundle
 from ...models.device_kind import DeviceKind
 from ...models.progress import Progress, silent
+from ..arguments.load_options import LoadOptions
 from ..graph.bound_graph import DecoderGraph
 from ..graph.graph_choice import ChosenGraphs
 from ..graph.open_graph import prompt_graph_obstacle
 from ..measure.prompt_choice import LEAST_WIDTH, PromptChoice, measure_prompt_speed
-from ..options import Persistence
 from ..prefill import INT8_GRAPH, PrefillMode
 from ..scheduling.idle_thread import IdleThread
 from ..scheduling.request_queue import RequestQueue
@@ -43,8 +43,8 @@ class PromptReading:
         tokenizer: the model's.
         context: maximum number of tokens of a sequence.
         queue: the engine's request queue.
-        mode: which graph is to read prompts.
-        persistence: what may be kept on disk. Without what drafters learn, nothing is made in the background either.
+        options: which graph is to read prompts, and what may be kept on disk. Without what drafters learn, nothing is
+            made in the background either.
     """
 
     def __init__(
@@ -54,17 +54,14 @@ class PromptReading:
         tokenizer: TextTokenizer,
         context: int,
         queue: RequestQueue,
-        mode: PrefillMode,
-        persistence: Persistence,
+        options: LoadOptions,
     ) -> None:
-        self._mode: Final = mode
+        mode = self._mode = PrefillMode(options.prefill)
         self._config: Final = graph.config
         self._graphs: Final = graph if isinstance(graph, ChosenGraphs) else None
         further = () if self._graphs is None else self._graphs.further
         self._prompt: Final = next((each for each in further if isinstance(each, PromptGraph)), None)
-        self._obstacle: Final = prompt_graph_obstacle(
-            bundle, graph.config, graph.graph_io, mode, cache=persistence.cache
-        )
+        self._obstacle: Final = prompt_graph_obstacle(bundle, graph.config, graph.graph_io, mode, cache=options.cache)
         self._bundle: Final = bundle
         self._tokenizer: Final = tokenizer
         self._context: Final = min(context, _CONTEXT)
@@ -73,7 +70,7 @@ class PromptReading:
         self._preloading: Final = IdleThread(queue, lambda _: self._preload(), "edge-run prompt graph")
         if self._prompt is not None and mode is PrefillMode.AUTO:
             self._prompt.when_unloaded(self._preloading.start)
-            if persistence.learned:
+            if options.learned:
                 self._prompt.when_missed(_WORTH_MAKING, self._background.start)
 
     @property

@@ -12,16 +12,16 @@ from typing import Final
 
 import numpy as np
 
-from ...errors import BundleError, DeviceError, InputError
+from ...errors import BundleError, DeviceError
 from ...models.bundle import CACHE_SCALES_NAME, Bundle
 from ...models.device_kind import DeviceKind
 from ...models.progress import Progress, silent
+from ..arguments.load_options import MEASURING_OPTIONS
 from ..graph.bound_graph import BoundGraph
 from ..graph.int8_cache import RotatedPairs, observed_sizes, rotated_pairs
 from ..graph.session import SessionConfig
 from ..kv.cache_scales import CacheScales, Floats, KVFormat
 from ..loaded_model import LoadedModel
-from ..options import Persistence
 from ..prefill import prefill
 from ..text.turn_markers import TokenArray
 from .exactness import SAMPLE_TEXT
@@ -56,10 +56,7 @@ def with_kv_format(
     Raises:
         BundleError: the model's cache cannot be quantized, or its file of scales is damaged.
         DeviceError: the format does not work on this device.
-        InputError: there is no such format.
     """
-    if kv not in list(KVFormat):
-        raise InputError(f"kv is {kv!r:.60}", f"it must be one of {', '.join(KVFormat)}")
     if kv == KVFormat.FLOAT:
         return config
     if config.device.kind is not DeviceKind.CPU:
@@ -132,7 +129,7 @@ def _measured(
     # Sliding windows count slots, which texts sampled together do not have in order.
     windows = bundle.config.get("sliding_window") is not None and bundle.config.get("use_sliding_window") is not False
     progress(_STAGE, 0.0)
-    model = LoadedModel(bundle, config, context, None, Persistence(cache, learned=False))
+    model = LoadedModel(bundle, config, MEASURING_OPTIONS.changed({"cache": cache, "context": context}))
     try:
         sampler = SelfTextSampler(model, _MAX_TEXT_TOKENS, 0, sliding_windows=windows)
         texts = sampler.texts(_TOKENS, lambda fraction: progress(_STAGE, 0.9 * fraction))

@@ -10,8 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import InputError
+from ..arguments.option_fields import check_ranges, option
 
 _MAX_PENALTY = 2.0
+_PENALTIES = f"between -{_MAX_PENALTY:g} and {_MAX_PENALTY:g}"
 _MAX_BIAS = 100.0
 
 
@@ -24,22 +26,39 @@ class LogitParams:
     `frequency_penalty` as often as the answer has it, and `logit_bias` is added (OpenAI's chat API).
     """
 
-    repeat_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """Token ids and what is added to their logits."""
+    repeat_penalty: float = option(
+        1.0,
+        "Above 1, make tokens that are already in the text less likely; 1 is off.",
+        accepts=lambda value: 0.01 <= value <= 100,
+        range="between 0.01 and 100",
+        label="repeat-penalty",
+        metavar="X",
+    )
+    presence_penalty: float = option(
+        0.0,
+        "Lower the logits of all tokens that the answer has already by this; -2 to 2.",
+        accepts=lambda value: abs(value) <= _MAX_PENALTY,
+        range=_PENALTIES,
+        label="presence-penalty",
+        metavar="X",
+    )
+    frequency_penalty: float = option(
+        0.0,
+        "Lower the logit of a token by this for every time that the answer has it already; -2 to 2.",
+        accepts=lambda value: abs(value) <= _MAX_PENALTY,
+        range=_PENALTIES,
+        label="frequency-penalty",
+        metavar="X",
+    )
+    logit_bias: tuple[tuple[int, float], ...] = option(
+        (), "What is added to the logits of token ids; -100 to 100.", metavar="ID=X"
+    )
 
     def __post_init__(self) -> None:
-        checks = [
-            ("repeat-penalty", self.repeat_penalty, 0.01, 100.0),
-            ("presence-penalty", self.presence_penalty, -_MAX_PENALTY, _MAX_PENALTY),
-            ("frequency-penalty", self.frequency_penalty, -_MAX_PENALTY, _MAX_PENALTY),
-            *(("a logit bias", bias, -_MAX_BIAS, _MAX_BIAS) for _, bias in self.logit_bias),
-        ]
-        for name, value, low, high in checks:
-            if not low <= value <= high:
-                raise InputError(f"{name} is {value}", f"it must be between {low:g} and {high:g}")
+        check_ranges(self)
+        for _, bias in self.logit_bias:
+            if not abs(bias) <= _MAX_BIAS:
+                raise InputError(f"a logit bias is {bias}", f"it must be between -{_MAX_BIAS:g} and {_MAX_BIAS:g}")
 
     @property
     def adjusts(self) -> bool:

@@ -17,7 +17,8 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import EdgeError, InputError
+from ...errors import EdgeError
+from ..arguments.option_fields import option
 from .distribution import Distribution
 from .logit_adjustments import LogitAdjustments, LogitParams
 from .token_mask import TokenConstraint, TokenMask
@@ -37,31 +38,51 @@ class SamplingParams(LogitParams):
     switch those filters off.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
+    temperature: float = option(
+        0.0,
+        "Sampling temperature: 0 takes the most likely token, higher values spread.",
+        least=0,
+        accepts=lambda value: value == 0 or 1e-4 <= value <= 1e4,
+        range="0 (greedy), or between 0.0001 and 10000",
+        flags=("-t", "--temperature"),
+        metavar="T",
+        unset="what the model recommends, or 0",
+    )
+    top_k: int = option(
+        0,
+        "Sample from this number of the most likely tokens; 0 for all.",
+        least=0,
+        range="0 (off) or more",
+        label="top-k",
+        metavar="K",
+    )
+    top_p: float = option(
+        1.0,
+        "Sample from the most likely tokens that have this probability together.",
+        accepts=lambda value: 0 < value <= 1,
+        range="above 0 and at most 1",
+        label="top-p",
+        metavar="P",
+    )
+    min_p: float = option(
+        0.0,
+        "Leave out tokens less likely than this times the most likely one.",
+        accepts=lambda value: 0 <= value < 1,
+        range="at least 0 and below 1",
+        label="min-p",
+        metavar="P",
+    )
+    seed: int = option(
+        0,
+        "Seed of the sampling; the same seed gives the same text.",
+        least=0,
+        accepts=lambda value: 0 <= value < 1 << 64,
+        range="at least 0 and below 2 to the 64th",
+        metavar="N",
+        unset="random",
+    )
     first_position: int = 0
     """Number of tokens left out of the sequence: random numbers follow from the position in the whole text."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks = (
-            (
-                "temperature",
-                self.temperature,
-                self.temperature == 0 or 1e-4 <= self.temperature <= 1e4,
-                "0 (greedy), or between 0.0001 and 10000",
-            ),
-            ("top-k", self.top_k, self.top_k >= 0, "0 (off) or more"),
-            ("top-p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("min-p", self.min_p, 0 <= self.min_p < 1, "at least 0 and below 1"),
-            ("seed", self.seed, 0 <= self.seed < 1 << 64, "at least 0 and below 2 to the 64th"),
-        )
-        for name, value, good, expected in checks:
-            if not good:
-                raise InputError(f"{name} is {value}", f"it must be {expected}")
 
     @property
     def greedy(self) -> bool:

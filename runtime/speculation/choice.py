@@ -71,6 +71,9 @@ class Speculation:
             )
         return cls.of(*(_NAMES[name] for name in names))
 
+    def __repr__(self) -> str:
+        return f"Speculation.parse({str(self)!r})"
+
     def __str__(self) -> str:
         if self.automatic:
             return "auto"

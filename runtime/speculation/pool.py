@@ -20,6 +20,7 @@ from ...models.bundle import Bundle
 from ...models.cache import cache_folder
 from ...models.draft_heads import HeadKind
 from ...models.progress import Progress, silent
+from ..arguments.load_options import LoadOptions
 from ..graph.bound_graph import BoundGraph, DecoderGraph
 from ..kv.arena import KVArena
 from ..kv.prefix_cache import PrefixCache, shared_tokens
@@ -33,7 +34,7 @@ from ..measure.pass_timing import (
     measure_pass_cost,
 )
 from ..measure.system_load import LoadMeter
-from ..options import GenerationRequest, Persistence
+from ..options import GenerationRequest
 from ..scheduling.work_thread import WorkThread
 from .choice import Speculation
 from .draft_loading import NewDraftModel, PlacedDraft, load_draft, load_head, load_layer_skip_draft, load_medusa_heads
@@ -68,7 +69,7 @@ class DrafterPool:
         bundle: bundle of the target.
         context: maximum number of tokens of a sequence.
         draft: the draft model; None for none.
-        persistence: what is read from disk and kept there.
+        options: what is read from disk and kept there.
         prefixes: the target's; a draft model of its own keeps caches with its budget.
         progress: receives the progress of measurements.
     """
@@ -79,7 +80,7 @@ class DrafterPool:
         bundle: Bundle,
         context: int,
         draft: PlacedDraft | None,
-        persistence: Persistence,
+        options: LoadOptions,
         prefixes: PrefixCache,
         progress: Progress = silent,
     ) -> None:
@@ -88,13 +89,13 @@ class DrafterPool:
         self._context = context
         self._draft = draft
         self._draft_thread = WorkThread("edge-run draft") if draft is not None and draft.overlaps else None
-        self._persistence = persistence
+        self._options: Final = options
         self._prefixes: Final = prefixes
         self.measuring: Final = MeasuringTime(progress)
         """The time that measurements took."""
         self._model_key = hashlib.sha256(bundle.fingerprint.encode()).hexdigest()[:32]
         history_folder = cache_folder() / "history" / self._model_key
-        self._store = HistoryStore(history_folder, _HISTORY_BYTES, _log.warning) if persistence.history else None
+        self._store = HistoryStore(history_folder, _HISTORY_BYTES, _log.warning) if options.history else None
         self._indexer = None if self._store is None else HistoryIndexer(self._store)
         self._pass_cost: PassCost | None = None
         self._meter: Final = LoadMeter(graph.config.threads)
@@ -111,7 +112,7 @@ class DrafterPool:
         if self._pass_cost is None:
             bound = self._bind()
             config = self._graph.config
-            if self._persistence.cache:
+            if self._options.cache:
                 self._pass_cost = load_or_measure_pass_cost(
                     self._bundle, config, bound, self.measuring, meter=self._meter
                 )
@@ -130,7 +131,7 @@ class DrafterPool:
         """The exactness report of this model and machine: stored, or its noise measured now over `token_ids`."""
         if self._exactness_report is None:
             key = model_key(self._bundle, self._graph.config)
-            self._exactness_report = EXACTNESS_REPORTS.load(key) if self._persistence.cache else None
+            self._exactness_report = EXACTNESS_REPORTS.load(key) if self._options.cache else None
             if self._exactness_report is None:
                 with self.measuring.stage("measuring how far passes differ"):
                     bound = self._bind()
@@ -142,7 +143,7 @@ class DrafterPool:
     def store_exactness_report(self, exactness_report: ExactnessReport) -> None:
         """Use an exactness report from now on, and save it to the cache folder."""
         self._exactness_report = exactness_report
-        if self._persistence.cache:
+        if self._options.cache:
             EXACTNESS_REPORTS.save(model_key(self._bundle, self._graph.config), exactness_report)
 
     @contextmanager
@@ -216,7 +217,7 @@ class DrafterPool:
         self._idle.clear()
 
     def _save_pass_cost(self, cost: PassCost) -> None:
-        if self._persistence.cache:
+        if self._options.cache:
             PASS_COSTS.save(model_key(self._bundle, self._graph.config), cost)
 
     @property
@@ -234,7 +235,7 @@ class DrafterPool:
 
     @property
     def _keeps_learned(self) -> bool:
-        return self._persistence.cache and self._persistence.learned
+        return self._options.cache and self._options.learned
 
     @property
     def _recycled_file(self) -> Path:
@@ -275,7 +276,7 @@ class DrafterPool:
         if self._resources is None:
             vocab_size = self._graph.graph_io.vocab_size
             learning = SharedLearning(self.pass_cost(), stored=self._rates_store() if self._keeps_learned else None)
-            table = open_bundle_table(self._bundle, vocab_size, _log.warning) if self._persistence.cache else None
+            table = open_bundle_table(self._bundle, vocab_size, _log.warning) if self._options.cache else None
             new_draft_model = None if self._draft is None else self._load_draft_model(self._draft)
             recycled = RecycledTable(vocab_size)
             if self._keeps_learned:
@@ -285,7 +286,7 @@ class DrafterPool:
 
     def _load_draft_model(self, draft: PlacedDraft) -> NewDraftModel:
         graph_io, pair, config = self._graph.graph_io, draft.pair, draft.config
-        cache, measuring, context = self._persistence.cache, self.measuring, self._context
+        cache, measuring, context = self._options.cache, self.measuring, self._context
         if pair.head is HeadKind.MEDUSA:
             return load_medusa_heads(pair, config, self._bundle, graph_io)
         if pair.head is not None:

@@ -12,8 +12,9 @@ from enum import Enum
 from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ..errors import InputError
-from ..models.json_file import shown
+from ...errors import InputError
+from ...models.json_file import shown
+from .option_fields import check_ranges
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -46,10 +47,10 @@ def checked_arguments(function: Callable[_Parameters, _Result]) -> Callable[_Par
 
 
 def check_fields(instance: Any) -> None:
-    """Check the fields of a dataclass instance against their type hints; call it in `__post_init__`.
+    """Check the fields of a dataclass instance against their type hints and ranges; call it in `__post_init__`.
 
     Raises:
-        InputError: a field has another type.
+        InputError: a field has another type, or its value is out of the range of its `Option`.
     """
     hints = _hints(instance.__class__)
     for field in dataclasses.fields(instance):
@@ -57,6 +58,7 @@ def check_fields(instance: Any) -> None:
         new = converted(field.name, value, hints[field.name])
         if new is not value:
             object.__setattr__(instance, field.name, new)
+    check_ranges(instance)
 
 
 def converted(name: str, value: Any, hint: Any) -> Any:

@@ -1,0 +1,72 @@
+"""Options by name, which type checkers and editors read; written by tests/support/option_keywords.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from ..speculation.choice import Speculation
+from ..speculation.sampled_speculator import DraftSampling
+from ..structure.response_format import ResponseFormat
+
+
+class LoadKeywords(TypedDict, total=False):
+    """See `LoadOptions`."""
+
+    device: str
+    threads: int | None
+    power: str
+    context: int | None
+    kv: str
+    prefill: str
+    tool_format: str
+    cache: bool
+    prefix_cache: int | None
+    overflow: str | None
+    prefix_disk: int
+    tokenizer: str | os.PathLike[str] | None
+    draft: str | os.PathLike[str] | None
+    draft_device: str
+    history: bool
+    learned: bool
+    parallel: int
+    max_waiting: int
+
+
+class GenerateKeywords(TypedDict, total=False):
+    """See `GenerateOptions`."""
+
+    max_tokens: int | None
+    stop: str | Sequence[str] | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repeat_penalty: float | None
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | None
+    ignore_eos: bool
+    logprobs: int | None
+    n: int
+    best_of: int | None
+    early_stop: float
+    seed: int | None
+    raw: bool
+    system: str | None
+    answer_start: str | Sequence[int]
+    special_tokens_in_messages: bool
+    tools: Sequence[Mapping[str, Any]]
+    tool_choice: str | Mapping[str, Any]
+    parallel_tool_calls: bool
+    parse_answer: bool
+    template_variables: Mapping[str, Any] | None
+    speculation: Speculation
+    exact: bool
+    draft_sampling: DraftSampling
+    explain: bool
+    overflow: str | None
+    keep_prefix: bool
+    response_format: ResponseFormat | None
+    grammar_aligned: int
