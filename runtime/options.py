@@ -150,7 +150,7 @@ class GenerateOptions:
         "faster at high temperatures and keeps the distribution, but a seed no longer fixes the text.",
     )
     explain: bool = option(False, "Report what each round drafted, verified and took.")
-    overflow: str | None = same_option(LoadOptions, "overflow", None)
+    overflow: str | None = same_option(LoadOptions, "overflow", None, unset="what the model was loaded with")
     keep_prefix: bool = option(
         False,
         "Keep the KV cache of what the conversation begins with, its system messages and tools, on disk, where later "

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from ...errors import InputError
+from ...runtime.arguments.option_fields import options_of
 from ...runtime.options import GenerateOptions
 from ...runtime.sampling.model_defaults import ModelDefaults
 from .body_decoder import unsupported
@@ -36,13 +37,6 @@ BestOfField: TypeAlias = Annotated[
         "returned, the best one first. A stream has them at its end."
     ),
 ]
-EarlyStopField: TypeAlias = Annotated[
-    float | None,
-    Meta(
-        description="Extension. Confidence at which an answer of best_of is stopped because it will not be returned, "
-        "0.5 to 1. The default is 1: when it cannot be any more."
-    ),
-]
 Alternatives: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
 """Number of likely tokens to return at each position."""
 ReasoningEffort: TypeAlias = Annotated[
@@ -66,57 +60,46 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: Annotated[bool | None, Meta(description="Accepted; chunks are not padded.")] = None
 
 
-class SamplingFields(FormatFields, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are chosen, what the answer has to look like, and when it ends."""
+def option_meta(name: str, *, extension: bool = False) -> Meta:
+    """What the schema says of a field that is an option of `GenerateOptions`."""
+    declared = options_of(GenerateOptions)[name]
+    default = "" if declared.unset is None else f" The default is {declared.unset}."
+    return Meta(
+        description=("Extension. " if extension else "") + declared.help + default,
+        extra_json_schema=None if declared.choices is None else {"enum": [*declared.choices, None]},
+    )
 
-    temperature: Annotated[
-        float | None,
-        Meta(description="0 takes the most likely token, higher values spread. The default is the model's own."),
-    ] = None
-    top_p: Annotated[
-        float | None, Meta(description="Sample from the likeliest tokens that have this probability together.")
-    ] = None
-    seed: Annotated[
-        Annotated[int, Meta(ge=-(2**63))] | None, Meta(description="The same seed gives the same text.")
-    ] = None
-    stop: Annotated[
-        str | Annotated[list[str], Meta(max_length=16)] | None,
-        Meta(description="Text before which the answer ends, or up to 16 of them."),
-    ] = None
-    presence_penalty: Annotated[
-        float | None, Meta(description="Subtracted from the logits of tokens that the answer has; -2 to 2.")
-    ] = None
-    frequency_penalty: Annotated[
-        float | None, Meta(description="The same for every time that the answer has a token; -2 to 2.")
-    ] = None
-    logit_bias: Annotated[
-        dict[int, float] | None, Meta(description="Added to the logits of token ids, which are the keys; -100 to 100.")
-    ] = None
-    top_k: Annotated[int | None, Meta(description="Extension. Sample from the k likeliest tokens; 0 for all.")] = None
-    min_p: Annotated[
-        float | None,
-        Meta(description="Extension. Leave out tokens less likely than this times the likeliest one."),
-    ] = None
-    repeat_penalty: Annotated[
-        float | None, Meta(description="Extension. Divides the logits of tokens that the context has; 1 for none.")
-    ] = None
+
+EarlyStopField: TypeAlias = Annotated[float | None, option_meta("early_stop", extension=True)]
+_OPENAI: Final = (*("temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias"),)
+_EXTENSIONS: Final = ("top_k", "min_p", "repeat_penalty", "ignore_eos", "overflow", "exact")
+_NARROWER: Final[Mapping[str, Any]] = {
+    "seed": Annotated[int, Meta(ge=-(2**63))],
+    "stop": str | Annotated[list[str], Meta(max_length=16)],
+}
+"""Types of fields that allow other values than the option."""
+
+if TYPE_CHECKING:
+    _OptionFields = FormatFields
+else:
+    _hints = get_type_hints(GenerateOptions) | _NARROWER
+    _OptionFields = msgspec.defstruct(
+        "_OptionFields",
+        [
+            (name, Annotated[_hints[name] | None, option_meta(name, extension=name in _EXTENSIONS)], None)
+            for name in (*_OPENAI, *_EXTENSIONS)
+        ],
+        bases=(FormatFields,),
+        kw_only=True,
+        forbid_unknown_fields=True,
+    )
+
+
+class SamplingFields(_OptionFields, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are chosen, what the answer has to look like, and when it ends: options under their names."""
+
     repetition_penalty: Annotated[
         float | None, Meta(description="Extension. Another name of repeat_penalty, which other servers use.")
-    ] = None
-    ignore_eos: Annotated[
-        bool | None, Meta(description="Extension. Go on after end-of-sequence tokens, up to the largest length.")
-    ] = None
-    overflow: Annotated[
-        str | None,
-        Meta(
-            description="Extension. Where the conversation is longer than the context: an error, without its oldest "
-            "turns, or with its first and newest tokens. The default is the server's.",
-            extra_json_schema={"enum": ["error", "trim", "window", None]},
-        ),
-    ] = None
-    exact: Annotated[
-        bool | None,
-        Meta(description="Extension. The text of plain decoding, whatever runs besides and was asked before; slower."),
     ] = None
 
 
@@ -205,13 +188,6 @@ class AnswerRequest:
             )
 
 
-_SAMPLING: Final = tuple(
-    name
-    for name in SamplingFields.__struct_fields__
-    if name not in ("repetition_penalty", *FormatFields.__struct_fields__)
-)
-
-
 def generate_options(fields: SamplingFields, others: Mapping[str, Any]) -> GenerateOptions:
     """The options of an answer.
 
@@ -222,7 +198,7 @@ def generate_options(fields: SamplingFields, others: Mapping[str, Any]) -> Gener
     Raises:
         RequestError: a value is out of range; the error names its field.
     """
-    given = {name: getattr(fields, name) for name in _SAMPLING} | dict(others)
+    given = {name: getattr(fields, name) for name in (*_OPENAI, *_EXTENSIONS)} | dict(others)
     given["repeat_penalty"] = same(fields, "repeat_penalty", "repetition_penalty")
     if given.get("response_format") is None:
         given["response_format"] = response_format(fields)

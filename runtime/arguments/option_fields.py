@@ -67,9 +67,10 @@ def option(default: Any, text: str, **declared: Any) -> Any:
     return dataclasses.field(default=default, metadata={_OPTION: Option(text, **declared)})
 
 
-def same_option(record: type[Any], name: str, default: Any) -> Any:
-    """A field that is the option `name` of another record, with another default."""
-    return dataclasses.field(default=default, metadata={_OPTION: options_of(record)[name]})
+def same_option(record: type[Any], name: str, default: Any, **declared: Any) -> Any:
+    """A field that is the option `name` of another record, with another default; `declared` differs too."""
+    same = dataclasses.replace(options_of(record)[name], **declared)
+    return dataclasses.field(default=default, metadata={_OPTION: same})
 
 
 def options_of(record: type[Any]) -> Mapping[str, Option]:

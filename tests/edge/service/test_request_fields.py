@@ -2,53 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import re
-from pathlib import Path
-from typing import Any
-
-import msgspec
-import pytest
-
-from edgerun.edge.service.chat_body import ChatBody
-from edgerun.edge.service.completion_body import CompletionBody
-from edgerun.edge.service.embedding_body import EmbeddingBody
-from edgerun.edge.service.responses_body import ResponsesBody
-from edgerun.edge.service.token_bodies import DetokenizeBody, TokenizeBody
-
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "request-fields.md"
-BODIES: dict[str, type[msgspec.Struct]] = {
-    "/v1/chat/completions": ChatBody,
-    "/v1/completions": CompletionBody,
-    "/v1/responses": ResponsesBody,
-    "/v1/embeddings": EmbeddingBody,
-    "/tokenize": TokenizeBody,
-    "/detokenize": DetokenizeBody,
-}
-"""Bodies by the heading of their table."""
+from support import request_fields
 
 
-def row(name: str, field: dict[str, Any]) -> str:
-    """The row of a field: its name, the types or values that it may have, and its description."""
-    if field.get("type") == "null":
-        kinds = "refused"
-    elif "enum" in field:
-        kinds = ", ".join(f"`{json.dumps(value)}`" for value in field["enum"] if value is not None)
-    else:
-        kinds = ", ".join(kind_of(option) for option in field.get("anyOf", [field]) if option.get("type") != "null")
-    return f"| `{name}` | {kinds} | {field['description']} |"
-
-
-def kind_of(option: dict[str, Any]) -> str:
-    """The type of a value, in a word."""
-    if option.get("type") == "array":
-        return f"array of {kind_of(option['items'])}" if option["items"].get("type") else "array"
-    return str(option.get("type", "object"))
-
-
-@pytest.mark.parametrize("heading", BODIES)
-def test_the_table_lists_every_field_of_the_body(heading: str) -> None:
-    kind = BODIES[heading]
-    fields = msgspec.json.schema(kind)["$defs"][kind.__name__]["properties"]
-    section = PAGE.read_text(encoding="utf-8").partition(f"## {heading}\n")[2].partition("\n## ")[0]
-    assert re.findall(r"^\| `.*", section, re.MULTILINE) == [row(name, field) for name, field in fields.items()]
+def test_the_tables_list_every_field_of_the_bodies() -> None:
+    page = request_fields.PAGE.read_text(encoding="utf-8")
+    assert all(f"\n## {heading}\n" in page for heading in request_fields.BODIES)
+    assert request_fields.with_tables(page) == page

@@ -1,0 +1,64 @@
+"""Writes the tables of docs/request-fields.md from the schemas: `python tests/support/request_fields.py`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from edgerun.edge.service.chat_body import ChatBody
+from edgerun.edge.service.completion_body import CompletionBody
+from edgerun.edge.service.embedding_body import EmbeddingBody
+from edgerun.edge.service.responses_body import ResponsesBody
+from edgerun.edge.service.token_bodies import DetokenizeBody, TokenizeBody
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "request-fields.md"
+BODIES: dict[str, type[msgspec.Struct]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/responses": ResponsesBody,
+    "/v1/embeddings": EmbeddingBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
+"""Bodies by the heading of their table."""
+
+
+def row(name: str, field: dict[str, Any]) -> str:
+    """The row of a field: its name, the types or values that it may have, and its description."""
+    if field.get("type") == "null":
+        kinds = "refused"
+    elif "enum" in field:
+        kinds = ", ".join(f"`{json.dumps(value)}`" for value in field["enum"] if value is not None)
+    else:
+        kinds = ", ".join(kind_of(option) for option in field.get("anyOf", [field]) if option.get("type") != "null")
+    return f"| `{name}` | {kinds} | {field['description']} |"
+
+
+def kind_of(option: dict[str, Any]) -> str:
+    """The type of a value, in a word."""
+    if option.get("type") == "array":
+        most = f", at most {option['maxItems']}" if "maxItems" in option else ""
+        return (f"array of {kind_of(option['items'])}" if option["items"].get("type") else "array") + most
+    return str(option.get("type", "object"))
+
+
+def with_tables(page: str) -> str:
+    """The text of the page with the tables of the schemas."""
+    for heading, kind in BODIES.items():
+        fields = msgspec.json.schema(kind)["$defs"][kind.__name__]["properties"]
+        table = "".join(f"{row(name, field)}\n" for name, field in fields.items())
+        before, title, section = page.partition(f"## {heading}\n")
+        page = (
+            before
+            + title
+            + re.sub(r"(?:^\| `.*\n)+", lambda _, table=table: table, section, count=1, flags=re.MULTILINE)
+        )
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
