@@ -16,7 +16,7 @@ from .graph.graph_io import GraphIO
 from .kv.arena import KVArena
 from .kv.prefix_cache import PrefixCache
 from .measure.exactness import SAMPLE_TEXT
-from .options import GenerationRequest
+from .options import Request
 from .overflow import Overflow, kept_first, trimmed, window
 from .result import Chunk, StatsRecorder
 from .sampling.logprobs import LogSoftmax
@@ -54,7 +54,7 @@ class CachedSequence:
         return self.bound.arena
 
     @contextmanager
-    def lent_to_prefixes(self, request: GenerationRequest) -> Iterator[None]:
+    def lent_to_prefixes(self, request: Request) -> Iterator[None]:
         """Let other sequences copy from a single answer's cache during the block, and hand it on afterwards.
 
         Of nested blocks, the outermost one does this.
@@ -107,7 +107,7 @@ class Generation:
     def __init__(
         self,
         sequence: CachedSequence,
-        request: GenerationRequest,
+        request: Request,
         tokenizer: TextTokenizer,
         drafters: DrafterPool,
         shift: CacheShift,
@@ -149,8 +149,8 @@ class Generation:
         start = request.start
         parser, marks = (None, None) if request.reading is None else request.reading.begin()
         decoder = StreamDecoder(tokenizer, marks) if start is None else start.decoder(marks)
-        matcher = StopMatcher(request.stop_sequences, "" if start is None else start.text)
-        tokens = None if request.logprobs is None else AnswerTokens(tokenizer.token_bytes, decoder.held)
+        matcher = StopMatcher(request.options.stops, "" if start is None else start.text)
+        tokens = None if request.options.logprobs is None else AnswerTokens(tokenizer.token_bytes, decoder.held)
         finish = FinishReason.LENGTH
         with (
             sequence.lent_to_prefixes(request),
@@ -200,7 +200,7 @@ class Generation:
             decoded = decoder.flush()
             remainder = matcher.push(decoded) + matcher.flush()
             rest = () if tokens is None else tokens.finish(decoded, remainder)
-            stats = recorder.stats(keep_rounds=request.keep_rounds)
+            stats = recorder.stats(keep_rounds=request.options.explain)
             self._drafters.store_conversation(sequence.token_ids[self._kept :])
         completed, totals = recorder.completion_tokens, recorder.logprob_totals
         last = Chunk(remainder, finish, stats, rest, completion_tokens=completed, logprob_totals=totals)
@@ -214,20 +214,20 @@ class Generation:
     def _decode(self, speculator: Speculator | None) -> Generator[Step, None, None]:
         """Begin to decode the sequence, which is the request's prompt from now on."""
         request, recorder = self._request, self._recorder
-        if request.exact and request.recording is None:
+        if request.options.exact and request.recording is None:
             speculator, self._epsilon = self._exact_verification(speculator)
         self._speculator = speculator
-        self._sequence.bound.base_only = request.exact
+        self._sequence.bound.base_only = request.options.exact
         recorder.record_setup(measuring_s=self._drafters.measuring.seconds - self._measured_before)
         self._kept = self._sequence.continue_with(request.prompt_ids)
         # The last token of a prompt always runs again.
         recorder.reused_tokens = min(self._kept, len(request.prompt_ids) - 1)
-        return self._decode_once(request.sampling, request.max_tokens)
+        return self._decode_once(request.sampling, request.options.max_tokens)
 
     def _go_on(self) -> Generator[Step, None, None] | None:
         """Make room in the full context and go on to decode; None if the answer ends here."""
         request, recorder = self._request, self._recorder
-        left = None if request.max_tokens is None else request.max_tokens - recorder.completion_tokens
+        left = None if request.options.max_tokens is None else request.options.max_tokens - recorder.completion_tokens
         if request.overflow is Overflow.ERROR or request.recording is not None or left == 0:
             return None
         if not self._make_room(left):
@@ -249,12 +249,14 @@ class Generation:
         near_ties = None if self._epsilon is None else NearTies(bound, sampler, self._epsilon, self._cancelled)
         bound.whole_logits = _needs_whole_logits(request, speculator, bound.graph_io)
         token_sampler: TokenSampler = sampler
-        eos = frozenset[int]() if request.ignore_eos else self._tokenizer.eos
+        eos = frozenset[int]() if request.options.ignore_eos else self._tokenizer.eos
         if request.recording is not None:
             token_sampler = ReplaySampler(request.recording.answer, len(token_ids), sampler)
             eos = frozenset()  # a recording may hold any token, and ends where it ends
         limits = DecodeLimits(max_tokens, eos, self._cancelled, sequence.progress)
-        log_softmax = LogSoftmax(request.logprobs or 0, bound.graph_io.vocab_size) if request.needs_logprobs else None
+        log_softmax = (
+            LogSoftmax(request.options.logprobs or 0, bound.graph_io.vocab_size) if request.needs_logprobs else None
+        )
         return decode(
             bound,
             token_ids,
@@ -322,12 +324,12 @@ class Generation:
         return speculator, epsilon if speculator is not None else 0.0
 
 
-def _needs_whole_logits(request: GenerationRequest, speculator: Speculator | None, graph_io: GraphIO) -> bool:
+def _needs_whole_logits(request: Request, speculator: Speculator | None, graph_io: GraphIO) -> bool:
     """Whether an answer needs more logits of a position than the best ones, which a device can give alone."""
     sampling = request.sampling
     if sampling.adjusts or request.needs_logprobs or request.grammar is not None:
         return True
     # Near ties are found by the difference of the best two.
-    needed = (1 + request.exact) if sampling.greedy else sampling.top_k
+    needed = (1 + request.options.exact) if sampling.greedy else sampling.top_k
     given = 1 if graph_io.top is None else graph_io.top.count
     return not 0 < needed <= given or (speculator is not None and speculator.logits_needed > given)

@@ -29,11 +29,11 @@ from .kv.arena import KVArena
 from .kv.prefix_cache import PrefixCache
 from .kv.prefix_files import PrefixFiles
 from .measure.measurement_store import model_id
-from .options import GenerateOptions, GenerationRequest
+from .options import GenerateOptions, Request
 from .overflow import Overflow, fitted, overflow_of
 from .prefill import PrefillMode
 from .result import Chunk
-from .sampling.model_defaults import ModelDefaults
+from .sampling.model_defaults import model_defaults
 from .scheduling.answer_stream import AnswerStream, IsCancelled
 from .scheduling.request_queue import RequestQueue
 from .scheduling.several_answers import EarlyStop, best_of, in_sequence, repeated
@@ -100,7 +100,7 @@ class LoadedModel:
         written = "" if self.template is None else self.template.written
         self.answer_format: Final = AnswerFormat(written, options.tool_format, self.tokenizer)
         """How reasoning and calls are found in answers."""
-        self.defaults: Final = ModelDefaults.of(bundle)
+        self.defaults: Final = model_defaults(bundle)
         self.queue: Final = RequestQueue(options.parallel, options.max_waiting)
         self.overflow: Final = options.overflow
         """What happens where a conversation is longer than the context; None for the default of the place."""
@@ -220,7 +220,7 @@ class LoadedModel:
 
     def request(
         self, prompt_ids: Sequence[int], options: GenerateOptions, start: AnswerStart | None, chat: ChatPrompt | None
-    ) -> GenerationRequest:
+    ) -> Request:
         """The request of an answer whose prompt, without `start`, fits the context or has been made to fit.
 
         Raises:
@@ -247,11 +247,12 @@ class LoadedModel:
             reading = self.answer_format.reading(
                 options.offered_tools, prompt_ids, start_ids, several=options.parallel_tool_calls
             )
-        request = options.request(
-            prompt_ids, self.defaults, start, chat=chat, overflow=overflow, grammar=grammar, reading=reading
+        prompt_ids = prompt_ids if start is None else [*prompt_ids, *start.token_ids]
+        sampling = options.sampling(self.defaults)
+        check_prompt_fits(prompt_ids, self.context)
+        return Request(
+            prompt_ids, options, sampling, start, chat=chat, overflow=overflow, grammar=grammar, reading=reading
         )
-        check_prompt_fits(request.prompt_ids, self.context)
-        return request
 
     def answer(
         self,
@@ -279,7 +280,7 @@ class LoadedModel:
         if options.candidates > 1:
             return AnswerStream(
                 self.queue,
-                lambda cancelled: self._several(request, options, cancelled),
+                lambda cancelled: self._several(request, cancelled),
                 choices=options.n,
                 start_text=start_text,
                 start_parts=start_parts,
@@ -325,41 +326,39 @@ class LoadedModel:
             raise InputError("the recorded answer has tokens that the model does not", "record it with this model")
         max_tokens = min(len(answer_ids), options.max_tokens or len(answer_ids))
         recording = Recording(tuple(answer_ids), oracle_mode)
-        request = options.changed({"max_tokens": max_tokens}).request(
-            prompt_ids, self.defaults, recording=recording, grammar=self._formats.compile(options.response_format)
-        )
+        grammar = self._formats.compile(options.response_format)
+        options = replace(options, max_tokens=max_tokens)
+        request = Request(prompt_ids, options, options.sampling(self.defaults), recording=recording, grammar=grammar)
         return AnswerStream(self.queue, lambda cancelled: self.generate(sequence, request, cancelled), sequence)
 
     def generate(
-        self, sequence: CachedSequence | None, request: GenerationRequest, cancelled: Callable[[], bool]
+        self, sequence: CachedSequence | None, request: Request, cancelled: Callable[[], bool]
     ) -> Generator[Chunk, None, None]:
         """Generate an answer; only an `AnswerStream`, in its turn, may iterate over the chunks.
 
         An answer outside a conversation continues from the longest prefix that an earlier sequence shares with it.
         """
-        if request.samples > 1 and request.futures is None:
+        if request.options.grammar_aligned > 1 and request.futures is None:
             return self._aligned(sequence, request, cancelled)
         if sequence is None:
             sequence = self._continued_prefix(request)
         return Generation(sequence, request, self.tokenizer, self.drafters, self._shift, cancelled).generate()
 
     def _aligned(
-        self, sequence: CachedSequence | None, request: GenerationRequest, cancelled: Callable[[], bool]
+        self, sequence: CachedSequence | None, request: Request, cancelled: Callable[[], bool]
     ) -> Generator[Chunk, None, None]:
         """Generate an answer after the samples that it is aligned with, which have caches of their own."""
         from .structure.grammar_aligned import generate_aligned  # noqa: PLC0415 -- few answers need it
 
-        def generate(each: GenerationRequest, *, last: bool) -> Generator[Chunk, None, None]:
+        def generate(each: Request, *, last: bool) -> Generator[Chunk, None, None]:
             return self.generate(sequence if last else None, each, cancelled)
 
         return generate_aligned(generate, request)
 
-    def _several(
-        self, request: GenerationRequest, options: GenerateOptions, cancelled: IsCancelled
-    ) -> Generator[Chunk, None, None]:
+    def _several(self, request: Request, cancelled: IsCancelled) -> Generator[Chunk, None, None]:
         """Generate several answers to a prompt, which differ in their seeds, over one KV cache."""
-        sequence = self._continued_prefix(request)
-        separate = not request.ranked and not request.sampling.greedy
+        options, sequence = request.options, self._continued_prefix(request)
+        separate = not options.ranked and not request.sampling.greedy
         seeds = [(request.sampling.seed + index) % (1 << 64) for index in range(options.candidates)]
 
         def start(index: int) -> Generator[Chunk, None, None]:
@@ -371,25 +370,25 @@ class LoadedModel:
         with sequence.lent_to_prefixes(request):
             if request.sampling.greedy:
                 yield from repeated(start, options.n)
-            elif request.ranked:
+            elif options.ranked:
                 early_stop = EarlyStop(options.n, options.early_stop, self._most_tokens(request))
                 yield from best_of(start, seeds, options.n, early_stop)
             else:
                 yield from in_sequence(start, options.n)
 
-    def _continued_prefix(self, request: GenerationRequest) -> CachedSequence:
+    def _continued_prefix(self, request: Request) -> CachedSequence:
         """A new sequence with what earlier ones have of the prompt."""
         # What another request has computed may differ in the last bits, so exact answers start afresh.
-        arena = self.prefixes.take(() if request.exact else request.prompt_ids)
+        arena = self.prefixes.take(() if request.options.exact else request.prompt_ids)
         token_ids = list(request.prompt_ids[: arena.length])
         return CachedSequence(self._open_graph().bind(arena), token_ids, self._progress, self.prefixes)
 
-    def _most_tokens(self, request: GenerationRequest) -> int | None:
+    def _most_tokens(self, request: Request) -> int | None:
         """Largest number of tokens that an answer can have; None for no limit."""
         if request.overflow is not Overflow.ERROR:
-            return request.max_tokens
+            return request.options.max_tokens
         room = self.context - len(request.prompt_ids)
-        return room if request.max_tokens is None else min(room, request.max_tokens)
+        return room if request.options.max_tokens is None else min(room, request.options.max_tokens)
 
     def _prefix_key(self) -> str:
         """What cache slots depend on besides the tokens and the graph that reads the prompt."""

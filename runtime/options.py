@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, TemplateError
@@ -15,8 +14,8 @@ from .arguments.load_options import LoadOptions
 from .arguments.option_fields import changed, documented, option, same_option
 from .kv.prefix_cache import shared_tokens
 from .overflow import Overflow
+from .sampling.logit_adjustments import check_biases
 from .sampling.logprobs import MAX_ALTERNATIVES
-from .sampling.model_defaults import ModelDefaults
 from .sampling.sampler import SamplingParams
 from .speculation.choice import Speculation
 from .speculation.replay import Recording
@@ -172,6 +171,7 @@ class GenerateOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_biases((self.logit_bias or {}).values())
         if self.best_of is not None and not self.n <= self.best_of <= MOST_ANSWERS:
             hint = f"it must be between {self.n} (n) and {MOST_ANSWERS}"
             raise InputError(f"best_of is {self.best_of}", hint)
@@ -217,6 +217,11 @@ class GenerateOptions:
         return self.n if self.best_of is None else self.best_of
 
     @property
+    def ranked(self) -> bool:
+        """Whether answers are compared by their mean log-probability."""
+        return self.candidates > self.n
+
+    @property
     def offered_tools(self) -> Sequence[Mapping[str, Any]]:
         """The functions that the model is told of."""
         return () if self.tool_choice == "none" else self.tools
@@ -234,20 +239,25 @@ class GenerateOptions:
         """
         return changed(self, changes)
 
-    def sampling(self, defaults: ModelDefaults) -> SamplingParams:
+    def sampling(self, defaults: SamplingParams) -> SamplingParams:
         """Combine these options with the defaults of a model.
 
         A temperature or a filter (top-k, top-p, min-p) given here switches sampling on. Filters that are not given
-        come from the model if it samples by default, and are off otherwise.
+        come from the model if it samples by default, and are off otherwise, and for aligned answers.
+
+        Raises:
+            InputError: a value is out of range, or aligned answers have no temperature.
         """
         given = self.temperature is not None or any(getattr(self, name) is not None for name in _FILTERS)
         temperature = self.temperature
         if temperature is None:
-            temperature = defaults.temperature if defaults.samples else 1.0 if given else 0.0
-        filters = {
-            name: getattr(defaults, name) if defaults.samples and getattr(self, name) is None else getattr(self, name)
-            for name in _FILTERS
-        }
+            temperature = 1.0 if given and defaults.greedy else defaults.temperature
+        filters = {name: getattr(self, name) for name in _FILTERS}
+        filters = {name: getattr(defaults, name) if value is None else value for name, value in filters.items()}
+        if self.grammar_aligned:
+            if not temperature:
+                raise InputError("grammar_aligned is given without a temperature", "give one above 0, such as 1")
+            filters = {}
         return SamplingParams(
             temperature=temperature,
             repeat_penalty=defaults.repeat_penalty if self.repeat_penalty is None else self.repeat_penalty,
@@ -255,90 +265,29 @@ class GenerateOptions:
             frequency_penalty=self.frequency_penalty,
             logit_bias=tuple((self.logit_bias or {}).items()),
             seed=secrets.randbits(32) if self.seed is None else self.seed,
-            **{name: value for name, value in filters.items() if value is not None},
-        )
-
-    def request(
-        self,
-        prompt_ids: Sequence[int],
-        defaults: ModelDefaults,
-        start: AnswerStart | None = None,
-        recording: Recording | None = None,
-        chat: ChatPrompt | None = None,
-        overflow: Overflow = Overflow.ERROR,
-        grammar: Grammar | None = None,
-        reading: AnswerReading | None = None,
-    ) -> GenerationRequest:
-        """The request that these options make of a prompt and the start of its answer, for a model with these defaults.
-
-        `prompt_ids` does not have the tokens of `start` yet.
-
-        Raises:
-            InputError: the options do not fit the model's defaults.
-        """
-        sampling = self.sampling(defaults)
-        if self.grammar_aligned:
-            if sampling.greedy:
-                raise InputError("grammar_aligned is given without a temperature", "give one above 0, such as 1")
-            sampling = dataclasses.replace(sampling, top_k=0, top_p=1.0, min_p=0.0)  # those of the model's defaults
-        return GenerationRequest(
-            prompt_ids=prompt_ids if start is None else [*prompt_ids, *start.token_ids],
-            start=start,
-            sampling=sampling,
-            max_tokens=self.max_tokens,
-            ignore_eos=self.ignore_eos,
-            logprobs=self.logprobs,
-            ranked=self.candidates > self.n,
-            stop_sequences=self.stops,
-            speculation=self.speculation,
-            draft_sampling=self.draft_sampling,
-            exact=self.exact,
-            recording=recording,
-            keep_rounds=self.explain,
-            chat=chat,
-            overflow=overflow,
-            keep_prefix=self.keep_prefix,
-            grammar=grammar,
-            samples=max(self.grammar_aligned, 1),
-            reading=reading,
+            **filters,
         )
 
 
 @dataclass(frozen=True)
-class GenerationRequest:
-    """One answer to generate: token ids of the prompt, and every option with its value."""
+class Request:
+    """One answer to generate: token ids of the prompt, the options, and what the model's files make of them."""
 
     prompt_ids: Sequence[int]
     """Token ids of the prompt; those of the answer's start are the last of them."""
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    options: GenerateOptions
+    sampling: SamplingParams
     start: AnswerStart | None = None
     """What the answer begins with; None for nothing."""
-    max_tokens: int | None = None
-    """Largest number of tokens to generate; None for the rest of the context."""
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    """Number of alternatives to list with every token; None to list no tokens."""
-    ranked: bool = False
-    """Whether the answer is compared with others by its mean log-probability."""
-    stop_sequences: tuple[str, ...] = ()
-    speculation: Speculation = Speculation.AUTO
-    draft_sampling: DraftSampling = DraftSampling.OFF
-    exact: bool = False
     recording: Recording | None = None
     """Recorded answer to give instead of the model's own; None to generate one."""
-    keep_rounds: bool = False
-    """Whether the statistics hold those of every round."""
     chat: ChatPrompt | None = None
     """The messages of the prompt; None for a raw one."""
     overflow: Overflow = Overflow.ERROR
-    keep_prefix: bool = False
-    """Whether to keep the beginning of the conversation on disk, or the whole of a raw prompt."""
     grammar: Grammar | None = None
     """What the answer has to follow; None for free text."""
-    samples: int = 1
-    """Number of answers that are sampled one after the other, the last of which is given."""
     futures: ExpectedFutures | None = None
-    """What the earlier ones have shown; None if the answer is not aligned with them."""
+    """What the earlier samples of an aligned answer have shown; None if it is not aligned with them."""
     reading: AnswerReading | None = None
     """How reasoning and calls are found in the answer; None where it is text alone."""
 
@@ -350,11 +299,11 @@ class GenerationRequest:
     @property
     def needs_logprobs(self) -> bool:
         """Whether the log-probabilities of the answer's tokens are computed."""
-        return self.ranked or self.logprobs is not None
+        return self.options.ranked or self.options.logprobs is not None
 
     def kept_tokens(self, token_ids: Sequence[int]) -> int:
         """Number of tokens at the beginning of the answered sequence whose slots are to be kept on disk."""
-        if not self.keep_prefix:
+        if not self.options.keep_prefix:
             return 0
         try:
             kept = self.prompt_ids if self.chat is None else self.chat.beginning()

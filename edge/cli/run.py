@@ -20,7 +20,7 @@ from ...runtime.options import GenerateOptions
 from ...runtime.speculation.choice import Speculation
 from .format_options import Choices, GrammarFile, JsonSchema, Regex, response_format_of
 from .shared_options import AsJson, Debug, ModelArgument, Offline, OptionsOf, takes_options
-from .single_answer import AnswerDisplay, SinglePrompt, answer_prompt
+from .single_answer import SinglePrompt, answer_prompt
 
 if TYPE_CHECKING:
     from ..terminal.chat.opening import ChatSettings
@@ -32,7 +32,7 @@ _MAX_PROMPT_BYTES: Final = 16 << 20
 _ANSWER: Final = OptionsOf(
     GenerateOptions(),
     without=(
-        *("system", "answer_start", "tools", "tool_choice", "parallel_tool_calls", "parse_answer"),
+        *("answer_start", "tools", "tool_choice", "parallel_tool_calls", "parse_answer"),
         *("template_variables", "overflow", "keep_prefix", "response_format"),
     ),
 )
@@ -45,7 +45,6 @@ def run(
     prompt: Annotated[
         str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="Answer this prompt, then exit.")
     ] = None,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
     prefix: Annotated[
         Path | None,
         typer.Option(
@@ -113,7 +112,7 @@ def run(
         raise InputError(f"{name} goes on with a chat, but there is a prompt to answer", f"leave out {name}")
     elif prompt is None:
         prompt = _read_standard_input()
-    prompt, system = (None if text is None else unify_line_ends(text) for text in (prompt, system))
+    prompt, system = (None if text is None else unify_line_ends(text) for text in (prompt, options.system))
     document = "" if prefix is None else read_text(prefix, "give a file with text")
     if document and resume is not None:
         raise InputError("a resumed conversation has its beginning already", "leave out --prefix or --resume")
@@ -121,16 +120,21 @@ def run(
         system = document if system is None else f"{system}\n\n{document}"
     if prompt == "":
         raise InputError("the prompt is empty", "give -p TEXT, or text on standard input")
-    options = options.changed({"keep_prefix": (bool(document) and not options.raw) or (chatting and save)})
+    keep_prefix = (bool(document) and not options.raw) or (chatting and save)
+    options = replace(options, system=system, keep_prefix=keep_prefix)
     # Without speculation a draft model would cost memory and processor time for nothing.
     if options.speculation == Speculation.OFF:
         load = replace(load, draft=None, draft_device="auto")
     if not chatting:
-        asked = SinglePrompt(prompt or "", system, document if options.raw else "", resume, options)
-        return answer_prompt(model, load, asked, AnswerDisplay(as_json, json_stream, stats))
+        raw_prefix = document if options.raw else ""
+        return answer_prompt(
+            model, load, SinglePrompt(prompt or "", options, raw_prefix, resume, as_json, json_stream, stats)
+        )
     from ..terminal.chat.opening import ChatSettings
 
-    settings = ChatSettings(options, system, resume, conversation, latest=continue_, saving=save, show_stats=stats)
+    settings = ChatSettings(
+        replace(options, system=None), system, resume, conversation, latest=continue_, saving=save, show_stats=stats
+    )
     return _chat(model, load, settings)
 
 

@@ -23,30 +23,23 @@ from .ctrl_c import INTERRUPTED
 
 @dataclass(frozen=True)
 class SinglePrompt:
-    """What is answered once."""
+    """What is answered once, and how the answer is prompt."""
 
     text: str
-    system: str | None
-    raw_prefix: str
-    """Text before a raw prompt, whose KV cache is kept."""
-    resume: Path | None
-    """A saved conversation that the prompt continues."""
     options: GenerateOptions
-
-
-@dataclass(frozen=True)
-class AnswerDisplay:
-    """How an answer is shown."""
-
-    as_json: bool
+    raw_prefix: str = ""
+    """Text before a raw prompt, whose KV cache is kept."""
+    resume: Path | None = None
+    """A saved conversation that the prompt continues."""
+    as_json: bool = False
     """Whether one JSON object is printed in place of the text."""
-    json_stream: bool
+    json_stream: bool = False
     """Whether a JSON object is printed for every piece."""
-    stats: bool
+    stats: bool = False
     """Whether statistics are printed on standard error."""
 
 
-def answer_prompt(model: str | None, load_options: LoadOptions, prompt: SinglePrompt, shown: AnswerDisplay) -> int:
+def answer_prompt(model: str | None, load_options: LoadOptions, prompt: SinglePrompt) -> int:
     """Answer a prompt once; Ctrl-C keeps what was written.
 
     Returns:
@@ -68,23 +61,23 @@ def answer_prompt(model: str | None, load_options: LoadOptions, prompt: SinglePr
         with progress, closing(chunks), cancelling_on_interrupt(chunks.cancel) as interrupted:
             for chunk in chunks:
                 pieces.append(chunk)
-                if shown.json_stream:
+                if prompt.json_stream:
                     if chunk.text or chunk.logprobs or chunk.reasoning:
                         write_json(chunk_json(chunk, with_logprobs=wanted, several=several))
-                elif not shown.as_json:
+                elif not prompt.as_json:
                     written.write(chunk)
         reply = Reply.of(pieces)
-        if shown.as_json or shown.json_stream:
+        if prompt.as_json or prompt.json_stream:
             write_json(reply_json(reply, engine, options.speculation, load_s, with_logprobs=wanted))
         elif any(choice.text for choice in reply.choices) or not interrupted():
             written.end()
         for number, choice in enumerate(reply.choices, 1):
             if options.explain:
                 show_rounds(choice.stats.rounds, engine.graph_io)
-            if shown.stats:
+            if prompt.stats:
                 line = stats_line(choice.stats, engine, load_s)
                 write_error(f"answer {number}: {line}" if several else line)
-        if shown.stats and reply.stats.best_of is not None:
+        if prompt.stats and reply.stats.best_of is not None:
             write_error(best_of_line(reply.stats.best_of))
     return INTERRUPTED if interrupted() else 0
 
@@ -93,9 +86,9 @@ def _open_stream(prompt: SinglePrompt, engine: Engine, progress: ProgressDisplay
     """The stream of the answers to a prompt."""
     text, options = prompt.text, prompt.options
     if prompt.resume is not None:
-        return engine.session(system=prompt.system, resume=prompt.resume).stream(text, options)
+        return engine.session(system=options.system, resume=prompt.resume).stream(text, options, system=None)
     if prompt.raw_prefix:
         with progress:
             engine.keep_prefix(prompt.raw_prefix, options)
         text = prompt.raw_prefix + text
-    return engine.stream(text, options, system=prompt.system)
+    return engine.stream(text, options)

@@ -243,10 +243,9 @@ def _sampling(value: Any) -> str:
         return "{}"
     # The runtime takes long to import, and listing conversations does not need it.
     from ...runtime.options import GenerateOptions  # noqa: PLC0415
-    from ...runtime.sampling.model_defaults import ModelDefaults  # noqa: PLC0415
 
     try:
-        GenerateOptions(**given).sampling(ModelDefaults())
+        GenerateOptions(**given)
     except InputError as error:
         raise ConversationError(f"sampling: {error.what}", error.hint) from error
     return as_json(given, "sampling")

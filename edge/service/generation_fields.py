@@ -12,7 +12,6 @@ from msgspec import Meta
 from ...errors import InputError
 from ...runtime.arguments.option_fields import options_of
 from ...runtime.options import GenerateOptions
-from ...runtime.sampling.model_defaults import ModelDefaults
 from .body_decoder import unsupported
 from .format_fields import FormatFields, response_format
 from .request_error import ErrorCode, RequestError
@@ -293,7 +292,7 @@ def same(fields: msgspec.Struct, name: str, other: str) -> Any:
 def check_option(name: str, value: Any) -> None:
     """Check one option by itself, so that the error can name its field."""
     try:
-        GenerateOptions(**{name: value}).sampling(ModelDefaults())
+        GenerateOptions(**{name: value})
     except InputError as error:
         field = _FIELDS.get(name, name)
         what = error.what.replace(name.replace("_", "-"), field).replace(name, field)

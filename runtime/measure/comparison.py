@@ -24,7 +24,7 @@ from ..decode import DecodeLimits, FinishReason, decode
 from ..engine import Engine
 from ..graph.graph_choice import ChosenSession
 from ..long_context.long_graph import LongContextGraph
-from ..options import GenerationRequest
+from ..options import GenerateOptions, Request
 from ..prefill import prefill
 from ..result import DraftCounts
 from ..sampling.sampler import Logits, Sampler, SamplingParams, uniform_at
@@ -195,7 +195,7 @@ class Comparison:
             ("oracle", self._unpruned([oracle])),
             ("oracle tree", self._unpruned([hiding])),
         ]
-        with self._engine.model.drafters.answering(GenerationRequest((), sampling), self._bound.arena) as auto:
+        with self._engine.model.drafters.answering(Request((), GenerateOptions(), sampling), self._bound.arena) as auto:
             if auto is not None:
                 speculators.append(("auto", self._unpruned(auto.drafters, auto.model)))
         return speculators

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,6 +15,17 @@ from ..arguments.option_fields import check_ranges, option
 _MAX_PENALTY = 2.0
 _PENALTIES = f"between -{_MAX_PENALTY:g} and {_MAX_PENALTY:g}"
 _MAX_BIAS = 100.0
+
+
+def check_biases(biases: Iterable[float]) -> None:
+    """Check what is to be added to logits.
+
+    Raises:
+        InputError: a number is out of range.
+    """
+    for bias in biases:
+        if not abs(bias) <= _MAX_BIAS:
+            raise InputError(f"a logit bias is {bias}", f"it must be between -{_MAX_BIAS:g} and {_MAX_BIAS:g}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +67,7 @@ class LogitParams:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        for _, bias in self.logit_bias:
-            if not abs(bias) <= _MAX_BIAS:
-                raise InputError(f"a logit bias is {bias}", f"it must be between -{_MAX_BIAS:g} and {_MAX_BIAS:g}")
+        check_biases(bias for _, bias in self.logit_bias)
 
     @property
     def adjusts(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ...errors import BundleError, InputError
@@ -15,47 +14,27 @@ _Number = TypeVar("_Number", int, float)
 _LARGEST = 1e30
 
 
-@dataclass(frozen=True)
-class ModelDefaults:
-    """Sampling defaults of a model, from generation_config.json or the `search` section of genai_config.json."""
+def model_defaults(bundle: Bundle) -> SamplingParams:
+    """How a model samples by default: greedily, where its files do not say that it samples.
 
-    samples: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repeat_penalty: float = 1.0
-
-    @classmethod
-    def of(cls, bundle: Bundle) -> ModelDefaults:
-        """Read the defaults of a bundle; a value that its files do not give is that of this class.
-
-        Raises:
-            BundleError: a value is not a number, or out of range.
-        """
-        name = "generation_config.json"
-        config = bundle.json_file(name)
-        if not config and isinstance(search := bundle.json_file(GENAI_CONFIG).get("search"), dict):
-            name, config = GENAI_CONFIG, search
-        try:
-            defaults = cls(
-                samples=bool(config.get("do_sample")),
-                temperature=_number(config, "temperature", 1.0),
-                top_k=_number(config, "top_k", 0),
-                top_p=_number(config, "top_p", 1.0),
-                min_p=_number(config, "min_p", 0.0),
-                repeat_penalty=_number(config, "repetition_penalty", 1.0),
-            )
-            SamplingParams(
-                defaults.temperature,
-                defaults.top_k,
-                defaults.top_p,
-                defaults.min_p,
-                repeat_penalty=defaults.repeat_penalty,
-            )
-        except InputError as error:
-            raise BundleError(f"{bundle.folder / name}: {error.what}", error.hint) from error
-        return defaults
+    Raises:
+        BundleError: a value is not a number, or out of range.
+    """
+    name = "generation_config.json"
+    config = bundle.json_file(name)
+    if not config and isinstance(search := bundle.json_file(GENAI_CONFIG).get("search"), dict):
+        name, config = GENAI_CONFIG, search
+    try:
+        sampled = SamplingParams(
+            temperature=_number(config, "temperature", 1.0),
+            top_k=_number(config, "top_k", 0),
+            top_p=_number(config, "top_p", 1.0),
+            min_p=_number(config, "min_p", 0.0),
+            repeat_penalty=_number(config, "repetition_penalty", 1.0),
+        )
+    except InputError as error:
+        raise BundleError(f"{bundle.folder / name}: {error.what}", error.hint) from error
+    return sampled if config.get("do_sample") else SamplingParams(repeat_penalty=sampled.repeat_penalty)
 
 
 def _number(config: Mapping[str, Any], name: str, default: _Number) -> _Number:

@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 
 from ...errors import InputError
 from ..kv.arena import KVArena
-from ..options import GenerationRequest
+from ..options import Request
 from ..sampling.sampler import SamplingParams
 from ..scheduling.work_thread import WorkThread
 from .choice import SOURCE_NAMES
@@ -90,7 +90,7 @@ class DrafterSet:
         self._sampled: dict[DraftSampling, SampledSpeculator] = {}
         self._oracles: dict[OracleMode, tuple[OracleDrafter, Speculator]] = {}
 
-    def speculator(self, request: GenerationRequest, arena: KVArena) -> Speculator | None:
+    def speculator(self, request: Request, arena: KVArena) -> Speculator | None:
         """The speculator for one answer; None if there are no drafters for it.
 
         Exact answers have speculators of their own: near ties are recomputed there, so other drafts pay.
@@ -102,13 +102,13 @@ class DrafterSet:
         Raises:
             InputError: a drafter that was asked for is not available.
         """
-        choice, recording, sampling = request.speculation, request.recording, request.sampling
+        choice, recording, sampling = request.options.speculation, request.recording, request.sampling
         self.prompt_ids = request.prompt_ids
         if self.model is not None:
             self.model.model.attach(arena)
             self.model.temperature = 1.0 if sampling.greedy else sampling.temperature
-        if request.draft_sampling is not DraftSampling.OFF and recording is None and not sampling.greedy:
-            return self._sampled_speculator(request.draft_sampling, sampling)
+        if request.options.draft_sampling is not DraftSampling.OFF and recording is None and not sampling.greedy:
+            return self._sampled_speculator(request.options.draft_sampling, sampling)
         available = frozenset(self._drafters) | (frozenset() if self.model is None else {self.model.source})
         if (missing := choice.sources - available) and not choice.automatic:
             raise InputError(f"the drafter {SOURCE_NAMES[min(missing)]} is not available", _HINTS[min(missing)])
@@ -116,7 +116,7 @@ class DrafterSet:
         if recording is not None:
             # The graph's own logits do not belong to a recorded answer, so nothing can be learned from them.
             chosen -= {Source.RECYCLED}
-        return self._speculator((chosen, recording is not None, request.exact)) if chosen else None
+        return self._speculator((chosen, recording is not None, request.options.exact)) if chosen else None
 
     def end_answer(self) -> None:
         """Wait until the draft model is free again: the answer has ended."""

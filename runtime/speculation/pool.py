@@ -34,7 +34,7 @@ from ..measure.pass_timing import (
     measure_pass_cost,
 )
 from ..measure.system_load import LoadMeter
-from ..options import GenerationRequest
+from ..options import Request
 from ..scheduling.work_thread import WorkThread
 from .choice import Speculation
 from .draft_loading import NewDraftModel, PlacedDraft, load_draft, load_head, load_layer_skip_draft, load_medusa_heads
@@ -147,7 +147,7 @@ class DrafterPool:
             EXACTNESS_REPORTS.save(model_key(self._bundle, self._graph.config), exactness_report)
 
     @contextmanager
-    def answering(self, request: GenerationRequest, arena: KVArena) -> Iterator[Speculator | None]:
+    def answering(self, request: Request, arena: KVArena) -> Iterator[Speculator | None]:
         """Lend a speculator for one answer; None for plain decoding. Work in the background waits.
 
         At the end of the answer, the pass cost is doubted if its passes contradict it, unless other programs disturbed
@@ -161,7 +161,7 @@ class DrafterPool:
             InputError: a drafter that was asked for is not available.
         """
         with nullcontext() if self._indexer is None else self._indexer.answering():
-            choice, recording = request.speculation, request.recording
+            choice, recording = request.options.speculation, request.recording
             verifies = self._graph.graph_io.supports_verification
             if choice == Speculation.OFF or (choice.automatic and not verifies):
                 yield None

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..options import GenerationRequest
+from ..options import Request
 from ..result import Chunk, Stats
 from ..sampling.sampler import Logits, Sampler, SamplingParams
 from ..sampling.token_mask import DeadEndError, TokenConstraint
@@ -77,11 +77,11 @@ class AlignedSampler(Sampler):
 class Generate(Protocol):
     """Generates an answer: the last one in the sequence of the conversation."""
 
-    def __call__(self, request: GenerationRequest, /, *, last: bool) -> Generator[Chunk, None, None]:
+    def __call__(self, request: Request, /, *, last: bool) -> Generator[Chunk, None, None]:
         """Generate an answer."""
 
 
-def generate_aligned(generate: Generate, request: GenerationRequest) -> Generator[Chunk, None, None]:
+def generate_aligned(generate: Generate, request: Request) -> Generator[Chunk, None, None]:
     """Generate several answers one after the other, each from what the earlier ones have shown, and give the last.
 
     Args:
@@ -96,9 +96,9 @@ def generate_aligned(generate: Generate, request: GenerationRequest) -> Generato
     """
     futures = ExpectedFutures()
     total: Stats | None = None
-    for index in range(request.samples):
+    for index in range(request.options.grammar_aligned):
         sampling = replace(request.sampling, seed=(request.sampling.seed + index) % (1 << 64))
-        last = index == request.samples - 1
+        last = index == request.options.grammar_aligned - 1
         try:
             for chunk in generate(replace(request, sampling=sampling, futures=futures), last=last):
                 if chunk.stats is not None:

@@ -22,7 +22,8 @@ from ....models.json_file import is_finite, is_whole
 from ....models.manifest import MANIFEST_NAME, Manifest
 from ....models.named_models import BUNDLED_MODEL, exports_folder
 from ....models.regular_file import MAX_JSON_BYTES, read_regular
-from ....runtime.sampling.model_defaults import ModelDefaults
+from ....runtime.sampling.model_defaults import model_defaults
+from ....runtime.sampling.sampler import SamplingParams
 from ...service.model_pool import ModelPool
 from ...service.offered_models import ModelEntry
 
@@ -240,19 +241,18 @@ class _FileFacts:
                 _cache_bytes(bundle.config),
                 bundle.context,
                 template,
-                _sampling_defaults(ModelDefaults.of(bundle)),
+                _sampling_defaults(model_defaults(bundle)),
             )
         except (EdgeError, OSError):
             return cls()
 
 
-def _sampling_defaults(defaults: ModelDefaults) -> dict[str, float]:
+def _sampling_defaults(defaults: SamplingParams) -> dict[str, float]:
     """What a model's files set; without `do_sample`, they ask for greedy decoding."""
-    if not defaults.samples:
+    if defaults.greedy:
         return {"temperature": 0.0}
     values = {name: getattr(defaults, name) for name in ("top_k", "top_p", "min_p", "repeat_penalty")}
-    without_effect = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}
-    changed = {name: value for name, value in values.items() if value != without_effect[name]}
+    changed = {name: value for name, value in values.items() if value != getattr(SamplingParams(), name)}
     return {"temperature": defaults.temperature, **changed}
 
 

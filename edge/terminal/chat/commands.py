@@ -173,7 +173,7 @@ class ChatCommands:
             sampling.pop(name, None)
             if value.strip() not in {"", "default"}:
                 sampling[name] = _sampling_value(name, value.strip())
-            GenerateOptions().changed(sampling).sampling(chat.model.engine.model.defaults)
+            GenerateOptions().changed(sampling)
             chat.conversation.change(sampling=sampling)
         for each, its_value in sampling.items():
             chat.note(f"{each} {its_value}")
