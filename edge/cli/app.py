@@ -18,7 +18,7 @@ from ...runtime.prefill import PrefillMode
 from ..conversations.store import ConversationStore
 from ..server import missing_extra
 from ..terminal.output import showing_tracebacks, write_error
-from .pool_options import IdleUnload, Memory, OfferedModels, PoolOptions
+from .pool_options import IdleUnload, Memory, OfferedModels, open_pool
 from .shared_options import Debug, Offline, OptionsOf, takes_options
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ _MAX_BODY_BYTES: Final = 128 << 20
 _DRAIN_S: Final = 10.0
 """Seconds within which the passes in progress have to end when the app is ended."""
 _END_S: Final = 30.0
-
-
 _LOAD: Final = OptionsOf(LoadOptions(), without=("tokenizer", "tool_format", "learned", "max_waiting"))
 
 
@@ -94,7 +92,7 @@ def app(
             return
         settings = ServerSettings(host=_HOST, max_body_bytes=_MAX_BODY_BYTES)
         store = stack.enter_context(ConversationStore.open(notice=lambda text: write_error(f"edge-run: {text}")))
-        pool = stack.enter_context(PoolOptions(models or [], load, idle_unload, memory).open())
+        pool = stack.enter_context(open_pool(models or [], load, idle_unload, memory))
         listening = stack.enter_context(_bound_socket(port))
         bound_port = listening.getsockname()[1]
         access = AppAccess(session_secret(folder), bound_port)

@@ -25,9 +25,12 @@ if TYPE_CHECKING:
     from ..bench.prompt_sets import Conversation
     from ..bench.runner import BenchSettings
 
-_LOADED: Final = (*("device", "threads", "context", "kv", "prefill", "cache", "tokenizer", "draft", "draft_device"),)
-_MEASURED: Final = LoadOptions(power=Power.PERFORMANCE, learned=False)
-"""Models run as fast as they can, also on battery, and without what earlier answers taught: it would not repeat."""
+_LOAD: Final = OptionsOf(
+    # As fast as the machine can, also on battery. With what earlier answers taught, a measurement would not repeat.
+    LoadOptions(power=Power.PERFORMANCE, learned=False),
+    only=("device", "threads", "context", "kv", "prefill", "cache", "tokenizer", "draft", "draft_device"),
+)
+_ANSWER: Final = OptionsOf(GenerateOptions(temperature=0.0, seed=0), only=("raw", "temperature", "seed"))
 _MAX_TOKENS: Final = 256
 _WHOLE_ANSWER: Final = 1 << 20
 """A recorded answer is replayed to its end, because the longer it is, the more it repeats."""
@@ -46,10 +49,6 @@ class BenchOptions:
     limit: int | None
     turns: str
     """The turn range as it was typed."""
-
-
-_ANSWER: Final = OptionsOf(GenerateOptions(temperature=0.0, seed=0), only=("raw", "temperature", "seed"))
-_LOAD: Final = OptionsOf(_MEASURED, only=_LOADED)
 
 
 @takes_options(_ANSWER, _LOAD)

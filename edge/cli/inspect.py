@@ -43,8 +43,6 @@ from .verify import exactness_summary
 
 _FLOAT_BITS: Final = 16
 """Weights of this many bits or more are not quantized."""
-
-
 _LOAD: Final = OptionsOf(LoadOptions(), only=("tokenizer",))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -35,42 +34,44 @@ Memory = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class PoolOptions:
-    """Which models a command offers, how they are opened, and how long they stay in memory; see `ModelPool`."""
+def open_pool(
+    models: Sequence[str],
+    options: LoadOptions,
+    idle_unload: float | None,
+    memory: str | None,
+    prefixes: Sequence[KeptPrefix] = (),
+) -> ModelPool:
+    """Offer models; they are loaded when they are first used.
 
-    models: Sequence[str]
-    each: LoadOptions
-    """How each of them is opened."""
-    idle_unload: float | None = None
-    memory: str | None = None
-    prefixes: Sequence[KeptPrefix] = ()
-    """What requests begin with: every model reads it when it is loaded."""
+    Args:
+        models: the models, the first of which answers requests that name none; empty for the bundled model and those on
+            this machine.
+        options: how each of them is loaded.
+        idle_unload: seconds after which an unused one is unloaded; None for never.
+        memory: size of the weights that are in memory together; None for no limit.
+        prefixes: what requests begin with: every model reads it when it is loaded.
 
-    def open(self) -> ModelPool:
-        """Offer the models; they are loaded when they are first used.
+    Raises:
+        BundleError: a path does not exist, or holds no model.
+        InputError: the memory is not a size.
+    """
+    # Other commands need neither.
+    from ...runtime.devices.providers import choose_device
+    from ...runtime.engine_loading import load
+    from ..service.model_pool import ModelPool
 
-        Raises:
-            BundleError: a path does not exist, or holds no model.
-            InputError: the memory is not a size.
-        """
-        # Other commands need neither.
-        from ...runtime.devices.providers import choose_device
-        from ...runtime.engine_loading import load
-        from ..service.model_pool import ModelPool
+    def open_model(path: str, progress: Progress) -> Engine:
+        engine = load(path, options, progress=progress)
+        if prefixes:
+            from ..service.kept_prefixes import keep_prefixes
 
-        def open_model(path: str, progress: Progress) -> Engine:
-            engine = load(path, self.each, progress=progress)
-            if self.prefixes:
-                from ..service.kept_prefixes import keep_prefixes
+            try:
+                keep_prefixes(engine, prefixes)
+            except BaseException:
+                engine.close()
+                raise
+        return engine
 
-                try:
-                    keep_prefixes(engine, self.prefixes)
-                except BaseException:
-                    engine.close()
-                    raise
-            return engine
-
-        max_bytes = None if self.memory is None else parse_bytes(self.memory, "--memory")
-        kind = choose_device(self.each.device).kind
-        return ModelPool(self.models, open_model, idle_s=self.idle_unload, max_bytes=max_bytes, kind=kind)
+    max_bytes = None if memory is None else parse_bytes(memory, "--memory")
+    kind = choose_device(options.device).kind
+    return ModelPool(models, open_model, idle_s=idle_unload, max_bytes=max_bytes, kind=kind)

@@ -14,13 +14,11 @@ from ...models.byte_sizes import parse_bytes
 from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.devices.power import Power
 from ..terminal.output import write_out
-from .pool_options import IdleUnload, Memory, OfferedModels, PoolOptions
+from .pool_options import IdleUnload, Memory, OfferedModels, open_pool
 from .shared_options import Debug, Offline, OptionsOf, takes_options
 
 _STDIN: Final = 0
 _SHORTEST_LINE: Final = 1024
-
-
 _LOAD: Final = OptionsOf(LoadOptions(), without=("tokenizer", "prefix_disk", "history", "learned", "max_waiting"))
 
 
@@ -57,7 +55,7 @@ def rpc(
     if max_line_bytes < _SHORTEST_LINE:
         raise InputError(f"--max-line is {max_line}", f"it must be at least {_SHORTEST_LINE} bytes")
     each = replace(load, max_waiting=MAX_REQUESTS)
-    with PoolOptions(models or [], each, idle_unload, memory).open() as pool:
+    with open_pool(models or [], each, idle_unload, memory) as pool:
         binary(_STDIN)
         settings = RpcSettings(choose_device(load.device).kind, Power(load.power), max_line_bytes, debug)
         serve(pool, settings, _STDIN, take_over_stdout())

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 _MAX_PROMPT_BYTES: Final = 16 << 20
 """Largest prompt that is read from standard input, several times the text of the longest contexts."""
-
-
 _ANSWER: Final = OptionsOf(
     GenerateOptions(),
     without=(

@@ -16,13 +16,11 @@ from ...models.text_files import decode_text
 from ...runtime.arguments.load_options import LoadOptions
 from ..server import missing_extra
 from ..terminal.output import showing_tracebacks, write_error
-from .pool_options import IdleUnload, Memory, OfferedModels, PoolOptions
+from .pool_options import IdleUnload, Memory, OfferedModels, open_pool
 from .shared_options import Debug, Offline, OptionsOf, takes_options
 
 _KEY_VARIABLE: Final = "EDGERUN_API_KEY"
 _MAX_KEY_BYTES: Final = 4096
-
-
 _LOAD: Final = OptionsOf(LoadOptions(), without=("tokenizer", "learned"))
 
 
@@ -100,8 +98,8 @@ def serve(
         max_body_bytes=parse_bytes(max_body, "--max-body"),
     )
     prefixes = [KeptPrefix.read(path) for path in prefix or ()]
-    offered = PoolOptions(models or [], load, idle_unload, memory, prefixes)
-    with offered.open() as pool, bound_socket(host, port) as listening:
+    opened = open_pool(models or [], load, idle_unload, memory, prefixes)
+    with opened as pool, bound_socket(host, port) as listening:
         if models:
             # What is wrong with the model that most requests will use is said now.
             with ProgressDisplay(transient=True) as progress:

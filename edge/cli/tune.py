@@ -35,7 +35,7 @@ from ...runtime.speculation.pass_cost import BUCKET_ENDS, Doubt, PassCost
 from ..terminal.output import SafeConsole, write_json, write_warning
 from .shared_options import AsJson, Debug, ModelArgument, OptionsOf, takes_options
 
-_DEFAULTS: Final = LoadOptions(power=Power.PERFORMANCE)
+_LOAD: Final = OptionsOf(LoadOptions(power=Power.PERFORMANCE), only=("device", "threads", "prefill", "tokenizer"))
 _CONTEXTS: Final = (384, 1536, 6144, 24576, 98304)
 """One context length in each bucket, near its end, where a conversation spends most of its time."""
 _MAX_CACHE_BYTES: Final = 512 << 20
@@ -45,9 +45,6 @@ _DOUBTS: Final = {
     Doubt.IMPLAUSIBLE: "a pass cannot cost so much more than a narrower one",
     Doubt.OUTDATED: "passes have since taken something else",
 }
-
-
-_LOAD: Final = OptionsOf(_DEFAULTS, only=("device", "threads", "prefill", "tokenizer"))
 
 
 @takes_options(_LOAD)

@@ -23,14 +23,11 @@ from ...runtime.prefill import PrefillMode
 from ..terminal.output import SafeConsole, write_json
 from .shared_options import AsJson, Debug, ModelArgument, OptionsOf, Prompts, takes_options
 
-_LOADED: Final = ("device", "threads", "context", "kv", "tokenizer", "draft", "draft_device")
-_DEFAULTS: Final = LoadOptions(power=Power.PERFORMANCE, prefill=PrefillMode.PLAIN)
-
-
+_LOAD: Final = OptionsOf(
+    LoadOptions(power=Power.PERFORMANCE, prefill=PrefillMode.PLAIN),
+    only=("device", "threads", "context", "kv", "tokenizer", "draft", "draft_device"),
+)
 _KINDS: Final = {"greedy": "greedy", "sampled": "sampled", "exact": "greedy with --exact"}
-
-
-_LOAD: Final = OptionsOf(_DEFAULTS, only=_LOADED)
 
 
 @takes_options(_LOAD)
