@@ -79,7 +79,11 @@ _NARROWER: Final[Mapping[str, Any]] = {
 """Types of fields that allow other values than the option."""
 
 if TYPE_CHECKING:
-    _OptionFields = FormatFields
+
+    class _OptionFields(FormatFields, kw_only=True):
+        temperature: float | None = None
+        top_p: float | None = None
+
 else:
     _hints = get_type_hints(GenerateOptions) | _NARROWER
     _OptionFields = msgspec.defstruct(
