@@ -71,8 +71,8 @@ class LoadOptions:
     )
     prefix_cache: int | None = option(
         None,
-        "Memory for the KV caches of earlier answers, from which prompts with the same beginning continue: 2GB, or 0 "
-        "for none.",
+        "Memory for the KV caches of earlier answers, those of a draft model included, from which prompts with the "
+        "same beginning continue: 2GB, or 0 for none.",
         least=0,
         range=_BYTES,
         metavar="SIZE",
