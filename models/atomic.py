@@ -40,13 +40,13 @@ def write_atomically(path: Path, content: bytes | Callable[[BinaryIO], object], 
     Args:
         path: the file; missing folders are created.
         content: its bytes, or a function that writes them to an open file.
-        private: whether only its owner may read it, now and while it is being written.
+        private: whether only its owner may read it, now and while it is being written; so is a folder that is created.
 
     Raises:
         OSError: the file cannot be written, or `path` is something else than a file; it is unchanged.
     """
     require_replaceable(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
     remove_abandoned_files(path.parent, re.escape(path.name))
     for attempt in range(_ATTEMPTS):
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(_TOKEN_BYTES)}")

@@ -15,7 +15,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from ...models.atomic import write_atomically
 from ...models.bundle import Bundle
-from ...models.cache import cache_folder
+from ...models.cache import cache_folder, make_private
 from ...models.file_system import remove
 from ...models.json_file import parse_json_object, record_from_json, record_to_json
 from ...models.regular_file import MAX_JSON_BYTES, read_regular
@@ -61,6 +61,7 @@ class MeasurementStore(Generic[MeasurementT]):
     """Stores one kind of measurement, one file for each key.
 
     Files that cannot be read or are damaged count as absent, so that the measurement is repeated and replaces them.
+    Only their owner can read them, because some tell of conversations.
     """
 
     kind: str
@@ -85,16 +86,20 @@ class MeasurementStore(Generic[MeasurementT]):
 
     def load(self, key: MeasurementKey) -> MeasurementT | None:
         """Return the stored measurement, or None."""
+        file = self.file(key)
+        make_private(file.parent)
         try:
-            return self.from_json(parse_json_object(read_regular(self.file(key), MAX_JSON_BYTES)))
+            return self.from_json(parse_json_object(read_regular(file, MAX_JSON_BYTES)))
         except (OSError, ValueError):
             return None
 
     def save(self, key: MeasurementKey, measurement: MeasurementT) -> Path | None:
         """Store a measurement. Returns its file, or None if the disk refuses it."""
         file = self.file(key)
+        make_private(file.parent)
         try:
-            write_atomically(file, json.dumps({**key.description, **self.to_json(measurement)}, indent=1).encode())
+            content = json.dumps({**key.description, **self.to_json(measurement)}, indent=1).encode()
+            write_atomically(file, content, private=True)
             for old in sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-_MAX_FILES]:
                 remove(old)
         except OSError:

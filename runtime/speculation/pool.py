@@ -17,7 +17,7 @@ from typing import Final
 
 from ...errors import EdgeError
 from ...models.bundle import Bundle
-from ...models.cache import cache_folder
+from ...models.cache import cache_folder, make_private
 from ...models.draft_heads import HeadKind
 from ...models.progress import Progress, silent
 from ..arguments.load_options import LoadOptions
@@ -280,6 +280,7 @@ class DrafterPool:
             new_draft_model = None if self._draft is None else self._load_draft_model(self._draft)
             recycled = RecycledTable(vocab_size)
             if self._keeps_learned:
+                make_private(self._recycled_file.parent)
                 recycled.load(self._recycled_file)
             self._resources = _Resources(learning, table, recycled, new_draft_model)
         return self._resources

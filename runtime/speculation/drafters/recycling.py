@@ -184,7 +184,7 @@ class RecycledTable:
             self._buckets[token, : len(known)] = [candidate.bucket for candidate in known]
 
     def save(self, path: Path) -> None:
-        """Save the table to a file.
+        """Save the table to a file that only its owner can read.
 
         Raises:
             OSError: it cannot be written; an older file is unchanged.
@@ -194,7 +194,7 @@ class RecycledTable:
         records = np.empty(seen.size, _RECORD)
         records["token"], records["candidates"], records["buckets"] = seen, self._tokens[seen], self._buckets[seen]
         body = np.array([len(self._tokens), seen.size], "<i4").tobytes() + records.tobytes()
-        write_atomically(path, _FORMAT + zlib.crc32(body).to_bytes(4, "little") + body)
+        write_atomically(path, _FORMAT + zlib.crc32(body).to_bytes(4, "little") + body, private=True)
         self.changed = False
 
     def load(self, path: Path) -> bool:
