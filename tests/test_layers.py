@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ast
 import tomllib
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter
@@ -13,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("edge", "export", "runtime", "models")
-"""From the top floor down."""
+from support.source_tree import ROOMS, ROOT, imports, modules_imported, name_of, sources
+
 GROUND = ("errors", "telemetry", "version")
 ONLY_IN = {
     "onnxruntime": (
@@ -39,42 +37,6 @@ SAME_JOB = {
     "plots": "the plots of a report",
 }
 """Module names that several rooms have because they do the same job there."""
-
-
-def sources() -> list[Path]:
-    return sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
-
-
-def name_of(path: Path) -> tuple[str, ...]:
-    """The module's dotted name below `edgerun`, a package by the name of its folder."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return parts[:-1] if parts[-1] == "__init__" else parts
-
-
-def imports(path: Path) -> list[tuple[str, ...]]:
-    """Absolute module paths a file imports, also inside functions; inside the package they start with 'edgerun'."""
-    package = ("edgerun", *path.relative_to(ROOT).parent.parts)
-    found: list[tuple[str, ...]] = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found += [tuple(alias.name.split(".")) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else ()
-            module = (*base, *(node.module.split(".") if node.module else ()))
-            found += [(*module, alias.name) for alias in node.names]
-    return found
-
-
-def modules_imported(path: Path, known: set[tuple[str, ...]]) -> set[tuple[str, ...]]:
-    """Modules and packages of edge-run that a file imports, or takes names from."""
-    found = set()
-    for module in imports(path):
-        inside = module[1:] if module[0] == "edgerun" else ()
-        for end in range(len(inside), 0, -1):
-            if inside[:end] in known:
-                found.add(inside[:end])
-                break
-    return found
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))

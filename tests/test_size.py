@@ -1,0 +1,60 @@
+"""A budget for the size of the source: one person must be able to hold it in the head.
+
+Where a test fails, merge or delete before you add. A change that makes a room smaller lowers its figures here.
+"""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from support.source_tree import ROOT, code_lines, modules_imported, name_of, sources, syntax_tree
+
+BUDGET = {
+    "edge": (15_800, 153, 328),
+    "export": (17_900, 183, 266),
+    "runtime": (20_800, 213, 335),
+    "models": (3_300, 38, 37),
+}
+"""Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
+CLOSURES = {"runtime.decode": 9_050, "runtime.engine": 22_600, "edge.cli.run": 27_700}
+"""Most lines of code that a module imports, directly or not."""
+MOST_LINES = {
+    "edge/conversations/store.py": 441,
+    "runtime/loaded_model.py": 443,
+    "runtime/text/template_sandbox.py": 429,
+    "runtime/kv/hybrid_arena.py": 412,
+    "models/manifest.py": 411,
+}
+"""Most lines of the modules that have more than 400."""
+HINT = "merge or delete before you add"
+
+
+@pytest.mark.parametrize("room", BUDGET)
+def test_rooms_stay_within_their_budget(room: str) -> None:
+    paths = [path for path in sources() if path.relative_to(ROOT).parts[0] == room]
+    classes = sum(isinstance(node, ast.ClassDef) for path in paths for node in ast.walk(syntax_tree(path)))
+    size = (sum(map(code_lines, paths)), len(paths), classes)
+    over = [figure for figure, most in zip(size, BUDGET[room], strict=True) if figure > most]
+    assert not over, f"{room} has {size} lines of code, modules and classes of at most {BUDGET[room]}: {HINT}"
+
+
+@pytest.mark.parametrize("module", CLOSURES)
+def test_modules_import_no_more_than_their_budget(module: str) -> None:
+    known = {name_of(path): path for path in sources()}
+    seen: set[tuple[str, ...]] = set()
+    pending = [tuple(module.split("."))]
+    while pending:
+        name = pending.pop()
+        if name not in seen:
+            seen.add(name)
+            pending += modules_imported(known[name], set(known))
+    lines = sum(code_lines(known[name]) for name in seen)
+    assert lines <= CLOSURES[module], f"{module} imports {lines} lines of code: {HINT}"
+
+
+def test_modules_have_at_most_400_lines() -> None:
+    lines = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8").count("\n") for path in sources()}
+    long = {path: count for path, count in lines.items() if count > MOST_LINES.get(path, 400)}
+    assert not long, HINT
