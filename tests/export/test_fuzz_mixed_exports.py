@@ -39,7 +39,7 @@ def test_mixed_exports_of_random_shapes(
     source = _checkpoint(choice, tmp_path / "checkpoint", seed)
     options = _options(choice, source, tmp_path)
     code = main(["export", str(source), str(tmp_path / "out"), *options, "--seed", str(seed), "--debug"])
-    about = f"{json.loads((source / 'config.json').read_text())}\n{options}\n{capsys.readouterr().err}"
+    about = f"{json.loads((source / 'config.json').read_text(encoding='utf-8'))}\n{options}\n{capsys.readouterr().err}"
     assert code == 0, about
     assert _is_within_budget(source, tmp_path / "out", options[options.index("--budget") + 1]), about
 

@@ -380,6 +380,7 @@ def test_another_token_of_a_real_answer_makes_another_answer(tmp_path: Path, chr
         branched = chat.in_state("complete")
         branched.focus()
         page.keyboard.press("t")
+        expect(listed).to_be_focused()
         page.keyboard.press("ArrowRight")
         expect(listed.locator("[data-active]")).to_have_text(pieces[0])
         page.keyboard.press("Escape")

@@ -15,8 +15,9 @@ from support.rpc_client import RpcClient, RpcFailedError, rpc
 
 
 @pytest.fixture
-def hub(tmp_path: Path, tiny_bundle: Path) -> Iterator[HubServer]:
-    """A hub with one model, which the processes of the test find through the environment."""
+def hub(tmp_path: Path, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A hub with one model, which the processes of the test find through the environment; nothing was exported."""
+    monkeypatch.setenv("EDGERUN_HOME", str(tmp_path / "home"))
     with own_hub(tmp_path / "hf") as server:
         server.repo("org/tiny", files_of(tiny_bundle))
         yield server

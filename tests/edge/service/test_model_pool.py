@@ -138,7 +138,10 @@ def test_a_path_without_a_model_is_refused_at_the_start(tmp_path: Path) -> None:
         ModelPool([str(tmp_path / "none")], Opener())
 
 
-def test_without_names_the_models_of_this_machine_are_offered(tmp_path: Path, tiny_bundle: Path) -> None:
+def test_without_names_the_models_of_this_machine_are_offered(
+    tmp_path: Path, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGERUN_HOME", str(tmp_path / "home"))
     with own_hub(tmp_path / "hf") as hub, ModelPool([], Opener()) as pool:
         assert [entry.id for entry in pool.names()] == ["shell-helper"]
         assert pool.find(None).id == "shell-helper"
