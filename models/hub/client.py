@@ -114,17 +114,20 @@ def search_models(words: str, limit: int) -> list[FoundModel]:
         OfflineError: the environment forbids requests to the hub.
         HubError: the hub cannot be reached, or its answer is not valid.
     """
-    from huggingface_hub import HfApi  # noqa: PLC0415
     from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # noqa: PLC0415
 
     require_online()
+    asked: dict[str, Any] = {"search": words, "filter": ["onnx", "text-generation"], "sort": "downloads"}
+    asked |= {"limit": limit, "expand": ["downloads", "usedStorage"]}
     with _library_silenced():
-        api = HfApi(endpoint=endpoint(), library_name="edge-run", library_version=__version__)
-        fields: Any = ["downloads", "usedStorage"]
-        tags = ["onnx", "text-generation"]
+        headers = build_hf_headers(library_name="edge-run", library_version=__version__)
         try:
-            found = api.list_models(search=words, filter=tags, sort="downloads", limit=limit, expand=fields)
-            return [FoundModel(each.id, each.downloads or 0, getattr(each, "used_storage", None)) for each in found]
+            # The library's own function repeats a request that fails for 23 s.
+            url = f"{endpoint()}/api/models"
+            response = get_session().get(url, params=asked, headers=headers, timeout=_REQUEST_S)
+            hf_raise_for_status(response)
+            return [FoundModel(each["id"], each["downloads"], each.get("usedStorage")) for each in response.json()]
         except HfHubHTTPError as error:
             hint = "try again in a while"
             raise HubError(f"the hub refused the search (status {error.response.status_code})", hint) from error
