@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from ...errors import EdgeError
 from ...runtime.engine import Engine
 from ...runtime.graph.memory import trim_heap
+from ...runtime.structure.response_format import CLIENT
 from ..service.cancellation import CancelledError
 from ..service.request_error import ErrorCode, RequestError
 from .answer_service import AnswerService
@@ -92,6 +93,7 @@ class AnswerEndpoint(ABC, Generic[Body]):
         except RefusedError as error:
             await UnreadBodyResponse(error)(scope, receive, send)
             return
+        CLIENT.set(scope["client"][0] if scope.get("client") else "")
         large = len(body) >= _LARGE_BODY
         try:
             parsed = asyncio.get_running_loop().run_in_executor(_PARSERS, self.parse, body) if large else None

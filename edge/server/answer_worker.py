@@ -11,6 +11,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import copy_context
 from typing import Final, Generic, TypeVar
 
 from ..service.cancellation import Cancellation
@@ -20,6 +21,8 @@ Item = TypeVar("Item")
 
 class AnswerWorker(Generic[Item]):
     """Runs `work` in a thread. Methods say where they are called: on the event loop, or in the thread.
+
+    The thread has the context variables of the caller.
 
     Args:
         work: called with this worker in the thread. It calls `accept` once nothing that it knows of prevents an answer,
@@ -36,7 +39,9 @@ class AnswerWorker(Generic[Item]):
         self._error: BaseException | None = None
         self.cancellation: Final = Cancellation()
         """Ends the work after its current pass; for any thread."""
-        self._thread: Final = threading.Thread(target=self._run, name="edge-run-answer", daemon=True)
+        self._thread: Final = threading.Thread(
+            target=copy_context().run, args=(self._run,), name="edge-run-answer", daemon=True
+        )
 
     def start(self) -> None:
         """Start the thread; on the event loop."""

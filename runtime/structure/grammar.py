@@ -21,7 +21,7 @@ from ..text.tokenizer import TextTokenizer
 from .format_limits import COMPILER_STACK_BYTES, check_limits
 from .grammar_state import GrammarState
 from .matcher import GrammarMatcher, Matcher, MatcherAfterText, first_line
-from .response_format import FormatKind, ResponseFormat, is_gbnf
+from .response_format import CLIENT, FormatKind, ResponseFormat, is_gbnf
 
 _JSON_LAYOUT: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON on one line, as most programs write it and models have read it: the separators are forced tokens, and no model
@@ -38,8 +38,10 @@ _COMPILE_S: Final = 10.0
 """Longest time that compiling a grammar may take, in seconds; usually it takes milliseconds."""
 _PLACE_S: Final = 3.0
 """Longest time that a format waits until others are compiled, in seconds."""
-_AT_ONCE: Final = 2
+_AT_ONCE: Final = 3
 """Number of large formats, and of others, that are compiled at the same time, with those that take too long."""
+_BY_CLIENT: Final = 2
+"""Number of them that one client may have, so that there is a place for another one."""
 _LARGE: Final = 1 << 14
 """Number of characters from which on a format is a large one: these may take seconds, and the others do not wait for
 them."""
@@ -126,16 +128,17 @@ class Grammars:
         self._limits: Final = parser_limits()
         self._kept: OrderedDict[ResponseFormat, Grammar] = OrderedDict()
         self._compiling: dict[ResponseFormat, Future[Grammar]] = {}
-        self._lock: Final = threading.Lock()
-        """Held while one of the two is read or changed."""
-        self._places: Final = {large: threading.BoundedSemaphore(_AT_ONCE) for large in (False, True)}
+        self._places: Final[list[tuple[bool, str]]] = []
+        """For each format that is being compiled, whether it is a large one, and the client who asked for it."""
+        self._lock: Final = threading.Condition()
+        """Held while one of the three is read or changed."""
 
     def compile(self, response_format: ResponseFormat) -> Grammar:
         """Compile a format in another thread, or return what was compiled from it before.
 
         Raises:
             InputError: the format is wrong, has parts that are not supported, or is too large.
-            BusyError: others are being compiled.
+            BusyError: others are being compiled, as many as may be at a time, or as one client may have.
         """
         with self._lock:
             known = self._kept.get(response_format)
@@ -154,10 +157,21 @@ class Grammars:
     def _begin(self, response_format: ResponseFormat) -> Future[Grammar]:
         """Begin to compile a format; its grammar is kept also if nobody waits for it any more."""
         check_limits(response_format)
-        place = self._places[len(response_format.text) >= _LARGE]
-        if not place.acquire(timeout=_PLACE_S):
-            raise BusyError("other response formats are still being compiled", "try again later")
+        place = len(response_format.text) >= _LARGE, CLIENT.get()
         compiled: Future[Grammar] = Future()
+        with self._lock:
+            if not self._lock.wait_for(lambda: self._is_free(*place), _PLACE_S):
+                raise BusyError("other response formats are still being compiled", "try again later")
+            if (begun := self._compiling.get(response_format)) is not None:
+                return begun
+            self._places.append(place)
+            self._compiling[response_format] = compiled
+
+        def end() -> None:
+            with self._lock:
+                self._compiling.pop(response_format, None)
+                self._places.remove(place)
+                self._lock.notify_all()
 
         def work() -> None:
             try:
@@ -167,24 +181,23 @@ class Grammars:
             except Exception as error:  # noqa: BLE001  raised where the grammar is waited for
                 compiled.set_exception(error)
             finally:
-                with self._lock:
-                    self._compiling.pop(response_format, None)
-                place.release()
+                end()
                 if len(response_format.text) >= _LARGE:
                     trim_heap()
 
-        with self._lock:
-            self._compiling[response_format] = compiled
         try:
             _start_compiler(work)
         except RuntimeError as error:
-            with self._lock:
-                self._compiling.pop(response_format, None)
-            place.release()
+            end()
             raise BusyError(
                 f"no thread can be started to compile a response format: {error}", "try again later"
             ) from error
         return compiled
+
+    def _is_free(self, large: bool, client: str) -> bool:
+        """Whether a client may have another format compiled."""
+        clients = [each for is_large, each in self._places if is_large == large]
+        return len(clients) < _AT_ONCE and clients.count(client) < _BY_CLIENT
 
     def _matcher(self, response_format: ResponseFormat) -> llguidance.LLMatcher:
         """Compile a format until its first mask is known.

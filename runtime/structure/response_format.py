@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
@@ -12,6 +13,8 @@ from typing import Any, Final
 from ...errors import InputError
 from ...models.json_file import shown
 
+CLIENT: Final = ContextVar("client", default="")
+"""Who asks for the formats that are compiled in this context: a server sets the address of its client."""
 MAX_FORMAT_BYTES: Final = 4 << 20
 """Largest schema, regex or grammar, in bytes of UTF-8."""
 _MAX_CHOICES: Final = 10_000

@@ -146,11 +146,19 @@ def served_here(model: Path, settings: ServerSettings, **options: Any) -> Iterat
         assert not thread.is_alive()
 
 
-def asked(app: ASGIApp, method: str, path: str, *, base: str = "http://localhost", **options: Any) -> httpx.Response:
+def asked(
+    app: ASGIApp,
+    method: str,
+    path: str,
+    *,
+    base: str = "http://localhost",
+    address: str = "127.0.0.1",
+    **options: Any,
+) -> httpx.Response:
     """Send one request to an ASGI application in this process."""
 
     async def ask() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=base) as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app, client=(address, 1)), base_url=base) as client:
             return await client.request(method, path, **options)
 
     return asyncio.run(ask())

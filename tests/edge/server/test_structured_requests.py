@@ -113,17 +113,22 @@ def test_hostile_formats_do_not_end_the_server(tiny_app: Starlette, name: str, m
 def test_a_format_that_waits_for_others_in_vain_may_be_sent_again(
     tiny_app: Starlette, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on = threading.Event()
+    """And one client does not take all places: there is one for the formats of another."""
+    go_on, grammar_text = threading.Event(), grammar.grammar_text
 
-    def stuck(_: ResponseFormat) -> str:
-        assert go_on.wait(120)
-        return "start: "
+    def stuck(response_format: ResponseFormat) -> str:
+        if response_format.text.startswith("stuck"):
+            assert go_on.wait(120)
+        return grammar_text(response_format)
 
     monkeypatch.setattr(grammar, "_COMPILE_S", 0.05)
     monkeypatch.setattr(grammar, "_PLACE_S", 0.05)
     monkeypatch.setattr(grammar, "grammar_text", stuck)
     replies = [asked(tiny_app, "POST", CHAT, json=chat_body(**BODY, guided_regex=f"stuck{n}")) for n in range(3)]
+    monkeypatch.setattr(grammar, "_COMPILE_S", 100.0)
+    other = asked(tiny_app, "POST", CHAT, address="192.0.2.7", json=chat_body(**BODY, guided_regex="another"))
     go_on.set()
+    assert other.json()["choices"][0]["message"]["content"] == "another"
     assert [reply.status_code for reply in replies] == [400, 400, 429]
     assert replies[2].json()["error"]["code"] == "busy"
     assert int(replies[2].headers["retry-after"]) > 0
