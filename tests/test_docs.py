@@ -45,6 +45,18 @@ def test_the_oldest_python_is_the_same_everywhere() -> None:
     assert f"With Python {oldest} or later" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/rooms/*.md")), ids=lambda page: page.stem)
+def test_the_page_of_a_room_names_a_dozen_modules_that_exist(page: Path) -> None:
+    named = set(re.findall(r"`(?:[a-z0-9_]+/)*([a-z0-9_]+\.py)`", page.read_text(encoding="utf-8")))
+    existing = {
+        path.name
+        for room in ("edge", "export", "runtime", "models", "tests/support")
+        for path in ROOT.glob(f"{room}/**/*.py")
+    }
+    assert named <= existing | {"server.py"}
+    assert len(named) <= 12
+
+
 def anchors(document: Path) -> set[str]:
     """The anchors that GitHub gives to the headings of a document."""
     text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
