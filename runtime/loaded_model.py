@@ -17,13 +17,13 @@ from .decode import check_prompt_fits
 from .devices.drivers import device_identity
 from .devices.processor import default_threads, processor
 from .generation import CachedSequence, Generation
-from .graph.bound_graph import BoundGraph, DecoderGraph
+from .graph.bound_graph import BoundGraph
 from .graph.cache_shift import CacheShift
 from .graph.graph_io import GraphIO
 from .graph.memory import trim_heap
 from .graph.open_graph import open_graph
 from .graph.ort import RUNTIME_BUILD
-from .graph.session import SessionConfig
+from .graph.session import DecoderGraph, SessionConfig
 from .int8_prompts.prompt_reading import PromptReading
 from .kv.arena import KVArena
 from .kv.prefix_cache import PrefixCache

@@ -22,11 +22,11 @@ from ...models.device_kind import DeviceKind
 from ...models.json_file import Count
 from ...models.onnx_file.model_messages import read_model
 from ...version import __version__
-from ..graph.bound_graph import BoundGraph, DecoderGraph
+from ..graph.bound_graph import BoundGraph
 from ..graph.device_loading import device_failure
 from ..graph.graph_io import element_type
 from ..graph.model_metadata import metadata_of
-from ..graph.session import GraphSession, SessionConfig
+from ..graph.session import DecoderGraph, GraphSession, SessionConfig
 from ..measure.measurement_store import MeasurementKey, MeasurementStore, model_key
 from .drivers import device_identity
 from .providers import cpu_device

@@ -1,7 +1,7 @@
-"""What decoding uses of a loaded graph, whatever runs its passes.
+"""What decoding uses of a graph that is bound to a KV arena, whatever runs its passes.
 
-`GraphSession` and `BoundSession` run one graph whose shapes vary. `StaticGraphs` runs many graphs of fixed shapes, for
-devices that compile them. Everything outside this package is written against these protocols.
+`BoundSession` runs one graph whose shapes vary, `BoundStaticGraphs` many graphs of fixed shapes, and `ChosenSession`
+several graphs of one model. Everything outside this package is written against this protocol.
 """
 
 from __future__ import annotations
@@ -13,11 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..kv.arena import KVArena
-from .device_loading import Assignments
-from .graph_io import GraphIO
-from .pass_inputs import Floats
-from .probe import ProbeResult
-from .session import SessionConfig
+from .graph_io import Floats, GraphIO
 
 
 class BoundGraph(Protocol):
@@ -88,35 +84,3 @@ class BoundGraph(Protocol):
             ContextError: as `forward`.
             EdgeError: as `forward`.
         """
-
-
-class DecoderGraph(Protocol):
-    """A loaded decoder, whose sequences each have an arena and a binding."""
-
-    @property
-    def config(self) -> SessionConfig:
-        """How the graph is run."""
-
-    @property
-    def graph_io(self) -> GraphIO:
-        """The graph's inputs and outputs."""
-
-    @property
-    def probe_result(self) -> ProbeResult | None:
-        """What probing the graph showed; None if its inputs and outputs say everything."""
-
-    @property
-    def assignments(self) -> Assignments:
-        """Which provider runs the nodes."""
-
-    def disable_trees(self) -> None:
-        """Let drafts be chains from now on, because the device computes trees wrongly."""
-
-    def limit_width(self, tokens: int) -> None:
-        """Run passes over at most that many tokens from now on, because the device computes wider ones wrongly."""
-
-    def arena(self, limit: int) -> KVArena:
-        """An empty KV cache of this graph's tensor types, for a context of `limit` tokens."""
-
-    def bind(self, arena: KVArena, *, hidden_states: bool = False) -> BoundGraph:
-        """Bind to `arena`, over which passes then run, with `hidden_states` if the graph gives them."""

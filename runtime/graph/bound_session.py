@@ -19,9 +19,9 @@ from ..kv.arena import InPlaceArena, KVArena
 from ..kv.borrowed import BorrowedArena
 from ..kv.buffers import CacheBuffers, NumpyBuffers
 from ..kv.growing import GrowingArena
-from .graph_io import BASE_GRAPH, GraphIO, LogitsMode
+from .graph_io import BASE_GRAPH, Floats, GraphIO, LogitsMode
 from .ort import ORT_ERRORS, error_reason, run_options
-from .pass_inputs import Floats, PassInputs, wrapped
+from .pass_inputs import PassInputs, wrapped
 from .pass_outputs import FeaturesOutput, HiddenStatesOutput, LogitsOutput
 
 _SEQUENCES: Final = (tuple, list)

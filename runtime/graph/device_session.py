@@ -18,8 +18,8 @@ from ..kv.arena import KVArena
 from ..kv.buffers import CacheBuffers
 from ..kv.device_arena import DeviceBuffers
 from .bound_session import BoundSession
-from .graph_io import GraphIO, InputRole, LogitsMode, TopOutputs
-from .pass_inputs import Floats, PassInputs, value_dtype, wrapped
+from .graph_io import Floats, GraphIO, InputRole, LogitsMode, TopOutputs
+from .pass_inputs import PassInputs, value_dtype, wrapped
 from .pass_outputs import KEPT_LOGIT_ROWS, LogitsOutput
 
 _EXCLUDED: Final = np.finfo(np.float32).min

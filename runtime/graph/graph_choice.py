@@ -22,8 +22,7 @@ from ...errors import EdgeError
 from ..kv.arena import KVArena
 from .bound_session import BoundSession
 from .device_loading import Assignments
-from .graph_io import BASE_GRAPH, GraphIO
-from .pass_inputs import Floats
+from .graph_io import BASE_GRAPH, Floats, GraphIO
 from .probe import ProbeResult
 from .session import GraphSession, SessionConfig
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from ..kv.buffers import CacheTensorType
 from ..kv.state_buffers import StateType
+
+Floats: TypeAlias = npt.NDArray[np.float32]
 
 BASE_GRAPH: Final = "base"
 """Name of the model's own graph, which runs every pass that no further graph takes; see `graph_choice.py`."""

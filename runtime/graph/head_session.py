@@ -10,8 +10,8 @@ import onnxruntime as ort
 
 from ..kv.arena import KVArena
 from .bound_session import BoundSession
-from .graph_io import GraphIO
-from .pass_inputs import Floats, wrapped
+from .graph_io import Floats, GraphIO
+from .pass_inputs import wrapped
 
 _ZERO_ROWS: Final = 32
 """Number of zero states that are kept for passes that are only timed."""

@@ -13,7 +13,8 @@ from ..kv.arena import KVArena
 from ..kv.hybrid_arena import HybridArena
 from ..kv.state_buffers import StateCheckpoint, States, StateView
 from .bound_session import BoundSession
-from .pass_inputs import Floats, wrapped
+from .graph_io import Floats
+from .pass_inputs import wrapped
 
 _KEPT_VALUES: Final = 256
 """Number of state views whose OrtValues are kept: wrapping an array takes longer than binding it."""

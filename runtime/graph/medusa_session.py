@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import BundleError, EdgeError
+from .graph_io import Floats
 from .introspection import DRAFT_FEATURES
 from .ort import ORT_ERRORS, error_reason, load_session, session_options
-from .pass_inputs import Floats
 from .session import SessionConfig, graph_values
 
 _OUTPUTS: Final = ("top_ids", "top_probabilities")

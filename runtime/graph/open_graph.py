@@ -14,13 +14,12 @@ from ..devices.providers import CPU_PROVIDER
 from ..kv.cache_scales import KVFormat
 from ..measure.measurement_store import MeasurementStore, model_key
 from ..prefill import PrefillMode
-from .bound_graph import DecoderGraph
 from .graph_choice import ChosenGraphs, FurtherGraph
 from .graph_io import CacheMode, GraphIO
 from .model_metadata import ModelMetadata, metadata_of
 from .prepacked import prepacked_graph
 from .probe import ProbeResult
-from .session import GraphSession, SessionConfig
+from .session import DecoderGraph, GraphSession, SessionConfig
 
 _HELD_TWICE_BYTES: Final = 64 << 20
 """Weights of models that are not packed, below which a second graph may hold its own copy of them."""

@@ -7,15 +7,13 @@ bias that grows with the sequence) are bound again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from .graph_io import GraphIO, GraphValue, InputRole, element_type
-
-Floats: TypeAlias = npt.NDArray[np.float32]
+from .graph_io import Floats, GraphIO, GraphValue, InputRole, element_type
 
 _BLOCKED: Final = np.float32(np.finfo(np.float32).min)
 _PREPARED: Final = 32

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from ..kv.features import FeatureSlots
-from .graph_io import GraphIO, InputRole, LogitsMode
-from .pass_inputs import Floats, PassInputs, value_dtype, wrapped
+from .graph_io import Floats, GraphIO, InputRole, LogitsMode
+from .pass_inputs import PassInputs, value_dtype, wrapped
 
 KEPT_LOGIT_ROWS: Final = 32
 """Largest number of rows of a logits buffer that is kept for later passes. A prefill by a graph that computes all

@@ -17,8 +17,7 @@ import numpy as np
 
 from ...errors import BundleError, EdgeError
 from .bound_session import BoundSession
-from .graph_io import CacheMode, GraphIO, LogitsMode
-from .pass_inputs import Floats
+from .graph_io import CacheMode, Floats, GraphIO, LogitsMode
 
 _NUM_TOKENS: Final = 6
 _CONTEXT: Final = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import onnxruntime as ort
@@ -21,6 +21,7 @@ from ..kv.device_arena import DeviceArena
 from ..kv.growing import GrowingArena
 from ..kv.hybrid_arena import GrowingHybridArena, InPlaceHybridArena
 from ..kv.slot_graphs import SlotGraphs
+from .bound_graph import BoundGraph
 from .bound_session import BoundSession
 from .device_loading import Assignments, load_on_device
 from .device_session import DeviceSession
@@ -60,6 +61,38 @@ class SessionConfig:
     def kv(self) -> KVFormat:
         """Element type of the KV cache."""
         return KVFormat.FLOAT if self.kv_scales is None else KVFormat.INT8
+
+
+class DecoderGraph(Protocol):
+    """A loaded decoder, whose sequences each have an arena and a binding."""
+
+    @property
+    def config(self) -> SessionConfig:
+        """How the graph is run."""
+
+    @property
+    def graph_io(self) -> GraphIO:
+        """The graph's inputs and outputs."""
+
+    @property
+    def probe_result(self) -> ProbeResult | None:
+        """What probing the graph showed; None if its inputs and outputs say everything."""
+
+    @property
+    def assignments(self) -> Assignments:
+        """Which provider runs the nodes."""
+
+    def disable_trees(self) -> None:
+        """Let drafts be chains from now on, because the device computes trees wrongly."""
+
+    def limit_width(self, tokens: int) -> None:
+        """Run passes over at most that many tokens from now on, because the device computes wider ones wrongly."""
+
+    def arena(self, limit: int) -> KVArena:
+        """An empty KV cache of this graph's tensor types, for a context of `limit` tokens."""
+
+    def bind(self, arena: KVArena, *, hidden_states: bool = False) -> BoundGraph:
+        """Bind to `arena`, over which passes then run, with `hidden_states` if the graph gives them."""
 
 
 class GraphSession:

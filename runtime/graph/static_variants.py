@@ -25,8 +25,7 @@ from ..kv.static_arena import StaticArena
 from .cache_io import cache_part, find_cache
 from .compiled import CompiledGraphs
 from .device_loading import Assignments
-from .graph_io import BASE_GRAPH, CacheMode, GraphIO, InputRole, LogitsMode
-from .pass_inputs import Floats
+from .graph_io import BASE_GRAPH, CacheMode, Floats, GraphIO, InputRole, LogitsMode
 from .session import SessionConfig, graph_values
 from .static_session import LOGIT_ROWS, MASK, StaticSession
 

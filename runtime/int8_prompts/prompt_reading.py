@@ -12,9 +12,9 @@ from ...models.bundle import Bundle
 from ...models.device_kind import DeviceKind
 from ...models.progress import Progress, silent
 from ..arguments.load_options import LoadOptions
-from ..graph.bound_graph import DecoderGraph
 from ..graph.graph_choice import ChosenGraphs
 from ..graph.open_graph import prompt_graph_obstacle
+from ..graph.session import DecoderGraph
 from ..measure.prompt_choice import LEAST_WIDTH, PromptChoice, measure_prompt_speed
 from ..prefill import INT8_GRAPH, PrefillMode
 from ..scheduling.idle_thread import IdleThread

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..graph.bound_graph import BoundGraph
-from ..graph.pass_inputs import Floats
+from ..graph.graph_io import Floats
 from ..loaded_model import LoadedModel
 from ..prefill import prefill
 from ..sampling.sampler import Sampler, SamplingParams

@@ -27,11 +27,11 @@ from ...models.bundle import GRAPH_NAME, Bundle, open_bundle
 from ...models.cache import cache_folder
 from ..devices.processor import machine
 from ..devices.providers import choose_device
-from ..graph.bound_graph import BoundGraph, DecoderGraph
+from ..graph.bound_graph import BoundGraph
 from ..graph.model_metadata import ModelMetadata, metadata_of
 from ..graph.ort import RUNTIME_VERSION
 from ..graph.prepacked import should_prepack, write_prepacked
-from ..graph.session import GraphSession, SessionConfig
+from ..graph.session import DecoderGraph, GraphSession, SessionConfig
 from .pass_timing import TYPICAL_CONTEXT, pad_cache, time_pass
 
 PASSES_PER_TURN: Final = 5

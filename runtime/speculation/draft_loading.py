@@ -29,14 +29,14 @@ from ...models.device_kind import DeviceKind
 from ...models.draft_heads import HeadKind
 from ...models.pairing import DraftPair
 from ..devices.providers import choose_device, cpu_device
-from ..graph.bound_graph import BoundGraph, DecoderGraph
+from ..graph.bound_graph import BoundGraph
 from ..graph.graph_io import CacheMode, GraphIO
 from ..graph.head_session import HeadSession
 from ..graph.medusa_session import MedusaSession
 from ..graph.model_metadata import ModelMetadata
 from ..graph.open_graph import graph_to_load, open_gpu_form, open_graph
 from ..graph.prepacked import prepacked_draft_graph
-from ..graph.session import GraphSession, SessionConfig
+from ..graph.session import DecoderGraph, GraphSession, SessionConfig
 from ..kv.borrowed import BorrowedArena
 from ..kv.prefix_cache import PrefixCache
 from ..measure.pass_timing import MeasuringTime, TimingExtent, load_or_measure_pass_cost, measure_pass_cost

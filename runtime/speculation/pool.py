@@ -21,7 +21,8 @@ from ...models.cache import cache_folder, make_private
 from ...models.draft_heads import HeadKind
 from ...models.progress import Progress, silent
 from ..arguments.load_options import LoadOptions
-from ..graph.bound_graph import BoundGraph, DecoderGraph
+from ..graph.bound_graph import BoundGraph
+from ..graph.session import DecoderGraph
 from ..kv.arena import KVArena
 from ..kv.prefix_cache import PrefixCache, shared_tokens
 from ..measure.exactness import EXACTNESS_REPORTS, ExactnessReport, measure_exactness

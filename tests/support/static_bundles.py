@@ -13,9 +13,8 @@ from edgerun.export.check.float_activations import with_float_activations
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.decode import DecodeLimits, decode
 from edgerun.runtime.devices.providers import cpu_device
-from edgerun.runtime.graph.bound_graph import DecoderGraph
 from edgerun.runtime.graph.model_metadata import metadata_of
-from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from edgerun.runtime.graph.session import DecoderGraph, GraphSession, SessionConfig
 from edgerun.runtime.graph.static_variants import StaticGraphs
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.speculator import Speculator
