@@ -29,9 +29,8 @@ from rich.table import Table
 
 import edgerun
 from artifacts import bundle
-from edgerun.edge.bench.prompt_sets import Exchange, limit_per_category
+from edgerun.edge.bench.prompt_sets import Exchange, limit_per_category, read_recording
 from edgerun.edge.bench.ratios import PLAIN, MeasuredTurn, compare_modes
-from edgerun.edge.bench.recordings import read_recording
 from edgerun.runtime.measure.system_load import LoadMeter
 from edgerun.runtime.result import Reply, Stats
 from edgerun.runtime.speculation.choice import Speculation

@@ -31,7 +31,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 import edgerun
-from edgerun.edge.bench.recordings import read_recording
+from edgerun.edge.bench.prompt_sets import read_recording
 from edgerun.runtime.decode import DecodeLimits, decode
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.graph_choice import ChosenSession

@@ -23,7 +23,7 @@ from rich.console import Console
 import edgerun
 from artifacts import bundle
 from edgerun.edge.bench.bench_result import BenchConditions, BenchResult
-from edgerun.edge.bench.recordings import read_recording
+from edgerun.edge.bench.prompt_sets import read_recording
 from edgerun.edge.bench.runner import BenchSettings, DecodingMode, TurnRange, measure_modes
 from edgerun.edge.bench.table import show
 from edgerun.models.named_models import bundled_folder

@@ -31,8 +31,7 @@ from rich.table import Table
 import edgerun
 from artifacts import bundle
 from edgerun import AnswerStream, Engine, GenerateOptions, Power, Speculation, Stats
-from edgerun.edge.bench.prompt_sets import limit_per_category
-from edgerun.edge.bench.recordings import read_recording
+from edgerun.edge.bench.prompt_sets import limit_per_category, read_recording
 from edgerun.runtime.devices.processor import default_threads
 from edgerun.runtime.measure.system_load import LoadMeter
 from shapes import SHAPES

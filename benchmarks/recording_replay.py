@@ -16,9 +16,8 @@ from rich.console import Console
 
 import edgerun
 from edgerun.edge.bench.bench_result import BenchConditions, BenchResult
-from edgerun.edge.bench.prompt_sets import count_by_category, limit_per_category
+from edgerun.edge.bench.prompt_sets import count_by_category, limit_per_category, read_recording
 from edgerun.edge.bench.ratios import PLAIN, ModeResult
-from edgerun.edge.bench.recordings import read_recording
 from edgerun.edge.bench.runner import BenchSettings, ConversationRunner, DecodingMode, Measurements, TurnRange
 from edgerun.runtime.measure.system_load import LoadMeter
 from edgerun.runtime.speculation.choice import Speculation

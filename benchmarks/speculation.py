@@ -257,7 +257,7 @@ def gains_json(gains: Mapping[str, ModeResult]) -> dict[str, Any]:
 
 def write(folder: Path, name: str, result: BenchResult) -> None:
     """Write one HTML report."""
-    from edgerun.edge.bench.report import write_report  # noqa: PLC0415  matplotlib is needed for reports only
+    from edgerun.edge.bench.plots import write_report  # noqa: PLC0415  matplotlib is needed for reports only
 
     folder.mkdir(parents=True, exist_ok=True)
     write_report(folder / f"{Path(name).stem}.html", result)

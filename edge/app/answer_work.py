@@ -18,15 +18,19 @@ from ...runtime.options import GenerateOptions
 from ...runtime.result import Stats
 from ...runtime.tools.calls import ToolCall, ToolCallDelta, joined_calls
 from ...runtime.tools.tool_loop import MAX_ROUNDS
-from ..conversations.answering import AnswerWriter, answer_state, generate_options, stats_object
-from ..conversations.call_rounds import CallRound, StoredCall
-from ..conversations.context_fit import fit_context, model_messages, takes_calls
-from ..conversations.reasoning_text import ReasoningText
-from ..conversations.records import MessageState, StoredMessage, as_object
-from ..conversations.small_talk import is_small_talk
+from ..conversations.answering import (
+    AnswerWriter,
+    answer_state,
+    fit_context,
+    generate_options,
+    is_small_talk,
+    model_messages,
+    stats_object,
+    takes_calls,
+)
+from ..conversations.records import CallRound, MessageState, ReasoningText, StoredCall, StoredMessage, as_object
 from ..service.cancellation import Cancellation, CancelledError
-from .app_context import AppContext
-from .app_settings import read_settings
+from .app_context import AppContext, read_settings
 from .live_answer import LiveAnswer
 from .tools.call_making import CallMaker
 from .tools.tool_servers import OfferedTool

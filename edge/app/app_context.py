@@ -1,17 +1,57 @@
-"""What all endpoints of the app share."""
+"""What all endpoints of the app share, and the settings of the page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
 from ..conversations.store import ConversationStore
 from ..server.server_settings import ServerSettings
 from ..service.model_pool import ModelPool
-from .app_settings import read_settings
 from .event_channel import EventChannel
 from .tools.tool_servers import ToolServers
+
+_DEFAULTS: Final[Mapping[str, Any]] = {
+    "theme": "system",
+    "font_size": 16,
+    "enter_sends": True,
+    "token_details": True,
+    "show_statistics": True,
+    "default_model": None,
+}
+_PREFIX: Final = "page."
+"""What the names of these settings begin with in the store."""
+
+
+class SettingsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of a change of settings; those that are left out stay as they are."""
+
+    theme: Literal["system", "light", "dark"] | UnsetType = UNSET
+    font_size: Annotated[int, Meta(ge=12, le=24)] | UnsetType = UNSET
+    """In pixels."""
+    enter_sends: bool | UnsetType = UNSET
+    """Whether Enter sends a message; else Ctrl+Enter does."""
+    token_details: bool | UnsetType = UNSET
+    """Whether each token of an answer is kept with its probability, its alternatives and its origin."""
+    show_statistics: bool | UnsetType = UNSET
+    default_model: str | UnsetType | None = UNSET
+    """The model of conversations that name none; None for the first one that is offered."""
+
+
+def read_settings(store: ConversationStore) -> dict[str, Any]:
+    """All settings, by name."""
+    return {name: store.setting(_PREFIX + name, default) for name, default in _DEFAULTS.items()}
+
+
+def change_settings(store: ConversationStore, changes: SettingsBody) -> None:
+    """Keep the settings that a body has."""
+    for name in _DEFAULTS:
+        if (value := getattr(changes, name)) is not UNSET:
+            store.set_setting(_PREFIX + name, value)
 
 
 @dataclass(frozen=True)

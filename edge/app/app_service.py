@@ -1,15 +1,84 @@
-"""What runs behind the page: its context, the OpenAI-compatible server, and their end."""
+"""What runs behind the page: answers, models, the OpenAI-compatible server, and what tells the windows of changes."""
 
 from __future__ import annotations
 
+import logging
+import threading
 from typing import Final
 
+from ...errors import EdgeError
+from ..conversations.records import Change, ChangeKind, MessageState, as_object
 from ..server.answer_service import AnswerService
 from .app_access import AppAccess
 from .app_context import AppContext
 from .background_answers import BackgroundAnswers
-from .change_events import ChangeEvents
-from .models.model_services import ModelServices
+from .models.model_endpoints import ModelServices
+
+_log: Final = logging.getLogger(__name__)
+_POLL_S: Final = 1.0
+"""Seconds between two looks for what other processes have written."""
+
+
+class ChangeEvents:
+    """Publishes changes of the store while windows listen.
+
+    Args:
+        context: the store and the windows.
+        answers: answers in progress, whose text is newer than the store's.
+    """
+
+    def __init__(self, context: AppContext, answers: BackgroundAnswers) -> None:
+        self._context: Final = context
+        self._answers: Final = answers
+        self._ending: Final = threading.Event()
+        self._end_listening: Final = context.store.listen(self._publish)
+        self._thread: Final = threading.Thread(target=self._watch, name="edge-run changes", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the publishing."""
+        self._end_listening()
+        self._ending.set()
+        self._thread.join()
+
+    def _publish(self, change: Change) -> None:
+        """Publish a change of this process, in the thread that made it."""
+        if not self._context.events.listening:
+            return
+        try:
+            self._publish_change(change)
+        except EdgeError as error:
+            # What is gone already is published by the change that removed it.
+            _log.info("a change was not published: %s", error)
+
+    def _publish_change(self, change: Change) -> None:
+        store, events = self._context.store, self._context.events
+        match change.kind:
+            case ChangeKind.CONVERSATION if change.conversation_id is not None:
+                events.publish("conversation", conversation=as_object(store.conversation(change.conversation_id)))
+            case ChangeKind.CONVERSATION_DELETED:
+                events.publish("conversation_deleted", id=change.conversation_id)
+            case ChangeKind.MESSAGE if change.message_id is not None:
+                message = store.message(change.message_id)
+                live = self._answers.live(message.id)
+                if live is None or message.state is not MessageState.WRITING:
+                    events.publish("message", message=as_object(message))
+                else:
+                    with live.snapshot(message) as (shown, _):
+                        events.publish("message", message=shown)
+            case ChangeKind.MESSAGE_DELETED:
+                events.publish("message_deleted", id=change.message_id, conversation=change.conversation_id)
+            case _:
+                events.publish("settings")
+
+    def _watch(self) -> None:
+        """Look for what other processes have written, in a thread of its own."""
+        while not self._ending.wait(_POLL_S):
+            try:
+                if self._context.events.listening and self._context.store.changed_elsewhere():
+                    self._context.events.publish("reload")
+            except EdgeError as error:
+                _log.info("the store cannot be watched: %s", error)
 
 
 class AppService:

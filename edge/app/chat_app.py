@@ -27,8 +27,7 @@ from .event_channel import EventsEndpoint
 from .message_endpoints import message_routes
 from .models.model_endpoints import model_routes
 from .page_files import PageFiles, PageHeaders, entrance_page, index_page, passage_page
-from .state_endpoints import state_routes
-from .tools.tool_endpoints import tool_routes
+from .state_endpoints import state_routes, tool_routes
 
 _OPENAI_API: Final = "/v1/"
 

@@ -16,8 +16,7 @@ from starlette.routing import Route
 
 from ...errors import ContextError
 from ...runtime.options import GenerateOptions
-from ..conversations.answering import generate_options
-from ..conversations.context_fit import fit_context, takes_calls
+from ..conversations.answering import fit_context, generate_options, takes_calls
 from ..conversations.records import (
     MAX_ATTACHMENTS,
     Attachment,

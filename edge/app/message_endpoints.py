@@ -16,7 +16,7 @@ from .api_endpoint import ApiCall, api_route
 from .app_context import AppContext
 from .background_answers import BackgroundAnswers, writing_error
 from .conversation_endpoints import AttachmentBody, attachments_of
-from .tools.call_approvals import Decision
+from .live_answer import Decision
 
 MAX_VARIANTS: Final = 8
 """Largest number of answers that one request asks for."""

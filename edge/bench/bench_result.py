@@ -14,8 +14,16 @@ from ...runtime.measure.system_load import LoadMeter
 from ...runtime.result import Stats
 from ...runtime.speculation.choice import SOURCE_NAMES
 from ...runtime.speculation.tree import Source
-from .headline import MachineLoad, headline, reason_without_ratio, spread_of_plain
-from .ratios import PLAIN, ModeResult, RoundTimes, compare_modes
+from .ratios import (
+    PLAIN,
+    MachineLoad,
+    ModeResult,
+    RoundTimes,
+    compare_modes,
+    headline,
+    reason_without_ratio,
+    spread_of_plain,
+)
 from .runner import Measurements
 
 REPLAY_NOTE: Final = (

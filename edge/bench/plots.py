@@ -1,4 +1,4 @@
-"""Plots of a measurement, drawn with matplotlib (the `bench` extra).
+"""The report of a measurement: an HTML page, or its plots as a PNG, drawn with matplotlib (the `bench` extra).
 
 Every plot is drawn once, with placeholder colours. In SVG these become CSS variables, so that one picture serves a
 light and a dark page. In PNG they become the colours of the light page.
@@ -9,16 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from io import BytesIO, StringIO
+from pathlib import Path
 from typing import Any, Final
 
 import matplotlib as mpl
 import numpy as np
+from jinja2 import Environment, StrictUndefined
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from ...models.atomic import write_atomically
 from .bench_result import BenchResult
-from .ratios import RoundTimes
+from .ratios import RoundTimes, reason_without_ratio
+from .table import acceptance_text, interval_text
 
 INK: Final = "#010101"
 FAINT: Final = "#020202"
@@ -54,6 +58,7 @@ _PARTS: Final = SERIES[3:]
 
 Palette = dict[str, str]
 Draw = Callable[[Axes, BenchResult, Palette], None]
+_TEMPLATE: Final = Path(__file__).parent / "report.html.jinja"
 
 
 def css_variable(placeholder: str) -> str:
@@ -241,3 +246,46 @@ def _round(axes: Axes, result: BenchResult, palette: Palette) -> None:
     axes.set_xlabel("milliseconds per token")
     axes.set_title("Where the time goes")
     _legend(axes)
+
+
+def write_report(path: Path, result: BenchResult) -> None:
+    """Write a PNG if the name ends in .png, else an HTML page. The file appears whole or not at all.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    write_atomically(path, png(result) if path.suffix.lower() == ".png" else page(result).encode())
+
+
+def page(result: BenchResult) -> str:
+    """The HTML page."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=False)
+    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(
+        conditions=result.conditions,
+        modes=result.modes,
+        plain=result.plain,
+        stats=result.stats,
+        rounds={name: RoundTimes.of(stats) for name, stats in result.stats.items()},
+        plots=svg_plots(result),
+        light={css_variable(name): colour for name, colour in LIGHT.items()},
+        dark={css_variable(name): colour for name, colour in DARK.items()},
+        facts=_facts(result),
+        notes=result.notes,
+        reasons={mode.name: reason_without_ratio(mode, result.load) for mode in result.modes},
+        acceptance_text=acceptance_text,
+        interval_text=interval_text,
+    )
+
+
+def _facts(result: BenchResult) -> dict[str, Any]:
+    conditions = result.conditions
+    return {
+        "prompts": f"{conditions.conversations} conversations of {conditions.source}, turns: {conditions.turns}",
+        "maximum tokens of an answer": min(conditions.max_tokens, conditions.context),
+        "temperature": "0 (greedy)" if conditions.temperature == 0 else conditions.temperature,
+        "context": conditions.context,
+        "device": conditions.device,
+        "threads": conditions.threads or "-",
+        **result.machine,
+    }

@@ -1,4 +1,4 @@
-"""Prompts by category, from a file or from the set that comes with edge-run.
+"""Prompts and recordings by category, from a file or from the set that comes with edge-run.
 
 The format of a prompt file is recognized by its content, not by its name:
 
@@ -6,13 +6,25 @@ The format of a prompt file is recognized by its content, not by its name:
 * JSON lines with `task_id` and `prompt`: HumanEval.
 * JSON lines with `question`: GSM8K and similar sets; with `request`: requests to the bundled model.
 * Anything else is plain text: the prompts are its paragraphs if it has blank lines, else its lines.
+
+Recordings have the answers of a model, for replay:
+
+* JSON lines with `category` and `turns`, a list of `{"prompt", "response"}`.
+* A chat history of aider, the code-editing assistant (`.aider.chat.history.md`). A line `# aider chat started at ...`
+  begins a session. Lines that begin with `#### ` are the user's, and lines that begin with `> ` are notes of aider.
+  Other lines are the assistant's answer if the next note says `Tokens: N sent, M received`, else the output of a
+  command. Notes between two answers, such as a failed test, are the prompt of the second answer. `/clear` begins a new
+  conversation. The history lacks the files that aider showed the model, so a replay understates how much of an answer
+  can be copied from the conversation.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +40,9 @@ _CHAT_CATEGORIES: Final = frozenset(
     ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 )
 """Categories of MT-Bench, which Spec-Bench counts as one of its six categories."""
+_SESSION: Final = re.compile(r"^# aider chat started at \d.*$", re.MULTILINE)
+_USER: Final = "#### "
+_CATEGORY: Final = "code editing"
 
 
 @dataclass(frozen=True)
@@ -59,10 +74,10 @@ def read_prompts(path: Path) -> list[Conversation]:
     first = rows[0]
     if "turns" in first:
         return [_with_turns(row, path, number) for number, row in enumerate(rows, 1)]
-    for field, category in (("prompt", "humaneval"), ("question", "questions"), ("request", SHELL)):
-        if field in first:
+    for name, category in (("prompt", "humaneval"), ("question", "questions"), ("request", SHELL)):
+        if name in first:
             return [
-                Conversation(category, (Exchange(text_of(row, field, path, number)),))
+                Conversation(category, (Exchange(text_of(row, name, path, number)),))
                 for number, row in enumerate(rows, 1)
             ]
     raise InputError(
@@ -109,3 +124,99 @@ def _plain(text: str, path: Path) -> list[Conversation]:
     if any("\0" in prompt for prompt in prompts):
         raise InputError(f"{path} is not text", "give JSON lines or plain text")
     return [Conversation(_TEXT, (Exchange(prompt),)) for prompt in prompts]
+
+
+def read_recording(path: Path) -> list[Conversation]:
+    """Read the conversations of a recording; every exchange has an answer.
+
+    Raises:
+        InputError: the file cannot be read, contains no answer, or has a line of another format than its first.
+    """
+    text = read_text(path)
+    if text.lstrip().startswith("{"):
+        return [_with_answers(row, path, number) for number, row in enumerate(json_lines(text, path), 1)]
+    if _SESSION.search(text):
+        if conversations := list(_aider(text)):
+            return conversations
+        raise InputError(f"{path} contains no answer", "give a chat history in which a model answered")
+    hint = "give JSON lines with turns of prompt and response, or a chat history of aider"
+    raise InputError(f"{path} is not a recording", hint)
+
+
+def _with_answers(row: Mapping[str, Any], path: Path, number: int) -> Conversation:
+    turns = turns_of(row, path, number)
+    if not all(isinstance(turn, dict) for turn in turns):
+        raise InputError(f"{path}, row {number}: a turn without an answer", "give prompts alone with --prompts")
+    exchanges = [
+        Exchange(text_of(turn, "prompt", path, number), text_of(turn, "response", path, number)) for turn in turns
+    ]
+    return Conversation(text_of(row, "category", path, number) if "category" in row else "recorded", tuple(exchanges))
+
+
+class _Speaker(Enum):
+    USER = auto()
+    NOTE = auto()
+    TEXT = auto()
+
+
+@dataclass
+class _Block:
+    """Consecutive lines of one speaker."""
+
+    speaker: _Speaker
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(line for line in self.lines if not self._counts_tokens(line)).strip()
+
+    @property
+    def ends_an_answer(self) -> bool:
+        return any(self._counts_tokens(line) for line in self.lines[:3])
+
+    def _counts_tokens(self, line: str) -> bool:
+        return self.speaker is _Speaker.NOTE and line.startswith("Tokens: ")
+
+
+def _aider(text: str) -> Iterator[Conversation]:
+    for session in _SESSION.split(text):
+        exchanges: list[Exchange] = []
+        prompt = ""
+        blocks = list(_blocks(session))
+        for number, block in enumerate(blocks):
+            if block.speaker is _Speaker.USER and "/clear" in block.lines:
+                if exchanges:
+                    yield Conversation(_CATEGORY, tuple(exchanges))
+                exchanges = []
+                prompt = "\n".join(block.lines[block.lines.index("/clear") + 1 :]).strip()
+            elif block.speaker is _Speaker.USER:
+                prompt = block.text
+            elif block.speaker is _Speaker.NOTE:
+                # The user's prompt takes precedence over a note, and a note counts only after an answer.
+                prompt = prompt or (block.text if exchanges else "")
+            elif number + 1 < len(blocks) and blocks[number + 1].ends_an_answer:
+                if prompt and block.text:
+                    exchanges.append(Exchange(prompt, block.text))
+                prompt = ""
+        if exchanges:
+            yield Conversation(_CATEGORY, tuple(exchanges))
+
+
+def _blocks(session: str) -> Iterator[_Block]:
+    block: _Block | None = None
+    for line in session.split("\n"):
+        if line.startswith(_USER):
+            speaker, content = _Speaker.USER, line[len(_USER) :].rstrip()
+        elif line == ">" or line.startswith("> "):
+            speaker, content = _Speaker.NOTE, line[2:].rstrip()
+        elif not line.strip() and (block is None or block.speaker is not _Speaker.TEXT):
+            continue  # blank lines separate blocks
+        else:
+            speaker, content = _Speaker.TEXT, line
+        if block is None or speaker is not block.speaker:
+            if block is not None:
+                yield block
+            block = _Block(speaker)
+        block.lines.append(content)
+    if block is not None:
+        yield block

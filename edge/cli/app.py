@@ -72,12 +72,11 @@ def app(
     """
     load = _LOAD.record(given)
     with missing_extra("app", "app"):
-        from ..app.app_access import AppAccess, session_secret
+        from ..app.app_access import AppAccess, announce, join_running_app, open_url, session_secret
         from ..app.app_context import AppContext
         from ..app.app_service import AppService
         from ..app.chat_app import chat_app
         from ..app.event_channel import EventChannel
-        from ..app.running_app import announce, join_running_app, open_url
         from ..app.tools.tool_servers import ToolServers
         from ..server.server_settings import ServerSettings
         from ..server.uvicorn_server import draining_server

@@ -169,8 +169,7 @@ def _conversations(options: BenchOptions) -> tuple[Sequence[Conversation], str]:
     Raises:
         InputError: the file cannot be used, two are given, or no turn would be measured.
     """
-    from ..bench.prompt_sets import bundled_prompts, limit_per_category, read_prompts
-    from ..bench.recordings import read_recording
+    from ..bench.prompt_sets import bundled_prompts, limit_per_category, read_prompts, read_recording
 
     if options.prompts is not None and options.replay is not None:
         raise InputError("--prompts and --replay exclude each other", "measure them one after the other")
@@ -208,7 +207,7 @@ def _report_writer(path: Path | None) -> Callable[[BenchResult], None] | None:
         return None
     check_report_path(path)
     try:
-        from ..bench.report import write_report
+        from ..bench.plots import write_report
     except ModuleNotFoundError as error:
         raise InputError(f"a report needs the package {error.name}", 'pip install "edge-run[bench]"') from error
     return lambda result: write_report(path, result)

@@ -36,7 +36,7 @@ from ...runtime.text.tokenizer import TextTokenizer
 from ...runtime.tools.answer_format import AnswerFormat
 from ...runtime.tools.template_signs import AUTO
 from ..terminal.output import SafeConsole, figures_text, write_json
-from ..terminal.plan_table import plan_table
+from ..terminal.report_summary import plan_table
 from .shared_options import AsJson, Debug, ModelArgument, OptionsOf, takes_options
 from .tune import context_label, describe_cost, doubt_text, prompt_facts, prompt_text
 from .verify import exactness_summary

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
 
@@ -18,13 +19,30 @@ from ...runtime.engine import Engine
 from ...runtime.engine_loading import load as open_model
 from ...runtime.options import GenerateOptions
 from ...runtime.speculation.choice import Speculation
-from .format_options import Choices, GrammarFile, JsonSchema, Regex, response_format_of
+from ...runtime.structure.response_format import ResponseFormat
 from .shared_options import AsJson, Debug, ModelArgument, Offline, OptionsOf, takes_options
 from .single_answer import SinglePrompt, answer_prompt
 
 if TYPE_CHECKING:
     from ..terminal.chat.opening import ChatSettings
 
+JsonSchema: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Let the answer be JSON of the schema in FILE, on one line. This, the next three options and "
+        "--grammar-aligned need the extra structured.",
+    ),
+]
+Regex: TypeAlias = Annotated[
+    str | None, typer.Option(metavar="PATTERN", help="Let the whole answer match a regular expression.")
+]
+GrammarFile: TypeAlias = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Let the answer follow the Lark or GBNF grammar in FILE.")
+]
+Choices: TypeAlias = Annotated[
+    list[str] | None, typer.Option(metavar="TEXT", help="Let the answer be this text; repeat it for other choices.")
+]
 _MAX_PROMPT_BYTES: Final = 16 << 20
 """Largest prompt that is read from standard input, several times the text of the longest contexts."""
 _ANSWER: Final = OptionsOf(
@@ -35,6 +53,33 @@ _ANSWER: Final = OptionsOf(
     ),
 )
 _LOAD: Final = OptionsOf(LoadOptions(), without=("learned", "parallel", "max_waiting"))
+
+
+def response_format_of(
+    schema: Path | None, regex: str | None, grammar: Path | None, choices: Sequence[str] | None
+) -> ResponseFormat | None:
+    """What the answer has to look like; None for free text.
+
+    Args:
+        schema: file with a JSON schema.
+        regex: what the whole answer matches.
+        grammar: file with a grammar.
+        choices: texts of which the answer is one.
+
+    Raises:
+        InputError: several of them are given, or a file cannot be read.
+    """
+    given = {"--json-schema": schema, "--regex": regex, "--grammar": grammar, "--choice": choices or None}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise InputError(f"{named[0]} and {named[1]} are both given", "an answer has one format: give one of them")
+    if schema is not None:
+        return ResponseFormat.json_schema(read_text(schema, "give a file with a JSON schema"))
+    if grammar is not None:
+        return ResponseFormat.grammar(read_text(grammar, "give a file with a Lark or GBNF grammar"))
+    if regex is not None:
+        return ResponseFormat.regex(regex)
+    return ResponseFormat.choice(choices) if choices else None
 
 
 @takes_options(_ANSWER, _LOAD)

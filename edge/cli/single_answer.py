@@ -14,8 +14,7 @@ from ...runtime.engine_loading import load
 from ...runtime.options import GenerateOptions
 from ...runtime.result import Reply
 from ...runtime.scheduling.answer_stream import AnswerStream
-from ..terminal.answer_report import AnswerPrinter, best_of_line, chunk_json, reply_json, stats_line
-from ..terminal.explain import show_rounds
+from ..terminal.answer_report import AnswerPrinter, best_of_line, chunk_json, reply_json, show_rounds, stats_line
 from ..terminal.interrupt import cancelling_on_interrupt
 from ..terminal.output import write_error, write_json
 from .ctrl_c import INTERRUPTED

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ...errors import ConversationError
-from .call_rounds import CallRound
 from .conversation_table import as_json, insert_row
 from .message_table import checked_content, encoded_rounds, read_message, touch
-from .records import MessageState, ModelUsage, Role, StoredMessage, valid_text
+from .records import CallRound, MessageState, ModelUsage, Role, StoredMessage, valid_text
 from .writers import Writer
 
 _COMPRESSION: Final = 1

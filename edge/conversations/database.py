@@ -20,8 +20,7 @@ from ...errors import ConversationError
 from ...models.data_folder import make_private_file, make_private_folder
 from ...models.file_system import is_in_use, move
 from ...models.lock import locked
-from .salvage import salvage
-from .schema import VERSION, is_of_conversations, migrate, version_of
+from .schema import VERSION, is_of_conversations, migrate, salvage, version_of
 
 _Result = TypeVar("_Result")
 

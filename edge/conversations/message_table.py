@@ -9,18 +9,20 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from ...errors import ConversationError, UnknownIdError
-from .call_rounds import CallRound, rounds_object, rounds_of
 from .conversation_table import as_json, checked_line, insert_row, parsed, read_conversation
 from .records import (
     MAX_ATTACHMENTS,
     MAX_TEXT,
     MAX_TITLE,
     Attachment,
+    CallRound,
     Conversation,
     MessageState,
     Role,
     StoredMessage,
     new_id,
+    rounds_object,
+    rounds_of,
     title_of,
     valid_text,
 )

@@ -13,12 +13,11 @@ from typing import Any, Final, Self
 
 from ...models.data_folder import data_folder
 from . import answer_table, conversation_table, message_table
-from .call_rounds import CallRound
 from .database import ConversationDatabase, MemoryDatabase
-from .markdown_transfer import as_markdown, read_markdown
 from .message_search import search_messages, update_index
 from .records import (
     Attachment,
+    CallRound,
     Change,
     ChangeKind,
     Conversation,
@@ -326,6 +325,7 @@ class ConversationStore:
 
     def export_markdown(self, conversation_id: str) -> str:
         """The branch that is shown, as Markdown; attachments are part of their messages."""
+        from .transfer import as_markdown  # noqa: PLC0415  msgspec is needed for this alone
 
         def export(database: sqlite3.Connection) -> str:
             conversation = conversation_table.read_conversation(database, conversation_id)
@@ -341,7 +341,7 @@ class ConversationStore:
             ids: the conversations; None for all that are not deleted.
             tokens: whether to write the tokens of answers, too; they are many times larger than the text.
         """
-        from .json_transfer import as_json_file  # noqa: PLC0415  msgspec is needed for this alone
+        from .transfer import as_json_file  # noqa: PLC0415  msgspec is needed for this alone
 
         def export(database: sqlite3.Connection) -> str:
             chosen = ids
@@ -353,7 +353,7 @@ class ConversationStore:
 
     def import_json(self, text: str) -> list[Conversation]:
         """Add the conversations of a text that `export_json` wrote: all of them or, if one is not valid, none."""
-        from .json_transfer import insert_json_file  # noqa: PLC0415  msgspec is needed for this alone
+        from .transfer import insert_json_file  # noqa: PLC0415  msgspec is needed for this alone
 
         def insert(database: sqlite3.Connection) -> list[Conversation]:
             ids = insert_json_file(database, text)
@@ -371,6 +371,8 @@ class ConversationStore:
             text: the text.
             name: name of the file, which is the title if the text has none.
         """
+        from .transfer import read_markdown  # noqa: PLC0415  msgspec is needed for this alone
+
         read = read_markdown(text, name)
 
         def insert(database: sqlite3.Connection) -> Conversation:

@@ -1,41 +1,52 @@
-"""Long work in a process of its own: exports and exactness checks of the app.
+"""Long work in a process of its own (this module): exports and exactness checks of the app.
 
 The work computes for minutes with all processors, and must neither slow the server's event loop down nor take it along
 if it runs out of memory. The process reads one JSON object from standard input and writes one a line to standard
-output: reports of progress, and at the end a result or an error. It ends, removing what it has written so far, when its
-standard input is closed. So closing it cancels the work, on every system, and a process whose app was killed ends too.
+output: reports of progress, and at the end a result or an error. It ends as with Ctrl-C, removing what it has written
+so far, when its standard input is closed. So closing it cancels the work, on every system, and a process whose app was
+killed ends too.
 """
 
 from __future__ import annotations
 
+import _thread
 import json
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from enum import StrEnum
-from typing import Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-from ....errors import EdgeError
+from ....errors import EdgeError, InputError
 from ...service.cancellation import Cancellation
+
+if TYPE_CHECKING:
+    from ....export import ExportRequest, MixedPrecisionRequest
 
 _PATIENCE_S: Final = 20.0
 """Seconds that a cancelled process has to remove what it wrote; the passes of large models end within them."""
 _KEPT_LINES: Final = 20
 """Lines of standard error that are kept for the message about a process that failed."""
-_MODULE: Final = "edgerun.edge.app.models.job_worker"
+_MODULE: Final = "edgerun.edge.app.models.job_process"
+JobProgress = Callable[[str, float], None]
+"""Receives the stage of the work, and the fraction of that stage that is done."""
+_INTERRUPTED: Final = 130
+_INSTALL: Final = 'pip install "edge-run[export]"'
+_LEAST_REPORT: Final = 0.002
+"""Smallest advance of a fraction that is reported: some stages report every linear of a large model."""
+_cancelled = threading.Event()
 
 
 class JobKind(StrEnum):
-    """What a process does; `job_worker` says what each takes and returns."""
+    """What a process does; the functions in `_WORK` say what each takes and returns."""
 
     FRONTIER = "frontier"
     EXPORT = "export"
     EXACTNESS = "exactness"
-
-
-JobProgress = Callable[[str, float], None]
-"""Receives the stage of the work, and the fraction of that stage that is done."""
 
 
 class JobError(EdgeError):
@@ -49,7 +60,7 @@ def run_job(
 
     Args:
         kind: what to do.
-        arguments: JSON values; see `job_worker`.
+        arguments: JSON values; see the functions in `_WORK`.
         progress: called in this thread.
         cancellation: ends the work.
 
@@ -142,3 +153,180 @@ def _keep_last(stream: Any, lines: list[str]) -> None:
         if text := line.strip():
             lines.append(text)
             del lines[:-_KEPT_LINES]
+
+
+def main() -> int:
+    """Do the work that standard input asks for; returns the exit code."""
+    # What libraries print must not come between the messages.
+    messages = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def write(**message: Any) -> None:
+        messages.write(json.dumps(message) + "\n")
+        messages.flush()
+
+    # Not through sys.stdin: its lock would be held by the waiting thread when the interpreter ends.
+    with open(0, "rb", buffering=0, closefd=False) as standard_input:
+        request = json.loads(_first_line(standard_input.read))
+        threading.Thread(target=_interrupt_at_end, args=(standard_input.read,), daemon=True).start()
+        try:
+            result = _WORK[JobKind(request["kind"])](request["arguments"], _Report(write))
+        except KeyboardInterrupt:
+            return _INTERRUPTED
+        except EdgeError as error:
+            write(error={"what": error.what, "hint": error.hint})
+            return 1
+        write(result=result)
+        return 0
+
+
+def _first_line(read: Callable[[int], bytes]) -> bytes:
+    line = b""
+    while not line.endswith(b"\n") and (piece := read(1)):
+        line += piece
+    return line
+
+
+def _interrupt_at_end(read: Callable[[int], bytes]) -> None:
+    """Interrupt the main thread when standard input is closed, as Ctrl-C does."""
+    while read(1):
+        pass
+    _cancelled.set()
+    _thread.interrupt_main()
+
+
+class _Report:
+    """A `Progress` that writes messages, fewer than it receives."""
+
+    def __init__(self, write: Callable[..., None]) -> None:
+        self._write = write
+        self._last = ("", -1.0)
+
+    def __call__(self, stage: str, fraction: float) -> None:
+        if _cancelled.is_set():
+            raise KeyboardInterrupt
+        last_stage, last_fraction = self._last
+        if stage != last_stage or fraction >= 1 or fraction - last_fraction >= _LEAST_REPORT:
+            self._last = stage, fraction
+            self._write(stage=stage, fraction=fraction)
+
+    def bytes_of(self, name: str, done: int, total: int) -> None:
+        """Report a download."""
+        self(f"downloading {name}", done / max(total, 1))
+
+
+def _frontier(arguments: Mapping[str, Any], report: _Report) -> dict[str, Any]:
+    """Measure plans.
+
+    Args:
+        arguments: `source`, `work` and `calibration_tokens`, as for `_export`.
+        report: receives the progress.
+    """
+    _require_export_packages()
+    from ....export import MixedPrecisionRequest, measure_frontier, parse_budget  # noqa: PLC0415
+
+    request = _request(arguments, MixedPrecisionRequest(parse_budget("4bpw")), report)
+    return {"plans": [asdict(plan) for plan in measure_frontier(request, report)]}
+
+
+def _export(arguments: Mapping[str, Any], report: _Report) -> dict[str, Any]:
+    """Export a checkpoint.
+
+    Args:
+        arguments: `source`: a path, or an id on the hub; `destination`: the folder to write; either `plan`: a plan
+            file, with the `work` folder and `calibration_tokens` it was measured with, or `bits` of all weights.
+        report: receives the progress.
+    """
+    _require_export_packages()
+    from ....export import MixedPrecisionRequest, export_model  # noqa: PLC0415
+
+    plan = arguments.get("plan")
+    mixed = None if plan is None else MixedPrecisionRequest(plan=Path(plan))
+    result = export_model(_request(arguments, mixed, report), report)
+    quality = result.report.shipped if result.report is not None else result.quality
+    return {
+        "folder": str(result.bundle),
+        "bytes": sum(result.file_bytes.values()),
+        "bits_per_weight_read": result.bits_per_weight_read,
+        "bits_per_weight_in_file": result.bits_per_weight,
+        "seconds": result.seconds,
+        "kl": None if quality is None else quality.mean_kl,
+        "top1_agreement": None if quality is None else quality.top1_agreement,
+    }
+
+
+def _request(arguments: Mapping[str, Any], mixed: MixedPrecisionRequest | None, report: _Report) -> ExportRequest:
+    from ....export import (  # noqa: PLC0415
+        CalibrationRequest,
+        ExportRecipe,
+        ExportRequest,
+        WeightFormat,
+        find_source,
+    )
+    from ....models.find import is_on_hub, path_of_user  # noqa: PLC0415
+    from ....models.hub.fetch import fetch_checkpoint  # noqa: PLC0415
+    from ....models.hub.model_id import parse_hub_id  # noqa: PLC0415
+
+    named = str(arguments["source"])
+    if is_on_hub(named):
+        source = fetch_checkpoint(parse_hub_id(named), progress=report.bytes_of)
+    else:
+        source = path_of_user(named, "give a checkpoint folder")
+    work = arguments.get("work")
+    recipe = ExportRecipe(
+        body=WeightFormat(int(arguments.get("bits") or 4), 32),
+        mixed_precision=mixed,
+        calibration=None if mixed is None else CalibrationRequest(max_tokens=arguments.get("calibration_tokens")),
+        work_folder=None if work is None else Path(work),
+    )
+    destination = Path(arguments.get("destination") or "unused")
+    return ExportRequest(find_source(source), destination, recipe, "edge-run app")
+
+
+def _require_export_packages() -> None:
+    """Check that the extra packages of the exporter are installed.
+
+    Raises:
+        InputError: one is missing; the hint has the command that installs them.
+    """
+    try:
+        from .... import export  # noqa: F401, PLC0415
+    except ModuleNotFoundError as error:
+        raise InputError(f"export needs the package {error.name}", _INSTALL) from error
+
+
+def _exactness(arguments: Mapping[str, Any], report: _Report) -> dict[str, Any]:
+    """Compare speculative texts with plain ones, as `edge-run verify` does.
+
+    Args:
+        arguments: `model`: path of the model; `shell`: whether the prompts are requests to the bundled model; `limit`:
+            number of prompts of each category; `max_tokens`: most tokens of an answer; `load`: further arguments of
+            `edgerun.load`.
+        report: receives the progress.
+    """
+    from ....runtime.engine_loading import load  # noqa: PLC0415
+    from ....runtime.measure.comparison import Comparison  # noqa: PLC0415
+    from ...bench.prompt_sets import bundled_prompts, limit_per_category  # noqa: PLC0415
+    from ...bench.runner import BenchSettings, PromptEncoder  # noqa: PLC0415
+
+    max_tokens = int(arguments["max_tokens"])
+    conversations = limit_per_category(bundled_prompts(for_shell=bool(arguments["shell"])), int(arguments["limit"]))
+    report("loading the model", 0.0)
+    with load(str(arguments["model"]), **arguments.get("load", {})) as engine:
+        report("loading the model", 1.0)
+        encoder = PromptEncoder(engine, BenchSettings(max_tokens))
+        prompts = [encoder.encode((), each.exchanges[0]).prompt for each in conversations]
+        found = Comparison(engine, max_tokens).report(prompts, lambda fraction: report("comparing texts", fraction))
+        engine.model.drafters.store_exactness_report(found)
+        return {"report": found.to_json(), "device": str(engine.device), "prompts": len(prompts)}
+
+
+_WORK: Final[Mapping[JobKind, Callable[[Mapping[str, Any], _Report], dict[str, Any]]]] = {
+    JobKind.FRONTIER: _frontier,
+    JobKind.EXPORT: _export,
+    JobKind.EXACTNESS: _exactness,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,11 +9,10 @@ from typing import Any, Final
 
 from ....runtime.tools.tool_loop import DECLINED
 from ...conversations.answering import AnswerWriter
-from ...conversations.call_rounds import CallRound, CallState, StoredCall
+from ...conversations.records import CallRound, CallState, StoredCall
 from ...conversations.store import ConversationStore
 from ...service.cancellation import CancelledError
-from ..live_answer import LiveAnswer
-from .call_approvals import Decision
+from ..live_answer import Decision, LiveAnswer
 from .tool_servers import OfferedTool, ToolServers
 
 

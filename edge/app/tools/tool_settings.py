@@ -1,12 +1,13 @@
-"""The list of MCP servers that the user keeps: a private file beside the conversations."""
+"""The list of MCP servers that the user keeps in a private file, and lists in the form of other programs."""
 
 from __future__ import annotations
 
+import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
@@ -14,12 +15,19 @@ from msgspec import Meta
 from ....errors import EdgeError, InputError
 from ....models.atomic import write_atomically
 from ....models.data_folder import make_private_file, make_private_folder
+from ...service.body_decoder import decode_fields
+from ...service.strict_json import described
 
 FILE_NAME: Final = "tools.json"
 MAX_SERVERS: Final = 32
 _log: Final = logging.getLogger(__name__)
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,40}")
 _Text = Annotated[str, Meta(max_length=10_000)]
+_LISTS: Final = ("mcpServers", "servers")
+"""Names of the object with the servers: the usual one, and that of VS Code."""
+_ADDRESSES: Final = frozenset({"url", "serverUrl", "httpUrl"})
+_PLACEHOLDER: Final = re.compile(r"\$\{[^}]*\}")
+_FORM: Final = 'paste {"mcpServers": {"name": {"command": "…", "args": ["…"]}}}'
 
 
 class ToolServer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,3 +113,79 @@ class ToolSettings:
         assert self._path is not None  # noqa: S101  there was a list
         self._path.replace(self._path.with_name(f"{FILE_NAME}.unreadable"))
         self.problem = None
+
+
+class ConfigurationError(InputError):
+    """A text is not a list of servers."""
+
+
+class _Configured(msgspec.Struct, kw_only=True):
+    """A server in the form of these programs. Other fields of theirs are named to the user, and not taken over."""
+
+    command: str
+    args: list[str] = []
+    env: dict[str, Any] = {}
+    disabled: bool = False
+    type: str = "stdio"
+
+
+def read_configuration(text: str) -> list[dict[str, Any]]:
+    """The servers of a configuration as JSON objects. Nothing is added or started.
+
+    Args:
+        text: an object with the servers by name, alone or below one of the names that these programs give it. The
+            braces around it may be missing.
+
+    Returns:
+        For each server its `name`, what `ToolServer` keeps (`command`, `arguments`, `environment`, `enabled`), the
+        names of the fields that are `ignored`, and the `problem` that prevents it from being added, or None.
+
+    Raises:
+        ConfigurationError: the text is not a list of servers.
+    """
+    return [_described(name, fields) for name, fields in _servers(_parsed(text)).items()]
+
+
+def _parsed(text: str) -> Any:
+    text = text.strip()
+    if text.startswith('"'):  # cut out of the object around it
+        text = "{" + text.rstrip(",") + "}"
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        what = f"this is not JSON: {error}"
+        raise ConfigurationError(what, "copy the whole object, from its first brace to its last") from None
+
+
+def _servers(value: Any) -> Mapping[str, Any]:
+    for name in ("mcp", *_LISTS):  # settings of VS Code have the list below `mcp`
+        if isinstance(value, dict) and isinstance(value.get(name), dict) and "command" not in value[name]:
+            value = value[name]
+    if not isinstance(value, dict) or not value:
+        raise ConfigurationError("there are no servers in it", _FORM)
+    if not isinstance(value.get("command", {}), dict):
+        raise ConfigurationError("the server has no name", _FORM)
+    return value
+
+
+def _described(name: str, fields: Any) -> dict[str, Any]:
+    given = fields if isinstance(fields, dict) else {}
+    shown: dict[str, Any] = {"name": name, "command": "", "arguments": [], "environment": {}, "enabled": True}
+    problem = None
+    try:
+        if _ADDRESSES & given.keys() or given.get("type", "stdio") != "stdio":
+            raise InputError("it is reached over HTTP", "only servers that are programs can be added")
+        configured = decode_fields(given, _Configured)
+        for key, variable in configured.env.items():
+            if not isinstance(variable, str):
+                raise InputError(f"env.{key} is {described(variable)}", "it must be a string")
+        shown |= {"command": configured.command, "arguments": configured.args}
+        shown |= {"environment": configured.env, "enabled": not configured.disabled}
+        ToolServer(**shown).check()
+        for part in (configured.command, *configured.args, *configured.env.values()):
+            if found := _PLACEHOLDER.search(part):
+                raise InputError(f"it has the placeholder {found[0]:.60}", "write the value itself")
+    except EdgeError as error:
+        problem = str(error)
+    ignored = sorted(given.keys() - set(_Configured.__struct_fields__))
+    return {**shown, "ignored": ignored, "problem": problem}

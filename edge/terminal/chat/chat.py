@@ -15,13 +15,20 @@ from ....models.safe_text import on_one_line
 from ....runtime.conversation import Session
 from ....runtime.options import GenerateOptions
 from ....runtime.result import Stats
-from ...conversations.answering import AnswerWriter, answer_state, generate_options, stats_object
-from ...conversations.context_fit import ContextFit, fit_context, model_messages, takes_calls
+from ...conversations.answering import (
+    AnswerWriter,
+    ContextFit,
+    answer_state,
+    fit_context,
+    generate_options,
+    is_small_talk,
+    model_messages,
+    stats_object,
+    takes_calls,
+)
 from ...conversations.records import Attachment, Conversation, MessageState, Role, StoredMessage
-from ...conversations.small_talk import is_small_talk
 from ...conversations.store import ConversationStore
-from ..answer_report import stats_line
-from ..explain import show_rounds
+from ..answer_report import show_rounds, stats_line
 from ..interrupt import ChatInterrupts
 from ..output import SafeConsole, can_draw, write_out
 from .answer_view import AnswerMarkdown, MarkdownView, RawView

@@ -1,9 +1,11 @@
-"""The commands of the chat that are about whole conversations."""
+"""What a command of the chat is, and the commands that are about whole conversations."""
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Final
@@ -13,18 +15,51 @@ from rich.table import Table
 from ....errors import InputError
 from ....models.atomic import write_atomically
 from ....models.safe_text import on_one_line
-from ...conversations.context_fit import model_messages, takes_calls
+from ...conversations.answering import model_messages, takes_calls
 from ...conversations.records import Conversation, Role
 from .chat import Chat
 from .chat_conversation import ChatConversation
-from .command import TABLE_WIDTH, Command, listed_number, typed_path
 
+TABLE_WIDTH: Final = 60
+"""Number of columns below which lists are lines instead of tables."""
 _LISTED: Final = 20
 """Largest number of conversations in a list."""
 _OTHER_FORMATS: Final = frozenset(
     {".csv", ".docx", ".htm", ".html", ".json", ".jsonl", ".markdown", ".md", ".odt", ".pdf", ".rtf", ".txt", ".xml"}
 )
 """Endings that name other formats than the one of `/save`."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the chat."""
+
+    name: str
+    argument: str
+    """What its argument is called; empty if it takes none."""
+    summary: str
+    run: Callable[[str], None]
+    candidates: Callable[[], Iterable[str]] = tuple
+    """What its argument may be, for completion."""
+    takes_path: bool = False
+
+
+def typed_path(text: str) -> Path:
+    """The path that a user writes, which may begin with a home folder, or stand in quotes."""
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        text = text[1:-1]
+    return Path(os.path.expanduser(text))  # unlike Path.expanduser, does not raise for an unknown user
+
+
+def listed_number(text: str, most: int) -> int:
+    """A number of a list.
+
+    Raises:
+        InputError: the list has no such number.
+    """
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= most):
+        raise InputError(f"there is no number {text!r:.40}", f"write a number from 1 to {most}")
+    return int(text)
 
 
 class ConversationCommands:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final
 
 from prompt_toolkit import PromptSession
-from prompt_toolkit.completion import Completer
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
 from prompt_toolkit.filters import Condition
 from prompt_toolkit.history import History
 from prompt_toolkit.input import create_input
@@ -18,9 +21,12 @@ from prompt_toolkit.layout.processors import TabsProcessor
 from prompt_toolkit.output import ColorDepth
 from prompt_toolkit.styles import Style
 
+from ....models.atomic import write_atomically
+from ....models.data_folder import data_folder, make_private_file, make_private_folder
 from ....models.text_files import unify_line_ends
 from ..interrupt import ChatInterrupts
 from ..output import prompt_output
+from .conversation_commands import Command
 from .prompt_reader import CONTINUATION, PROMPT
 
 _SHOWN_LINES: Final = 4
@@ -37,6 +43,14 @@ _STYLE: Final = Style.from_dict(
         "completion-menu.meta.completion.current": "noinherit reverse",
     }
 )
+_KEPT: Final = 1000
+"""Number of messages that are kept."""
+_MAX_BYTES: Final = 2 << 20
+"""Size from which the file is written anew with the messages that are kept."""
+_MAX_MESSAGE: Final = 64 << 10
+"""Most characters of a message that is kept."""
+_MOST: Final = 50
+"""Largest number of completions that are offered."""
 
 
 class PastedTexts:
@@ -172,3 +186,100 @@ class LineEditor:
             event.current_buffer.delete_before_cursor(max(len(self._pasted.at_end(before)), 1) * event.arg)
 
         return keys
+
+
+def history_path() -> Path:
+    """The file of the messages that were typed."""
+    return data_folder() / "typed.jsonl"
+
+
+class PromptHistory(History):
+    """The messages that were typed, a JSON string a line. What cannot be read or written is left out.
+
+    Args:
+        path: the file.
+        writing: whether what is typed now is kept in it.
+    """
+
+    def __init__(self, path: Path, *, writing: bool) -> None:
+        super().__init__()
+        self._path = path
+        self._writing = writing
+
+    def load_history_strings(self) -> Iterable[str]:
+        """The messages in the file, the newest first."""
+        return reversed(self._read())
+
+    def store_string(self, string: str) -> None:
+        """Add a message to the file."""
+        if not self._writing or len(string) > _MAX_MESSAGE:
+            return
+        with suppress(OSError):
+            make_private_folder(self._path.parent)
+            make_private_file(self._path)
+            with self._path.open("ab") as file:
+                file.write(_line(string))
+                size = file.tell()
+            if size > _MAX_BYTES:
+                kept = self._read()[-_KEPT:]
+                while sum(map(len, kept)) > _MAX_BYTES // 2:
+                    kept = kept[len(kept) // 2 :]
+                write_atomically(self._path, b"".join(map(_line, kept)), private=True)
+
+    def _read(self) -> list[str]:
+        try:
+            with self._path.open("rb") as file:
+                lines = file.read(2 * _MAX_BYTES).splitlines()
+        except OSError:
+            return []
+        found = []
+        for line in lines[-_KEPT:]:
+            with suppress(ValueError):
+                value = json.loads(line)
+                if isinstance(value, str):
+                    found.append(value)
+        return found
+
+
+def _line(message: str) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+class ChatCompleter(Completer):
+    """Completes the name of a command, and then its argument.
+
+    Args:
+        commands: the commands by name.
+    """
+
+    def __init__(self, commands: Mapping[str, Command]) -> None:
+        self._commands = commands
+        self._paths = PathCompleter(expanduser=True)
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        """The completions of what stands before the cursor."""
+        text = document.text_before_cursor
+        if not text.startswith("/") or "\n" in document.text:
+            return
+        name, space, argument = text.partition(" ")
+        if not space:
+            for command in self._commands.values():
+                if command.name.startswith(name):
+                    yield Completion(command.name, -len(name), display_meta=command.summary)
+        elif (chosen := self._commands.get(name)) is None:
+            return
+        elif chosen.takes_path:
+            yield from self._paths.get_completions(Document(argument.lstrip()), complete_event)
+        else:
+            yield from _matching(argument.lstrip(), chosen.candidates)
+
+
+def _matching(typed: str, candidates: Callable[[], Iterable[str]]) -> Iterable[Completion]:
+    """The candidates that begin with what is typed, or else contain it."""
+    names = list(candidates())
+    lower = typed.lower()
+    found = [name for name in names if name.lower().startswith(lower)] or [
+        name for name in names if lower in name.lower()
+    ]
+    for name in found[:_MOST]:
+        yield Completion(name, -len(typed))

@@ -51,9 +51,12 @@ def _until_left(chat: Chat) -> int:
     """Read messages and commands until `/quit` or the end of the input; returns the exit code."""
     commands = ChatCommands(chat)
     if can_draw():
-        from .command_completion import ChatCompleter  # noqa: PLC0415  a plain prompt needs none of it
-        from .line_editor import LineEditor  # noqa: PLC0415
-        from .prompt_history import PromptHistory, history_path  # noqa: PLC0415
+        from .line_editor import (  # noqa: PLC0415
+            ChatCompleter,
+            LineEditor,
+            PromptHistory,
+            history_path,
+        )
 
         history = PromptHistory(history_path(), writing=chat.settings.saving)
         chat.reader = LineEditor(chat.interrupts, history, ChatCompleter(commands.by_name), chat.status)

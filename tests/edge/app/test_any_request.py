@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgerun.edge.app.app_settings import SettingsBody
+from edgerun.edge.app.app_context import SettingsBody
 from edgerun.edge.app.conversation_endpoints import (
     ContextBody,
     ConversationChange,

@@ -149,7 +149,7 @@ def test_a_damaged_endpoint_file_is_reported(
     app: RunningApp, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("EDGERUN_HOME", str(app.home))
-    monkeypatch.setattr("edgerun.edge.app.running_app._START_S", 0.2)
+    monkeypatch.setattr("edgerun.edge.app.app_access._START_S", 0.2)
     endpoint = app.home / "app.json"
     kept = endpoint.read_bytes()
     for damaged in (b"{", b"[]", b'{"port": 1, "owner_key": "x"}', b""):

@@ -15,8 +15,8 @@ from edgerun.edge.bench.prompt_sets import (
     count_by_category,
     limit_per_category,
     read_prompts,
+    read_recording,
 )
-from edgerun.edge.bench.recordings import read_recording
 from edgerun.errors import InputError
 from support.shared_data import data_path
 

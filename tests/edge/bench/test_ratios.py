@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from edgerun.edge.bench.bench_result import BenchConditions, BenchResult
-from edgerun.edge.bench.headline import MachineLoad, spread_of_plain
 from edgerun.edge.bench.ratios import (
     PLAIN,
     Estimate,
+    MachineLoad,
     MeasuredTurn,
     RoundTimes,
     compare_modes,
     geometric_mean,
     rate_ratio,
+    spread_of_plain,
 )
 from edgerun.edge.bench.table import show
 from edgerun.edge.cli.bench import check_report_path
@@ -257,7 +258,7 @@ class Elements(HTMLParser):
 
 
 def test_the_report_is_one_self_contained_page(tmp_path: Path) -> None:
-    report = pytest.importorskip("edgerun.edge.bench.report", reason="needs matplotlib")
+    report = pytest.importorskip("edgerun.edge.bench.plots", reason="needs matplotlib")
     path = tmp_path / "report.html"
     path.write_text("an older one", encoding="utf-8")
     report.write_report(path, result([turn("a & b", 0, 1.0, 0.5), turn("c", 1, 1.0, 2.0)], replay=True))
@@ -278,7 +279,7 @@ def test_the_report_is_one_self_contained_page(tmp_path: Path) -> None:
 
 
 def test_the_report_may_be_a_png(tmp_path: Path) -> None:
-    report = pytest.importorskip("edgerun.edge.bench.report", reason="needs matplotlib")
+    report = pytest.importorskip("edgerun.edge.bench.plots", reason="needs matplotlib")
     path = tmp_path / "report.PNG"
     report.write_report(path, result([turn("a", 0, 1.0, 0.5)]))
     assert path.read_bytes().startswith(b"\x89PNG")

@@ -7,11 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from edgerun.edge.conversations.answering import AnswerWriter
-from edgerun.edge.conversations.call_rounds import CallRound, CallState, StoredCall, rounds_object, rounds_of
-from edgerun.edge.conversations.context_fit import model_messages
-from edgerun.edge.conversations.reasoning_text import ReasoningText, split_reasoning
-from edgerun.edge.conversations.records import MAX_TOOLS, MessageState, Role, StoredMessage
+from edgerun.edge.conversations.answering import AnswerWriter, model_messages
+from edgerun.edge.conversations.records import (
+    MAX_TOOLS,
+    CallRound,
+    CallState,
+    MessageState,
+    ReasoningText,
+    Role,
+    StoredCall,
+    StoredMessage,
+    rounds_object,
+    rounds_of,
+    split_reasoning,
+)
 from edgerun.edge.conversations.store import ConversationStore
 from edgerun.errors import ConversationError
 

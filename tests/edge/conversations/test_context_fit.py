@@ -9,7 +9,7 @@ import pytest
 
 import edgerun
 from edgerun import Engine, GenerateOptions
-from edgerun.edge.conversations.context_fit import ContextFit, fit_context, model_messages
+from edgerun.edge.conversations.answering import ContextFit, fit_context, model_messages
 from edgerun.edge.conversations.records import Attachment, Role, StoredMessage
 from edgerun.errors import ContextError
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import edgerun
 from edgerun.edge.conversations.answering import stats_object
-from edgerun.edge.conversations.markdown_transfer import as_markdown, read_markdown
 from edgerun.edge.conversations.records import (
     Attachment,
     Conversation,
@@ -22,6 +21,7 @@ from edgerun.edge.conversations.records import (
     as_object,
 )
 from edgerun.edge.conversations.store import ConversationStore
+from edgerun.edge.conversations.transfer import as_markdown, read_markdown
 from edgerun.edge.service.token_objects import token_object
 from edgerun.errors import ConversationError
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from edgerun.edge.cli.main import main
-from edgerun.edge.terminal.plan_table import layer_runs, plan_table
+from edgerun.edge.terminal.report_summary import layer_runs, plan_table
 from edgerun.models.manifest import Calibration, Manifest, Method, WeightFormat
 
 PARTS = ("qkv", "o", "gate_up", "down")

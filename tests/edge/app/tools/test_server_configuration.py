@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from edgerun.edge.app.tools.server_configuration import ConfigurationError, read_configuration
+from edgerun.edge.app.tools.tool_settings import ConfigurationError, read_configuration
 
 OVER_HTTP = "it is reached over HTTP; only servers that are programs can be added"
 TIME: dict[str, Any] = {"command": "uvx", "args": ["mcp-server-time", "--zone=Europe/Berlin"], "env": {"KEY": "a=b"}}
