@@ -21,7 +21,6 @@ BUDGET = {
 CLOSURES = {"runtime.decode": 9_050, "runtime.engine": 22_600, "edge.cli.run": 27_700}
 """Most lines of code that a module imports, directly or not."""
 MOST_LINES = {
-    "edge/conversations/store.py": 441,
     "runtime/loaded_model.py": 443,
     "runtime/text/template_sandbox.py": 429,
     "runtime/kv/hybrid_arena.py": 412,

@@ -1,26 +1,35 @@
-"""Reads and changes the table of conversations, with presets and settings."""
+"""Conversations, presets and settings in the store; transactions and listeners of all its tables."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from functools import wraps
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from ...errors import ConversationError, InputError, UnknownIdError
+from .database import ConversationDatabase
 from .records import (
     MAX_TEXT,
     MAX_TITLE,
     MAX_TOOLS,
     SAMPLING_FIELDS,
+    Change,
+    ChangeKind,
     Conversation,
     Preset,
     new_id,
     title_of,
     valid_text,
 )
+
+_Table = TypeVar("_Table", bound="ConversationTable")
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 _COLUMNS: Final = (
     "id, title, titled_by_user, folder, pinned, system, sampling, tools, allowed_tools, model, leaf, created, updated, "
@@ -31,138 +40,228 @@ _FIELDS: Final = ("title", "folder", "pinned", "system", "sampling", "model", "t
 _MAX_SETTING: Final = 1_000_000
 
 
-def list_conversations(database: sqlite3.Connection, *, deleted: bool) -> list[Conversation]:
-    """Conversations, pinned ones first, then the latest; or the deleted ones, the latest deletion first."""
-    where, order = ("IS NOT NULL", "deleted DESC") if deleted else ("IS NULL", "pinned DESC, updated DESC")
-    rows = database.execute(
-        f"SELECT {_COLUMNS} FROM conversation WHERE deleted {where} ORDER BY {order}, number DESC"  # noqa: S608
-    )
-    return [_conversation(row) for row in rows]
+def reads(
+    method: Callable[Concatenate[_Table, _Arguments], _Result],
+) -> Callable[Concatenate[_Table, _Arguments], _Result]:
+    """Run a method in a transaction, in which all that it calls sees one state of the file."""
+
+    @wraps(method)
+    def call(table: _Table, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        return table.database.read(lambda _: method(table, *args, **kwargs))
+
+    return call
 
 
-def list_folders(database: sqlite3.Connection) -> list[str]:
-    """Folders of conversations that are not deleted."""
-    return [
-        row[0]
-        for row in database.execute(
+def writes(
+    method: Callable[Concatenate[_Table, _Arguments], _Result],
+) -> Callable[Concatenate[_Table, _Arguments], _Result]:
+    """Run a method as one change, all of it or nothing. When it is on the disk, listeners are told what it noted."""
+
+    @wraps(method)
+    def call(table: _Table, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if table.database.in_transaction:
+            return method(table, *args, **kwargs)
+
+        def change(_: sqlite3.Connection) -> tuple[_Result, list[Change]]:
+            table.noted = []
+            return method(table, *args, **kwargs), table.noted
+
+        result, noted = table.database.write(change)
+        table.tell(noted)
+        return result
+
+    return call
+
+
+class ConversationTable:
+    """Conversations, presets and settings.
+
+    Args:
+        database: the open database.
+    """
+
+    def __init__(self, database: ConversationDatabase) -> None:
+        self.database: Final = database
+        self.noted: list[Change] = []
+        """Changes that listeners are told of after the transaction."""
+        self._listeners: list[Callable[[Change], None]] = []
+        self._listeners_lock: Final = threading.Lock()
+
+    def listen(self, callback: Callable[[Change], None]) -> Callable[[], None]:
+        """Call `callback` after every change that this store makes, in the thread that makes it.
+
+        Returns:
+            A function that ends it.
+        """
+
+        def end() -> None:
+            with self._listeners_lock:
+                if callback in self._listeners:
+                    self._listeners.remove(callback)
+
+        with self._listeners_lock:
+            self._listeners.append(callback)
+        return end
+
+    def tell(self, changes: Sequence[Change]) -> None:
+        """Tell the listeners of changes."""
+        with self._listeners_lock:
+            listeners = tuple(self._listeners)
+        for change in changes:
+            for listener in listeners:
+                listener(change)
+
+    def note(self, kind: ChangeKind, conversation_id: str | None = None, message_id: str | None = None) -> None:
+        """Note what the transaction changes."""
+        self.noted.append(Change(kind, conversation_id, message_id))
+
+    def sql(self, statement: str, *values: Any) -> sqlite3.Cursor:
+        """Run a statement within the transaction of a method that reads or writes."""
+        return self.database.read(lambda connection: connection.execute(statement, values))
+
+    def insert_row(self, table: str, values: Mapping[str, Any]) -> None:
+        """Insert one row; names are of the program, values of users."""
+        names, marks = ", ".join(values), ", ".join("?" * len(values))
+        self.sql(f"INSERT INTO {table} ({names}) VALUES ({marks})", *values.values())  # noqa: S608
+
+    @reads
+    def conversations(self, deleted: bool = False) -> list[Conversation]:
+        """Conversations, pinned ones first, then the latest; or the deleted ones, the latest deletion first."""
+        where, order = ("IS NOT NULL", "deleted DESC") if deleted else ("IS NULL", "pinned DESC, updated DESC")
+        rows = self.sql(
+            f"SELECT {_COLUMNS} FROM conversation WHERE deleted {where} ORDER BY {order}, number DESC"  # noqa: S608
+        )
+        return [_conversation(row) for row in rows]
+
+    @reads
+    def folders(self) -> list[str]:
+        """Names of the folders that have conversations."""
+        rows = self.sql(
             "SELECT DISTINCT folder FROM conversation WHERE deleted IS NULL AND folder IS NOT NULL ORDER BY folder"
         )
-    ]
+        return [row[0] for row in rows]
 
+    @reads
+    def conversation(self, conversation_id: str) -> Conversation:
+        """The conversation with an id, also a deleted one."""
+        row = self.sql(f"SELECT {_COLUMNS} FROM conversation WHERE id = ?", conversation_id).fetchone()  # noqa: S608
+        if row is None:
+            raise UnknownIdError("conversation", conversation_id, "it may have been deleted")
+        return _conversation(row)
 
-def read_conversation(database: sqlite3.Connection, conversation_id: str, *, live: bool = False) -> Conversation:
-    """The conversation with an id.
+    def live_conversation(self, conversation_id: str) -> Conversation:
+        """The conversation with an id.
 
-    Raises:
-        ConversationError: there is none; or it is deleted, and `live` asks for one that is not.
-    """
-    row = database.execute(
-        f"SELECT {_COLUMNS} FROM conversation WHERE id = ?",  # noqa: S608
-        (conversation_id,),
-    ).fetchone()
-    if row is None:
-        raise UnknownIdError("conversation", conversation_id, "it may have been deleted")
-    if live and row[-1] is not None:
-        raise ConversationError(f"the conversation {conversation_id!r} is deleted", "restore it first")
-    return _conversation(row)
+        Raises:
+            ConversationError: there is none, or it is deleted.
+        """
+        conversation = self.conversation(conversation_id)
+        if conversation.deleted is not None:
+            raise ConversationError(f"the conversation {conversation_id!r} is deleted", "restore it first")
+        return conversation
 
+    @writes
+    def create(self, /, **fields: Any) -> Conversation:
+        """Add a conversation.
 
-def create_conversation(database: sqlite3.Connection, fields: Mapping[str, Any]) -> Conversation:
-    """Add a conversation; errors as for `change_conversation`."""
-    values: dict[str, Any] = {"title": "", "pinned": False, "system": "", "sampling": "{}", **checked_fields(fields)}
-    now = time.time()
-    values |= {"id": new_id(), "titled_by_user": bool(values["title"]), "created": now, "updated": now}
-    insert_row(database, "conversation", values)
-    return read_conversation(database, values["id"])
+        Args:
+            **fields: any of `title` (without one, the first message of the user gives it), `folder`, `pinned`,
+                `system`, `sampling`, `model`, `tools`, `allowed_tools`.
+        """
+        values: dict[str, Any] = {
+            "title": "",
+            "pinned": False,
+            "system": "",
+            "sampling": "{}",
+            **checked_fields(fields),
+        }
+        now = time.time()
+        values |= {"id": new_id(), "titled_by_user": bool(values["title"]), "created": now, "updated": now}
+        self.insert_row("conversation", values)
+        self.note(ChangeKind.CONVERSATION, values["id"])
+        return self.conversation(values["id"])
 
+    @writes
+    def change(self, /, conversation_id: str, **fields: Any) -> Conversation:
+        """Set fields of a conversation: those of `create`. An empty title gives it back the one it gets by itself."""
+        self.live_conversation(conversation_id)
+        values = checked_fields(fields)
+        if "title" in values:
+            values["titled_by_user"] = bool(values["title"])
+            values["title"] = values["title"] or self._automatic_title(conversation_id)
+        if values:
+            assignments = ", ".join(f"{name} = ?" for name in values)
+            self.sql(
+                f"UPDATE conversation SET {assignments} WHERE id = ?",  # noqa: S608
+                *values.values(),
+                conversation_id,
+            )
+        self.note(ChangeKind.CONVERSATION, conversation_id)
+        return self.conversation(conversation_id)
 
-def change_conversation(database: sqlite3.Connection, conversation_id: str, fields: Mapping[str, Any]) -> Conversation:
-    """Set fields of a conversation. An empty title gives it back the one that it gets by itself.
+    @writes
+    def delete(self, conversation_id: str) -> None:
+        """Delete a conversation; `restore` undoes it for 30 days."""
+        if self.conversation(conversation_id).deleted is None:
+            self.sql("UPDATE conversation SET deleted = ? WHERE id = ?", time.time(), conversation_id)
+        self.note(ChangeKind.CONVERSATION_DELETED, conversation_id)
 
-    Raises:
-        ConversationError: there is no such conversation, it is deleted, a field is unknown, or its value is not valid.
-    """
-    read_conversation(database, conversation_id, live=True)
-    values = checked_fields(fields)
-    if "title" in values:
-        values["titled_by_user"] = bool(values["title"])
-        values["title"] = values["title"] or _automatic_title(database, conversation_id)
-    if values:
-        assignments = ", ".join(f"{name} = ?" for name in values)
-        database.execute(
-            f"UPDATE conversation SET {assignments} WHERE id = ?",  # noqa: S608
-            (*values.values(), conversation_id),
+    @writes
+    def restore(self, conversation_id: str) -> Conversation:
+        """Undo the deletion of a conversation."""
+        self.sql("UPDATE conversation SET deleted = NULL WHERE id = ?", conversation_id)
+        self.note(ChangeKind.CONVERSATION, conversation_id)
+        return self.conversation(conversation_id)
+
+    @reads
+    def presets(self) -> list[Preset]:
+        """All presets, by name."""
+        rows = self.sql("SELECT name, system, sampling FROM preset ORDER BY name")
+        return [Preset(name, system, parsed(sampling, {})) for name, system, sampling in rows]
+
+    @writes
+    def save_preset(self, preset: Preset) -> None:
+        """Add a preset, or replace that of the same name."""
+        if not preset.name.strip():
+            raise ConversationError("the preset has no name", "give it one")
+        self.sql(
+            "INSERT OR REPLACE INTO preset (name, system, sampling) VALUES (?, ?, ?)",
+            checked_line(preset.name, "the name of a preset"),
+            _text(preset.system, "system"),
+            _sampling(preset.sampling),
         )
-    return read_conversation(database, conversation_id)
+        self.note(ChangeKind.PRESETS)
 
+    @writes
+    def delete_preset(self, name: str) -> None:
+        """Remove a preset."""
+        if not self.sql("DELETE FROM preset WHERE name = ?", valid_text(name)).rowcount:
+            raise UnknownIdError("preset", name)
+        self.note(ChangeKind.PRESETS)
 
-def mark_conversation(database: sqlite3.Connection, conversation_id: str, *, deleted: bool) -> Conversation:
-    """Delete a conversation, which can be undone, or undo that.
+    @reads
+    def setting(self, name: str, default: Any = None) -> Any:
+        """A setting, which is a JSON value; the default if it was never set."""
+        row = self.sql("SELECT value FROM setting WHERE name = ?", name).fetchone()
+        return default if row is None else parsed(row[0], default)
 
-    Raises:
-        ConversationError: there is no such conversation.
-    """
-    if (read_conversation(database, conversation_id).deleted is not None) != deleted:
-        database.execute(
-            "UPDATE conversation SET deleted = ? WHERE id = ?", (time.time() if deleted else None, conversation_id)
-        )
-    return read_conversation(database, conversation_id)
+    @writes
+    def set_setting(self, name: str, value: Any) -> None:
+        """Set a JSON value."""
+        encoded = as_json(value, f"the setting {name}")
+        if len(encoded) > _MAX_SETTING:
+            raise ConversationError(
+                f"the setting {name} has {len(encoded)} characters", f"at most {_MAX_SETTING} are kept"
+            )
+        self.sql("INSERT OR REPLACE INTO setting (name, value) VALUES (?, ?)", name, encoded)
+        self.note(ChangeKind.SETTINGS)
 
-
-def list_presets(database: sqlite3.Connection) -> list[Preset]:
-    """All presets by name."""
-    rows = database.execute("SELECT name, system, sampling FROM preset ORDER BY name")
-    return [Preset(name, system, parsed(sampling, {})) for name, system, sampling in rows]
-
-
-def put_preset(database: sqlite3.Connection, preset: Preset) -> None:
-    """Add a preset, or replace that of the same name.
-
-    Raises:
-        ConversationError: a field is not valid.
-    """
-    if not preset.name.strip():
-        raise ConversationError("the preset has no name", "give it one")
-    values = (
-        checked_line(preset.name, "the name of a preset"),
-        _text(preset.system, "system"),
-        _sampling(preset.sampling),
-    )
-    database.execute("INSERT OR REPLACE INTO preset (name, system, sampling) VALUES (?, ?, ?)", values)
-
-
-def remove_preset(database: sqlite3.Connection, name: str) -> None:
-    """Remove a preset.
-
-    Raises:
-        ConversationError: there is none of that name.
-    """
-    if not database.execute("DELETE FROM preset WHERE name = ?", (valid_text(name),)).rowcount:
-        raise UnknownIdError("preset", name)
-
-
-def read_setting(database: sqlite3.Connection, name: str, default: Any) -> Any:
-    """A JSON value, or the default."""
-    row = database.execute("SELECT value FROM setting WHERE name = ?", (name,)).fetchone()
-    return default if row is None else parsed(row[0], default)
-
-
-def put_setting(database: sqlite3.Connection, name: str, value: Any) -> None:
-    """Set a JSON value.
-
-    Raises:
-        ConversationError: it is too long, or not a JSON value.
-    """
-    encoded = as_json(value, f"the setting {name}")
-    if len(encoded) > _MAX_SETTING:
-        raise ConversationError(f"the setting {name} has {len(encoded)} characters", f"at most {_MAX_SETTING} are kept")
-    database.execute("INSERT OR REPLACE INTO setting (name, value) VALUES (?, ?)", (name, encoded))
-
-
-def insert_row(database: sqlite3.Connection, table: str, values: Mapping[str, Any]) -> None:
-    """Insert one row; names are of the program, values of users."""
-    names, marks = ", ".join(values), ", ".join("?" * len(values))
-    database.execute(f"INSERT INTO {table} ({names}) VALUES ({marks})", tuple(values.values()))  # noqa: S608
+    def _automatic_title(self, conversation_id: str) -> str:
+        row = self.sql(
+            "SELECT content FROM message WHERE conversation = ? AND role = 'user' AND deleted IS NULL ORDER BY number",
+            conversation_id,
+        ).fetchone()
+        return "" if row is None else title_of(row[0])
 
 
 def parsed(text: str | None, default: Any) -> Any:
@@ -259,14 +358,6 @@ def _tools(value: Any, name: str) -> str:
     if len(ids) > MAX_TOOLS:
         raise ConversationError(f"{name} has {len(ids)} tools", f"at most {MAX_TOOLS} are offered to a model")
     return as_json(ids, name)
-
-
-def _automatic_title(database: sqlite3.Connection, conversation_id: str) -> str:
-    row = database.execute(
-        "SELECT content FROM message WHERE conversation = ? AND role = 'user' AND deleted IS NULL ORDER BY number",
-        (conversation_id,),
-    ).fetchone()
-    return "" if row is None else title_of(row[0])
 
 
 def _conversation(row: tuple[Any, ...]) -> Conversation:

@@ -63,12 +63,19 @@ class ConversationDatabase:
         self._connection: sqlite3.Connection | None = None
         self._file: os.stat_result | None = None
         self._log_file: os.stat_result | None = None
+        self._owner: int | None = None
+        """The thread that is within a transaction."""
         self._seen = 0
         self._replaced = False
         self._closed = False
         with self._lock:
             self._guarded(lambda _: None)
         self.changed_elsewhere()
+
+    @property
+    def in_transaction(self) -> bool:
+        """Whether this thread is within a transaction, of which what it reads and writes then is a part."""
+        return self._owner == threading.get_ident()
 
     def read(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
         """Run queries that see one state of the database.
@@ -109,6 +116,9 @@ class ConversationDatabase:
             self._disconnect()
 
     def _transaction(self, begin: str, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
+        if self.in_transaction and self._connection is not None:
+            return work(self._connection)
+
         def run(connection: sqlite3.Connection) -> _Result:
             if connection.in_transaction:  # Ctrl-C came between a statement and its end
                 connection.execute("ROLLBACK")
@@ -117,7 +127,11 @@ class ConversationDatabase:
                 if self._file is not None and not self._is_at_path():
                     # It was set aside while this waited for its lock; a change would be made in the wrong file.
                     raise _ReplacedError(f"{self.path} was replaced several times")
-                result = work(connection)
+                self._owner = threading.get_ident()
+                try:
+                    result = work(connection)
+                finally:
+                    self._owner = None
                 connection.execute("COMMIT")
             except BaseException:
                 if connection.in_transaction:

@@ -1,21 +1,26 @@
-"""Reads and changes the trees of messages, with the tokens of answers."""
+"""The trees of messages in the store, and the processes that write messages."""
 
 from __future__ import annotations
 
 import json
-import sqlite3
+import secrets
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+import psutil
+
 from ...errors import ConversationError, UnknownIdError
-from .conversation_table import as_json, checked_line, insert_row, parsed, read_conversation
+from .conversation_table import ConversationTable, as_json, checked_line, parsed, reads, writes
+from .database import ConversationDatabase
 from .records import (
     MAX_ATTACHMENTS,
     MAX_TEXT,
     MAX_TITLE,
     Attachment,
     CallRound,
+    ChangeKind,
     Conversation,
     MessageState,
     Role,
@@ -26,7 +31,6 @@ from .records import (
     title_of,
     valid_text,
 )
-from .writers import Writer
 
 COLUMNS: Final = (
     "id, conversation, parent, role, content, attachments, created, model, state, error, stats, rounds, "
@@ -47,172 +51,218 @@ _BELOW: Final = """
         SELECT message.id FROM message JOIN below ON message.parent = below.id WHERE message.deleted IS NULL
     )
 """
+NO_QUESTION: Final = "an answer needs the message that it answers"
+_TOLERANCE_S: Final = 0.5
+"""Largest difference of two times at which one process started."""
 
 
-def read_message(database: sqlite3.Connection, message_id: str, *, live: bool = False) -> StoredMessage:
-    """The message with an id, also a deleted one.
+class MessageTable(ConversationTable):
+    """Messages of conversations.
 
-    Raises:
-        ConversationError: there is none; or it or its conversation is deleted, and `live` asks for one that is not.
+    Args:
+        database: the open database.
     """
-    row = database.execute(
-        f"""
-        SELECT {COLUMNS}, deleted IS NOT NULL
-            OR EXISTS (SELECT 1 FROM conversation WHERE id = message.conversation AND deleted IS NOT NULL)
-        FROM message WHERE id = ?
-        """,  # noqa: S608
-        (message_id,),
-    ).fetchone()
-    if row is None:
-        raise UnknownIdError("message", message_id, "it may have been deleted")
-    if live and row[-1]:
-        raise ConversationError(f"the message {message_id!r} is deleted", "restore it first")
-    return as_message(row[:-1])
 
+    def __init__(self, database: ConversationDatabase) -> None:
+        super().__init__(database)
+        process = psutil.Process()
+        self.writer: Final = f"{process.pid} {_started(process):.3f} {secrets.token_hex(4)}"
+        """This store as a writer of answers: process id, the time at which the process started, a random name."""
 
-def list_messages(database: sqlite3.Connection, conversation_id: str) -> list[StoredMessage]:
-    """All messages of a conversation that are not deleted, in the order in which they were added.
+    @reads
+    def message(self, message_id: str) -> StoredMessage:
+        """The message with an id, also a deleted one."""
+        row = self.sql(f"SELECT {COLUMNS} FROM message WHERE id = ?", message_id).fetchone()  # noqa: S608
+        if row is None:
+            raise UnknownIdError("message", message_id, "it may have been deleted")
+        return as_message(row)
 
-    Raises:
-        ConversationError: there is no such conversation.
-    """
-    read_conversation(database, conversation_id)
-    rows = database.execute(
-        f"SELECT {COLUMNS} FROM message WHERE conversation = ? AND deleted IS NULL ORDER BY number",  # noqa: S608
-        (conversation_id,),
-    )
-    return [as_message(row) for row in rows]
+    def live_message(self, message_id: str) -> StoredMessage:
+        """The message with an id.
 
-
-def list_branch(database: sqlite3.Connection, leaf_id: str) -> list[StoredMessage]:
-    """The messages from a first one to `leaf_id`.
-
-    Raises:
-        ConversationError: there is no such message, or it is deleted.
-    """
-    read_message(database, leaf_id, live=True)
-    return [as_message(row) for row in database.execute(_BRANCH, (leaf_id,))]
-
-
-def insert_message(
-    database: sqlite3.Connection,
-    conversation_id: str,
-    parent_id: str | None,
-    role: Role,
-    content: str,
-    *,
-    attachments: Sequence[Attachment] = (),
-    model: str | None = None,
-    state: MessageState = MessageState.COMPLETE,
-    rounds: Sequence[CallRound] = (),
-    writer: Writer | None = None,
-) -> StoredMessage:
-    """Add a message, make it the leaf, and title an untitled conversation after it.
-
-    Raises:
-        ConversationError: the conversation or the parent is unknown or deleted, the parent is of another conversation,
-            an answer has no message of a user to answer, or there is too much text.
-    """
-    conversation = read_conversation(database, conversation_id, live=True)
-    parent = None if parent_id is None else read_message(database, parent_id, live=True)
-    if parent is not None and parent.conversation != conversation_id:
-        raise ConversationError(f"the message {parent_id!r} is of another conversation")
-    if role is Role.ASSISTANT and (parent is None or parent.role is not Role.USER):
-        raise ConversationError("an answer needs the message that it answers", "give the user's message as its parent")
-    values: dict[str, Any] = {
-        "id": new_id(),
-        "conversation": conversation_id,
-        "parent": parent_id,
-        "role": role.value,
-        "content": checked_content(content),
-        "attachments": encoded_attachments(attachments),
-        "created": time.time(),
-        "model": None if model is None else checked_line(model, "model"),
-        "state": state.value,
-        "rounds": encoded_rounds(rounds),
-        "writer": str(writer) if state is MessageState.WRITING else None,
-    }
-    insert_row(database, "message", values)
-    if role is Role.USER and not conversation.title:
-        title = title_of(content) or next((each.name for each in attachments), "")
-        database.execute("UPDATE conversation SET title = ? WHERE id = ?", (valid_text(title), conversation_id))
-    _show(database, conversation_id, values["id"], updated=True)
-    return read_message(database, values["id"])
-
-
-def rewrite_message(database: sqlite3.Connection, message_id: str, content: str) -> StoredMessage:
-    """Replace the text of a message; its tokens, which are those of the former text, are removed.
-
-    Raises:
-        ConversationError: the message is unknown or deleted, or an answer that is being written.
-    """
-    message = read_message(database, message_id, live=True)
-    if message.state is MessageState.WRITING:
-        raise ConversationError("this answer is being written", "stop it first")
-    database.execute("UPDATE message SET content = ? WHERE id = ?", (checked_content(content), message_id))
-    database.execute("DELETE FROM token_part WHERE message = ?", (message_id,))
-    touch(database, message.conversation)
-    return read_message(database, message_id)
-
-
-def show_branch(database: sqlite3.Connection, conversation_id: str, message_id: str) -> Conversation:
-    """Make the newest leaf below a message the one that is shown.
-
-    Raises:
-        ConversationError: the message is unknown, deleted or of another conversation.
-    """
-    if read_message(database, message_id, live=True).conversation != conversation_id:
-        raise ConversationError(f"the message {message_id!r} is of another conversation")
-    _show(database, conversation_id, newest_leaf(database, message_id))
-    return read_conversation(database, conversation_id)
-
-
-def mark_message(database: sqlite3.Connection, message_id: str) -> StoredMessage:
-    """Delete a message with all that follows it; the newest remaining branch is shown.
-
-    Raises:
-        ConversationError: there is no such message, or its conversation is deleted.
-    """
-    message = read_message(database, message_id)
-    (deleted,) = database.execute("SELECT deleted FROM message WHERE id = ?", (message_id,)).fetchone()
-    if deleted is not None:
+        Raises:
+            ConversationError: there is none; or it or its conversation is deleted.
+        """
+        message = self.message(message_id)
+        (deleted,) = self.sql("SELECT deleted FROM message WHERE id = ?", message_id).fetchone()
+        if deleted is not None or self.conversation(message.conversation).deleted is not None:
+            raise ConversationError(f"the message {message_id!r} is deleted", "restore it first")
         return message
-    conversation = read_conversation(database, message.conversation, live=True)
-    leaf = conversation.leaf
-    shown = leaf is not None and any(each.id == message_id for each in list_branch(database, leaf))
-    database.execute(
-        f"{_BELOW} UPDATE message SET deleted = ?, deleted_with = ? WHERE id IN below",  # noqa: S608
-        (message_id, time.time(), message_id),
-    )
-    if shown:
-        _show(database, message.conversation, _nearest_leaf(database, message))
-    return message
 
+    @reads
+    def messages(self, conversation_id: str) -> list[StoredMessage]:
+        """All messages of a conversation, in the order in which they were added; their parents make them a tree."""
+        self.conversation(conversation_id)
+        rows = self.sql(
+            f"SELECT {COLUMNS} FROM message WHERE conversation = ? AND deleted IS NULL ORDER BY number",  # noqa: S608
+            conversation_id,
+        )
+        return [as_message(row) for row in rows]
 
-def unmark_message(database: sqlite3.Connection, message_id: str) -> StoredMessage:
-    """Undo the deletion of a message: everything that was deleted with it is there again, and shown.
+    @reads
+    def branch(self, leaf_id: str) -> list[StoredMessage]:
+        """The messages from the first one to a given one."""
+        self.live_message(leaf_id)
+        return [as_message(row) for row in self.sql(_BRANCH, leaf_id)]
 
-    Raises:
-        ConversationError: there is no such message, or what it follows is deleted.
-    """
-    message = read_message(database, message_id)
-    (group,) = database.execute("SELECT deleted_with FROM message WHERE id = ?", (message_id,)).fetchone()
-    if group is None:
+    @writes
+    def add_message(
+        self,
+        conversation_id: str,
+        parent_id: str | None,
+        role: str,
+        content: str,
+        *,
+        attachments: Sequence[Attachment] = (),
+        model: str | None = None,
+        state: MessageState = MessageState.COMPLETE,
+        rounds: Sequence[CallRound] = (),
+    ) -> StoredMessage:
+        """Add a message, which becomes the leaf; the first one of the user titles an untitled conversation.
+
+        Args:
+            conversation_id: its conversation.
+            parent_id: the message before it, of the same conversation; None for a first message.
+            role: `user` or `assistant`; an answer follows a message of the user.
+            content: its text.
+            attachments: text files that belong to it.
+            model: the model that writes it.
+            state: `writing` for an answer that this store will write with `write_answer` and `finish_answer`.
+            rounds: calls of tools that an answer begins with.
+        """
+        conversation = self.live_conversation(conversation_id)
+        parent = None if parent_id is None else self.live_message(parent_id)
+        if parent is not None and parent.conversation != conversation_id:
+            raise ConversationError(f"the message {parent_id!r} is of another conversation")
+        if role == Role.ASSISTANT and (parent is None or parent.role is not Role.USER):
+            raise ConversationError(NO_QUESTION, "give the user's message as its parent")
+        values: dict[str, Any] = {
+            "id": new_id(),
+            "conversation": conversation_id,
+            "parent": parent_id,
+            "role": Role(role).value,
+            "content": checked_content(content),
+            "attachments": encoded_attachments(attachments),
+            "created": time.time(),
+            "model": None if model is None else checked_line(model, "model"),
+            "state": state.value,
+            "rounds": encoded_rounds(rounds),
+            "writer": self.writer if state is MessageState.WRITING else None,
+        }
+        self.insert_row("message", values)
+        if role == Role.USER and not conversation.title:
+            title = title_of(content) or next((each.name for each in attachments), "")
+            self.sql("UPDATE conversation SET title = ? WHERE id = ?", valid_text(title), conversation_id)
+        self.show(conversation_id, values["id"])
+        self.touch(conversation_id)
+        self.note(ChangeKind.MESSAGE, conversation_id, values["id"])
+        self.note(ChangeKind.CONVERSATION, conversation_id)
+        return self.message(values["id"])
+
+    @writes
+    def rewrite(self, message_id: str, content: str) -> StoredMessage:
+        """Replace the text of a message; what follows it stays, and the tokens of an answer are removed."""
+        message = self.live_message(message_id)
+        if message.state is MessageState.WRITING:
+            raise ConversationError("this answer is being written", "stop it first")
+        self.sql("UPDATE message SET content = ? WHERE id = ?", checked_content(content), message_id)
+        self.sql("DELETE FROM token_part WHERE message = ?", message_id)
+        self.touch(message.conversation)
+        self.note(ChangeKind.MESSAGE, message.conversation, message_id)
+        return self.message(message_id)
+
+    @writes
+    def select_leaf(self, conversation_id: str, message_id: str) -> Conversation:
+        """Show the branch of a message, down to the newest leaf below it."""
+        if self.live_message(message_id).conversation != conversation_id:
+            raise ConversationError(f"the message {message_id!r} is of another conversation")
+        self.show(conversation_id, self.newest_leaf(message_id))
+        self.note(ChangeKind.CONVERSATION, conversation_id)
+        return self.conversation(conversation_id)
+
+    @writes
+    def delete_message(self, message_id: str) -> None:
+        """Delete a message with all that follows it; `restore_message` undoes it for 30 days."""
+        message = self.message(message_id)
+        (deleted,) = self.sql("SELECT deleted FROM message WHERE id = ?", message_id).fetchone()
+        if deleted is None:
+            leaf = self.live_conversation(message.conversation).leaf
+            shown = leaf is not None and any(each.id == message_id for each in self.branch(leaf))
+            self.sql(
+                f"{_BELOW} UPDATE message SET deleted = ?, deleted_with = ? WHERE id IN below",  # noqa: S608
+                message_id,
+                time.time(),
+                message_id,
+            )
+            if shown:
+                self.show(message.conversation, self._nearest_leaf(message))
+        self.note(ChangeKind.MESSAGE_DELETED, message.conversation, message_id)
+        self.note(ChangeKind.CONVERSATION, message.conversation)
+
+    @writes
+    def restore_message(self, message_id: str) -> StoredMessage:
+        """Undo the deletion of a message; what was deleted with it is there again, and its branch is shown."""
+        message = self.message(message_id)
+        (group,) = self.sql("SELECT deleted_with FROM message WHERE id = ?", message_id).fetchone()
+        if group is not None:
+            self.live_conversation(message.conversation)
+            parent = self.message(group).parent
+            if parent is not None:
+                self.live_message(parent)
+            self.sql("UPDATE message SET deleted = NULL, deleted_with = NULL WHERE deleted_with = ?", group)
+            self.show(message.conversation, self.newest_leaf(message_id))
+        self.note(ChangeKind.MESSAGE, message.conversation, message_id)
+        self.note(ChangeKind.CONVERSATION, message.conversation)
         return message
-    read_conversation(database, message.conversation, live=True)
-    parent = read_message(database, group).parent
-    if parent is not None:
-        read_message(database, parent, live=True)
-    database.execute("UPDATE message SET deleted = NULL, deleted_with = NULL WHERE deleted_with = ?", (group,))
-    _show(database, message.conversation, newest_leaf(database, message_id))
-    return message
+
+    def show(self, conversation_id: str, leaf: str | None) -> None:
+        """Make a message the last one of the branch that is shown."""
+        self.sql("UPDATE conversation SET leaf = ? WHERE id = ?", leaf, conversation_id)
+
+    def touch(self, conversation_id: str) -> None:
+        """Note that a message of the conversation was written now."""
+        self.sql("UPDATE conversation SET updated = ? WHERE id = ?", time.time(), conversation_id)
+
+    def newest_leaf(self, message_id: str) -> str:
+        """The message that is reached by following the newest message from each one on."""
+        leaf = message_id
+        while row := self.sql(
+            "SELECT id FROM message WHERE parent = ? AND deleted IS NULL ORDER BY number DESC LIMIT 1", leaf
+        ).fetchone():
+            leaf = row[0]
+        return leaf
+
+    def _nearest_leaf(self, message: StoredMessage) -> str | None:
+        """The newest leaf beside a deleted message, or the message before it if there is none."""
+        if message.parent is not None:
+            return self.newest_leaf(message.parent)
+        row = self.sql(
+            "SELECT id FROM message WHERE conversation = ? AND parent IS NULL AND deleted IS NULL ORDER BY number DESC",
+            message.conversation,
+        ).fetchone()
+        return None if row is None else self.newest_leaf(row[0])
 
 
-def purge(database: sqlite3.Connection, before: float) -> bool:
-    """Remove for good what was deleted before a time; whether there was anything."""
-    conversations = database.execute("DELETE FROM conversation WHERE deleted < ?", (before,)).rowcount
-    messages = database.execute("DELETE FROM message WHERE deleted < ?", (before,)).rowcount
-    return conversations + messages > 0
+def is_running(writer: str) -> bool:
+    """Whether the process of a writer still runs: process ids are used again, so its start is compared, too."""
+    try:
+        pid, started, _ = writer.split(" ")
+        process = psutil.Process(int(pid))
+        return abs(_started(process) - float(started)) < _TOLERANCE_S and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.AccessDenied:
+        return True
+    except (psutil.NoSuchProcess, ValueError, OverflowError):
+        return False
+
+
+def _started(process: psutil.Process) -> float:
+    """When a process started, in seconds, by a clock that nobody sets.
+
+    Linux counts from the start of the system, and `create_time` adds the time of that start, which changes with the
+    clock. Elsewhere the time of the start is recorded once.
+    """
+    started: float = process.create_time()
+    return started - psutil.boot_time() if sys.platform == "linux" else started
 
 
 def as_message(row: Sequence[Any]) -> StoredMessage:
@@ -278,35 +328,3 @@ def encoded_attachments(attachments: Iterable[Attachment]) -> str | None:
     if (size := sum(len(text) for _, text in pairs)) > MAX_TEXT:
         raise ConversationError(f"the attachments have {size} characters", f"at most {MAX_TEXT} are kept")
     return json.dumps(pairs, ensure_ascii=False) if pairs else None
-
-
-def _show(database: sqlite3.Connection, conversation_id: str, leaf: str | None, *, updated: bool = False) -> None:
-    database.execute("UPDATE conversation SET leaf = ? WHERE id = ?", (leaf, conversation_id))
-    if updated:
-        touch(database, conversation_id)
-
-
-def touch(database: sqlite3.Connection, conversation_id: str) -> None:
-    """Note that a message of the conversation was written now."""
-    database.execute("UPDATE conversation SET updated = ? WHERE id = ?", (time.time(), conversation_id))
-
-
-def newest_leaf(database: sqlite3.Connection, message_id: str) -> str:
-    """The message that is reached by following the newest message from each one on."""
-    leaf = message_id
-    while row := database.execute(
-        "SELECT id FROM message WHERE parent = ? AND deleted IS NULL ORDER BY number DESC LIMIT 1", (leaf,)
-    ).fetchone():
-        leaf = row[0]
-    return leaf
-
-
-def _nearest_leaf(database: sqlite3.Connection, message: StoredMessage) -> str | None:
-    """The newest leaf beside a deleted message, or the message before it if there is none."""
-    if message.parent is not None:
-        return newest_leaf(database, message.parent)
-    row = database.execute(
-        "SELECT id FROM message WHERE conversation = ? AND parent IS NULL AND deleted IS NULL ORDER BY number DESC",
-        (message.conversation,),
-    ).fetchone()
-    return None if row is None else newest_leaf(database, row[0])

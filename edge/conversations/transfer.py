@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import json
 import re
-import sqlite3
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -28,9 +27,9 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from ...errors import ConversationError
-from .answer_table import insert_tokens, read_tokens
-from .conversation_table import as_json, checked_fields, insert_row, read_conversation
-from .message_table import checked_content, encoded_attachments, encoded_rounds, list_messages, newest_leaf
+from .answer_table import AnswerTable
+from .conversation_table import as_json, checked_fields, checked_line
+from .message_table import NO_QUESTION, checked_content, encoded_attachments, encoded_rounds
 from .records import (
     MAX_TEXT,
     MAX_TITLE,
@@ -138,7 +137,9 @@ class _Message(msgspec.Struct, forbid_unknown_fields=True):
     rounds: list[_Round] = []
 
 
-class _Conversation(msgspec.Struct, forbid_unknown_fields=True):
+class ImportedConversation(msgspec.Struct, forbid_unknown_fields=True):
+    """A conversation of a file that is read."""
+
     title: _Line
     created: _Time
     updated: _Time
@@ -156,21 +157,21 @@ class _Conversation(msgspec.Struct, forbid_unknown_fields=True):
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     format: Literal["edge-run conversations"]
     version: Literal[1]
-    conversations: list[_Conversation]
+    conversations: list[ImportedConversation]
 
 
-def as_json_file(database: sqlite3.Connection, ids: Sequence[str], *, tokens: bool) -> str:
+def as_json_file(store: AnswerTable, ids: Sequence[str], *, tokens: bool) -> str:
     """Conversations with all their branches as a JSON text.
 
     Raises:
         ConversationError: there is no such conversation.
     """
-    conversations = [_exported(database, conversation_id, tokens) for conversation_id in ids]
+    conversations = [_exported(store, conversation_id, tokens) for conversation_id in ids]
     return json.dumps({"format": _FORMAT, "version": _VERSION, "conversations": conversations}, ensure_ascii=False)
 
 
-def insert_json_file(database: sqlite3.Connection, text: str) -> list[str]:
-    """Add the conversations of a JSON text; return their ids, which are new.
+def read_json(text: str) -> Sequence[ImportedConversation]:
+    """The conversations of a JSON text.
 
     Raises:
         ConversationError: the text is not such a file, or something in it is not valid.
@@ -179,23 +180,22 @@ def insert_json_file(database: sqlite3.Connection, text: str) -> list[str]:
         raise ConversationError(f"the file has {len(text)} characters", f"at most {_MAX_CHARACTERS} are read")
     hint = "import a file that edge-run exported"
     try:
-        file = msgspec.json.decode(valid_text(text).encode(), type=_File)
+        return msgspec.json.decode(valid_text(text).encode(), type=_File).conversations
     except msgspec.DecodeError as error:
         reason = str(error).removesuffix(".")
         what = "does not fit" if isinstance(error, msgspec.ValidationError) else "is not valid JSON"
         raise ConversationError(f"the file {what}: {reason}", hint) from error
     except RecursionError as error:
         raise ConversationError("the file is nested too deeply", hint) from error
-    return [_insert(database, each, f"conversations[{index}]") for index, each in enumerate(file.conversations)]
 
 
-def _exported(database: sqlite3.Connection, conversation_id: str, tokens: bool) -> dict[str, Any]:
-    conversation = as_object(read_conversation(database, conversation_id))
+def _exported(store: AnswerTable, conversation_id: str, tokens: bool) -> dict[str, Any]:
+    conversation = as_object(store.conversation(conversation_id))
     conversation["messages"] = []
-    for message in list_messages(database, conversation_id):
+    for message in store.messages(conversation_id):
         fields = as_object(message)
         if tokens and message.has_tokens:
-            fields["tokens"] = read_tokens(database, message.id)
+            fields["tokens"] = store.tokens(message.id)
         conversation["messages"].append(_without(fields, "message"))
     return _without(conversation, "conversation")
 
@@ -206,7 +206,12 @@ def _without(fields: dict[str, Any], kind: str) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in left_out and value not in (None, (), {})}
 
 
-def _insert(database: sqlite3.Connection, conversation: _Conversation, where: str) -> str:
+def insert_conversation(store: AnswerTable, conversation: ImportedConversation, where: str) -> str:
+    """Add a conversation with new ids, and return its own.
+
+    Raises:
+        ConversationError: something in it is not valid; `where` says where it stands in the file.
+    """
     fields = {
         name: getattr(conversation, name)
         for name in ("title", "folder", "pinned", "system", "sampling", "model", "tools")
@@ -217,7 +222,7 @@ def _insert(database: sqlite3.Connection, conversation: _Conversation, where: st
         "created": conversation.created,
         "updated": conversation.updated,
     }
-    insert_row(database, "conversation", values)
+    store.insert_row("conversation", values)
     ids: dict[str, str] = {}
     for index, message in enumerate(conversation.messages):
         path = f"{where}.messages[{index}]"
@@ -227,17 +232,16 @@ def _insert(database: sqlite3.Connection, conversation: _Conversation, where: st
             raise ConversationError(
                 f"{path}: no message before it has the id {message.parent!r}", "a parent comes before its children"
             )
-        ids[message.id] = _insert_message(database, values["id"], message, ids)
+        ids[message.id] = _insert_message(store, values["id"], message, ids)
     if conversation.leaf is not None and conversation.leaf not in ids:
         raise ConversationError(f"{where}: leaf is {conversation.leaf!r}", "it must be the id of one of its messages")
     leaf = ids.get(conversation.leaf or "") or next(reversed(ids.values()), None)
     if leaf is not None:
-        leaf = newest_leaf(database, leaf)
-        database.execute("UPDATE conversation SET leaf = ? WHERE id = ?", (leaf, values["id"]))
+        store.show(values["id"], store.newest_leaf(leaf))
     return str(values["id"])
 
 
-def _insert_message(database: sqlite3.Connection, conversation_id: str, message: _Message, ids: dict[str, str]) -> str:
+def _insert_message(store: AnswerTable, conversation_id: str, message: _Message, ids: dict[str, str]) -> str:
     state = MessageState.INTERRUPTED if message.state is MessageState.WRITING else message.state
     values: dict[str, Any] = {
         "id": new_id(),
@@ -247,14 +251,14 @@ def _insert_message(database: sqlite3.Connection, conversation_id: str, message:
         "content": checked_content(message.content),
         "attachments": encoded_attachments([Attachment(each.name, each.text) for each in message.attachments]),
         "created": message.created,
-        "model": message.model,
+        "model": None if message.model is None else checked_line(message.model, "model"),
         "state": state.value,
         "error": message.error,
         "stats": None if message.stats is None else as_json(_stats(message.stats, ids), "stats"),
         "rounds": encoded_rounds([each.undecided() for each in rounds_of(msgspec.to_builtins(message.rounds))]),
     }
-    insert_row(database, "message", values)
-    insert_tokens(database, values["id"], 0, msgspec.to_builtins(message.tokens))
+    store.insert_row("message", values)
+    store.insert_tokens(values["id"], 0, msgspec.to_builtins(message.tokens))
     return str(values["id"])
 
 
@@ -264,24 +268,6 @@ def _stats(stats: _Stats, ids: Mapping[str, str]) -> dict[str, Any]:
         stats.trimmed = [ids[message] for message in stats.trimmed if message in ids]
     built: dict[str, Any] = msgspec.to_builtins(stats)
     return built
-
-
-@dataclass(frozen=True)
-class MarkdownMessage:
-    """A message of a Markdown text."""
-
-    role: Role
-    content: str
-    model: str | None
-
-
-@dataclass(frozen=True)
-class MarkdownConversation:
-    """What a Markdown text says."""
-
-    title: str
-    system: str
-    messages: tuple[MarkdownMessage, ...]
 
 
 def as_markdown(conversation: Conversation, branch: Sequence[StoredMessage]) -> str:
@@ -321,7 +307,7 @@ def _shown_model(model: str) -> str:
     return Path(model).name if Path(model).is_absolute() else model
 
 
-def read_markdown(text: str, name: str) -> MarkdownConversation:
+def read_markdown(text: str, name: str) -> ImportedConversation:
     """Read a Markdown text with headings as `as_markdown` writes them.
 
     Args:
@@ -329,28 +315,32 @@ def read_markdown(text: str, name: str) -> MarkdownConversation:
         name: name of the file, which is the title if the text has none.
 
     Raises:
-        ConversationError: the text has no message of a user, or is too long.
+        ConversationError: the text has no message of a user, an answer that follows none, or is too long.
     """
     if len(text) > _MAX_MARKDOWN:
         raise ConversationError(f"{name} has {len(text)} characters", f"at most {_MAX_MARKDOWN} are read")
-    text = text.replace("\r\n", "\n").removeprefix("\ufeff")
+    text = valid_text(text).replace("\r\n", "\n").removeprefix("\ufeff")
     headings = list(_HEADING.finditer(text))
     starts = [*(heading.start() for heading in headings), len(text)]
     title = _TITLE.search(text, 0, starts[0])
-    system = ""
-    messages: list[MarkdownMessage] = []
+    system, now = "", time.time()
+    messages: list[_Message] = []
     for heading, end in zip(headings, starts[1:], strict=True):
         role, content = heading[1].lower(), _ESCAPED.sub("", text[heading.end() : end].strip("\n"))
         if role == "system":
             system = content
         else:
-            messages.append(MarkdownMessage(Role(role), content, heading[2]))
+            number, parent = str(len(messages)), messages[-1].id if messages else None
+            messages.append(_Message(number, Role(role), content, now, parent, model=heading[2]))
     if not any(message.role is Role.USER for message in messages):
         raise ConversationError(
             f"{name} has no message of a user", "messages follow the headings '## User' and '## Assistant'"
         )
-    name = title[1] if title is not None else name.removesuffix(".md")
-    return MarkdownConversation(name[:MAX_TITLE], system, tuple(messages))
+    for before, message in zip([None, *messages], messages, strict=False):
+        if message.role is Role.ASSISTANT and (before is None or before.role is not Role.USER):
+            raise ConversationError(NO_QUESTION, "give the user's message as its parent")
+    shown = title[1] if title is not None else name.removesuffix(".md")
+    return ImportedConversation(shown[:MAX_TITLE], now, now, messages, system=system)
 
 
 def _escaped(text: str) -> str:
