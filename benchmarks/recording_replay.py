@@ -21,11 +21,7 @@ from edgerun.edge.bench.ratios import PLAIN, ModeResult
 from edgerun.edge.bench.runner import BenchSettings, ConversationRunner, DecodingMode, Measurements, TurnRange
 from edgerun.runtime.measure.system_load import LoadMeter
 from edgerun.runtime.speculation.choice import Speculation
-from edgerun.runtime.speculation.drafter_set import SharedLearning
-from edgerun.runtime.speculation.kept_rates import RatesStore
 from edgerun.runtime.speculation.replay import OracleMode
-from edgerun.runtime.speculation.speculator import LearnedRates
-from edgerun.runtime.speculation.tree import Source
 from replay_results import ConversationResult, ResultFile, gain
 from timed_passes import ChargedPasses
 
@@ -85,43 +81,6 @@ BASE: Final = Variant("as it is")
 REAL: Final = Variant("real passes", real_passes=True)
 
 
-class RestartedDrafters:
-    """Drafters of an engine that begin every conversation as a new process does.
-
-    Rates of replayed answers are not kept between processes, because the text is not the model's. Here they are, in
-    files that no other engine reads.
-
-    Args:
-        engine: the engine.
-        modes: decoding modes that it replays.
-        learned: whether what was learned in earlier conversations is restored.
-    """
-
-    def __init__(self, engine: edgerun.Engine, modes: Sequence[DecodingMode], *, learned: bool) -> None:
-        self._pool: Final = engine.model.drafters
-        self._modes: Final = modes
-        self._name: Final = f"replay {time.time_ns()}" if learned else None
-        self._store: RatesStore | None = None
-
-    def begin(self) -> None:
-        """Forget what was learned but for what is on disk."""
-        if self._store is not None:
-            self._store.close()
-        resources = self._pool._load_resources()
-        learning = SharedLearning(resources.learning.cost)
-        self._pool._idle.clear()
-        self._pool._resources = replace(resources, learning=learning)
-        if self._name is None:
-            return
-        self._store = RatesStore(self._name)
-        available = self._pool._new_set()._drafters
-        for sources in {mode.speculation.sources for mode in self._modes if mode.oracle_mode is OracleMode.NONE}:
-            chosen = frozenset(available) & sources - {Source.RECYCLED}
-            drafters = [drafter for source, drafter in available.items() if source in chosen]
-            rates = learning.rates[chosen, True, False] = LearnedRates(drafters)
-            self._store.restore(rates, drafters, exact=False)
-
-
 class RecordingReplay:
     """One recording replayed by the engines of one model."""
 
@@ -147,7 +106,6 @@ class RecordingReplay:
             **{name: getattr(options, name) for name in ("max_tokens", "context", "block", "threads")},
             "edgerun": edgerun.__version__,
             **({"passes": "timed"} if options.passes == "timed" else {}),
-            **({"restart": True} if options.restart else {}),
         }
         name = f"{shape}-{Path(recording.file).stem}-{recording.turns}"
         self._file = ResultFile(options.work / "replay", name, settings)
@@ -167,13 +125,6 @@ class RecordingReplay:
             )
             for variant in variants
         }
-        restarted = {
-            variant.name: RestartedDrafters(
-                self._engines[variant.name], self._modes, learned=variant.arguments.get("learned", True)
-            )
-            for variant in variants
-            if self._options.restart
-        }
         with console.status(self._recording.name) as status:
             for place, number in enumerate(self._order):
                 order = variants if place % 2 == 0 else variants[::-1]
@@ -185,8 +136,6 @@ class RecordingReplay:
                     measured = Measurements()
                     charged = self._charged.get(variant.name)
                     with nullcontext() if charged is None else charged.charging():
-                        if variant.name in restarted:
-                            restarted[variant.name].begin()
                         for turn in runners[variant.name].measure(number, self._conversations[number]):
                             measured.add(turn)
                     result = ConversationResult(variant.name, number, measured)
@@ -227,7 +176,7 @@ class RecordingReplay:
         """Speed of each mode as it is compared with each other variant, and of the first mode with the others.
 
         Returns:
-            Ratios by what is compared, such as `auto, learned=false`, or `auto over suffix`.
+            Ratios by what is compared, such as `auto, base_graph=true`, or `auto over suffix`.
         """
         modes = [mode.name for mode in self._modes if mode.name != ORACLE]
         pairs = {

@@ -11,8 +11,7 @@ Results are kept in --work conversation by conversation: with --minutes a run en
 it ended. --limit 0 measures all conversations of the recordings; the categories alternate, so that part of them is a
 fair sample. With --variant KEY=VALUE (an argument of edgerun.load) a second engine over the same weights takes turns
 with the first, conversation by conversation, and the gain of the first over it is printed. `base_graph=true` is an
-engine whose passes run in the model's own graph alone. With --restart, --variant learned=false is what rates gain that
-earlier conversations left on disk.
+engine whose passes run in the model's own graph alone.
 
 With --passes timed no pass runs: each is charged the time that passes of its width and context took on this machine,
 and all recordings take minutes in place of hours (timed_passes.py). The times are measured at the start, or before with
@@ -161,9 +160,6 @@ def command_line() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="compare charged passes with real ones: N conversations of each recording",
-    )
-    parser.add_argument(
-        "--restart", action="store_true", help="begin each conversation with the drafters of a new process"
     )
     parser.add_argument("--no-oracle", action="store_true", help="leave out the oracle drafter")
     parser.add_argument("--prepare", action="store_true", help="only make the models that are missing")

@@ -21,7 +21,7 @@ from .sampling.logprobs import LogSoftmax, PositionLogprobs
 from .sampling.sampler import Logits
 from .sampling.token_mask import TokenConstraint
 from .speculation.near_ties import NearTies
-from .speculation.rounds import Round, RoundTiming
+from .speculation.rounds import Round
 from .speculation.speculator import Speculator
 from .speculation.token_origin import DraftOrigin, OriginKind, origins_of
 from .speculation.verification import TokenSampler
@@ -292,6 +292,6 @@ def _speculate(
         else:
             arena.compact(base, result.accepted_path)
     verify_s = time.perf_counter() - ended - recompute_s
-    report = speculator.observe(draft, result, logits, base, RoundTiming(ended - started, recompute_s, verify_s))
+    speculator.observe(draft, result, logits, base, ended - started, recompute_s, verify_s)
     at_path = (logits[node] for node in result.accepted_path)
-    return _Emitted(result.emitted(tree), at_path, 1 + recomputed, report.target_s, report)
+    return _Emitted(result.emitted(tree), at_path, 1 + recomputed, draft.target_s, draft)

@@ -8,7 +8,6 @@ is run occasionally all the same, after waits that double, because texts change.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from .backoff import Backoff
@@ -20,8 +19,6 @@ _PRIOR: Final = (0.02, 0.06, 0.08, 0.09, 0.1, 0.1, 0.11, 0.12, 0.14, 0.18)
 """Prior histogram of the best probability after a pass of an unknown draft model."""
 _PRIOR_WEIGHT: Final = 20.0
 _MAX_WEIGHT: Final = 400.0
-_KEPT_WEIGHT: Final = 60.0
-"""Number of passes that histograms of earlier runs count for at most."""
 _FIRST_WAIT: Final = 8
 _MAX_WAIT: Final = 512
 
@@ -38,22 +35,6 @@ class DraftModelValue:
         """Expected gain of a pass at the anchor, in tokens, when it was last considered."""
         self.cost = 0.0
         """Tokens that plain decoding would produce in the time of that pass."""
-
-    def histograms(self) -> list[list[float]]:
-        """What was learned: by class of the free drafters' probability, how probable the best candidate became."""
-        return [list(bins) for bins in self._after]
-
-    def restore(self, histograms: Sequence[Sequence[float]]) -> None:
-        """Begin with histograms that were learned earlier, at the weight of a few passes.
-
-        Raises:
-            ValueError: they are not of this form.
-        """
-        if len(histograms) != _CLASSES or any(len(bins) != _BINS or sum(bins) <= 0 for bins in histograms):
-            raise ValueError("the histograms are of another form")
-        scales = [min(1.0, _KEPT_WEIGHT / sum(bins)) for bins in histograms]
-        self._after = [[scale * each for each in bins] for scale, bins in zip(scales, histograms, strict=True)]
-        self._weight = [sum(bins) for bins in self._after]
 
     def pays(self, path_prob: float, free_prob: float, price: float, cost: float, *, at_anchor: bool) -> bool:
         """Whether to run the draft model at a node.

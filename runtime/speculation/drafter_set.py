@@ -18,7 +18,6 @@ from .drafters.interface import Drafter
 from .drafters.model import ModelDrafter
 from .drafters.oracle import OracleDrafter
 from .drafters.sampled import AcceptanceEstimate
-from .kept_rates import RatesStore
 from .pass_cost import PassCost
 from .replay import OracleMode, Recording
 from .sampled_speculator import DraftSampling, SampledSpeculator
@@ -49,8 +48,6 @@ class SharedLearning:
     cost: PassCost
     """Cost of target passes."""
     rates: dict[_SpeculatorKey, LearnedRates] = field(default_factory=dict)
-    stored: RatesStore | None = None
-    """Where rates are kept between runs; None for nowhere."""
     estimate: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
     """Acceptance of sampled draft tokens."""
 
@@ -140,8 +137,6 @@ class DrafterSet:
             if key not in self._shared.rates:
                 everyone = [*drafters, *([] if model is None else [model])]
                 self._shared.rates[key] = LearnedRates(everyone)
-                if self._shared.stored is not None and not key[1]:
-                    self._shared.stored.restore(self._shared.rates[key], everyone, exact=key[2])
             self._speculators[key] = Speculator(
                 drafters,
                 self._shared.cost,

@@ -24,11 +24,6 @@ _AGREEMENT_WEIGHT: Final = 0.6
 _OBJECTION_WEIGHT: Final = 0.25
 """Initial weight of a source that proposes other tokens."""
 _MIN_PROB, _MAX_PROB = 0.002, 0.995
-_KEPT_SHARE: Final = 0.5
-"""How far a prior moves to what was learned in earlier runs: the next text may be of another kind
-(docs/decisions/0069-kept-acceptance.md)."""
-_TRUSTED_OUTCOMES: Final = 50.0
-"""Number of outcomes from which it moves as far."""
 
 
 def _logit(probability: float) -> float:
@@ -48,17 +43,6 @@ class Prediction(NamedTuple):
     inputs: Sequence[float]
     """The log-odds of each source and a constant 1; empty if there is one source only."""
     weights: list[float]
-
-
-class MixerState(NamedTuple):
-    """What a mixer has learned: numbers by source and cell, and by combination of sources; nothing of any text."""
-
-    rates: dict[int, list[float]]
-    """Acceptance rate of every cell of a source."""
-    outcomes: dict[int, list[float]]
-    """Number of outcomes that were learned from, of every cell."""
-    weights: dict[int, list[float]]
-    """Weights of every combination of sources that has occurred."""
 
 
 class Mixer:
@@ -82,32 +66,6 @@ class Mixer:
             self._seen[source] = [_PRIOR_WEIGHT] * len(cells)
         self._half: dict[int, int] = {source: len(prior) for source, prior in priors.items()}
         self._weights: dict[int, list[float]] = {}
-
-    def state(self) -> MixerState:
-        """What was learned; may be called while other threads learn."""
-        outcomes = {source: [each - _PRIOR_WEIGHT for each in seen] for source, seen in self._seen.items()}
-        rates = {source: list(cells) for source, cells in self._cells.items()}
-        return MixerState(rates, outcomes, {key: list(each) for key, each in list(self._weights.items())})
-
-    def restore(self, state: MixerState) -> None:
-        """Begin with what was learned earlier: the prior of a cell moves halfway to its rate, less after few outcomes.
-
-        Nothing may have been learned yet. A prior counts as many observations as before, so that it fades as quickly.
-
-        Raises:
-            ValueError: the state is not one of these sources and buckets.
-        """
-        if {source: len(cells) for source, cells in state.rates.items()} != {
-            source: len(cells) for source, cells in self._cells.items()
-        }:
-            raise ValueError("the rates are those of other drafters")
-        for source, cells in self._cells.items():
-            for cell, (rate, outcomes) in enumerate(zip(state.rates[source], state.outcomes[source], strict=True)):
-                share = _KEPT_SHARE * min(outcomes / _TRUSTED_OUTCOMES, 1.0)
-                prior, kept = self._log_odds[source][cell], _logit(min(max(rate, _MIN_PROB), _MAX_PROB))
-                self._log_odds[source][cell] = mixed = prior + share * (kept - prior)
-                cells[cell] = _sigmoid(mixed)
-        self._weights = {key: list(weights) for key, weights in state.weights.items()}
 
     def objection_cell(self, source: int, bucket: int) -> int:
         """The cell for tokens other than the one that `source` proposes with `bucket`."""

@@ -1,8 +1,8 @@
 """The drafters of one engine, with their persistent state, for the answers that it generates.
 
 Everything is made when it is first needed. Every answer that is being generated has a set of drafters of its own, and
-what they learn about the model is shared. It lasts as long as the engine; the pass cost, the recycled candidates and
-the acceptance rates are saved to the cache folder when the engine closes.
+what they learn about the model is shared. It lasts as long as the engine; the pass cost and the recycled candidates are
+saved to the cache folder when the engine closes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..graph.session import DecoderGraph
 from ..kv.arena import KVArena
 from ..kv.prefix_cache import PrefixCache, shared_tokens
 from ..measure.exactness import EXACTNESS_REPORTS, ExactnessReport, measure_exactness
-from ..measure.measurement_store import model_id, model_key
+from ..measure.measurement_store import model_key
 from ..measure.pass_timing import (
     MEASURING_SPEED,
     PASS_COSTS,
@@ -50,7 +50,6 @@ from .drafters.ngram import NgramDrafter
 from .drafters.ngram_table import NgramTable, open_bundle_table
 from .drafters.recycling import RecycledTable, RecyclingDrafter
 from .drafters.suffix import SuffixDrafter
-from .kept_rates import RatesStore
 from .pass_cost import PassCost
 from .replay import OracleMode
 from .speculator import Speculator
@@ -178,8 +177,6 @@ class DrafterPool:
                 drafters.end_answer()
                 self._idle.append(drafters)
             self._end_answer(meter)
-            if self._resources is not None and self._resources.learning.stored is not None:
-                self._resources.learning.stored.save_soon()
 
     def _end_answer(self, meter: LoadMeter) -> None:
         cost = self._pass_cost
@@ -205,8 +202,6 @@ class DrafterPool:
         if recycled is not None and self._keeps_learned and recycled.changed:
             with suppress(OSError):
                 recycled.save(self._recycled_file)
-        if self._resources is not None and self._resources.learning.stored is not None:
-            self._resources.learning.stored.close()
         cost = self._pass_cost
         if cost is not None and cost.observed >= _MIN_OBSERVED and not self._disturbed:
             self._save_pass_cost(cost)
@@ -230,9 +225,6 @@ class DrafterPool:
     def _bind(self) -> BoundGraph:
         """The target's session over a new arena."""
         return self._graph.bind(self._graph.arena(self._context))
-
-    def _rates_store(self) -> RatesStore:
-        return RatesStore(self._model_key, "" if self._draft is None else model_id(self._draft.pair.draft))
 
     @property
     def _keeps_learned(self) -> bool:
@@ -276,7 +268,7 @@ class DrafterPool:
     def _load_resources(self) -> _Resources:
         if self._resources is None:
             vocab_size = self._graph.graph_io.vocab_size
-            learning = SharedLearning(self.pass_cost(), stored=self._rates_store() if self._keeps_learned else None)
+            learning = SharedLearning(self.pass_cost())
             table = open_bundle_table(self._bundle, vocab_size, _log.warning) if self._options.cache else None
             new_draft_model = None if self._draft is None else self._load_draft_model(self._draft)
             recycled = RecycledTable(vocab_size)

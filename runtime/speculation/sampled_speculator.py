@@ -19,7 +19,7 @@ from .drafters.sampled import AcceptanceEstimate, SampledContinuation, SampledDr
 from .growth import TokenPrices
 from .pass_cost import PassCost
 from .pruning import expected_replay, replay_seconds
-from .rounds import Draft
+from .rounds import Round
 from .sampled_verification import SampledDraft, verify_block, verify_recursive
 from .speculator import Speculator
 from .verification import TokenSampler, VerifyResult
@@ -72,7 +72,7 @@ class SampledSpeculator(Speculator):
         self._drafter = SampledDrafter(self._draft_model, params, self._estimate)
 
     def verify(
-        self, draft: Draft, logits: Logits, sampler: TokenSampler, position: int, ends: Container[int], max_tokens: int
+        self, draft: Round, logits: Logits, sampler: TokenSampler, position: int, ends: Container[int], max_tokens: int
     ) -> VerifyResult:
         """Decide which draft tokens are accepted by comparing the target's and the draft model's distributions."""
         if self._sampled is None or len(draft.tree) == 1:
@@ -91,7 +91,7 @@ class SampledSpeculator(Speculator):
 
     def _grow_draft(
         self, anchor: int, prices: TokenPrices, max_depth: int, constraint: TokenConstraint | None
-    ) -> Draft:
+    ) -> Round:
         before = self._draft_model.passes
         self._constrained = constraint is not None
         # The draft is verified as it was sampled: pruning by the sampled tokens would change their distribution.
@@ -107,16 +107,16 @@ class SampledSpeculator(Speculator):
             price += self.rate * again * replay_seconds(self._curve, self._replay + drafted)
         passes = self._draft_model.passes - before
         seconds = self._draft_model.take_seconds_spent()
-        return Draft(sampled.tree, None, expected, expected - 1 - price, seconds, draft_passes=passes)
+        return Round(sampled.tree, None, None, expected, expected - 1 - price, passes, seconds)
 
-    def _continuation(self, draft: Draft, ahead: DraftAhead) -> Continuation | None:
+    def _continuation(self, draft: Round, ahead: DraftAhead) -> Continuation | None:
         del draft, ahead
         # A thread that runs ahead would ask about paths behind tokens that are being verified.
         if self._sampled is None or self._constrained:
             return None
         return SampledContinuation(self._sampled, self._drafter)
 
-    def _learn(self, draft: Draft, result: VerifyResult, logits: Logits) -> None:
+    def _learn(self, draft: Round, result: VerifyResult, logits: Logits) -> None:
         del draft, logits
         if self._sampled is not None:
             self._drafter.learn(self._sampled, result)

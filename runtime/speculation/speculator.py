@@ -22,7 +22,7 @@ from .growth import TokenPrices, TreeGrowth
 from .mixing import Mixer
 from .pass_cost import PassCost
 from .pruning import prune
-from .rounds import Draft, Round, RoundTiming
+from .rounds import Round
 from .tree import Tree
 from .verification import TokenSampler, VerifyResult, verify_tree
 
@@ -172,7 +172,7 @@ class Speculator:
         room: int,
         constraint: TokenConstraint | None = None,
         replay: int | None = None,
-    ) -> Draft:
+    ) -> Round:
         """Draft the tree that the next pass verifies.
 
         Args:
@@ -193,7 +193,7 @@ class Speculator:
             self._update_prices(context)
         self._rounds += 1
         if min(max_tokens, room) < 2:
-            return Draft(Tree.anchor_only(anchor), host_s=time.perf_counter() - started)
+            return Round(Tree.anchor_only(anchor), host_s=time.perf_counter() - started)
         if self.disabled:
             draft = self._forced_draft(anchor, self._prices.limited_to(room), max_tokens - 1, constraint)
             draft.host_s = time.perf_counter() - started
@@ -212,22 +212,33 @@ class Speculator:
         return draft
 
     def verify(
-        self, draft: Draft, logits: Logits, sampler: TokenSampler, position: int, ends: Container[int], max_tokens: int
+        self, draft: Round, logits: Logits, sampler: TokenSampler, position: int, ends: Container[int], max_tokens: int
     ) -> VerifyResult:
         """Decide which draft tokens are accepted; arguments as for `verify_tree`."""
         if len(draft.tree) == 1:
             return VerifyResult((0,), sampler.choose(logits[0], position))
         return verify_tree(draft.tree, logits, sampler, position, ends, max_tokens)
 
-    def observe(self, draft: Draft, result: VerifyResult, logits: Logits, context: int, timing: RoundTiming) -> Round:
-        """Learn from the outcome of a draft.
+    def observe(
+        self,
+        draft: Round,
+        result: VerifyResult,
+        logits: Logits,
+        context: int,
+        target_s: float,
+        recompute_s: float = 0.0,
+        verify_s: float = 0.0,
+    ) -> None:
+        """Learn from the outcome of a draft, and complete its statistics.
 
         Args:
             draft: the draft as proposed.
             result: outcome of its verification.
             logits: float32 `[n, V]`, the target's at each node of the draft.
             context: number of tokens in the KV cache before the pass.
-            timing: seconds of the pass and of its verification.
+            target_s: seconds of the pass over the draft.
+            recompute_s: seconds of passes that recomputed near ties, one token at a time.
+            verify_s: seconds of choosing tokens, and of keeping the cache slots of the accepted path.
         """
         started = time.perf_counter()
         if self._ahead is not None:
@@ -237,7 +248,7 @@ class Speculator:
         width = replayed + len(tree)
         pass_s = self._curve[min(width, len(self._curve)) - 1]
         if len(tree) > 1 or self._rounds % _PLAIN_OBSERVED_EVERY == 0:
-            self.cost.observe(width, context - replayed, timing.target_s)
+            self.cost.observe(width, context - replayed, target_s)
         self._learn(draft, result, logits)
         self._token_ids += emitted
         decay = 1 - 1 / _RATE_HORIZON
@@ -251,22 +262,15 @@ class Speculator:
             self._host_s += 0.1 * (min(host_s, 2 * self._host_s) - self._host_s)
             price = self._host_s * self.rate
             gained = draft.advantage - price if price > _NEGLIGIBLE else 0.0
-            # Draft model time is not counted: whether to run the model is decided at every node.
-            lost = self._tokens_lost(pass_s, len(emitted), timing.recompute_s)
+            # Round model time is not counted: whether to run the model is decided at every node.
+            lost = self._tokens_lost(pass_s, len(emitted), recompute_s)
             self._cheap = price < _CHEAP and not lost
             self.balance.observe(gained - lost, cheap=self._cheap)
-        return Round(
-            tree,
-            draft.growth.tree if draft.growth is not None else tree,
-            result.accepted_path,
-            draft.expected_tokens,
-            draft.draft_passes,
-            draft.draft_s,
-            timing.target_s + timing.recompute_s,
-            host_s + timing.verify_s,
-            draft.ahead,
-            "near tie: recomputed one token at a time" if timing.recompute_s else draft.note,
-        )
+        draft.growth = None
+        draft.accepted_path = result.accepted_path
+        draft.target_s, draft.host_s = target_s + recompute_s, host_s + verify_s
+        if recompute_s:
+            draft.note = "near tie: recomputed one token at a time"
 
     def _tokens_lost(self, pass_s: float, emitted: int, recompute_s: float) -> float:
         """Tokens that recomputing near ties has cost beyond what draft tokens had gained until then.
@@ -288,7 +292,7 @@ class Speculator:
         if self._ahead is not None:
             self._settled |= self._ahead.settle(self._token_ids)
 
-    def _continuation(self, draft: Draft, ahead: DraftAhead) -> Continuation | None:
+    def _continuation(self, draft: Round, ahead: DraftAhead) -> Continuation | None:
         """What to run ahead while the target verifies `draft`; None for nothing."""
         if draft.growth is None or self._model_value.gain < _LEAST_GAIN:
             return None
@@ -313,16 +317,16 @@ class Speculator:
 
     def _forced_draft(
         self, anchor: int, prices: TokenPrices, max_depth: int, constraint: TokenConstraint | None
-    ) -> Draft:
+    ) -> Round:
         """Draft the tokens that the constraint forces, as far as they pay."""
         growth = TreeGrowth((), None, self.mixer, self._model_value, constraint)
         tree = growth.grow(anchor, prices, max_depth, chain=True)
         pruned = prune(tree, self._curve, self.rate, self._max_width, self._replay)
-        return Draft(pruned.tree, growth, pruned.expected_tokens, pruned.advantage)
+        return Round(pruned.tree, growth, tree, pruned.expected_tokens, pruned.advantage)
 
     def _grow_draft(
         self, anchor: int, prices: TokenPrices, max_depth: int, constraint: TokenConstraint | None
-    ) -> Draft:
+    ) -> Round:
         """Grow a tree and prune it to the candidates that pay, on paths of at most `max_depth` tokens."""
         growth = TreeGrowth(self.drafters, self.model, self.mixer, self._model_value, constraint)
         tree = growth.grow(anchor, prices, max_depth, chain=not self._trees)
@@ -332,17 +336,11 @@ class Speculator:
         if self.model is not None and not growth.model_passes:
             value = self._model_value
             note = f"draft model not run: {value.gain:.2f} tokens expected for the time of {value.cost:.2f}"
-        return Draft(
-            pruned.tree,
-            growth,
-            pruned.expected_tokens,
-            pruned.advantage,
-            draft_s,
-            draft_passes=growth.model_passes,
-            note=note,
-        )
+        draft = Round(pruned.tree, growth, tree, pruned.expected_tokens, pruned.advantage, growth.model_passes, draft_s)
+        draft.note = note
+        return draft
 
-    def _learn(self, draft: Draft, result: VerifyResult, logits: Logits) -> None:
+    def _learn(self, draft: Round, result: VerifyResult, logits: Logits) -> None:
         """Update the mixer and the recycled candidates along the accepted path."""
         growth, path = draft.growth, result.accepted_path
         if growth is None:

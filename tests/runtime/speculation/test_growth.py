@@ -13,7 +13,6 @@ from edgerun.runtime.speculation.draft_value import DraftModelValue
 from edgerun.runtime.speculation.drafters.interface import Candidate
 from edgerun.runtime.speculation.growth import TokenPrices, TreeGrowth
 from edgerun.runtime.speculation.mixing import Mixer
-from edgerun.runtime.speculation.rounds import RoundTiming
 from edgerun.runtime.speculation.speculator import Speculator
 from edgerun.runtime.speculation.tree import Source
 from edgerun.runtime.speculation.verification import VerifyResult
@@ -192,7 +191,7 @@ def test_outcomes_are_learned_along_the_accepted_path_only() -> None:
     accepted = draft.tree.child(0, 1)
     assert accepted is not None
     logits = np.zeros((len(draft.tree), TOKENS), np.float32)
-    speculator.observe(draft, VerifyResult((0, accepted), 0), logits, 1, RoundTiming(0.1))
+    speculator.observe(draft, VerifyResult((0, accepted), 0), logits, 1, 0.1)
     rates = [speculator.mixer.acceptance_rate(Source.SUFFIX, bucket) for bucket in range(5)]
     assert rates[3] > 0.9  # accepted
     assert rates[1] < 0.3  # its sibling was not
@@ -206,7 +205,7 @@ def test_every_drafter_gets_the_sequence() -> None:
     speculator.reset([1, 2])
     for tokens in ([3], [4]):
         draft = speculator.propose(1, 9, 9)
-        speculator.observe(draft, VerifyResult((0,), *tokens), np.zeros((1, 9), np.float32), 1, RoundTiming(0.1))
+        speculator.observe(draft, VerifyResult((0,), *tokens), np.zeros((1, 9), np.float32), 1, 0.1)
     speculator.propose(1, 9, 9)
     assert [table.token_ids for table in tables] == [[1, 2, 3, 4]] * 3
 

@@ -16,7 +16,7 @@ from edgerun.runtime.speculation.drafters.oracle import OracleDrafter
 from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.pass_cost import PassCost
-from edgerun.runtime.speculation.rounds import Draft, Round, RoundTiming
+from edgerun.runtime.speculation.rounds import Round
 from edgerun.runtime.speculation.speculator import Speculator
 from edgerun.runtime.speculation.tree import Source, Tree
 from edgerun.runtime.speculation.verification import VerifyResult, verify_tree
@@ -31,7 +31,7 @@ def toy_logits(text: Sequence[int]) -> np.ndarray:
     return np.random.default_rng([7, *text[-2:]]).standard_normal(VOCABULARY).astype(np.float32)
 
 
-def verify(text: Sequence[int], draft: Draft, most: int) -> tuple[VerifyResult, np.ndarray]:
+def verify(text: Sequence[int], draft: Round, most: int) -> tuple[VerifyResult, np.ndarray]:
     """Verify a draft behind `text`, whose last token is the anchor, with the toy target."""
     tree = draft.tree
     logits = np.stack(
@@ -40,16 +40,16 @@ def verify(text: Sequence[int], draft: Draft, most: int) -> tuple[VerifyResult, 
     return verify_tree(tree, logits, Sampler(SamplingParams(), VOCABULARY), len(text), NOBODY, most), logits
 
 
-def write(speculator: Speculator, text: list[int], count: int, room: int = 10_000) -> list[tuple[Draft, Round | None]]:
-    """Append `count` tokens to `text`; returns the draft and the statistics, if any, of every round."""
+def write(speculator: Speculator, text: list[int], count: int, room: int = 10_000) -> list[Round | None]:
+    """Append `count` tokens to `text`; returns every round, None for one with drafting disabled."""
     speculator.reset(text)
-    rounds: list[tuple[Draft, Round | None]] = []
+    rounds: list[Round | None] = []
     end = len(text) + count
     while len(text) < end:
         if speculator.disabled:
             text.append(int(toy_logits(text).argmax()))
             speculator.skip_round(text[-1], 0.25)
-            rounds.append((Draft(Tree.anchor_only(0)), None))
+            rounds.append(None)
             continue
         most = end - len(text)
         draft = speculator.propose(len(text) - 1, most, room)
@@ -57,15 +57,15 @@ def write(speculator: Speculator, text: list[int], count: int, room: int = 10_00
             synced = [each._token_ids for each in speculator.drafters if isinstance(each, SuffixDrafter)]
             assert all(token_ids == text for token_ids in synced)
         result, logits = verify(text, draft, most)
-        one = speculator.observe(draft, result, logits, len(text) - 1, RoundTiming(0.25))
-        check(draft, result, one, most, room)
+        speculator.observe(draft, result, logits, len(text) - 1, 0.25)
+        check(draft, result, most, room)
         text += result.emitted(draft.tree)
-        rounds.append((draft, one))
+        rounds.append(draft)
     return rounds
 
 
-def check(draft: Draft, result: VerifyResult, one: Round, most: int, room: int) -> None:
-    tree = draft.tree
+def check(one: Round, result: VerifyResult, most: int, room: int) -> None:
+    tree = one.tree
     assert one.width == len(tree) == 1 + sum(one.drafted) <= min(16, room)
     assert tree.depths.max() < most
     assert one.emitted == len(result.accepted_path) == 1 + sum(one.accepted) <= most
@@ -98,8 +98,8 @@ def test_statistics_add_up_and_the_output_is_the_targets(trees: bool, room: int)
         expected = plain(text, 80)
         rounds = write(speculator, text, 80, room)
         assert text == expected
-        assert trees or all(draft.tree.is_chain for draft, _ in rounds)
-        accepted += sum(one.emitted - 1 for _, one in rounds if one is not None)
+        assert trees or all(one.tree.is_chain for one in rounds if one is not None)
+        accepted += sum(one.emitted - 1 for one in rounds if one is not None)
     assert (accepted > 0) == (room > 1)
 
 
@@ -130,7 +130,7 @@ def test_logits_are_recycled_along_the_accepted_path_only() -> None:
     logits = np.random.default_rng(0).standard_normal((4, VOCABULARY)).astype(np.float32)
     two = draft.tree.child(0, 2)
     assert two is not None
-    speculator.observe(draft, VerifyResult((0, two), 5), logits, 1, RoundTiming(0.1))
+    speculator.observe(draft, VerifyResult((0, two), 5), logits, 1, 0.1)
     for token, row in ((1, 0), (2, two)):
         assert [candidate.token for candidate in recycle.candidates(token)] == np.argsort(-logits[row])[:3].tolist()
     assert not any(recycle.candidates(token) for token in (0, 3, 4, 5))
@@ -153,7 +153,7 @@ def test_nothing_is_drafted_where_positions_cost_as_much_as_passes() -> None:
     for _ in range(20):
         draft = speculator.propose(1, 50, 50)
         assert len(draft.tree) == 1
-        speculator.observe(draft, VerifyResult((0,), 1), np.zeros((1, VOCABULARY), np.float32), 1, RoundTiming(1.0))
+        speculator.observe(draft, VerifyResult((0,), 1), np.zeros((1, VOCABULARY), np.float32), 1, 1.0)
     assert speculator.rate == pytest.approx(1.0, rel=1e-3)
 
 
@@ -166,7 +166,7 @@ def test_the_rate_is_that_of_emitted_tokens_and_at_least_that_of_plain_steps() -
         for _ in range(400):
             draft = speculator.propose(1, 7, 50)
             path = tuple(range(len(draft.tree))) if taken else (0,)
-            speculator.observe(draft, VerifyResult(path, 1), zeros, 1, RoundTiming(1.0))
+            speculator.observe(draft, VerifyResult(path, 1), zeros, 1, 1.0)
             speculator.reset(text[:2])
         assert speculator.rate == pytest.approx(7.0 if taken else 1.0, rel=0.1)
 
@@ -210,14 +210,14 @@ def test_a_round_notes_why_nothing_was_drafted(seconds: float, recompute_s: floa
     speculator.reset([0, 1])
     draft = speculator.propose(1, 9, 9)
     logits = np.zeros((len(draft.tree), VOCABULARY), np.float32)
-    one = speculator.observe(draft, VerifyResult((0,), 1), logits, 1, RoundTiming(0.25, recompute_s, 0.0625))
-    assert one.note.startswith(note)
-    assert bool(one.note) == bool(note)
-    assert (one.draft_passes > 0) == (seconds == 0)
-    assert one.draft_s == 0.125
-    assert one.target_s == 0.25 + recompute_s
+    speculator.observe(draft, VerifyResult((0,), 1), logits, 1, 0.25, recompute_s, 0.0625)
+    assert draft.note.startswith(note)
+    assert bool(draft.note) == bool(note)
+    assert (draft.draft_passes > 0) == (seconds == 0)
+    assert draft.draft_s == 0.125
+    assert draft.target_s == 0.25 + recompute_s
     if seconds:
-        assert "for the time of 9.0" in one.note
+        assert "for the time of 9.0" in draft.note
 
 
 def test_passes_refine_the_pass_cost() -> None:
@@ -226,9 +226,7 @@ def test_passes_refine_the_pass_cost() -> None:
     speculator.reset([0, 1])
     for _ in range(40):
         draft = speculator.propose(1, 9, 9)
-        speculator.observe(
-            draft, VerifyResult((0,), 1), np.zeros((len(draft.tree), VOCABULARY), np.float32), 1, RoundTiming(2.0)
-        )
+        speculator.observe(draft, VerifyResult((0,), 1), np.zeros((len(draft.tree), VOCABULARY), np.float32), 1, 2.0)
         speculator.reset([0, 1])
     assert cost.observed == 40
     assert cost.seconds(1, 100) == pytest.approx(2.0, rel=0.01)
@@ -278,9 +276,10 @@ def test_a_disabled_speculator_drafts_again_after_its_wait() -> None:
     text = [0, 1]
     rounds = write(speculator, text, 60)
     assert text == plain([0, 1], 60)
-    assert [one is None for _, one in rounds[:12]] == [True] * 10 + [False] * 2
+    assert [one is None for one in rounds[:12]] == [True] * 10 + [False] * 2
     # The drafter was given the tokens of the plain rounds.
-    assert rounds[10][1].emitted == 16
+    assert rounds[10] is not None
+    assert rounds[10].emitted == 16
 
 
 @pytest.mark.parametrize(("pass_s", "resumes"), [(1.0, True), (1e-5, False)], ids=["light", "heavy"])
@@ -289,7 +288,7 @@ def test_a_disabled_speculator_resumes_at_repetitions_if_lookups_are_cheap(pass_
     speculator = Speculator([SuffixDrafter()], cost)
     speculator.reset(list(range(40)))
     draft = speculator.propose(39, 10, 10)
-    speculator.observe(draft, VerifyResult((0,), 40), np.zeros((1, 60), np.float32), 39, RoundTiming(pass_s))
+    speculator.observe(draft, VerifyResult((0,), 40), np.zeros((1, 60), np.float32), 39, pass_s)
     speculator.balance.backoff.left = 1000
     for token in (50, 3, 4, 5):
         speculator.skip_round(token, pass_s)
