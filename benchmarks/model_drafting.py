@@ -26,7 +26,7 @@ from edgerun.edge.bench.bench_result import BenchConditions, BenchResult
 from edgerun.edge.bench.prompt_sets import read_recording
 from edgerun.edge.bench.runner import BenchSettings, DecodingMode, TurnRange, measure_modes
 from edgerun.edge.bench.table import show
-from edgerun.models.named_models import bundled_folder
+from edgerun.models.find import bundled_folder
 from edgerun.runtime.measure.system_load import LoadMeter
 from edgerun.runtime.speculation.choice import Speculation
 from shapes import SHAPES

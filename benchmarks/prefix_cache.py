@@ -32,7 +32,7 @@ from rich.table import Table
 import edgerun
 from artifacts import bundle
 from edgerun import Engine, GenerateOptions, Reply, Speculation, Stats
-from edgerun.models.cache import cache_folder
+from edgerun.models.user_folders import cache_folder
 from edgerun.runtime.generation import CachedSequence
 from server_overhead import Client, body, served
 from shapes import SHAPES

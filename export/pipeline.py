@@ -11,7 +11,7 @@ from typing import Final
 from ..errors import CheckpointError, InputError
 from ..models.bundle import SENTENCE_POOLING
 from ..models.draft_heads import HeadKind
-from ..models.hub.model_id import looks_like_hub_id
+from ..models.hub.downloaded_model import looks_like_hub_id
 from ..models.json_file import read_json_object
 from ..models.progress import Progress, silent
 from ..runtime.embedding import Pooling

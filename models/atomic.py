@@ -21,8 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from .file_system import exchange, move, remove, sync_names, sync_tree
-from .lock import locked, try_lock
+from .file_system import exchange, locked, move, remove, sync_names, sync_tree, try_lock
 from .regular_file import require_replaceable
 
 _TOKEN_BYTES: Final = 6

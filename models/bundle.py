@@ -16,14 +16,13 @@ from typing import Any, Final
 
 from ..errors import BundleError
 from .atomic import write_atomically
-from .cache import cache_folder
-from .device_kind import DeviceKind
 from .graph_files import find_graph
-from .graph_variant import is_variant_file
+from .graph_variant import DeviceKind, is_variant_file
 from .json_file import is_whole, read_json_object
 from .manifest import MANIFEST_NAME, MIN_CONTEXT, FileDigest, Manifest
-from .onnx_file.external_data import check_external_data, external_files
+from .onnx_file.wire import check_external_data, external_files
 from .regular_file import MAX_JSON_BYTES, open_regular, read_regular
+from .user_folders import cache_folder
 from .variants import GENAI_CONFIG, embedding_name
 
 GRAPH_NAME: Final = "model.onnx"

@@ -1,21 +1,31 @@
-"""Finds the model that a user names."""
+"""Finds the model that a user names; some models on this machine have names beside their paths."""
 
 from __future__ import annotations
 
+import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from ..errors import BundleError
-from .atomic import restore_folder
-from .device_kind import DeviceKind
+from .atomic import restore_folder, write_atomically
+from .bundle import GRAPH_NAME
+from .file_system import locked
 from .graph_files import find_graph
-from .hub.downloaded_model import read_downloaded
+from .graph_variant import DeviceKind
+from .hub.downloaded_model import looks_like_hub_id, parse_hub_id, read_downloaded
 from .hub.local_store import Store
-from .hub.model_id import looks_like_hub_id, parse_hub_id
-from .named_models import bundled_folder, named_models
+from .json_file import parse_json_object
+from .regular_file import MAX_JSON_BYTES, read_regular
+from .user_folders import data_folder, make_private_folder
 
 _HINT: Final = "give an .onnx file or a model folder"
+BUNDLED_MODEL: Final = "shell-helper"
+_LIST_NAME: Final = "exports.json"
+_MAX_LISTED: Final = 500
+"""Folders in the list; beyond it those are dropped that were added first."""
+_WAIT_S: Final = 5.0
 
 
 def path_of_user(name: str | os.PathLike[str], hint: str) -> Path:
@@ -101,3 +111,57 @@ def is_on_hub(name: str | os.PathLike[str]) -> bool:
     if not isinstance(name, str) or not looks_like_hub_id(name) or os.path.lexists(name):
         return False
     return not os.path.isdir(os.path.dirname(name)) or bool(Store(parse_hub_id(name).repo).all_downloaded())
+
+
+def bundled_folder() -> Path:
+    """Return the folder of the model that comes with edge-run."""
+    return Path(__file__).parent / "bundled" / BUNDLED_MODEL
+
+
+def exports_folder() -> Path:
+    """Return the folder of the models that the app exports, which may not exist."""
+    return data_folder() / "models"
+
+
+def record_export(folder: Path) -> None:
+    """Add a folder to the list of exported models, unless the disk refuses: a model can be named by its path, too."""
+    path = data_folder() / _LIST_NAME
+    with suppress(OSError):
+        make_private_folder(path.parent)
+        with locked(path.with_suffix(".lock"), _WAIT_S):
+            folders = dict.fromkeys(map(str, [*_listed_folders(), folder.resolve()]))
+            content = json.dumps({"folders": list(folders)[-_MAX_LISTED:]}, indent=1).encode()
+            write_atomically(path, content, private=True)
+
+
+def exported_models() -> dict[str, Path]:
+    """Return the folders of the exported models that are still there, by their names: those of the app come first.
+
+    A model's name is that of its folder. Of several folders of one name the first has it, and the others have their
+    paths; none has that of the bundled model.
+    """
+    of_app: list[Path] = []
+    with suppress(OSError):  # the app has exported nothing yet
+        # What was not written whole has a hidden name.
+        of_app = sorted(each for each in exports_folder().iterdir() if not each.name.startswith("."))
+    found: dict[str, Path] = {}
+    for folder in dict.fromkeys([*of_app, *_listed_folders()]):
+        if (folder / GRAPH_NAME).is_file():
+            found[str(folder) if folder.name in {BUNDLED_MODEL, *found} else folder.name] = folder
+    return found
+
+
+def named_models() -> dict[str, Path]:
+    """Return the folders of the models that have a name beside their path: the bundled one, and exported ones."""
+    bundled = bundled_folder()
+    return {**({BUNDLED_MODEL: bundled} if bundled.is_dir() else {}), **exported_models()}
+
+
+def _listed_folders() -> list[Path]:
+    """The folders in the list, in the order of their first exports; a damaged list is empty."""
+    try:
+        folders = parse_json_object(read_regular(data_folder() / _LIST_NAME, MAX_JSON_BYTES)).get("folders")
+    except (OSError, ValueError):
+        return []
+    listed = folders if isinstance(folders, list) else []
+    return [Path(each) for each in listed if isinstance(each, str) and os.path.isabs(each)]

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from ..errors import BundleError
-from .device_kind import DeviceKind
+from .graph_variant import DeviceKind
 from .json_file import read_json_object
 from .variants import GENAI_CONFIG, choose_graph
 

@@ -1,4 +1,4 @@
-"""Variants of a model's graph for devices that cannot run `model.onnx`, or run it slowly.
+"""Kinds of devices, and variants of a model's graph for devices that cannot run `model.onnx`, or run it slowly.
 
 A variant computes what `model.onnx` does over the same weights (docs/graph-contract.md). A bundle lists those that were
 written beside it; the runtime makes the GPU's on demand where a bundle has none.
@@ -11,11 +11,17 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Final
 
-from .device_kind import DeviceKind
-
 VARIANT_CONTRACT: Final = 1
 """Version of the inputs and outputs of variants, and of what is known about them here (docs/graph-contract.md)."""
 _FILE_NAME: Final = re.compile(r"model_(gpu|npu)[a-z0-9_]*\.onnx(\.data)?")
+
+
+class DeviceKind(Enum):
+    """The device that an execution provider computes on."""
+
+    CPU = "cpu"
+    GPU = "gpu"
+    NPU = "npu"
 
 
 class Precision(StrEnum):

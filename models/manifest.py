@@ -10,9 +10,8 @@ from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, Final, TypeVar
 
 from ..errors import BundleError
-from .device_kind import DeviceKind
 from .draft_heads import HeadKind
-from .graph_variant import VARIANT_CONTRACT, Precision, VariantFile
+from .graph_variant import VARIANT_CONTRACT, DeviceKind, Precision, VariantFile
 from .json_file import is_finite, is_whole, parse_json_object, shown
 
 MANIFEST_NAME: Final = "edge.json"

@@ -26,7 +26,7 @@ from .draft_heads import HeadKind
 from .find import find_model
 from .json_file import is_whole, read_json_object
 from .manifest import MANIFEST_NAME, DraftPairing
-from .onnx_file.external_data import check_external_data
+from .onnx_file.wire import check_external_data
 from .regular_file import MAX_TOKENIZER_BYTES, read_regular
 
 TOKENIZER_NAME: Final = "tokenizer.json"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Generic, ParamSpec, Protocol, TypeVar
 
-from .safe_text import on_one_line
+from .user_text import on_one_line
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars

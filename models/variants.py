@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 from typing import Final
 
 from ..errors import BundleError
-from .device_kind import DeviceKind
+from .graph_variant import DeviceKind
 
 GENAI_CONFIG: Final = "genai_config.json"
 _EDGE_MANIFEST: Final = "edge.json"

@@ -11,8 +11,8 @@ import psutil
 
 from ..errors import EdgeError, InputError
 from ..models.bundle import open_bundle
-from ..models.device_kind import DeviceKind
 from ..models.find import find_model, path_of_user
+from ..models.graph_variant import DeviceKind
 from ..models.pairing import find_draft
 from ..models.progress import Progress, silent
 from .arguments.argument_types import checked_arguments

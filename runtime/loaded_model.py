@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from ..errors import BundleError, EdgeError, InputError, TemplateError
 from ..models.bundle import TARGET_IDS_NAME, Bundle
-from ..models.device_kind import DeviceKind
 from ..models.find import model_name
+from ..models.graph_variant import DeviceKind
 from ..models.progress import Progress, silent
 from .arguments.load_options import LoadOptions
 from .decode import check_prompt_fits

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final
 
 from ...errors import EdgeError, InputError
-from ...models.named_models import BUNDLED_MODEL
+from ...models.find import BUNDLED_MODEL
 from ...runtime.decode import FinishReason
 from ...runtime.engine import Engine
 from ...runtime.options import GenerateOptions

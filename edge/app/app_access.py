@@ -28,8 +28,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...errors import EdgeError
 from ...models.atomic import write_atomically
-from ...models.data_folder import make_private_folder
-from ...models.lock import locked
+from ...models.file_system import locked
+from ...models.user_folders import make_private_folder
 from ..server.access_guard import content_type_refusal
 from ..server.error_objects import RefusedError, UnreadBodyResponse
 from .page_files import entrance_page

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...errors import InputError
-from ...models.text_files import json_lines, read_text, text_of, turns_of
+from ...models.user_text import json_lines, read_text, text_of, turns_of
 
 SHELL: Final = "shell"
 """Category of the prompts for the bundled model."""

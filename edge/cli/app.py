@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from ...errors import InputError
-from ...models.data_folder import data_folder
+from ...models.user_folders import data_folder
 from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.prefill import PrefillMode
 from ..conversations.store import ConversationStore

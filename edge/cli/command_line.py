@@ -132,8 +132,7 @@ def _check_first_word(words: list[str]) -> None:
         InputError: there is no such model, so that the word was meant as a command, or mistyped.
         BundleError: it is not a name that a model can have.
     """
-    from ...models.find import may_be_model
-    from ...models.named_models import named_models
+    from ...models.find import may_be_model, named_models
 
     if not words or words[0].startswith("-") or {"/", os.sep} & set(words[0]) or may_be_model(words[0]):
         return

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from ...errors import InputError
+from ...models.find import record_export
 from ...models.manifest import GraphLayout
-from ...models.named_models import record_export
 from ...models.progress import ProgressDisplay
 from ..terminal.output import SafeConsole, write_line
 from ..terminal.report_summary import show_export

@@ -15,7 +15,7 @@ import typer
 from ...errors import InputError
 from ...models.draft_heads import HeadKind
 from ...models.find import is_on_hub
-from ...models.hub.model_id import parse_hub_id
+from ...models.hub.downloaded_model import parse_hub_id
 from ...models.manifest import GraphLayout, Method, WeightFormat
 
 if TYPE_CHECKING:

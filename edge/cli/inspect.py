@@ -12,11 +12,11 @@ from typing import Any, Final
 from rich.table import Table
 
 from ...models.bundle import Bundle, open_bundle
-from ...models.byte_sizes import format_bytes
 from ...models.find import find_model
 from ...models.graph_variant import VariantFile
 from ...models.manifest import Manifest, WeightFormat
 from ...models.pairing import find_draft
+from ...models.user_text import format_bytes
 from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.devices.providers import choose_device
 from ...runtime.graph.graph_io import CacheMode, GraphIO

@@ -9,11 +9,10 @@ import typer
 from rich.table import Table
 
 from ...errors import InputError
-from ...models.byte_sizes import format_bytes
-from ...models.hub.downloaded_model import DownloadedModel
+from ...models.find import BUNDLED_MODEL, exported_models, named_models
+from ...models.hub.downloaded_model import DownloadedModel, HubId, parse_hub_id
 from ...models.hub.local_store import Store, models_root, stores
-from ...models.hub.model_id import HubId, parse_hub_id
-from ...models.named_models import BUNDLED_MODEL, exported_models, named_models
+from ...models.user_text import format_bytes
 from ..terminal.output import SafeConsole, write_json, write_line
 from .shared_options import AsJson, Debug
 

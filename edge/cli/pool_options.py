@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...models.byte_sizes import parse_bytes
+from ...models.user_text import parse_bytes
 from ...runtime.arguments.load_options import LoadOptions
 
 if TYPE_CHECKING:

@@ -8,10 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ...models.byte_sizes import format_bytes
-from ...models.hub.downloaded_model import DownloadedModel
+from ...models.hub.downloaded_model import DownloadedModel, HubId, parse_hub_id
 from ...models.hub.local_store import Store
-from ...models.hub.model_id import HubId, parse_hub_id
+from ...models.user_text import format_bytes
 from ...runtime.devices.providers import choose_device
 from ..terminal.output import write_json, write_line
 from .shared_options import AsJson, Debug, Offline

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from ...errors import InputError
-from ...models.byte_sizes import parse_bytes
+from ...models.user_text import parse_bytes
 from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.devices.power import Power
 from ..terminal.output import write_out

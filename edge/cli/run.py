@@ -13,7 +13,7 @@ import typer
 from ...errors import BundleError, InputError
 from ...models.find import may_be_model
 from ...models.progress import Progress
-from ...models.text_files import decode_text, read_text, unify_line_ends
+from ...models.user_text import decode_text, read_text, unify_line_ends
 from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.engine import Engine
 from ...runtime.engine_loading import load as open_model

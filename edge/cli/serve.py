@@ -10,9 +10,8 @@ from typing import Annotated, Any, Final
 import typer
 
 from ...errors import InputError
-from ...models.byte_sizes import parse_bytes
 from ...models.progress import ProgressDisplay
-from ...models.text_files import decode_text
+from ...models.user_text import decode_text, parse_bytes
 from ...runtime.arguments.load_options import LoadOptions
 from ..server import missing_extra
 from ..terminal.output import showing_tracebacks, write_error

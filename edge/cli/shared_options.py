@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Generic, TypeVar, get_type_hints
 import typer
 
 from ...errors import InputError
-from ...models.byte_sizes import parse_bytes
+from ...models.user_text import parse_bytes
 from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.arguments.option_fields import options_of
 from ...runtime.options import GenerateOptions

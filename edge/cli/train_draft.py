@@ -11,7 +11,7 @@ import typer
 
 from ...errors import InputError
 from ...models.progress import ProgressDisplay
-from ...models.text_files import json_lines, read_text, text_of
+from ...models.user_text import json_lines, read_text, text_of
 from ..bench.prompt_sets import read_prompts
 from ..terminal.output import write_json, write_line
 from .shared_options import AsJson, Debug, Offline

@@ -11,11 +11,11 @@ import typer
 from rich.table import Table
 
 from ...models.bundle import Bundle, open_bundle
-from ...models.device_kind import DeviceKind
 from ...models.find import find_model
+from ...models.graph_variant import DeviceKind
 from ...models.json_file import record_to_json
 from ...models.progress import ProgressDisplay
-from ...models.text_files import read_text
+from ...models.user_text import read_text
 from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.devices.power import Power
 from ...runtime.devices.processor import default_threads

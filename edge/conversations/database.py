@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Final, NoReturn, TypeVar
 
 from ...errors import ConversationError
-from ...models.data_folder import make_private_file, make_private_folder
-from ...models.file_system import is_in_use, move
-from ...models.lock import locked
+from ...models.file_system import is_in_use, locked, move
+from ...models.user_folders import make_private_file, make_private_folder
 from .schema import VERSION, is_of_conversations, migrate, salvage, version_of
 
 _Result = TypeVar("_Result")

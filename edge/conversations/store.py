@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from ...models.data_folder import data_folder
+from ...models.user_folders import data_folder
 from .answer_table import AnswerTable
 from .conversation_table import reads, writes
 from .database import ConversationDatabase, MemoryDatabase

@@ -11,10 +11,9 @@ from typing import Any, Final
 import psutil
 from msgspec import UNSET
 
-from ...models.device_kind import DeviceKind
-from ...models.hub.downloaded_model import DownloadedModel
+from ...models.graph_variant import DeviceKind
+from ...models.hub.downloaded_model import DownloadedModel, parse_hub_id
 from ...models.hub.fetch import fetch_model
-from ...models.hub.model_id import parse_hub_id
 from ...runtime.devices.power import Power, choose_power
 from ...runtime.devices.providers import available_devices
 from ...runtime.result import Reply

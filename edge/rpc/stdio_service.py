@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ...models.device_kind import DeviceKind
+from ...models.graph_variant import DeviceKind
 from ...runtime.devices.power import Power
 from ...version import __version__
 from ..service.body_decoder import decode_body

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...errors import ContextError, InputError, TemplateError
-from ...models.text_files import read_text
+from ...models.user_text import read_text
 from ...runtime.engine import Engine
 from ...runtime.options import GenerateOptions
 from .chat_body import ChatRequest

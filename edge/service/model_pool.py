@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final, TypeAlias
 
-from ...models.byte_sizes import format_bytes
-from ...models.device_kind import DeviceKind
+from ...models.graph_variant import DeviceKind
 from ...models.progress import Progress, silent
+from ...models.user_text import format_bytes
 from ...runtime.engine import Engine
 from .cancellation import Cancellation, CancelledError
 from .offered_models import ModelEntry, OfferedModels

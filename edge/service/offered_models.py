@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ...models.device_kind import DeviceKind
-from ...models.find import find_model, is_on_hub
+from ...models.find import find_model, is_on_hub, named_models
 from ...models.graph_files import find_graph
-from ...models.hub.downloaded_model import DownloadedModel, read_downloaded
+from ...models.graph_variant import DeviceKind
+from ...models.hub.downloaded_model import DownloadedModel, parse_hub_id, read_downloaded
 from ...models.hub.local_store import Store, stores
-from ...models.hub.model_id import parse_hub_id
-from ...models.named_models import named_models
-from ...models.onnx_file.external_data import external_files
+from ...models.onnx_file.wire import external_files
 from .request_error import ErrorCode, RequestError
 
 _MAX_NAMED: Final = 8

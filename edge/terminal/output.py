@@ -23,7 +23,7 @@ from rich.segment import Segment
 from rich.text import Text
 from rich.theme import Theme
 
-from ...models.safe_text import for_terminal, on_one_line
+from ...models.user_text import for_terminal, on_one_line
 
 if TYPE_CHECKING:  # only a chat has a prompt
     from prompt_toolkit.output import Output

@@ -24,10 +24,10 @@ from typing import Any, Final
 import numpy as np
 
 from ...models.atomic import temporary_folder
-from ...models.cache import cache_folder
 from ...models.json_file import is_finite
 from ...models.manifest import WeightFormat
 from ...models.progress import Progress, silent
+from ...models.user_folders import cache_folder
 from ...runtime.measure.bundle_timing import BundleTimer, PassNodeTimes
 from ...runtime.measure.measurement_store import MeasurementKey, MeasurementStore
 from ..checkpoint.config import DecoderConfig

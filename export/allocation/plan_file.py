@@ -19,7 +19,7 @@ from ...errors import InputError
 from ...models.json_file import shown
 from ...models.manifest import Method, WeightFormat
 from ...models.regular_file import read_regular
-from ...models.text_files import decode_text
+from ...models.user_text import decode_text
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layout import fused_linears
 from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, completed_plan, is_allowed, planned_linears

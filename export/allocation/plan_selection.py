@@ -14,9 +14,9 @@ from statistics import geometric_mean
 from typing import Final
 
 from ...models.atomic import temporary_folder
-from ...models.cache import cache_folder
 from ...models.manifest import WeightFormat
 from ...models.progress import Progress
+from ...models.user_folders import cache_folder
 from ...runtime.measure.bundle_timing import BundleTimer
 from ..bundle_content import SourceModel
 from ..calibration.calibration_text import CalibrationText

@@ -20,8 +20,8 @@ from typing import Final
 
 from ...errors import DestinationError, InputError
 from ...models.atomic import discard_folder, remove_abandoned, write_atomically
-from ...models.cache import cache_folder
-from ...models.lock import locked
+from ...models.file_system import locked
+from ...models.user_folders import cache_folder
 
 _KEY_NAME: Final = "made-from.json"
 _LOCK_NAME: Final = "lock"

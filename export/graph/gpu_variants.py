@@ -10,8 +10,7 @@ from typing import Final
 from ...errors import ExportError
 from ...models.atomic import write_atomically
 from ...models.bundle import GRAPH_NAME, Bundle, digest_file
-from ...models.device_kind import DeviceKind
-from ...models.graph_variant import VariantFile
+from ...models.graph_variant import DeviceKind, VariantFile
 from ...models.manifest import MANIFEST_NAME, Manifest
 from ...models.onnx_file.graph_editor import CannotRewriteError
 from ...models.progress import Progress

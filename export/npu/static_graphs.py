@@ -9,8 +9,7 @@ from typing import Final
 
 from onnx import ModelProto
 
-from ...models.device_kind import DeviceKind
-from ...models.graph_variant import Precision, VariantFile
+from ...models.graph_variant import DeviceKind, Precision, VariantFile
 from ...models.manifest import FileDigest
 from ...models.progress import Progress
 from ..bundle_content import BundleContent

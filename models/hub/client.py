@@ -23,8 +23,8 @@ from ...version import __version__
 from ..bundle import digest_file
 from ..file_system import remove
 from ..manifest import FileDigest
+from .downloaded_model import HubId
 from .local_store import Listing, RepoFile, listing_of
-from .model_id import HubId
 
 if TYPE_CHECKING:
     from typing import IO

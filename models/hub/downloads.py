@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from ...errors import HubError
-from ..byte_sizes import format_bytes
 from ..manifest import FileDigest
+from ..user_text import format_bytes
 from . import client as hub_client
 from .local_store import Listing, RepoFile, Store, hub_library_cache, models_root
 

@@ -15,18 +15,17 @@ from typing import Final, TypeAlias
 
 from ...errors import BundleError
 from ..bundle import GRAPH_NAME, TOKENIZER_AND_CONFIG_FILES
-from ..device_kind import DeviceKind
+from ..graph_variant import DeviceKind
 from ..json_file import read_json_object
 from ..manifest import MANIFEST_NAME, Manifest
-from ..onnx_file.external_data import external_files
+from ..onnx_file.wire import external_files
 from ..progress import ProgressDisplay
 from ..regular_file import MAX_JSON_BYTES, read_regular
 from ..variants import GENAI_CONFIG, GraphFiles, choose_graph, variant_of
 from . import client as hub_client
-from .downloaded_model import CHECKPOINT, DownloadedModel, is_safe_path
+from .downloaded_model import CHECKPOINT, DownloadedModel, HubId, is_safe_path
 from .downloads import PartialDownloads, disk_errors_explained
 from .local_store import Listing, RepoFile, Store, hub_library_cache, listing_of
-from .model_id import HubId
 
 DownloadProgress: TypeAlias = Callable[[str, int, int], None]
 """Receives the name of what is downloaded, the bytes that are here, and the bytes in total."""

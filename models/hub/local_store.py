@@ -33,9 +33,8 @@ from urllib.parse import quote
 from ...errors import BundleError, HubError
 from ..atomic import folder_written_atomically, write_atomically
 from ..bundle import mark_verified
-from ..file_system import move, remove
+from ..file_system import locked, move, remove
 from ..json_file import is_whole, read_json_object
-from ..lock import locked
 from ..manifest import FileDigest
 from ..regular_file import MAX_JSON_BYTES, read_regular
 from .downloaded_model import CHECKPOINT, RECORD_NAME, DownloadedModel, is_safe_path, read_downloaded

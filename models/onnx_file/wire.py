@@ -1,4 +1,4 @@
-"""Reading and writing ONNX files as protobuf wire format.
+"""Reads and rewrites ONNX files as protobuf wire format: external data, operators, and tensors of another file.
 
 The runtime does not need the onnx package, and a model with inline weights may be as large as memory, so other fields
 are skipped without reading them. https://protobuf.dev/programming-guides/encoding/
@@ -7,12 +7,128 @@ are skipped without reading them. https://protobuf.dev/programming-guides/encodi
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Final
 
 from ...errors import BundleError
 from ..regular_file import open_regular
+
+_FIELDS: Final[Mapping[str, Mapping[int, str]]] = {
+    "model": {7: "graph", 20: "training", 25: "function"},
+    "training": {1: "graph", 2: "graph"},
+    "function": {7: "node", 11: "attribute"},
+    "graph": {1: "node", 5: "tensor", 15: "sparse"},
+    "node": {5: "attribute"},
+    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
+    "sparse": {1: "tensor", 2: "tensor"},
+}
+"""Message fields that lead to nodes and tensors, by message and field number in onnx.proto."""
+_GRAPH: Final = 7  # of a model
+_TENSOR: Final = 5  # of a graph
+_NAME, _EXTERNAL_DATA = 8, 13  # of a tensor
+_OPERATOR, _DOMAIN = 4, 7  # of a node
+_DOMAIN_OF_FUNCTION: Final = 10
+_MAX_DEPTH: Final = 64
+_NUMBER: Final = re.compile("[0-9]{1,18}")
+
+
+@dataclass(frozen=True)
+class Operators:
+    """Operators of a model's nodes, including those in subgraphs and functions."""
+
+    used: frozenset[tuple[str, str]]
+    """Domain (empty for ONNX's own) and name of each operator."""
+    own_domains: frozenset[str]
+    """Domains of the functions that the model contains."""
+
+    def __or__(self, other: Operators) -> Operators:
+        """Return those of both."""
+        return Operators(self.used | other.used, self.own_domains | other.own_domains)
+
+    def __contains__(self, operator: str) -> bool:
+        """Return whether an operator of that name is used, in any domain."""
+        return any(name == operator for _, name in self.used)
+
+
+def operators_of(graph: Path) -> Operators:
+    """Read the operators of a model file without loading it.
+
+    A graph that needs a custom operator library, or that was compiled for one device, fails to load with an unhelpful
+    error; its operators show the reason.
+
+    Raises:
+        BundleError: the file is not an ONNX model.
+    """
+    used, domains = set(), set()
+    with mapped_model(graph) as data:
+        for kind, begin, stop in _messages(data, 0, len(data), "model", 0):
+            if kind == "node":
+                domain, operator = _texts(data, begin, stop, _DOMAIN, _OPERATOR)
+                used.add(("" if domain == "ai.onnx" else domain, operator))
+            elif kind == "function":
+                domains.update(_texts(data, begin, stop, _DOMAIN_OF_FUNCTION))
+    return Operators(frozenset(used), frozenset(domains))
+
+
+def check_external_data(graph: Path) -> None:
+    """Check that the external data files of a model lie in its folder, exist and are long enough.
+
+    A malicious model may name any path, so the names are checked here instead of relying on the runtime's version.
+
+    Raises:
+        BundleError: the file is not an ONNX model, or names a file that lies outside its folder, is missing or is too
+            short.
+    """
+    for name, minimum in _required_sizes(graph).items():
+        windows = PureWindowsPath(name)
+        if not name or windows.is_absolute() or windows.drive or windows.root or ".." in windows.parts:
+            raise BundleError(f"{graph} keeps weights in {name!r}, outside its folder", "do not use this model")
+        file = graph.parent / PurePosixPath(name)
+        if not file.is_file():
+            raise BundleError(f"{graph} keeps weights in {name}, which is missing", "copy the whole model folder")
+        if (size := file.stat().st_size) < minimum:
+            raise BundleError(f"{file} is damaged: {size} bytes, {minimum} expected", "copy the whole model folder")
+
+
+def external_files(graph: Path) -> list[str]:
+    """List the external data files of a model, sorted by name.
+
+    Raises:
+        BundleError: the file is not an ONNX model.
+    """
+    return sorted(_required_sizes(graph))
+
+
+def with_tensors_of(graph: Path, other: Path) -> bytes:
+    """Return the model in `graph`, with each external tensor replaced by the tensor of that name in `other`.
+
+    The tensors of a prepacked graph refer to the packed weights in its data file. A second graph over the same weights
+    uses them through the same references. Everything else in the file stays the same byte for byte.
+
+    Raises:
+        BundleError: one of the files is not an ONNX model.
+        KeyError: `other` lacks a tensor.
+    """
+    with mapped_model(other) as data:
+        replacements = {
+            _texts(data, begin, stop, _NAME)[0]: data[begin:stop]
+            for first, last in _fields(data, 0, len(data), _GRAPH)
+            for begin, stop in _fields(data, first, last, _TENSOR)
+        }
+    with mapped_model(graph) as data:
+
+        def tensor(start: int, end: int) -> bytes:
+            external = any(True for _ in _fields(data, start, end, _EXTERNAL_DATA))
+            return replacements[_texts(data, start, end, _NAME)[0]] if external else data[start:end]
+
+        def tensors(start: int, end: int) -> bytes:
+            return _replace_fields(data, start, end, _TENSOR, tensor)
+
+        return _replace_fields(data, 0, len(data), _GRAPH, tensors)
 
 
 @contextmanager
@@ -31,7 +147,43 @@ def mapped_model(graph: Path) -> Iterator[mmap.mmap]:
         raise BundleError(f"{graph} is not an ONNX model: {error}", "give a complete .onnx file") from error
 
 
-def submessages(data: mmap.mmap, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+def _required_sizes(graph: Path) -> dict[str, int]:
+    """Return the minimum size in bytes of each external data file, sorted by name; 0 if the model does not give it."""
+    sizes: dict[str, int] = {}
+    with mapped_model(graph) as data:
+        for kind, begin, stop in _messages(data, 0, len(data), "model", 0):
+            if kind != "tensor":
+                continue
+            entries = dict(_texts(data, *entry, 1, 2) for entry in _fields(data, begin, stop, _EXTERNAL_DATA))
+            if (name := entries.get("location")) is not None:
+                numbers = [entries.get(key, "0") for key in ("offset", "length")]
+                end = sum(map(int, numbers)) if all(_NUMBER.fullmatch(each) for each in numbers) else 0
+                sizes[name] = max(sizes.get(name, 0), end)
+    return dict(sorted(sizes.items()))
+
+
+def _messages(data: mmap.mmap, start: int, end: int, kind: str, depth: int) -> Iterator[tuple[str, int, int]]:
+    """Yield kind, begin and end of every message inside one that `_FIELDS` leads to, an outer message first."""
+    if depth > _MAX_DEPTH:
+        raise ValueError("it is nested too deeply")
+    for number, begin, stop in _submessages(data, start, end):
+        if (inner := _FIELDS[kind].get(number)) is not None:
+            yield inner, begin, stop
+            if inner in _FIELDS:
+                yield from _messages(data, begin, stop, inner, depth + 1)
+
+
+def _fields(data: mmap.mmap, start: int, end: int, wanted: int) -> Iterator[tuple[int, int]]:
+    return ((begin, stop) for number, begin, stop in _submessages(data, start, end) if number == wanted)
+
+
+def _texts(data: mmap.mmap, start: int, end: int, *wanted: int) -> list[str]:
+    """The texts of some fields, the last one of a field that is repeated; empty where there is none."""
+    places = {number: slice(begin, stop) for number, begin, stop in _submessages(data, start, end)}
+    return [data[places[number]].decode("utf-8") if number in places else "" for number in wanted]
+
+
+def _submessages(data: mmap.mmap, start: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Yield field number, begin and end of every length-delimited field of the message in `data[start:end]`.
 
     Raises:
@@ -71,7 +223,23 @@ def _read_varint(data: mmap.mmap, at: int, end: int) -> tuple[int, int]:
     raise ValueError("it ends too early")
 
 
-def field_header(number: int, size: int) -> bytes:
+def _replace_fields(
+    data: mmap.mmap, start: int, end: int, wanted: int, replacement: Callable[[int, int], bytes]
+) -> bytes:
+    """Return the message in `data[start:end]` with every field of one number replaced."""
+    pieces: list[bytes] = []
+    copied = start
+    for begin, stop in _fields(data, start, end, wanted):
+        header = _field_header(wanted, stop - begin)
+        if data[begin - len(header) : begin] != header:
+            raise ValueError("a length is not encoded in the shortest way")
+        body = replacement(begin, stop)
+        pieces += [data[copied : begin - len(header)], _field_header(wanted, len(body)), body]
+        copied = stop
+    return b"".join([*pieces, data[copied:end]])
+
+
+def _field_header(number: int, size: int) -> bytes:
     """Encode the header of a length-delimited field."""
     return _varint(number << 3 | 2) + _varint(size)
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ...errors import DeviceError, EdgeError
 from ...models.bundle import Bundle
-from ...models.device_kind import DeviceKind
+from ...models.graph_variant import DeviceKind
 from ...models.json_file import Count
 from ...models.onnx_file.model_messages import read_model
 from ...version import __version__

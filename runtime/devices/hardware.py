@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ...models.device_kind import DeviceKind
+from ...models.graph_variant import DeviceKind
 from .chip import running_architecture
 from .drivers import COMPUTE_ACCELERATORS, DISPLAY_ADAPTERS, windows_adapters
 from .packages import package_of

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ...models.device_kind import DeviceKind
+from ...models.graph_variant import DeviceKind
 from .plugins import SUFFIX, Plugin
 
 _NO_GPU: Final = (

@@ -16,7 +16,7 @@ import numpy as np
 import onnxruntime as ort
 
 from ...errors import DeviceError
-from ...models.device_kind import DeviceKind
+from ...models.graph_variant import DeviceKind
 from ..graph.ort import ORT_ERRORS
 from .chip import running_architecture
 from .packages import missing_device

@@ -9,10 +9,10 @@ from typing import Final
 
 from ...models.atomic import write_atomically
 from ...models.bundle import GRAPH_NAME, Bundle
-from ...models.cache import cache_folder
-from ...models.device_kind import DeviceKind
 from ...models.file_system import remove
+from ...models.graph_variant import DeviceKind
 from ...models.regular_file import read_regular
+from ...models.user_folders import cache_folder
 from ..graph.session import SessionConfig
 from .forms import REWRITING, GpuForm, form_of
 

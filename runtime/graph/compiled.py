@@ -19,9 +19,9 @@ import onnxruntime as ort
 from ...errors import BundleError, EdgeError
 from ...models.atomic import discard_folder, folder_written_atomically
 from ...models.bundle import Bundle
-from ...models.cache import cache_folder
-from ...models.device_kind import DeviceKind
-from ...models.onnx_file.external_data import external_files
+from ...models.graph_variant import DeviceKind
+from ...models.onnx_file.wire import external_files
+from ...models.user_folders import cache_folder
 from ..devices.processor import machine
 from ..devices.providers import add_device
 from .device_loading import Assignments, load_on_device

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...models.bundle import Bundle
-from ...models.onnx_file.operators import Operators, operators_of
+from ...models.onnx_file.wire import Operators, operators_of
 from .probe import ProbeResult
 
 

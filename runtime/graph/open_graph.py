@@ -8,8 +8,8 @@ from typing import Final
 
 from ...errors import BundleError
 from ...models.bundle import Bundle
-from ...models.byte_sizes import format_bytes
-from ...models.device_kind import DeviceKind
+from ...models.graph_variant import DeviceKind
+from ...models.user_text import format_bytes
 from ..devices.providers import CPU_PROVIDER
 from ..kv.cache_scales import KVFormat
 from ..measure.measurement_store import MeasurementStore, model_key
@@ -103,7 +103,7 @@ def joined_graph(bundle: Bundle) -> bytes | None:
     """The graph that takes token ids, of a model with a graph for its embedding; None for any other."""
     if bundle.embedding is None:
         return None
-    from ...models.onnx_file.joined_graph import with_embedding  # noqa: PLC0415 -- importing protobuf takes 28 ms
+    from ...models.onnx_file.graph_editor import with_embedding  # noqa: PLC0415 -- importing protobuf takes 28 ms
 
     return with_embedding(bundle.graph, bundle.embedding)
 

@@ -18,8 +18,8 @@ from typing import Final
 from ...errors import BundleError
 from ...models.atomic import discard_folder, folder_written_atomically, write_atomically
 from ...models.bundle import GRAPH_NAME, Bundle
-from ...models.cache import cache_folder
-from ...models.onnx_file.splice import with_tensors_of
+from ...models.onnx_file.wire import with_tensors_of
+from ...models.user_folders import cache_folder
 from ..devices.processor import processor
 from .ort import ORT_ERRORS, RUNTIME_BUILD, error_reason, load_session, session_options
 from .packed_files import RECORD_NAME, check_samples, make_room, verify_folder, write_record

@@ -11,7 +11,7 @@ import numpy as np
 import onnxruntime as ort
 
 from ...errors import BundleError
-from ...models.onnx_file.external_data import external_files
+from ...models.onnx_file.wire import external_files
 from ..devices.device_lock import device_lock
 from ..devices.power import Power
 from ..devices.providers import CPU_PROVIDER, Device, add_device

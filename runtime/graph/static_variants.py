@@ -18,7 +18,7 @@ import onnxruntime as ort
 
 from ...errors import BundleError
 from ...models.bundle import Bundle
-from ...models.device_kind import DeviceKind
+from ...models.graph_variant import DeviceKind
 from ...models.onnx_file.model_messages import read_model
 from ..kv.arena import KVArena
 from ..kv.static_arena import StaticArena

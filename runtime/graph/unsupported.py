@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ...errors import BundleError
-from ...models.onnx_file.operators import Operators
+from ...models.onnx_file.wire import Operators
 from .graph_io import GraphValue
 
 _KNOWN_DOMAINS: Final = frozenset(

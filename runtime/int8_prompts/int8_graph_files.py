@@ -18,12 +18,12 @@ from typing import Final
 from ...errors import BundleError, EdgeError
 from ...models.atomic import discard_folder, folder_written_atomically
 from ...models.bundle import GRAPH_NAME, Bundle
-from ...models.byte_sizes import format_bytes
-from ...models.cache import cache_folder
-from ...models.device_kind import DeviceKind
+from ...models.graph_variant import DeviceKind
 from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor
 from ...models.onnx_file.model_messages import EXTERNAL, Message, read_model
 from ...models.progress import Progress, silent
+from ...models.user_folders import cache_folder
+from ...models.user_text import format_bytes
 from ..devices.processor import processor
 from ..graph.integer_products import PackedWeightsWriter, products_overflow
 from ..graph.ort import RUNTIME_BUILD

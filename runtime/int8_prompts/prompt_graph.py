@@ -17,8 +17,8 @@ from typing import Final
 import psutil
 
 from ...models.bundle import Bundle
-from ...models.byte_sizes import format_bytes
-from ...models.onnx_file.external_data import external_files
+from ...models.onnx_file.wire import external_files
+from ...models.user_text import format_bytes
 from ..graph.bound_session import BoundSession
 from ..graph.graph_choice import PassRequest
 from ..graph.memory import drop_file_pages

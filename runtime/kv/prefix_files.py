@@ -28,8 +28,8 @@ import numpy.typing as npt
 from ...errors import ContextError
 from ...models.array_file import map_arrays
 from ...models.atomic import remove_abandoned_files, write_atomically
-from ...models.byte_sizes import format_bytes
-from ...models.cache import cache_folder
+from ...models.user_folders import cache_folder
+from ...models.user_text import format_bytes
 from .arena import KVArena
 from .buffers import NumpyBuffers, StackedBuffers
 

@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 
 from ...models.atomic import temporary_folder
 from ...models.bundle import GRAPH_NAME, Bundle, open_bundle
-from ...models.cache import cache_folder
+from ...models.user_folders import cache_folder
 from ..devices.processor import machine
 from ..devices.providers import choose_device
 from ..graph.bound_graph import BoundGraph

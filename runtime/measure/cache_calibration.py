@@ -14,7 +14,7 @@ import numpy as np
 
 from ...errors import BundleError, DeviceError
 from ...models.bundle import CACHE_SCALES_NAME, Bundle
-from ...models.device_kind import DeviceKind
+from ...models.graph_variant import DeviceKind
 from ...models.progress import Progress, silent
 from ..arguments.load_options import MEASURING_OPTIONS
 from ..graph.bound_graph import BoundGraph

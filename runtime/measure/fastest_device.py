@@ -9,7 +9,7 @@ from typing import Final
 
 from ...errors import DeviceError, EdgeError
 from ...models.bundle import Bundle
-from ...models.device_kind import DeviceKind
+from ...models.graph_variant import DeviceKind
 from ...models.progress import Progress, silent
 from ..devices.drivers import device_identity
 from ..devices.providers import Device, available_devices, choose_device, cpu_device

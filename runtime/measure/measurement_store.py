@@ -15,10 +15,10 @@ from typing import Any, Final, Generic, TypeVar
 
 from ...models.atomic import write_atomically
 from ...models.bundle import Bundle
-from ...models.cache import cache_folder, make_private
 from ...models.file_system import remove
 from ...models.json_file import parse_json_object, record_from_json, record_to_json
 from ...models.regular_file import MAX_JSON_BYTES, read_regular
+from ...models.user_folders import cache_folder, make_private
 from ...version import __version__
 from ..devices.chip import chip_name, running_architecture
 from ..devices.drivers import device_identity

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from ...errors import InputError
-from ...models.text_files import json_lines, read_text
+from ...models.user_text import json_lines, read_text
 from ..engine import Engine
 from ..engine_loading import load
 from ..text.turn_markers import TokenArray

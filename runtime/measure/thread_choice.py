@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ...models.bundle import Bundle
-from ...models.device_kind import DeviceKind
+from ...models.graph_variant import DeviceKind
 from ...models.json_file import Count
 from ...models.progress import Progress, silent
 from ..devices.processor import default_threads, usable_cores, usable_physical_cores

@@ -25,8 +25,8 @@ from typing import Final, TypeAlias
 
 from ...errors import BundleError, InputError
 from ...models.bundle import Bundle
-from ...models.device_kind import DeviceKind
 from ...models.draft_heads import HeadKind
+from ...models.graph_variant import DeviceKind
 from ...models.pairing import DraftPair
 from ..devices.providers import choose_device, cpu_device
 from ..graph.bound_graph import BoundGraph

@@ -17,9 +17,9 @@ from typing import Final
 
 from ...errors import EdgeError
 from ...models.bundle import Bundle
-from ...models.cache import cache_folder, make_private
 from ...models.draft_heads import HeadKind
 from ...models.progress import Progress, silent
+from ...models.user_folders import cache_folder, make_private
 from ..arguments.load_options import LoadOptions
 from ..graph.bound_graph import BoundGraph
 from ..graph.session import DecoderGraph

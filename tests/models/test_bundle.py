@@ -14,12 +14,10 @@ import pytest
 import edgerun.models.bundle
 from edgerun import BundleError
 from edgerun.models.bundle import Bundle, digest_file, holds_only_bundle_files, open_bundle
-from edgerun.models.device_kind import DeviceKind
-from edgerun.models.find import find_model
-from edgerun.models.graph_variant import VARIANT_CONTRACT, Precision, VariantFile
+from edgerun.models.find import bundled_folder, find_model
+from edgerun.models.graph_variant import VARIANT_CONTRACT, DeviceKind, Precision, VariantFile
 from edgerun.models.json_file import is_finite, is_whole
 from edgerun.models.manifest import Architecture, Calibration, DraftPairing, FileDigest, Manifest, WeightFormat
-from edgerun.models.named_models import bundled_folder
 
 MANIFEST = Manifest(
     architecture=Architecture("llama", 300, 64, 96, 2, 4, 2, 16, 256, True),

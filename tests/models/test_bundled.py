@@ -6,7 +6,7 @@ import pytest
 
 import edgerun
 from edgerun.models.bundle import open_bundle
-from edgerun.models.named_models import bundled_folder
+from edgerun.models.find import bundled_folder
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from edgerun.errors import InputError
-from edgerun.models.byte_sizes import format_bytes, parse_bytes
+from edgerun.models.user_text import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from edgerun.models.lock import locked
+from edgerun.models.file_system import locked
 from support.processes import started
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from edgerun.models.lock import locked
+from edgerun.models.file_system import locked
 with locked(Path(sys.argv[1]), 5.0):
     print("held", flush=True)
     time.sleep(60)

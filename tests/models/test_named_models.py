@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from edgerun.models.find import find_model
-from edgerun.models.named_models import BUNDLED_MODEL, bundled_folder, exported_models, exports_folder, record_export
+from edgerun.models.find import (
+    BUNDLED_MODEL,
+    bundled_folder,
+    exported_models,
+    exports_folder,
+    find_model,
+    record_export,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from edgerun import BundleError
 from edgerun.models.bundle import open_bundle
-from edgerun.models.named_models import bundled_folder
+from edgerun.models.find import bundled_folder
 from edgerun.models.pairing import _read_map, find_draft, name_draft, pair
 
 Change = Callable[[dict[str, Any]], Any]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from edgerun import InputError
-from edgerun.models.text_files import decode_text, read_text
+from edgerun.models.user_text import decode_text, read_text
 
 
 @pytest.mark.parametrize("data", [b"\xef\xbb\xbfone\r\ntwo\r\n", b"one\ntwo\n", b"one\rtwo\r\n"])

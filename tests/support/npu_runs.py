@@ -11,7 +11,7 @@ import numpy as np
 import edgerun
 from edgerun import Speculation
 from edgerun.models.bundle import open_bundle
-from edgerun.models.cache import cache_folder
+from edgerun.models.user_folders import cache_folder
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.compiled import CompiledGraphs
 from edgerun.runtime.graph.packed_files import RECORD_NAME, write_record

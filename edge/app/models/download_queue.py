@@ -21,11 +21,11 @@ from enum import StrEnum
 from typing import Any, Final
 
 from ....errors import EdgeError, InputError
-from ....models.device_kind import DeviceKind
+from ....models.graph_variant import DeviceKind
 from ....models.hub.client import ConnectionFailedError, require_online
+from ....models.hub.downloaded_model import HubId, parse_hub_id
 from ....models.hub.fetch import fetch_model
 from ....models.hub.local_store import Store, stores
-from ....models.hub.model_id import HubId, parse_hub_id
 from ..api_endpoint import not_found
 from .model_catalog import SettingsStore
 

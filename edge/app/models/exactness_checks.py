@@ -10,8 +10,8 @@ from enum import StrEnum
 from typing import Any, Final
 
 from ....errors import EdgeError, InputError
+from ....models.find import BUNDLED_MODEL
 from ....models.json_file import record_from_json
-from ....models.named_models import BUNDLED_MODEL
 from ....runtime.measure.exactness import ComparisonCounts, ExactnessReport
 from ...service.cancellation import Cancellation, CancelledError
 from ...service.model_pool import ModelPool

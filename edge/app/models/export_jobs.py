@@ -22,9 +22,9 @@ from typing import Any, Final
 
 from ....errors import EdgeError, InputError
 from ....models.atomic import write_atomically
-from ....models.cache import cache_folder
 from ....models.file_system import remove
-from ....models.named_models import BUNDLED_MODEL, exports_folder
+from ....models.find import BUNDLED_MODEL, exports_folder
+from ....models.user_folders import cache_folder
 from ...service.cancellation import Cancellation, CancelledError
 from ..api_endpoint import not_found
 from .job_process import JobKind, run_job

@@ -264,8 +264,8 @@ def _request(arguments: Mapping[str, Any], mixed: MixedPrecisionRequest | None, 
         find_source,
     )
     from ....models.find import is_on_hub, path_of_user  # noqa: PLC0415
+    from ....models.hub.downloaded_model import parse_hub_id  # noqa: PLC0415
     from ....models.hub.fetch import fetch_checkpoint  # noqa: PLC0415
-    from ....models.hub.model_id import parse_hub_id  # noqa: PLC0415
 
     named = str(arguments["source"])
     if is_on_hub(named):

@@ -13,14 +13,12 @@ from typing import Any, Final, Protocol
 from ....errors import EdgeError, InputError
 from ....models.bundle import Bundle
 from ....models.file_system import remove
-from ....models.find import is_on_hub
+from ....models.find import BUNDLED_MODEL, exports_folder, is_on_hub
 from ....models.graph_files import find_graph
-from ....models.hub.downloaded_model import read_downloaded
+from ....models.hub.downloaded_model import parse_hub_id, read_downloaded
 from ....models.hub.local_store import Store
-from ....models.hub.model_id import parse_hub_id
 from ....models.json_file import is_finite, is_whole
 from ....models.manifest import MANIFEST_NAME, Manifest
-from ....models.named_models import BUNDLED_MODEL, exports_folder
 from ....models.regular_file import MAX_JSON_BYTES, read_regular
 from ....runtime.sampling.model_defaults import model_defaults
 from ....runtime.sampling.sampler import SamplingParams

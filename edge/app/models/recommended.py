@@ -11,10 +11,10 @@ from typing import Any, Final
 import psutil
 
 from ....errors import BundleError
-from ....models.byte_sizes import format_bytes
-from ....models.device_kind import DeviceKind
+from ....models.graph_variant import DeviceKind
 from ....models.hub.downloaded_model import DownloadedModel
 from ....models.json_file import read_json_object
+from ....models.user_text import format_bytes
 
 _FILE: Final = Path(__file__).with_name("recommended_models.json")
 _SMALL_SHARE: Final = 0.5

@@ -15,7 +15,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from ....models.safe_text import for_terminal
+from ....models.user_text import for_terminal
 from ..output import LiveView, SafeConsole, write_out
 
 _INTERVAL_S: Final = 0.08

@@ -11,7 +11,7 @@ from typing import Any, Final
 from rich.text import Text
 
 from ....errors import EdgeError
-from ....models.safe_text import on_one_line
+from ....models.user_text import on_one_line
 from ....runtime.conversation import Session
 from ....runtime.options import GenerateOptions
 from ....runtime.result import Stats

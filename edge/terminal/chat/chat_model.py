@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from ....errors import BundleError, EdgeError
-from ....models.find import find_model, may_be_model
+from ....models.find import BUNDLED_MODEL, bundled_folder, find_model, may_be_model, named_models
 from ....models.hub.downloaded_model import read_downloaded
-from ....models.named_models import BUNDLED_MODEL, bundled_folder, named_models
 from ....models.progress import Progress, ProgressDisplay
-from ....models.safe_text import on_one_line
+from ....models.user_text import on_one_line
 from ....runtime.engine import Engine
 from ...service.offered_models import OfferedModels
 from ..output import waiting_shown

@@ -9,7 +9,7 @@ from typing import Any, Final
 from rich.table import Table
 
 from ....errors import InputError
-from ....models.text_files import read_text
+from ....models.user_text import read_text
 from ....runtime.options import GenerateOptions
 from ...conversations.records import SAMPLING_FIELDS, Attachment, Role, StoredMessage
 from .chat import Chat

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ....errors import InputError
 from ....models.atomic import write_atomically
-from ....models.safe_text import on_one_line
+from ....models.user_text import on_one_line
 from ...conversations.answering import model_messages, takes_calls
 from ...conversations.records import Conversation, Role
 from .chat import Chat

@@ -22,8 +22,8 @@ from prompt_toolkit.output import ColorDepth
 from prompt_toolkit.styles import Style
 
 from ....models.atomic import write_atomically
-from ....models.data_folder import data_folder, make_private_file, make_private_folder
-from ....models.text_files import unify_line_ends
+from ....models.user_folders import data_folder, make_private_file, make_private_folder
+from ....models.user_text import unify_line_ends
 from ..interrupt import ChatInterrupts
 from ..output import prompt_output
 from .conversation_commands import Command

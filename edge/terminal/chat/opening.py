@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack, closing
 
 from ....errors import ConversationError, EdgeError, InputError
-from ....models.named_models import BUNDLED_MODEL
+from ....models.find import BUNDLED_MODEL
 from ....models.progress import ProgressDisplay
 from ...conversations.records import Conversation
 from ...conversations.store import ConversationStore

@@ -39,7 +39,7 @@ from google.protobuf.message import DecodeError
 from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto, helper
 
 from ....errors import BundleError
-from ....models.onnx_file.external_data import check_external_data
+from ....models.onnx_file.wire import check_external_data
 from ...graph.nodes import MICROSOFT
 from .node import Node, constant_of
 from .tensors import Array, Store, Tensor, read_tensor

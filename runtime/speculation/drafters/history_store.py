@@ -25,8 +25,7 @@ from typing import Final
 
 import numpy as np
 
-from ....models.file_system import move
-from ....models.lock import locked
+from ....models.file_system import locked, move
 from ....models.regular_file import read_regular
 from .history_index import HEADER_BYTES, TOKEN_LIMIT, WORD, Covered, HistoryIndex, Tokens, encode
 

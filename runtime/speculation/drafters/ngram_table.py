@@ -28,8 +28,8 @@ import numpy.typing as npt
 
 from ....models.atomic import write_atomically
 from ....models.bundle import Bundle, digest_file
-from ....models.cache import cache_folder
 from ....models.regular_file import read_regular
+from ....models.user_folders import cache_folder
 from .ngram_counts import HASH_FACTOR, HASH_START, MAX_VOCAB, Entries, count_entries
 
 _HEADER: Final = struct.Struct("<8s I I 32s I I I I")

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from edgerun.models.named_models import BUNDLED_MODEL
+from edgerun.models.find import BUNDLED_MODEL
 from support.app_server import RunningApp, running_app
 from support.app_windows import Json, Window, messages_of, new_conversation, post, read, send, window
 from support.tiny_models import write_bundle, write_json

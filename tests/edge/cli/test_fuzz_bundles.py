@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgerun.models.named_models import bundled_folder
+from edgerun.models.find import bundled_folder
 from support.command_worker import CommandWorker, needs_limits
 from support.random_damage import Damage, fresh_copy, recompute_digests
 

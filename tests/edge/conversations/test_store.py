@@ -22,7 +22,7 @@ from edgerun.edge.conversations.records import (
 )
 from edgerun.edge.conversations.store import ConversationStore
 from edgerun.errors import ConversationError
-from edgerun.models.data_folder import data_folder
+from edgerun.models.user_folders import data_folder
 
 
 def test_the_use_of_each_model_is_counted_also_in_deleted_answers(store: ConversationStore) -> None:

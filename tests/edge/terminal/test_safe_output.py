@@ -24,7 +24,7 @@ from edgerun.edge.terminal.chat.opening import ChatSettings, open_chat
 from edgerun.edge.terminal.output import SafeConsole, prompt_output, showing_warnings, write_json, write_line
 from edgerun.models.manifest import Calibration, Manifest
 from edgerun.models.progress import ProgressDisplay
-from edgerun.models.safe_text import for_terminal, on_one_line
+from edgerun.models.user_text import for_terminal, on_one_line
 from edgerun.runtime.options import GenerateOptions
 from support.hub_fixture import own_hub
 from support.hub_server import files_of

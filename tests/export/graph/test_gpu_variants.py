@@ -14,10 +14,10 @@ from edgerun.errors import BundleError, ExportError
 from edgerun.export import ExportRecipe, ExportRequest, export_model
 from edgerun.export.graph.gpu_variants import write_gpu_variants
 from edgerun.models.bundle import open_bundle
-from edgerun.models.cache import cache_folder
-from edgerun.models.device_kind import DeviceKind
-from edgerun.models.onnx_file.external_data import external_files
+from edgerun.models.graph_variant import DeviceKind
+from edgerun.models.onnx_file.wire import external_files
 from edgerun.models.progress import silent
+from edgerun.models.user_folders import cache_folder
 from edgerun.runtime.devices.providers import Device
 from edgerun.runtime.gpu_graph import rewriting
 from edgerun.runtime.gpu_graph.gpu_variant import has_plain_form, variant_for

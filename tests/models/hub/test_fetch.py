@@ -24,13 +24,12 @@ from onnx import TensorProto, helper
 import edgerun
 from edgerun import BundleError, EdgeError, HubError, InputError
 from edgerun.models.bundle import open_bundle
-from edgerun.models.device_kind import DeviceKind
 from edgerun.models.find import find_model
+from edgerun.models.graph_variant import DeviceKind
 from edgerun.models.hub.client import FoundModel, list_repository, search_models
-from edgerun.models.hub.downloaded_model import is_safe_path
+from edgerun.models.hub.downloaded_model import HubId, is_safe_path, parse_hub_id
 from edgerun.models.hub.fetch import fetch_checkpoint, fetch_model
 from edgerun.models.hub.local_store import Store, models_root, stores
-from edgerun.models.hub.model_id import HubId, parse_hub_id
 from support.hub_fixture import own_hub
 from support.hub_server import HubServer, files_of, sha256
 from support.links import needs_links

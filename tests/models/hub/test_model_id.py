@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from edgerun import BundleError, InputError
 from edgerun.models.find import find_model, is_on_hub
-from edgerun.models.hub.model_id import HubId, looks_like_hub_id, parse_hub_id
+from edgerun.models.hub.downloaded_model import HubId, looks_like_hub_id, parse_hub_id
 
 
 @pytest.mark.parametrize(

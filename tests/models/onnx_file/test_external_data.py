@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgerun import BundleError
-from edgerun.models.onnx_file.external_data import check_external_data, external_files
+from edgerun.models.onnx_file.wire import check_external_data, external_files
 
 onnx = pytest.importorskip("onnx", reason="needs the export extra")
 

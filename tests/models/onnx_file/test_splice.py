@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from edgerun import BundleError
-from edgerun.models.onnx_file.splice import with_tensors_of
+from edgerun.models.onnx_file.wire import with_tensors_of
 
 NAMES = ("weight", "gewicht \u00e4", "w" * 200)
 

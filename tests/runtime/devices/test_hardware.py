@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgerun.models.device_kind import DeviceKind
+from edgerun.models.graph_variant import DeviceKind
 from edgerun.runtime.devices.drivers import device_identity
 from edgerun.runtime.devices.hardware import (
     Hardware,

@@ -15,7 +15,7 @@ import edgerun
 from edgerun.edge.cli.main import main
 from edgerun.errors import InputError
 from edgerun.models.bundle import open_bundle
-from edgerun.models.device_kind import DeviceKind
+from edgerun.models.graph_variant import DeviceKind
 from edgerun.runtime.devices import power as power_module
 from edgerun.runtime.devices.power import Power, choose_power, on_battery, saver_threads
 from edgerun.runtime.devices.providers import choose_device

@@ -15,7 +15,7 @@ from edgerun.export import FP32, WeightFormat
 from edgerun.models.bundle import open_bundle
 from edgerun.models.onnx_file.graph_editor import CannotRewriteError, GraphEditor, attributes_of
 from edgerun.models.onnx_file.model_messages import set_attribute
-from edgerun.models.onnx_file.operators import operators_of
+from edgerun.models.onnx_file.wire import operators_of
 from edgerun.runtime.devices.providers import cpu_device
 from edgerun.runtime.gpu_graph.expanded_codes import compute_in_float
 from edgerun.runtime.gpu_graph.forms import CUDA, DIRECTML, WEBGPU, GpuForm

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgerun.models.device_kind import DeviceKind
+from edgerun.models.graph_variant import DeviceKind
 from edgerun.runtime.devices.providers import Device, cpu_device
 from edgerun.runtime.graph.device_loading import Assignments, load_on_device
 from edgerun.runtime.graph.ort import session_options
@@ -18,7 +18,7 @@ import json, sys
 from pathlib import Path
 import numpy as np
 from edgerun.errors import DeviceError
-from edgerun.models.device_kind import DeviceKind
+from edgerun.models.graph_variant import DeviceKind
 from edgerun.models.onnx_file.model_messages import GraphProto, model, node, value_info
 from edgerun.runtime.devices.providers import Device, choose_device, registered_plugins
 from edgerun.runtime.graph.device_loading import device_failure, load_on_device

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import edgerun
 from edgerun import BundleError, DeviceError, InputError
 from edgerun.models.bundle import Bundle, open_bundle
-from edgerun.models.device_kind import DeviceKind
+from edgerun.models.graph_variant import DeviceKind
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph import prepacked
 from edgerun.runtime.graph.bound_session import BoundSession

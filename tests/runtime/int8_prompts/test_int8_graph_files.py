@@ -16,8 +16,8 @@ import pytest
 from edgerun.errors import BundleError
 from edgerun.export import INT4, INT8
 from edgerun.models.bundle import open_bundle
-from edgerun.models.onnx_file.external_data import external_files
 from edgerun.models.onnx_file.graph_editor import GraphEditor
+from edgerun.models.onnx_file.wire import external_files
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph import prepacked
 from edgerun.runtime.graph.bound_session import BoundSession

@@ -10,7 +10,7 @@ import pytest
 from edgerun.errors import BundleError
 from edgerun.export import ExportRecipe, WeightFormat
 from edgerun.models.bundle import open_bundle
-from edgerun.models.cache import cache_folder
+from edgerun.models.user_folders import cache_folder
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph import prepacked
 from edgerun.runtime.graph.bound_session import BoundSession

@@ -10,7 +10,7 @@ import pytest
 
 import edgerun
 from edgerun.errors import InputError
-from edgerun.models.named_models import bundled_folder
+from edgerun.models.find import bundled_folder
 from edgerun.runtime.measure import self_text, text_sampler
 from edgerun.runtime.measure.self_text import read_texts, sample_texts
 

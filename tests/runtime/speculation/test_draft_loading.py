@@ -12,7 +12,7 @@ import pytest
 import edgerun
 from edgerun import BundleError, DeviceError, InputError
 from edgerun.models.bundle import Bundle, open_bundle
-from edgerun.models.device_kind import DeviceKind
+from edgerun.models.graph_variant import DeviceKind
 from edgerun.models.pairing import DraftPair, pair
 from edgerun.runtime.devices.providers import Device, choose_device
 from edgerun.runtime.graph.session import GraphSession, SessionConfig

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 import edgerun
-from edgerun.models.named_models import bundled_folder
+from edgerun.models.find import bundled_folder
 from edgerun.runtime.text import message_marks, tokenizer_library
 from edgerun.runtime.text.message_marks import MessageMarks
 from edgerun.runtime.text.tokenizer_library import LONG_TEXT, decode_ids, encode_text

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from edgerun.edge.app.models.recommended import recommend, recommended_models
-from edgerun.models.device_kind import DeviceKind
-from edgerun.models.hub.model_id import parse_hub_id
+from edgerun.models.graph_variant import DeviceKind
+from edgerun.models.hub.downloaded_model import parse_hub_id
 
 GB = 1_000_000_000
 

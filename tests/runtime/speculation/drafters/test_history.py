@@ -17,7 +17,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from edgerun.models.lock import locked
+from edgerun.models.file_system import locked
 from edgerun.runtime.speculation.drafters import history_store
 from edgerun.runtime.speculation.drafters.evidence import EARLIER_CONVERSATIONS, Agreement, bucket
 from edgerun.runtime.speculation.drafters.history import HistoryDrafter
