@@ -25,23 +25,20 @@ from pathlib import Path
 import edgerun
 from edgerun.errors import InputError
 from edgerun.export import Method, WeightFormat
-from edgerun.export.allocation.allocate import Allocation, AllocationProblem, allocate, cost_limits
-from edgerun.export.allocation.budget import Budget, Measure
-from edgerun.export.allocation.choices import linear_choices
+from edgerun.export.allocation.allocate import SENSITIVITY_FILE, Allocation, AllocationProblem, allocate, cost_limits
+from edgerun.export.allocation.choices import linear_choices, measure_sensitivities
 from edgerun.export.allocation.evolutionary_search import SearchSettings
-from edgerun.export.allocation.format_candidates import completed_plan, format_candidates
-from edgerun.export.allocation.plan_costs import ByteCosts, plan_cost, weight_count
-from edgerun.export.allocation.quantized_weights import QuantizedLinearStore
+from edgerun.export.allocation.format_candidates import completed_plan, format_candidates, planned_linears
+from edgerun.export.allocation.plan_costs import BYTES_READ, Budget, Measure, plan_cost, weight_count
 from edgerun.export.bundle_content import SourceModel
-from edgerun.export.calibration.calibrated_source import CalibratedSource
-from edgerun.export.calibration.calibration_text import calibration_text
-from edgerun.export.calibration.collect_statistics import collect_statistics
 from edgerun.export.calibration.divergence import PlanEvaluator
+from edgerun.export.calibration.prepare import calibrate
 from edgerun.export.calibration.sequential import quantize_sequentially
 from edgerun.export.checkpoint.config import DecoderConfig
 from edgerun.export.checkpoint.open import open_source
 from edgerun.export.checkpoint.source import ModelSource
-from edgerun.export.recipe import CALIBRATED_METHODS, DEFAULT_METHODS, CalibrationRequest, ExportRecipe
+from edgerun.export.quantization.methods import CALIBRATED_METHODS, DEFAULT_METHODS
+from edgerun.export.recipe import ExportRecipe
 from edgerun.export.report.compared_plans import rule_plans, uniform_plan
 from edgerun.export.report.figures import PlanFigures, PlanKind, log_line
 from edgerun.models.progress import silent
@@ -75,17 +72,15 @@ class Comparison:
 
     def __init__(self, options: argparse.Namespace, config: DecoderConfig, checkpoint: ModelSource) -> None:
         self.options, self.config, work = options, config, options.work
-        context = ExportRecipe().context_for(config)
-        request = CalibrationRequest(options.text, options.tokens)
+        text_file = options.text or Path("self")
+        recipe = ExportRecipe("mixed", budget="4bpw", calibration=text_file, calibration_tokens=options.tokens)
         work.mkdir(parents=True, exist_ok=True)
-        self.model = SourceModel(checkpoint, config, context)
-        text = calibration_text(self.model, request, work, silent)
-        statistics = collect_statistics(self.model, text, work / "statistics", True, silent)
+        self.model = SourceModel(checkpoint, config, recipe.context_for(config))
+        self.observed, text, store = calibrate(self.model, recipe, work, silent)
         self.methods = {**CALIBRATED_METHODS, 2: options.method, 4: options.method}
         self.formats = format_candidates([self.methods], options.zero_points)
         self.text = text
-        self.observed = SourceModel(CalibratedSource(checkpoint, config, statistics), config, context)
-        store = QuantizedLinearStore(self.observed.source, config, work / "linears")
+        self.correction_target = store.correction_target
         self.search_evaluator = PlanEvaluator(self.model, text.calibration, store.weights, work / "search")
         self.final_evaluator = PlanEvaluator(self.model, text.held_out, store.weights, work / "held-out")
         tokens = f"{sum(map(len, text.calibration))} tokens for the search, {sum(map(len, text.held_out))} held out"
@@ -118,7 +113,7 @@ class Comparison:
         """Figures of one budget; ratios are of the mixed plan's KL to another plan's, None if there is none."""
         found = self.mixed(budget)
         kl, size = self.exported_kl(found.plan), self.size(found.plan)
-        rules = rule_plans(self.config, self.formats, ByteCosts(), budget.limit(self.config))
+        rules = rule_plans(self.config, self.formats, BYTES_READ, budget.limit(self.config))
         best = min(rules, key=self.kl, default=None)
         lines = log_line(size, uniform), log_line(size, rounded), None if best is None else self.exported_kl(best)
         of_uniform, of_nearest, of_rule = (None if other is None else kl / other for other in lines)
@@ -140,14 +135,13 @@ class Comparison:
             seconds=self.options.seconds, patience=self.options.patience, offspring=16, survivors=(4,)
         )
         stages = [partial(self.searched_kl, tokens) for tokens in (self.options.searched // 4, self.options.searched)]
-        problem = AllocationProblem(
-            self.config,
-            lambda linear, form: self.search_evaluator.divergence_alone(linear, form, self.options.solo),
-            stages,
-            budget,
-            cost_limits(budget, self.config),
+        sensitivities = measure_sensitivities(
+            list(planned_linears(self.config)),
             self.formats,
+            lambda linear, form: self.search_evaluator.divergence_alone(linear, form, self.options.solo),
+            self.options.work / SENSITIVITY_FILE,
         )
+        problem = AllocationProblem(self.config, sensitivities, stages, budget, cost_limits(budget, self.config))
         return allocate(problem, self.options.work, settings)
 
     def searched_kl(self, tokens: int, plan: Plan) -> float:
@@ -157,7 +151,7 @@ class Comparison:
     def wasteful_choices(self, found: Allocation) -> int:
         """Number of linears whose next cheaper format would give no more KL, on the text of the search."""
         count = 0
-        for choice in linear_choices(self.config, found.sensitivities, [ByteCosts()]):
+        for choice in linear_choices(self.config, found.sensitivities, [BYTES_READ]):
             formats = [option.weight_format for option in choice.options]
             at = formats.index(found.plan[choice.linear])
             if at > 0:
@@ -177,14 +171,14 @@ class Comparison:
 
     def size(self, plan: Plan) -> int:
         """Number of bytes that a pass reads with a plan."""
-        return int(plan_cost(plan, ByteCosts(), self.config))
+        return int(plan_cost(plan, BYTES_READ, self.config))
 
     def exported_kl(self, plan: Plan) -> float:
         """Mean KL of a plan as an export rounds it, on held-out text."""
         whole = completed_plan(self.config, plan)
         key = hashlib.sha256(repr(sorted(whole.items())).encode()).hexdigest()[:16]
         folder = self.options.work / f"rounded-{key}"
-        store = quantize_sequentially(self.observed, self.text, whole, folder, silent)
+        store = quantize_sequentially(self.observed, self.text, whole, folder, silent, self.correction_target)
         final_evaluator = PlanEvaluator(self.model, self.text.held_out, store.weights, folder / "held-out")
         return final_evaluator.divergence(whole, self.options.searched).mean_kl
 

@@ -24,7 +24,7 @@ def bundle(work: Path, shape: Shape, block: int, tokenizer: Path | None = None) 
 
     def make(folder: Path) -> None:
         export_checkpoint(
-            ExportRequest(checkpoint(work, shape, tokenizer), folder, ExportRecipe(body=WeightFormat(4, block)))
+            ExportRequest(checkpoint(work, shape, tokenizer), folder, ExportRecipe(WeightFormat(4, block)))
         )
 
     return made_once(work / _name(shape, tokenizer) / f"edge-run-int4-{block}", make)

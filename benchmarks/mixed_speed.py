@@ -26,18 +26,17 @@ from typing import Any, Final
 import edgerun
 from artifacts import checkpoint
 from edgerun.export import Method, WeightFormat
-from edgerun.export.allocation.allocate import AllocationProblem, allocate, cost_limits
-from edgerun.export.allocation.budget import Budget, Measure, parse_budget
+from edgerun.export.allocation.allocate import AllocationProblem, allocate, cost_limits, measured_over_predicted
 from edgerun.export.allocation.evolutionary_search import SearchSettings
 from edgerun.export.allocation.format_candidates import BASE_FORMATS, completed_plan, planned_linears
 from edgerun.export.allocation.linear_times import LinearTimes, load_or_measure
-from edgerun.export.allocation.plan_costs import bytes_read, weight_count
-from edgerun.export.allocation.plan_selection import measured_over_predicted
+from edgerun.export.allocation.plan_costs import Budget, Measure, bytes_read, parse_budget, weight_count
 from edgerun.export.bundle_content import BundleContent
 from edgerun.export.bundle_writer import write_bundle
 from edgerun.export.checkpoint.config import DecoderConfig
 from edgerun.export.checkpoint.open import open_source
-from edgerun.export.recipe import ExportRecipe, with_methods
+from edgerun.export.quantization.methods import with_methods
+from edgerun.export.recipe import ExportRecipe
 from edgerun.export.report.compared_plans import uniform_plan
 from edgerun.runtime.measure.bundle_timing import BundleTimer
 from processes import Worker
@@ -130,7 +129,8 @@ def write(source: Path, folder: Path, plan: Plan) -> Path:
         recipe = ExportRecipe(method=Method.RTN)
         formats = with_methods(plan, recipe.methods)
         context = recipe.context_for(config)
-        write_bundle(folder, BundleContent(weights, weights, config, formats, context, recipe.layout, ""))
+        content = BundleContent(source=weights, original=weights, config=config, plan=formats, context=context)
+        write_bundle(folder, content)
     return folder
 
 

@@ -42,16 +42,14 @@ import edgerun
 from artifacts import made_once
 from edgerun.export import (
     FP32,
-    CalibrationRequest,
     ExportRecipe,
     ExportRequest,
     Method,
-    MixedPrecisionRequest,
     WeightFormat,
     export_checkpoint,
 )
-from edgerun.export.allocation.budget import Budget, Measure
 from edgerun.export.allocation.format_candidates import planned_linears
+from edgerun.export.allocation.plan_costs import Budget, Measure
 from edgerun.export.checkpoint.config import read_config
 from peer_models import LlamaTools
 from processes import Worker
@@ -152,37 +150,40 @@ class QualityComparison:
         for block, zero_points in ((64, True), (128, False)):
             body = WeightFormat(4, block, zero_points=zero_points, half_scales=True)
             found[f"edge-run {body}, int8 head, GPTQ"] = replace(
-                self._calibrated("uniform"), body=body, head=replace(body, bits=8), method=Method.GPTQ
+                self._calibrated("uniform"), weights=body, head=replace(body, bits=8), method=Method.GPTQ
             )
         return found
 
     def _mixed(self, limit: int) -> MeasuredModel:
         """The mixed plan that a search finds within a number of bytes in the file."""
         others = bundle_bytes(self._exact) - 4 * self._weights
-        request = MixedPrecisionRequest(
+        recipe = replace(
+            self._calibrated("search"),
+            weights="mixed",
             budget=Budget((limit - others - _SPARE) // 100 / 1e4, Measure.MEGABYTES, in_file=True),
-            max_seconds=60 * self._options.search_minutes,
+            time_limit=self._options.search_minutes,
             zero_points=True,
             half_scales=True,
         )
-        recipe = replace(self._calibrated("search"), mixed_precision=request)
         return self._measured(
             f"edge-run mixed, {limit / 1e6:.2f} MB", "edge-run", self._export(f"mixed-{limit}", recipe)
         )
 
     def _planned(self, plan: Path) -> MeasuredModel:
-        recipe = replace(self._calibrated("plans"), mixed_precision=MixedPrecisionRequest(plan=plan))
+        recipe = replace(self._calibrated("plans"), plan=plan)
         return self._measured(f"edge-run plan {plan.stem}", "edge-run", self._export(f"plan-{plan.stem}", recipe))
 
     def _calibrated(self, kind: str) -> ExportRecipe:
         """A recipe with the calibration text; exports of a kind share the statistics of that text."""
-        return ExportRecipe(context=_LONGEST, calibration=self._calibration(), work_folder=self._work / kind)
+        return ExportRecipe(
+            context=_LONGEST,
+            calibration=self._conversations,
+            calibration_tokens=self._options.calibration_tokens,
+            work=self._work / kind,
+        )
 
     def _ours(self, name: str, recipe: ExportRecipe) -> MeasuredModel:
         return self._measured(name, "edge-run", self._export(re.sub(r"[^a-z0-9]+", "-", name.lower()), recipe))
-
-    def _calibration(self) -> CalibrationRequest:
-        return CalibrationRequest(self._conversations, self._options.calibration_tokens)
 
     def _export(self, name: str, recipe: ExportRecipe) -> Path:
         def make(folder: Path) -> None:

@@ -17,7 +17,6 @@ import argparse
 import json
 import random
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -28,10 +27,8 @@ import edgerun
 from edgerun.export import (
     DEFAULT_CALIBRATION_TOKENS,
     FP32,
-    CalibrationRequest,
     ExportRecipe,
     ExportRequest,
-    Method,
     WeightFormat,
     export_checkpoint,
 )
@@ -42,27 +39,16 @@ Tokens = list[npt.NDArray[np.int64]]
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A quantization method with or without calibration and AWQ scaling."""
-
-    method: Method
-    calibrated: bool = True
-    awq: bool = False
-
-    def recipe(self, weight_format: WeightFormat, text: CalibrationRequest) -> ExportRecipe:
-        """The recipe with one format for all linears."""
-        calibration = text if self.calibrated else None
-        return ExportRecipe(weight_format, method=self.method, awq=self.awq, calibration=calibration)
+CHOICES: Final = ("rtn", "k-quant", "k-quant+text", "gptq", "awq", "awq+k-quant", "awq+gptq")
+"""Quantization methods with and without calibration."""
 
 
-CHOICES: Final = {
-    **{each.value: Choice(each, calibrated=False) for each in (Method.RTN, Method.K_QUANT)},
-    f"{Method.K_QUANT.value}+text": Choice(Method.K_QUANT),
-    "gptq": Choice(Method.GPTQ),
-    "awq": Choice(Method.RTN, awq=True),
-    **{f"awq+{each.value}": Choice(each, awq=True) for each in (Method.K_QUANT, Method.GPTQ)},
-}
+def recipe_of(choice: str, weight_format: WeightFormat, text: Path | None, tokens: int) -> ExportRecipe:
+    """The recipe of a choice with one format for all linears."""
+    if choice in ("rtn", "k-quant"):
+        return ExportRecipe(weight_format, method=choice)
+    method = choice.removesuffix("+text")
+    return ExportRecipe(weight_format, method=method, calibration=text or Path("self"), calibration_tokens=tokens)
 
 
 def main() -> None:
@@ -72,7 +58,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path)
     parser.add_argument("--prompt", default="Once upon a time")
     parser.add_argument("--formats", nargs="+", default=["4/32", "4/128", "2/32", "8/32"], help="bits/block[+z][+p]")
-    parser.add_argument("--methods", nargs="+", choices=CHOICES, default=[*CHOICES])
+    parser.add_argument("--methods", nargs="+", choices=CHOICES, default=CHOICES)
     parser.add_argument("--calibration-tokens", type=int, default=DEFAULT_CALIBRATION_TOKENS)
     parser.add_argument(
         "--same-kind", action="store_true", help="calibrate with the lines of --text that are not measured"
@@ -88,13 +74,12 @@ def main() -> None:
         else:
             texts = read_texts(exact, options.text, options.texts, options.longest)
         rest = unread_lines(options.text, options.texts, Path(folder)) if options.same_kind else None
-        calibration = CalibrationRequest(rest, options.calibration_tokens)
         print(f"{options.checkpoint.name}, {sum(map(len, texts))} tokens in {len(texts)} texts")
         print(f"{'weights':8} {'method':12} {'mean KL':>9} {'top-1':>7} {'bits':>6} {'seconds':>8}")
         for name in options.formats:
             weight_format = read_format(name)
             for method in options.methods:
-                recipe = CHOICES[method].recipe(weight_format, calibration)
+                recipe = recipe_of(method, weight_format, rest, options.calibration_tokens)
                 destination = Path(folder) / "few"
                 report = export_checkpoint(ExportRequest(options.checkpoint, destination, recipe))
                 kl, agreement = compare(exact, report.bundle, texts)

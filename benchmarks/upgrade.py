@@ -162,10 +162,10 @@ def cases(options: argparse.Namespace) -> list[Case]:
     found = []
     if options.genai_python:
         model = genai_model(options.work, shape, 32, options.genai_python)
-        found.append(Case("GenAI int4", model, upgraded(model, ExportRecipe(body=None)), 1.0))
+        found.append(Case("GenAI int4", model, upgraded(model, ExportRecipe()), 1.0))
     if options.optimum_python:
         model = optimum_model(options.work, shape, options.optimum_python)
-        found.append(Case("Optimum fp32", model, upgraded(model, ExportRecipe(body=INT4)), 3.0))
+        found.append(Case("Optimum fp32", model, upgraded(model, ExportRecipe(INT4)), 3.0))
     return found
 
 

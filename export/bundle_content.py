@@ -9,7 +9,7 @@ from .checkpoint.config import DecoderConfig
 from .checkpoint.layer_weights import QuantPlan
 from .checkpoint.source import ModelSource
 from .graph.inputs_outputs import DraftFeatures
-from .npu.npu_request import NpuRequest
+from .npu.static_shapes import StaticShape
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class SourceModel:
     """Number of positions that the graph will serve."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BundleContent:
     """Weights, their formats, and what the manifest says about them."""
 
@@ -35,12 +35,12 @@ class BundleContent:
     plan: QuantPlan
     context: int
     """Number of positions that the graph serves."""
-    layout: GraphLayout
-    command: str
+    layout: GraphLayout = GraphLayout.EDGE
+    command: str = ""
     """The command line, recorded in the manifest."""
     hidden_states: bool = False
     """Whether the graph gives the states before its LM head, for embeddings."""
-    npu: NpuRequest | None = None
-    """The static graphs for NPUs to write beside it; None for none."""
+    static_shapes: tuple[StaticShape, ...] = ()
+    """Sizes of the static graphs for NPUs to write beside it."""
     features: DraftFeatures | None = None
     """The hidden states that the graph gives for a draft head; None for none."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
+
+from onnx import ModelProto
 
 from ..models.bundle import (
     GRAPH_NAME,
@@ -15,20 +17,20 @@ from ..models.bundle import (
     WEIGHTS_NAME,
     digest_file,
 )
-from ..models.manifest import MANIFEST_NAME, Architecture, FileDigest, GraphLayout, Manifest
+from ..models.graph_variant import VariantFile
+from ..models.manifest import MANIFEST_NAME, Architecture, GraphLayout, Manifest
 from ..models.progress import Progress, counted, silent
 from ..models.variants import GENAI_CONFIG
-from .allocation.plan_costs import ByteCosts, plan_cost, weight_count
+from .allocation.plan_costs import BYTES_READ, plan_cost, weight_count
 from .bundle_content import BundleContent
 from .calibration.divergence import Divergence
-from .check.parity import Parity, check_parity
-from .check.sample_text import quality_on_sample_text
+from .check.parity import Parity, check_parity, quality_on_sample_text
 from .checkpoint.config import DecoderConfig
 from .checkpoint.layout import fused_linears
 from .genai.genai_layout import write_genai_layout
 from .graph.decoder import build_graph
 from .graph.initializers import Initializers, WeightFile
-from .npu.static_graphs import NPU_WEIGHTS_NAME, write_static_graphs
+from .npu.static_decoder import NPU_WEIGHTS_NAME, write_static_graphs
 
 PRODUCER: Final = "edge-run"
 
@@ -37,11 +39,8 @@ PRODUCER: Final = "edge-run"
 class WrittenBundle:
     """Figures of a bundle that has just been written."""
 
+    manifest: Manifest
     parity: Parity
-    bits_per_weight: float
-    """As in `Manifest`."""
-    bits_per_weight_read: float
-    """As in `Manifest`."""
     quality: Divergence | None = None
     """Quality on the sample text, if that was measured."""
     notes: tuple[str, ...] = ()
@@ -64,58 +63,63 @@ def write_bundle(
         ExportError: the graph does not compute what the checkpoint does, or this machine runs it slowly.
         OSError: the disk refused a write.
     """
-    config, checkpoint = content.config, content.source
-    total = sum(
-        linear.weight_count for linear in fused_linears(config) if not (config.tied_head and linear.name == "head")
-    )
-    files: dict[str, FileDigest] = {}
-    with WeightFile(folder / WEIGHTS_NAME) as data:
-        weights = Initializers(checkpoint, data, counted(total, progress, "writing weights"))
-        graph = build_graph(config, content.context, content.plan, weights, content.hidden_states, content.features)
-        files[WEIGHTS_NAME] = data.digest()
-    (folder / GRAPH_NAME).write_bytes(graph.SerializeToString())
+    graph, manifest = write_graph(folder, content, progress)
+    source = content.source.folder
     for name in TOKENIZER_AND_CONFIG_FILES:
-        if (checkpoint.folder / name).is_file():
-            shutil.copyfile(checkpoint.folder / name, folder / name)
-    if content.hidden_states and (checkpoint.folder / SENTENCE_POOLING).is_file():
-        shutil.copyfile(checkpoint.folder / SENTENCE_POOLING, folder / POOLING_NAME)
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    if content.hidden_states and (source / SENTENCE_POOLING).is_file():
+        shutil.copyfile(source / SENTENCE_POOLING, folder / POOLING_NAME)
     parity = check_parity(folder, content, lambda fraction: progress("checking", fraction))
     quality = None
     if sample_text and any(weight_format.bits != 32 for weight_format in content.plan.values()):
         quality = quality_on_sample_text(folder, content)
-    static = None
-    if content.npu is not None:
-        static = write_static_graphs(folder, content, graph, content.npu, progress)
-        files[NPU_WEIGHTS_NAME] = static.data
+    files = dict(manifest.files)
+    variants: tuple[VariantFile, ...] = ()
+    notes: list[str] = []
+    if content.static_shapes:
+        variants, files[NPU_WEIGHTS_NAME], note = write_static_graphs(folder, content, graph, progress)
+        notes.append(note)
     if content.layout is GraphLayout.GENAI:
-        write_genai_layout(folder, config, content.context)
+        write_genai_layout(folder, content.config, content.context)
     progress("checking", 1.0)
-    variants = () if static is None else static.variants
-    names = (
-        GRAPH_NAME,
-        GENAI_CONFIG,
-        POOLING_NAME,
-        *TOKENIZER_AND_CONFIG_FILES,
-        *(variant.file for variant in variants),
-    )
+    names = (GRAPH_NAME, GENAI_CONFIG, POOLING_NAME, *TOKENIZER_AND_CONFIG_FILES, *(each.file for each in variants))
     files |= {name: digest_file(folder / name) for name in names if (folder / name).is_file()}
-    bits = sum(weights.linear_bits.values()) / total
-    bits_read = 8 * plan_cost(content.plan, ByteCosts(), config) / weight_count(config)
-    manifest = Manifest(
-        architecture=architecture_of(config, content.context),
-        weights=content.plan,
-        bits_per_weight=bits,
+    manifest = replace(
+        manifest,
         files=files,
         parity=parity.as_mapping(),
         quality={} if quality is None else quality.as_mapping(),
-        bits_per_weight_read=bits_read,
-        producer=PRODUCER,
-        command=content.command,
-        layout=content.layout,
         variants=variants,
     )
     (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-    return WrittenBundle(parity, bits, bits_read, quality, () if static is None else (static.note(),))
+    return WrittenBundle(manifest, parity, quality, tuple(notes))
+
+
+def write_graph(folder: Path, content: BundleContent, progress: Progress = silent) -> tuple[ModelProto, Manifest]:
+    """Write graph and weights into a folder; returns the graph, and what a manifest says about both.
+
+    Raises:
+        CheckpointError: a tensor cannot be read.
+        OSError: the disk refused a write.
+    """
+    config, plan, linears = content.config, content.plan, fused_linears(content.config)
+    total = sum(each.weight_count for each in linears if not (config.tied_head and each.name == "head"))
+    with WeightFile(folder / WEIGHTS_NAME) as data:
+        weights = Initializers(content.source, data, counted(total, progress, "writing weights"))
+        graph = build_graph(config, content.context, plan, weights, content.hidden_states, content.features)
+        digest = data.digest()
+    (folder / GRAPH_NAME).write_bytes(graph.SerializeToString())
+    return graph, Manifest(
+        architecture=architecture_of(config, content.context),
+        weights=plan,
+        bits_per_weight=sum(weights.linear_bits.values()) / total,
+        files={WEIGHTS_NAME: digest},
+        bits_per_weight_read=8 * plan_cost(plan, BYTES_READ, config) / weight_count(config),
+        producer=PRODUCER,
+        command=content.command,
+        layout=content.layout,
+    )
 
 
 def architecture_of(config: DecoderConfig, context: int) -> Architecture:

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from ..models.atomic import write_atomically
-from ..models.bundle import GRAPH_NAME, PLAN_NAME, WEIGHTS_NAME
-from ..models.manifest import MANIFEST_NAME, Calibration, Manifest
+from ..models.bundle import CACHE_SCALES_NAME, GRAPH_NAME, PLAN_NAME, WEIGHTS_NAME, digest_file, open_bundle
+from ..models.manifest import MANIFEST_NAME, Calibration, GraphLayout, Manifest
 from ..models.progress import Progress
+from ..runtime.devices.providers import choose_device
+from ..runtime.graph.int8_cache import rotated_pairs
+from ..runtime.graph.session import GraphSession, SessionConfig
 from ..runtime.measure.bundle_timing import BundleTimer
+from ..runtime.measure.cache_calibration import calibrated_scales
+from ..runtime.measure.cache_quality import measure_cache_quality
 from ..runtime.measure.measurement_store import describe_machine
-from .allocation.format_candidates import planned_linears
+from ..runtime.text.turn_markers import TokenArray
+from .allocation.allocate import SENSITIVITY_WORK, measured_tokens
+from .allocation.choices import STAGE as SENSITIVITY_STAGE
+from .allocation.choices import Sensitivity
+from .allocation.format_candidates import planned_linears, write_plan
 from .allocation.plan_costs import weight_count
-from .allocation.plan_file import write_plan
-from .allocation.sensitivity import STAGE as SENSITIVITY_STAGE
-from .allocation.sensitivity import Sensitivity
 from .bundle_content import BundleContent
 from .bundle_writer import WrittenBundle
+from .calibration.calibration_text import CalibrationText
 from .calibration.divergence import Divergence
-from .calibration.kv_calibration import store_cache_scales
 from .calibration.prepare import CalibratedModel
+from .checkpoint.config import DecoderConfig
 from .checkpoint.layer_weights import QuantPlan
-from .drafts.make_draft import make_draft
-from .recipe import FP32, ExportRecipe, ExportRequest
+from .drafts.make_draft import DraftRequest, make_draft
+from .quantization.methods import FP32
+from .recipe import ExportRecipe, ExportRequest
 from .report import (
     ModelReport,
     PlanComparison,
@@ -46,31 +55,35 @@ _TYPICAL_BANDWIDTHS: Final = (25.0, 50.0, 100.0)
 """Memory bandwidths in GB/s: of an older laptop, of a current one, and of one with a wide bus."""
 _PLAN_WORK: Final = 2.5e11
 """Weights times tokens of one measurement of a plan: seconds on two cores."""
-_SENSITIVITY_WORK: Final = 3e10
-"""Weights times tokens of one measurement of a sensitivity."""
 _MAX_WEIGHTS: Final = 1_000_000_000
 """Largest model whose sensitivities are measured for the report alone: beyond, that takes longer than the export."""
-_MIN_TOKENS: Final = 256
 _CHOSEN: Final = "this model"
 _ROUNDS: Final = 12
 """Number of turns in which the bundle's passes are timed."""
+_CALIBRATION_TOKENS: Final = 2048
+_COMPARED_TOKENS: Final = 1024
+"""Held-out tokens on which the caches are compared: each runs through the model twice."""
 
 
 def complete_bundle(
     folder: Path,
     request: ExportRequest,
+    content: BundleContent,
     model: CalibratedModel,
+    draft: DraftRequest | None,
     written: WrittenBundle,
     progress: Progress,
     started: float,
 ) -> ModelReport:
-    """Measure a bundle that has just been written, and add its draft, plan file and report.
+    """Measure a bundle that has just been written, and add its draft model, plan file and report.
 
     Args:
         folder: The bundle's folder.
         request: The export.
+        content: What was written.
         model: The calibrated model that the bundle was written from.
-        written: Figures of writing it.
+        draft: The draft model to make; None for none.
+        written: Figures of writing the bundle.
         progress: Receives the stages.
         started: Seconds of `time.perf_counter` at the beginning of the export.
 
@@ -78,57 +91,53 @@ def complete_bundle(
         EdgeError: The draft cannot be made, or ONNX Runtime failed.
         OSError: The disk refused a write.
     """
-    content, text, recipe = model.content, model.text, request.recipe
+    config, plan, text, recipe, times = content.config, model.plan, model.text, request.recipe, model.times
+    quality, shipped = _quality(folder, model, progress)
+    calibration_tokens, held_out_tokens = (sum(map(len, part)) for part in (text.calibration, text.held_out))
+    calibration = Calibration(text.origin, calibration_tokens, held_out_tokens, awq=recipe.awq)
+    _record(folder, calibration, shipped)
+    cache_note = store_cache_scales(folder, text)
+    (measured,) = BundleTimer().time_passes([folder], _WIDTHS, _ROUNDS)
+    progress(_STAGE, 1.0)
+    made = None if draft is None else make_draft(folder, content, text, draft, recipe, progress)
+    sensitivities = _sensitivities(config, model, progress)
+    predicted = {} if times is None else {width: times.milliseconds(plan, width) for width in _WIDTHS}
+    report = ModelReport(
+        model=request.source.resolve().name,
+        command=content.command,
+        linears=linear_figures(config, plan, sensitivities, times),
+        plans=_plans(config, model, quality, recipe, progress),
+        file_bytes=sum((folder / file).stat().st_size for file in (GRAPH_NAME, WEIGHTS_NAME)),
+        parity=written.parity.as_mapping(),
+        bits_per_weight_in_file=written.manifest.bits_per_weight,
+        calibration=calibration,
+        quality=quality,
+        shipped=shipped,
+        speed=Speed(predicted, {width: 1e3 * seconds for width, seconds in measured.items()}),
+        bandwidths=_TYPICAL_BANDWIDTHS if recipe.bandwidth is None else (recipe.bandwidth,),
+        drafts=[] if made is None or made.figures is None else [made.figures],
+        budget="" if recipe.cost_limit is None else str(recipe.cost_limit),
+        search=[] if model.allocation is None else search_steps(model.allocation.history),
+        seconds=time.perf_counter() - started,
+        machine=describe_machine(),
+        notes=[*filter(None, (*_notes(plan), *model.notes, cache_note, "" if made is None else made.note))],
+    )
+    if recipe.mixed:
+        write_atomically(folder / PLAN_NAME, _plan_text(content, sensitivities, quality).encode())
+    write_report(folder, report)
+    return report
+
+
+def _quality(folder: Path, model: CalibratedModel, progress: Progress) -> tuple[Divergence, Divergence]:
+    """Quality on held-out text with quantized weights alone, and of the graph as it runs."""
     progress(_STAGE, 0.0)
-    quality = model.evaluator.divergence(content.plan)
+    quality = model.evaluator.divergence(model.plan)
     # The matrices of a large model must not stay in memory while the bundle is measured.
     model.evaluator.release()
     shipped = model.evaluator.divergence_of_bundle(folder)
     model.evaluator.release()
     progress(_STAGE, 0.5)
-    calibration_tokens, held_out_tokens = (sum(map(len, part)) for part in (text.calibration, text.held_out))
-    calibration = Calibration(text.origin, calibration_tokens, held_out_tokens, awq=recipe.awq)
-    _record(folder, calibration, shipped)
-    cache_quality = store_cache_scales(folder, text)
-    (measured,) = BundleTimer().time_passes([folder], _WIDTHS, _ROUNDS)
-    progress(_STAGE, 1.0)
-    drafts, notes = [], [*_notes(content.plan), *model.notes]
-    if cache_quality is not None:
-        notes.append(
-            f"With --kv int8 the mean KL from a float cache is {cache_quality.mean_kl:#.3g}, and the most likely token "
-            f"the same at {cache_quality.top1_agreement:.1%} of {cache_quality.positions} held-out tokens."
-        )
-    if recipe.draft is not None:
-        made = make_draft(folder, content, text, recipe, progress)
-        drafts = [] if made.figures is None else [made.figures]
-        notes += [made.note] if made.note else []
-    times, sensitivities = model.times, _sensitivities(model, progress)
-    predicted = {} if times is None else {width: times.milliseconds(content.plan, width) for width in _WIDTHS}
-    mixed = recipe.mixed_precision
-    report = ModelReport(
-        model=request.source.resolve().name,
-        command=content.command,
-        linears=linear_figures(content.config, content.plan, sensitivities, times),
-        plans=_plans(model, quality, recipe, progress),
-        file_bytes=sum((folder / file).stat().st_size for file in (GRAPH_NAME, WEIGHTS_NAME)),
-        parity=written.parity.as_mapping(),
-        bits_per_weight_in_file=written.bits_per_weight,
-        calibration=calibration,
-        quality=quality,
-        shipped=shipped,
-        speed=Speed(predicted, {width: 1e3 * seconds for width, seconds in measured.items()}),
-        bandwidths=_TYPICAL_BANDWIDTHS if mixed is None or mixed.bandwidth is None else (mixed.bandwidth / 1e9,),
-        drafts=drafts,
-        budget="" if mixed is None or mixed.budget is None else str(mixed.budget),
-        search=[] if model.allocation is None else search_steps(model.allocation.history),
-        seconds=time.perf_counter() - started,
-        machine=describe_machine(),
-        notes=notes,
-    )
-    if mixed is not None:
-        write_atomically(folder / PLAN_NAME, _plan_text(content, sensitivities, quality).encode())
-    write_report(folder, report)
-    return report
+    return quality, shipped
 
 
 def _record(folder: Path, calibration: Calibration, quality: Divergence) -> None:
@@ -148,16 +157,17 @@ def _notes(plan: QuantPlan) -> list[str]:
     return [f"{len(ranks)} {'linears have' if len(ranks) > 1 else 'linear has'} a low-rank correction of {sizes}."]
 
 
-def _sensitivities(model: CalibratedModel, progress: Progress) -> Mapping[str, Sequence[Sensitivity]]:
+def _sensitivities(
+    config: DecoderConfig, model: CalibratedModel, progress: Progress
+) -> Mapping[str, Sequence[Sensitivity]]:
     """Sensitivities of linears: those of the search, or those of the plan where there was no search."""
     if model.allocation is not None:
         return model.allocation.sensitivities
-    config, plan = model.content.config, model.content.plan
-    weights = weight_count(config)
-    if weights > _MAX_WEIGHTS:
+    plan = model.plan
+    if weight_count(config) > _MAX_WEIGHTS:
         return {}
     linears = [linear.name for linear in planned_linears(config) if plan[linear.name] != FP32]
-    tokens = max(_MIN_TOKENS, int(_SENSITIVITY_WORK / weights))
+    tokens = measured_tokens(config, SENSITIVITY_WORK)
     found = {}
     for number, linear in enumerate(linears, 1):
         kl = model.independent_evaluator.divergence_alone(linear, plan[linear], tokens)
@@ -166,27 +176,28 @@ def _sensitivities(model: CalibratedModel, progress: Progress) -> Mapping[str, S
     return found
 
 
-def _plans(model: CalibratedModel, quality: Divergence, recipe: ExportRecipe, progress: Progress) -> list[PlanFigures]:
+def _plans(
+    config: DecoderConfig, model: CalibratedModel, quality: Divergence, recipe: ExportRecipe, progress: Progress
+) -> list[PlanFigures]:
     """The chosen plan and the plans it is compared with, measured on the same text."""
-    content, times, allocation = model.content, model.times, model.allocation
-    config = content.config
-    tokens = max(_MIN_TOKENS, int(_PLAN_WORK / weight_count(config)))
+    plan, times, allocation = model.plan, model.times, model.allocation
+    tokens = measured_tokens(config, _PLAN_WORK)
 
-    def divergence(plan: QuantPlan) -> float:
+    def divergence(of: QuantPlan) -> float:
         # Plans that were not written have independently quantized linears, so the chosen plan is compared like that.
         evaluator = model.evaluator if allocation is None else model.independent_evaluator
-        return evaluator.divergence(plan, tokens).mean_kl
+        return evaluator.divergence(of, tokens).mean_kl
 
-    def uncalibrated_divergence(plan: QuantPlan) -> float:
-        return model.uncalibrated_evaluator.divergence(plan, tokens).mean_kl
+    def uncalibrated_divergence(of: QuantPlan) -> float:
+        return model.uncalibrated_evaluator.divergence(of, tokens).mean_kl
 
-    kl = divergence(content.plan)
+    kl = divergence(plan)
     if allocation is None:
         model.evaluator.release()
-    chosen = plan_figures(config, content.plan, _CHOSEN, PlanKind.CHOSEN, kl, times)
+    chosen = plan_figures(config, plan, _CHOSEN, PlanKind.CHOSEN, kl, times)
     uncalibrated = PlanComparison(config, uncalibrated_divergence, times, progress)
     if allocation is None:
-        used = {content.plan[linear.name] for linear in planned_linears(config)}
+        used = {plan[linear.name] for linear in planned_linears(config)}
         if not recipe.calibrated or len(used) > 1 or FP32 in used:
             return [replace(chosen, kl=quality.mean_kl)]
         return [chosen, *uncalibrated.round_to_nearest(list(used))]
@@ -214,3 +225,50 @@ def _plan_text(content: BundleContent, sensitivities: Mapping[str, Sequence[Sens
     ]
     named = {linear.name: content.plan[linear.name] for linear in planned_linears(content.config)}
     return write_plan(named, notes, heading)
+
+
+def store_cache_scales(folder: Path, text: CalibrationText) -> str:
+    """Measure scales on calibration text, store them in a bundle, and compare the caches on held-out text.
+
+    Args:
+        folder: the bundle's folder.
+        text: its calibration text.
+
+    Returns:
+        A sentence on the quality with an int8 cache; empty for a layout that other programs run.
+
+    Raises:
+        EdgeError: ONNX Runtime failed.
+        OSError: the disk refused a write.
+    """
+    bundle = open_bundle(folder)
+    manifest = bundle.manifest
+    if manifest is None or manifest.layout is not GraphLayout.EDGE:
+        return ""
+    context = manifest.architecture.context
+    config = SessionConfig(choose_device("cpu"))
+    session = GraphSession(bundle.graph, config)
+    bound = session.bind(session.arena(context))
+    texts = list(_first(text.calibration, _CALIBRATION_TOKENS, context))
+    scales = calibrated_scales(bound, rotated_pairs(bundle.graph), texts)
+    path = folder / CACHE_SCALES_NAME
+    path.write_text(json.dumps(scales.to_json()) + "\n", encoding="utf-8")
+    files = {**manifest.files, CACHE_SCALES_NAME: digest_file(path)}
+    (folder / MANIFEST_NAME).write_text(replace(manifest, files=files).to_json(), encoding="utf-8")
+    quantized = GraphSession(bundle.graph, replace(config, kv_scales=scales))
+    compared = [part.tolist() for part in _first(text.held_out, _COMPARED_TOKENS, context)]
+    quality = measure_cache_quality(quantized.bind(quantized.arena(context)), bound, compared)
+    return (
+        f"With --kv int8 the mean KL from a float cache is {quality.mean_kl:#.3g}, and the most likely token the same "
+        f"at {quality.top1_agreement:.1%} of {quality.positions} held-out tokens."
+    )
+
+
+def _first(texts: Sequence[TokenArray], tokens: int, context: int) -> Iterable[TokenArray]:
+    """The first texts of about `tokens` tokens together, at least one; each is cut to the context."""
+    total = 0
+    for text in texts:
+        if total >= tokens:
+            return
+        yield text[:context]
+        total += len(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -13,6 +13,7 @@ from ..models.bundle import SENTENCE_POOLING
 from ..models.draft_heads import HeadKind
 from ..models.hub.downloaded_model import looks_like_hub_id
 from ..models.json_file import read_json_object
+from ..models.manifest import GraphLayout
 from ..models.progress import Progress, silent
 from ..runtime.embedding import Pooling
 from .architectures import supported_families
@@ -20,15 +21,20 @@ from .bundle_content import BundleContent, SourceModel
 from .bundle_writer import write_bundle
 from .calibration.prepare import prepare, settings_of
 from .calibration.work_folder import work_folder
+from .checkpoint.config import DecoderConfig
+from .checkpoint.layer_weights import QuantPlan
 from .checkpoint.open import open_source
 from .completion import complete_bundle
 from .destination import ExportResult, bundle_written_whole, require_apart
 from .drafts.draft_head import DraftHead, open_draft_head
-from .drafts.make_draft import require_draft
+from .drafts.head_checkpoint import read_head_kind
+from .drafts.make_draft import DraftRequest, require_draft
+from .drafts.mtp_checkpoint import has_mtp_module
 from .gguf import is_gguf
 from .graph.gpu_variants import write_gpu_variants
 from .optimum_path import export_by_optimum, needs_optimum
-from .recipe import ExportRecipe, ExportRequest, with_methods
+from .quantization.methods import with_methods
+from .recipe import DEFAULT_BLOCK, NO_DRAFT, OWN_MODULE, DeviceChoice, ExportRecipe, ExportRequest, WeightChoice
 from .upgrade import holds_graph, upgrade_model
 
 _SOURCES_HINT: Final = (
@@ -66,6 +72,40 @@ def may_be_quantized(source: Path) -> bool:
     return is_gguf(source) or holds_graph(source)
 
 
+def requested_draft(recipe: ExportRecipe, target: Path) -> DraftRequest | None:
+    """The draft that a recipe asks for, or the target's own module where it names none; None for no draft.
+
+    Raises:
+        InputError: there is no such checkpoint, or options have no effect on the draft.
+        CheckpointError: the config.json of the draft's checkpoint is damaged.
+    """
+    alone = recipe.layout is GraphLayout.EDGE and recipe.device is None
+    if recipe.draft_layers is not None:
+        return DraftRequest()
+    if recipe.draft is None:
+        if alone and has_mtp_module(target):
+            return DraftRequest(None, HeadKind.MTP, optional=recipe.draft_vocab is None)
+        for option, value in (("--draft-vocab", recipe.draft_vocab), ("--draft-weights", recipe.draft_weights)):
+            if value is not None:
+                raise InputError(f"{option} has no effect without a draft", "add --draft SRC, or --draft-layers auto")
+    if recipe.draft is None or recipe.draft == NO_DRAFT:
+        return None
+    source = Path(recipe.draft)
+    kind = HeadKind.MTP if recipe.draft == OWN_MODULE else read_head_kind(source)
+    if kind is None:
+        return DraftRequest(find_source(source))
+    if kind is not HeadKind.MTP and recipe.draft_vocab is not None:
+        raise InputError(
+            f"--draft-vocab has no effect on the draft head {source}, whose size is that of its checkpoint",
+            "leave it out",
+        )
+    if not alone:
+        raise InputError(
+            "a draft head needs edge-run's own layout, on the CPU", "leave --layout and --device out, or the head"
+        )
+    return DraftRequest(None if kind is HeadKind.MTP else source, kind)
+
+
 def export_model(request: ExportRequest, progress: Progress = silent) -> ExportResult:
     """Export a model of any kind.
 
@@ -77,23 +117,26 @@ def export_model(request: ExportRequest, progress: Progress = silent) -> ExportR
             source is not a checkpoint folder that is exported directly.
         EdgeError: whatever the function for the source raises.
     """
-    source = request.source
-    if not request.recipe.data_free and (holds_graph(source) or needs_optimum(source) or is_gguf(source)):
+    source, recipe = request.source, request.recipe
+    draft, foreign = requested_draft(recipe, source), holds_graph(source) or needs_optimum(source)
+    asked = {
+        "calibration, mixed weights, drafts and reports": (foreign or is_gguf(source)) and _needs_text(recipe, draft),
+        "--hidden-states": foreign and recipe.hidden_states,
+        "--device npu": foreign and recipe.device == DeviceChoice.NPU,
+        "a draft head": foreign and draft is not None,
+    }
+    for choice in (name for name, is_asked in asked.items() if is_asked):
         raise InputError(
-            "calibration, mixed weights, drafts and reports need a checkpoint of a family that edge-run exports itself",
+            f"{choice} need{'' if ',' in choice else 's'} a checkpoint of a family that edge-run exports itself",
             f"these are {', '.join(supported_families())}",
         )
-    recipe = request.recipe
-    asked = {"--hidden-states": recipe.hidden_states, "--device npu": recipe.npu, "a draft head": recipe.draft_head}
-    option = next((name for name, has in asked.items() if has), None)
-    if option is not None and (holds_graph(source) or needs_optimum(source)):
+    if may_be_quantized(source) and recipe.weights is recipe.head is None and recipe.block not in (None, DEFAULT_BLOCK):
         raise InputError(
-            f"{option} needs a checkpoint of a family that edge-run exports itself",
-            f"these are {', '.join(supported_families())}",
+            f"--block {recipe.block} has no effect without --weights or --head", "add --weights int8, int4 or int2"
         )
     if holds_graph(source):
         return upgrade_model(request, progress)
-    if needs_optimum(source):
+    if foreign:
         return export_by_optimum(request, progress)
     return export_checkpoint(request, progress)
 
@@ -116,114 +159,148 @@ def export_checkpoint(request: ExportRequest, progress: Progress = silent) -> Ex
     """
     started = time.perf_counter()
     source, recipe = request.source, request.recipe
+    draft = requested_draft(recipe, source)
     if is_gguf(source):
-        if recipe.method is not None:
-            raise InputError("--method is not supported for a GGUF file", "leave --method out")
-        recipe.require_default_scales("GGUF file")
-        if recipe.draft_head is not None and recipe.draft_head.kind is HeadKind.MTP:
-            raise InputError(
-                "the multi-token-prediction module of a GGUF file cannot be exported",
-                "leave --draft mtp out, or export the original checkpoint",
-            )
+        _check_gguf(recipe, draft)
+    elif recipe.weights is None and not recipe.mixed:
+        recipe = replace(recipe, weights=WeightChoice.INT4)
     require_apart(source, request.destination)
     with open_source(source) as (config, checkpoint):
         if recipe.hidden_states and (pooling := checkpoint.folder / SENTENCE_POOLING).is_file():
             Pooling.parse(read_json_object(pooling, CheckpointError, "download the checkpoint again"), str(pooling))
-        recipe.require_expressible(config)
+        require_expressible(recipe, draft, config)
         model = SourceModel(checkpoint, config, recipe.context_for(config))
-        if recipe.npu is not None:
-            recipe.npu.require_expressible(config, model.context)
-        if recipe.draft is not None:
-            require_draft(checkpoint.folder, recipe.draft)
-        head, notes = _open_head(recipe, model)
-        if recipe.data_free:
-            result = _export_data_free(request, model, head, progress, started)
+        recipe.static_shapes(model.context)  # raises if the model cannot have one
+        head: DraftHead | None = None
+        notes: list[str] = []
+        if draft is not None and draft.kind is None:
+            require_draft(checkpoint.folder, draft)
+        elif draft is not None:
+            head, notes = _open_head(draft, recipe, model)
+        export = _Export(replace(request, recipe=recipe), model, draft, head, progress, started)
+        if not _needs_text(recipe, draft):
+            result = export.write(None)
         else:
-            with work_folder(source, settings_of(recipe, model.context), recipe.work_folder) as folder:
+            with work_folder(source, settings_of(recipe, model.context), recipe.work) as folder:
                 # The calibrated model maps files of the work folder, so it lives only in the called function.
-                result = _export_calibrated(request, model, head, folder, progress, started)
+                result = export.write(folder)
         return replace(result, notes=(*result.notes, *notes))
 
 
-def _open_head(recipe: ExportRecipe, model: SourceModel) -> tuple[DraftHead | None, list[str]]:
-    """Open the draft head that a recipe requests; returns notes where an optional one cannot be used."""
-    if recipe.draft_head is None:
-        return None, []
+def _check_gguf(recipe: ExportRecipe, draft: DraftRequest | None) -> None:
+    if recipe.method is not None:
+        raise InputError("--method is not supported for a GGUF file", "leave --method out")
+    recipe.require_default_scales("GGUF file")
+    if draft is not None and draft.kind is HeadKind.MTP:
+        raise InputError(
+            "the multi-token-prediction module of a GGUF file cannot be exported",
+            "leave --draft mtp out, or export the original checkpoint",
+        )
+
+
+def _needs_text(recipe: ExportRecipe, draft: DraftRequest | None) -> bool:
+    """Whether the export reads text: to calibrate, to report, or to rank the tokens of a draft."""
+    drafts = draft is not None and (draft.kind is None or recipe.draft_tokens not in (None, "all"))
+    return recipe.calibrated or recipe.report or drafts
+
+
+def require_expressible(recipe: ExportRecipe, draft: DraftRequest | None, config: DecoderConfig) -> None:
+    """Refuse choices that a model with experts, or with layers of different kinds, cannot have.
+
+    Raises:
+        InputError: the recipe has one of them, and the model such layers.
+    """
+    if config.experts is not None and recipe.device == DeviceChoice.NPU:
+        raise InputError(
+            f"--device npu does not support {config.family} models, which have mixtures of experts",
+            "leave --device npu out",
+        )
+    of_own_layers = draft == DraftRequest()
+    if config.keeps_states:
+        has = "convolution layers" if config.convolution is not None else "linear attention layers"
+    elif not config.uniform:
+        has = "layers that differ in their heads, caches or inputs"
+    elif config.experts is not None and of_own_layers:
+        raise InputError(
+            f"--draft: a draft of its own layers is not supported for {config.family} models, which have experts",
+            "leave it out, or give the checkpoint of a draft model",
+        )
+    else:
+        return
+    asked = {
+        "calibration (--method gptq, --awq, --weights mixed)": recipe.calibrated and not config.keeps_states,
+        "--draft": draft is not None and draft.kind is None and (of_own_layers or not config.keeps_states),
+        "--report": recipe.report and not config.keeps_states,
+        "--layout genai": recipe.layout is not GraphLayout.EDGE,
+        "--device npu": recipe.device == DeviceChoice.NPU,
+        "--device gpu": recipe.device == DeviceChoice.GPU and config.keeps_states,
+    }
+    for choice in (name for name, is_asked in asked.items() if is_asked):
+        raise InputError(f"{choice}: not supported for {config.family} models, which have {has}", "leave it out")
+
+
+def _open_head(draft: DraftRequest, recipe: ExportRecipe, model: SourceModel) -> tuple[DraftHead | None, list[str]]:
+    """Open the draft head of an export; returns notes where an optional one cannot be used."""
     try:
-        return open_draft_head(recipe.draft_head, recipe, model.source.folder, model.config), []
+        return open_draft_head(draft, recipe, model.source.folder, model.config), []
     except CheckpointError as error:
-        if not recipe.draft_head.optional:
+        if not draft.optional:
             raise
         return None, [f"exported without a draft head: {error.what}"]
 
 
-def _export_calibrated(
-    request: ExportRequest,
-    model: SourceModel,
-    head: DraftHead | None,
-    folder: Path,
-    progress: Progress,
-    started: float,
-) -> ExportResult:
-    prepared = prepare(model, request, folder, progress)
-    if head is not None:
-        prepared = replace(prepared, content=replace(prepared.content, features=head.features))
-    with bundle_written_whole(request.destination) as staging:
-        written = write_bundle(staging, prepared.content, progress)
-        note = "" if head is None else head.add_to(staging, prepared.content, progress, prepared.text)
-        report = complete_bundle(staging, request, prepared, written, progress, started)
-        notes = write_gpu_variants(staging, progress) if request.recipe.gpu else []
-        sizes = _file_sizes(staging)
-    return ExportResult(
-        request.destination,
-        sizes,
-        written.bits_per_weight,
-        time.perf_counter() - started,
-        written.parity,
-        written.bits_per_weight_read,
-        notes=(*written.notes, *filter(None, [note]), *notes),
-        report=report,
-    )
+@dataclass(frozen=True)
+class _Export:
+    """An export whose choices were checked."""
 
+    request: ExportRequest
+    model: SourceModel
+    draft: DraftRequest | None
+    head: DraftHead | None
+    progress: Progress
+    started: float
 
-def _export_data_free(
-    request: ExportRequest, model: SourceModel, head: DraftHead | None, progress: Progress, started: float
-) -> ExportResult:
-    recipe, checkpoint = request.recipe, model.source
-    plan = recipe.quant_plan(model.config, checkpoint.stored_format)
-    if not is_gguf(request.source):
-        plan = with_methods(plan, recipe.methods)
-    content = BundleContent(
-        checkpoint,
-        checkpoint,
-        model.config,
-        plan,
-        model.context,
-        recipe.layout,
-        request.command,
-        recipe.hidden_states,
-        recipe.npu,
-        None if head is None else head.features,
-    )
-    with bundle_written_whole(request.destination) as staging:
-        written = write_bundle(staging, content, progress, sample_text=True)
-        note = "" if head is None else head.add_to(staging, content, progress)
-        notes = write_gpu_variants(staging, progress) if recipe.gpu else []
-        sizes = _file_sizes(staging)
-    seconds = time.perf_counter() - started
-    return ExportResult(
-        request.destination,
-        sizes,
-        written.bits_per_weight,
-        seconds,
-        written.parity,
-        written.bits_per_weight_read,
-        quality=written.quality,
-        notes=(*written.notes, *filter(None, [note]), *notes),
-    )
+    def write(self, folder: Path | None) -> ExportResult:
+        """Write the bundle; `folder` keeps intermediate results of an export that reads text."""
+        request, recipe, model, progress = self.request, self.request.recipe, self.model, self.progress
+        prepared = None if folder is None else prepare(model, recipe, folder, progress)
+        content = BundleContent(
+            source=model.source if prepared is None else prepared.source,
+            original=model.source,
+            config=model.config,
+            plan=self._plan() if prepared is None else prepared.plan,
+            context=model.context,
+            layout=recipe.layout,
+            command=request.command,
+            hidden_states=recipe.hidden_states,
+            static_shapes=recipe.static_shapes(model.context),
+            features=None if self.head is None else self.head.features,
+        )
+        with bundle_written_whole(request.destination) as staging:
+            written = write_bundle(staging, content, progress, sample_text=prepared is None)
+            notes, report = list(written.notes), None
+            if self.head is not None:
+                notes.append(self.head.add_to(staging, content, progress, None if prepared is None else prepared.text))
+            if prepared is not None:
+                draft = None if self.draft is None or self.draft.kind is not None else self.draft
+                report = complete_bundle(staging, request, content, prepared, draft, written, progress, self.started)
+            if recipe.device == DeviceChoice.GPU:
+                notes += write_gpu_variants(staging, progress)
+            files = (file for file in sorted(staging.rglob("*")) if file.is_file())
+            sizes = {file.relative_to(staging).as_posix(): file.stat().st_size for file in files}
+        return ExportResult(
+            request.destination,
+            sizes,
+            written.manifest.bits_per_weight,
+            time.perf_counter() - self.started,
+            written.parity,
+            written.manifest.bits_per_weight_read,
+            quality=written.quality,
+            notes=tuple(filter(None, notes)),
+            report=report,
+        )
 
-
-def _file_sizes(folder: Path) -> dict[str, int]:
-    """Bytes by file name relative to the folder, files in subfolders included."""
-    files = (file for file in sorted(folder.rglob("*")) if file.is_file())
-    return {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}
+    def _plan(self) -> QuantPlan:
+        recipe, model = self.request.recipe, self.model
+        plan = recipe.quant_plan(model.config, model.source.stored_format)
+        return plan if is_gguf(self.request.source) else with_methods(plan, recipe.methods)

@@ -7,29 +7,24 @@ text.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from ..errors import InputError
 from ..models.progress import Progress, silent
-from .allocation.allocate import SENSITIVITY_FILE, frontier_plans
+from .allocation.allocate import PlanSearch, frontier_plans, measured_tokens
 from .allocation.choices import linear_choices
-from .allocation.format_candidates import format_candidates, planned_linears
-from .allocation.plan_costs import ByteCosts, plan_cost, weight_count
-from .allocation.plan_file import write_plan
-from .allocation.plan_selection import plan_tokens, sensitivity_tokens
-from .allocation.quantized_weights import QuantizedLinearStore
-from .allocation.sensitivity import measure_sensitivities
+from .allocation.format_candidates import planned_linears, write_plan
+from .allocation.plan_costs import BYTES_READ, plan_cost, weight_count
 from .architectures import supported_families
 from .bundle_content import SourceModel
-from .calibration.calibration_text import calibration_text
 from .calibration.divergence import PlanEvaluator
-from .calibration.prepare import calibrated_source, settings_of
+from .calibration.prepare import calibrate, settings_of
 from .calibration.work_folder import work_folder
 from .checkpoint.open import open_source
 from .gguf import is_gguf
 from .optimum_path import needs_optimum
-from .recipe import CalibrationRequest, ExportRequest
+from .recipe import ExportRequest
 from .upgrade import holds_graph
 
 _STAGE: Final = "measuring plans"
@@ -73,36 +68,20 @@ def measure_frontier(request: ExportRequest, progress: Progress = silent) -> tup
             "mixed weights need a checkpoint of a family that edge-run exports itself",
             f"these are {', '.join(supported_families())}",
         )
-    mixed = recipe.mixed_precision
     with open_source(source) as (config, checkpoint):
         model = SourceModel(checkpoint, config, recipe.context_for(config))
-        with work_folder(source, settings_of(recipe, model.context), recipe.work_folder) as folder:
-            text = calibration_text(model, recipe.calibration or CalibrationRequest(), folder, progress)
-            calibrated = calibrated_source(model, text, recipe, folder, progress)
-            model = replace(model, source=calibrated)
-            store = QuantizedLinearStore(calibrated, config, folder / "linears", calibrated.correction_target)
-            searched = PlanEvaluator(model, text.calibration, store.weights, folder / "calibration")
-            formats = format_candidates(
-                [recipe.methods],
-                zero_points=mixed is not None and mixed.zero_points,
-                half_scales=mixed is not None and mixed.half_scales,
-                low_rank=mixed is not None and mixed.low_rank_correction,
-            )
-            sensitivities = measure_sensitivities(
-                list(planned_linears(config)),
-                formats,
-                lambda linear, each: searched.divergence_alone(linear, each, sensitivity_tokens(config)),
-                folder / SENSITIVITY_FILE,
-                progress,
-            )
-            searched.release()
-            costs = ByteCosts()
+        with work_folder(source, settings_of(recipe, model.context), recipe.work) as folder:
+            model, text, store = calibrate(model, recipe, folder, progress)
+            search = PlanSearch(model, text, recipe, store, folder)
+            sensitivities = search.sensitivities(progress)
+            search.release()
+            costs = BYTES_READ
             plans = frontier_plans(config, linear_choices(config, sensitivities, [costs]))
             held_out = PlanEvaluator(model, text.held_out, store.weights, folder / "independent")
             found = []
             for number, plan in enumerate(plans, 1):
                 size = round(plan_cost(plan, costs, config))
-                kl = held_out.divergence(plan, plan_tokens(config)).mean_kl
+                kl = held_out.divergence(plan, measured_tokens(config)).mean_kl
                 named = {linear.name: plan[linear.name] for linear in planned_linears(config)}
                 found.append(FrontierPlan(write_plan(named), size, 8 * size / weight_count(config), kl))
                 progress(_STAGE, number / len(plans))

@@ -1,281 +1,341 @@
-"""The choices of one export: weight formats, context length, calibration, draft."""
+"""The choices of one export: each is an option of `edge-run export`, declared once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from enum import Enum, auto
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
 from ..errors import InputError
-from ..models.draft_heads import HeadKind
 from ..models.manifest import MIN_CONTEXT, GraphLayout, Method, WeightFormat
-from .allocation.budget import Budget
+from ..runtime.arguments.option_fields import documented, option, options_of
+from .allocation.plan_costs import Budget, parse_budget
 from .checkpoint.config import DecoderConfig
-from .checkpoint.layer_weights import FusedLinear, QuantPlan
-from .checkpoint.layout import PER_LAYER_EMBEDDING, fused_linears
-from .npu.npu_request import NpuRequest
+from .npu.static_shapes import StaticShape, parse_sizes, static_shapes
+from .quantization.methods import (
+    CALIBRATED_METHODS,
+    DEFAULT_METHODS,
+    FP32,
+    INT4,
+    QUANTIZED_BITS,
+    formats_of_linears,
+    require_exportable,
+)
 
-FP32: Final = WeightFormat(32)
-INT8: Final = WeightFormat(8, 32)
-INT4: Final = WeightFormat(4, 32)
-INT2: Final = WeightFormat(2, 32)
-
-BLOCKS: Final = (32, 64, 128)
-QUANTIZED_BITS: Final = (2, 4, 8)
-DEFAULT_METHODS: Final[Mapping[int, Method]] = {2: Method.K_QUANT, 4: Method.K_QUANT, 8: Method.RTN}
-"""Method by bit width, without calibration. At 8 bits, round-to-nearest is nearly lossless and the fastest."""
-CALIBRATED_METHODS: Final[Mapping[int, Method]] = {2: Method.GPTQ, 4: Method.GPTQ, 8: Method.K_QUANT}
-"""Method by bit width, where statistics of the linears' inputs are known."""
-DEFAULT_CALIBRATION_TOKENS: Final = 16384
-"""Maximum tokens of calibration text by default, except for models with narrow linears."""
+DEFAULT_BLOCK: Final = 32
+"""Weights that share a scale by default; also what GGUF files have."""
 DEFAULT_CONTEXT_LIMIT: Final = 32768
 """Longest context exported by default: the rotary table costs 4 * head_dim bytes a position."""
 LONGEST_CONTEXT: Final = 1 << 20
 """Longest context exported at all, unless the checkpoint itself has a longer one."""
-_VOCABULARY_LINEARS: Final = ("embedding", PER_LAYER_EMBEDDING, "head")
+NO_DRAFT: Final = "none"
+OWN_MODULE: Final = "mtp"
+"""Values of `draft` for none, and for the multi-token-prediction module of the checkpoint itself."""
+DraftTokens = int | str | None
+"""A number of tokens of a draft's LM head; `auto` for the fastest one, `all`, or None for the default."""
+_OF_MIXED_WEIGHTS: Final = ("budget", "time_limit", "low_rank", "bandwidth")
 
 
-@dataclass(frozen=True)
-class CalibrationRequest:
-    """The text that the model reads before its weights are quantized.
+class WeightChoice(StrEnum):
+    """Names of weight formats, whose blocks are those of the recipe."""
 
-    Raises:
-        InputError: `max_tokens` is less than 1, or the seed is negative.
-    """
-
-    file: Path | None = None
-    """A text file, or a .jsonl file of conversations; None for text that the model itself generates."""
-    max_tokens: int | None = None
-    """Maximum number of tokens; None for as many as the widest linear needs."""
-    seed: int = 0
-    """Random seed of the text, generated or chosen from the file, and of the plan search."""
-
-    def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InputError(
-                f"calibration needs at least 1 token, not {self.max_tokens}",
-                f"give a number such as {DEFAULT_CALIBRATION_TOKENS}",
-            )
-        if self.seed < 0:
-            raise InputError(f"seed is {self.seed}", "it must be 0 or more")
+    FP32 = "fp32"
+    INT8 = "int8"
+    INT4 = "int4"
+    INT2 = "int2"
+    MIXED = "mixed"
 
 
-@dataclass(frozen=True)
-class MixedPrecisionRequest:
-    """A weight format for each linear, found by a search or read from a plan file.
+class MethodChoice(StrEnum):
+    """Quantization methods, with AWQ scaling before them or without."""
 
-    Raises:
-        InputError: not exactly one of `budget` and `plan` is given.
-    """
-
-    budget: Budget | None = None
-    """What all linears together may take; None where a plan is given."""
-    plan: Path | None = None
-    """A plan file to follow instead of searching."""
-    max_seconds: float | None = None
-    """Time limit of the search; None for ten minutes."""
-    low_rank_correction: bool = False
-    """Whether 2-bit linears may get a low-rank correction (QERA)."""
-    zero_points: bool = False
-    """Whether blocks have zero points."""
-    half_scales: bool = False
-    """Whether scales are stored in float16."""
-    bandwidth: float | None = None
-    """Memory bandwidth, in bytes a second, of another machine whose speed the report predicts."""
-
-    def __post_init__(self) -> None:
-        if (self.budget is None) == (self.plan is None):
-            raise InputError(
-                "mixed weights need either a budget or a plan, not both", "add --budget 3.5bpw, or --plan FILE"
-            )
+    RTN = "rtn"
+    K_QUANT = "k-quant"
+    GPTQ = "gptq"
+    AWQ = "awq"
+    AWQ_K_QUANT = "awq+k-quant"
+    AWQ_GPTQ = "awq+gptq"
 
 
-@dataclass(frozen=True)
-class DraftRequest:
-    """A draft model that is exported with the target.
+class LayersChoice(StrEnum):
+    """Values of `draft_layers`."""
 
-    Raises:
-        InputError: `vocabulary_size` is negative.
-    """
-
-    source: Path | None = None
-    """The draft's checkpoint; None for a draft made of the target's own layers."""
-    vocabulary_size: int | None = None
-    """Number of tokens that the draft's LM head keeps; 0 for the fastest number, None for all."""
-    weight_format: WeightFormat | None = None
-    """Format of the draft checkpoint's weights; None for the target's default."""
-
-    def __post_init__(self) -> None:
-        if self.vocabulary_size is not None and self.vocabulary_size < 0:
-            raise InputError(
-                f"the draft's vocabulary must be a positive number of tokens, not {self.vocabulary_size}",
-                "give a number of at least 1, or auto",
-            )
+    AUTO = "auto"
 
 
-class HeadVocabulary(Enum):
-    """How many tokens the LM head of a multi-token-prediction module has, where no number is given."""
+class DeviceChoice(StrEnum):
+    """Kinds of device that graphs are written for besides the CPU."""
 
-    DEFAULT = auto()
-    """A fixed number if the export has text to rank tokens by and the vocabulary is much larger, else all."""
-    ALL = auto()
-    """All of them: the LM head is the target's."""
-    FASTEST = auto()
-    """The number with the most expected tokens a second on this machine."""
+    GPU = "gpu"
+    NPU = "npu"
 
 
-@dataclass(frozen=True)
-class HeadRequest:
-    """A draft head that is exported with its target.
-
-    Raises:
-        InputError: `vocabulary` is less than 1, or is given for a head with a vocabulary of its own.
-    """
-
-    source: Path | None
-    """The head's checkpoint; None for a multi-token-prediction module, which is part of the target's."""
-    kind: HeadKind
-    weight_format: WeightFormat | None = None
-    """Format of its weights; None for the target's default."""
-    optional: bool = False
-    """Whether the model is exported without it, with a note, where it cannot be used."""
-    vocabulary: int | HeadVocabulary = HeadVocabulary.DEFAULT
-    """Number of tokens that the LM head of a multi-token-prediction module has."""
-
-    def __post_init__(self) -> None:
-        if self.kind is not HeadKind.MTP and self.vocabulary is not HeadVocabulary.DEFAULT:
-            raise InputError(
-                "only a multi-token-prediction module can be trimmed; other draft heads have a vocabulary of their own",
-                "leave the vocabulary out",
-            )
-        if isinstance(self.vocabulary, int) and self.vocabulary < 1:
-            raise InputError(
-                f"the draft's vocabulary must be a positive number of tokens, not {self.vocabulary}",
-                "give a number of at least 1, or auto",
-            )
-
-    @property
-    def needs_text(self) -> bool:
-        """Whether tokens have to be ranked by a text."""
-        return self.vocabulary not in (HeadVocabulary.DEFAULT, HeadVocabulary.ALL)
-
-
-def _float_format(name: str) -> WeightFormat:  # noqa: ARG001 -- the same for every matrix
-    return FP32
-
-
+@documented
 @dataclass(frozen=True)
 class ExportRecipe:
     """The choices of one export.
 
     Raises:
-        InputError: a format or the context cannot be exported, or two choices exclude each other.
+        InputError: a value is out of range or cannot be exported, or two choices exclude each other.
     """
 
-    body: WeightFormat | None = INT4
-    """Format of the linears inside the layers; None for the format nearest to how each one is stored."""
-    head: WeightFormat | None = None
-    """Format of the LM head and of the embedding; None for that of `body`."""
-    context: int | None = None
-    """Number of positions the graph serves; None for the checkpoint's default, at most `DEFAULT_CONTEXT_LIMIT`."""
-    method: Method | None = None
-    """Quantization method; None for `DEFAULT_METHODS`, or `CALIBRATED_METHODS` in a calibrated export."""
-    layout: GraphLayout = GraphLayout.EDGE
-    """Which inputs and outputs the graph has."""
-    calibration: CalibrationRequest | None = None
-    """Calibration text; None for no calibration, or for the default text where another choice needs one."""
-    awq: bool = False
-    """Whether AWQ scaling precedes quantization."""
-    mixed_precision: MixedPrecisionRequest | None = None
-    """Formats chosen linear by linear, instead of `body` and `head`."""
-    draft: DraftRequest | None = None
-    """The draft model to export with the target; None for none."""
-    draft_head: HeadRequest | None = None
-    """The draft head to export with the target; None for none."""
-    hidden_states: bool = False
-    """Whether the graph gives the states before its LM head too, for embeddings."""
-    npu: NpuRequest | None = None
-    """The static graphs for NPUs to write beside model.onnx; None for none."""
-    gpu: bool = False
-    """Whether to write the forms of the graph for GPUs beside model.onnx."""
-    report: bool = False
-    """Whether to write a report even if nothing else needs calibration text."""
-    work_folder: Path | None = None
-    """Folder that keeps intermediate results; None for one in the cache, which is removed at the end."""
+    weights: WeightFormat | str | None = option(
+        None,
+        "Format of the weights; mixed chooses one for each linear.",
+        choices=WeightChoice,
+        unset="int4; weights that a .gguf or .onnx file has quantized stay as they are",
+    )
+    block: int | None = option(
+        None,
+        "Number of weights that share a scale: 32, 64 or 128.",
+        metavar="N",
+        unset=str(DEFAULT_BLOCK),
+    )
+    head: WeightFormat | str | None = option(
+        None, "Format of the LM head and the embedding.", choices=WeightChoice, unset="as --weights"
+    )
+    method: str | None = option(
+        None,
+        "Quantization method; gptq and awq need calibration text.",
+        choices=MethodChoice,
+        unset="k-quant for int4 and int2, rtn for int8",
+    )
+    zero_points: bool = option(False, "Give each block a zero point.")
+    half_scales: bool = option(False, "Store scales in float16, as GGUF files do: smaller, equally fast.")
+    context: int | None = option(
+        None,
+        "Longest context to serve, in tokens.",
+        metavar="N",
+        unset="that of the checkpoint, at most 32768",
+    )
+    layout: GraphLayout = option(
+        GraphLayout.EDGE, "Graph layout: edge-run's own, or that of ONNX Runtime GenAI.", choices=GraphLayout
+    )
+    device: str | None = option(
+        None,
+        "Also write graphs for a kind of device over the same weights: gpu, or npu with fixed shapes.",
+        choices=DeviceChoice,
+    )
+    widths: tuple[int, ...] | str | None = option(
+        None, "NPU: tokens of a pass, one graph for each.", metavar="N,N,...", unset="1,4,128"
+    )
+    contexts: tuple[int, ...] | str | None = option(
+        None,
+        "NPU: cached tokens, one graph of each width for each.",
+        metavar="N,N,...",
+        unset="512,2048,8192, as far as the model's context goes",
+    )
+    hidden_states: bool = option(False, "Let the graph give hidden states too, for embeddings.")
+    report: bool = option(False, "Write report.html and report.json, as every calibrated or mixed export does.")
+    budget: Budget | str | None = option(
+        None,
+        "Mixed weights: size or time that they may take, such as 3.5bpw, 300MB, 300MB@file or 9ms.",
+        metavar="BUDGET",
+    )
+    plan: Path | None = option(
+        None, "Mixed weights: follow this plan file, which an earlier export wrote.", metavar="FILE"
+    )
+    time_limit: float | None = option(
+        None, "Mixed weights: time limit of the search, in minutes.", metavar="MINUTES", least=0, unset="10"
+    )
+    low_rank: bool = option(False, "Mixed weights: add low-rank corrections (QERA) to 2-bit linears where they pay.")
+    bandwidth: float | None = option(
+        None,
+        "Mixed weights: memory bandwidth of another machine whose speed the report predicts.",
+        metavar="GB/S",
+        least=0.1,
+    )
+    calibration: Path | None = option(
+        None,
+        "Calibration text: a text file, a .jsonl file of conversations, or text that the model generates.",
+        metavar="FILE|self",
+        unset="self, where calibration is needed",
+    )
+    calibration_tokens: int | None = option(
+        None,
+        "Maximum tokens of calibration text.",
+        metavar="N",
+        least=1,
+        unset="16384, fewer for tiny models",
+    )
+    seed: int = option(0, "Seed of the generated text and of the search.", metavar="N", least=0)
+    work: Path | None = option(
+        None,
+        "Folder for intermediate results, which make the next export faster.",
+        metavar="DIR",
+        unset="a temporary folder in the cache",
+    )
+    draft: Path | str | None = option(
+        None,
+        "Checkpoint of a draft model or of a draft head, on disk or on the hub; it becomes part of OUT. "
+        "mtp: the multi-token-prediction module in CHECKPOINT itself; none: no draft.",
+        metavar="SRC|mtp|none",
+        unset="mtp, where the checkpoint has one",
+    )
+    draft_weights: WeightFormat | str | None = option(
+        None, "Format of the draft's weights.", choices=WeightChoice, unset="as --weights, or int4"
+    )
+    draft_vocab: int | str | None = option(
+        None,
+        "Number of tokens in the LM head of the draft model, or of the multi-token-prediction module: those "
+        "that the target uses most. auto: as many as are fastest on this machine.",
+        metavar="N|auto|all",
+        unset="all; 65536 of large vocabularies for a module, in exports that read text",
+    )
+    draft_layers: str | None = option(
+        None, "Draft with the target itself, leaving out some of its layers.", choices=LayersChoice
+    )
 
     def __post_init__(self) -> None:
-        if self.layout is not GraphLayout.EDGE and (self.draft or self.calibrated):
-            raise InputError("calibration, mixed weights and drafts need edge-run's own layout", "leave --layout out")
-        if self.draft is not None and self.draft_head is not None:
-            raise InputError("a model has one draft: a draft model or a draft head", "leave one of them out")
-        if self.draft_head is not None and (self.layout is not GraphLayout.EDGE or self.npu is not None or self.gpu):
-            raise InputError(
-                "a draft head needs edge-run's own layout, on the CPU", "leave --layout and --device out, or the head"
-            )
-        if self.layout is not GraphLayout.EDGE and self.hidden_states:
-            raise InputError("--hidden-states needs edge-run's own layout", "leave --layout or --hidden-states out")
-        if self.layout is not GraphLayout.EDGE and (self.npu is not None or self.gpu):
-            kind = "gpu" if self.npu is None else "npu"
-            raise InputError(f"--device {kind} needs edge-run's own layout", "leave --layout or --device out")
-        for weight_format in filter(None, (self.body, self.head_format)):
-            _require_exportable(weight_format)
-        if self.method is not None and {self.body, self.head_format} == {FP32}:
-            raise InputError("--method has no effect on fp32 weights, which are not quantized", "leave --method out")
+        for name, declared in options_of(type(self)).items():
+            value = getattr(self, name)
+            if not isinstance(value, WeightFormat):
+                declared.check(f"--{name.replace('_', '-')}", value)
+        self._check_weights()
+        self._check_device()
+        self._check_draft()
+        self._check_layout()
         if self.context is not None and self.context < MIN_CONTEXT:
             raise InputError(f"a context of {self.context} positions is too short", f"give at least {MIN_CONTEXT}")
 
-    def require_expressible(self, config: DecoderConfig) -> None:
-        """Refuse choices that a model with layers of different kinds cannot have.
-
-        Raises:
-            InputError: the recipe has one of them, and the model such layers.
-        """
-        if config.keeps_states:
-            has = "convolution layers" if config.convolution is not None else "linear attention layers"
-        elif not config.uniform:
-            has = "layers that differ in their heads, caches or inputs"
-        elif config.experts is not None and self.draft is not None and self.draft.source is None:
-            raise InputError(
-                f"--draft: a draft of its own layers is not supported for {config.family} models, which have experts",
-                "leave it out, or give the checkpoint of a draft model",
-            )
+    def _check_weights(self) -> None:
+        """Check that options of mixed weights come with them, and options of a single format without them."""
+        if self.mixed:
+            if self.weights not in (None, WeightChoice.MIXED):
+                raise InputError(f"--plan and --weights {self.weights} exclude each other", "leave one of them out")
+            # The search chooses the blocks too, but not those of the draft's weights.
+            others = ("head",) if self.draft_weights is not None else ("head", "block")
+            _refuse(self._given(others), "with mixed weights", "leave it out")
+            if (self.budget is None) == (self.plan is None):
+                raise InputError(
+                    "mixed weights need either a budget or a plan, not both", "add --budget 3.5bpw, or --plan FILE"
+                )
+            if isinstance(self.budget, str):
+                parse_budget(self.budget)
         else:
+            _refuse(self._given(_OF_MIXED_WEIGHTS), "without mixed weights", "add --weights mixed")
+        formats = (self.body, self.head_format, self.draft_format)
+        for weight_format in filter(None, formats):
+            require_exportable(weight_format)
+        if self.method is not None and {self.body, self.head_format} == {FP32}:
+            raise InputError("--method has no effect on fp32 weights, which are not quantized", "leave --method out")
+
+    def _check_device(self) -> None:
+        if self.device == DeviceChoice.NPU:
+            parse_sizes(self.widths, self.contexts)
+        else:
+            _refuse(self._given(("widths", "contexts")), "without --device npu", "add --device npu")
+
+    def _check_draft(self) -> None:
+        if self.draft == NO_DRAFT:
+            _refuse(self._given(("draft_vocab", "draft_layers", "draft_weights")), "on --draft none", "leave it out")
+        if self.draft == OWN_MODULE:
+            _refuse(self._given(("draft_layers",)), "on --draft mtp", "leave it out")
+        if self.draft is not None and self.draft_layers is not None:
+            raise InputError("--draft and --draft-layers exclude each other", "give one of them")
+        if self.draft_layers is not None and self.draft_weights is not None:
+            raise InputError(
+                "--draft-weights has no effect with --draft-layers, which takes the weights of the target",
+                "leave it out",
+            )
+        _parse_tokens(self.draft_vocab)
+
+    def _check_layout(self) -> None:
+        if self.layout is GraphLayout.EDGE:
             return
-        asked = {
-            "calibration (--method gptq, --awq, --weights mixed)": self.calibrated and not config.keeps_states,
-            "--draft": self.draft is not None and (self.draft.source is None or not config.keeps_states),
-            "--report": self.report and not config.keeps_states,
-            "--layout genai": self.layout is not GraphLayout.EDGE,
-            "--device npu": self.npu is not None,
-            "--device gpu": self.gpu and config.keeps_states,
-        }
-        for choice in (name for name, is_asked in asked.items() if is_asked):
-            raise InputError(f"{choice}: not supported for {config.family} models, which have {has}", "leave it out")
+        drafts = self.draft_layers is not None or self.draft not in (None, NO_DRAFT)
+        if drafts or self.calibrated:
+            raise InputError("calibration, mixed weights and drafts need edge-run's own layout", "leave --layout out")
+        if self.hidden_states:
+            raise InputError("--hidden-states needs edge-run's own layout", "leave --layout or --hidden-states out")
+        if self.device is not None:
+            raise InputError(f"--device {self.device} needs edge-run's own layout", "leave --layout or --device out")
+
+    def _given(self, names: Iterable[str]) -> list[str]:
+        """The options, such as `--head`, of these fields that have another value than their default."""
+        return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) not in (None, False)]
 
     @property
-    def calibrated(self) -> bool:
-        """Whether weights are quantized with statistics of the linears' inputs."""
-        return bool(self.calibration or self.awq or self.mixed_precision) or self.method is Method.GPTQ
+    def mixed(self) -> bool:
+        """Whether each linear gets a format of its own."""
+        return self.weights == WeightChoice.MIXED or self.plan is not None
 
     @property
-    def data_free(self) -> bool:
-        """Whether the export needs no text."""
-        ranked = self.draft_head is not None and self.draft_head.needs_text
-        return not (self.calibrated or self.draft or self.report or ranked)
-
-    @property
-    def methods(self) -> Mapping[int, Method]:
-        """Quantization method by bit width, for linears whose plan entry does not name one."""
-        if self.method is not None:
-            return dict.fromkeys(QUANTIZED_BITS, self.method)
-        return CALIBRATED_METHODS if self.calibrated else DEFAULT_METHODS
+    def body(self) -> WeightFormat | None:
+        """Format of the linears inside the layers; None for the format nearest to how each one is stored."""
+        return self._format(WeightChoice.INT4 if self.mixed else self.weights)
 
     @property
     def head_format(self) -> WeightFormat | None:
         """Format of the LM head and of the embedding, None as in `body`."""
-        return self.body if self.head is None else self.head
+        return self.body if self.head is None else self._format(self.head)
+
+    @property
+    def draft_format(self) -> WeightFormat | None:
+        """Format of the draft's weights; None where they have their checkpoint's."""
+        if self.draft_weights is not None:
+            return self._format(self.draft_weights)
+        return INT4 if self.mixed else self.body
+
+    def _format(self, weights: WeightFormat | str | None) -> WeightFormat | None:
+        if weights is None or isinstance(weights, WeightFormat):
+            return weights
+        if weights == WeightChoice.MIXED:
+            raise InputError("only --weights can be mixed", "give fp32, int8, int4 or int2")
+        if weights == WeightChoice.FP32:
+            return FP32
+        bits, block = int(weights.removeprefix("int")), DEFAULT_BLOCK if self.block is None else self.block
+        return WeightFormat(bits, block, zero_points=self.zero_points, half_scales=self.half_scales)
+
+    @property
+    def awq(self) -> bool:
+        """Whether AWQ scaling precedes quantization."""
+        return self.method is not None and self.method.startswith(MethodChoice.AWQ)
+
+    @property
+    def rounding(self) -> Method | None:
+        """The method that chooses codes and scales; None for the default of each bit width."""
+        if self.method in (None, MethodChoice.AWQ):
+            return None if self.method is None else Method.RTN
+        return Method(self.method.removeprefix("awq+"))
+
+    @property
+    def methods(self) -> Mapping[int, Method]:
+        """Quantization method by bit width, for linears whose plan entry does not name one."""
+        if self.rounding is not None:
+            return dict.fromkeys(QUANTIZED_BITS, self.rounding)
+        return CALIBRATED_METHODS if self.calibrated else DEFAULT_METHODS
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether weights are quantized with statistics of the linears' inputs."""
+        asked = self.calibration is not None or self.calibration_tokens is not None or self.seed != 0
+        return asked or self.awq or self.mixed or self.rounding is Method.GPTQ
+
+    @property
+    def calibration_file(self) -> Path | None:
+        """The file with calibration text; None for text that the model itself generates."""
+        return None if self.calibration in (None, Path("self")) else self.calibration
+
+    @property
+    def cost_limit(self) -> Budget | None:
+        """What mixed weights may take; None where a plan is followed."""
+        return parse_budget(self.budget) if isinstance(self.budget, str) else self.budget
+
+    def static_shapes(self, context: int) -> tuple[StaticShape, ...]:
+        """Sizes of the graphs for NPUs, of a model that serves `context` positions; empty for no such graphs.
+
+        Raises:
+            InputError: a graph's context is longer.
+        """
+        return static_shapes(self.widths, self.contexts, context) if self.device == DeviceChoice.NPU else ()
+
+    @property
+    def draft_tokens(self) -> DraftTokens:
+        """Number of tokens in the draft's LM head."""
+        return _parse_tokens(self.draft_vocab)
 
     def require_default_scales(self, source: str) -> None:
         """Refuse zero points and scales in another form for a kind of source, such as "GGUF file".
@@ -288,8 +348,8 @@ class ExportRecipe:
                 "--zero-points": weight_format.zero_points,
                 "--half-scales": weight_format.half_scales,
             }
-            for option in (name for name, has in asked.items() if has):
-                raise InputError(f"{option} is not supported for a {source}", f"leave {option} out")
+            for name in (name for name, has in asked.items() if has):
+                raise InputError(f"{name} is not supported for a {source}", f"leave {name} out")
 
     def context_for(self, config: DecoderConfig) -> int:
         """Number of positions that the exported graph of a model serves.
@@ -305,24 +365,10 @@ class ExportRecipe:
         return self.context
 
     def quant_plan(
-        self, config: DecoderConfig, stored_format: Callable[[str], WeightFormat] = _float_format
+        self, config: DecoderConfig, stored_format: Callable[[str], WeightFormat] = lambda _: FP32
     ) -> dict[str, WeightFormat]:
-        """The quantization plan of a model; a linear that keeps its format takes the widest of its matrices.
-
-        Args:
-            config: the model's configuration.
-            stored_format: returns the format nearest to how a checkpoint tensor is stored, by its name.
-
-        Raises:
-            InputError: the experts of a layer cannot have the format.
-        """
-        plan = {}
-        for linear in fused_linears(config):
-            requested = self.head_format if linear.name in _VOCABULARY_LINEARS else self.body
-            weight_format = FP32 if linear.exact else requested or _widest(linear, stored_format)
-            require_expert_format(linear, weight_format)
-            plan[linear.name] = weight_format
-        return plan
+        """The quantization plan of a model with the formats of body and head; see `formats_of_linears`."""
+        return formats_of_linears(config, self.body, self.head_format, stored_format)
 
 
 @dataclass(frozen=True)
@@ -338,53 +384,16 @@ class ExportRequest:
     """The command line, recorded in the manifest."""
 
 
-def with_methods(plan: QuantPlan, methods: Mapping[int, Method]) -> dict[str, WeightFormat]:
-    """Fill in the quantization method of each linear: the one it has, or that of `methods` for its bit width."""
-    return {
-        linear: each if each.bits == FP32.bits else replace(each, method=each.method or methods.get(each.bits))
-        for linear, each in plan.items()
-    }
+def _refuse(given: list[str], where: str, hint: str) -> None:
+    if given:
+        raise InputError(f"{given[0]} has no effect {where}", hint)
 
 
-def require_expert_format(linear: FusedLinear, weight_format: WeightFormat) -> None:
-    """Refuse a format of a linear of experts that their operator does not have.
-
-    Raises:
-        InputError: blocks do not divide the linear's columns, or the format has zero points or float16 scales.
-    """
-    if linear.experts and weight_format.block and linear.columns % weight_format.block:
+def _parse_tokens(typed: int | str | None) -> DraftTokens:
+    if typed in (None, "auto", "all"):
+        return typed
+    if not str(typed).isascii() or not str(typed).isdigit() or int(typed) == 0:
         raise InputError(
-            f"the experts of {linear.name} have {linear.columns} columns, "
-            f"which is not a multiple of the block size {weight_format.block}",
-            "choose smaller blocks, or fp32",
+            f"--draft-vocab must be a positive number of tokens, not {typed!r}", "give such a number, auto or all"
         )
-    if linear.experts and (weight_format.zero_points or weight_format.half_scales):
-        lacks, option = (
-            ("zero points", "--zero-points") if weight_format.zero_points else ("float16 scales", "--half-scales")
-        )
-        raise InputError(f"{linear.name} has experts, whose operator does not support {lacks}", f"leave {option} out")
-
-
-def _require_exportable(weight_format: WeightFormat) -> None:
-    if weight_format.offsets:
-        raise InputError(
-            "weights with offsets cannot be requested", "they are only kept where a GGUF file already has them"
-        )
-    if weight_format.rank:
-        raise InputError(
-            "a low-rank correction cannot be requested for all weights",
-            "use mixed weights, which choose the linears that get one",
-        )
-    if weight_format.bits == FP32.bits and weight_format.block == 0:
-        return
-    if weight_format.bits not in QUANTIZED_BITS or weight_format.block not in BLOCKS:
-        raise InputError(
-            f"{weight_format.bits}-bit weights in blocks of {weight_format.block} are not supported",
-            "supported are fp32, and 2, 4 and 8 bits in blocks of " + ", ".join(map(str, BLOCKS)),
-        )
-
-
-def _widest(linear: FusedLinear, stored_format: Callable[[str], WeightFormat]) -> WeightFormat:
-    widest = max(map(stored_format, linear.weights), key=lambda each: (each.bits, each.offsets))
-    # The embedding's operator has no offsets, and the head may share the embedding.
-    return INT8 if widest.offsets and linear.name in _VOCABULARY_LINEARS else widest
+    return int(typed)

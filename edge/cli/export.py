@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Final
 
 import typer
 
 from ...errors import InputError
-from ...models.find import record_export
-from ...models.manifest import GraphLayout
+from ...models.find import is_on_hub, record_export
+from ...models.hub.downloaded_model import parse_hub_id
 from ...models.progress import ProgressDisplay
 from ..terminal.output import SafeConsole, write_line
 from ..terminal.report_summary import show_export
-from .export_options import (
-    DEFAULT_BLOCK,
-    CommandLine,
-    DeviceChoice,
-    ExportOptions,
-    LayersChoice,
-    MethodChoice,
-    WeightChoice,
-)
-from .shared_options import Debug, Offline
+from .shared_options import Debug, Offline, OptionsOf, takes_options
+
+try:
+    from ...export import ExportRecipe, ExportRequest, export_model, find_source, may_be_quantized
+    from ...export.recipe import DEFAULT_BLOCK, NO_DRAFT, OWN_MODULE, WeightChoice
+except ModuleNotFoundError as error:
+    raise InputError(f"export needs the package {error.name}", 'pip install "edge-run[export]"') from error
+
+_RECIPE: Final = OptionsOf(ExportRecipe())
+_UNRECORDED: Final = ("offline", "debug", "work")
+"""Options that do not change what is written, so the manifest leaves them out."""
 
 
+@takes_options(_RECIPE)
 def export(
-    context: typer.Context,
+    command_line: typer.Context,
     source: Annotated[
         Path,
         typer.Argument(
@@ -36,152 +41,9 @@ def export(
         ),
     ],
     destination: Annotated[Path, typer.Argument(metavar="OUT", help="The model folder to write.")],
-    weights: Annotated[
-        WeightChoice | None,
-        typer.Option(
-            help="Format of the weights; mixed chooses one for each linear.",
-            show_default="int4; weights that a .gguf or .onnx file has quantized stay as they are",
-        ),
-    ] = None,
-    block: Annotated[
-        int, typer.Option(metavar="N", help="Number of weights that share a scale: 32, 64 or 128.")
-    ] = DEFAULT_BLOCK,
-    head: Annotated[
-        WeightChoice | None,
-        typer.Option(help="Format of the LM head and the embedding.", show_default="as --weights"),
-    ] = None,
-    method: Annotated[
-        MethodChoice | None,
-        typer.Option(
-            help="Quantization method; gptq and awq need calibration text.",
-            show_default="k-quant for int4 and int2, rtn for int8",
-        ),
-    ] = None,
-    zero_points: Annotated[bool, typer.Option("--zero-points", help="Give each block a zero point.")] = False,
-    half_scales: Annotated[
-        bool, typer.Option("--half-scales", help="Store scales in float16, as GGUF files do: smaller, equally fast.")
-    ] = False,
-    longest: Annotated[
-        int | None,
-        typer.Option(
-            "--context",
-            metavar="N",
-            min=1,
-            help="Longest context to serve, in tokens.",
-            show_default="that of the checkpoint, at most 32768",
-        ),
-    ] = None,
-    layout: Annotated[
-        GraphLayout, typer.Option(help="Graph layout: edge-run's own, or that of ONNX Runtime GenAI.")
-    ] = GraphLayout.EDGE,
-    device: Annotated[
-        DeviceChoice | None,
-        typer.Option(
-            help="Also write graphs for a kind of device over the same weights: gpu, or npu with fixed shapes."
-        ),
-    ] = None,
-    widths: Annotated[
-        str | None,
-        typer.Option(metavar="N,N,...", help="NPU: tokens of a pass, one graph for each.", show_default="1,4,128"),
-    ] = None,
-    contexts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N,...",
-            help="NPU: cached tokens, one graph of each width for each.",
-            show_default="512,2048,8192, as far as the model's context goes",
-        ),
-    ] = None,
-    hidden_states: Annotated[
-        bool,
-        typer.Option("--hidden-states", help="Let the graph give hidden states too, for embeddings."),
-    ] = False,
-    report: Annotated[
-        bool,
-        typer.Option("--report", help="Write report.html and report.json, as every calibrated or mixed export does."),
-    ] = False,
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BUDGET",
-            help="Mixed weights: size or time that they may take, such as 3.5bpw, 300MB, 300MB@file or 9ms.",
-        ),
-    ] = None,
-    plan: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Mixed weights: follow this plan file, which an earlier export wrote."),
-    ] = None,
-    time_limit: Annotated[
-        float | None,
-        typer.Option(
-            metavar="MINUTES", min=0, help="Mixed weights: time limit of the search, in minutes.", show_default="10"
-        ),
-    ] = None,
-    low_rank: Annotated[
-        bool,
-        typer.Option(
-            "--low-rank", help="Mixed weights: add low-rank corrections (QERA) to 2-bit linears where they pay."
-        ),
-    ] = False,
-    bandwidth: Annotated[
-        float | None,
-        typer.Option(
-            metavar="GB/S",
-            min=0.1,
-            help="Mixed weights: memory bandwidth of another machine whose speed the report predicts.",
-        ),
-    ] = None,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE|self",
-            help="Calibration text: a text file, a .jsonl file of conversations, or text that the model generates.",
-            show_default="self, where calibration is needed",
-        ),
-    ] = None,
-    calibration_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="Maximum tokens of calibration text.", show_default="16384, fewer for tiny models"
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the generated text and of the search.")] = 0,
-    work: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder for intermediate results, which make the next export faster.",
-            show_default="a temporary folder in the cache",
-        ),
-    ] = None,
-    draft: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="SRC|mtp|none",
-            help="Checkpoint of a draft model or of a draft head, on disk or on the hub; it becomes part of OUT. "
-            "mtp: the multi-token-prediction module in CHECKPOINT itself; none: no draft.",
-            show_default="mtp, where the checkpoint has one",
-        ),
-    ] = None,
-    draft_weights: Annotated[
-        WeightChoice | None,
-        typer.Option(help="Format of the draft's weights.", show_default="as --weights, or int4"),
-    ] = None,
-    draft_vocab: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|auto|all",
-            help="Number of tokens in the LM head of the draft model, or of the multi-token-prediction module: those "
-            "that the target uses most. auto: as many as are fastest on this machine.",
-            show_default="all; 65536 of large vocabularies for a module, in exports that read text",
-        ),
-    ] = None,
-    draft_layers: Annotated[
-        LayersChoice | None,
-        typer.Option(help="Draft with the target itself, leaving out some of its layers."),
-    ] = None,
     offline: Offline = False,  # noqa: ARG001  its callback acts
     debug: Debug = False,  # noqa: ARG001  main reads it
+    **given: Any,
 ) -> None:
     """Export a checkpoint or a GGUF file, or upgrade an ONNX model that another tool exported.
 
@@ -204,43 +66,58 @@ def export(
     edge-run export optimum-export/model.onnx my-model --weights int4
     edge-run export Qwen/Qwen2.5-0.5B-Instruct my-model
     """
-    try:
-        from ...export import export_model
-    except ModuleNotFoundError as error:
-        raise InputError(f"export needs the package {error.name}", 'pip install "edge-run[export]"') from error
-    options = ExportOptions(
-        source=source,
-        destination=destination,
-        weights=weights,
-        block=block,
-        head=head,
-        method=method,
-        zero_points=zero_points,
-        half_scales=half_scales,
-        context=longest,
-        layout=layout,
-        device=device,
-        widths=widths,
-        contexts=contexts,
-        hidden_states=hidden_states,
-        report=report,
-        budget=budget,
-        plan=plan,
-        time_limit=time_limit,
-        low_rank=low_rank,
-        bandwidth=bandwidth,
-        calibration=calibration,
-        calibration_tokens=calibration_tokens,
-        seed=seed,
-        work=work,
-        draft=draft,
-        draft_weights=draft_weights,
-        draft_vocab=draft_vocab,
-        draft_layers=draft_layers,
-    )
-    request = options.request(CommandLine(context))
+    recipe = _RECIPE.record(given)
+    if recipe.draft is not None and recipe.draft not in (NO_DRAFT, OWN_MODULE):
+        recipe = replace(recipe, draft=_on_disk(Path(recipe.draft)))
+    found = find_source(_on_disk(source))
+    recorded: dict[str, object] = {}
+    if not recipe.mixed and (recipe.weights is not None or not may_be_quantized(found)):
+        # The weights are recorded even if they are the default, which another version may change.
+        recorded["weights"] = recipe.weights or WeightChoice.INT4
+        if any(choice not in (None, WeightChoice.FP32) for choice in (recorded["weights"], recipe.head)):
+            recorded["block"] = recipe.block or DEFAULT_BLOCK
+    request = ExportRequest(found, destination, recipe, _recorded(command_line, source, recorded))
     with ProgressDisplay(lines=True) as progress:
         result = export_model(request, progress)
     record_export(result.bundle)
     show_export(SafeConsole(), result)
     write_line(f"to run it: edge-run {shlex.quote(str(destination))}")
+
+
+def _recorded(command_line: typer.Context, source: Path, defaults: Mapping[str, Any]) -> str:
+    """The command for the manifest: what was typed, and `defaults` that were not.
+
+    Paths are shortened to their last name, so that no private path is published.
+    """
+    given = command_line.params
+    model = source.as_posix() if is_on_hub(source.as_posix()) else _real_name(source)
+    words = ["edge-run", "export", model, _real_name(given["destination"])]
+    for parameter in command_line.command.params:
+        name, origin = str(parameter.name), command_line.get_parameter_source(str(parameter.name))
+        if parameter.opts[0].startswith("--") and name not in _UNRECORDED:
+            typed = origin is not None and origin.name == "COMMANDLINE"
+            if name in defaults or typed:
+                value = defaults.get(name, given[name])
+                is_path = isinstance(value, Path) or name == "draft"
+                words.append(parameter.opts[0])
+                words += [] if value is True else [Path(value).name if is_path else str(value)]
+    return shlex.join(words)
+
+
+def _real_name(path: Path) -> str:
+    """The last name of a path, also of `.`; other than `Path.resolve`, no error for links that lead to each other."""
+    return os.path.basename(os.path.realpath(path))
+
+
+def _on_disk(source: Path) -> Path:
+    """The path itself, or the folder to which a checkpoint of the hub was downloaded.
+
+    Raises:
+        EdgeError: the hub does not give the checkpoint.
+    """
+    name = source.as_posix()
+    if not is_on_hub(name):
+        return source
+    from ...models.hub.fetch import fetch_checkpoint
+
+    return fetch_checkpoint(parse_hub_id(name))

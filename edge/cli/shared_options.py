@@ -15,13 +15,11 @@ import typer
 
 from ...errors import InputError
 from ...models.user_text import parse_bytes
-from ...runtime.arguments.load_options import LoadOptions
-from ...runtime.arguments.option_fields import options_of
-from ...runtime.options import GenerateOptions
+from ...runtime.arguments.option_fields import changed, options_of
 from ...runtime.speculation.choice import Speculation
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-_Record = TypeVar("_Record", LoadOptions, GenerateOptions)
+_Record = TypeVar("_Record")
 
 _OF_EVERY_COMMAND: Final = ("offline", "as_json", "debug")
 
@@ -70,7 +68,7 @@ class OptionsOf(Generic[_Record]):
     @property
     def names(self) -> list[str]:
         """The fields that are options."""
-        fields = [each.name for each in dataclasses.fields(self.base)]
+        fields = [each.name for each in dataclasses.fields(self.base)]  # type: ignore[arg-type]
         return [name for name in fields if name not in self.without and (not self.only or name in self.only)]
 
     def parameters(self) -> list[inspect.Parameter]:
@@ -86,7 +84,7 @@ class OptionsOf(Generic[_Record]):
         """
         written = {name: given[name] for name in self.names if given[name] is not None and given[name] != []}
         values = {name: _PARSERS[name](value) if name in _PARSERS else value for name, value in written.items()}
-        return self.base.changed(values | others)
+        return changed(self.base, values | others)
 
     def _parameter(self, name: str, hint: Any) -> inspect.Parameter:
         option, default = options_of(type(self.base))[name], getattr(self.base, name)
@@ -96,7 +94,7 @@ class OptionsOf(Generic[_Record]):
             default = None if default is None else option.choices(default)
         elif name in _WRITTEN:
             hint = _WRITTEN[name]
-            default = str(default) if hint is str else None
+            default = str(default) if hint is str and default is not None else None
         declared = typer.Option(
             *flags,
             metavar=option.metavar,
@@ -144,7 +142,7 @@ def _logit_bias(given: Sequence[str]) -> dict[int, float]:
 
 _WRITTEN: Final[Mapping[str, Any]] = {
     **dict.fromkeys(("stop", "logit_bias"), list[str] | None),
-    **dict.fromkeys(("prefix_cache", "prefix_disk"), str | None),
+    **dict.fromkeys(("prefix_cache", "prefix_disk", "widths", "contexts", "budget", "draft_vocab"), str | None),
     **dict.fromkeys(("speculation", "draft"), str),
     "tokenizer": Path | None,
 }

@@ -5,19 +5,29 @@ Each linear takes one of its format options. A selection is a tuple with the ind
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, NamedTuple
 
+from ...models.atomic import write_atomically
+from ...models.json_file import is_finite, parse_json_object
 from ...models.manifest import WeightFormat
+from ...models.progress import Progress, silent
+from ...models.regular_file import MAX_JSON_BYTES, read_regular
 from ..checkpoint.config import DecoderConfig
-from .format_candidates import planned_linears
+from ..checkpoint.layer_weights import FusedLinear
+from .format_candidates import is_allowed, planned_linears, spelled
 from .plan_costs import Costs
-from .sensitivity import Sensitivity
 
 Selection = tuple[int, ...]
 """Index of the option that each linear takes."""
 PlanDivergence = Callable[[Mapping[str, WeightFormat]], float]
 """Measures the mean KL of a quantization plan, in nats."""
+STAGE: Final = "measuring sensitivities"
+_BISECTIONS: Final = 100
 
 
 @dataclass(frozen=True)
@@ -143,3 +153,140 @@ def plan_of(choices: Sequence[LinearChoice], selection: Selection) -> dict[str, 
     return {
         choice.linear: choice.options[number].weight_format for choice, number in zip(choices, selection, strict=True)
     }
+
+
+class Sensitivity(NamedTuple):
+    """KL of one linear quantized alone, in one format."""
+
+    weight_format: WeightFormat
+    divergence: float
+    """Mean KL in nats with every other linear in float32."""
+
+
+def measure_sensitivities(
+    linears: Sequence[FusedLinear],
+    formats: Sequence[WeightFormat],
+    divergence_alone: Callable[[str, WeightFormat], float],
+    file: Path,
+    progress: Progress = silent,
+) -> dict[str, tuple[Sensitivity, ...]]:
+    """Measure every linear in every format that it may take; what the file holds is not measured again.
+
+    Args:
+        linears: Linears to measure.
+        formats: Formats to measure each in.
+        divergence_alone: Measures the mean KL in nats with only the named linear quantized.
+        file: Keeps every value as soon as it is known; a file of this model, text and set of methods alone.
+        progress: Receives the stage "measuring sensitivities".
+
+    Returns:
+        The sensitivities of each linear, by its name.
+
+    Raises:
+        OSError: The disk refused a write.
+    """
+    known = _stored(file)
+    allowed = {linear.name: [each for each in formats if is_allowed(linear, each)] for linear in linears}
+    total = sum(map(len, allowed.values()))
+    done = 0
+
+    def measured(linear: str, weight_format: WeightFormat) -> Sensitivity:
+        nonlocal done
+        key = f"{linear} {spelled(weight_format)}"
+        if key not in known:
+            known[key] = divergence_alone(linear, weight_format)
+            write_atomically(file, json.dumps(known, indent=0).encode())
+        done += 1
+        progress(STAGE, done / total)
+        return Sensitivity(weight_format, known[key])
+
+    return {linear: tuple(measured(linear, each) for each in its_formats) for linear, its_formats in allowed.items()}
+
+
+def _stored(file: Path) -> dict[str, float]:
+    """Values of an earlier run; none where the file is missing or damaged."""
+    try:
+        values: Mapping[str, object] = parse_json_object(read_regular(file, MAX_JSON_BYTES))
+    except (OSError, ValueError):
+        return {}
+    return {key: float(value) for key, value in values.items() if isinstance(value, (int, float)) and is_finite(value)}
+
+
+def cheapest_selection(problem: KnapsackProblem) -> Selection:
+    """The selection that takes the smallest share of the limits."""
+    return _at_multiplier(problem, math.inf)
+
+
+def lagrangian_selection(problem: KnapsackProblem) -> Selection:
+    """A selection within the limits with little total divergence; `cheapest_selection` must fit."""
+    high, low = 1.0, 0.0
+    if problem.fits(_at_multiplier(problem, low)):
+        return _at_multiplier(problem, low)
+    while not problem.fits(_at_multiplier(problem, high)):
+        low, high = high, 4 * high
+        if not math.isfinite(high):
+            return cheapest_selection(problem)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        if problem.fits(_at_multiplier(problem, middle)):
+            high = middle
+        else:
+            low = middle
+    return _spend_remainder(problem, _at_multiplier(problem, high))
+
+
+def first_selection(problem: KnapsackProblem) -> Selection:
+    """The best of the Lagrangian selections for each option of the largest linear; `cheapest_selection` must fit."""
+    largest = max(range(len(problem.choices)), key=lambda index: problem.choices[index].options[-1].costs[0])
+    found = [lagrangian_selection(problem)]
+    for number, option in enumerate(problem.choices[largest].options):
+        fixed = replace(problem.choices[largest], options=(option,))
+        part = replace(problem, choices=(*problem.choices[:largest], fixed, *problem.choices[largest + 1 :]))
+        if part.fits(cheapest_selection(part)):
+            selection = lagrangian_selection(part)
+            found.append((*selection[:largest], number, *selection[largest + 1 :]))
+
+    def divergence(selection: Selection) -> float:
+        chosen = zip(problem.choices, selection, strict=True)
+        return sum(choice.options[number].divergence for choice, number in chosen)
+
+    return min(found, key=divergence)
+
+
+def _spend_remainder(problem: KnapsackProblem, selection: Selection) -> Selection:
+    """Raise one option after another while it fits, the one with the most gain for its cost first."""
+    current = list(selection)
+    while True:
+        best, best_rate = None, 0.0
+        for index, choice in enumerate(problem.choices):
+            own = choice.options[current[index]]
+            for number, option in enumerate(choice.options):
+                gain = own.divergence - option.divergence
+                rate = gain / max(_limit_share(option, problem.limits) - _limit_share(own, problem.limits), 1e-12)
+                if gain > 0 and rate > best_rate:
+                    trial = (*current[:index], number, *current[index + 1 :])
+                    if problem.fits(trial):
+                        best, best_rate = (index, number), rate
+        if best is None:
+            return tuple(current)
+        current[best[0]] = best[1]
+
+
+def _at_multiplier(problem: KnapsackProblem, multiplier: float) -> Selection:
+    """The best option of each linear for a Lagrange multiplier of the whole budget; of equal ones the cheaper."""
+
+    def best(options: Sequence[FormatOption]) -> int:
+        return min(range(len(options)), key=lambda number: objective(options[number]))
+
+    def objective(option: FormatOption) -> tuple[float, float]:
+        share = _limit_share(option, problem.limits)
+        if math.isinf(multiplier):
+            return share, option.divergence
+        return option.divergence + multiplier * share, share
+
+    return tuple(best(choice.options) for choice in problem.choices)
+
+
+def _limit_share(option: FormatOption, limits: Sequence[float]) -> float:
+    """Share of the limits that an option takes, summed over all measures that have one."""
+    return sum(cost / limit for cost, limit in zip(option.costs, limits, strict=True) if math.isfinite(limit))

@@ -1,12 +1,25 @@
-"""Format candidates of a quantization plan, and the linears it covers."""
+"""Quantization plans: format candidates, the linears that a plan covers, and TOML files that users read and edit.
+
+    [linears]
+    "layers.0.qkv" = "int4/64 k-quant"  # 0.19 MB, KL 0.0031
+
+A format is written as `edge-run inspect` shows it: bits, block size and suffixes. The quantization method may follow;
+without one the default method of the bits is used.
+"""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
+from ...errors import InputError
+from ...models.json_file import shown
 from ...models.manifest import Method, WeightFormat
+from ...models.regular_file import read_regular
+from ...models.user_text import decode_text
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.layout import PER_LAYER_EMBEDDING, fused_linears
@@ -26,6 +39,25 @@ LOW_RANK_FORMATS: Final = tuple(
 """Formats with a low-rank correction, candidates only where corrections are allowed."""
 EMBEDDING_LINEAR: Final = "embedding"
 HEAD_LINEAR: Final = "head"
+_FORMATS: Final = {
+    str(each): each
+    for each in (
+        WeightFormat(32),
+        *(
+            WeightFormat(bits, block, zero_points=points, half_scales=half, rank=rank)
+            for bits in (2, 4, 8)
+            for block in (32, 64, 128)
+            for points in (False, True)
+            for half in (False, True)
+            for rank in ((0, 16, 32, 64) if bits == 2 else (0,))
+        ),
+    )
+}
+"""Formats that a plan may name, by their spelling."""
+_MAX_BYTES: Final = 1 << 22
+"""Largest file that is read; a plan of a thousand layers takes a tenth of it."""
+_MAX_NAMED: Final = 3
+_HINT: Final = "give a TOML file with a [linears] table"
 
 
 def format_candidates(
@@ -89,3 +121,117 @@ def completed_plan(config: DecoderConfig, plan: Mapping[str, WeightFormat]) -> d
         if linear.paired is not None:
             formats[linear.paired.name] = formats[linear.name]
     return {linear.name: WeightFormat(32) if linear.exact else formats[linear.name] for linear in fused_linears(config)}
+
+
+def write_plan(
+    plan: Mapping[str, WeightFormat], notes: Mapping[str, str] | None = None, heading: Sequence[str] = ()
+) -> str:
+    """Write a plan as text.
+
+    Args:
+        plan: Format of each linear, by its name.
+        notes: Comments by the name of a linear.
+        heading: Comment lines at the top.
+    """
+    lines = [f"# {_one_line(line)}" for line in heading]
+    lines.append("[linears]")
+    width = max((len(name) for name in plan), default=0) + 2
+    values = {name: f'"{spelled(weight_format)}"' for name, weight_format in plan.items()}
+    widest = max(map(len, values.values()), default=0)
+    for name, value in values.items():
+        note = _one_line((notes or {}).get(name, ""))
+        quoted = f'"{name}"'
+        lines.append(f"{quoted:{width}} = {value:{widest}}  # {note}" if note else f"{quoted:{width}} = {value}")
+    return "\n".join(lines) + "\n"
+
+
+def read_plan(file: Path, config: DecoderConfig) -> dict[str, WeightFormat]:
+    """Read a plan for every linear of a model.
+
+    A tied embedding may be left out; if it is given, its format must be its head's.
+
+    Raises:
+        InputError: The file cannot be read, is not TOML, or does not fit the model: a linear is missing or unknown, or
+            a format is not one.
+    """
+    table = _table(file)
+    known = {linear.name: linear for linear in fused_linears(config)}
+    needed = [linear.name for linear in planned_linears(config)]
+    if unknown := [name for name in table if name not in known]:
+        raise InputError(f"{file} names {_listed(unknown)} that the model does not have", _names_hint(needed))
+    if missing := [name for name in needed if name not in table]:
+        raise InputError(f"{file} lacks {_listed(missing)} of the model", _names_hint(needed))
+    plan = {name: _parsed(file, name, value) for name, value in table.items()}
+    for name, weight_format in plan.items():
+        if not is_allowed(known[name], weight_format):
+            hint = "give a rank only to linears inside layers, and no larger than their smaller dimension"
+            if known[name].experts:
+                hint = "give experts blocks that divide their columns, without zero points, float16 scales and ranks"
+            raise InputError(f"{file} gives {name} the format {weight_format}, which it cannot have", hint)
+    for linear in known.values():
+        other = linear.paired
+        if other is not None and plan.get(other.name, plan[linear.name]) != plan[linear.name]:
+            raise InputError(
+                f"{file} gives {linear.name} and {other.name} two formats, but one operator multiplies by both",
+                f"leave {other.name} out",
+            )
+    if config.tied_head and plan.get(EMBEDDING_LINEAR, plan[HEAD_LINEAR]) != plan[HEAD_LINEAR]:
+        raise InputError(
+            f"{file} gives embedding and head two formats, but they share one matrix", "leave the embedding out"
+        )
+    return completed_plan(config, plan)
+
+
+def spelled(weight_format: WeightFormat) -> str:
+    """A format with its method, as `read_plan` reads it."""
+    return f"{weight_format} {weight_format.method.value}" if weight_format.method is not None else str(weight_format)
+
+
+def _parse_format(text: str) -> WeightFormat | None:
+    """The format with that spelling, or None."""
+    name, _, method = text.partition(" ")
+    weight_format = _FORMATS.get(name)
+    if weight_format is None or not method.strip():
+        return weight_format
+    known = {each.value: each for each in Method}
+    if weight_format.bits == 32 or method.strip() not in known:
+        return None
+    return replace(weight_format, method=known[method.strip()])
+
+
+def _table(file: Path) -> dict[str, object]:
+    try:
+        text = decode_text(read_regular(file, _MAX_BYTES), str(file))
+        table = tomllib.loads(text).get("linears")
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror or error}", "give the file of a plan") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file} is not a quantization plan: {error}", _HINT) from error
+    if not isinstance(table, dict):
+        raise InputError(f"{file} is not a quantization plan: it has no table [linears]", _HINT)
+    return table
+
+
+def _parsed(file: Path, name: str, value: object) -> WeightFormat:
+    weight_format = _parse_format(value) if isinstance(value, str) else None
+    if weight_format is None:
+        raise InputError(
+            f"{file} gives {name} the unknown format {shown(value)}",
+            'write "fp32", "int4/64" or "int4/64 gptq": 2, 4 or 8 bits in blocks of 32, 64 or 128; for 2 bits also '
+            '"int2/64+rank32", of rank 16, 32 or 64',
+        )
+    return weight_format
+
+
+def _names_hint(needed: Sequence[str]) -> str:
+    return f"the linears are {', '.join(needed[:5])} and so on, to {needed[-1]}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    some = ", ".join(shown(name) for name in names[:_MAX_NAMED])
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return f"the linear{'s' if len(names) > 1 else ''} {some}{more}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())

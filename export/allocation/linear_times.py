@@ -36,7 +36,7 @@ from ..checkpoint.layout import fused_linears
 from ..graph import inputs_outputs
 from ..graph.feed_forward import EXPERTS_NODE
 from .format_candidates import BASE_FORMATS, EMBEDDING_LINEAR, HEAD_LINEAR
-from .plan_costs import weight_count
+from .plan_costs import Costs, weight_count
 from .timing_bundles import TimingBundle, timing_bundles, uniform_bundles
 
 WIDTHS: Final = (1, 2, 4, 8)
@@ -88,9 +88,14 @@ class LinearTimes:
         linears = sum(self.linear(linear, plan[linear.name], width) for linear in fused_linears(self.config))
         return interpolated(self.overhead, width) + linears
 
-    def costs(self, width: int) -> TimeCosts:
-        """Times of passes over `width` tokens as costs of plans."""
-        return TimeCosts(self, width)
+    def costs(self, width: int) -> Costs:
+        """Milliseconds of passes over `width` tokens as costs of plans; a linear and the one paired with it are one."""
+
+        def of(linear: FusedLinear, weight_format: WeightFormat) -> float:
+            both = (linear,) if linear.paired is None else (linear, linear.paired)
+            return sum(self.linear(each, weight_format, width) for each in both)
+
+        return Costs(of, interpolated(self.overhead, width))
 
     def scaled(self, factor: float) -> LinearTimes:
         """All times multiplied by a factor: those of the machine when it is slower."""
@@ -123,24 +128,6 @@ class LinearTimes:
             return cls(config, linears, _parsed_times(data["overhead"]))
         except (KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"not times of linears: {error}") from error
-
-
-@dataclass(frozen=True)
-class TimeCosts:
-    """Milliseconds of a pass of some width; implements `Costs`."""
-
-    times: LinearTimes
-    width: int
-
-    @property
-    def fixed(self) -> float:
-        """Milliseconds of a pass without its linears."""
-        return interpolated(self.times.overhead, self.width)
-
-    def of(self, linear: FusedLinear, weight_format: WeightFormat) -> float:
-        """Milliseconds of a linear and of the one paired with it."""
-        both = (linear,) if linear.paired is None else (linear, linear.paired)
-        return sum(self.times.linear(each, weight_format, self.width) for each in both)
 
 
 def load_or_measure(

@@ -8,10 +8,15 @@ further matrices of 8 bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Final, Protocol
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from typing import Final
 
+from ...errors import InputError
 from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear
@@ -20,43 +25,21 @@ from ..quantization.codes import FACTOR_FORMAT, OFFSETS, blocks_of
 from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, planned_linears
 
 _PACKED_BLOCK_BYTES: Final = 8
+_PATTERN: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(bpw|mb|ms)(?:@(\d{1,3}|file))?\s*", re.IGNORECASE)
+_HINT: Final = (
+    "write 3.5bpw (bits per weight) or 300MB, both as a pass reads them, 3.5bpw@file or 300MB@file, "
+    "or 9ms (a pass over one token; 20ms@4 for a pass over four tokens)"
+)
 
 
-class Costs(Protocol):
+@dataclass(frozen=True)
+class Costs:
     """One measure of a plan's cost, a sum over its linears."""
 
-    @property
-    def fixed(self) -> float:
-        """Cost of a pass that does not depend on the plan."""
-        ...
-
-    def of(self, linear: FusedLinear, weight_format: WeightFormat) -> float:
-        """Cost of a linear in that format."""
-        ...
-
-
-class ByteCosts:
-    """Bytes that a pass reads, as `bytes_read` counts them."""
-
-    fixed = 0.0
-
-    def of(self, linear: FusedLinear, weight_format: WeightFormat) -> float:
-        """Bytes of a linear in that format."""
-        return float(bytes_read(linear, weight_format))
-
-
-class FileCosts:
-    """Bytes in the file, as `bytes_stored` counts them."""
-
-    fixed = 0.0
-
-    def __init__(self, config: DecoderConfig) -> None:
-        """`config` says whether the head is the embedding's matrix too."""
-        self._tied = config.tied_head
-
-    def of(self, linear: FusedLinear, weight_format: WeightFormat) -> float:
-        """Bytes of a linear in that format."""
-        return float(bytes_stored(linear, weight_format, tied_head=self._tied))
+    of: Callable[[FusedLinear, WeightFormat], float]
+    """Cost of a linear in a format."""
+    fixed: float = 0.0
+    """Cost of a pass that does not depend on the plan."""
 
 
 def plan_cost(plan: Mapping[str, WeightFormat], costs: Costs, config: DecoderConfig) -> float:
@@ -111,6 +94,15 @@ def bytes_stored(linear: FusedLinear, weight_format: WeightFormat, *, tied_head:
     return stored
 
 
+BYTES_READ: Final = Costs(bytes_read)
+"""Bytes that a pass reads."""
+
+
+def file_costs(config: DecoderConfig) -> Costs:
+    """Bytes in the file, as `bytes_stored` counts them."""
+    return Costs(partial(bytes_stored, tied_head=config.tied_head))
+
+
 def weight_count(config: DecoderConfig) -> int:
     """Number of weights of all linears; a matrix that two of them share counts once."""
     tied = embedding_layout(config).weight_count if config.tied_head else 0
@@ -135,3 +127,74 @@ def _zero_point_bytes(columns: int, weight_format: WeightFormat) -> int:
     """Bytes of the packed zero points of a row."""
     blocks = blocks_of(columns, weight_format)
     return -(-blocks * weight_format.bits // 8) if weight_format.zero_points else 0
+
+
+class Measure(StrEnum):
+    """What a budget limits; each value is the suffix that users write."""
+
+    BITS = "bpw"
+    """Mean bits per weight that a pass reads, or in the file."""
+    MEGABYTES = "MB"
+    """Megabytes that a pass reads, or in the file."""
+    MILLISECONDS = "ms"
+    """Time of a pass."""
+
+
+_MEASURES: Final = {measure.value.lower(): measure for measure in Measure}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """An upper limit to the cost of a quantization plan."""
+
+    amount: float
+    measure: Measure
+    width: int = 1
+    """Number of tokens in the pass whose time is limited."""
+    in_file: bool = False
+    """Whether bytes are those that the linears take in the file, instead of those that a pass reads."""
+
+    def __str__(self) -> str:
+        place = "@file" if self.in_file else f"@{self.width}" if self.width != 1 else ""
+        return f"{self.amount:g}{self.measure.value}{place}"
+
+    def limit(self, config: DecoderConfig) -> float:
+        """The limit for a model, in bytes or milliseconds."""
+        match self.measure:
+            case Measure.BITS:
+                return self.amount * weight_count(config) / 8
+            case Measure.MEGABYTES:
+                return self.amount * 1e6
+            case Measure.MILLISECONDS:
+                return self.amount
+
+    def spelled(self, cost: float, config: DecoderConfig) -> str:
+        """Write a cost, in bytes or milliseconds, as a budget of this measure."""
+        place = "@file" if self.in_file else ""
+        match self.measure:
+            case Measure.BITS:
+                return f"{cost * 8 / weight_count(config):.3f}bpw{place}"
+            case Measure.MEGABYTES:
+                return f"{cost / 1e6:.2f}MB{place}"
+            case Measure.MILLISECONDS:
+                return f"{cost:.2f}ms"
+
+
+def parse_budget(text: str) -> Budget:
+    """Parse a budget that a user typed.
+
+    Raises:
+        InputError: The text is not a budget.
+    """
+    found = _PATTERN.fullmatch(text)
+    if found is None:
+        raise InputError(f"{text!r} is not a budget", _HINT)
+    amount, measure, place = float(found[1]), _MEASURES[found[2].lower()], (found[3] or "1").lower()
+    in_file = place == "file"
+    width = 1 if in_file else int(place)
+    if not 0 < amount < math.inf or width < 1:
+        raise InputError(f"{text!r} is not a budget: it must be positive", _HINT)
+    if found[3] is not None and in_file is (measure is Measure.MILLISECONDS):
+        wanted = "a size" if in_file else "a time"
+        raise InputError(f"{text!r} is not a budget: @{place} goes with {wanted} only", _HINT)
+    return Budget(amount, measure, width, in_file)

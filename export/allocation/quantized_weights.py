@@ -32,8 +32,7 @@ from ..checkpoint.source import (
     RowRange,
     in_order,
 )
-from ..quantization.codes import CorrectionTarget, InputStatistics, dequantized
-from ..quantization.low_rank_correction import correction_factors
+from ..quantization.codes import CorrectionTarget, InputStatistics, correction_factors, dequantized
 from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR
 
 
@@ -57,7 +56,8 @@ class QuantizedLinearStore:
                 without it, the source's weights, with all inputs weighted alike.
         """
         self._source = source
-        self._correction_targets = correction_targets or self._own_weights
+        self.correction_target = correction_targets or self._own_weights
+        """Returns the weights and input statistics that a low-rank correction of a linear approximates."""
         self._folder = folder
         self._linears = {linear.name: linear for linear in fused_linears(config)}
         self._tied = config.tied_head
@@ -109,7 +109,7 @@ class QuantizedLinearStore:
 
     def _make_factors(self, linear: FusedLinear, weight_format: WeightFormat) -> None:
         """Compute the low-rank correction of the format without a rank, whose codes it shares."""
-        weights, inputs = self._correction_targets(linear)
+        weights, inputs = self.correction_target(linear)
         if inputs is None:
             ones = np.ones(linear.columns, np.float32)
             inputs = InputStatistics(ones, ones)

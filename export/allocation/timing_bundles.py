@@ -16,14 +16,13 @@ from zlib import crc32
 import numpy as np
 
 from ...models.bundle import GRAPH_NAME, WEIGHTS_NAME, digest_file, mark_verified
-from ...models.manifest import MANIFEST_NAME, FileDigest, Manifest, WeightFormat
-from ..bundle_writer import PRODUCER, architecture_of
+from ...models.manifest import MANIFEST_NAME, WeightFormat
+from ..bundle_content import BundleContent
+from ..bundle_writer import write_graph
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear, QuantPlan
-from ..checkpoint.layout import expected_tensors, fused_linears, layer_layout
+from ..checkpoint.layout import expected_tensors, layer_layout
 from ..checkpoint.source import Float32Array, LowRankFactors, QuantizedRows, RowRange, UInt8Array
-from ..graph.decoder import build_graph
-from ..graph.initializers import Initializers, WeightFile
 from ..quantization.codes import FACTOR_FORMAT, blocks_of
 from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, is_allowed
 
@@ -52,21 +51,11 @@ class TimingBundle:
             OSError: The disk refused a write.
         """
         folder.mkdir(parents=True)
-        config, context = self.config, min(_CONTEXT, self.config.default_positions)
-        with WeightFile(folder / WEIGHTS_NAME) as data:
-            weights = Initializers(_RandomSource(config, folder), data, lambda _: None)
-            (folder / GRAPH_NAME).write_bytes(build_graph(config, context, self.plan, weights).SerializeToString())
-            files: dict[str, FileDigest] = {WEIGHTS_NAME: data.digest()}
-        files[GRAPH_NAME] = digest_file(folder / GRAPH_NAME)
-        weight_count = sum(linear.weight_count for linear in fused_linears(config))
-        manifest = Manifest(
-            architecture=architecture_of(config, context),
-            weights=self.plan,
-            bits_per_weight=sum(weights.linear_bits.values()) / weight_count,
-            files=files,
-            producer=PRODUCER,
-        )
-        (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+        source, context = _RandomSource(self.config, folder), min(_CONTEXT, self.config.default_positions)
+        content = BundleContent(source=source, original=source, config=self.config, plan=self.plan, context=context)
+        _, manifest = write_graph(folder, content)
+        files = {**manifest.files, GRAPH_NAME: digest_file(folder / GRAPH_NAME)}
+        (folder / MANIFEST_NAME).write_text(replace(manifest, files=files).to_json(), encoding="utf-8")
         mark_verified(folder / WEIGHTS_NAME, files[WEIGHTS_NAME])
 
 

@@ -24,8 +24,8 @@ from ..checkpoint.layout import final_norm, head_layout, layer_layout
 from ..checkpoint.source import Float32Array, ModelSource, ModelSourceWrapper, QuantizedRows, RowRange, in_order
 from ..quantization.codes import InputStatistics, dequantized
 from ..quantization.methods import QUANTIZERS
-from .calibrated_source import Statistics
-from .expert_layers import expert_of
+from .collect_statistics import StatisticsOf
+from .layer_graphs import expert_of
 
 STAGE: Final = "AWQ scaling"
 _EXPONENTS: Final = tuple(step / 10 for step in range(1, 10))
@@ -94,17 +94,14 @@ class AwqSource(ModelSourceWrapper):
         return weights
 
 
-class AwqStatistics:
+def scaled_statistics(statistics: StatisticsOf, scales: AwqScales) -> StatisticsOf:
     """Input statistics of a model with AWQ scaling."""
 
-    def __init__(self, statistics: Statistics, scales: AwqScales) -> None:
-        self._statistics = statistics
-        self._scales = scales
-
-    def of(self, linear: str) -> InputStatistics | None:
-        """See `Statistics.of`."""
-        known, factors = self._statistics.of(linear), self._scales.inputs.get(linear)
+    def of(linear: str) -> InputStatistics | None:
+        known, factors = statistics(linear), scales.inputs.get(linear)
         return known if known is None or factors is None else scaled_inputs(known, factors)
+
+    return of
 
 
 def scaled_inputs(inputs: InputStatistics, factors: Float32Array) -> InputStatistics:
@@ -119,8 +116,12 @@ def scaled_inputs(inputs: InputStatistics, factors: Float32Array) -> InputStatis
 
 
 def apply_awq(
-    source: ModelSource, config: DecoderConfig, statistics: Statistics, weight_format: WeightFormat, progress: Progress
-) -> tuple[AwqSource, AwqStatistics]:
+    source: ModelSource,
+    config: DecoderConfig,
+    statistics: StatisticsOf,
+    weight_format: WeightFormat,
+    progress: Progress,
+) -> tuple[AwqSource, StatisticsOf]:
     """Find and apply AWQ scales for every linear whose inputs can be scaled where they are computed.
 
     Args:
@@ -141,7 +142,7 @@ def apply_awq(
     found: dict[str, Float32Array] = {}
 
     def search(candidate: _ScalableLinear) -> Float32Array | None:
-        linear, known = candidate.linear, statistics.of(candidate.linear.name)
+        linear, known = candidate.linear, statistics(candidate.linear.name)
         if known is None:
             return None
         return _best_scales(_sampled_rows(source, linear), known, weight_format, candidate.shared)
@@ -155,7 +156,7 @@ def apply_awq(
     for candidate in candidates:
         if candidate.linear.name in found:
             candidate.enter(scales, found[candidate.linear.name])
-    return AwqSource(source, config, scales), AwqStatistics(statistics, scales)
+    return AwqSource(source, config, scales), scaled_statistics(statistics, scales)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,11 @@ from ..bundle_content import BundleContent, SourceModel
 from ..bundle_writer import write_bundle
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layout import fused_linears
-from ..recipe import DEFAULT_CALIBRATION_TOKENS, INT8, CalibrationRequest, ExportRecipe, with_methods
+from ..quantization.methods import INT8, with_methods
+from ..recipe import ExportRecipe
 
+DEFAULT_CALIBRATION_TOKENS: Final = 16384
+"""Maximum tokens of calibration text by default, except for models with narrow linears."""
 MAX_TEXT_TOKENS: Final = 512
 """Largest number of tokens of one text; a longer one is cut into several."""
 MIN_TOKENS: Final = 1024
@@ -47,16 +50,14 @@ class CalibrationText:
     """Source of the texts for people: a file's name, or the model itself."""
 
 
-def calibration_text(
-    model: SourceModel, request: CalibrationRequest, folder: Path, progress: Progress
-) -> CalibrationText:
+def calibration_text(model: SourceModel, recipe: ExportRecipe, folder: Path, progress: Progress) -> CalibrationText:
     """Read or sample the calibration text of a model, and keep it in a folder.
 
     The text is tokenized or sampled with a trial export in 8 bits, which is close to the float model.
 
     Args:
         model: The model.
-        request: Source and size of the text.
+        recipe: Source, size and seed of the text.
         folder: Folder that keeps the text; it is reused from there.
         progress: Receives the stage "text".
 
@@ -67,29 +68,29 @@ def calibration_text(
         OSError: The disk refused a write.
     """
     max_text_tokens = min(MAX_TEXT_TOKENS, model.context)
-    max_tokens = request.max_tokens or default_tokens(model.config)
+    max_tokens, file = recipe.calibration_tokens or default_tokens(model.config), recipe.calibration_file
     texts = _stored(folder)
     if texts is None:
         progress(_STAGE, 0.0)
         trial = folder / _TRIAL
         _write_trial(model, trial, progress)
-        if request.file is None:
+        if file is None:
             texts = sample_texts(
                 trial,
                 max_tokens,
                 max_text_tokens,
-                request.seed,
+                recipe.seed,
                 lambda share: progress(_STAGE, 0.5 + 0.5 * share),
                 sliding_windows=any(layer.window is not None for layer in model.config.attention),
             )
         else:
-            read = read_texts(trial, request.file, max_tokens, max_text_tokens, request.seed)
-            texts = _random_sample(read, max_tokens, request.seed)
+            read = read_texts(trial, file, max_tokens, max_text_tokens, recipe.seed)
+            texts = _random_sample(read, max_tokens, recipe.seed)
         remove(trial)
         _store(folder, texts)
         progress(_STAGE, 1.0)
-    origin = "text sampled from the model itself" if request.file is None else request.file.name
-    return split_texts(texts, origin, max_text_tokens, request.seed)
+    origin = "text sampled from the model itself" if file is None else file.name
+    return split_texts(texts, origin, max_text_tokens, recipe.seed)
 
 
 def default_tokens(config: DecoderConfig) -> int:
@@ -143,7 +144,9 @@ def _write_trial(model: SourceModel, folder: Path, progress: Progress) -> None:
     folder.mkdir(parents=True)
     recipe = ExportRecipe(INT8, context=model.context)
     plan = with_methods(recipe.quant_plan(model.config), recipe.methods)
-    content = BundleContent(model.source, model.source, model.config, plan, model.context, recipe.layout, "")
+    content = BundleContent(
+        source=model.source, original=model.source, config=model.config, plan=plan, context=model.context
+    )
     write_bundle(folder, content, lambda _, fraction: progress(_STAGE, 0.5 * fraction))
 
 

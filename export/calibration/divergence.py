@@ -8,7 +8,8 @@ are not; `divergence_of_bundle` measures the graph as it is shipped.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Final
@@ -16,6 +17,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ...models.array_file import read_array
 from ...models.manifest import WeightFormat
 from ...runtime.text.turn_markers import TokenArray
 from ..bundle_content import SourceModel
@@ -24,8 +26,7 @@ from ..checkpoint.layer_weights import FusedLinear, QuantPlan
 from ..checkpoint.layout import fused_linears, layer_layout
 from ..checkpoint.source import Float32Array, in_order
 from .layer_runner import CONCURRENT_PASSES, LayerRunner
-from .logit_comparison import LogitComparison, LogitDifference, ReferenceLogits
-from .state_cache import PinnedArrays, RecentArrays
+from .logit_comparison import LogitComparison, LogitDifference, ReferenceLogits, owned
 from .text_batches import Batch, pack_texts
 
 EXACT: Final = WeightFormat(32)
@@ -299,3 +300,70 @@ class PlanEvaluator:
 
 def _perplexity(parts: Sequence[LogitDifference] | Sequence[ReferenceLogits]) -> float:
     return float(np.exp(np.nanmean(np.concatenate([each.next_nll for each in parts]))))
+
+
+class RecentArrays:
+    """A least-recently-used cache of arrays."""
+
+    def __init__(self, limit: int) -> None:
+        """`limit` is the largest total size in bytes."""
+        self.limit = limit
+        self._bytes = 0
+        self._arrays: OrderedDict[Hashable, Float32Array] = OrderedDict()
+
+    def get(self, key: Hashable) -> Float32Array | None:
+        """The array with that key, or None."""
+        if key not in self._arrays:
+            return None
+        self._arrays.move_to_end(key)
+        return self._arrays[key]
+
+    def put(self, key: Hashable, array: Float32Array) -> None:
+        """Cache an array, unless it is larger than the limit."""
+        if key in self._arrays or array.nbytes > self.limit:
+            return
+        self._bytes += array.nbytes
+        self._arrays[key] = owned(array)
+        while self._bytes > self.limit:
+            _, oldest = self._arrays.popitem(last=False)
+            self._bytes -= oldest.nbytes
+
+    def clear(self) -> None:
+        """Drop all arrays."""
+        self._arrays.clear()
+        self._bytes = 0
+
+
+class PinnedArrays:
+    """Arrays that are never dropped: in memory up to a limit, further ones in files."""
+
+    def __init__(self, limit: int, folder: Path) -> None:
+        """`limit` is the largest total size in memory, in bytes; `folder` takes the files."""
+        self._room = limit
+        self._folder = folder
+        self._arrays: dict[str, Float32Array | None] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._arrays
+
+    def get(self, name: str) -> Float32Array:
+        """The array with that name."""
+        array = self._arrays[name]
+        return read_array(self._path(name)) if array is None else array
+
+    def put(self, name: str, array: Float32Array) -> None:
+        """Keep an array.
+
+        Raises:
+            OSError: The disk refused a write.
+        """
+        if array.nbytes <= self._room:
+            self._room -= array.nbytes
+            self._arrays[name] = owned(array)
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        np.save(self._path(name), array, allow_pickle=False)
+        self._arrays[name] = None
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.npy"

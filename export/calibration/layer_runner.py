@@ -26,15 +26,17 @@ from ..checkpoint.source import Float32Array, RowRange
 from ..graph import inputs_outputs
 from ..graph.decoder import IR_VERSION, OPSET
 from ..graph.nodes import MICROSOFT
-from .expert_layers import ExpertWeights, RoutedInputs, run_experts
 from .layer_graphs import (
     HIDDEN,
     TEXT_STARTS,
+    ExpertWeights,
     HalfLayer,
+    RoutedInputs,
     Vector,
     attention_half,
     feed_forward_half,
     router_half,
+    run_experts,
     state_half,
     within_text,
 )

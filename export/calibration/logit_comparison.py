@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,10 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 from ..check.contract_session import ModelSession
 from ..checkpoint.source import Float32Array
 from ..graph.decoder import IR_VERSION, OPSET
-from .state_cache import owned
 
 Float64Array = npt.NDArray[np.float64]
+
+_Scalar = TypeVar("_Scalar", bound=np.generic)
 
 FULL_VOCABULARY: Final = 8192
 """Largest vocabulary that is compared as a whole."""
@@ -157,3 +158,11 @@ def _model(
         constants,
     )
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+
+
+def owned(array: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
+    """The array itself if NumPy owns its memory, else a copy."""
+    holder: npt.NDArray[Any] = array
+    while isinstance(holder.base, np.ndarray):
+        holder = holder.base
+    return array if holder.base is None else array.copy()

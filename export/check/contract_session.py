@@ -149,11 +149,10 @@ class ContractSession:
         """
         self._options.log_severity_level = VERBOSE
         try:
-            with _captured_stderr() as captured:
+            with _captured_stderr() as lines:
                 logits = self.forward(tokens, logits_for)
         finally:
             self._options.log_severity_level = SILENT
-        lines = captured.text.splitlines(keepends=True)
         if sys.stderr is not None:  # show what something else wrote meanwhile, such as a progress bar
             sys.stderr.writelines(line for line in lines if _LOG_MARK not in line)
         return logits, sum(_EXPANSION_MESSAGE in line for line in lines)
@@ -296,19 +295,13 @@ def _serialized(model: ModelProto) -> bytes:
         ) from error
 
 
-class _CapturedText:
-    """Captured output; `text` is set when the capture ends."""
-
-    text: str = ""
-
-
 @contextmanager
-def _captured_stderr() -> Iterator[_CapturedText]:
+def _captured_stderr() -> Iterator[list[str]]:
     """Capture what any part of the process writes to standard error, instead of showing it.
 
-    Captures nothing if the process has no standard error.
+    Yields a list that has the lines when the block ends: none if the process has no standard error.
     """
-    captured = _CapturedText()
+    captured: list[str] = []
     with _STDERR_LOCK:
         try:
             original = os.dup(_STDERR)
@@ -325,7 +318,7 @@ def _captured_stderr() -> Iterator[_CapturedText]:
                 os.dup2(original, _STDERR)
                 os.close(original)
                 file.seek(0)
-                captured.text = file.read().decode("utf-8", errors="replace")
+                captured += file.read().decode("utf-8", errors="replace").splitlines(keepends=True)
 
 
 def _flush_stderr() -> None:

@@ -1,4 +1,7 @@
-"""References of draft heads in float64 NumPy: EAGLE-3 token by token and without a cache, and Medusa."""
+"""References of draft heads in float64 NumPy: EAGLE-3 token by token, Medusa, multi-token prediction.
+
+They have no cache; a module of multi-token prediction computes the full attention matrix.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checkpoint.source import RowRange
-from .reference_operations import WeightSource, rms_norm, rotate, softmax
-from .reference_operations import linear as linear_of
-from .reference_positions import Float64Array, head_dim, rotation
+from .reference import (
+    language_settings,
+    reference_attention,
+    reference_feed_forward,
+    reference_layer,
+    reference_lm_head,
+    reference_norm,
+)
+from .reference_operations import WeightSource, linear, silu
+from .reference_positions import Float64Array
 
 
 class HeadOutputs(NamedTuple):
@@ -30,7 +40,7 @@ def reference_head(
     features: Float64Array,
     context: int,
 ) -> HeadOutputs:
-    """Run a head over a sequence: first over tokens with the target's features, then from its own states.
+    """Run an EAGLE-3 head over a sequence: first over tokens with the target's features, then from its own states.
 
     Args:
         weights: the head's tensors, named like those of a decoder of one layer.
@@ -39,55 +49,22 @@ def reference_head(
         features: the target's features of the first tokens, float64 [k, 3 * target hidden], k at least 1.
         context: number of positions that the exported graph supports.
     """
-    settings = {**config, "model_type": "llama"}
-    heads, dim = settings["num_attention_heads"], head_dim(settings)
-    kv_heads = settings.get("num_key_value_heads") or heads
-    name, count = "model.layers.0", len(embeddings)
-    cosines, sines = rotation(settings, 0, np.arange(count), context)
-    epsilon = float(settings.get("rms_norm_eps") or 1e-6)
-    biased = bool(settings.get("attention_bias"))
-
-    def matrix(module: str) -> Float64Array:
-        return np.concatenate([np.asarray(piece, np.float64) for piece in weights.chunks(f"{module}.weight")])
-
-    def linear(module: str, value: Float64Array, *, has_bias: bool = False) -> Float64Array:
-        product = value @ matrices[module].T
-        return product + weights.read(f"{module}.bias") if has_bias else product
+    settings, layer = {**config, "model_type": "llama"}, "model.layers.0"
 
     def norm(module: str, value: Float64Array) -> Float64Array:
-        return np.asarray(rms_norm(value, epsilon) * weights.read(f"{module}.weight"))
+        return reference_norm(weights, settings, module, value)
 
-    def rotated(value: Float64Array, position: int) -> Float64Array:
-        at = slice(position, position + 1)
-        turned: Float64Array = rotate(value.reshape(1, -1, dim), cosines[at], sines[at])[0]
-        return turned
-
-    modules = [f"{name}.self_attn.{each}_proj" for each in "qkvo"]
-    modules += [f"{name}.mlp.{each}_proj" for each in ("gate", "up", "down")]
-    matrices = {module: matrix(module) for module in (*modules, "fc", "lm_head")}
-    keys: list[Float64Array] = []
-    values: list[Float64Array] = []
-    states: list[Float64Array] = []
-    logits: list[Float64Array] = []
-    for index, embedding in enumerate(embeddings):
-        hidden = linear("fc", features[index]) if index < len(features) else states[-1]
-        normed = np.concatenate([norm(f"{name}.input_layernorm", embedding), norm(f"{name}.hidden_norm", hidden)])
-        query, key, value = (linear(each, normed, has_bias=biased) for each in modules[:3])
-        keys.append(rotated(key, index))
-        values.append(value.reshape(kv_heads, dim))
-        queries = rotated(query, index)
-        attended = np.empty((heads, dim))
-        for head in range(heads):
-            group = head // (heads // kv_heads)
-            scores = np.array([queries[head] @ each[group] for each in keys]) / np.sqrt(dim)
-            attended[head] = softmax(scores) @ np.array([each[group] for each in values])
-        hidden = hidden + linear(modules[3], attended.reshape(-1), has_bias=biased)
-        normed = norm(f"{name}.post_attention_layernorm", hidden)
-        gate = linear(modules[4], normed)
-        hidden = hidden + linear(modules[6], gate / (1 + np.exp(-gate)) * linear(modules[5], normed))
-        states.append(hidden)
-        logits.append(linear("lm_head", norm("model.norm", hidden)))
-    return HeadOutputs(np.array(logits), np.array(states))
+    embedded = norm(f"{layer}.input_layernorm", embeddings)
+    given = list(linear(weights, "fc", features[: len(embeddings)], biased=False))
+    while True:
+        hidden = np.array(given)
+        both = np.concatenate([embedded[: len(given)], norm(f"{layer}.hidden_norm", hidden)], axis=-1)
+        hidden = hidden + reference_attention(weights, settings, 0, both, context)
+        normed = norm(f"{layer}.post_attention_layernorm", hidden)
+        states = hidden + reference_feed_forward(weights, settings, f"{layer}.mlp", normed)
+        if len(given) == len(embeddings):
+            return HeadOutputs(linear(weights, "lm_head", norm("model.norm", states), biased=False), states)
+        given.append(states[-1])
 
 
 def reference_medusa(
@@ -108,9 +85,9 @@ def reference_medusa(
     for own_blocks, output in zip(blocks, outputs, strict=True):
         hidden = state
         for block in own_blocks:
-            product = linear_of(weights, block, hidden, biased=True)
-            hidden = hidden + product / (1 + np.exp(-product))
-        logits.append(linear_of(weights, output, hidden, biased=False))
+            product = linear(weights, block, hidden, biased=True)
+            hidden = hidden + silu(product)
+        logits.append(linear(weights, output, hidden, biased=False))
     return np.array(logits)
 
 
@@ -118,3 +95,51 @@ def embedding_rows(weights: WeightSource, tokens: npt.NDArray[np.int64]) -> Floa
     """Embeddings of tokens, float64 [n, hidden], without the factor that some families apply."""
     rows = [RowRange("model.embed_tokens.weight", token, token + 1) for token in tokens.tolist()]
     return np.concatenate([weights.read_rows(row) for row in rows]).astype(np.float64)
+
+
+class TargetWeights(NamedTuple):
+    """The weights of a module's target."""
+
+    used: WeightSource
+    """Those that the graph has, of which the module uses embedding and LM head."""
+    original: WeightSource
+    """Those of the checkpoint, which calibration may have scaled in `used`."""
+
+
+def reference_mtp(
+    weights: WeightSource,
+    target: TargetWeights,
+    config: Mapping[str, Any],
+    tokens: npt.NDArray[np.int64],
+    features: Float64Array,
+    context: int,
+) -> HeadOutputs:
+    """Run Qwen's module over a sequence: first over tokens with the target's features, then from its own states.
+
+    Args:
+        weights: the module's tensors; those of its layer are named like a decoder's first layer.
+        target: the target's tensors.
+        config: the parsed config.json of the target.
+        tokens: token ids, int64 [n]; each is the one after the token that its features belong to.
+        features: the target's residual stream after its last layer, float64 [k, hidden], of the first k tokens.
+        context: number of positions that the exported graph supports.
+
+    Returns:
+        Logits of every token, and its states after the module's last norm.
+    """
+    layer = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "mlp_only_layers": [], "decoder_sparse_step": 1}
+    settings = {**language_settings(config), **layer}
+    embedded = reference_norm(weights, settings, "mtp.pre_fc_norm_embedding", embedding_rows(target.used, tokens))
+    given = list(reference_norm(target.original, settings, "model.norm", features))
+    while True:
+        normed = reference_norm(weights, settings, "mtp.pre_fc_norm_hidden", np.array(given))
+        both = np.concatenate([embedded[: len(given)], normed], axis=-1)
+        hidden = reference_layer(weights, settings, 0, linear(weights, "mtp.fc", both, biased=False), context)
+        states = reference_norm(weights, settings, "mtp.norm", hidden)
+        if len(given) == len(tokens):
+            break
+        given.append(states[-1])
+    # Where calibration multiplied the columns of the LM head, it divided the norm before it.
+    ones = np.ones((1, states.shape[-1]))
+    scaled, unscaled = (reference_norm(each, settings, "model.norm", ones) for each in target)
+    return HeadOutputs(reference_lm_head(target.used, settings, states * (scaled / unscaled)), states)

@@ -26,12 +26,16 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import onnx
+from onnx import ModelProto, NodeProto, TensorProto, helper
 from threadpoolctl import threadpool_limits
 
-from ...errors import ExportError
-from ...models.bundle import GRAPH_NAME
+from ...errors import BundleError, ExportError
+from ...models.bundle import GRAPH_NAME, Bundle
 from ...models.manifest import WeightFormat
+from ...runtime.measure.exactness import SAMPLE_TEXT
+from ...runtime.text.tokenizer import TextTokenizer
 from ..bundle_content import BundleContent
+from ..calibration.divergence import Divergence
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.json_fields import read_json
 from ..checkpoint.layer_weights import FusedLinear
@@ -39,7 +43,6 @@ from ..checkpoint.layout import fused_linears
 from ..checkpoint.source import Float32Array, ModelSource, RowRange, in_order
 from ..quantization.codes import dequantized
 from .contract_session import ContractSession
-from .float_activations import with_float_activations
 from .reference import TokenArray, reference_logits
 from .reference_positions import Float64Array
 
@@ -49,6 +52,15 @@ MIN_CORRELATION: Final = 0.9
 NUM_TOKENS: Final = 32
 NUM_SINGLE_TOKENS: Final = 2
 """Number of tokens that run one by one after the prefill; few, as 8-bit weights are slow at accuracy level 1."""
+_FLOAT32_ACCURACY: Final = 1
+"""Accuracy level at which operators do not quantize activations."""
+_QMOE_CODES_AND_SCALES: Final = ((2, 3), (5, 6))
+"""Input indices of codes and scales in QMoE, for the first and the second matrix of an expert."""
+_QMOE_BIASES: Final = (4, 7)
+_QMOE_ONLY: Final = ("expert_weight_bits", "block_size", "accuracy_level", "weights_prepacked")
+"""Attributes of QMoE that MoE does not have."""
+MAX_TOKENS: Final = 64
+"""Number of tokens at most: the reference decoder takes as long for them as a parity check does."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +105,11 @@ class RoundedLinears:
         return in_order(self.read_rows, self._checkpoint.row_ranges(name))
 
 
-class QuantizedWeights(RoundedLinears):
-    """Reads a checkpoint with every linear's weights quantized to its format and dequantized."""
-
-    def __init__(self, checkpoint: ModelSource, config: DecoderConfig, plan: Mapping[str, WeightFormat]) -> None:
-        super().__init__(checkpoint, fused_linears(config), plan)
+def quantized_weights(
+    checkpoint: ModelSource, config: DecoderConfig, plan: Mapping[str, WeightFormat]
+) -> RoundedLinears:
+    """Read a checkpoint with every linear's weights quantized to its format and dequantized."""
+    return RoundedLinears(checkpoint, fused_linears(config), plan)
 
 
 def check_parity(folder: Path, content: BundleContent, progress: Callable[[float], None]) -> Parity:
@@ -118,7 +130,7 @@ def check_parity(folder: Path, content: BundleContent, progress: Callable[[float
     quantized = any(weight_format.bits != 32 for weight_format in content.plan.values())
     # Products this small lose far more to the wake-up of BLAS threads than they gain from them.
     with threadpool_limits(1, user_api="blas"):
-        expected = reference_logits(QuantizedWeights(content.source, config, content.plan), settings, tokens, context)
+        expected = reference_logits(quantized_weights(content.source, config, content.plan), settings, tokens, context)
         progress(0.4)
         original = reference_logits(content.original, settings, tokens, context) if quantized else expected
     progress(0.8)
@@ -177,3 +189,89 @@ def log_softmax(logits: Float64Array) -> Float64Array:
     """Log-probabilities of logits, over their last axis."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
     return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
+
+
+def with_float_activations(model: ModelProto) -> ModelProto:
+    """Change every operator of `model` that has an accuracy level to float32 activations, in place.
+
+    With float activations, an exported graph and its reference differ by float32 rounding only. QMoE has no such level
+    for 8-bit experts, so their weights are dequantized in the graph and the node becomes a MoE.
+
+    Returns:
+        `model`.
+    """
+    nodes = [each for node in model.graph.node for each in _with_float32(node)]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    return model
+
+
+def _with_float32(node: NodeProto) -> list[NodeProto]:
+    attributes = {attribute.name: attribute for attribute in node.attribute}
+    bits, block = attributes.get("expert_weight_bits"), attributes.get("block_size")
+    if node.op_type != "QMoE" or bits is None or bits.i != 8 or block is None:
+        if "accuracy_level" in attributes:
+            attributes["accuracy_level"].i = _FLOAT32_ACCURACY
+        return [node]
+    dequantize: list[NodeProto] = []
+    weights = []
+    for codes, scales in ((node.input[first], node.input[second]) for first, second in _QMOE_CODES_AND_SCALES):
+        zero_point = helper.make_tensor("zero_point", TensorProto.UINT8, [1], [128])
+        name = f"{codes}.float"
+        dequantize += [
+            helper.make_node("Shape", [scales], [f"{name}.shape"]),
+            helper.make_node("ConstantOfShape", [f"{name}.shape"], [f"{name}.zero_point"], value=zero_point),
+            helper.make_node(
+                "DequantizeLinear",
+                [codes, scales, f"{name}.zero_point"],
+                [name],
+                axis=2,
+                block_size=block.i,
+            ),
+        ]
+        weights.append(name)
+    first, second = (node.input[index] if index < len(node.input) else "" for index in _QMOE_BIASES)
+    inputs = [*node.input[:2], weights[0], first, weights[1], second]
+    moe = helper.make_node("MoE", inputs, list(node.output), name=node.name, domain=node.domain)
+    moe.attribute.extend(attribute for attribute in node.attribute if attribute.name not in _QMOE_ONLY)
+    return [*dequantize, moe]
+
+
+def quality_on_sample_text(folder: Path, content: BundleContent) -> Divergence | None:
+    """Compare the graph in `folder`, as shipped, with the reference decoder on the weights that it was made from.
+
+    Returns:
+        The figures; None where the model's tokenizer cannot be used or gives fewer than two tokens.
+
+    Raises:
+        CheckpointError: a tensor cannot be read.
+        ExportError: the graph cannot be loaded or run.
+    """
+    tokens = _tokens(folder, content)
+    if len(tokens) < 2:
+        return None
+    settings = read_json(content.source.folder / "config.json")
+    with threadpool_limits(1, user_api="blas"):
+        original = log_softmax(reference_logits(content.original, settings, tokens, content.context))
+    session = ContractSession(folder, content.config, len(tokens))
+    shipped = log_softmax(session.forward(tokens, np.arange(len(tokens))).astype(np.float64))
+    kl = np.sum(np.exp(original) * (original - shipped), axis=-1)
+    before, following = np.arange(len(tokens) - 1), tokens[1:]
+    return Divergence(
+        mean_kl=float(kl.mean()),
+        p99_kl=float(np.quantile(kl, 0.99)),
+        top1_agreement=float(np.mean(shipped.argmax(-1) == original.argmax(-1))),
+        perplexity=float(np.exp(-shipped[before, following].mean())),
+        float_perplexity=float(np.exp(-original[before, following].mean())),
+        tokens=len(tokens),
+    )
+
+
+def _tokens(folder: Path, content: BundleContent) -> TokenArray:
+    """The first tokens of the text; none where the tokenizer cannot be used."""
+    try:
+        tokenizer = TextTokenizer(Bundle(folder, folder / GRAPH_NAME, None), content.config.vocab_size)
+        ids = tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True)
+    except BundleError:
+        ids = []
+    return np.array(ids[: min(MAX_TOKENS, content.context)], np.int64)

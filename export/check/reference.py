@@ -15,9 +15,24 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checkpoint.source import RowRange
-from .reference_experts import experts, has_experts
 from .reference_gemma4 import gemma4_logits
-from .reference_operations import WeightSource, gelu_tanh, linear, rms_norm, rotate, soft_capped, softmax
+from .reference_operations import (
+    WeightSource,
+    convolved,
+    delta_net,
+    experts,
+    gated,
+    gated_by_half,
+    gelu_tanh,
+    has_experts,
+    linear,
+    mamba2,
+    rms_norm,
+    rotate,
+    silu,
+    soft_capped,
+    softmax,
+)
 from .reference_positions import (
     DELTA_NETS,
     Float64Array,
@@ -29,7 +44,6 @@ from .reference_positions import (
     query_scales,
     rotation,
 )
-from .reference_recurrent import delta_net, mamba2
 
 TokenArray = npt.NDArray[np.int64]
 
@@ -109,7 +123,7 @@ def reference_layer(
         return reference_norm(weights, config, f"{name}.{suffix}", value)
 
     def attention(value: Float64Array) -> Float64Array:
-        return _attention(weights, config, layer, value, context)
+        return reference_attention(weights, config, layer, value, context)
 
     def mix_tokens(value: Float64Array) -> Float64Array:
         if kind not in (*DELTA_NETS, "granitemoehybrid") or has_attention(config, layer):
@@ -122,8 +136,8 @@ def reference_layer(
         if has_experts(config, layer):
             return experts(weights, config, name, value)
         if kind == "granitemoehybrid":
-            return _shared_feed_forward(weights, f"{name}.shared_mlp", value)
-        return _feed_forward(weights, config, f"{name}.mlp", value)
+            return gated_by_half(weights, f"{name}.shared_mlp", value)
+        return reference_feed_forward(weights, config, f"{name}.mlp", value)
 
     if kind == "olmo2":
         hidden = hidden + norm("post_attention_layernorm", attention(hidden))
@@ -132,7 +146,7 @@ def reference_layer(
         normed = norm("operator_norm", hidden)
         mixed = attention(normed) if has_attention(config, layer) else _convolution(weights, config, name, normed)
         hidden = hidden + mixed
-        return hidden + _lfm2_feed_forward(weights, name, norm("ffn_norm", hidden))
+        return hidden + gated(weights, f"{name}.feed_forward", ("w1", "w3", "w2"), norm("ffn_norm", hidden))
     if kind in _GEMMA:
         attended = attention(norm("input_layernorm", hidden))
         hidden = hidden + norm("post_attention_layernorm", attended)
@@ -142,7 +156,10 @@ def reference_layer(
     return hidden + feed_forward(norm("post_attention_layernorm", hidden)) * residual_multiplier
 
 
-def _attention(weights: WeightSource, config: Settings, layer: int, normed: Float64Array, context: int) -> Float64Array:
+def reference_attention(
+    weights: WeightSource, config: Settings, layer: int, normed: Float64Array, context: int
+) -> Float64Array:
+    """Compute the output of the attention of a layer from its input, float64 [n, _]."""
     kind, name, length = config["model_type"], f"model.layers.{layer}.self_attn", len(normed)
     heads, dim = config["num_attention_heads"], head_dim(config)
     kv_heads = config.get("num_key_value_heads") or heads
@@ -192,19 +209,12 @@ def _attention(weights: WeightSource, config: Settings, layer: int, normed: Floa
 
 def _convolution(weights: WeightSource, config: Settings, layer: str, normed: Float64Array) -> Float64Array:
     """LFM2's gated short convolution: every channel's inputs at the last few tokens, weighted by its kernel."""
-    name, biased, kernel = f"{layer}.conv", bool(config.get("conv_bias")), config.get("conv_L_cache") or 3
+    name, biased = f"{layer}.conv", bool(config.get("conv_bias"))
     gate_in, gate_out, value = np.split(linear(weights, f"{name}.in_proj", normed, biased), 3, axis=-1)
-    inputs = np.concatenate([np.zeros((kernel - 1, value.shape[-1])), gate_in * value])
-    taps = weights.read(f"{name}.conv.weight").astype(np.float64)[:, 0]
-    convolved = np.stack([(inputs[token : token + kernel] * taps.T).sum(axis=0) for token in range(len(value))])
+    mixed = convolved(weights, f"{name}.conv.weight", gate_in * value)
     if biased:
-        convolved = convolved + weights.read(f"{name}.conv.bias")
-    return linear(weights, f"{name}.out_proj", gate_out * convolved, biased)
-
-
-def _lfm2_feed_forward(weights: WeightSource, layer: str, normed: Float64Array) -> Float64Array:
-    gate, up = (linear(weights, f"{layer}.feed_forward.{each}", normed, biased=False) for each in ("w1", "w3"))
-    return linear(weights, f"{layer}.feed_forward.w2", gate / (1 + np.exp(-gate)) * up, biased=False)
+        mixed = mixed + weights.read(f"{name}.conv.bias")
+    return linear(weights, f"{name}.out_proj", gate_out * mixed, biased)
 
 
 def _attention_scale(config: Settings) -> float:
@@ -216,7 +226,8 @@ def _attention_scale(config: Settings) -> float:
     return 1 / math.sqrt(head_dim(config))
 
 
-def _feed_forward(weights: WeightSource, config: Settings, name: str, normed: Float64Array) -> Float64Array:
+def reference_feed_forward(weights: WeightSource, config: Settings, name: str, normed: Float64Array) -> Float64Array:
+    """Compute the output of a dense feed-forward from its input, float64 [n, hidden]."""
     biased = config["model_type"] in ("llama", "granite", "smollm3") and bool(config.get("mlp_bias"))
     if config["model_type"] == "phi3":
         gate, up = np.split(linear(weights, f"{name}.gate_up_proj", normed, biased=False), 2, axis=-1)
@@ -225,18 +236,10 @@ def _feed_forward(weights: WeightSource, config: Settings, name: str, normed: Fl
     return linear(weights, f"{name}.down_proj", _activated(config, gate) * up, biased)
 
 
-def _shared_feed_forward(weights: WeightSource, name: str, normed: Float64Array) -> Float64Array:
-    gate, up = np.split(linear(weights, f"{name}.input_linear", normed, biased=False), 2, axis=-1)
-    return linear(weights, f"{name}.output_linear", gate / (1 + np.exp(-gate)) * up, biased=False)
-
-
 def _activated(config: Settings, gate: Float64Array) -> Float64Array:
     gemma = config["model_type"] in _GEMMA
     name = config.get("hidden_activation" if gemma else "hidden_act") or ("gelu_pytorch_tanh" if gemma else "silu")
-    if name == "gelu_pytorch_tanh":
-        return gelu_tanh(gate)
-    with np.errstate(over="ignore"):  # exp overflows far below zero, where the quotient is zero
-        return np.asarray(gate / (1 + np.exp(-gate)))
+    return gelu_tanh(gate) if name == "gelu_pytorch_tanh" else silu(gate)
 
 
 def reference_norm(weights: WeightSource, config: Settings, name: str, value: Float64Array) -> Float64Array:

@@ -20,9 +20,9 @@ from ...errors import ExportError
 from ...models.progress import Progress
 from ...runtime.graph.ort import ORT_ERRORS, error_reason, load_session, session_options
 from ..checkpoint.config import DecoderConfig
-from ..npu.npu_request import StaticShape
+from ..npu.static_shapes import StaticShape
 from .contract_session import ContractSession
-from .float_activations import with_float_activations
+from .parity import with_float_activations
 
 MASKED: Final = np.float16(-30000)
 """Added to the scores of slots that a token must not see: far below every score, and far from float16's limit."""

@@ -21,10 +21,15 @@ from ...models.progress import Progress, counted
 from ..bundle_content import BundleContent
 from ..calibration.calibration_text import CalibrationText
 from ..check.contract_session import ContractSession, ModelSession
-from ..check.float_activations import with_float_activations
-from ..check.head_reference import HeadOutputs, embedding_rows, reference_head, reference_medusa
-from ..check.mtp_reference import TargetWeights, reference_mtp
-from ..check.parity import TOLERANCE, QuantizedWeights, RoundedLinears, log_softmax
+from ..check.head_reference import (
+    HeadOutputs,
+    TargetWeights,
+    embedding_rows,
+    reference_head,
+    reference_medusa,
+    reference_mtp,
+)
+from ..check.parity import TOLERANCE, RoundedLinears, log_softmax, quantized_weights, with_float_activations
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import QuantPlan
 from ..checkpoint.layout import final_norm
@@ -35,17 +40,10 @@ from ..graph.initializers import Initializers, WeightFile
 from ..graph.inputs_outputs import DraftFeatures
 from ..graph.medusa_graph import TOP_IDS, TOP_PROBABILITIES, build_medusa_heads
 from ..graph.mtp_graph import MtpParts, build_mtp_module
-from ..recipe import (
-    DEFAULT_METHODS,
-    FP32,
-    INT4,
-    ExportRecipe,
-    HeadRequest,
-    HeadVocabulary,
-    require_expert_format,
-    with_methods,
-)
+from ..quantization.methods import DEFAULT_METHODS, FP32, INT4, require_expert_format, with_methods
+from ..recipe import DraftTokens, ExportRecipe
 from .head_checkpoint import EagleHead, TargetIds, open_eagle_head
+from .make_draft import DraftRequest
 from .medusa_checkpoint import MedusaHeads, open_medusa_heads
 from .module_vocabulary import trim_vocabulary
 from .mtp_checkpoint import MtpModule, open_mtp_module
@@ -66,7 +64,7 @@ class DraftHead:
     head: Head
     weight_format: WeightFormat
     """Format of its linears."""
-    vocabulary: int | HeadVocabulary = HeadVocabulary.DEFAULT
+    vocabulary: DraftTokens = None
     """Number of tokens that the LM head of a multi-token-prediction module has."""
 
     @property
@@ -114,8 +112,8 @@ class DraftHead:
         return note
 
 
-def open_draft_head(request: HeadRequest, recipe: ExportRecipe, folder: Path, target: DecoderConfig) -> DraftHead:
-    """Open the draft head that a recipe requests, before anything slow.
+def open_draft_head(request: DraftRequest, recipe: ExportRecipe, folder: Path, target: DecoderConfig) -> DraftHead:
+    """Open the draft head that an export requests, before anything slow.
 
     Args:
         request: The requested head.
@@ -127,17 +125,17 @@ def open_draft_head(request: HeadRequest, recipe: ExportRecipe, folder: Path, ta
         CheckpointError: It is damaged, incomplete or of a variant that is not supported.
         InputError: It does not fit the target, or its LM head cannot have that many tokens.
     """
-    weight_format = request.weight_format or (recipe.body if recipe.mixed_precision is None else INT4) or INT4
+    weight_format, tokens = recipe.draft_format or INT4, recipe.draft_tokens
     if request.kind is HeadKind.MTP:
-        if isinstance(request.vocabulary, int) and request.vocabulary > target.vocab_size:
+        if isinstance(tokens, int) and tokens > target.vocab_size:
             raise InputError(
-                f"a draft's head cannot have {request.vocabulary} tokens",
+                f"a draft's head cannot have {tokens} tokens",
                 f"give at most {target.vocab_size}, the model's vocabulary",
             )
         module = open_mtp_module(folder, target)
         for linear in module.linears:
             require_expert_format(linear, weight_format)
-        return DraftHead(module, weight_format, request.vocabulary)
+        return DraftHead(module, weight_format, tokens)
     if request.source is None:
         raise InputError("a draft head needs a checkpoint", "give its folder as the source")
     opened = open_eagle_head if request.kind is HeadKind.EAGLE else open_medusa_heads
@@ -250,7 +248,7 @@ def _reference(
 ) -> HeadOutputs:
     """What a head computes over tokens [n], of which the first k have features [k, f]."""
     rounded = RoundedLinears(head.checkpoint, head.linears, plan)
-    used = QuantizedWeights(target.source, target.config, target.plan)
+    used = quantized_weights(target.source, target.config, target.plan)
     if isinstance(head, MtpModule):
         weights = TargetWeights(used, target.original)
         return reference_mtp(rounded, weights, head.settings, tokens, features, target.context)

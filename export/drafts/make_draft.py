@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ...errors import EdgeError, InputError
 from ...models.bundle import DRAFT_FOLDER
+from ...models.draft_heads import HeadKind
 from ...models.pairing import vocabulary_difference
 from ...models.progress import Progress
 from ...runtime.measure.draft_benefit import measure_draft_benefit
@@ -14,10 +15,23 @@ from ..bundle_content import BundleContent
 from ..bundle_writer import write_bundle
 from ..calibration.calibration_text import CalibrationText
 from ..checkpoint.open import open_source
-from ..recipe import INT4, DraftRequest, ExportRecipe, with_methods
+from ..quantization.methods import FP32, with_methods
+from ..recipe import ExportRecipe
 from ..report import DraftFigures
 from .layer_skip_draft import adopt_layer_skip_draft
-from .separate_draft import adopt_draft
+from .separate_draft import FASTEST_SIZE, adopt_draft
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """The draft to export with a target, found from a recipe and the checkpoints."""
+
+    source: Path | None = None
+    """Its checkpoint; None for a draft made of the target's layers, or for a module in the target's checkpoint."""
+    kind: HeadKind | None = None
+    """The kind of draft head; None for a draft model."""
+    optional: bool = False
+    """Whether the target is exported without it, with a note, where it cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -53,36 +67,43 @@ def require_draft(target: Path, request: DraftRequest) -> None:
 
 
 def make_draft(
-    folder: Path, target: BundleContent, text: CalibrationText, recipe: ExportRecipe, progress: Progress
+    folder: Path,
+    target: BundleContent,
+    text: CalibrationText,
+    request: DraftRequest,
+    recipe: ExportRecipe,
+    progress: Progress,
 ) -> MadeDraft:
-    """Make the draft that a recipe requests in the bundle of its target.
+    """Make a draft model in the bundle of its target.
 
     Args:
         folder: The target's bundle.
         target: The content of that bundle.
         text: Text of the target.
-        recipe: The recipe, which requests a draft.
+        request: The draft model.
+        recipe: The recipe of the target.
         progress: Receives the stage "draft".
 
     Raises:
         EdgeError: The draft cannot be made.
         OSError: The disk refused a write.
     """
-    request = recipe.draft
-    assert request is not None  # noqa: S101 -- see the docstring
+    tokens = recipe.draft_tokens
+    size = tokens if isinstance(tokens, int) else FASTEST_SIZE if tokens == "auto" else None
     if request.source is None:
-        own = adopt_layer_skip_draft(folder, request.vocabulary_size, text, progress)
+        own = adopt_layer_skip_draft(folder, size, text, progress)
         made_of = f"the model without {', '.join(own.skips)}" if own.skips else "the model itself"
         note = (
             f"the draft does not pay on this machine: {own.tokens_per_second:.0f} tokens per second are expected "
             f"with it, {own.plain_tokens_per_second:.0f} without; it is used only on machines where it pays"
         )
-        tokens = own.tokens if request.vocabulary_size is not None else None
-        return MadeDraft(_figures(folder, text, made_of, tokens, None), "" if own.pays else note)
-    _write_bundle(folder / DRAFT_FOLDER, request.source, target, recipe, request)
-    trimming = adopt_draft(folder, request.vocabulary_size, text, progress)
-    tokens, coverage = (None, None) if trimming is None else (trimming.tokens, trimming.coverage)
-    return MadeDraft(_figures(folder, text, request.source.resolve().name, tokens, coverage))
+        return MadeDraft(
+            _figures(folder, text, made_of, None if size is None else own.tokens, None), "" if own.pays else note
+        )
+    _write_bundle(folder / DRAFT_FOLDER, request.source, target, recipe)
+    trimming = adopt_draft(folder, size, text, progress)
+    kept, coverage = (None, None) if trimming is None else (trimming.tokens, trimming.coverage)
+    return MadeDraft(_figures(folder, text, request.source.resolve().name, kept, coverage))
 
 
 def _figures(
@@ -95,15 +116,18 @@ def _figures(
     return DraftFigures(made_of, benefit, tokens, coverage)
 
 
-def _write_bundle(
-    folder: Path, source: Path, target: BundleContent, recipe: ExportRecipe, request: DraftRequest
-) -> None:
+def _write_bundle(folder: Path, source: Path, target: BundleContent, recipe: ExportRecipe) -> None:
     """Export the draft's checkpoint into a folder of the target's bundle."""
-    weight_format = request.weight_format or (recipe.body if recipe.mixed_precision is None else INT4)
     folder.mkdir()
     with open_source(source) as (config, checkpoint):
-        own = ExportRecipe(weight_format, context=recipe.context)
-        context = min(own.context_for(config), target.context)
-        plan = with_methods(own.quant_plan(config), own.methods)
-        content = BundleContent(checkpoint, checkpoint, config, plan, context, target.layout, target.command)
+        own = ExportRecipe(recipe.draft_format or FP32, context=recipe.context)
+        content = BundleContent(
+            source=checkpoint,
+            original=checkpoint,
+            config=config,
+            plan=with_methods(own.quant_plan(config), own.methods),
+            context=min(own.context_for(config), target.context),
+            layout=target.layout,
+            command=target.command,
+        )
         write_bundle(folder, content)

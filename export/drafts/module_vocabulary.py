@@ -22,7 +22,7 @@ from ...runtime.measure.bundle_timing import BundleTimer
 from ...runtime.speculation.drafters.hidden_state_head import HiddenStateHead
 from ...runtime.text.turn_markers import TokenArray, answer_start, read_markers
 from ..calibration.calibration_text import CalibrationText
-from ..recipe import HeadVocabulary
+from ..recipe import DraftTokens
 from ..upgrade.edit.tensors import in_place
 from .head_size import TARGET_WIDTHS, Float32Array, Int64Array, StepTimes, best_size, count_agreement
 from .token_ranking import TokenRanking, rank_tokens
@@ -40,14 +40,12 @@ _ROUNDS: Final = 12
 _STAGE: Final = "draft"
 
 
-def trim_vocabulary(
-    folder: Path, wanted: int | HeadVocabulary, text: CalibrationText | None, progress: Progress
-) -> str:
+def trim_vocabulary(folder: Path, wanted: DraftTokens, text: CalibrationText | None, progress: Progress) -> str:
     """Trim the LM head of the module in a bundle, if it is to have fewer tokens than its target.
 
     Args:
         folder: The bundle, whose manifest names the module with its whole LM head.
-        wanted: Number of tokens, or how it is chosen.
+        wanted: Number of tokens, or how it is chosen: by default it is a fixed one if the vocabulary is much larger.
         text: Text of the target: tokens are counted in its calibration part, agreement is measured on the held-out one.
             None if there is none, with which nothing is trimmed.
         progress: Receives the stage "draft".
@@ -62,18 +60,18 @@ def trim_vocabulary(
         OSError: The disk refused a write.
     """
     vocabulary = Manifest.from_json((folder / MANIFEST_NAME).read_bytes()).architecture.vocab_size
-    too_small = wanted is HeadVocabulary.DEFAULT and vocabulary < _LARGE
-    if text is None or wanted is HeadVocabulary.ALL or too_small:
+    too_small = wanted is None and vocabulary < _LARGE
+    if text is None or wanted == "all" or too_small:
         return ""
     markers = read_markers(folder)
     ranking = rank_tokens(text.calibration, vocabulary, markers.special | markers.ending)
     starts = [answer_start(each, markers) for each in text.held_out]
-    if wanted is HeadVocabulary.FASTEST:
-        tokens = _fastest(folder, ranking, text.held_out, starts, progress)
-    elif wanted is HeadVocabulary.DEFAULT:
+    if isinstance(wanted, int):
+        tokens = wanted
+    elif wanted is None:
         tokens = max(DEFAULT_TOKENS, ranking.min_tokens)
     else:
-        tokens = wanted
+        tokens = _fastest(folder, ranking, text.held_out, starts, progress)
     kept = ranking.kept(tokens)
     if tokens == vocabulary:
         return ""

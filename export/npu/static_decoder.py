@@ -8,25 +8,34 @@ and only the new keys and values come back, which the caller writes into its cac
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, helper
 
+from ...models.graph_variant import DeviceKind, Precision, VariantFile
+from ...models.manifest import FileDigest
+from ...models.progress import Progress
 from ..architectures.family import HeadNorm
+from ..bundle_content import BundleContent
+from ..check.static_parity import check_static_graphs
 from ..checkpoint.config import Activation, DecoderConfig
 from ..checkpoint.layer_weights import Layer, Norm, QuantPlan
 from ..checkpoint.layout import embedding_layout, final_norm, head_layout, layer_layout
 from ..graph import inputs_outputs
 from ..graph.decoder import IR_VERSION, OPSET
+from ..graph.initializers import WeightFile
 from ..graph.nodes import MICROSOFT
 from ..graph.rope import Rope
-from .npu_request import StaticShape
 from .npu_weights import NpuWeights
 from .static_nodes import StaticNodes
+from .static_shapes import StaticShape
 
 NEXT_IDS: Final = "next_ids"
 LOGIT_ROWS: Final = "logit_rows"
+NPU_WEIGHTS_NAME: Final = "model_npu.onnx.data"
+_STAGE: Final = "writing NPU graphs"
 
 
 def mask_name(window: int | None) -> str:
@@ -289,3 +298,54 @@ def _caches(config: DecoderConfig, names: Sequence[Callable[[int], str]], slots:
         for layer in range(config.layers)
         for name in names
     ]
+
+
+def write_static_graphs(
+    folder: Path, content: BundleContent, model: ModelProto, progress: Progress
+) -> tuple[tuple[VariantFile, ...], FileDigest, str]:
+    """Write the static graphs of a bundle and their data file, and compare them with model.onnx.
+
+    Args:
+        folder: the bundle's folder, which has the data file of model.onnx.
+        content: the model that was exported, with the sizes of the graphs.
+        model: model.onnx, whose accuracy levels are changed.
+        progress: receives the stages.
+
+    Returns:
+        The graphs, for the manifest; the digest of `NPU_WEIGHTS_NAME`, the data file that they share; and what was
+        written, for the user.
+
+    Raises:
+        CheckpointError: a tensor cannot be read.
+        ExportError: a graph does not compute what model.onnx does.
+        OSError: the disk refused a read or a write.
+    """
+    shapes = content.static_shapes
+    positions = min(content.context, max(shape.capacity + shape.width for shape in shapes))
+    with WeightFile(folder / NPU_WEIGHTS_NAME) as data:
+        weights = NpuWeights(model.graph.initializer, folder, content.source, data)
+        for number, shape in enumerate(shapes, 1):
+            graph = build_static_graph(content.config, content.plan, weights, shape, positions, content.context)
+            (folder / shape.file).write_bytes(graph.SerializeToString())
+            progress(_STAGE, number / len(shapes))
+        digest = data.digest()
+    check_static_graphs(folder, content.config, model, _checked(shapes), progress)
+    variants = tuple(
+        VariantFile(DeviceKind.NPU, shape.file, Precision.FLOAT16, shape.width, shape.capacity) for shape in shapes
+    )
+    widths, contexts = (
+        ", ".join(map(str, sorted({getattr(each, name) for each in variants}))) for name in ("width", "context")
+    )
+    note = (
+        f"{len(variants)} graphs for NPUs, of widths {widths} and contexts {contexts}: "
+        f"{digest.bytes / 1e6:.1f} MB beside the shared weights, "
+        f"of which {weights.embedding_bytes / 1e6:.1f} MB are the embedding in float16"
+    )
+    return variants, digest, note
+
+
+def _checked(shapes: Sequence[StaticShape]) -> list[StaticShape]:
+    """Every width at the shortest context, and the narrowest at the longest: other graphs differ in sizes alone."""
+    shortest, longest = shapes[0].capacity, shapes[-1].capacity
+    checked = [shape for shape in shapes if shape.capacity == shortest]
+    return checked if longest == shortest else [*checked, StaticShape(shapes[0].width, longest)]

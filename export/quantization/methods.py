@@ -1,17 +1,37 @@
-"""The quantization methods by name, and round-to-nearest."""
+"""Weight formats and quantization methods that an export may use, and round-to-nearest."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Final, Protocol
 
 import numpy as np
 
+from ...errors import InputError
 from ...models.manifest import Method, WeightFormat
+from ..checkpoint.config import DecoderConfig
+from ..checkpoint.layer_weights import FusedLinear, QuantPlan
+from ..checkpoint.layout import PER_LAYER_EMBEDDING, fused_linears
 from ..checkpoint.source import QuantizedRows
 from .codes import Float32Array, InputStatistics, default_scales, in_blocks, nearest_codes, pack_zero_points
 from .gptq import gptq_rows
 from .k_quant import k_quant_rows
+
+FP32: Final = WeightFormat(32)
+INT8: Final = WeightFormat(8, 32)
+INT4: Final = WeightFormat(4, 32)
+INT2: Final = WeightFormat(2, 32)
+
+BLOCKS: Final = (32, 64, 128)
+QUANTIZED_BITS: Final = (2, 4, 8)
+DEFAULT_METHODS: Final[Mapping[int, Method]] = {2: Method.K_QUANT, 4: Method.K_QUANT, 8: Method.RTN}
+"""Method by bit width, without calibration. At 8 bits, round-to-nearest is nearly lossless and the fastest."""
+CALIBRATED_METHODS: Final[Mapping[int, Method]] = {2: Method.GPTQ, 4: Method.GPTQ, 8: Method.K_QUANT}
+"""Method by bit width, where statistics of the linears' inputs are known."""
+
+
+_VOCABULARY_LINEARS: Final = ("embedding", PER_LAYER_EMBEDDING, "head")
 
 
 class Quantizer(Protocol):
@@ -50,3 +70,83 @@ QUANTIZERS: Final[Mapping[Method, Quantizer]] = {
     Method.K_QUANT: k_quant_rows,
     Method.GPTQ: gptq_rows,
 }
+
+
+def with_methods(plan: QuantPlan, methods: Mapping[int, Method]) -> dict[str, WeightFormat]:
+    """Fill in the quantization method of each linear: the one it has, or that of `methods` for its bit width."""
+    return {
+        linear: each if each.bits == FP32.bits else replace(each, method=each.method or methods.get(each.bits))
+        for linear, each in plan.items()
+    }
+
+
+def require_expert_format(linear: FusedLinear, weight_format: WeightFormat) -> None:
+    """Refuse a format of a linear of experts that their operator does not have.
+
+    Raises:
+        InputError: blocks do not divide the linear's columns, or the format has zero points or float16 scales.
+    """
+    if linear.experts and weight_format.block and linear.columns % weight_format.block:
+        raise InputError(
+            f"the experts of {linear.name} have {linear.columns} columns, "
+            f"which is not a multiple of the block size {weight_format.block}",
+            "choose smaller blocks, or fp32",
+        )
+    if linear.experts and (weight_format.zero_points or weight_format.half_scales):
+        lacks, option = (
+            ("zero points", "--zero-points") if weight_format.zero_points else ("float16 scales", "--half-scales")
+        )
+        raise InputError(f"{linear.name} has experts, whose operator does not support {lacks}", f"leave {option} out")
+
+
+def require_exportable(weight_format: WeightFormat) -> None:
+    """Refuse a format that cannot be requested for all weights.
+
+    Raises:
+        InputError: it has offsets or a low-rank correction, or its bits or blocks are not supported.
+    """
+    if weight_format.offsets:
+        raise InputError(
+            "weights with offsets cannot be requested", "they are only kept where a GGUF file already has them"
+        )
+    if weight_format.rank:
+        raise InputError(
+            "a low-rank correction cannot be requested for all weights",
+            "use mixed weights, which choose the linears that get one",
+        )
+    if weight_format.bits == FP32.bits and weight_format.block == 0:
+        return
+    if weight_format.bits not in QUANTIZED_BITS or weight_format.block not in BLOCKS:
+        raise InputError(
+            f"{weight_format.bits}-bit weights in blocks of {weight_format.block} are not supported",
+            "supported are fp32, and 2, 4 and 8 bits in blocks of " + ", ".join(map(str, BLOCKS)),
+        )
+
+
+def formats_of_linears(
+    config: DecoderConfig,
+    body: WeightFormat | None,
+    head: WeightFormat | None,
+    stored_format: Callable[[str], WeightFormat],
+) -> dict[str, WeightFormat]:
+    """The format of every linear; one that keeps its format takes the widest of its matrices.
+
+    Args:
+        config: the model's configuration.
+        body: format of the linears inside the layers; None to keep theirs.
+        head: format of the LM head and of the embedding; None to keep theirs.
+        stored_format: returns the format nearest to how a checkpoint tensor is stored, by its name.
+
+    Raises:
+        InputError: the experts of a layer cannot have the format.
+    """
+    plan = {}
+    for linear in fused_linears(config):
+        requested = FP32 if linear.exact else head if linear.name in _VOCABULARY_LINEARS else body
+        if requested is None:
+            widest = max(map(stored_format, linear.weights), key=lambda each: (each.bits, each.offsets))
+            # The embedding's operator has no offsets, and the head may share the embedding.
+            requested = INT8 if widest.offsets and linear.name in _VOCABULARY_LINEARS else widest
+        require_expert_format(linear, requested)
+        plan[linear.name] = requested
+    return plan

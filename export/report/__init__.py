@@ -1,8 +1,18 @@
 """The report of an export, as figures, tables and plots."""
 
 from .compared_plans import PlanComparison
-from .figures import DraftFigures, LinearFigures, ModelReport, PlanFigures, PlanKind, SearchStep, Speed
-from .gather import linear_figures, plan_figures, search_steps
+from .figures import (
+    DraftFigures,
+    LinearFigures,
+    ModelReport,
+    PlanFigures,
+    PlanKind,
+    SearchStep,
+    Speed,
+    linear_figures,
+    plan_figures,
+    search_steps,
+)
 from .page import as_values, page, write_report
 from .tables import bits_text, gain_text, headlines, megabytes, quality_text
 

@@ -15,11 +15,10 @@ from ...models.manifest import Method, WeightFormat
 from ...models.progress import Progress, silent
 from ..allocation.format_candidates import HEAD_LINEAR, planned_linears
 from ..allocation.linear_times import LinearTimes
-from ..allocation.plan_costs import ByteCosts, Costs, plan_cost
+from ..allocation.plan_costs import BYTES_READ, Costs, plan_cost
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import QuantPlan
-from .figures import SIZE_TOLERANCE, PlanFigures, PlanKind
-from .gather import plan_figures
+from .figures import SIZE_TOLERANCE, PlanFigures, PlanKind, plan_figures
 
 STAGE: Final = "comparing plans"
 _STRIDE: Final = 3
@@ -68,7 +67,7 @@ class PlanComparison:
             figures, weight_format = min(tried, key=lambda each: each[0].kl or 0.0)
             uniform.append(figures)
             best.append(weight_format)
-        rules = _of_similar_size([*rule_plans(self.config, tuple(best), ByteCosts(), limit)], self.config, limit)
+        rules = _of_similar_size([*rule_plans(self.config, tuple(best), BYTES_READ, limit)], self.config, limit)
         total += len(rules)
         found = sorted(uniform, key=lambda figures: figures.bytes_read)
         if rules:
@@ -144,6 +143,6 @@ def _of_similar_size(
     for plan in plans:
         uniform = len(set(plan.values())) == 1  # if the rest of the limit has raised all linears
         if not uniform and all(plan != other for _, other in sized):
-            sized.append((plan_cost(plan, ByteCosts(), config), plan))
+            sized.append((plan_cost(plan, BYTES_READ, config), plan))
     least = min((1 - SIZE_TOLERANCE) * limit, max((size for size, _ in sized), default=0.0))
     return [plan for size, plan in sized if size >= least]

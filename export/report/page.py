@@ -15,7 +15,7 @@ from ...models.atomic import write_atomically
 from ...models.bundle import REPORT_DATA_NAME, REPORT_PAGE_NAME
 from ...models.manifest import WeightFormat
 from .figures import ModelReport
-from .plots import plots_of
+from .plots import grids_of, plots_of
 from .tables import headlines, tables_of
 
 _TEMPLATE: Final = Path(__file__).parent / "report.html.jinja"
@@ -37,7 +37,13 @@ def page(report: ModelReport) -> str:
     """Render the HTML page."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=False)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(report=report, headlines=headlines(report), tables=tables_of(report), plots=plots_of(report))
+    return template.render(
+        report=report,
+        headlines=headlines(report),
+        tables=tables_of(report),
+        grids=grids_of(report.linears),
+        plots=plots_of(report),
+    )
 
 
 def as_values(report: ModelReport) -> dict[str, Any]:

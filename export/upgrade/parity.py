@@ -22,8 +22,7 @@ from onnx import ModelProto, TensorProto, helper
 
 from ...errors import ExportError
 from ..check.contract_session import CacheShape, ContractSession, ModelSession
-from ..check.float_activations import with_float_activations
-from ..check.parity import Parity, mean_kl
+from ..check.parity import Parity, mean_kl, with_float_activations
 from ..graph import inputs_outputs
 from .decoder_io import TOKENS, CacheTensor, PassShape, input_value
 from .edit.editable import EditableGraph

@@ -24,7 +24,8 @@ from ..destination import ExportResult, bundle_written_whole, require_apart
 from ..graph import inputs_outputs
 from ..graph.gpu_variants import write_gpu_variants
 from ..graph.initializers import WeightFile
-from ..recipe import DEFAULT_CONTEXT_LIMIT, FP32, INT4, LONGEST_CONTEXT, ExportRecipe, ExportRequest
+from ..quantization.methods import FP32, INT4
+from ..recipe import DEFAULT_CONTEXT_LIMIT, LONGEST_CONTEXT, DeviceChoice, ExportRecipe, ExportRequest
 from .contract_inputs import AttentionShape, declare_cache_shape, wire_attention
 from .decoder_io import POSITIONS, CacheTensor, identify_io, take_cached_branch
 from .describe import architecture_of, bits_per_weight, formats_of, weight_matrices
@@ -94,7 +95,7 @@ def upgrade_model(request: ExportRequest, progress: Progress = silent) -> Export
                 f"({type(error).__name__}: {str(error)[:_SHOWN_CHARACTERS]})",
                 "run it as it is",
             ) from error
-        if recipe.gpu:
+        if recipe.device == DeviceChoice.GPU:
             upgrade.notes += write_gpu_variants(staging, progress)
         sizes = {file.name: file.stat().st_size for file in sorted(staging.iterdir())}
     seconds = time.perf_counter() - started

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import onnx
@@ -13,17 +14,13 @@ import edgerun
 from edgerun.edge.cli.main import main
 from edgerun.errors import CheckpointError, EdgeError, InputError
 from edgerun.export import (
-    CalibrationRequest,
-    DraftRequest,
     ExportRecipe,
     ExportRequest,
     ExportResult,
     Method,
-    MixedPrecisionRequest,
     WeightFormat,
     export_checkpoint,
     export_model,
-    parse_budget,
 )
 from edgerun.export.allocation.format_candidates import BASE_FORMATS, planned_linears
 from edgerun.export.allocation.linear_times import load_or_measure
@@ -34,7 +31,7 @@ from support.known_timings import BytesMachine, KnownMachine, use_machine
 from support.nightly import some_nightly
 from support.tiny_models import tiny_config, tiny_weights, write_checkpoint, write_weights
 
-TEXT = CalibrationRequest(Path("text.txt"), max_tokens=1100)
+TEXT: Final[dict[str, Any]] = {"calibration": Path("text.txt"), "calibration_tokens": 1100}
 WORDS = ("the", "sea", "and", "sand", "of", "then", "is", "in", "on", "other", "thing", "that", "was", "to", "be")
 PROMPT = "the sea and the"
 
@@ -60,8 +57,8 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mixed(budget: str, **settings: object) -> ExportRecipe:
-    request = MixedPrecisionRequest(parse_budget(budget), max_seconds=2, **settings)  # type: ignore[arg-type]
-    return ExportRecipe(method=Method.K_QUANT, calibration=TEXT, mixed_precision=request)
+    choices: dict[str, Any] = {"method": Method.K_QUANT, "time_limit": 2 / 60, **TEXT, **settings}
+    return ExportRecipe("mixed", budget=budget, **choices)
 
 
 def export(source: Path, destination: Path, recipe: ExportRecipe) -> ExportResult:
@@ -83,11 +80,9 @@ def answer(bundle: Path, **settings: object) -> str:
     ("method", "awq"), [(Method.GPTQ, False), pytest.param(Method.K_QUANT, True, marks=pytest.mark.nightly)]
 )
 def test_calibration_lowers_the_divergence(checkpoint: Path, tmp_path: Path, method: Method, awq: bool) -> None:
-    recipe = ExportRecipe(WeightFormat(2, 64), method=method, awq=awq, calibration=TEXT)
+    recipe = ExportRecipe(WeightFormat(2, 64), method=f"awq+{method}" if awq else method, **TEXT)
     calibrated = export(checkpoint, tmp_path / "calibrated", recipe).report
-    plain = export(
-        checkpoint, tmp_path / "plain", ExportRecipe(WeightFormat(2, 64), method=Method.RTN, calibration=TEXT)
-    )
+    plain = export(checkpoint, tmp_path / "plain", ExportRecipe(WeightFormat(2, 64), method=Method.RTN, **TEXT))
     assert calibrated is not None
     assert plain.report is not None
     assert calibrated.quality is not None
@@ -124,7 +119,7 @@ EXPERTS = {
 def test_experts_are_calibrated_too(tmp_path: Path, family: str, awq: bool) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", family, **EXPERTS[family])
     done = export(
-        source, tmp_path / "bundle", ExportRecipe(WeightFormat(4, 32), method=Method.GPTQ, awq=awq, calibration=TEXT)
+        source, tmp_path / "bundle", ExportRecipe(WeightFormat(4, 32), method="awq+gptq" if awq else "gptq", **TEXT)
     )
     assert done.parity.max_abs_diff < 1e-3  # the graph equals the reference with the dequantized weights
     assert done.report is not None
@@ -181,15 +176,14 @@ def test_a_mixed_export_of_experts_from_the_command_line(tmp_path: Path) -> None
     assert '"layers.0.gate_up"' in text
     assert '"layers.0.down"' not in text
     (tmp_path / "two.toml").write_text(f'{text}"layers.0.down" = "int8/32"\n', encoding="utf-8")
-    two = MixedPrecisionRequest(plan=tmp_path / "two.toml")
     with pytest.raises(InputError, match=r"layers\.0\.gate_up and layers\.0\.down two formats, but one operator"):
-        export(source, tmp_path / "again", ExportRecipe(calibration=TEXT, mixed_precision=two))
+        export(source, tmp_path / "again", ExportRecipe(plan=tmp_path / "two.toml", **TEXT))
 
 
 def test_drafts_of_their_own_layers_are_refused_for_experts(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", "qwen3_moe")
     with pytest.raises(InputError, match="qwen3_moe models, which have experts"):
-        export(source, tmp_path / "bundle", ExportRecipe(draft=DraftRequest()))
+        export(source, tmp_path / "bundle", ExportRecipe(draft_layers="auto"))
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +205,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_layers_with_states_are_calibrated_too(tmp_path: Path, family: str, mixer: str, awq: bool) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", family)
-    recipe = ExportRecipe(WeightFormat(4, 32), method=Method.GPTQ, awq=awq, calibration=TEXT)
+    recipe = ExportRecipe(WeightFormat(4, 32), method="awq+gptq" if awq else "gptq", **TEXT)
     done = export(source, tmp_path / "bundle", recipe)
     assert done.parity.max_abs_diff < 1e-3
     assert done.report is not None
@@ -264,8 +258,8 @@ def test_a_mixed_export_is_within_its_budget_and_writes_its_plan(
     assert list((own_cache / "exports").iterdir()) == []
     assert answer(tmp_path / "bundle")
 
-    again = MixedPrecisionRequest(plan=tmp_path / "bundle" / "plan.toml")
-    export(checkpoint, tmp_path / "again", ExportRecipe(calibration=TEXT, mixed_precision=again))
+    again = ExportRecipe(plan=tmp_path / "bundle" / "plan.toml", **TEXT)
+    export(checkpoint, tmp_path / "again", again)
     names = ("model.onnx", "model.onnx.data")
     first, second = (open_bundle(tmp_path / name).manifest for name in ("bundle", "again"))
     assert first is not None
@@ -290,7 +284,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.nightly
 def test_low_rank_corrections_are_chosen_where_they_win(narrow: Path, tmp_path: Path) -> None:
     plain = export(narrow, tmp_path / "plain", mixed("4.8bpw")).report
-    corrected = export(narrow, tmp_path / "bundle", mixed("4.8bpw", low_rank_correction=True)).report
+    corrected = export(narrow, tmp_path / "bundle", mixed("4.8bpw", low_rank=True)).report
     assert plain is not None
     assert corrected is not None
     plan, config = weights_of(tmp_path / "bundle"), read_config(narrow)
@@ -306,8 +300,8 @@ def test_low_rank_corrections_are_chosen_where_they_win(narrow: Path, tmp_path: 
     assert answer(tmp_path / "bundle")
     assert "+rank" in (tmp_path / "bundle" / "plan.toml").read_text(encoding="utf-8")
 
-    again = MixedPrecisionRequest(plan=tmp_path / "bundle" / "plan.toml")
-    export(narrow, tmp_path / "again", ExportRecipe(calibration=TEXT, mixed_precision=again))
+    again = ExportRecipe(plan=tmp_path / "bundle" / "plan.toml", **TEXT)
+    export(narrow, tmp_path / "again", again)
     first, second = (open_bundle(tmp_path / name).manifest for name in ("bundle", "again"))
     assert first is not None
     assert second is not None
@@ -316,7 +310,7 @@ def test_low_rank_corrections_are_chosen_where_they_win(narrow: Path, tmp_path: 
 
 @pytest.mark.nightly
 def test_low_rank_corrections_that_lose_are_left_out(checkpoint: Path, tmp_path: Path) -> None:
-    export(checkpoint, tmp_path / "bundle", mixed("5bpw", low_rank_correction=True))
+    export(checkpoint, tmp_path / "bundle", mixed("5bpw", low_rank=True))
     assert set(weights_of(tmp_path / "bundle").values()) <= set(BASE_FORMATS)
 
 
@@ -376,24 +370,24 @@ def test_an_interrupted_search_is_resumed(checkpoint: Path, tmp_path: Path, own_
     assert not left.exists()
 
 
-@pytest.mark.parametrize("request_", [DraftRequest(Path()), DraftRequest()], ids=["separate checkpoint", "own layers"])
-@pytest.mark.parametrize("vocabulary", some_nightly([150, None, 0], every=3))
+@pytest.mark.parametrize("own_layers", [False, True], ids=["separate checkpoint", "own layers"])
+@pytest.mark.parametrize("vocabulary", some_nightly([150, None, "auto"], every=3))
 def test_a_draft_does_not_change_the_text(
-    checkpoint: Path, draft: Path, tmp_path: Path, request_: DraftRequest, vocabulary: int | None
+    checkpoint: Path, draft: Path, tmp_path: Path, own_layers: bool, vocabulary: int | str | None
 ) -> None:
-    request_ = DraftRequest(draft if request_.source is not None else None, vocabulary, None)
-    done = export(checkpoint, tmp_path / "bundle", ExportRecipe(calibration=TEXT, draft=request_))
+    made_of: dict[str, Any] = {"draft_layers": "auto"} if own_layers else {"draft": draft}
+    done = export(checkpoint, tmp_path / "bundle", ExportRecipe(draft_vocab=vocabulary, **made_of, **TEXT))
     manifest = open_bundle(tmp_path / "bundle").manifest
     assert manifest is not None
     assert manifest.draft is not None
-    assert bool(manifest.draft.d2t) == (vocabulary == 150) or vocabulary == 0
+    assert bool(manifest.draft.d2t) == (vocabulary == 150) or vocabulary == "auto"
     assert answer(tmp_path / "bundle") == answer(tmp_path / "bundle", draft=None)
     assert done.report is not None
     assert len(done.report.drafts) == 1
 
 
 def test_the_scales_of_an_int8_cache_are_stored_and_used(checkpoint: Path, tmp_path: Path) -> None:
-    done = export(checkpoint, tmp_path / "bundle", ExportRecipe(calibration=TEXT))
+    done = export(checkpoint, tmp_path / "bundle", ExportRecipe(**TEXT))
     assert done.report is not None
     assert any(note.startswith("With --kv int8 the mean KL from a float cache is 0.0") for note in done.report.notes)
     stored = tmp_path / "bundle" / "kv_scales.json"
@@ -415,12 +409,9 @@ def test_the_scales_of_an_int8_cache_are_stored_and_used(checkpoint: Path, tmp_p
             r"no quantization plan of this model is within 1bpw; give a budget from 3\.\d+bpw to \d+\.\d+bpw",
         ),
         (mixed("1ms"), r"no quantization plan of this model is within 1ms"),
-        (ExportRecipe(calibration=CalibrationRequest(Path("few.txt"))), r"the calibration text has \d+ tokens"),
-        (ExportRecipe(calibration=CalibrationRequest(Path("none.txt"))), r"none\.txt"),
-        (
-            ExportRecipe(mixed_precision=MixedPrecisionRequest(plan=Path("strange.toml")), calibration=TEXT),
-            "layers.9.qkv",
-        ),
+        (ExportRecipe(calibration=Path("few.txt")), r"the calibration text has \d+ tokens"),
+        (ExportRecipe(calibration=Path("none.txt")), r"none\.txt"),
+        (ExportRecipe(plan=Path("strange.toml"), **TEXT), "layers.9.qkv"),
     ],
     ids=["bytes", "time", "little text", "no text", "unknown linear"],
 )
@@ -451,7 +442,7 @@ def test_only_checkpoints_are_calibrated(tmp_path: Path, checkpoint: Path) -> No
 def test_a_draft_with_another_vocabulary_is_refused_at_once(checkpoint: Path, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "other", vocab_size=290)
     with pytest.raises(InputError) as caught:
-        export(checkpoint, tmp_path / "bundle", ExportRecipe(calibration=TEXT, draft=DraftRequest(other)))
+        export(checkpoint, tmp_path / "bundle", ExportRecipe(draft=other, **TEXT))
     assert str(caught.value) == (
         f"the draft {other} has another vocabulary than the model: its highest token id is 289, not 299; "
         "give a draft with the same tokenizer"

@@ -27,13 +27,13 @@ from edgerun.export import (
     supported_families,
 )
 from edgerun.export.check.contract_session import ContractSession
-from edgerun.export.check.parity import QuantizedWeights
+from edgerun.export.check.parity import quantized_weights
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.json_fields import read_json
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.graph.initializers import WeightFile
-from edgerun.export.recipe import with_methods
+from edgerun.export.quantization.methods import with_methods
 from edgerun.models.bundle import digest_file, open_bundle
 from support.links import needs_links
 from support.nightly import some_nightly
@@ -65,7 +65,7 @@ def expected_logits(bundle: Path, recipe: ExportRecipe, tokens=TOKENS, context: 
     """Logits of the reference decoder with the quantized weights of the bundle's checkpoint."""
     source = bundle.parent / "checkpoint"
     config, checkpoint = read_config(source), Checkpoint(source)
-    weights = QuantizedWeights(checkpoint, config, with_methods(recipe.quant_plan(config), recipe.methods))
+    weights = quantized_weights(checkpoint, config, with_methods(recipe.quant_plan(config), recipe.methods))
     return reference_logits(weights, read_json(source / "config.json"), tokens, context)
 
 

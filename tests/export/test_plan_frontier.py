@@ -8,23 +8,19 @@ import pytest
 
 from edgerun import InputError
 from edgerun.export import (
-    CalibrationRequest,
     ExportRecipe,
     ExportRequest,
     FrontierPlan,
-    MixedPrecisionRequest,
     export_model,
     measure_frontier,
-    parse_budget,
 )
 from edgerun.models.bundle import open_bundle
 from support.tiny_models import write_bundle, write_checkpoint
 
 
 def request(source: Path, folder: Path, plan: Path | None = None) -> ExportRequest:
-    mixed = MixedPrecisionRequest(parse_budget("4bpw")) if plan is None else MixedPrecisionRequest(plan=plan)
-    calibration = CalibrationRequest(max_tokens=1200)
-    recipe = ExportRecipe(mixed_precision=mixed, calibration=calibration, work_folder=folder / "work")
+    budget = "4bpw" if plan is None else None
+    recipe = ExportRecipe("mixed", budget=budget, plan=plan, calibration_tokens=1200, work=folder / "work")
     return ExportRequest(source, folder / "out", recipe)
 
 

@@ -13,12 +13,12 @@ import pytest
 
 import edgerun
 from edgerun.errors import BundleError, CheckpointError, InputError
-from edgerun.export import FP32, INT4, DraftRequest, ExportRecipe, ExportRequest, export_checkpoint
+from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, export_checkpoint
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.json_fields import read_json
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from edgerun.export.recipe import GraphLayout
 from edgerun.models.bundle import open_bundle
+from edgerun.models.manifest import GraphLayout
 from edgerun.runtime.decode import DecodeLimits, decode
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.model_metadata import metadata_of
@@ -123,8 +123,8 @@ def test_a_session_without_its_states_is_refused(bundle: Path, tmp_path: Path) -
 
 
 REFUSED = [
-    (ExportRecipe(INT4, draft=DraftRequest()), "--draft"),
-    (ExportRecipe(INT4, gpu=True), "--device gpu"),
+    (ExportRecipe(INT4, draft_layers="auto"), "--draft"),
+    (ExportRecipe(INT4, device="gpu"), "--device gpu"),
     (ExportRecipe(INT4, layout=GraphLayout.GENAI), "--layout genai"),
 ]
 

@@ -11,9 +11,9 @@ import pytest
 import edgerun
 from edgerun.edge.cli.main import main
 from edgerun.errors import CheckpointError, EdgeError, InputError
-from edgerun.export import FP32, INT4, DraftRequest, ExportRecipe, ExportRequest, export_checkpoint
-from edgerun.export.recipe import CalibrationRequest, GraphLayout
+from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, export_checkpoint
 from edgerun.models.bundle import open_bundle
+from edgerun.models.manifest import GraphLayout
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from support.tiny_models import tiny_config, write_bundle, write_checkpoint, write_json
@@ -81,8 +81,8 @@ def test_an_int8_cache_is_refused_in_one_line(bundle: Path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        (ExportRecipe(INT4, calibration=CalibrationRequest()), "calibration"),
-        (ExportRecipe(INT4, draft=DraftRequest()), "--draft"),
+        (ExportRecipe(INT4, calibration=Path("self")), "calibration"),
+        (ExportRecipe(INT4, draft_layers="auto"), "--draft"),
         (ExportRecipe(INT4, report=True), "--report"),
         (ExportRecipe(INT4, layout=GraphLayout.GENAI), "--layout genai"),
     ],

@@ -8,8 +8,8 @@ from typing import Any
 
 import onnx
 
-from edgerun.export import INT4, ExportRecipe, NpuRequest
-from edgerun.export.check.float_activations import with_float_activations
+from edgerun.export import INT4, ExportRecipe
+from edgerun.export.check.parity import with_float_activations
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.decode import DecodeLimits, decode
 from edgerun.runtime.devices.providers import cpu_device
@@ -31,7 +31,7 @@ def write_static_bundle(
     **overrides: Any,
 ) -> Path:
     """Export a tiny random model with graphs of these widths and contexts; 300 tokens, context 256, int4."""
-    recipe = ExportRecipe(INT4, npu=NpuRequest(tuple(widths), tuple(contexts)))
+    recipe = ExportRecipe(INT4, device="npu", widths=tuple(widths), contexts=tuple(contexts))
     return write_bundle(folder, family, weights=recipe, **overrides)
 
 

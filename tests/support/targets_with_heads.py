@@ -11,14 +11,20 @@ import numpy as np
 import numpy.typing as npt
 
 from edgerun import GenerateOptions
-from edgerun.export import FP32, ExportRecipe, ExportRequest, HeadRequest, WeightFormat, export_checkpoint
-from edgerun.export.check.head_reference import HeadOutputs, embedding_rows, reference_head
-from edgerun.export.check.mtp_reference import TargetWeights, reference_mtp
+from edgerun.export import FP32, ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
+from edgerun.export.check.head_reference import (
+    HeadOutputs,
+    TargetWeights,
+    embedding_rows,
+    reference_head,
+    reference_mtp,
+)
 from edgerun.export.check.reference import reference_states
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.drafts.head_checkpoint import open_eagle_head
 from edgerun.export.drafts.mtp_checkpoint import open_mtp_module
+from edgerun.export.recipe import OWN_MODULE
 from edgerun.models.bundle import open_bundle
 from edgerun.models.draft_heads import HeadKind
 from edgerun.models.pairing import find_draft
@@ -111,7 +117,7 @@ def export_with_eagle_head(
         settings["num_hidden_layers"] = 6
     target = write_checkpoint(folder / "target", family, **settings)
     head = write_eagle_head(folder / "head", tiny_config(family, **settings), **overrides)
-    recipe = ExportRecipe(weights, draft_head=HeadRequest(head, HeadKind.EAGLE))
+    recipe = ExportRecipe(weights, draft=head)
     bundle = export_checkpoint(ExportRequest(target, folder / "bundle", recipe)).bundle
     return TargetWithHead(bundle, HeadKind.EAGLE, Source.EAGLE, EagleReference(folder))
 
@@ -119,7 +125,7 @@ def export_with_eagle_head(
 def export_with_mtp_module(folder: Path, weights: WeightFormat = FP32, **overrides: object) -> TargetWithHead:
     """Export a random Qwen3.5, whose settings `overrides` changes, with its random multi-token-prediction module."""
     target = write_mtp_checkpoint(folder / "target", max_position_embeddings=CONTEXT, **overrides)
-    recipe = ExportRecipe(weights, draft_head=HeadRequest(None, HeadKind.MTP))
+    recipe = ExportRecipe(weights, draft=OWN_MODULE)
     bundle = export_checkpoint(ExportRequest(target, folder / "bundle", recipe)).bundle
     return TargetWithHead(bundle, HeadKind.MTP, Source.MTP, MtpReference(folder))
 

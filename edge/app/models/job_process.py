@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -25,7 +25,7 @@ from ....errors import EdgeError, InputError
 from ...service.cancellation import Cancellation
 
 if TYPE_CHECKING:
-    from ....export import ExportRequest, MixedPrecisionRequest
+    from ....export import ExportRequest
 
 _PATIENCE_S: Final = 20.0
 """Seconds that a cancelled process has to remove what it wrote; the passes of large models end within them."""
@@ -223,9 +223,9 @@ def _frontier(arguments: Mapping[str, Any], report: _Report) -> dict[str, Any]:
         report: receives the progress.
     """
     _require_export_packages()
-    from ....export import MixedPrecisionRequest, measure_frontier, parse_budget  # noqa: PLC0415
+    from ....export import measure_frontier  # noqa: PLC0415
 
-    request = _request(arguments, MixedPrecisionRequest(parse_budget("4bpw")), report)
+    request = _request(arguments, report, weights="mixed", budget="4bpw")
     return {"plans": [asdict(plan) for plan in measure_frontier(request, report)]}
 
 
@@ -238,11 +238,11 @@ def _export(arguments: Mapping[str, Any], report: _Report) -> dict[str, Any]:
         report: receives the progress.
     """
     _require_export_packages()
-    from ....export import MixedPrecisionRequest, export_model  # noqa: PLC0415
+    from ....export import export_model  # noqa: PLC0415
 
     plan = arguments.get("plan")
-    mixed = None if plan is None else MixedPrecisionRequest(plan=Path(plan))
-    result = export_model(_request(arguments, mixed, report), report)
+    weights = {"weights": f"int{arguments.get('bits') or 4}"} if plan is None else {"plan": Path(plan)}
+    result = export_model(_request(arguments, report, **weights), report)
     quality = result.report.shipped if result.report is not None else result.quality
     return {
         "folder": str(result.bundle),
@@ -255,14 +255,9 @@ def _export(arguments: Mapping[str, Any], report: _Report) -> dict[str, Any]:
     }
 
 
-def _request(arguments: Mapping[str, Any], mixed: MixedPrecisionRequest | None, report: _Report) -> ExportRequest:
-    from ....export import (  # noqa: PLC0415
-        CalibrationRequest,
-        ExportRecipe,
-        ExportRequest,
-        WeightFormat,
-        find_source,
-    )
+def _request(arguments: Mapping[str, Any], report: _Report, **choices: Any) -> ExportRequest:
+    from ....export import ExportRecipe, ExportRequest, find_source  # noqa: PLC0415
+    from ....export.recipe import NO_DRAFT  # noqa: PLC0415
     from ....models.find import is_on_hub, path_of_user  # noqa: PLC0415
     from ....models.hub.downloaded_model import parse_hub_id  # noqa: PLC0415
     from ....models.hub.fetch import fetch_checkpoint  # noqa: PLC0415
@@ -273,12 +268,9 @@ def _request(arguments: Mapping[str, Any], mixed: MixedPrecisionRequest | None, 
     else:
         source = path_of_user(named, "give a checkpoint folder")
     work = arguments.get("work")
-    recipe = ExportRecipe(
-        body=WeightFormat(int(arguments.get("bits") or 4), 32),
-        mixed_precision=mixed,
-        calibration=None if mixed is None else CalibrationRequest(max_tokens=arguments.get("calibration_tokens")),
-        work_folder=None if work is None else Path(work),
-    )
+    recipe = ExportRecipe(work=None if work is None else Path(work), draft=NO_DRAFT, **choices)
+    if recipe.mixed:
+        recipe = replace(recipe, calibration_tokens=arguments.get("calibration_tokens"))
     destination = Path(arguments.get("destination") or "unused")
     return ExportRequest(find_source(source), destination, recipe, "edge-run app")
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from edgerun.edge.cli.export_options import MethodChoice
 from edgerun.edge.cli.main import main
-from edgerun.export import Method
+from edgerun.export import ExportRecipe, Method
 from edgerun.export.allocation.format_candidates import planned_linears
 from edgerun.export.checkpoint.config import read_config
+from edgerun.export.recipe import MethodChoice
 from edgerun.models.bundle import open_bundle
+from edgerun.runtime.arguments.option_fields import options_of
 from support.tiny_models import write_checkpoint
 
 
@@ -104,10 +106,23 @@ def test_block_applies_to_the_draft_of_mixed_weights(
         assert manifest is not None
         assert {form.block for form in manifest.weights.values()} == {block}
     assert "--block 64" in manifest.command
+    assert "--draft draft " in manifest.command
+    assert str(tmp_path) not in manifest.command
+
+
+def test_every_choice_of_a_recipe_is_an_option_with_help(capsys: pytest.CaptureFixture[str]) -> None:
+    declared = options_of(ExportRecipe)
+    assert list(declared) == [each.name for each in dataclasses.fields(ExportRecipe)]
+    main(["export", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, option in declared.items():
+        assert f"--{name.replace('_', '-')} " in shown
+        assert option.help[:30] in shown
 
 
 def test_methods_are_a_rounding_method_and_optional_awq_scaling() -> None:
-    methods = {choice.value: (choice.rounding, choice.awq) for choice in MethodChoice}
+    recipes = {choice.value: ExportRecipe(method=choice) for choice in MethodChoice}
+    methods = {name: (recipe.rounding, recipe.awq) for name, recipe in recipes.items()}
     assert methods == {
         "rtn": (Method.RTN, False),
         "k-quant": (Method.K_QUANT, False),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,17 +11,24 @@ import pytest
 
 from edgerun.errors import InputError
 from edgerun.export.allocation.allocate import Allocation, AllocationProblem, allocate, cost_limits
-from edgerun.export.allocation.budget import Budget, Measure, parse_budget
+from edgerun.export.allocation.choices import Sensitivity, measure_sensitivities
 from edgerun.export.allocation.evolutionary_search import SearchSettings
 from edgerun.export.allocation.format_candidates import BASE_FORMATS, format_candidates, planned_linears
-from edgerun.export.allocation.plan_costs import ByteCosts, bytes_read, plan_cost, weight_count
+from edgerun.export.allocation.plan_costs import (
+    BYTES_READ,
+    Budget,
+    Measure,
+    bytes_read,
+    parse_budget,
+    plan_cost,
+    weight_count,
+)
 from edgerun.export.allocation.quantized_weights import QuantizedLinearStore
-from edgerun.export.allocation.sensitivity import measure_sensitivities
 from edgerun.export.bundle_content import SourceModel
 from edgerun.export.calibration.divergence import PlanEvaluator
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from edgerun.export.recipe import DEFAULT_METHODS
+from edgerun.export.quantization.methods import DEFAULT_METHODS
 from edgerun.export.report.compared_plans import uniform_plan
 from edgerun.models.manifest import WeightFormat
 from support.tiny_models import write_checkpoint
@@ -84,13 +91,12 @@ class TestAllocation:
             return evaluator.divergence(plan).mean_kl
 
         uniform = uniform_plan(config, WeightFormat(4, 64))
-        limit = plan_cost(uniform, ByteCosts(), config)
+        limit = plan_cost(uniform, BYTES_READ, config)
         budget = Budget(limit * 8 / weight_count(config), Measure.BITS)
-        problem = AllocationProblem(
-            config, evaluator.divergence_alone, [divergence], budget, cost_limits(budget, config), formats
-        )
+        sensitivities = measured_alone(config, evaluator.divergence_alone, formats, tmp_path)
+        problem = AllocationProblem(config, sensitivities, [divergence], budget, cost_limits(budget, config))
         found = allocate(problem, tmp_path, QUICK)
-        assert plan_cost(found.plan, ByteCosts(), config) <= limit * (1 + 1e-9)
+        assert plan_cost(found.plan, BYTES_READ, config) <= limit * (1 + 1e-9)
         assert found.plan["embedding"] == found.plan["head"]
         assert divergence(found.plan) == pytest.approx(found.divergence)
         assert found.divergence < divergence(uniform)
@@ -98,10 +104,10 @@ class TestAllocation:
             for each in formats:
                 if bytes_read(linear, each) < bytes_read(linear, found.plan[linear.name]) and linear.name != "head":
                     assert divergence({**found.plan, linear.name: each}) > found.divergence
-        costs = [plan_cost(plan, ByteCosts(), config) for plan in found.frontier]
+        costs = [plan_cost(plan, BYTES_READ, config) for plan in found.frontier]
         assert costs == sorted(costs)
-        again = allocate(replace(problem, divergence_alone=refused), tmp_path, QUICK)
-        assert again.plan == found.plan
+        assert measured_alone(config, refused, formats, tmp_path) == sensitivities
+        assert allocate(problem, tmp_path, QUICK).plan == found.plan
 
     @pytest.mark.parametrize("noise", [0.0, 0.004])
     def test_the_budget_limits_the_measured_cost(self, tmp_path: Path, config: DecoderConfig, noise: float) -> None:
@@ -114,7 +120,7 @@ class TestAllocation:
         budget, found = _measured_as_a_whole(config, tmp_path, ratio)
         limit = budget.limit(config)
         few = np.mean([each.bits == 2 for linear, each in found.plan.items() if linear != "embedding"])
-        cost = plan_cost(found.plan, ByteCosts(), config)
+        cost = plan_cost(found.plan, BYTES_READ, config)
         assert found.measured_ratio == pytest.approx(1.2 + 0.2 * few, rel=0.05)
         assert 0.9 * limit < found.measured_ratio * cost < 1.02 * limit
         assert found.costs[0] == pytest.approx(cost)
@@ -130,14 +136,26 @@ class TestAllocation:
         budget, found = _measured_as_a_whole(config, tmp_path, ratio)
         assert measured[-1] == found.plan
         assert found.measured_ratio == pytest.approx(1.1 ** len(measured))
-        assert found.measured_ratio * plan_cost(found.plan, ByteCosts(), config) < 1.11 * budget.limit(config)
+        assert found.measured_ratio * plan_cost(found.plan, BYTES_READ, config) < 1.11 * budget.limit(config)
 
     def test_an_unreachable_budget_is_refused(self, tmp_path: Path, config: DecoderConfig) -> None:
         budget = parse_budget("1.5bpw")
-        problem = AllocationProblem(config, refused, [refused], budget, cost_limits(budget, config), BASE_FORMATS)
+        sensitivities = measured_alone(config, lambda _, each: 2.0**-each.bits, BASE_FORMATS, tmp_path)
+        problem = AllocationProblem(config, sensitivities, [refused], budget, cost_limits(budget, config))
         expected = r"no quantization plan of this model is within 1\.5bpw; give a budget from \d\.\d+bpw to \d+\."
         with pytest.raises(InputError, match=expected):
             allocate(problem, tmp_path, QUICK)
+
+
+def measured_alone(
+    config: DecoderConfig,
+    divergence_alone: Callable[[str, WeightFormat], float],
+    formats: Sequence[WeightFormat],
+    folder: Path,
+) -> dict[str, tuple[Sensitivity, ...]]:
+    return measure_sensitivities(
+        list(planned_linears(config)), formats, divergence_alone, folder / "sensitivities.json"
+    )
 
 
 def _measured_as_a_whole(
@@ -153,5 +171,6 @@ def _measured_as_a_whole(
 
     budget = Budget(6.0, Measure.BITS)
     limits = cost_limits(budget, config)
-    problem = AllocationProblem(config, alone, [together], budget, limits, BASE_FORMATS, measured_ratio)
+    sensitivities = measured_alone(config, alone, BASE_FORMATS, folder)
+    problem = AllocationProblem(config, sensitivities, [together], budget, limits, measured_ratio)
     return budget, allocate(problem, folder, QUICK)

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from edgerun.errors import InputError
-from edgerun.export.allocation.budget import Budget, Measure, parse_budget
 from edgerun.export.allocation.format_candidates import planned_linears
-from edgerun.export.allocation.plan_costs import bytes_read, weight_count
+from edgerun.export.allocation.plan_costs import Budget, Measure, bytes_read, parse_budget, weight_count
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.export.checkpoint.layer_weights import FusedLinear
 from edgerun.models.manifest import WeightFormat

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from edgerun.export.allocation.choices import (
     FormatOption,
+    Sensitivity,
     linear_choices,
     pareto_options,
     total_costs,
     without_dominated_corrections,
 )
 from edgerun.export.allocation.format_candidates import BASE_FORMATS, LOW_RANK_FORMATS, planned_linears
-from edgerun.export.allocation.plan_costs import ByteCosts
-from edgerun.export.allocation.sensitivity import Sensitivity
+from edgerun.export.allocation.plan_costs import BYTES_READ
 from edgerun.export.checkpoint.config import read_config
 from edgerun.models.manifest import WeightFormat
 from support.tiny_models import write_checkpoint
@@ -80,7 +80,7 @@ def test_choices_have_only_corrections_that_win(tmp_path: Path) -> None:
 
     for kl, kept in ((0.001, 3), (0.9, 2)):
         known = {linear.name: sensitivities(kl) for linear in planned_linears(config)}
-        choices = linear_choices(config, known, [ByteCosts()])
+        choices = linear_choices(config, known, [BYTES_READ])
         assert len({choice.linear: choice for choice in choices}["layers.0.gate_up"].options) == kept
 
 

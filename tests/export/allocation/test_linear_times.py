@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgerun.export import WeightFormat
+from edgerun.export.allocation.allocate import measured_over_predicted
 from edgerun.export.allocation.format_candidates import BASE_FORMATS, LOW_RANK_FORMATS, completed_plan, planned_linears
 from edgerun.export.allocation.linear_times import (
     WIDTHS,
@@ -26,7 +27,6 @@ from edgerun.export.allocation.linear_times import (
     timed_format,
 )
 from edgerun.export.allocation.plan_costs import plan_cost, weight_count
-from edgerun.export.allocation.plan_selection import measured_over_predicted
 from edgerun.export.allocation.timing_bundles import TimingBundle, timing_bundles, uniform_bundles
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.models.manifest import Method

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgerun.errors import InputError
-from edgerun.export.allocation.format_candidates import completed_plan, planned_linears
-from edgerun.export.allocation.plan_file import read_plan, spelled, write_plan
+from edgerun.export.allocation.format_candidates import completed_plan, planned_linears, read_plan, spelled, write_plan
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.models.manifest import Method, WeightFormat
 from support.tiny_models import write_checkpoint

@@ -11,10 +11,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgerun.export.allocation.choices import FormatOption, KnapsackProblem, LinearChoice, plan_of
-from edgerun.export.allocation.evolutionary_search import CachedDivergence, SearchSettings, evolve
-from edgerun.export.allocation.lagrange import cheapest_selection, first_selection, lagrangian_selection
-from edgerun.export.allocation.local_search import local_search, lower_useless_options
+from edgerun.export.allocation.choices import (
+    FormatOption,
+    KnapsackProblem,
+    LinearChoice,
+    cheapest_selection,
+    first_selection,
+    lagrangian_selection,
+    plan_of,
+)
+from edgerun.export.allocation.evolutionary_search import (
+    CachedDivergence,
+    SearchSettings,
+    evolve,
+    local_search,
+    lower_useless_options,
+)
 from edgerun.models.manifest import WeightFormat
 from support.toy_allocation import (
     FORMATS,
@@ -72,7 +84,7 @@ class TestEvolutionarySearch:
         toy = toy_divergence(problem.choices, seed)
         divergence = CachedDivergence(problem.choices, [toy, toy])
         found = evolve(problem, lagrangian_selection(problem), divergence, QUICK, tmp_path / "search.json")
-        selection = local_search(problem, found.selection, divergence, 60)
+        selection = local_search(problem, found.parent, divergence, 60)
         assert problem.fits(selection)
         assert divergence(selection) == pytest.approx(smallest_divergence(problem, toy))
 
@@ -118,10 +130,10 @@ class TestEvolutionarySearch:
         whole = evolve(roomy, lagrangian_selection(roomy), divergence, QUICK, state)
         no_generation = replace(QUICK, generations=0)
         found = evolve(narrow, cheapest_selection(narrow), divergence, no_generation, state)
-        assert narrow.fits(found.selection)
-        assert not narrow.fits(whole.selection)
-        assert found.selection == narrow.reduced(whole.selection)
-        assert found.divergence == divergence(found.selection)
+        assert narrow.fits(found.parent)
+        assert not narrow.fits(whole.parent)
+        assert found.parent == narrow.reduced(whole.parent)
+        assert found.divergence == divergence(found.parent)
 
 
 class TestLocalSearch:
@@ -149,7 +161,7 @@ class TestLocalSearch:
         divergence = CachedDivergence(problem.choices, [lossless_from_4_bits])
         dearest = (len(FORMATS) - 1,) * LINEARS
         found = evolve(problem, dearest, divergence, QUICK, tmp_path / "search.json")
-        assert (found.selection, found.divergence, calls) == (dearest, 0, 1)
+        assert (found.parent, found.divergence, calls) == (dearest, 0, 1)
         improved = local_search(problem, dearest, divergence, 60)
         selection = lower_useless_options(problem.choices, improved, divergence)
         assert selection == (FORMATS.index(WeightFormat(4, 64)),) * LINEARS

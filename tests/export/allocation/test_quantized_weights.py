@@ -13,7 +13,7 @@ from edgerun.export.allocation.quantized_weights import QuantizedLinearStore
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from edgerun.export.recipe import DEFAULT_METHODS
+from edgerun.export.quantization.methods import DEFAULT_METHODS
 from edgerun.export.report.compared_plans import uniform_plan
 from edgerun.models.manifest import WeightFormat
 from support.tiny_models import write_checkpoint

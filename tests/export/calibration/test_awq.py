@@ -9,10 +9,14 @@ import pytest
 
 from edgerun.export import FP32, Method, WeightFormat
 from edgerun.export.bundle_content import SourceModel
-from edgerun.export.calibration.awq import AwqSource, AwqStatistics, apply_awq
-from edgerun.export.calibration.calibrated_source import CalibratedSource
+from edgerun.export.calibration.awq import AwqSource, apply_awq, scaled_statistics
 from edgerun.export.calibration.calibration_text import CalibrationText
-from edgerun.export.calibration.collect_statistics import StatisticsStore, collect_statistics
+from edgerun.export.calibration.collect_statistics import (
+    CalibratedSource,
+    StatisticsOf,
+    StatisticsStore,
+    collect_statistics,
+)
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.export.checkpoint.layout import fused_linears
@@ -53,10 +57,10 @@ class Uneven:
 
 def scaled_model(
     folder, family: str = "llama", **overrides
-) -> tuple[Checkpoint, DecoderConfig, AwqSource, AwqStatistics]:
+) -> tuple[Checkpoint, DecoderConfig, AwqSource, StatisticsOf]:
     source = Checkpoint(write_checkpoint(folder / "model", family, **overrides))
     config = read_config(source.folder)
-    return source, config, *apply_awq(source, config, Uneven(config), FORMAT, silent)
+    return source, config, *apply_awq(source, config, Uneven(config).of, FORMAT, silent)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -68,7 +72,7 @@ def test_the_float_model_is_unchanged(tmp_path, family: str) -> None:
     # All kinds of linears that can be scaled are.
     before, changed = Uneven(config), set()
     for linear in fused_linears(config):
-        known = statistics.of(linear.name)
+        known = statistics(linear.name)
         assert known is not None
         if not np.array_equal(known.mean_square, before.of(linear.name).mean_square):
             changed.add(linear.name.split(".")[-1])
@@ -84,7 +88,7 @@ def test_the_float_model_is_unchanged(tmp_path, family: str) -> None:
 
 def test_heads_of_a_group_share_their_factors(tmp_path) -> None:
     _, config, _, statistics = scaled_model(tmp_path, num_attention_heads=8, num_key_value_heads=2)
-    before, after = Uneven(config).of("layers.0.o"), statistics.of("layers.0.o")
+    before, after = Uneven(config).of("layers.0.o"), statistics("layers.0.o")
     assert after is not None
     factors = (after.mean_magnitude / before.mean_magnitude).reshape(2, 4, config.head_dim)
     np.testing.assert_allclose(factors, np.broadcast_to(factors[:, :1], factors.shape), rtol=1e-5)
@@ -100,9 +104,9 @@ def test_statistics_are_those_of_the_scaled_model(tmp_path, family: str) -> None
     def collected(which, name: str) -> StatisticsStore:
         return collect_statistics(SourceModel(which, config, 256), text, tmp_path / name, True, silent)
 
-    expected, known = collected(model, "after"), AwqStatistics(collected(source, "before"), model.scales)
+    expected, known = collected(model, "after"), scaled_statistics(collected(source, "before").of, model.scales)
     for linear in fused_linears(config):
-        first, second = known.of(linear.name), expected.of(linear.name)
+        first, second = known(linear.name), expected.of(linear.name)
         assert (first is None) == (second is None) == (linear.name == "embedding")
         if first is not None and second is not None:
             np.testing.assert_allclose(first.mean_square, second.mean_square, rtol=1e-3)
@@ -114,7 +118,7 @@ def test_statistics_are_those_of_the_scaled_model(tmp_path, family: str) -> None
 def test_quantization_loses_less(tmp_path) -> None:
     source, config, model, statistics = scaled_model(tmp_path)
     name = "model.layers.0.mlp.down_proj.weight"
-    unscaled = CalibratedSource(source, config, Uneven(config))
+    unscaled = CalibratedSource(source, config, Uneven(config).of)
     with_scales = CalibratedSource(model, config, statistics)
     mean_square = Uneven(config).of("layers.0.down").mean_square
     exact = source.read(name)
@@ -136,11 +140,11 @@ def test_even_inputs_are_left_alone(tmp_path) -> None:
             columns = next(each.columns for each in fused_linears(config) if each.name == linear)
             return InputStatistics(np.ones(columns, np.float32), np.ones(columns, np.float32))
 
-    model, statistics = apply_awq(source, config, Even(), FORMAT, silent)
+    model, statistics = apply_awq(source, config, Even().of, FORMAT, silent)
     for linear in fused_linears(config):
         for name in linear.weights:
             np.testing.assert_array_equal(model.read(name), source.read(name))
-        known = statistics.of(linear.name)
+        known = statistics(linear.name)
         assert known is not None
         assert (known.mean_square == 1).all()
 
@@ -149,11 +153,11 @@ def test_even_inputs_are_left_alone(tmp_path) -> None:
 def test_methods_get_the_statistics_of_the_linear(tmp_path, tied: bool) -> None:
     source = Checkpoint(write_checkpoint(tmp_path / "model", tie_word_embeddings=tied))
     config = read_config(source.folder)
-    statistics = Uneven(config)
+    statistics = Uneven(config).of
     calibrated = CalibratedSource(source, config, statistics)
     for linear in fused_linears(config):
         for name in linear.weights:
             (rows,) = source.row_ranges(name)
-            expected = QUANTIZERS[Method.K_QUANT](source.read(name), FORMAT, statistics.of(linear.name))
+            expected = QUANTIZERS[Method.K_QUANT](source.read(name), FORMAT, statistics(linear.name))
             np.testing.assert_array_equal(calibrated.quantized(rows, FORMAT).packed, expected.packed)
     assert calibrated.stored_format("model.embed_tokens.weight") == FP32

@@ -16,7 +16,7 @@ from edgerun.export.calibration import divergence as divergence_module
 from edgerun.export.calibration import logit_comparison as comparison_module
 from edgerun.export.calibration.divergence import PlanEvaluator
 from edgerun.export.calibration.logit_comparison import LogitComparison
-from edgerun.export.check.parity import QuantizedWeights
+from edgerun.export.check.parity import quantized_weights
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.layout import fused_linears
@@ -33,7 +33,7 @@ def evaluator_of(folder, texts=TEXTS, family: str = "llama", **overrides) -> Pla
 
     def weights_of(linear, weight_format):
         plan = {each.name: weight_format for each in fused_linears(config)}
-        rounded = QuantizedWeights(source, config, plan)
+        rounded = quantized_weights(source, config, plan)
         return np.concatenate([piece for name in linear.weights for piece in rounded.chunks(name)])
 
     return PlanEvaluator(SourceModel(source, config, 256), texts, weights_of, folder / "work")
@@ -51,7 +51,7 @@ def expected(folder, plan, texts=TEXTS):
     for text in texts:
         logits = [
             reference_logits(weights, settings, text, 256)
-            for weights in (source, QuantizedWeights(source, config, whole))
+            for weights in (source, quantized_weights(source, config, whole))
         ]
         p, q = (each - each.max(-1, keepdims=True) for each in logits)
         p, q = (each - np.log(np.exp(each).sum(-1, keepdims=True)) for each in (p, q))

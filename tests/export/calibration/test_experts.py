@@ -10,15 +10,15 @@ import pytest
 
 from edgerun.export import Method, WeightFormat
 from edgerun.export.bundle_content import SourceModel
-from edgerun.export.calibration.awq import AwqStatistics, apply_awq
-from edgerun.export.calibration.calibrated_source import CalibratedSource
+from edgerun.export.calibration.awq import apply_awq, scaled_statistics
 from edgerun.export.calibration.calibration_text import CalibrationText
 from edgerun.export.calibration.collect_statistics import (
     PRIOR_TOKENS,
+    CalibratedSource,
     collect_statistics,
     rare_experts,
 )
-from edgerun.export.calibration.expert_layers import expert_of
+from edgerun.export.calibration.layer_graphs import expert_of
 from edgerun.export.calibration.layer_runner import LayerRunner
 from edgerun.export.calibration.text_batches import pack_texts
 from edgerun.export.check.reference import reference_logits
@@ -104,7 +104,7 @@ def test_large_experts_share_the_second_moments_of_their_layer(tmp_path: Path, m
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_output_error_of_every_expert_is_less_than_that_of_rounding(tmp_path: Path, family: str) -> None:
     found = Collected(tmp_path, family)
-    source = CalibratedSource(found.checkpoint, found.config, found.store)
+    source = CalibratedSource(found.checkpoint, found.config, found.store.of)
     for linear in found.experts:
         for expert in range(linear.experts):
             known, errors = found.store.of(expert_of(linear.name, expert)), []
@@ -122,7 +122,7 @@ def test_the_output_error_of_every_expert_is_less_than_that_of_rounding(tmp_path
 
 def test_rows_of_several_experts_are_quantized_by_the_statistics_of_each(tmp_path: Path) -> None:
     found = Collected(tmp_path, "gpt_oss")
-    source, linear = CalibratedSource(found.checkpoint, found.config, found.store), found.experts[1]
+    source, linear = CalibratedSource(found.checkpoint, found.config, found.store.of), found.experts[1]
     size = linear.shape[0] // linear.experts
     start, stop = size // 2, 3 * size - 8
     joined = source.quantized(RowRange(linear.weights[0], start, stop), GPTQ)
@@ -175,7 +175,7 @@ def test_scaling_leaves_the_float_model_as_it_is(tmp_path: Path, family: str, se
     """The inputs of gpt-oss's second linears are not proportional to up, which is bounded and has 1 added."""
     found = Collected(tmp_path, family, tokens=300)
     weight_format = WeightFormat(2, 32, method=Method.K_QUANT)
-    model, statistics = apply_awq(found.checkpoint, found.config, Uneven(found), weight_format, silent)
+    model, statistics = apply_awq(found.checkpoint, found.config, Uneven(found).of, weight_format, silent)
     settings = json.loads((found.checkpoint.folder / "config.json").read_text(encoding="utf-8"))
     tokens = np.array([7, 200, 31, 4, 299, 18, 31, 4])
     expected = reference_logits(found.checkpoint, settings, tokens, 256)
@@ -187,10 +187,10 @@ def test_scaling_leaves_the_float_model_as_it_is(tmp_path: Path, family: str, se
         router, expert = (model.scales.inputs[f"layers.{layer}.{name}"] for name in ("router", "gate_up.0"))
         np.testing.assert_array_equal(router, expert)
     after = Collected(tmp_path / "after", family, tokens=300, source=model)
-    before = AwqStatistics(found.store, model.scales)
+    before = scaled_statistics(found.store.of, model.scales)
     for name in sorted(each for each in changed if ".gate_up." in each):
-        first, second = before.of(name), after.store.of(name)
+        first, second = before(name), after.store.of(name)
         assert first is not None
         assert second is not None
         np.testing.assert_allclose(first.mean_square, second.mean_square, rtol=1e-3)
-    assert statistics.of(next(iter(changed))) is not None
+    assert statistics(next(iter(changed))) is not None

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from edgerun.errors import ExportError, InputError
 from edgerun.export import ExportRecipe, Method, WeightFormat
+from edgerun.export.allocation.choices import measure_sensitivities
 from edgerun.export.allocation.format_candidates import (
     BASE_FORMATS,
     LOW_RANK_FORMATS,
@@ -23,12 +24,10 @@ from edgerun.export.allocation.format_candidates import (
 )
 from edgerun.export.allocation.plan_costs import bytes_read
 from edgerun.export.allocation.quantized_weights import QuantizedLinearStore
-from edgerun.export.allocation.sensitivity import measure_sensitivities
 from edgerun.export.bundle_content import BundleContent, SourceModel
 from edgerun.export.bundle_writer import write_bundle
-from edgerun.export.calibration.calibrated_source import CalibratedSource
 from edgerun.export.calibration.calibration_text import CalibrationText
-from edgerun.export.calibration.collect_statistics import collect_statistics
+from edgerun.export.calibration.collect_statistics import CalibratedSource, collect_statistics
 from edgerun.export.calibration.divergence import PlanEvaluator
 from edgerun.export.calibration.sequential import quantize_sequentially
 from edgerun.export.checkpoint.config import read_config
@@ -40,14 +39,14 @@ from edgerun.export.quantization.codes import (
     FACTOR_FORMAT,
     CorrectionTarget,
     InputStatistics,
+    correction_factors,
     dequantized,
+    low_rank_correction,
     low_rank_product,
 )
-from edgerun.export.quantization.low_rank_correction import correction_factors, low_rank_correction
-from edgerun.export.quantization.methods import nearest_rows
-from edgerun.export.recipe import DEFAULT_METHODS
+from edgerun.export.quantization.methods import DEFAULT_METHODS, nearest_rows
 from edgerun.export.report.compared_plans import uniform_plan
-from edgerun.models.manifest import FileDigest, GraphLayout, Manifest
+from edgerun.models.manifest import FileDigest, Manifest
 from edgerun.models.progress import silent
 from support.correlated_inputs import correlated_inputs, random_rows
 from support.tiny_models import write_checkpoint
@@ -65,7 +64,7 @@ def content_of(folder: Path, family: str, corrected: dict[str, WeightFormat]) ->
     store = QuantizedLinearStore(source, config, folder / "linears")
     for linear in planned_linears(config):
         store.make(linear, plan[linear.name])
-    return BundleContent(store.view(plan), source, config, plan, 64, GraphLayout.EDGE, "")
+    return BundleContent(source=store.view(plan), original=source, config=config, plan=plan, context=64)
 
 
 def file_size(folder: Path, content: BundleContent) -> int:
@@ -90,7 +89,7 @@ def test_the_graph_equals_the_reference_for_any_corrected_linear(tmp_path, famil
     assert manifest.weights == content.plan
     plain = content_of(tmp_path, family, {})
     (tmp_path / "plain").mkdir()
-    assert write_bundle(tmp_path / "plain", plain).bits_per_weight < written.bits_per_weight
+    assert write_bundle(tmp_path / "plain", plain).manifest.bits_per_weight < written.manifest.bits_per_weight
 
 
 @pytest.mark.parametrize("change", ["forgotten", "twice"])
@@ -235,7 +234,7 @@ def test_sequential_gptq_with_corrections(tmp_path) -> None:
     model = SourceModel(source, config, 64)
     text = CalibrationText(tuple(random.integers(0, 300, (30, 40))), tuple(random.integers(0, 300, (10, 40))), "random")
     statistics = collect_statistics(model, text, tmp_path / "statistics", True, silent)
-    known = CalibratedSource(source, config, statistics)
+    known = CalibratedSource(source, config, statistics.of)
     plain, found = WeightFormat(2, 64, method=Method.GPTQ), []
     for weight_format in (plain, replace(plain, rank=32)):
         plan = {

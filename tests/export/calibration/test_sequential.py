@@ -9,9 +9,8 @@ import pytest
 
 from edgerun.export import FP32, Method, WeightFormat
 from edgerun.export.bundle_content import SourceModel
-from edgerun.export.calibration.calibrated_source import CalibratedSource
 from edgerun.export.calibration.calibration_text import CalibrationText
-from edgerun.export.calibration.collect_statistics import collect_statistics
+from edgerun.export.calibration.collect_statistics import CalibratedSource, collect_statistics
 from edgerun.export.calibration.divergence import PlanEvaluator
 from edgerun.export.calibration.sequential import quantize_sequentially
 from edgerun.export.checkpoint.config import read_config
@@ -34,7 +33,7 @@ def calibrated(folder, text: CalibrationText, family: str, **overrides) -> Sourc
     checkpoint = Checkpoint(write_checkpoint(folder / "model", family, **overrides))
     model = SourceModel(checkpoint, read_config(checkpoint.folder), 256)
     statistics = collect_statistics(model, text, folder / "statistics", True, silent)
-    return replace(model, source=CalibratedSource(checkpoint, model.config, statistics))
+    return replace(model, source=CalibratedSource(checkpoint, model.config, statistics.of))
 
 
 def divergence(folder, model: SourceModel, plan, weights_of) -> float:

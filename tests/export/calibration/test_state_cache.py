@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from edgerun.export.calibration.state_cache import PinnedArrays, RecentArrays, owned
+from edgerun.export.calibration.divergence import PinnedArrays, RecentArrays, owned
 from edgerun.export.check.contract_session import ModelSession
 
 

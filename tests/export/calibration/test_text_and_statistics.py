@@ -26,7 +26,7 @@ from edgerun.export.calibration.text_batches import pack_texts
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from edgerun.export.recipe import CalibrationRequest
+from edgerun.export.recipe import ExportRecipe
 from edgerun.models.progress import silent
 from edgerun.runtime.measure import text_sampler
 from edgerun.runtime.measure.batched_sampling import BatchedSampler
@@ -80,7 +80,7 @@ def test_texts_of_models_with_sliding_windows_are_sampled_one_by_one(
     folder = write_checkpoint(tmp_path / "checkpoint", family)
     model = SourceModel(Checkpoint(folder), read_config(folder), 1024)
     (tmp_path / "work").mkdir()
-    calibration_text(model, CalibrationRequest(max_tokens=MIN_TOKENS), tmp_path / "work", silent)
+    calibration_text(model, ExportRecipe(calibration_tokens=MIN_TOKENS), tmp_path / "work", silent)
     assert [size > 1 for size in sizes] == [batched]
 
 
@@ -97,7 +97,8 @@ def test_the_seed_selects_among_the_texts_of_a_file(tmp_path: Path, suffix: str)
 
     def read(name: str, seed: int) -> set[tuple[int, ...]]:
         (tmp_path / name).mkdir()
-        text = calibration_text(model, CalibrationRequest(file, MIN_TOKENS, seed), tmp_path / name, silent)
+        recipe = ExportRecipe(calibration=file, calibration_tokens=MIN_TOKENS, seed=seed)
+        text = calibration_text(model, recipe, tmp_path / name, silent)
         return {tuple(part.tolist()) for part in (*text.calibration, *text.held_out)}
 
     first = read("first", 0)

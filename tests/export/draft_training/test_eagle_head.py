@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file  # noqa: E402
 
 from edgerun.errors import InputError  # noqa: E402
-from edgerun.export import FP32, ExportRecipe, ExportRequest, HeadRequest, export_checkpoint  # noqa: E402
+from edgerun.export import FP32, ExportRecipe, ExportRequest, export_checkpoint  # noqa: E402
 from edgerun.export.check.reference import reference_logits  # noqa: E402
 from edgerun.export.checkpoint.safetensors_files import Checkpoint  # noqa: E402
 from edgerun.export.draft_training import training_loop  # noqa: E402
@@ -28,7 +28,7 @@ from edgerun.export.draft_training.training_batches import Example  # noqa: E402
 from edgerun.export.draft_training.training_loop import TrainOptions  # noqa: E402
 from edgerun.export.draft_training.training_run import train_draft  # noqa: E402
 from edgerun.models.bundle import open_bundle  # noqa: E402
-from edgerun.models.draft_heads import HeadKind, eagle_tensors  # noqa: E402
+from edgerun.models.draft_heads import eagle_tensors  # noqa: E402
 from edgerun.models.manifest import Architecture  # noqa: E402
 from edgerun.runtime.engine_loading import load  # noqa: E402
 from edgerun.runtime.measure.draft_benefit import count_agreement  # noqa: E402
@@ -247,7 +247,7 @@ def test_an_exported_head_drafts_what_it_was_trained_to(tmp_path: Path, monkeypa
     checkpoint = ExportRequest(
         tmp_path / "target" / "checkpoint",
         tmp_path / "pair",
-        ExportRecipe(FP32, draft_head=HeadRequest(tmp_path / "head", HeadKind.EAGLE, FP32)),
+        ExportRecipe(FP32, draft=tmp_path / "head", draft_weights=FP32),
     )
     pair = export_checkpoint(checkpoint).bundle
     examples = load_examples(tmp_path / "head" / "training" / "held-out" / "answers-00000.safetensors")

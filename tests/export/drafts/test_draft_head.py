@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from edgerun import BundleError, EdgeError, ExportError
 from edgerun.edge.cli.main import main
-from edgerun.export import FP32, INT4, INT8, ExportRecipe, ExportRequest, HeadRequest, WeightFormat, export_checkpoint
+from edgerun.export import FP32, INT4, INT8, ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
 from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.check.head_reference import HeadOutputs
 from edgerun.export.checkpoint.config import read_config
@@ -39,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def export(checkpoint: Path, head: Path, bundle: Path, weight_format: WeightFormat = FP32) -> Path:
-    recipe = ExportRecipe(weight_format, draft_head=HeadRequest(head, HeadKind.EAGLE))
+    recipe = ExportRecipe(weight_format, draft=head)
     return export_checkpoint(ExportRequest(checkpoint, bundle, recipe)).bundle
 
 

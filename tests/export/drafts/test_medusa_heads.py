@@ -14,10 +14,10 @@ from safetensors.numpy import load_file
 import edgerun
 from edgerun import EdgeError, Engine, ExportError, GenerateOptions, InputError
 from edgerun.edge.cli.main import main
-from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, HeadRequest, WeightFormat, export_checkpoint
+from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
 from edgerun.export.check.contract_session import ModelSession
 from edgerun.export.drafts import draft_head
-from edgerun.models.draft_heads import MEDUSA_FILE, HeadKind
+from edgerun.models.draft_heads import MEDUSA_FILE
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.drafters.draft_model import Path as TokenPath
 from edgerun.runtime.speculation.drafters.draft_model import TopTokens
@@ -39,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def export(checkpoint: Path, heads: Path, bundle: Path, weight_format: WeightFormat = FP32) -> Path:
-    recipe = ExportRecipe(weight_format, draft_head=HeadRequest(heads, HeadKind.MEDUSA))
+    recipe = ExportRecipe(weight_format, draft=heads)
     return export_checkpoint(ExportRequest(checkpoint, bundle, recipe)).bundle
 
 

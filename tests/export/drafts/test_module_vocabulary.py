@@ -16,12 +16,13 @@ import edgerun
 from edgerun import GenerateOptions
 from edgerun.edge.cli.main import main
 from edgerun.errors import InputError
-from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, HeadRequest, HeadVocabulary, export_checkpoint
+from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, export_checkpoint
 from edgerun.export.calibration.calibration_text import CalibrationText
 from edgerun.export.drafts import module_vocabulary
 from edgerun.export.drafts.draft_head import DraftHead
 from edgerun.export.drafts.module_vocabulary import trim_vocabulary
 from edgerun.export.drafts.trimmed_head import trim_layer_skip_draft, trim_module
+from edgerun.export.recipe import OWN_MODULE
 from edgerun.models.bundle import open_bundle
 from edgerun.models.draft_heads import HeadKind
 from edgerun.models.pairing import find_draft
@@ -30,9 +31,8 @@ from edgerun.runtime.measure.bundle_timing import BundleTimer
 from edgerun.runtime.speculation.drafters.hidden_state_head import HiddenStateHead
 from support.known_timings import BytesMachine, use_machine
 from support.tiny_heads import write_eagle_head, write_mtp_checkpoint
-from support.tiny_models import write_checkpoint
+from support.tiny_models import tiny_config, write_checkpoint
 
-MODULE = HeadRequest(None, HeadKind.MTP)
 VOCABULARY = 300
 WORDS = ("the", "sea", "and", "sand", "of", "then", "is", "in", "on", "other", "thing", "that", "was", "to", "be")
 
@@ -44,7 +44,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    recipe = ExportRecipe(FP32, draft_head=MODULE)
+    recipe = ExportRecipe(FP32, draft=OWN_MODULE)
     return export_checkpoint(ExportRequest(source, tmp_path_factory.mktemp("exported") / "bundle", recipe)).bundle
 
 
@@ -106,8 +106,7 @@ def test_a_note_on_the_head_is_kept_without_calibration(
 ) -> None:
     add_to = DraftHead.add_to
     monkeypatch.setattr(DraftHead, "add_to", lambda *arguments: add_to(*arguments) or "a note on the head")
-    recipe = ExportRecipe(FP32, draft_head=HeadRequest(None, HeadKind.MTP))
-    assert recipe.data_free
+    recipe = ExportRecipe(FP32, draft=OWN_MODULE)
     result = export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe))
     assert "a note on the head" in result.notes
 
@@ -139,16 +138,15 @@ def test_by_default_large_vocabularies_are_trimmed_where_there_is_text(
     bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = text_of([5, 6, 7, 8], [9, 6, 7, 8])
-    default = HeadVocabulary.DEFAULT
-    assert not trim_vocabulary(bundle, default, text, silent)  # 300 tokens are few
+    assert not trim_vocabulary(bundle, None, text, silent)  # 300 tokens are few
     assert kept_by(bundle) is None
     monkeypatch.setattr(module_vocabulary, "DEFAULT_TOKENS", 120)
     monkeypatch.setattr(module_vocabulary, "_LARGE", 240)
-    assert not trim_vocabulary(bundle, default, None, silent)
-    assert not trim_vocabulary(bundle, HeadVocabulary.ALL, text, silent)
+    assert not trim_vocabulary(bundle, None, None, silent)
+    assert not trim_vocabulary(bundle, "all", text, silent)
     assert not trim_vocabulary(bundle, VOCABULARY, text, silent)
     assert kept_by(bundle) is None
-    assert trim_vocabulary(bundle, default, text, silent)
+    assert trim_vocabulary(bundle, None, text, silent)
     kept = kept_by(bundle)
     assert kept is not None
     assert kept.size == logits_of(bundle) == 120
@@ -178,7 +176,7 @@ def test_the_fastest_size_weighs_agreement_against_time(
     monkeypatch.setattr(BundleTimer, "time_heads", lambda *_: [0.3, smallest])
     monkeypatch.setattr(BundleTimer, "time_passes", lambda _, __, widths, ___: [dict.fromkeys(widths, 1.0)])
     measured = CalibrationText((knows,), (knows,), "a test")
-    trim_vocabulary(bundle, HeadVocabulary.FASTEST, measured, silent)
+    trim_vocabulary(bundle, "auto", measured, silent)
     kept = kept_by(bundle)
     if expected == "all":
         assert kept is None
@@ -192,7 +190,7 @@ def test_the_fastest_size_weighs_agreement_against_time(
 def test_real_passes_are_timed_and_measured(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_vocabulary, "_ROUNDS", 1)
     text = np.random.default_rng(2).integers(5, VOCABULARY, 40)
-    trim_vocabulary(bundle, HeadVocabulary.FASTEST, CalibrationText((text,), (text,), "a test"), silent)
+    trim_vocabulary(bundle, "auto", CalibrationText((text,), (text,), "a test"), silent)
     kept = kept_by(bundle)
     assert logits_of(bundle) == (VOCABULARY if kept is None else kept.size)
 
@@ -207,24 +205,18 @@ def test_sizes_that_a_head_cannot_have(bundle: Path, wanted: int) -> None:
 
 
 def test_too_large_a_size_is_refused_before_anything_slow(source: Path, tmp_path: Path) -> None:
-    recipe = ExportRecipe(INT4, draft_head=HeadRequest(None, HeadKind.MTP, vocabulary=301))
+    recipe = ExportRecipe(INT4, draft=OWN_MODULE, draft_vocab=301)
     with pytest.raises(InputError, match="cannot have 301 tokens; give at most 300, the model's vocabulary"):
         export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe), lambda *_: pytest.fail("slow"))
 
 
-def test_only_modules_have_a_size() -> None:
-    with pytest.raises(InputError, match="only a multi-token-prediction module can be trimmed"):
-        HeadRequest(Path("head"), HeadKind.EAGLE, vocabulary=10)
+def test_only_modules_have_a_size(tmp_path: Path) -> None:
+    head, target = write_eagle_head(tmp_path / "head", tiny_config()), write_checkpoint(tmp_path / "target")
+    recipe = ExportRecipe(INT4, draft=head, draft_vocab=10)
+    with pytest.raises(InputError, match="--draft-vocab has no effect on the draft head .*head, whose size is that"):
+        export_checkpoint(ExportRequest(target, tmp_path / "bundle", recipe))
     with pytest.raises(InputError, match="must be a positive number of tokens, not -3"):
-        HeadRequest(None, HeadKind.MTP, vocabulary=-3)
-
-
-def test_text_is_needed_only_for_a_number() -> None:
-    needs = {each: HeadRequest(None, HeadKind.MTP, vocabulary=each).needs_text for each in (9, *HeadVocabulary)}
-    assert needs == {9: True, HeadVocabulary.FASTEST: True, HeadVocabulary.DEFAULT: False, HeadVocabulary.ALL: False}
-    recipe = ExportRecipe(INT4, draft_head=HeadRequest(None, HeadKind.MTP, vocabulary=9))
-    assert not recipe.data_free
-    assert ExportRecipe(INT4, draft_head=MODULE).data_free
+        ExportRecipe(draft_vocab=-3)
 
 
 @pytest.mark.parametrize(

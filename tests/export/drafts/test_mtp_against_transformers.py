@@ -12,14 +12,14 @@ import numpy.typing as npt
 import onnx
 import pytest
 
-from edgerun.export import FP32, ExportRecipe, ExportRequest, HeadRequest, export_checkpoint
+from edgerun.export import FP32, ExportRecipe, ExportRequest, export_checkpoint
 from edgerun.export.check.contract_session import ContractSession
-from edgerun.export.check.mtp_reference import TargetWeights, reference_mtp
+from edgerun.export.check.head_reference import TargetWeights, reference_mtp
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.drafts.mtp_checkpoint import open_mtp_module
+from edgerun.export.recipe import OWN_MODULE
 from edgerun.models.bundle import open_bundle
-from edgerun.models.draft_heads import HeadKind
 from support.tiny_heads import write_mtp_checkpoint
 
 torch = pytest.importorskip("torch")
@@ -93,7 +93,7 @@ def test_logits_and_states_equal_those_of_transformers(tmp_path: Path, overrides
     np.testing.assert_allclose(computed.logits, logits, atol=2e-4)
     np.testing.assert_allclose(computed.states, states, atol=2e-4)
 
-    recipe = ExportRecipe(FP32, draft_head=HeadRequest(None, HeadKind.MTP))
+    recipe = ExportRecipe(FP32, draft=OWN_MODULE)
     bundle = export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe)).bundle
     architecture = open_bundle(bundle).manifest.architecture  # type: ignore[union-attr]
     graph = onnx.load(bundle / "draft.onnx", load_external_data=False)

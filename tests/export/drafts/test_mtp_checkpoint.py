@@ -13,14 +13,16 @@ import pytest
 import edgerun
 from edgerun.edge.cli.main import main
 from edgerun.errors import CheckpointError, InputError
-from edgerun.export import INT4, ExportRecipe, ExportRequest, HeadRequest, WeightFormat, export_checkpoint
+from edgerun.export import INT4, ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
 from edgerun.export.bundle_content import BundleContent
 from edgerun.export.bundle_writer import write_bundle
 from edgerun.export.calibration.awq import AwqScales, AwqSource
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.drafts.draft_head import open_draft_head
-from edgerun.export.recipe import FP32
+from edgerun.export.drafts.make_draft import DraftRequest
+from edgerun.export.quantization.methods import FP32
+from edgerun.export.recipe import OWN_MODULE
 from edgerun.models.bundle import open_bundle
 from edgerun.models.draft_heads import HeadKind
 from edgerun.models.manifest import GraphLayout
@@ -29,7 +31,7 @@ from edgerun.models.progress import silent
 from support.tiny_heads import write_mtp_checkpoint
 from support.tiny_models import write_checkpoint
 
-MODULE = HeadRequest(None, HeadKind.MTP)
+MODULE = DraftRequest(None, HeadKind.MTP)
 
 
 def export(*arguments: object) -> int:
@@ -103,11 +105,11 @@ def test_the_module_of_a_model_with_experts_has_experts_too(tmp_path: Path, fami
 
 def test_formats_that_the_experts_of_a_module_cannot_have_are_refused(tmp_path: Path) -> None:
     source = write_mtp_checkpoint(tmp_path / "source", family="qwen3_5_moe_text")
-    head = HeadRequest(None, HeadKind.MTP, WeightFormat(4, 64))
+    recipe = ExportRecipe(FP32, draft=OWN_MODULE, draft_weights=WeightFormat(4, 64))
     with pytest.raises(
         InputError, match=r"layers\.0\.down have 32 columns, which is not a multiple of the block size 64"
     ):
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32, draft_head=head)))
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe))
     assert not (tmp_path / "bundle").exists()
 
 
@@ -124,7 +126,7 @@ def test_multimodal_checkpoints_have_it_beside_the_language_model(tmp_path: Path
         for name, value in tensors.items()
     }
     save_file(renamed, source / "model.safetensors")
-    recipe = ExportRecipe(INT4, draft_head=MODULE)
+    recipe = ExportRecipe(INT4, draft=OWN_MODULE)
     bundle = export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe)).bundle
     assert (draft_of(bundle) or {})["head"] == "mtp"
 
@@ -153,7 +155,7 @@ def test_a_module_that_cannot_be_used_is_left_out_with_a_line(
 def test_and_refused_where_it_was_asked_for(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:
     source = write_mtp_checkpoint(tmp_path / "source", **overrides)
     with pytest.raises(CheckpointError, match=message) as error:
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(INT4, draft_head=MODULE)))
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(INT4, draft=OWN_MODULE)))
     assert "\n" not in str(error.value)
     assert not (tmp_path / "bundle").exists()
 
@@ -165,7 +167,7 @@ def test_a_checkpoint_without_one(tmp_path: Path, family: str) -> None:
     assert export(source, tmp_path / "bundle") == 0
     assert draft_of(tmp_path / "bundle") is None
     with pytest.raises(CheckpointError, match="has no multi-token-prediction module"):
-        export_checkpoint(ExportRequest(source, tmp_path / "other", ExportRecipe(INT4, draft_head=MODULE)))
+        export_checkpoint(ExportRequest(source, tmp_path / "other", ExportRecipe(INT4, draft=OWN_MODULE)))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +186,7 @@ def test_options_that_contradict_each_other(tmp_path: Path, arguments, message: 
 
 def test_drafts_need_the_own_layout() -> None:
     with pytest.raises(InputError, match="layout"):
-        ExportRecipe(INT4, layout=GraphLayout.GENAI, draft_head=MODULE)
+        ExportRecipe(INT4, layout=GraphLayout.GENAI, draft=OWN_MODULE)
 
 
 def test_scales_that_calibration_put_into_the_head_do_not_reach_the_module(tmp_path: Path) -> None:
@@ -195,12 +197,17 @@ def test_scales_that_calibration_put_into_the_head_do_not_reach_the_module(tmp_p
     scales = AwqScales()
     scales.norms["model.norm.weight"] = 1 / factors
     scales.columns["lm_head.weight"] = factors
-    recipe = ExportRecipe(FP32, draft_head=MODULE)
+    recipe = ExportRecipe(FP32, draft=OWN_MODULE)
     head = open_draft_head(MODULE, recipe, source, config)
     logits = []
     for name, used in (("plain", checkpoint), ("scaled", AwqSource(checkpoint, config, scales))):
         content = BundleContent(
-            used, checkpoint, config, recipe.quant_plan(config), 64, GraphLayout.EDGE, "", features=head.features
+            source=used,
+            original=checkpoint,
+            config=config,
+            plan=recipe.quant_plan(config),
+            context=64,
+            features=head.features,
         )
         (tmp_path / name).mkdir()
         write_bundle(tmp_path / name, content, silent)
@@ -211,7 +218,7 @@ def test_scales_that_calibration_put_into_the_head_do_not_reach_the_module(tmp_p
 
 def _logits(bundle: Path, hidden: int) -> Any:
     from edgerun.export.check.contract_session import ContractSession
-    from edgerun.export.check.float_activations import with_float_activations
+    from edgerun.export.check.parity import with_float_activations
 
     graph = with_float_activations(onnx.load(bundle / "draft.onnx", load_external_data=False))
     session = ContractSession(bundle, open_bundle(bundle).manifest.architecture, 8, graph)  # type: ignore[union-attr]

@@ -24,9 +24,9 @@ from edgerun.export.quantization.codes import dequantize_rows, quantize_rows, ro
 from edgerun.models.bundle import open_bundle
 from support.gguf_files import NAMES, gguf_name, permuted, random_blocks, write_gguf
 from support.shared_data import data_path
-from support.tiny_models import write_checkpoint, write_json, write_weights
+from support.tiny_models import write_checkpoint, write_weights
 
-STORED = ExportRecipe(body=None)
+STORED = ExportRecipe()
 """Keeps the formats of the file."""
 FAMILIES = ["llama", "qwen2", "qwen3"]
 EXACT = {"Q4_0": INT4, "Q5_0": INT8, "Q8_0": INT8}
@@ -382,13 +382,6 @@ def test_the_error_names_a_missing_package(tmp_path, monkeypatch, capsys) -> Non
     monkeypatch.setitem(__import__("sys").modules, "gguf.quants", None)
     assert main(["export", str(file), str(tmp_path / "bundle")]) == 2
     assert 'pip install "edge-run[gguf]"' in capsys.readouterr().err
-
-
-def test_a_checkpoint_can_keep_float_weights(tmp_path) -> None:
-    source = write_checkpoint(tmp_path / "checkpoint", dtype=np.float16)
-    write_json(source / "generation_config.json", {})
-    bundle = export_checkpoint(ExportRequest(source, tmp_path / "bundle", STORED)).bundle
-    assert set(open_bundle(bundle).manifest.weights.values()) == {FP32}
 
 
 def test_running_a_gguf_file_suggests_exporting_it(tmp_path, capsys) -> None:

@@ -79,12 +79,12 @@ def test_a_damaged_graph_is_refused(exported: Path, tmp_path: Path) -> None:
 
 def test_models_of_other_tools_get_the_graphs_too(tmp_path: Path) -> None:
     source = write_layout(tmp_path / "source", LAYOUTS["genai"])
-    result = export_model(ExportRequest(source, tmp_path / "bundle", ExportRecipe(gpu=True)))
+    result = export_model(ExportRequest(source, tmp_path / "bundle", ExportRecipe(device="gpu")))
     assert sorted(name for name in result.file_bytes if name.startswith("model_")) == FILES
 
 
 def test_a_form_that_a_model_lacks_is_named(tmp_path: Path) -> None:
-    bundle = write_bundle(tmp_path, "gpt_oss", weights=ExportRecipe(gpu=True))
+    bundle = write_bundle(tmp_path, "gpt_oss", weights=ExportRecipe(device="gpu"))
     assert sorted(path.name for path in bundle.glob("model_*")) == [name for name in FILES if "dml" not in name]
     (note,) = write_gpu_variants(bundle, silent)
     assert note == "no graph was written for DmlExecutionProvider: the provider has no kernel for QMoE"

@@ -19,7 +19,6 @@ from edgerun.export import (
     INT4,
     ExportRecipe,
     ExportRequest,
-    NpuRequest,
     WeightFormat,
     export_checkpoint,
     export_model,
@@ -29,17 +28,18 @@ from edgerun.export.allocation.quantized_weights import QuantizedLinearStore
 from edgerun.export.bundle_content import BundleContent
 from edgerun.export.bundle_writer import write_bundle as write_content
 from edgerun.export.check import static_parity
-from edgerun.export.check.parity import QuantizedWeights
+from edgerun.export.check.parity import quantized_weights
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.check.static_parity import StaticContractSession
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.json_fields import read_json
 from edgerun.export.checkpoint.open import open_source
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from edgerun.export.recipe import with_methods
+from edgerun.export.npu.static_shapes import static_shapes
+from edgerun.export.quantization.methods import with_methods
 from edgerun.export.report.compared_plans import uniform_plan
 from edgerun.models.bundle import open_bundle
-from edgerun.models.manifest import GraphLayout, Method
+from edgerun.models.manifest import Method
 from support.gguf_files import write_gguf
 from support.tiny_models import (
     ATTENTION_FAMILIES,
@@ -74,14 +74,14 @@ class Exported:
         """Logits of every token, [n, vocabulary]."""
         with open_source(self._source) as (config, checkpoint):
             plan = with_methods(self._recipe.quant_plan(config), self._recipe.methods)
-            weights = QuantizedWeights(checkpoint, config, plan)
+            weights = quantized_weights(checkpoint, config, plan)
             return reference_logits(
                 weights, read_json(self._source / "config.json"), np.array(tokens), self._recipe.context_for(config)
             )
 
 
 def recipe_of(weights: WeightFormat = INT4, **choices: Any) -> ExportRecipe:
-    return ExportRecipe(weights, npu=NpuRequest(WIDTHS, (CAPACITY,)), **choices)
+    return ExportRecipe(weights, device="npu", widths=WIDTHS, contexts=(CAPACITY,), **choices)
 
 
 def require_agreement(exported: Exported) -> None:
@@ -145,7 +145,7 @@ def test_offsets_of_a_gguf_file_are_kept(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(static_parity, "TOLERANCE", TOLERANCE)
     source = write_checkpoint(tmp_path / "checkpoint", "qwen2", num_hidden_layers=1, tie_word_embeddings=False)
     file = write_gguf(tmp_path / "model.gguf", source, "Q4_1")
-    recipe = ExportRecipe(None, npu=NpuRequest(WIDTHS, (CAPACITY,)))
+    recipe = ExportRecipe(None, device="npu", widths=WIDTHS, contexts=(CAPACITY,))
     bundle = export_checkpoint(ExportRequest(file, tmp_path / "bundle", recipe)).bundle
     manifest = open_bundle(bundle).manifest
     assert manifest is not None
@@ -162,9 +162,15 @@ def test_low_rank_corrections_are_kept(tmp_path: Path, monkeypatch: pytest.Monke
     store = QuantizedLinearStore(source, config, tmp_path / "linears")
     for linear in planned_linears(config):
         store.make(linear, plan[linear.name])
-    request = NpuRequest(WIDTHS, (CAPACITY,))
     (tmp_path / "bundle").mkdir()
-    content = BundleContent(store.view(plan), source, config, plan, 64, GraphLayout.EDGE, "", npu=request)
+    content = BundleContent(
+        source=store.view(plan),
+        original=source,
+        config=config,
+        plan=plan,
+        context=64,
+        static_shapes=static_shapes(WIDTHS, (CAPACITY,), 64),
+    )
     write_content(tmp_path / "bundle", content)
     graph = onnx.load(tmp_path / "bundle" / f"model_npu_w1_c{CAPACITY}.onnx", load_external_data=False)
     assert {"layers.0.down.up_codes", "layers.0.gate_up.down_codes"} <= {each.name for each in graph.graph.initializer}
@@ -227,16 +233,16 @@ def _with_standard_norms(model: onnx.ModelProto) -> None:
 
 
 def test_contexts_follow_the_model(tmp_path: Path) -> None:
-    bundle = write_bundle(tmp_path, weights=ExportRecipe(INT4, npu=NpuRequest((1,))), max_position_embeddings=2048)
+    bundle = write_bundle(tmp_path, weights=ExportRecipe(INT4, device="npu", widths=(1,)), max_position_embeddings=2048)
     assert sorted(path.name for path in bundle.glob("model_npu*.onnx")) == [
         "model_npu_w1_c2048.onnx",
         "model_npu_w1_c512.onnx",
     ]
-    assert [shape.capacity for shape in NpuRequest((1,)).shapes(100)] == [100]
+    assert [shape.capacity for shape in static_shapes((1,), None, 100)] == [100]
 
 
 def test_onnx_models_cannot_have_them(tiny_bundle: Path, tmp_path: Path) -> None:
-    request = ExportRequest(tiny_bundle, tmp_path / "bundle", ExportRecipe(None, npu=NpuRequest()))
+    request = ExportRequest(tiny_bundle, tmp_path / "bundle", ExportRecipe(None, device="npu"))
     with pytest.raises(InputError, match="--device npu needs a checkpoint of a family that edge-run exports itself"):
         export_model(request)
 
@@ -258,7 +264,7 @@ def test_what_cannot_be_exported_is_refused_first(
     source = write_checkpoint(tmp_path / "checkpoint", family)
 
     def export() -> None:
-        recipe = ExportRecipe(INT4, npu=NpuRequest(widths, contexts))
+        recipe = ExportRecipe(INT4, device="npu", widths=widths, contexts=contexts)
         export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe))
 
     with pytest.raises(InputError, match=message):

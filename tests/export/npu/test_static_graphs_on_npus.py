@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgerun.export import INT4, ExportRecipe, ExportRequest, NpuRequest, WeightFormat, export_checkpoint
+from edgerun.export import INT4, ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
 from support.devices import require_openvino, require_qnn
 from support.shared_data import data_path
 from support.static_passes import RecordedPasses
@@ -46,7 +46,7 @@ def qnn() -> dict[str, Any]:
 
 
 def recipe_of(weights: WeightFormat = INT4) -> ExportRecipe:
-    return ExportRecipe(weights, npu=NpuRequest(WIDTHS, (CAPACITY,)))
+    return ExportRecipe(weights, device="npu", widths=WIDTHS, contexts=(CAPACITY,))
 
 
 def recorded_families(folder: Path, families: Iterable[str]) -> RecordedPasses:

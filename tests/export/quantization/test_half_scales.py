@@ -16,10 +16,9 @@ import edgerun
 from edgerun.errors import InputError
 from edgerun.export import ExportRecipe, ExportRequest, Method, WeightFormat, export_checkpoint
 from edgerun.export.allocation.format_candidates import completed_plan, planned_linears
-from edgerun.export.allocation.plan_costs import FileCosts, plan_cost
+from edgerun.export.allocation.plan_costs import file_costs, plan_cost
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.drafts.trimmed_head import write_trimmed
-from edgerun.export.npu.npu_request import NpuRequest
 from edgerun.export.quantization.codes import dequantized
 from edgerun.export.quantization.methods import QUANTIZERS
 from edgerun.models.bundle import open_bundle
@@ -95,7 +94,7 @@ def test_export(tmp_path: Path, weight_format: WeightFormat, tied: bool) -> None
     config = read_config(tmp_path / "half" / "checkpoint")
     for folder, each in ((bundle, half), (whole, weight_format)):
         plan = completed_plan(config, {linear.name: each for linear in planned_linears(config)})
-        assert stored_bytes(folder) == plan_cost(plan, FileCosts(config), config)
+        assert stored_bytes(folder) == plan_cost(plan, file_costs(config), config)
     types = {tensor.data_type for name, tensor in initializers(bundle).items() if name.endswith("scales")}
     assert types == {onnx.TensorProto.FLOAT16}
     with edgerun.load(bundle, draft=None) as engine:
@@ -125,7 +124,7 @@ def test_a_trimmed_head_keeps_float16_scales(tmp_path: Path, tied: bool) -> None
 def test_static_graphs_for_npus(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", hidden_size=64)
     recipe = ExportRecipe(
-        WeightFormat(4, 32, zero_points=True, half_scales=True), npu=NpuRequest(widths=(1,), contexts=(32,))
+        WeightFormat(4, 32, zero_points=True, half_scales=True), device="npu", widths=(1,), contexts=(32,)
     )
     export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe))  # compares the graphs
     manifest = open_bundle(tmp_path / "bundle").manifest

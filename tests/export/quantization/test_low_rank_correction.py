@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from edgerun.errors import InputError
-from edgerun.export.quantization.codes import InputStatistics
-from edgerun.export.quantization.low_rank_correction import low_rank_correction
+from edgerun.export.quantization.codes import InputStatistics, low_rank_correction
 from support.correlated_inputs import correlated_inputs, random_rows
 
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from edgerun.errors import CheckpointError, InputError
 from edgerun.export import FP32, INT2, INT4, INT8, ExportRecipe, ExportRequest, Method, WeightFormat, export_checkpoint
-from edgerun.export.quantization.codes import InputStatistics, dequantized, low_rank_product
-from edgerun.export.quantization.low_rank_correction import correction_factors
+from edgerun.export.quantization.codes import InputStatistics, correction_factors, dequantized, low_rank_product
 from edgerun.export.quantization.methods import QUANTIZERS
 from edgerun.models.bundle import open_bundle
 from support.correlated_inputs import correlated_inputs

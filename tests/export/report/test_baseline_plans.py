@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgerun.export.allocation.budget import Budget, Measure
 from edgerun.export.allocation.format_candidates import BASE_FORMATS
-from edgerun.export.allocation.plan_costs import ByteCosts, plan_cost
+from edgerun.export.allocation.plan_costs import BYTES_READ, Budget, Measure, plan_cost
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.export.report.compared_plans import rule_linears, rule_plans
 from support.tiny_models import write_checkpoint
@@ -32,6 +31,6 @@ def test_the_rule_favours_head_and_outer_layers(config: DecoderConfig) -> None:
 @given(st.floats(2.0, 12.0))
 def test_rule_plans_are_within_the_limit(config: DecoderConfig, bits: float) -> None:
     limit = Budget(bits, Measure.BITS).limit(config)
-    for plan in rule_plans(config, BASE_FORMATS, ByteCosts(), limit):
-        assert plan_cost(plan, ByteCosts(), config) <= limit
+    for plan in rule_plans(config, BASE_FORMATS, BYTES_READ, limit):
+        assert plan_cost(plan, BYTES_READ, config) <= limit
         assert plan["head"].bits >= max(each.bits for each in plan.values())
