@@ -43,12 +43,11 @@ if TYPE_CHECKING:
     from .runtime.result import Chunk, Reply, Stats
     from .runtime.scheduling.answer_stream import AnswerStream
     from .runtime.speculation.choice import Speculation
-    from .runtime.speculation.token_origin import OriginKind, TokenOrigin
+    from .runtime.speculation.rounds import OriginKind, TokenOrigin
     from .runtime.structure.response_format import ResponseFormat
     from .runtime.text.token_logprobs import TokenLogprob
     from .runtime.tools.calls import ToolCall, ToolCallDelta
-    from .runtime.tools.function_tools import FunctionTool
-    from .runtime.tools.tool_loop import ToolRun, run_tools
+    from .runtime.tools.function_tools import FunctionTool, ToolRun, run_tools
 
 __all__ = [
     "AnswerStream",
@@ -111,11 +110,10 @@ _MODULES = {
     ".runtime.scheduling.answer_stream": ("AnswerStream",),
     ".runtime.speculation.choice": ("Speculation",),
     ".runtime.text.token_logprobs": ("TokenLogprob",),
-    ".runtime.speculation.token_origin": ("OriginKind", "TokenOrigin"),
+    ".runtime.speculation.rounds": ("OriginKind", "TokenOrigin"),
     ".runtime.structure.response_format": ("ResponseFormat",),
     ".runtime.tools.calls": ("ToolCall", "ToolCallDelta"),
-    ".runtime.tools.function_tools": ("FunctionTool",),
-    ".runtime.tools.tool_loop": ("ToolRun", "run_tools"),
+    ".runtime.tools.function_tools": ("FunctionTool", "ToolRun", "run_tools"),
 }
 """Names by the module that defines them, which is imported when one of them is first used (PEP 562)."""
 

@@ -40,13 +40,12 @@ from edgerun.runtime.graph.pass_outputs import LogitsOutput
 from edgerun.runtime.kv.arena import KVArena
 from edgerun.runtime.measure.pass_timing import measure_pass_cost
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
-from edgerun.runtime.speculation.drafters.oracle import OracleDrafter
 from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.growth import TreeGrowth
 from edgerun.runtime.speculation.mixing import Mixer
 from edgerun.runtime.speculation.pass_cost import PassCost
-from edgerun.runtime.speculation.replay import ReplaySampler
+from edgerun.runtime.speculation.replay import OracleDrafter, ReplaySampler
 from edgerun.runtime.speculation.speculator import Speculator
 
 _CONTEXT: Final = 4096

@@ -10,7 +10,7 @@ from typing import Final
 
 from ..errors import InputError
 from ..models.manifest import MIN_CONTEXT, GraphLayout, Method, WeightFormat
-from ..runtime.arguments.option_fields import documented, option, options_of
+from ..runtime.arguments.argument_types import documented, option, options_of
 from .allocation.plan_costs import Budget, parse_budget
 from .checkpoint.config import DecoderConfig
 from .npu.static_shapes import StaticShape, parse_sizes, static_shapes

@@ -19,8 +19,7 @@ from ..models.atomic import write_atomically
 from ..models.bundle import Bundle
 from ..models.find import model_name
 from ..models.json_file import is_whole
-from .arguments.argument_types import checked_arguments
-from .arguments.option_fields import lists_options
+from .arguments.argument_types import checked_arguments, lists_options
 from .arguments.option_keywords import GenerateKeywords
 from .devices.providers import CPU_PROVIDER
 from .generation import CachedSequence

@@ -21,9 +21,8 @@ from .sampling.logprobs import LogSoftmax, PositionLogprobs
 from .sampling.sampler import Logits
 from .sampling.token_mask import TokenConstraint
 from .speculation.near_ties import NearTies
-from .speculation.rounds import Round
+from .speculation.rounds import DraftOrigin, OriginKind, Round, origins_of
 from .speculation.speculator import Speculator
-from .speculation.token_origin import DraftOrigin, OriginKind, origins_of
 from .speculation.verification import TokenSampler
 
 

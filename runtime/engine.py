@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InputError
-from .arguments.argument_types import checked_arguments
-from .arguments.option_fields import lists_options
+from .arguments.argument_types import checked_arguments, lists_options
 from .arguments.option_keywords import GenerateKeywords
 from .conversation import Session
 from .embedding import embed_texts
@@ -28,9 +27,8 @@ from .prefill import never
 from .result import Reply
 from .scheduling.answer_stream import AnswerStream, AsyncAnswerStream
 from .speculation.choice import Speculation
-from .text.chat_prompt import ChatPrompt
 from .text.chat_template import Message
-from .text.messages import template_messages
+from .text.messages import ChatPrompt, template_messages
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]]
 """What a user says, or the messages of a conversation."""

@@ -15,9 +15,8 @@ from ..models.find import find_model, path_of_user
 from ..models.graph_variant import DeviceKind
 from ..models.pairing import find_draft
 from ..models.progress import Progress, silent
-from .arguments.argument_types import checked_arguments
+from .arguments.argument_types import checked_arguments, lists_options
 from .arguments.load_options import LoadOptions
-from .arguments.option_fields import lists_options
 from .arguments.option_keywords import LoadKeywords
 from .devices.power import choose_power, saver_threads
 from .devices.processor import usable_cores

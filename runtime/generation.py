@@ -27,8 +27,7 @@ from .speculation.replay import ReplaySampler
 from .speculation.sampled_speculator import SampledSpeculator
 from .speculation.speculator import Speculator
 from .speculation.verification import TokenSampler
-from .text.detokenizer import StreamDecoder
-from .text.stop_sequences import StopMatcher
+from .text.detokenizer import StopMatcher, StreamDecoder
 from .text.token_logprobs import AnswerTokens
 from .text.tokenizer import TextTokenizer
 

@@ -42,8 +42,8 @@ from .speculation.pool import DrafterPool
 from .speculation.replay import OracleMode, Recording
 from .structure.format_compiler import FormatCompiler
 from .text.answer_start import AnswerStart
-from .text.chat_prompt import ChatPrompt
 from .text.chat_template import ChatTemplate, Message, encode_chat, load_template
+from .text.messages import ChatPrompt
 from .text.tokenizer import TextTokenizer
 from .tools.answer_format import AnswerFormat
 from .tools.answer_parts import AnswerParts

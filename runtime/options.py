@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, TemplateError
 from ..models.json_file import shown
-from .arguments.argument_types import check_fields
+from .arguments.argument_types import changed, check_fields, documented, option, same_option
 from .arguments.load_options import LoadOptions
-from .arguments.option_fields import changed, documented, option, same_option
 from .kv.prefix_cache import shared_tokens
 from .overflow import Overflow
 from .sampling.logit_adjustments import check_biases
@@ -22,7 +21,7 @@ from .speculation.replay import Recording
 from .speculation.sampled_speculator import DraftSampling
 from .structure.response_format import ResponseFormat
 from .text.answer_start import AnswerStart
-from .text.chat_prompt import ChatPrompt
+from .text.messages import ChatPrompt
 from .tools.answer_format import AnswerReading
 from .tools.calls import check_tool_choice
 

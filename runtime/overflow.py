@@ -8,8 +8,8 @@ from typing import Final, TypeVar
 
 from ..errors import ContextError, InputError
 from .kv.prefix_cache import shared_tokens
-from .text.chat_prompt import ChatPrompt
 from .text.chat_template import Message
+from .text.messages import ChatPrompt
 
 _Item = TypeVar("_Item")
 

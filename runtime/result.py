@@ -11,8 +11,7 @@ from typing import Any, Final, TypeVar
 
 from .decode import FinishReason, Step
 from .sampling.logprobs import NO_LOGPROBS, LogprobTotals
-from .speculation.rounds import Round
-from .speculation.token_origin import drafter_name
+from .speculation.rounds import Round, drafter_name
 from .speculation.tree import Source
 from .text.token_logprobs import TokenLogprob
 from .tools.answer_parts import AnswerParts

@@ -17,7 +17,7 @@ from ...runtime.engine import Engine
 from ...runtime.options import GenerateOptions
 from ...runtime.result import Stats
 from ...runtime.tools.calls import ToolCall, ToolCallDelta, joined_calls
-from ...runtime.tools.tool_loop import MAX_ROUNDS
+from ...runtime.tools.function_tools import MAX_ROUNDS
 from ..conversations.answering import (
     AnswerWriter,
     answer_state,

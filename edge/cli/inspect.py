@@ -34,7 +34,7 @@ from ...runtime.prefill import PrefillMode
 from ...runtime.text.chat_template import ChatTemplate, load_template
 from ...runtime.text.tokenizer import TextTokenizer
 from ...runtime.tools.answer_format import AnswerFormat
-from ...runtime.tools.template_signs import AUTO
+from ...runtime.tools.answer_parts import AUTO
 from ..terminal.output import SafeConsole, figures_text, write_json
 from ..terminal.report_summary import plan_table
 from .shared_options import AsJson, Debug, ModelArgument, OptionsOf, takes_options

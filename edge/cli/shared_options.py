@@ -15,7 +15,7 @@ import typer
 
 from ...errors import InputError
 from ...models.user_text import parse_bytes
-from ...runtime.arguments.option_fields import changed, options_of
+from ...runtime.arguments.argument_types import changed, options_of
 from ...runtime.speculation.choice import Speculation
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])

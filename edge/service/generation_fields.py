@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from ...errors import InputError
-from ...runtime.arguments.option_fields import options_of
+from ...runtime.arguments.argument_types import options_of
 from ...runtime.options import GenerateOptions
 from .body_decoder import unsupported
 from .format_fields import FormatFields, response_format

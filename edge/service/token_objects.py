@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ...errors import InputError
-from ...runtime.speculation.token_origin import OriginKind
+from ...runtime.speculation.rounds import OriginKind
 from ...runtime.text.token_logprobs import TokenLogprob
 
 _IMPOSSIBLE: Final = -9999.0

@@ -19,7 +19,7 @@ from ...models.manifest import MANIFEST_NAME, Manifest
 from ...models.progress import Progress
 from ...runtime.engine_loading import load
 from ...runtime.measure.bundle_timing import BundleTimer
-from ...runtime.speculation.drafters.hidden_state_head import HiddenStateHead
+from ...runtime.speculation.drafters.target_drafts import HiddenStateHead
 from ...runtime.text.turn_markers import TokenArray, answer_start, read_markers
 from ..calibration.calibration_text import CalibrationText
 from ..recipe import DraftTokens

@@ -13,8 +13,7 @@ from ..kv.prefix_files import DEFAULT_DISK_BYTES
 from ..overflow import Overflow
 from ..prefill import PrefillMode
 from ..scheduling.request_queue import DEFAULT_MAX_WAITING, DEFAULT_PARALLEL
-from .argument_types import check_fields
-from .option_fields import changed, documented, option
+from .argument_types import changed, check_fields, documented, option
 
 _BYTES = "a number of bytes, 0 or more"
 

@@ -28,10 +28,11 @@ from ..options import GenerateOptions, Request
 from ..prefill import prefill
 from ..result import DraftCounts
 from ..sampling.sampler import Logits, Sampler, SamplingParams, uniform_at
-from ..speculation.drafters.interface import CostlyDrafter, Drafter
-from ..speculation.drafters.oracle import OracleDrafter, TreeDrafter
+from ..speculation.drafters.interface import Drafter
+from ..speculation.drafters.model import ModelDrafter
 from ..speculation.near_ties import NearTies
 from ..speculation.pass_cost import PassCost
+from ..speculation.replay import OracleDrafter, TreeDrafter
 from ..speculation.speculator import MAX_DRAFT_WIDTH, Speculator
 from ..speculation.tree import Source, Tree
 from .exactness import ComparisonCounts, Counterexample, ExactnessReport
@@ -81,21 +82,15 @@ class _ConstantPassCost(PassCost):
         """Ignore the pass."""
 
 
-class _HidingProposer:
-    """A `TreeProposer` that hides the answer among false branches, with random probabilities."""
+def _hiding(answer: Sequence[int], start: int, vocab_size: int) -> Callable[[Sequence[int], int], Tree | None]:
+    """Proposes trees of up to `MAX_DRAFT_WIDTH` nodes that hide the answer among false branches."""
 
-    def __init__(self, answer: Sequence[int], start: int, vocab_size: int) -> None:
-        self._answer = answer
-        self._start = start
-        self._vocab_size = vocab_size
-
-    def propose(self, text: Sequence[int], most: int) -> Tree | None:
-        """Propose a tree of up to `MAX_DRAFT_WIDTH` nodes."""
+    def propose(text: Sequence[int], most: int) -> Tree | None:
         random = np.random.default_rng(len(text))
-        index = len(text) - self._start
+        index = len(text) - start
         tokens, parents, parent = [text[-1]], [-1], 0
-        for true in self._answer[index : index + most]:
-            siblings = dict.fromkeys([*random.integers(0, self._vocab_size, 2).tolist(), true])
+        for true in answer[index : index + most]:
+            siblings = dict.fromkeys([*random.integers(0, vocab_size, 2).tolist(), true])
             if random.random() < _OMISSION_RATE:
                 siblings.pop(true)
             order = random.permutation(list(siblings)).tolist()
@@ -108,6 +103,8 @@ class _HidingProposer:
                 break
         probabilities = [1.0, *np.sort(random.uniform(0.3, 1.0, len(tokens) - 1))[::-1].tolist()]
         return Tree.of(tokens, parents, probabilities, [Source.OTHER] * len(tokens))
+
+    return propose
 
 
 class Comparison:
@@ -190,7 +187,7 @@ class Comparison:
     ) -> list[tuple[str, Speculator]]:
         """Create speculators by name: new ones, which have neither learned nor disabled anything yet."""
         oracle = OracleDrafter(plain.token_ids, len(prompt))
-        hiding = TreeDrafter(_HidingProposer(plain.token_ids, len(prompt), self._engine.graph_io.vocab_size))
+        hiding = TreeDrafter(_hiding(plain.token_ids, len(prompt), self._engine.graph_io.vocab_size))
         speculators = [
             ("oracle", self._unpruned([oracle])),
             ("oracle tree", self._unpruned([hiding])),
@@ -200,7 +197,7 @@ class Comparison:
                 speculators.append(("auto", self._unpruned(auto.drafters, auto.model)))
         return speculators
 
-    def _unpruned(self, drafters: Sequence[Drafter], model: CostlyDrafter | None = None) -> Speculator:
+    def _unpruned(self, drafters: Sequence[Drafter], model: ModelDrafter | None = None) -> Speculator:
         return Speculator(drafters, _ConstantPassCost(_EQUAL_COST), model=model, trees=self._trees)
 
     def _decode(

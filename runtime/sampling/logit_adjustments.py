@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import InputError
-from ..arguments.option_fields import check_ranges, option
+from ..arguments.argument_types import check_ranges, option
 
 _MAX_PENALTY = 2.0
 _PENALTIES = f"between -{_MAX_PENALTY:g} and {_MAX_PENALTY:g}"

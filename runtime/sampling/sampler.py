@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import EdgeError
-from ..arguments.option_fields import option
+from ..arguments.argument_types import option
 from .distribution import Distribution
 from .logit_adjustments import LogitAdjustments, LogitParams
 from .token_mask import TokenConstraint, TokenMask

@@ -41,10 +41,8 @@ from ..kv.borrowed import BorrowedArena
 from ..kv.prefix_cache import PrefixCache
 from ..measure.pass_timing import MeasuringTime, TimingExtent, load_or_measure_pass_cost, measure_pass_cost
 from .drafters.draft_model import DraftModel, Int32, check_target_ids
-from .drafters.hidden_state_head import HiddenStateHead
-from .drafters.layer_skip import LayerSkipDraft
-from .drafters.medusa import MedusaDraft
 from .drafters.model import PathModel
+from .drafters.target_drafts import HiddenStateHead, LayerSkipDraft, MedusaDraft
 from .pass_cost import PassCost
 from .tree import Source
 

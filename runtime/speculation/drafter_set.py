@@ -16,10 +16,9 @@ from .draft_ahead import DraftAhead
 from .drafters.draft_model import DraftModel
 from .drafters.interface import Drafter
 from .drafters.model import ModelDrafter
-from .drafters.oracle import OracleDrafter
 from .drafters.sampled import AcceptanceEstimate
 from .pass_cost import PassCost
-from .replay import OracleMode, Recording
+from .replay import OracleDrafter, OracleMode, Recording
 from .sampled_speculator import DraftSampling, SampledSpeculator
 from .speculator import LearnedRates, Speculator
 from .tree import Source

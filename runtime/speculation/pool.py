@@ -41,13 +41,11 @@ from .choice import Speculation
 from .draft_loading import NewDraftModel, PlacedDraft, load_draft, load_head, load_layer_skip_draft, load_medusa_heads
 from .drafter_set import DrafterSet, SharedLearning
 from .drafters.edit import EditDrafter
-from .drafters.history import HistoryDrafter
-from .drafters.history_indexing import HistoryIndexer
+from .drafters.history import HistoryDrafter, HistoryIndexer
 from .drafters.history_store import HistoryStore
 from .drafters.interface import Drafter
 from .drafters.model import ModelDrafter, PathModel
-from .drafters.ngram import NgramDrafter
-from .drafters.ngram_table import NgramTable, open_bundle_table
+from .drafters.ngram import NgramDrafter, NgramTable, open_bundle_table
 from .drafters.recycling import RecycledTable, RecyclingDrafter
 from .drafters.suffix import SuffixDrafter
 from .pass_cost import PassCost

@@ -16,9 +16,8 @@ from ..sampling.token_mask import TokenConstraint
 from .draft_ahead import Continuation, DraftAhead
 from .drafters.draft_model import DraftModel
 from .drafters.sampled import AcceptanceEstimate, SampledContinuation, SampledDrafter
-from .growth import TokenPrices
+from .growth import TokenPrices, expected_replay, replay_seconds
 from .pass_cost import PassCost
-from .pruning import expected_replay, replay_seconds
 from .rounds import Round
 from .sampled_verification import SampledDraft, verify_block, verify_recursive
 from .speculator import Speculator

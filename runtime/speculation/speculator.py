@@ -12,16 +12,15 @@ from typing import Final
 
 from ..sampling.sampler import Logits
 from ..sampling.token_mask import TokenConstraint
-from .backoff import DraftingBalance
 from .draft_ahead import NOTHING_AHEAD, Continuation, DraftAhead, LikelyContinuation
-from .draft_value import DraftModelValue
-from .drafters.interface import CostlyDrafter, Drafter
+from .drafters.interface import Drafter
+from .drafters.model import ModelDrafter
 from .drafters.recycling import CANDIDATES, RecyclingDrafter
 from .drafters.suffix import SuffixDrafter
-from .growth import TokenPrices, TreeGrowth
+from .drafting_value import DraftingBalance, DraftModelValue
+from .growth import TokenPrices, TreeGrowth, prune
 from .mixing import Mixer
 from .pass_cost import PassCost
-from .pruning import prune
 from .rounds import Round
 from .tree import Tree
 from .verification import TokenSampler, VerifyResult, verify_tree
@@ -82,7 +81,7 @@ class Speculator:
         drafters: Sequence[Drafter],
         cost: PassCost,
         *,
-        model: CostlyDrafter | None = None,
+        model: ModelDrafter | None = None,
         trees: bool = True,
         max_width: int = MAX_DRAFT_WIDTH,
         learned: LearnedRates | None = None,

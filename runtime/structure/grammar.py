@@ -18,10 +18,9 @@ from ...errors import BundleError, BusyError, InputError
 from ..graph.memory import trim_heap
 from ..scheduling.work_thread import WorkThread
 from ..text.tokenizer import TextTokenizer
-from .format_limits import COMPILER_STACK_BYTES, check_limits
 from .grammar_state import GrammarState
 from .matcher import GrammarMatcher, Matcher, MatcherAfterText, first_line
-from .response_format import CLIENT, FormatKind, ResponseFormat, is_gbnf
+from .response_format import CLIENT, COMPILER_STACK_BYTES, FormatKind, ResponseFormat, check_limits, is_gbnf
 
 _JSON_LAYOUT: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON on one line, as most programs write it and models have read it: the separators are forced tokens, and no model

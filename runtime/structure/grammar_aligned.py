@@ -8,9 +8,9 @@ on as the grammar allows. The more samples, the closer to the conditional distri
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -74,18 +74,13 @@ class AlignedSampler(Sampler):
         return ids, probabilities / total
 
 
-class Generate(Protocol):
-    """Generates an answer: the last one in the sequence of the conversation."""
-
-    def __call__(self, request: Request, /, *, last: bool) -> Generator[Chunk, None, None]:
-        """Generate an answer."""
-
-
-def generate_aligned(generate: Generate, request: Request) -> Generator[Chunk, None, None]:
+def generate_aligned(
+    generate: Callable[..., Generator[Chunk, None, None]], request: Request
+) -> Generator[Chunk, None, None]:
     """Generate several answers one after the other, each from what the earlier ones have shown, and give the last.
 
     Args:
-        generate: generates an answer.
+        generate: generates the answer to a request; with `last=True`, in the sequence of the conversation.
         request: the answer to generate, and the number of samples, which have its seed and the next ones.
 
     Yields:

@@ -1,19 +1,22 @@
-"""Conversations in the form of OpenAI's chat API: checked, with text parts joined, as chat templates read them."""
+"""Conversations in the form of OpenAI's chat API, checked and joined, and the prompts made of them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ...errors import InputError
 from ...models.json_file import shown
+from ..kv.prefix_cache import shared_tokens
 from .chat_template import Message
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 _PART_SEPARATOR: Final = "\n"
 """Between the text parts of a message: servers of other runtimes join them by line ends, too."""
+_SYSTEM_ROLES = ("system", "developer")
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -90,3 +93,41 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(arguments, Mapping):
         raise InputError(f"{where}: arguments are {shown(arguments)}", "give a JSON object")
     return {**call, "type": "function", "function": {**function, "arguments": dict(arguments)}}
+
+
+@dataclass(frozen=True, eq=False)
+class ChatPrompt:
+    """A conversation, and how it becomes a prompt."""
+
+    messages: Sequence[Message]
+    encode: Callable[[Sequence[Message]], list[int]]
+    """Gives the token ids of messages, with the tools and variables of the answer.
+
+    Raises:
+        TemplateError: the chat template refuses them.
+    """
+
+    def system(self) -> list[Message]:
+        """The messages before the conversation proper, which always stay."""
+        count = next(
+            (index for index, message in enumerate(self.messages) if message.get("role") not in _SYSTEM_ROLES),
+            len(self.messages),
+        )
+        return list(self.messages[:count])
+
+    def beginning(self) -> list[int]:
+        """Token ids of what every conversation with these system messages and tools begins with.
+
+        Raises:
+            TemplateError: the chat template refuses the system messages alone.
+        """
+        return self.before_user(self.system())
+
+    def before_user(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of messages, up to the text of the user that follows them.
+
+        Raises:
+            TemplateError: the chat template refuses them.
+        """
+        first, second = (self.encode([*messages, {"role": "user", "content": text}]) for text in ("", "x"))
+        return first[: shared_tokens(first, second)]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from ..sampling.logprobs import PositionLogprobs
-from ..speculation.token_origin import DraftOrigin, TokenOrigin
-from .token_bytes import TokenBytes
+from ..speculation.rounds import DraftOrigin, TokenOrigin
+from .tokenizer import TokenBytes
 
 _REPLACEMENT: Final = "\ufffd"
 

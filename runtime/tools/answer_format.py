@@ -11,9 +11,8 @@ from ...errors import InputError
 from ...models.json_file import shown
 from ..text.detokenizer import StreamDecoder
 from ..text.tokenizer import TextTokenizer
-from .answer_parts import AnswerParts
+from .answer_parts import AUTO, AnswerParts, ReasoningTags, in_reasoning, reasoning_tags
 from .calls import OfferedTools, required_tools
-from .template_signs import AUTO, ReasoningTags, in_reasoning, reasoning_tags
 
 if TYPE_CHECKING:
     from ..structure.response_format import ResponseFormat

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from .answer_parts import AnswerParser, beginning_at_end
+from .answer_parts import AnswerParser, ReasoningTags, beginning_at_end, in_reasoning
 from .call_regions import Region, RegionEnd
 from .calls import OfferedTools
 from .formats import ToolFormat
 from .harmony import HarmonyParser
-from .template_signs import ReasoningTags, in_reasoning
 
 _SPACE: Final = " \t\r\n"
 

@@ -1,12 +1,17 @@
-"""The parts of an answer, and what a piece of it adds to them."""
+"""The parts of an answer, what a piece of it adds to them, and the tags of reasoning."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from .calls import ToolCallDelta, WrittenCall, new_call_id
+
+AUTO: Final = "auto"
+"""The format that the chat template is made for."""
+NONE: Final = "none"
+"""No format: calls are text."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +67,6 @@ class PartsCollector:
         return parts
 
 
-class _State(Protocol):
-    """Reads what is held, as far as it can; `ended` if nothing follows. It may choose the state after it."""
-
-    def __call__(self, *, ended: bool) -> None: ...
-
-
 class AnswerParser:
     """Takes an answer apart while it is written: a machine whose states read the text that belongs to no part yet.
 
@@ -75,7 +74,8 @@ class AnswerParser:
         max_calls: largest number of calls, after which others are left out; None for any number.
     """
 
-    _state: _State
+    _state: Callable[..., None]
+    """Reads what is held, as far as it can; with `ended=True`, nothing follows. It may choose the state after it."""
 
     def __init__(self, max_calls: int | None) -> None:
         self._parts: Final = PartsCollector(max_calls)
@@ -105,3 +105,28 @@ class AnswerParser:
 def beginning_at_end(text: str, sign: str) -> int:
     """Length of the longest end of `text` that is a beginning of `sign`, and not all of it."""
     return next((n for n in range(min(len(text), len(sign) - 1), 0, -1) if text.endswith(sign[:n])), 0)
+
+
+@dataclass(frozen=True)
+class ReasoningTags:
+    """What stands around the part of an answer in which the model thinks."""
+
+    opening: str
+    closing: str
+
+
+_REASONING: Final = (
+    ReasoningTags("<think>", "</think>"),
+    ReasoningTags("[THINK]", "[/THINK]"),
+    ReasoningTags("<|channel>thought\n", "<channel|>"),
+)
+
+
+def reasoning_tags(template: str) -> ReasoningTags | None:
+    """The tags of the reasoning that a chat template knows; None if it knows none."""
+    return next((tags for tags in _REASONING if tags.closing in template), None)
+
+
+def in_reasoning(tags: ReasoningTags | None, prompt_end: str) -> bool:
+    """Whether a prompt ends with the opening tag of reasoning."""
+    return tags is not None and prompt_end.rstrip().endswith(tags.opening.rstrip())

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ...errors import InputError
+from .answer_parts import ReasoningTags
 from .calls import OfferedTools
 from .formats import ToolFormat
-from .template_signs import ReasoningTags
 
 _LAYOUT: Final = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 """JSON on one line, as chat templates write it."""

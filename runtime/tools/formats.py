@@ -8,9 +8,9 @@ from functools import partial
 from typing import Final
 
 from ...errors import InputError
+from .answer_parts import AUTO, NONE
 from .call_regions import EitherRegion, JsonRegion, NamedJsonRegion, RegionMaker
 from .markup_regions import BracedRegion, PythonRegion, XmlRegion
-from .template_signs import AUTO, NONE
 
 
 @dataclass(frozen=True)

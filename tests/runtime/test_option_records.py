@@ -11,7 +11,7 @@ import pytest
 
 import edgerun
 from edgerun import Engine, GenerateOptions, LoadOptions, Session
-from edgerun.runtime.arguments.option_fields import options_of
+from edgerun.runtime.arguments.argument_types import options_of
 from edgerun.runtime.arguments.option_keywords import GenerateKeywords, LoadKeywords
 from support import option_keywords
 

@@ -9,8 +9,8 @@ from typing import Any, Final
 import numpy as np
 
 from edgerun.runtime.speculation.drafters.interface import Drafter
-from edgerun.runtime.speculation.drafters.oracle import TreeDrafter
 from edgerun.runtime.speculation.pass_cost import PassCost
+from edgerun.runtime.speculation.replay import TreeDrafter
 from edgerun.runtime.speculation.speculator import Speculator
 from edgerun.runtime.speculation.tree import Source, Tree
 
@@ -118,4 +118,4 @@ def adversaries(text: Sequence[int], vocab_size: int, eos: int, seed: int = 0) -
 
 def speculator_of(drafter: Adversary, **options: Any) -> Speculator:
     """An eager speculator with one adversary."""
-    return eager(TreeDrafter(drafter), **options)
+    return eager(TreeDrafter(drafter.propose), **options)

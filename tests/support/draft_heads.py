@@ -13,7 +13,7 @@ from edgerun import Engine
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
-from edgerun.runtime.speculation.drafters.hidden_state_head import HiddenStateHead
+from edgerun.runtime.speculation.drafters.target_drafts import HiddenStateHead
 
 from .adversarial_drafters import NEARLY_FREE, FixedCost
 

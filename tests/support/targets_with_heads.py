@@ -31,7 +31,7 @@ from edgerun.models.pairing import find_draft
 from edgerun.runtime.graph.session import GraphSession
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.draft_loading import load_head
-from edgerun.runtime.speculation.drafters.hidden_state_head import HiddenStateHead
+from edgerun.runtime.speculation.drafters.target_drafts import HiddenStateHead
 from edgerun.runtime.speculation.tree import Source
 
 from .draft_heads import CPU, KnowingHead, engine_with_eager_head

@@ -9,10 +9,9 @@ from typing import Any, Final
 
 from edgerun.runtime.text.chat_template import ChatTemplate
 from edgerun.runtime.tools.answer_parser import answer_parser
-from edgerun.runtime.tools.answer_parts import AnswerParser, AnswerParts
+from edgerun.runtime.tools.answer_parts import AnswerParser, AnswerParts, reasoning_tags
 from edgerun.runtime.tools.calls import OfferedTools, joined_calls
 from edgerun.runtime.tools.formats import choose_format
-from edgerun.runtime.tools.template_signs import reasoning_tags
 from support.shared_data import data_path
 
 Call = tuple[str, dict[str, Any]]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from ....runtime.tools.tool_loop import DECLINED
+from ....runtime.tools.function_tools import DECLINED
 from ...conversations.answering import AnswerWriter
 from ...conversations.records import CallRound, CallState, StoredCall
 from ...conversations.store import ConversationStore

@@ -55,7 +55,7 @@ class PathModel(Protocol):
 
 
 class ModelDrafter:
-    """A `CostlyDrafter`. Its state is the path of tokens behind the sequence.
+    """A `Drafter` whose `candidates` take time, and `after` none. Its state is the path of tokens behind the sequence.
 
     Args:
         model: the draft model.

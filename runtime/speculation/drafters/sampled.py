@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ...sampling.distribution import Distribution
 from ...sampling.sampler import Sampler, SamplingParams, uniform_at
 from ...sampling.token_mask import TokenConstraint
-from ..backoff import Backoff
+from ..drafting_value import Backoff
 from ..growth import TokenPrices
 from ..sampled_verification import SampledDraft, sample_children
 from ..tree import Source, Tree

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 from ..tree import Source
-from .evidence import SAME_CONVERSATION, Agreement, bucket
-from .interface import Candidate
+from .interface import SAME_CONVERSATION, Agreement, Candidate, bucket
 
 _MAX_CANDIDATES: Final = 3
 _NONE: Final = -1

@@ -14,7 +14,7 @@ from edgerun.export.allocation.format_candidates import planned_linears
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.recipe import MethodChoice
 from edgerun.models.bundle import open_bundle
-from edgerun.runtime.arguments.option_fields import options_of
+from edgerun.runtime.arguments.argument_types import options_of
 from support.tiny_models import write_checkpoint
 
 

@@ -21,7 +21,7 @@ from edgerun.models.draft_heads import MEDUSA_FILE
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.drafters.draft_model import Path as TokenPath
 from edgerun.runtime.speculation.drafters.draft_model import TopTokens
-from edgerun.runtime.speculation.drafters.medusa import MedusaDraft
+from edgerun.runtime.speculation.drafters.target_drafts import MedusaDraft
 from edgerun.runtime.speculation.sampled_speculator import DraftSampling
 from edgerun.runtime.speculation.tree import Source
 from support.adversarial_drafters import NEARLY_FREE, FixedCost

@@ -28,7 +28,7 @@ from edgerun.models.draft_heads import HeadKind
 from edgerun.models.pairing import find_draft
 from edgerun.models.progress import silent
 from edgerun.runtime.measure.bundle_timing import BundleTimer
-from edgerun.runtime.speculation.drafters.hidden_state_head import HiddenStateHead
+from edgerun.runtime.speculation.drafters.target_drafts import HiddenStateHead
 from support.known_timings import BytesMachine, use_machine
 from support.tiny_heads import write_eagle_head, write_mtp_checkpoint
 from support.tiny_models import tiny_config, write_checkpoint

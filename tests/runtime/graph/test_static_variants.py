@@ -19,8 +19,8 @@ from edgerun.runtime.graph.bound_graph import BoundGraph
 from edgerun.runtime.graph.session import GraphSession
 from edgerun.runtime.graph.static_variants import StaticGraphs
 from edgerun.runtime.prefill import prefill
-from edgerun.runtime.speculation.drafters.oracle import OracleDrafter
 from edgerun.runtime.speculation.pass_cost import PassCost
+from edgerun.runtime.speculation.replay import OracleDrafter
 from edgerun.runtime.speculation.speculator import Speculator
 from support.static_bundles import CPU, float_graph, greedy_text, static_graphs, write_static_bundle
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgerun.runtime.speculation.draft_value import DraftModelValue
 from edgerun.runtime.speculation.drafters.interface import Candidate
+from edgerun.runtime.speculation.drafting_value import DraftModelValue
 from edgerun.runtime.speculation.growth import TokenPrices, TreeGrowth
 from edgerun.runtime.speculation.mixing import Mixer
 from edgerun.runtime.speculation.speculator import Speculator

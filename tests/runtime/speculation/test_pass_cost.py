@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.session import SessionConfig
+from edgerun.runtime.speculation.growth import best_width
 from edgerun.runtime.speculation.pass_cost import (
     BUCKET_ENDS,
     MAX_OBSERVED_WIDTH,
@@ -20,7 +21,6 @@ from edgerun.runtime.speculation.pass_cost import (
     PassCost,
     is_plausible,
 )
-from edgerun.runtime.speculation.pruning import best_width
 
 TIMES = {1: 8.1e-3, 2: 10.7e-3, 3: 14.9e-3, 4: 18.0e-3, 6: 24.7e-3, 8: 31.3e-3}
 CONFIG = SessionConfig(choose_device("cpu"), 1)

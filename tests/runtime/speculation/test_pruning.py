@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgerun.runtime.speculation.pruning import MIN_ADVANTAGE, PrunedDraft, best_width, expected_replay, prune
+from edgerun.runtime.speculation.growth import MIN_ADVANTAGE, PrunedDraft, best_width, expected_replay, prune
 from edgerun.runtime.speculation.tree import Source, Tree
 from support.adversarial_drafters import chain_tree
 

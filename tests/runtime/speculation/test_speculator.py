@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
-from edgerun.runtime.speculation.backoff import DraftingBalance
 from edgerun.runtime.speculation.drafters.interface import Candidate
-from edgerun.runtime.speculation.drafters.oracle import OracleDrafter
 from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
+from edgerun.runtime.speculation.drafting_value import DraftingBalance
 from edgerun.runtime.speculation.pass_cost import PassCost
+from edgerun.runtime.speculation.replay import OracleDrafter
 from edgerun.runtime.speculation.rounds import Round
 from edgerun.runtime.speculation.speculator import Speculator
 from edgerun.runtime.speculation.tree import Source, Tree

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgerun.runtime.text.stop_sequences import StopMatcher
+from edgerun.runtime.text.detokenizer import StopMatcher
 
 TEXT = st.text(alphabet="ab\n", max_size=30)
 

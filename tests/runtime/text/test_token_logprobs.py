@@ -12,8 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from edgerun.models.bundle import Bundle
 from edgerun.runtime.sampling.logprobs import PositionLogprobs
-from edgerun.runtime.text.detokenizer import StreamDecoder
-from edgerun.runtime.text.stop_sequences import StopMatcher
+from edgerun.runtime.text.detokenizer import StopMatcher, StreamDecoder
 from edgerun.runtime.text.token_logprobs import AnswerTokens, TokenLogprob
 from edgerun.runtime.text.tokenizer import TextTokenizer
 from support.shared_data import data_path

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from edgerun.errors import InputError
+from edgerun.runtime.tools.answer_parts import reasoning_tags
 from edgerun.runtime.tools.call_grammar import CallGrammar
 from edgerun.runtime.tools.calls import OfferedTools
 from edgerun.runtime.tools.formats import choose_format
-from edgerun.runtime.tools.template_signs import reasoning_tags
 from support.tool_answers import FAMILIES, TOOLS, Answer, parsed
 
 llguidance = pytest.importorskip("llguidance")

@@ -19,11 +19,10 @@ from hypothesis import strategies as st
 
 from edgerun.models.file_system import locked
 from edgerun.runtime.speculation.drafters import history_store
-from edgerun.runtime.speculation.drafters.evidence import EARLIER_CONVERSATIONS, Agreement, bucket
 from edgerun.runtime.speculation.drafters.history import HistoryDrafter
 from edgerun.runtime.speculation.drafters.history_index import NEIGHBOURS, REACH, Covered, HistoryIndex, encode
 from edgerun.runtime.speculation.drafters.history_store import HistoryStore
-from edgerun.runtime.speculation.drafters.interface import Candidate, Drafter
+from edgerun.runtime.speculation.drafters.interface import EARLIER_CONVERSATIONS, Agreement, Candidate, Drafter, bucket
 from support.processes import started
 
 MIN_BYTES = 64 << 10

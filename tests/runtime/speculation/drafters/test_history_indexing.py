@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from edgerun.runtime.speculation.drafters import history_indexing
-from edgerun.runtime.speculation.drafters.history import HistoryDrafter
-from edgerun.runtime.speculation.drafters.history_indexing import HistoryIndexer
+from edgerun.runtime.speculation.drafters import history
+from edgerun.runtime.speculation.drafters.history import HistoryDrafter, HistoryIndexer
 from edgerun.runtime.speculation.drafters.history_store import HistoryStore
 
 LONG_S = 1000.0
@@ -31,9 +30,9 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Sets the seconds that the indexer waits; an engine is idle at once and no rest is needed unless given."""
 
     def set_waits(*, idle_s: float = 0.0, patience_s: float = LONG_S, rest: float = 0.0) -> None:
-        monkeypatch.setattr(history_indexing, "_IDLE_S", idle_s)
-        monkeypatch.setattr(history_indexing, "_PATIENCE_S", patience_s)
-        monkeypatch.setattr(history_indexing, "_REST", rest)
+        monkeypatch.setattr(history, "_IDLE_S", idle_s)
+        monkeypatch.setattr(history, "_PATIENCE_S", patience_s)
+        monkeypatch.setattr(history, "_REST", rest)
 
     set_waits()
     return set_waits
@@ -140,7 +139,7 @@ def test_rest_follows_work(store: HistoryStore, waits: Callable[..., None]) -> N
 def test_a_little_of_much_is_not_indexed_at_the_end_but_by_a_later_process(
     store: HistoryStore, waits: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(history_indexing, "_FEW_TOKENS", 100)
+    monkeypatch.setattr(history, "_FEW_TOKENS", 100)
     store.append(range(2000))
     store.reindex()
     waits(idle_s=LONG_S)

@@ -19,7 +19,7 @@ from edgerun.export import INT4
 from edgerun.export.drafts.trimmed_head import trim_module
 from edgerun.runtime.kv.hybrid_arena import HybridArena
 from edgerun.runtime.speculation.choice import Speculation
-from edgerun.runtime.speculation.drafters.hidden_state_head import HiddenStateHead
+from edgerun.runtime.speculation.drafters.target_drafts import HiddenStateHead
 from edgerun.runtime.speculation.tree import Source
 from support.draft_heads import bind_with_features, engine_with_eager_head, run_missing
 from support.targets_with_heads import (

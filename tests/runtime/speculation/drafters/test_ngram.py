@@ -17,8 +17,13 @@ from hypothesis import strategies as st
 
 from edgerun.runtime.speculation.drafters import ngram_counts
 from edgerun.runtime.speculation.drafters.interface import Drafter
-from edgerun.runtime.speculation.drafters.ngram import MAX_CANDIDATES, NgramDrafter
-from edgerun.runtime.speculation.drafters.ngram_table import SMALLEST, NgramTable, write_table
+from edgerun.runtime.speculation.drafters.ngram import (
+    MAX_CANDIDATES,
+    SMALLEST,
+    NgramDrafter,
+    NgramTable,
+    write_table,
+)
 from edgerun.runtime.speculation.tree import Source
 
 VOCABULARY = 12

@@ -8,8 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgerun.runtime.speculation.drafters.evidence import EARLIER_CONVERSATIONS, SAME_CONVERSATION, Agreement, bucket
-from edgerun.runtime.speculation.drafters.interface import Candidate, Drafter
+from edgerun.runtime.speculation.drafters.interface import (
+    EARLIER_CONVERSATIONS,
+    SAME_CONVERSATION,
+    Agreement,
+    Candidate,
+    Drafter,
+    bucket,
+)
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 
 EVERY_END = 1 << 20

@@ -1,14 +1,22 @@
-"""A draft head over the target's hidden states that continues from its own: EAGLE-3, multi-token prediction.
+"""Drafts from what the target has computed: draft heads, Medusa heads, and the target's own layers.
 
-The head pairs the target's features of each token with the token after it, and predicts the token after that. So a
-sequence whose last token, the anchor, has not been run has a pair for every token but the anchor, and the head's first
-prediction comes after the anchor. For a draft token there are no features yet: in their place the head reads the state
-that it computed for the token before, which makes drafting sequential, one pass for each draft token that is
-continued. When the target has verified them, the accepted tokens run again with the target's features, together with
-what comes next.
+An EAGLE-3 head, or a multi-token-prediction module, pairs the target's features of each token with the token after it,
+and predicts the token after that. So a sequence whose last token, the anchor, has not been run has a pair for every
+token but the anchor, and the head's first prediction comes after the anchor. For a draft token there are no features
+yet: in their place the head reads the state that it computed for the token before, which makes drafting sequential,
+one pass for each draft token that is continued. When the target has verified them, the accepted tokens run again with
+the target's features, together with what comes next.
 
 The head has a KV cache of its own. It begins at the first token whose features are known, at most `FEATURE_WINDOW`
 tokens back, and follows the sequence wherever that goes: fewer tokens mean worse drafts, never another text.
+
+Medusa heads read the target's last hidden state before the anchor, so one run a round serves every path: head k
+proposes what follows k draft tokens.
+
+A draft of the target's own layers uses its KV cache. The target has prefilled the sequence already, and its cache
+slots are at least as good as the draft model's own would be. So the draft model needs no prefill; a round costs it one
+pass for the last token and one for each further draft token. Slots of accepted draft tokens are not kept: the pass
+that verified them has overwritten them with the target's.
 """
 
 from __future__ import annotations
@@ -19,12 +27,28 @@ from typing import Final
 
 import numpy as np
 
+from ...graph.bound_graph import BoundGraph
 from ...graph.head_session import HeadSession
-from ...kv.arena import KVArena
+from ...graph.medusa_session import HeadTokens, MedusaSession
+from ...kv.arena import InPlaceArena, KVArena
+from ...kv.borrowed import BorrowedArena
 from ...kv.features import FeatureSlots
 from ..pass_cost import PassCost
 from ..tree import Source
-from .draft_model import PREFILL_WIDTH, ROUNDS_SERVED, USUAL_CATCH_UP, DraftModel, Floats, Int32, Path, is_chain
+from .draft_model import (
+    PREFILL_WIDTH,
+    ROUNDS_SERVED,
+    USUAL_CATCH_UP,
+    DraftModel,
+    Floats,
+    Int32,
+    Path,
+    TopTokens,
+    is_chain,
+)
+
+_OBSERVED_RUNS: Final = 16
+"""Number of runs over which their time is averaged."""
 
 
 class HiddenStateHead(DraftModel):
@@ -183,3 +207,124 @@ class HiddenStateHead(DraftModel):
         """Run a pass behind the draft tokens that were run; returns logits and state of its last token."""
         with self._timed_pass(tokens.size):
             return self._session.forward_states(tokens, features, states, positions=positions, tree_mask=mask)
+
+
+class MedusaDraft:
+    """A `PathModel` of Medusa heads over one sequence.
+
+    Args:
+        session: the heads.
+        target_vocab: vocabulary size of the target; further tokens of the heads are padding.
+    """
+
+    source: Final = Source.MEDUSA
+
+    def __init__(self, session: MedusaSession, target_vocab: int) -> None:
+        self._session: Final = session
+        self._target_vocab: Final = target_vocab
+        self._features: FeatureSlots | None = None
+        self._length = 0
+        self._found: HeadTokens | None = None
+        """What the heads propose behind the sequence; None if they were not run."""
+        self._spent = 0.0
+        self._seconds = session.seconds
+        """Average time of a run."""
+
+    @property
+    def heads(self) -> int:
+        """Number of heads."""
+        return self._session.heads
+
+    def attach(self, arena: KVArena) -> None:
+        """Read the features of the sequence in the target's `arena` from now on."""
+        self._features = arena.features
+        self._found = None
+
+    def reset(self, token_ids: Sequence[int]) -> None:
+        """Replace the sequence."""
+        self._length = len(token_ids)
+        self._found = None
+
+    def append(self, token: int) -> None:
+        """Append a token to the sequence."""
+        del token
+        self._length += 1
+        self._found = None
+
+    def has_logits(self, path: Path) -> bool:
+        """Whether `top_tokens(path)` takes no time."""
+        return self._found is not None or len(path) >= self.heads
+
+    def seconds(self, path: Path) -> float:
+        """Expected seconds of `top_tokens(path)` now."""
+        return 0.0 if self.has_logits(path) else self._seconds
+
+    def take_seconds_spent(self) -> float:
+        """Seconds that the heads have run since the last call of this method."""
+        spent, self._spent = self._spent, 0.0
+        return spent
+
+    def top_tokens(self, path: Path, count: int, temperature: float = 1.0) -> TopTokens:
+        """The `count` most probable tokens after the sequence and as many tokens as `path` has.
+
+        The probabilities are those of temperature 1, and how often such tokens are accepted is learned.
+
+        Raises:
+            EdgeError: ONNX Runtime failed.
+        """
+        del temperature
+        features, last = self._features, self._length - 2
+        if len(path) >= self.heads or features is None or not features.start <= last < features.end:
+            return TopTokens((), ())
+        if self._found is None:
+            started = time.perf_counter()
+            self._found = self._session.run(features.read(last, last + 1)[0])
+            seconds = time.perf_counter() - started
+            self._spent += seconds
+            self._seconds += (seconds - self._seconds) / _OBSERVED_RUNS
+        ids, probabilities = self._found.ids[len(path)], self._found.probabilities[len(path)]
+        known = ids < self._target_vocab
+        return TopTokens(tuple(ids[known][:count].tolist()), tuple(probabilities[known][:count].tolist()))
+
+
+class LayerSkipDraft(DraftModel):
+    """A `DraftModel` without cache slots of its own; `attach` sets the arena that it borrows.
+
+    Args:
+        bound: session of the model, over a `BorrowedArena`.
+        cost: as for `DraftModel`.
+        target_vocab: as for `DraftModel`.
+        target_ids: as for `DraftModel`.
+    """
+
+    def __init__(self, bound: BoundGraph, cost: PassCost, target_vocab: int, target_ids: Int32 | None = None) -> None:
+        super().__init__(bound, cost, target_vocab, target_ids)
+        if not isinstance(bound.arena, BorrowedArena):
+            raise TypeError("a draft over the target's cache needs a borrowed arena")
+        self._borrowed: Final = bound.arena
+        self._stale = True
+        """Whether the sequence has changed since the borrowed arena's length was set."""
+
+    def attach(self, arena: KVArena) -> None:
+        """Borrow the slots of the target's `arena`, which holds the sequence from now on."""
+        if not isinstance(arena, InPlaceArena):
+            raise TypeError("only a cache in place can be borrowed from")
+        self._borrowed.borrow(arena)
+        self._stale = True
+
+    def reset(self, token_ids: Sequence[int]) -> None:
+        """Replace the sequence."""
+        self._token_ids = list(token_ids)
+        self._stale = True
+
+    def append(self, token: int) -> None:
+        """Append a token to the sequence."""
+        super().append(token)
+        self._stale = True
+
+    def _commit_accepted(self) -> None:
+        """Continue behind the slots that the target has of the sequence."""
+        if self._stale:
+            self._drop_draft()
+            self._borrowed.sync_length(len(self._token_ids) - 1)
+            self._stale = False
