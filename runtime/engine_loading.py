@@ -9,7 +9,7 @@ from typing import Final, Unpack
 
 import psutil
 
-from ..errors import EdgeError, InputError
+from ..errors import EdgeError
 from ..models.bundle import open_bundle
 from ..models.find import find_model, path_of_user
 from ..models.graph_variant import DeviceKind
@@ -109,15 +109,9 @@ def load(
 
 
 def usable_threads(wanted: int | None) -> int:
-    """The number of threads to compute with: `wanted`, as far as they can run at the same time; 0 for None.
-
-    Raises:
-        InputError: the number is less than 1.
-    """
+    """The number of threads to compute with: `wanted`, as far as they can run at the same time; 0 for None."""
     if wanted is None:
         return 0
-    if wanted < 1:
-        raise InputError(f"threads is {wanted}", "it must be 1 or more")
     if wanted > (most := usable_cores()):
         _log.warning("threads is %d, but this program may use %d processors: %d threads compute", wanted, most, most)
     return min(wanted, most)

@@ -22,7 +22,6 @@ CLOSURES = {"runtime.decode": 9_050, "runtime.engine": 22_600, "edge.cli.run": 2
 """Most lines of code that a module imports, directly or not."""
 MOST_LINES = {
     "runtime/loaded_model.py": 443,
-    "runtime/text/template_sandbox.py": 429,
     "runtime/kv/hybrid_arena.py": 412,
     "models/manifest.py": 411,
 }

@@ -70,7 +70,7 @@ def option_meta(name: str, *, extension: bool = False) -> Meta:
 
 
 EarlyStopField: TypeAlias = Annotated[float | None, option_meta("early_stop", extension=True)]
-_OPENAI: Final = (*("temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias"),)
+_OPENAI: Final = ("temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias")
 _EXTENSIONS: Final = ("top_k", "min_p", "repeat_penalty", "ignore_eos", "overflow", "exact")
 _NARROWER: Final[Mapping[str, Any]] = {
     "seed": Annotated[int, Meta(ge=-(2**63))],

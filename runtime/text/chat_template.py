@@ -17,8 +17,8 @@ from jinja2 import TemplateError as JinjaError
 
 from ...errors import TemplateError
 from ...models.bundle import Bundle
-from .template_budget import MAX_CHARACTERS, Budget, BudgetError
-from .template_sandbox import BudgetContext, NotAllowedError, template_environment
+from .template_budget import MAX_CHARACTERS, Budget, BudgetError, NotAllowedError
+from .template_sandbox import BudgetContext, template_environment
 from .tokenizer import TextTokenizer
 
 Message: TypeAlias = Mapping[str, Any]

@@ -2,7 +2,8 @@
 
 Every value that a template makes counts against one `Budget`. A value weighs as many characters as it would print, with
 shared parts counted as often as they appear, so that a small structure that prints as gigabytes cannot be made at all.
-A call is charged before it runs, for the largest result that arguments of these sizes may have.
+A call is charged before it runs, for the largest result that arguments of these sizes may have. Templates are rewritten
+so that what Jinja would compute by itself is a call too.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
-from jinja2 import TemplateRuntimeError
+from jinja2 import Environment, TemplateRuntimeError, TemplateSyntaxError, nodes
+from jinja2.visitor import NodeTransformer
 
 MAX_CHARACTERS: Final = 8_000_000
 """Largest number of characters of a rendered prompt."""
@@ -29,10 +31,26 @@ _SCALAR: Final = 24
 _LIST_ITEM: Final = 80
 _LONGEST_SEARCH: Final = 100
 """A search from the left is fast for parts that are longer than this."""
+_MAX_NODES: Final = 10_000
+_MAX_LITERAL: Final = 2**53
+_WORK_PER_NODE: Final = 300
+_BYTES_PER_CHARACTER: Final = 4
+_ALLOWED_NODES: Final = (
+    *(nodes.Template, nodes.Output, nodes.TemplateData, nodes.If, nodes.For, nodes.Macro, nodes.CallBlock),
+    *(nodes.FilterBlock, nodes.With, nodes.Assign, nodes.AssignBlock, nodes.ExprStmt, nodes.Break, nodes.Continue),
+    *(nodes.Name, nodes.NSRef, nodes.Const, nodes.List, nodes.Tuple, nodes.Dict, nodes.Pair, nodes.Keyword),
+    *(nodes.Operand, nodes.Compare, nodes.CondExpr, nodes.Call, nodes.Filter, nodes.Test, nodes.Getattr),
+    *(nodes.Getitem, nodes.Slice, nodes.Concat, nodes.Not, nodes.Neg, nodes.Pos, nodes.And, nodes.Or),
+    *(nodes.Add, nodes.Sub, nodes.Mul, nodes.Div, nodes.FloorDiv, nodes.Mod, nodes.Pow),
+)
 
 
 class BudgetError(TemplateRuntimeError):
     """A template needs more time or memory than a prompt may take."""
+
+
+class NotAllowedError(TemplateSyntaxError):
+    """A template is valid, but uses something that chat templates do not have here."""
 
 
 class Budget:
@@ -259,3 +277,70 @@ _COSTS: Final[dict[str, Callable[..., int]]] = {
     "tojson": _tojson,
 }
 """What a call may cost, by the name of the function; any other costs the product of the sizes of its arguments."""
+
+
+class Rewriting(NodeTransformer):
+    """Turns what Jinja would compute by itself into calls of the environment, and adds up what bodies cost.
+
+    Args:
+        environment: the sandbox; other filters and tests than its own are not allowed.
+    """
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self._nodes = self._characters = 0
+        self.body_costs: dict[str, tuple[int, int]] = {}
+        """Work and memory of running the body of each macro once."""
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        """Work and memory of running every node visited so far once."""
+        return _WORK_PER_NODE * self._nodes + self._characters, _BYTES_PER_CHARACTER * self._characters
+
+    def visit(self, node: nodes.Node, *_: Any, **__: Any) -> Any:
+        """Return what takes the place of a node."""
+        self._nodes += 1
+        if self._nodes > _MAX_NODES:
+            raise TemplateSyntaxError(f"it has more than {_MAX_NODES} expressions", node.lineno)
+        self._check(node)
+        before = self.cost
+        self.generic_visit(node)
+        work, memory = (now - then for now, then in zip(self.cost, before, strict=True))
+        match node:
+            case nodes.For():
+                node.iter = self._call("steps", cast(nodes.Expr, node.iter), nodes.Const(work), nodes.Const(memory))
+            case nodes.Macro() | nodes.CallBlock():
+                name = node.name if isinstance(node, nodes.Macro) else "caller"
+                known = self.body_costs.get(name, (0, 0))
+                self.body_costs[name] = max(known[0], work), max(known[1], memory)
+            case nodes.List() | nodes.Tuple(ctx="load") | nodes.Dict():
+                return self._call("new", node)
+            case nodes.Concat():
+                return self._call("concatenate", *node.nodes)
+            case nodes.Compare():
+                parts = (part for operand in node.ops for part in (nodes.Const(operand.op), operand.expr))
+                return self._call("compare", node.expr, *parts)
+            case nodes.Getitem(arg=nodes.Slice() as bounds):
+                parts = (part or nodes.Const(None) for part in (bounds.start, bounds.stop, bounds.step))
+                return self._call("cut", node.node, *parts)
+        return node
+
+    def _check(self, node: nodes.Node) -> None:
+        environment = self._environment
+        if isinstance(node, nodes.TemplateData):
+            self._characters += len(node.data)
+        elif isinstance(node, nodes.Const) and isinstance(node.value, (int, float)):
+            if not -_MAX_LITERAL <= node.value <= _MAX_LITERAL:
+                raise TemplateSyntaxError("a number in it is too large", node.lineno)
+        elif not isinstance(node, _ALLOWED_NODES):
+            raise NotAllowedError(f"{type(node).__name__.lower()} is not allowed in a chat template", node.lineno)
+        elif isinstance(node, nodes.Filter) and node.name not in environment.filters:
+            raise NotAllowedError(f"the filter {node.name!r} is not allowed in a chat template", node.lineno)
+        elif isinstance(node, nodes.Test) and node.name not in environment.tests:
+            raise NotAllowedError(f"the test {node.name!r} is not allowed in a chat template", node.lineno)
+        elif isinstance(node, nodes.For) and node.recursive:
+            raise NotAllowedError("a recursive loop is not allowed in a chat template", node.lineno)
+
+    def _call(self, name: str, first: nodes.Expr, *rest: nodes.Expr) -> nodes.Call:
+        function = nodes.EnvironmentAttribute(name, lineno=first.lineno)
+        return nodes.Call(function, [first, *rest], [], None, None, lineno=first.lineno)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from functools import lru_cache
 from types import BuiltinMethodType, MethodType
-from typing import Any, Final, NoReturn, cast
+from typing import Any, Final, NoReturn
 
 from jinja2 import TemplateError as JinjaError
 from jinja2 import TemplateSyntaxError, nodes, pass_context
@@ -25,15 +25,10 @@ from jinja2.runtime import Context, LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 from jinja2.tests import TESTS
 from jinja2.utils import Namespace
-from jinja2.visitor import NodeTransformer
 
-from .template_budget import Budget, BudgetError, percent_cost, search_cost
+from .template_budget import Budget, BudgetError, Rewriting, percent_cost, search_cost
 
 _MAX_SOURCE: Final = 100_000
-_MAX_NODES: Final = 10_000
-_MAX_LITERAL: Final = 2**53
-_WORK_PER_NODE: Final = 300
-_BYTES_PER_CHARACTER: Final = 4
 _SCALARS: Final = (str, int, float, bool, type(None))
 _STRFTIME: Final = re.compile(r"(?:[^%]|%[-#]?[a-zA-Z%]){0,200}", re.DOTALL)
 
@@ -70,18 +65,6 @@ _COMPARISONS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     **dict.fromkeys(("gt", "greaterthan", ">"), operator.gt),
     **dict.fromkeys(("gteq", "ge", ">="), operator.ge),
 }
-_ALLOWED_NODES: Final = (
-    *(nodes.Template, nodes.Output, nodes.TemplateData, nodes.If, nodes.For, nodes.Macro, nodes.CallBlock),
-    *(nodes.FilterBlock, nodes.With, nodes.Assign, nodes.AssignBlock, nodes.ExprStmt, nodes.Break, nodes.Continue),
-    *(nodes.Name, nodes.NSRef, nodes.Const, nodes.List, nodes.Tuple, nodes.Dict, nodes.Pair, nodes.Keyword),
-    *(nodes.Operand, nodes.Compare, nodes.CondExpr, nodes.Call, nodes.Filter, nodes.Test, nodes.Getattr),
-    *(nodes.Getitem, nodes.Slice, nodes.Concat, nodes.Not, nodes.Neg, nodes.Pos, nodes.And, nodes.Or),
-    *(nodes.Add, nodes.Sub, nodes.Mul, nodes.Div, nodes.FloorDiv, nodes.Mod, nodes.Pow),
-)
-
-
-class NotAllowedError(TemplateSyntaxError):
-    """A template is valid, but uses something that chat templates do not have here."""
 
 
 class BudgetContext(Context):
@@ -129,7 +112,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         """
         if len(source) > _MAX_SOURCE:
             raise TemplateSyntaxError(f"it has {len(source)} characters; at most {_MAX_SOURCE} are allowed", 1)
-        rewriting = _Rewriting()
+        rewriting = Rewriting(self)
         tree = rewriting.visit(self.parse(source))
         tree.set_environment(self)
         rewriting.body_costs[""] = rewriting.cost
@@ -360,67 +343,6 @@ class _GenerationBlock(Extension):
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Rewriting(NodeTransformer):
-    """Turns what Jinja would compute by itself into calls of the environment, and adds up what bodies cost."""
-
-    def __init__(self) -> None:
-        self._nodes = self._characters = 0
-        self.body_costs: dict[str, tuple[int, int]] = {}
-        """Work and memory of running the body of each macro once."""
-
-    @property
-    def cost(self) -> tuple[int, int]:
-        """Work and memory of running every node visited so far once."""
-        return _WORK_PER_NODE * self._nodes + self._characters, _BYTES_PER_CHARACTER * self._characters
-
-    def visit(self, node: nodes.Node, *_: Any, **__: Any) -> Any:
-        self._nodes += 1
-        if self._nodes > _MAX_NODES:
-            raise TemplateSyntaxError(f"it has more than {_MAX_NODES} expressions", node.lineno)
-        self._check(node)
-        before = self.cost
-        self.generic_visit(node)
-        work, memory = (now - then for now, then in zip(self.cost, before, strict=True))
-        match node:
-            case nodes.For():
-                node.iter = self._call("steps", cast(nodes.Expr, node.iter), nodes.Const(work), nodes.Const(memory))
-            case nodes.Macro() | nodes.CallBlock():
-                name = node.name if isinstance(node, nodes.Macro) else "caller"
-                known = self.body_costs.get(name, (0, 0))
-                self.body_costs[name] = max(known[0], work), max(known[1], memory)
-            case nodes.List() | nodes.Tuple(ctx="load") | nodes.Dict():
-                return self._call("new", node)
-            case nodes.Concat():
-                return self._call("concatenate", *node.nodes)
-            case nodes.Compare():
-                parts = (part for operand in node.ops for part in (nodes.Const(operand.op), operand.expr))
-                return self._call("compare", node.expr, *parts)
-            case nodes.Getitem(arg=nodes.Slice() as bounds):
-                parts = (part or nodes.Const(None) for part in (bounds.start, bounds.stop, bounds.step))
-                return self._call("cut", node.node, *parts)
-        return node
-
-    def _check(self, node: nodes.Node) -> None:
-        environment = template_environment()
-        if isinstance(node, nodes.TemplateData):
-            self._characters += len(node.data)
-        elif isinstance(node, nodes.Const) and isinstance(node.value, (int, float)):
-            if not -_MAX_LITERAL <= node.value <= _MAX_LITERAL:
-                raise TemplateSyntaxError("a number in it is too large", node.lineno)
-        elif not isinstance(node, _ALLOWED_NODES):
-            raise NotAllowedError(f"{type(node).__name__.lower()} is not allowed in a chat template", node.lineno)
-        elif isinstance(node, nodes.Filter) and node.name not in environment.filters:
-            raise NotAllowedError(f"the filter {node.name!r} is not allowed in a chat template", node.lineno)
-        elif isinstance(node, nodes.Test) and node.name not in environment.tests:
-            raise NotAllowedError(f"the test {node.name!r} is not allowed in a chat template", node.lineno)
-        elif isinstance(node, nodes.For) and node.recursive:
-            raise NotAllowedError("a recursive loop is not allowed in a chat template", node.lineno)
-
-    def _call(self, name: str, first: nodes.Expr, *rest: nodes.Expr) -> nodes.Call:
-        function = nodes.EnvironmentAttribute(name, lineno=first.lineno)
-        return nodes.Call(function, [first, *rest], [], None, None, lineno=first.lineno)
 
 
 @lru_cache(maxsize=1)
