@@ -23,7 +23,7 @@ from rich.table import Table
 
 from artifacts import bundle
 from edgerun.export.drafts.trimmed_head import head_tokens, trim_module, write_trimmed
-from edgerun.export.upgrade.edit.editable import EditableGraph
+from edgerun.export.upgrade.editable import EditableGraph
 from edgerun.models.bundle import Bundle, open_bundle
 from edgerun.models.draft_heads import HeadKind
 from edgerun.models.pairing import find_draft

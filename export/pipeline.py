@@ -27,9 +27,9 @@ from .checkpoint.open import open_source
 from .completion import complete_bundle
 from .destination import ExportResult, bundle_written_whole, require_apart
 from .drafts.draft_head import DraftHead, open_draft_head
-from .drafts.head_checkpoint import read_head_kind
+from .drafts.eagle_draft import read_head_kind
 from .drafts.make_draft import DraftRequest, require_draft
-from .drafts.mtp_checkpoint import has_mtp_module
+from .drafts.mtp_draft import has_mtp_module
 from .gguf import is_gguf
 from .graph.gpu_variants import write_gpu_variants
 from .optimum_path import export_by_optimum, needs_optimum

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ..errors import EdgeError
-from ..export.draft_training.losses import LossKind
+from ..export.draft_training.draft_tasks import LossKind
 from ..export.draft_training.optimizer import OptimizerKind
 from ..export.draft_training.request import DraftTrainingRequest
-from ..export.draft_training.target_text import AnswerOptions, PromptConversation
+from ..export.draft_training.target_data import AnswerOptions, PromptConversation
 from ..export.draft_training.torch_llama import BlockRounding, CausalLM
 from ..export.draft_training.training_batches import BatchStream
 from ..export.draft_training.training_loop import TrainingTask, TrainOptions, train

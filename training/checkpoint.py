@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from ..export.draft_training.torch_llama import CausalLM
-from ..export.draft_training.training_state import read_checkpoint, write_checkpoint
+from ..export.draft_training.training_loop import read_checkpoint, write_checkpoint
 from .tokenizer import CHAT_TEMPLATE, ChatCodec, tokenizer_config
 
 

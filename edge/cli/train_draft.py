@@ -17,7 +17,7 @@ from ..terminal.output import write_json, write_line
 from .shared_options import AsJson, Debug, Offline
 
 if TYPE_CHECKING:  # PyTorch is an extra
-    from ...export.draft_training.target_text import PromptConversation
+    from ...export.draft_training.target_data import PromptConversation
 
 _MOST_HELD_OUT = 128
 _HELD_OUT_SHARE = 10
@@ -145,9 +145,9 @@ def train_draft(
     edge-run train-draft my-model my-head --text prompts.jsonl --head eagle3
     """
     try:
-        from ...export.draft_training.losses import LossKind
+        from ...export.draft_training.draft_tasks import LossKind
         from ...export.draft_training.request import DraftKind, DraftSize, DraftTrainingRequest
-        from ...export.draft_training.target_text import AnswerOptions, PromptConversation
+        from ...export.draft_training.target_data import AnswerOptions, PromptConversation
         from ...export.draft_training.torch_llama import BlockRounding
         from ...export.draft_training.training_loop import TrainOptions
         from ...export.draft_training.training_run import train_draft as run

@@ -14,11 +14,8 @@ from typing import Any, Final
 
 from ...errors import CheckpointError
 from ..checkpoint.json_fields import count, number
-from .attention_shapes import FullAttention
-from .delta_net import DeltaNet
-from .mamba2 import Mamba2
-from .short_convolution import ShortConvolution
-from .sliding_windows import Never, Windows
+from .layer_attention import FullAttention, Never, Windows
+from .state_layers import DeltaNet, Mamba2, ShortConvolution
 
 
 @dataclass(frozen=True)

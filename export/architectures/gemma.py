@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from .attention_shapes import FullAttention
 from .family import NORMS_AROUND, ConfigFlag, Constant, Family, HeadNorm, PerLayerInputs, Power
-from .sliding_windows import AllButEvery
+from .layer_attention import AllButEvery, FullAttention
 
 _GEMMA2: Final = Family(
     qkv_bias=ConfigFlag("attention_bias"),

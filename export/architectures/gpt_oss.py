@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from .family import Always, ConfigFlag, Experts, Family
-from .sliding_windows import AllButEvery
+from .layer_attention import AllButEvery
 
 _GPT_OSS: Final = Family(
     qkv_bias=ConfigFlag("attention_bias"),

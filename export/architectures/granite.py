@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Final
 
 from .family import Always, ConfigFlag, Experts, Family, FeedForwardSize, Power, SharedExpert
-from .mamba2 import Mamba2
+from .state_layers import Mamba2
 
 _GRANITE: Final = Family(
     qkv_bias=ConfigFlag("attention_bias"),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from .family import Family, FeedForwardSize, HeadNorm, Norms
-from .short_convolution import ShortConvolution
+from .state_layers import ShortConvolution
 
 _LFM2: Final = Family(
     gate_up=("w1", "w3"),

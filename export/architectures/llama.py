@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Final
 
 from .family import NORMS_AFTER, ConfigFlag, Family, HeadNorm
-from .sliding_windows import EveryLayer, UnrotatedLayers
+from .layer_attention import EveryLayer, UnrotatedLayers
 
 _LLAMA: Final = Family(
     qkv_bias=ConfigFlag("attention_bias"),

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from .delta_net import DeltaNet
 from .family import Always, ConfigFlag, Experts, Family, FeedForwardSize, HeadNorm, MultiTokenPrediction, SharedExpert
-from .sliding_windows import LayersFrom
+from .layer_attention import LayersFrom
+from .state_layers import DeltaNet
 
 _QWEN2: Final = Family(
     qkv_bias=Always(True),

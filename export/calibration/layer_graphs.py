@@ -22,11 +22,9 @@ from ..checkpoint.source import Float32Array
 from ..graph import inputs_outputs
 from ..graph.attention import Attention
 from ..graph.decoder import IR_VERSION, OPSET
-from ..graph.delta_net import append_delta_net
 from ..graph.feed_forward import append_feed_forward, append_shared_expert
 from ..graph.initializers import Initializers
-from ..graph.linear_attention import append_convolution
-from ..graph.mamba2 import append_mamba
+from ..graph.linear_attention import append_convolution, append_delta_net, append_mamba
 from ..graph.nodes import MICROSOFT, Nodes
 
 HIDDEN: Final = "hidden"

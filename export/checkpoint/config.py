@@ -13,12 +13,9 @@ import numpy as np
 from ...errors import CheckpointError
 from ...models.json_file import shown
 from ..architectures import find_family
-from ..architectures.attention_shapes import HeadShape, cache_owners
-from ..architectures.delta_net import DeltaNetConfig
 from ..architectures.family import Experts, Family, Power, first_present
-from ..architectures.mamba2 import Mamba2Config
-from ..architectures.short_convolution import ConvolutionConfig
-from ..architectures.sliding_windows import rotated_layers
+from ..architectures.layer_attention import HeadShape, cache_owners, rotated_layers
+from ..architectures.state_layers import ConvolutionConfig, DeltaNetConfig, Mamba2Config
 from ..graph.rope import LongRope, QueryScaling, Rope
 from .json_fields import count, number, optional_number, read_json
 from .rope_settings import max_positions, read_query_scaling, read_rotations

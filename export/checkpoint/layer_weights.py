@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ...models.manifest import WeightFormat
-from ..architectures.delta_net import DeltaNetConfig
-from ..architectures.mamba2 import Mamba2Config
+from ..architectures.state_layers import DeltaNetConfig, Mamba2Config
 
 QuantPlan: TypeAlias = Mapping[str, WeightFormat]
 """A quantization plan: the weight format of each linear, by its name."""
@@ -74,7 +73,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class ConvolutionWeights:
-    """The weights of a short convolution, see `architectures.short_convolution`."""
+    """The weights of a short convolution, see `architectures.state_layers`."""
 
     weight: str
     """Checkpoint name of the kernels, `[channels, 1, kernel]`."""
@@ -124,7 +123,7 @@ class SharedExpertWeights:
 
 @dataclass(frozen=True)
 class DeltaNetWeights:
-    """The weights of a gated delta net apart from its linears, see `architectures.delta_net`."""
+    """The weights of a gated delta net apart from its linears, see `architectures.state_layers`."""
 
     config: DeltaNetConfig
     convolution: ConvolutionWeights
@@ -145,7 +144,7 @@ class DeltaNetWeights:
 
 @dataclass(frozen=True)
 class Mamba2Weights:
-    """The weights of a Mamba-2 state space apart from its linears, see `architectures.mamba2`."""
+    """The weights of a Mamba-2 state space apart from its linears, see `architectures.state_layers`."""
 
     config: Mamba2Config
     convolution: ConvolutionWeights

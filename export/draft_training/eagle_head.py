@@ -28,7 +28,7 @@ from ...models.draft_heads import (
 )
 from ...models.manifest import Architecture
 from .torch_llama import MLP, Linear, ModelShape, RMSNorm, rotary_tables, rotate
-from .training_state import write_weights
+from .training_loop import write_weights
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Any, Final
 from ...errors import InputError
 from ...models.bundle import TOKENIZER_AND_CONFIG_FILES, Bundle
 from ...models.json_file import is_whole
-from .losses import LossKind
-from .target_text import AnswerOptions, PromptConversation
+from .draft_tasks import LossKind
+from .target_data import AnswerOptions, PromptConversation
 from .torch_llama import BlockRounding, ModelShape
 from .training_loop import TrainOptions
 

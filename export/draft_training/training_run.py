@@ -20,17 +20,13 @@ from ...models.json_file import is_finite, read_json_object
 from ...models.progress import Progress, silent
 from ...runtime.engine import Engine
 from ...runtime.engine_loading import load
-from .acceptance import SCORE
-from .draft_model_task import model_acceptance, model_loss
+from .draft_tasks import SCORE, head_acceptance, head_loss, model_acceptance, model_loss, with_states
 from .eagle_head import EagleNetwork, EagleShape
-from .head_task import head_acceptance, head_loss, with_states
 from .request import DraftKind, DraftTrainingRequest, checkpoint_files
-from .target_states import TargetStates
-from .target_text import AnswerOptions, TargetText
+from .target_data import AnswerOptions, TargetStates, TargetText
 from .torch_llama import CausalLM
 from .training_batches import BatchStream, Example, fixed_examples
-from .training_loop import TrainingTask, train
-from .training_state import read_checkpoint, write_checkpoint
+from .training_loop import TrainingTask, read_checkpoint, train, write_checkpoint
 
 WORK_FOLDER: Final = "training"
 """Folder in the checkpoint's with the answers of the target and the state of the run."""

@@ -35,18 +35,15 @@ from ..checkpoint.layer_weights import QuantPlan
 from ..checkpoint.layout import final_norm
 from ..checkpoint.source import Float32Array, ModelSource
 from ..graph import inputs_outputs
-from ..graph.eagle_graph import EagleParts, build_eagle_head
 from ..graph.initializers import Initializers, WeightFile
 from ..graph.inputs_outputs import DraftFeatures
-from ..graph.medusa_graph import TOP_IDS, TOP_PROBABILITIES, build_medusa_heads
-from ..graph.mtp_graph import MtpParts, build_mtp_module
 from ..quantization.methods import DEFAULT_METHODS, FP32, INT4, require_expert_format, with_methods
 from ..recipe import DraftTokens, ExportRecipe
-from .head_checkpoint import EagleHead, TargetIds, open_eagle_head
+from .eagle_draft import EagleHead, EagleParts, TargetIds, build_eagle_head, open_eagle_head
 from .make_draft import DraftRequest
-from .medusa_checkpoint import MedusaHeads, open_medusa_heads
-from .module_vocabulary import trim_vocabulary
-from .mtp_checkpoint import MtpModule, open_mtp_module
+from .medusa_draft import TOP_IDS, TOP_PROBABILITIES, MedusaHeads, build_medusa_heads, open_medusa_heads
+from .mtp_draft import MtpModule, MtpParts, build_mtp_module, open_mtp_module
+from .trimmed_head import trim_vocabulary
 
 _STAGE: Final = "draft"
 _CHECKED_TOKENS: Final = 12

@@ -17,13 +17,10 @@ from ...errors import CheckpointError, InputError
 from ...models.manifest import WeightFormat
 from ..checkpoint.layout import EMBEDDING, HEAD
 from ..checkpoint.source import Float32Array, ModelSource, QuantizedRows, RowRange, UInt8Array, in_order
-from .config_json import architecture, config_settings
-from .gguf_header import AGAIN, GgufHeader, StoredTensor, read_gguf_header
-from .gguf_metadata import GgufMetadata
+from .config_json import ROPE_FACTORS, architecture, config_settings
+from .gguf_header import AGAIN, GgufHeader, GgufMetadata, StoredTensor, read_gguf_header
 from .gguf_tokenizer import GgufTokenizer
-from .requantize import requantize_rows
-from .rope_scaling import ROPE_FACTORS
-from .tensor_types import TENSOR_TYPES, TensorType, type_name
+from .tensor_types import TENSOR_TYPES, TensorType, requantize_rows, type_name
 
 _CHUNK_WEIGHTS: Final = 1 << 20
 _PART: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)

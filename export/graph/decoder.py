@@ -17,13 +17,11 @@ from ..checkpoint.layer_weights import LayerInput, Norm, PerLayerInputsLayout, Q
 from ..checkpoint.layout import final_norm, layer_layout, per_layer_inputs_layout
 from . import inputs_outputs
 from .attention import Attention
-from .delta_net import append_delta_net
 from .embedding_head import EmbeddingAndHead, gathered_rows
 from .feed_forward import activated, append_feed_forward
 from .initializers import Initializers
 from .inputs_outputs import DraftFeatures
-from .linear_attention import append_convolution
-from .mamba2 import append_mamba
+from .linear_attention import append_convolution, append_delta_net, append_mamba
 from .nodes import MICROSOFT, Nodes
 
 OPSET: Final = 21

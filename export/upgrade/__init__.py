@@ -16,7 +16,7 @@ After step 4 the graph computes what the source computes. `parity` checks that b
 written bundle if nothing is.
 """
 
-from .foreign_model import holds_graph
+from .describe import holds_graph
 from .pipeline import upgrade_model
 
 __all__ = ["holds_graph", "upgrade_model"]

@@ -17,10 +17,10 @@ from onnx import TensorProto, ValueInfoProto, helper
 
 from ...errors import BundleError, ExportError
 from ..graph import inputs_outputs
+from .attention_pattern import sliding_window
 from .decoder_io import MASK, POSITIONS, TOKENS, CacheTensor, PassShape
-from .edit.editable import EditableGraph, Node
-from .edit.tensors import Array
-from .patterns.attention_pattern import sliding_window
+from .editable import EditableGraph, Node
+from .graph_parts import Array
 from .subgraph_runner import SubgraphRunner
 
 BIAS: Final = "attention_bias"

@@ -16,8 +16,8 @@ from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 
 from ...errors import BundleError
 from ..graph import inputs_outputs
-from .edit.editable import EditableGraph, Node
-from .edit.tensors import Array
+from .editable import EditableGraph, Node
+from .graph_parts import Array, Tensor
 
 TOKENS: Final = "input_ids"
 MASK: Final = "attention_mask"
@@ -29,6 +29,9 @@ _RUN_AS_IT_IS: Final = "run it as it is"
 _GATHERS: Final = ("Gather", "GatherBlockQuantized")
 _BEFORE_GATHER: Final = ("Cast", "Clip", "Reshape", "Where")
 """Operators that may stand between token ids and the embedding lookup."""
+_STORED_LAYOUT: Final = ("Cast", "DequantizeLinear", "Reshape", "Transpose")
+_HEADS: Final = frozenset(("MatMul", "MatMulNBits", "MatMulBnb4", "Gemm"))
+_AFTER_THE_HEAD: Final = frozenset(("Add", "Cast", "Clip", "Div", "Mul", "Sub", "Tanh"))
 _KNOWN_DOMAINS: Final = ("", "com.microsoft", "ai.onnx.ml", "com.microsoft.nchwc")
 _CACHED_BRANCH: Final = "then_branch"
 _MASKED: Final = -1e4
@@ -184,6 +187,37 @@ def embedding_lookup(graph: EditableGraph, ids: str) -> Node | None:
             if node.op in _BEFORE_GATHER:
                 waiting.append(node.output(0))
     return None
+
+
+def find_lm_head(graph: EditableGraph) -> Node:
+    """Find the LM head: the product that computes the logits, before scales and soft caps.
+
+    Raises:
+        BundleError: the model has no head.
+    """
+    name = inputs_outputs.LOGITS
+    while True:
+        node = graph.producer(name)
+        if node is not None and node.op in _HEADS and constant_inputs(graph, node):
+            return node
+        if node is None or node.op not in _AFTER_THE_HEAD:
+            raise BundleError(
+                "the model has no LM head: its logits are not a product of a matrix and hidden states",
+                "run it as it is",
+            )
+        name = next((each for each in node.inputs if each and each not in graph.tensors), "")
+
+
+def constant_inputs(graph: EditableGraph, node: Node) -> list[str]:
+    """Inputs of a node that are constants."""
+    return [name for name in node.inputs if name and stored_constant(graph, name)]
+
+
+def stored_constant(graph: EditableGraph, name: str) -> Tensor | None:
+    """The constant that a value is, possibly stored in another layout or type; None if it is computed."""
+    while (node := graph.producer_of(name, *_STORED_LAYOUT)) is not None:
+        name = node.input(0)
+    return graph.tensors.get(name)
 
 
 def _require_known_operators(graph: EditableGraph) -> None:

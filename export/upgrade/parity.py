@@ -25,8 +25,8 @@ from ..check.contract_session import CacheShape, ContractSession, ModelSession
 from ..check.parity import Parity, mean_kl, with_float_activations
 from ..graph import inputs_outputs
 from .decoder_io import TOKENS, CacheTensor, PassShape, input_value
-from .edit.editable import EditableGraph
-from .edit.tensors import Array, in_place
+from .editable import EditableGraph
+from .graph_parts import Array, in_place
 
 TOLERANCE: Final = 1e-3
 """Largest difference of a logit, in units of the logits' spread where that exceeds 1."""

@@ -19,30 +19,37 @@ from ...runtime.graph.introspection import sizes_in_config
 from ...runtime.graph.state_io import states_by_key
 from ..bundle_writer import PRODUCER
 from ..check.parity import Parity
-from ..checkpoint.tokenizer_files import require_config_files, require_tokenizer
+from ..checkpoint.open import require_config_files, require_tokenizer
 from ..destination import ExportResult, bundle_written_whole, require_apart
 from ..graph import inputs_outputs
 from ..graph.gpu_variants import write_gpu_variants
 from ..graph.initializers import WeightFile
 from ..quantization.methods import FP32, INT4
 from ..recipe import DEFAULT_CONTEXT_LIMIT, LONGEST_CONTEXT, DeviceChoice, ExportRecipe, ExportRequest
+from .attention_fusion import fuse_operators, pack_heads
 from .contract_inputs import AttentionShape, declare_cache_shape, wire_attention
 from .decoder_io import POSITIONS, CacheTensor, identify_io, take_cached_branch
-from .describe import architecture_of, bits_per_weight, formats_of, weight_matrices
-from .edit.editable import EditableGraph, Node, read_model
-from .edit.tensors import in_place, to_file
-from .foreign_model import copy_config_files, decoder_inputs, family_of, find_foreign_model
-from .linears.float_linears import quantize_linears
-from .linears.half_precision import is_half, widen
-from .linears.quantized_linears import (
+from .describe import (
+    architecture_of,
+    bits_per_weight,
+    copy_config_files,
+    decoder_inputs,
+    family_of,
+    find_foreign_model,
+    formats_of,
+    weight_matrices,
+)
+from .editable import EditableGraph, Node, read_model
+from .float_linears import is_half, quantize_linears, widen
+from .graph_parts import in_place, to_file
+from .parity import POSITIONS_READ, Reference, measure, require_same, run_reference
+from .quantized_linears import (
     absorb_biases,
     convert_integer_linears,
     join_linears,
     round_activations,
     share_reshaped_constants,
 )
-from .parity import POSITIONS_READ, Reference, measure, require_same, run_reference
-from .patterns.attention_fusion import fuse_operators, pack_heads
 from .selected_logits import select_positions
 from .stacked_caches import split_caches
 

@@ -14,9 +14,9 @@ from onnx import TensorProto, helper
 
 from ...errors import BundleError
 from ..graph import inputs_outputs
-from .edit.editable import EditableGraph, Node
-from .edit.tensors import Tensor
-from .linears.matrices import matrix_of
+from .decoder_io import constant_inputs, find_lm_head, stored_constant
+from .editable import EditableGraph, Node
+from .float_linears import matrix_of
 
 SELECTED: Final = "logit_rows"
 
@@ -34,28 +34,6 @@ _ALONG_LAST_AXIS: Final = frozenset(
     )
 )
 _BY_MATRIX: Final = frozenset(("MatMul", "MatMulNBits", "MatMulBnb4", "MoE", "QMoE"))
-_LAYOUT: Final = ("Cast", "DequantizeLinear", "Reshape", "Transpose")
-_HEADS: Final = frozenset(("MatMul", "MatMulNBits", "MatMulBnb4", "Gemm"))
-_AFTER_THE_HEAD: Final = frozenset(("Add", "Cast", "Clip", "Div", "Mul", "Sub", "Tanh"))
-
-
-def find_lm_head(graph: EditableGraph) -> Node:
-    """Find the LM head: the product that computes the logits, before scales and soft caps.
-
-    Raises:
-        BundleError: the model has no head.
-    """
-    name = inputs_outputs.LOGITS
-    while True:
-        node = graph.producer(name)
-        if node is not None and node.op in _HEADS and _constant_inputs(graph, node):
-            return node
-        if node is None or node.op not in _AFTER_THE_HEAD:
-            raise BundleError(
-                "the model has no LM head: its logits are not a product of a matrix and hidden states",
-                "run it as it is",
-            )
-        name = next((each for each in node.inputs if each and each not in graph.tensors), "")
 
 
 def select_positions(graph: EditableGraph) -> None:
@@ -112,7 +90,7 @@ def _is_positionwise(graph: EditableGraph, node: Node) -> bool:
         return graph.integers(node.input(3)) in ([-1], [2])
     if node.op in _ALONG_LAST_AXIS:
         return _axis(graph, node) == -1
-    return node.op in _BY_MATRIX and bool(_constant_inputs(graph, node))
+    return node.op in _BY_MATRIX and bool(constant_inputs(graph, node))
 
 
 def _axis(graph: EditableGraph, node: Node) -> int | None:
@@ -124,18 +102,6 @@ def _axis(graph: EditableGraph, node: Node) -> int | None:
         return axes[0] if axes and len(axes) == 1 and node.attribute("keepdims", 1) else None
     axis: int = node.attribute("axis", 0 if node.op == "Split" else -1)
     return -1 if axis == 2 else axis
-
-
-def _constant_inputs(graph: EditableGraph, node: Node) -> list[str]:
-    """Inputs of a node that are constants."""
-    return [name for name in node.inputs if name and stored_constant(graph, name)]
-
-
-def stored_constant(graph: EditableGraph, name: str) -> Tensor | None:
-    """The constant that a value is, possibly stored in another layout or type; None if it is computed."""
-    while (node := graph.producer_of(name, *_LAYOUT)) is not None:
-        name = node.input(0)
-    return graph.tensors.get(name)
 
 
 def _remove_last_position_only(graph: EditableGraph, head: Node) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from onnx import TensorProto, helper
 
 from ...errors import BundleError, ExportError
-from .edit.editable import EditableGraph, Node
+from .editable import EditableGraph, Node
 from .subgraph_runner import run_part
 
 _PAST: Final = 5

@@ -20,8 +20,8 @@ from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper
 from ...errors import BundleError, ExportError
 from ..check.contract_session import evaluate_passes
 from .decoder_io import TOKENS, PassShape, input_value
-from .edit.editable import EditableGraph, Node
-from .edit.tensors import Array, in_place
+from .editable import EditableGraph, Node
+from .graph_parts import Array, in_place
 
 Dimension = int | Literal["new", "past", "total"]
 """A dimension of a value: a number, or the field of `PassShape` that it equals."""

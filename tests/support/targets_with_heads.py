@@ -22,8 +22,8 @@ from edgerun.export.check.head_reference import (
 from edgerun.export.check.reference import reference_states
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from edgerun.export.drafts.head_checkpoint import open_eagle_head
-from edgerun.export.drafts.mtp_checkpoint import open_mtp_module
+from edgerun.export.drafts.eagle_draft import open_eagle_head
+from edgerun.export.drafts.mtp_draft import open_mtp_module
 from edgerun.export.recipe import OWN_MODULE
 from edgerun.models.bundle import open_bundle
 from edgerun.models.draft_heads import HeadKind

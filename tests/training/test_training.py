@@ -20,8 +20,12 @@ from safetensors import safe_open  # noqa: E402
 from edgerun.export.draft_training.optimizer import OptimizerKind, Schedule  # noqa: E402
 from edgerun.export.draft_training.torch_llama import CausalLM, ModelShape  # noqa: E402
 from edgerun.export.draft_training.training_batches import LEAD, Batch, BatchStream, cut_by_cost  # noqa: E402
-from edgerun.export.draft_training.training_loop import TrainingTask, TrainOptions, train  # noqa: E402
-from edgerun.export.draft_training.training_state import load_state  # noqa: E402
+from edgerun.export.draft_training.training_loop import (  # noqa: E402
+    TrainingTask,
+    TrainOptions,
+    load_state,
+    train,
+)
 from edgerun.training.checkpoint import load_model, save_model  # noqa: E402
 from edgerun.training.corpus import (  # noqa: E402
     HELDOUT_FILE,

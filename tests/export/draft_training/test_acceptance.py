@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from edgerun.export.draft_training import training_loop  # noqa: E402
-from edgerun.export.draft_training.acceptance import (  # noqa: E402
+from edgerun.export.draft_training.draft_tasks import (  # noqa: E402
     CHAIN,
     AnswerAcceptance,
     acceptance_figures,
     chain_passes,
+    model_acceptance,
 )
-from edgerun.export.draft_training.draft_model_task import model_acceptance  # noqa: E402
 from edgerun.export.draft_training.torch_llama import CausalLM, ModelShape  # noqa: E402
 from edgerun.export.draft_training.training_batches import Example  # noqa: E402
 

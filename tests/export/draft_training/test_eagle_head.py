@@ -18,12 +18,21 @@ from edgerun.export import FP32, ExportRecipe, ExportRequest, export_checkpoint 
 from edgerun.export.check.reference import reference_logits  # noqa: E402
 from edgerun.export.checkpoint.safetensors_files import Checkpoint  # noqa: E402
 from edgerun.export.draft_training import training_loop  # noqa: E402
-from edgerun.export.draft_training.acceptance import CHAIN  # noqa: E402
+from edgerun.export.draft_training.draft_tasks import (  # noqa: E402
+    CHAIN,
+    head_acceptance,
+    head_labels,
+    with_states,
+)
 from edgerun.export.draft_training.eagle_head import EagleNetwork, EagleShape  # noqa: E402
-from edgerun.export.draft_training.head_task import head_acceptance, head_labels, with_states  # noqa: E402
 from edgerun.export.draft_training.request import DraftKind, DraftTrainingRequest  # noqa: E402
-from edgerun.export.draft_training.target_states import TargetStates, state_layers  # noqa: E402
-from edgerun.export.draft_training.target_text import AnswerOptions, PromptConversation, load_examples  # noqa: E402
+from edgerun.export.draft_training.target_data import (  # noqa: E402  # noqa: E402
+    AnswerOptions,
+    PromptConversation,
+    TargetStates,
+    load_examples,
+    state_layers,
+)
 from edgerun.export.draft_training.training_batches import Example  # noqa: E402
 from edgerun.export.draft_training.training_loop import TrainOptions  # noqa: E402
 from edgerun.export.draft_training.training_run import train_draft  # noqa: E402

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from edgerun.export.draft_training.losses import Labels, LossKind, draft_loss, total_variation  # noqa: E402
+from edgerun.export.draft_training.draft_tasks import Labels, LossKind, draft_loss, total_variation  # noqa: E402
 
 VOCABULARY = 5
 

@@ -12,12 +12,7 @@ torch = pytest.importorskip("torch")
 
 from edgerun.export.check.reference import reference_logits  # noqa: E402
 from edgerun.export.checkpoint.safetensors_files import Checkpoint  # noqa: E402
-from edgerun.export.draft_training.target_text import (  # noqa: E402
-    TOP_TOKENS,
-    AnswerOptions,
-    PromptConversation,
-    TargetText,
-)
+from edgerun.export.draft_training.target_data import TOP_TOKENS, AnswerOptions, PromptConversation, TargetText  # noqa: E402
 from edgerun.runtime.engine import Engine  # noqa: E402
 from edgerun.runtime.engine_loading import load  # noqa: E402
 from support.tiny_models import write_bundle  # noqa: E402

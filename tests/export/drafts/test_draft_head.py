@@ -19,7 +19,7 @@ from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.check.head_reference import HeadOutputs
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.drafts import draft_head
-from edgerun.export.drafts.head_checkpoint import open_eagle_head
+from edgerun.export.drafts.eagle_draft import open_eagle_head
 from edgerun.models.bundle import open_bundle
 from edgerun.models.draft_heads import HeadKind, feature_layers
 from edgerun.models.manifest import MANIFEST_NAME, Manifest

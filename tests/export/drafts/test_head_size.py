@@ -14,12 +14,13 @@ from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.drafts.head_size import (
     TARGET_WIDTHS,
     StepTimes,
+    TokenRanking,
     agreeing_sizes,
     agreement_by_size,
     best_size,
+    rank_tokens,
     tokens_per_second,
 )
-from edgerun.export.drafts.token_ranking import TokenRanking, rank_tokens
 from edgerun.models.bundle import open_bundle
 from support.tiny_models import write_bundle
 

@@ -16,12 +16,16 @@ from edgerun import InputError
 from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, export_checkpoint
 from edgerun.export.calibration.calibration_text import CalibrationText
 from edgerun.export.check.contract_session import ContractSession
-from edgerun.export.drafts.head_size import TARGET_WIDTHS, tokens_per_second
-from edgerun.export.drafts.layer_skip_draft import adopt_layer_skip_draft
-from edgerun.export.drafts.separate_draft import FASTEST_SIZE
-from edgerun.export.drafts.skip_agreement import SkipAgreement
-from edgerun.export.drafts.skip_search import SkipSearch, SubLayerTimes
-from edgerun.export.drafts.skipped_layers import SubLayer, SubLayerKind, external_bytes, inner_sub_layers, without
+from edgerun.export.drafts.head_size import FASTEST_SIZE, TARGET_WIDTHS, tokens_per_second
+from edgerun.export.drafts.layer_skip_draft import SkipSearch, SubLayerTimes, adopt_layer_skip_draft
+from edgerun.export.drafts.skipped_layers import (
+    SkipAgreement,
+    SubLayer,
+    SubLayerKind,
+    external_bytes,
+    inner_sub_layers,
+    without,
+)
 from edgerun.models.bundle import open_bundle
 from edgerun.models.manifest import Architecture, GraphLayout
 from edgerun.models.pairing import find_draft

@@ -18,10 +18,9 @@ from edgerun.edge.cli.main import main
 from edgerun.errors import InputError
 from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, export_checkpoint
 from edgerun.export.calibration.calibration_text import CalibrationText
-from edgerun.export.drafts import module_vocabulary
+from edgerun.export.drafts import trimmed_head
 from edgerun.export.drafts.draft_head import DraftHead
-from edgerun.export.drafts.module_vocabulary import trim_vocabulary
-from edgerun.export.drafts.trimmed_head import trim_layer_skip_draft, trim_module
+from edgerun.export.drafts.trimmed_head import trim_layer_skip_draft, trim_module, trim_vocabulary
 from edgerun.export.recipe import OWN_MODULE
 from edgerun.models.bundle import open_bundle
 from edgerun.models.draft_heads import HeadKind
@@ -140,8 +139,8 @@ def test_by_default_large_vocabularies_are_trimmed_where_there_is_text(
     text = text_of([5, 6, 7, 8], [9, 6, 7, 8])
     assert not trim_vocabulary(bundle, None, text, silent)  # 300 tokens are few
     assert kept_by(bundle) is None
-    monkeypatch.setattr(module_vocabulary, "DEFAULT_TOKENS", 120)
-    monkeypatch.setattr(module_vocabulary, "_LARGE", 240)
+    monkeypatch.setattr(trimmed_head, "DEFAULT_TOKENS", 120)
+    monkeypatch.setattr(trimmed_head, "_LARGE", 240)
     assert not trim_vocabulary(bundle, None, None, silent)
     assert not trim_vocabulary(bundle, "all", text, silent)
     assert not trim_vocabulary(bundle, VOCABULARY, text, silent)
@@ -188,7 +187,7 @@ def test_the_fastest_size_weighs_agreement_against_time(
 
 
 def test_real_passes_are_timed_and_measured(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_vocabulary, "_ROUNDS", 1)
+    monkeypatch.setattr(trimmed_head, "_ROUNDS", 1)
     text = np.random.default_rng(2).integers(5, VOCABULARY, 40)
     trim_vocabulary(bundle, "auto", CalibrationText((text,), (text,), "a test"), silent)
     kept = kept_by(bundle)

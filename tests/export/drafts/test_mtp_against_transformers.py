@@ -17,7 +17,7 @@ from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.check.head_reference import TargetWeights, reference_mtp
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from edgerun.export.drafts.mtp_checkpoint import open_mtp_module
+from edgerun.export.drafts.mtp_draft import open_mtp_module
 from edgerun.export.recipe import OWN_MODULE
 from edgerun.models.bundle import open_bundle
 from support.tiny_heads import write_mtp_checkpoint

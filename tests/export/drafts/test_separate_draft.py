@@ -13,7 +13,8 @@ import edgerun
 from edgerun import BundleError, InputError
 from edgerun.export import ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
 from edgerun.export.calibration.calibration_text import CalibrationText
-from edgerun.export.drafts.separate_draft import FASTEST_SIZE, TrimmingReport, adopt_draft, require_fitting
+from edgerun.export.drafts.head_size import FASTEST_SIZE
+from edgerun.export.drafts.make_draft import TrimmingReport, adopt_draft, require_fitting
 from edgerun.models.bundle import holds_only_bundle_files, open_bundle
 from edgerun.models.manifest import GraphLayout
 from edgerun.models.pairing import find_draft

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgerun import InputError
-from edgerun.export.drafts.token_ranking import rank_tokens
+from edgerun.export.drafts.head_size import rank_tokens
 
 
 def texts(*ids: list[int]) -> list[np.ndarray]:

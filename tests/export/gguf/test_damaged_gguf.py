@@ -16,8 +16,8 @@ from edgerun.errors import CheckpointError, EdgeError
 from edgerun.export import ExportRecipe, ExportRequest, export_checkpoint
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.layout import expected_tensors
+from edgerun.export.checkpoint.open import require_tokenizer
 from edgerun.export.checkpoint.source import RowRange
-from edgerun.export.checkpoint.tokenizer_files import require_tokenizer
 from edgerun.export.gguf import open_gguf
 from edgerun.export.gguf.gguf_header import read_gguf_header
 from support.gguf_files import write_gguf

@@ -10,7 +10,7 @@ from onnx import TensorProto, helper
 
 from edgerun.errors import BundleError
 from edgerun.export.upgrade.contract_inputs import window_of_bias
-from edgerun.export.upgrade.edit.editable import EditableGraph
+from edgerun.export.upgrade.editable import EditableGraph
 from edgerun.export.upgrade.subgraph_runner import SubgraphRunner
 from support.small_graphs import Array, model_of
 

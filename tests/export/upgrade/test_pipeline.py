@@ -21,7 +21,7 @@ from edgerun.errors import BundleError, EdgeError, ExportError, InputError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, ExportRequest, upgrade_model
 from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.upgrade.decoder_io import identify_io
-from edgerun.export.upgrade.edit.editable import EditableGraph
+from edgerun.export.upgrade.editable import EditableGraph
 from edgerun.export.upgrade.parity import require_same, run_reference
 from edgerun.models.manifest import GraphLayout, Manifest, WeightFormat
 from edgerun.runtime.result import Reply

@@ -1,0 +1,239 @@
+"""Which layers have attention, with which heads and window, and whose keys and values they read.
+
+Newer checkpoints list the layers in `layer_types`; for older ones the rule depends on the model type. A token attends
+to the `sliding_window` most recent tokens, including itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
+
+from ...errors import CheckpointError
+from ...models.json_file import shown
+from ..checkpoint.json_fields import count, optional_list
+
+_OVERRIDES: Final = "per_layer_config"
+"""Setting in which transformers 5 stores what differs, by the index of the layer."""
+WINDOW: Final = "sliding_window"
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """The keys and values of a layer."""
+
+    kv_heads: int
+    """Number of key and value heads."""
+    head_dim: int
+    """Number of channels per head."""
+
+
+@dataclass(frozen=True)
+class FullAttention:
+    """How full attention differs from attention with a sliding window, by the names of settings in config.json."""
+
+    head_dim: str = "global_head_dim"
+    """Number of channels per head."""
+    kv_heads: str = "num_global_key_value_heads"
+    """Number of key and value heads, where `keys_as_values` is set."""
+    keys_as_values: str = "attention_k_eq_v"
+    """Whether values are the keys before their norm and rotation."""
+
+    def shapes(self, config: Mapping[str, Any], usual: HeadShape, windows: Sequence[int | None]) -> list[HeadShape]:
+        """Return the heads of each layer; `usual` are those of layers with a window.
+
+        Raises:
+            CheckpointError: a setting is malformed.
+        """
+        overrides = config.get(_OVERRIDES)
+        if overrides is not None:
+            return [_overridden(overrides, layer, usual) for layer in range(len(windows))]
+        full = HeadShape(
+            count(config, self.kv_heads, usual.kv_heads) if config.get(self.keys_as_values) else usual.kv_heads,
+            count(config, self.head_dim, usual.head_dim),
+        )
+        return [usual if window is not None else full for window in windows]
+
+
+def _overridden(overrides: object, layer: int, usual: HeadShape) -> HeadShape:
+    found = overrides.get(str(layer), {}) if isinstance(overrides, Mapping) else overrides
+    if not isinstance(found, Mapping) or not found.keys() <= {"head_dim", "num_key_value_heads"}:
+        raise CheckpointError(
+            f"config.json: {_OVERRIDES} of layer {layer} is {shown(found)}",
+            "supported are head_dim and num_key_value_heads",
+        )
+    shape = usual
+    if "head_dim" in found:
+        shape = replace(shape, head_dim=count(found, "head_dim"))
+    if "num_key_value_heads" in found:
+        shape = replace(shape, kv_heads=count(found, "num_key_value_heads"))
+    return shape
+
+
+def cache_owners(config: Mapping[str, Any], setting: str | None, windows: Sequence[int | None]) -> list[int]:
+    """Return the layer whose keys and values each layer reads: mostly itself.
+
+    Args:
+        config: the parsed config.json.
+        setting: name of the number of last layers without keys and values of their own; None for a family without them.
+        windows: the window of each layer; a layer without keys reads those of the last one before that is of its kind.
+
+    Raises:
+        CheckpointError: the setting is malformed, or a layer has no other to read from.
+    """
+    layers = len(windows)
+    shared = 0 if setting is None else count(config, setting, default=0, minimum=0, maximum=layers)
+    first = layers - shared
+    owners = list(range(layers))
+    for layer in range(first, layers):
+        candidates = [each for each in range(first) if windows[each] == windows[layer]]
+        if not candidates:
+            raise CheckpointError(
+                f"config.json: {setting} {shared} leaves layer {layer} without a layer of its kind to read from"
+            )
+        owners[layer] = candidates[-1]
+    return owners
+
+
+def layers_of_kind(kinds: Sequence[object], mixer: tuple[str, ...], attention: tuple[str, ...]) -> tuple[bool, ...]:
+    """Whether each layer has a mixer in place of attention.
+
+    Args:
+        kinds: the entries of `layer_types`, one per layer.
+        mixer: the names of layers with the mixer; errors name the first.
+        attention: the names of layers with attention; errors name the first.
+
+    Raises:
+        CheckpointError: a kind has none of the names, or no layer has attention.
+    """
+    for kind in kinds:
+        if kind not in (*mixer, *attention):
+            raise CheckpointError(
+                f"config.json: layer_types has {shown(kind)}", f"supported are {mixer[0]} and {attention[0]}"
+            )
+    if not any(kind in attention for kind in kinds):
+        raise CheckpointError("no layer of the checkpoint has attention", "supported are models with a key/value cache")
+    return tuple(kind in mixer for kind in kinds)
+
+
+class Windows(Protocol):
+    """The rule of a model type."""
+
+    def of_layers(self, config: Mapping[str, Any], layers: int) -> list[int | None]:
+        """Return the window of each layer, None for full attention.
+
+        Raises:
+            CheckpointError: the settings contradict each other or are not supported.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Never:
+    """Full attention in all layers."""
+
+    def of_layers(self, config: Mapping[str, Any], layers: int) -> list[int | None]:
+        """See `Windows.of_layers`."""
+        if any(_layer_types(config, layers) or []):
+            raise CheckpointError(
+                f"this {config['model_type']} checkpoint uses sliding-window attention",
+                "supported is full attention in every layer",
+            )
+        return [None] * layers
+
+
+@dataclass(frozen=True)
+class EveryLayer:
+    """A window in all layers if `sliding_window` is set; `layer_types` is ignored."""
+
+    def of_layers(self, config: Mapping[str, Any], layers: int) -> list[int | None]:
+        """See `Windows.of_layers`."""
+        return [None if config.get(WINDOW) is None else count(config, WINDOW)] * layers
+
+
+@dataclass(frozen=True)
+class LayersFrom:
+    """With `use_sliding_window`, a window in all layers from a certain one on."""
+
+    first: str = "max_window_layers"
+    """Setting of the first such layer; 0 when absent."""
+
+    def of_layers(self, config: Mapping[str, Any], layers: int) -> list[int | None]:
+        """See `Windows.of_layers`."""
+        sliding = _layer_types(config, layers)
+        if sliding is None:
+            if not config.get("use_sliding_window") or config.get(WINDOW) is None:
+                return [None] * layers
+            first = count(config, self.first, default=0, minimum=0)
+            sliding = [layer >= first for layer in range(layers)]
+        return _windows(config, sliding)
+
+
+@dataclass(frozen=True)
+class AllButEvery:
+    """A window in all layers except every n-th one."""
+
+    period: str
+    """Setting of n."""
+    last_full: bool = False
+    """Whether the last layer has full attention in any case."""
+
+    def of_layers(self, config: Mapping[str, Any], layers: int) -> list[int | None]:
+        """See `Windows.of_layers`."""
+        sliding = _layer_types(config, layers)
+        if sliding is None:
+            period = count(config, self.period)
+            sliding = [(layer + 1) % period != 0 for layer in range(layers)]
+        if self.last_full:
+            sliding = [*sliding[:-1], False]
+        return _windows(config, sliding)
+
+
+@dataclass(frozen=True)
+class UnrotatedLayers:
+    """With `use_sliding_window`, a window in the layers without rotary positions."""
+
+    def of_layers(self, config: Mapping[str, Any], layers: int) -> list[int | None]:
+        """See `Windows.of_layers`."""
+        if not config.get("use_sliding_window") or config.get(WINDOW) is None:
+            return [None] * layers
+        sliding = _layer_types(config, layers)
+        return _windows(
+            config, [not rotated for rotated in rotated_layers(config, layers)] if sliding is None else sliding
+        )
+
+
+def rotated_layers(config: Mapping[str, Any], layers: int) -> list[bool]:
+    """Whether each layer has rotary positions, in a model where some do not.
+
+    Raises:
+        CheckpointError: `no_rope_layers` is not a list of zeros and ones, or `no_rope_layer_interval` is not an
+        integer.
+    """
+    listed = optional_list(config, "no_rope_layers", layers)
+    if listed is None:
+        period = count(config, "no_rope_layer_interval", default=4)
+        return [(layer + 1) % period != 0 for layer in range(layers)]
+    if any(entry not in (0, 1) for entry in listed):
+        raise CheckpointError(f"config.json: no_rope_layers must hold zeros and ones, found {shown(listed)}")
+    return [bool(entry) for entry in listed]
+
+
+def _windows(config: Mapping[str, Any], sliding: list[bool]) -> list[int | None]:
+    window = count(config, WINDOW) if any(sliding) else None
+    return [window if is_sliding else None for is_sliding in sliding]
+
+
+def _layer_types(config: Mapping[str, Any], layers: int) -> list[bool] | None:
+    """Whether each layer is a sliding one in `layer_types`; None without that list."""
+    kinds = optional_list(config, "layer_types", layers)
+    if kinds is None:
+        return None
+    for kind in kinds:
+        if kind not in (_FULL, _SLIDING):
+            raise CheckpointError(
+                f"config.json: layer_types has {shown(kind)}", f"supported are {_FULL} and {_SLIDING}"
+            )
+    return [kind == _SLIDING for kind in kinds]

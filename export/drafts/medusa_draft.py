@@ -1,0 +1,156 @@
+"""Medusa heads (Cai et al. 2024): their published checkpoints, and their graph, which runs all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from onnx import GraphProto, ModelProto, TensorProto, helper
+
+from ...errors import InputError
+from ...models.draft_heads import MEDUSA_FILE, MEDUSA_HEADS, MEDUSA_LAYERS, MEDUSA_PREFIX, medusa_block, medusa_output
+from ..checkpoint.config import DecoderConfig
+from ..checkpoint.json_fields import count, read_json
+from ..checkpoint.layer_weights import FusedLinear, QuantPlan
+from ..checkpoint.safetensors_files import SINGLE_FILE, Checkpoint
+from ..graph import inputs_outputs
+from ..graph.decoder import as_model
+from ..graph.initializers import Initializers
+from ..graph.inputs_outputs import DraftFeatures
+from ..graph.nodes import MICROSOFT, Nodes
+
+_MAX_HEADS: Final = 16
+_MAX_BLOCKS: Final = 16
+_OTHER_MODEL: Final = "give heads that were trained for this model"
+TOP_IDS: Final = "top_ids"
+TOP_PROBABILITIES: Final = "top_probabilities"
+TOP_COUNT: Final = 8
+"""Number of likeliest tokens of each head that the graph gives; fewer where the vocabulary is smaller."""
+
+
+@dataclass(frozen=True)
+class MedusaHeads:
+    """Medusa heads for a target."""
+
+    checkpoint: Checkpoint
+    config: DecoderConfig
+    """The target, whose hidden size and vocabulary the heads have."""
+    blocks: tuple[tuple[FusedLinear, ...], ...]
+    """The residual blocks of each head."""
+    outputs: tuple[FusedLinear, ...]
+    """The LM head of each head."""
+
+    @property
+    def features(self) -> DraftFeatures:
+        """What the heads read of the target: the last states, of tokens with logits."""
+        return DraftFeatures(all_tokens=False)
+
+    @property
+    def linears(self) -> tuple[FusedLinear, ...]:
+        """All linears, in the order of the graph."""
+        return tuple(
+            linear for blocks, output in zip(self.blocks, self.outputs, strict=True) for linear in (*blocks, output)
+        )
+
+
+def open_medusa_heads(folder: Path, target: DecoderConfig) -> MedusaHeads:
+    """Open Medusa heads and check that they fit a target.
+
+    Raises:
+        CheckpointError: they are damaged or incomplete.
+        InputError: they do not fit the target.
+    """
+    settings = read_json(folder / "config.json")
+    heads = count(settings, MEDUSA_HEADS, maximum=_MAX_HEADS)
+    blocks = count(settings, MEDUSA_LAYERS, default=1, maximum=_MAX_BLOCKS)
+    file = MEDUSA_FILE if (folder / MEDUSA_FILE).is_file() else SINGLE_FILE
+    checkpoint = Checkpoint(folder, (("", MEDUSA_PREFIX),), file)
+    first = f"{medusa_block(0, 0)}.weight"
+    if not checkpoint.has(first):
+        checkpoint = Checkpoint(folder, (), file)
+    hidden, vocab = target.hidden_size, target.vocab_size
+    found = checkpoint.shape(first)
+    if found != (hidden, hidden):
+        raise InputError(
+            f"the heads {folder} were made for a hidden size of {found[0] if found else 0}, and the model has {hidden}",
+            _OTHER_MODEL,
+        )
+    output = checkpoint.shape(f"{medusa_output(0, blocks)}.weight")
+    if output != (vocab, hidden):
+        raise InputError(
+            f"the heads {folder} were made for a vocabulary of {output[0] if output else 0} tokens, and the model has "
+            f"{vocab}",
+            _OTHER_MODEL,
+        )
+    opened = MedusaHeads(
+        checkpoint,
+        target,
+        tuple(
+            tuple(
+                FusedLinear(f"medusa.{head}.{block}", (medusa_block(head, block),), (hidden,), hidden, biased=True)
+                for block in range(blocks)
+            )
+            for head in range(heads)
+        ),
+        tuple(
+            FusedLinear(f"medusa.{head}.head", (medusa_output(head, blocks),), (vocab,), hidden)
+            for head in range(heads)
+        ),
+    )
+    for linear in opened.linears:
+        for name, rows in zip(linear.weights, linear.rows, strict=True):
+            checkpoint.require(name, (rows, linear.columns))
+        for name, rows in zip(linear.biases, linear.rows, strict=linear.biased):
+            checkpoint.require(name, (rows,))
+    return opened
+
+
+def build_medusa_heads(
+    config: DecoderConfig,
+    blocks: Sequence[Sequence[FusedLinear]],
+    outputs: Sequence[FusedLinear],
+    plan: QuantPlan,
+    weights: Initializers,
+) -> ModelProto:
+    """Build the graph and write its weights to the external data file.
+
+    Args:
+        config: the target.
+        blocks: the residual blocks of each head.
+        outputs: the LM head of each head.
+        plan: the quantization plan of the heads.
+        weights: creates and stores the initializers.
+
+    Raises:
+        CheckpointError: a tensor cannot be read.
+        OSError: the disk refused a write.
+    """
+    nodes = Nodes(config, plan, weights)
+    logits = []
+    for head, (own_blocks, output) in enumerate(zip(blocks, outputs, strict=True)):
+        hidden = inputs_outputs.DRAFT_FEATURES
+        for block, linear in enumerate(own_blocks):
+            name = f"heads.{head}.{block}"
+            activated = nodes.add("QuickGelu", [nodes.linear(linear, hidden)], f"{name}.silu", MICROSOFT, alpha=1.0)
+            hidden = nodes.add("Add", [hidden, activated], f"{name}.sum")
+        logits.append(nodes.linear(output, hidden))
+    joined = nodes.add("Concat", logits, "logits", axis=0)
+    probabilities = nodes.add("Softmax", [joined], "probabilities", axis=-1)
+    top = min(TOP_COUNT, config.vocab_size)
+    nodes.add_multi_output(
+        "TopK", [probabilities, nodes.integers("top.count", top)], [TOP_PROBABILITIES, TOP_IDS], "top", axis=-1
+    )
+    declare, heads = helper.make_tensor_value_info, len(outputs)
+    graph = GraphProto(
+        name="medusa_heads",
+        node=[*weights.conversions, *nodes.protos],
+        initializer=weights.protos,
+        input=[declare(inputs_outputs.DRAFT_FEATURES, TensorProto.FLOAT, [1, config.hidden_size])],
+        output=[
+            declare(TOP_PROBABILITIES, TensorProto.FLOAT, [heads, top]),
+            declare(TOP_IDS, TensorProto.INT64, [heads, top]),
+        ],
+    )
+    return as_model(graph)

@@ -1,0 +1,204 @@
+"""Multi-token-prediction modules in the checkpoints of their models, and their graph over the target's features."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from onnx import GraphProto, ModelProto
+
+from ...errors import CheckpointError
+from ..architectures import find_family
+from ..architectures.family import MultiTokenPrediction
+from ..checkpoint.config import DecoderConfig, text_settings
+from ..checkpoint.json_fields import count, read_json
+from ..checkpoint.layer_weights import FusedLinear, Layer, Norm, QuantPlan
+from ..checkpoint.layout import final_norm, layer_layout
+from ..checkpoint.safetensors_files import Checkpoint
+from ..checkpoint.source import Float32Array
+from ..graph import inputs_outputs
+from ..graph.attention import Attention
+from ..graph.embedding_head import HEAD_INPUT
+from ..graph.head_parts import append_head_layer, embedding_of, head_model, lm_head_of
+from ..graph.initializers import Initializers
+from ..graph.inputs_outputs import DraftFeatures
+from ..graph.nodes import Nodes
+
+WITHOUT: Final = "export it without, with --draft none"
+
+
+@dataclass(frozen=True)
+class MtpModule:
+    """The multi-token-prediction module of a checkpoint."""
+
+    checkpoint: Checkpoint
+    """The tensors of its layer and of its last norm are named like those of a decoder of one layer."""
+    names: MultiTokenPrediction
+    config: DecoderConfig
+    """The model with the module's layer only."""
+    settings: Mapping[str, Any]
+    """The parsed config.json of the model."""
+    features: DraftFeatures
+    """What the module reads of the model: the residual stream after the last layer."""
+
+    @property
+    def feature_size(self) -> int:
+        """Number of features of a token."""
+        return self.config.hidden_size
+
+    @property
+    def projection(self) -> FusedLinear:
+        """The projection of embedding and hidden state."""
+        hidden = self.config.hidden_size
+        return FusedLinear("projection", (self.names.projection,), (hidden,), 2 * hidden)
+
+    @property
+    def layer(self) -> Layer:
+        """The decoder layer."""
+        return layer_layout(self.config, 0)
+
+    @property
+    def embedding_norm(self) -> Norm:
+        """The norm of the embedding."""
+        return Norm(f"{self.names.embedding_norm}.weight", self.config.hidden_size)
+
+    @property
+    def state_norm(self) -> Norm:
+        """The norm of the hidden state."""
+        return Norm(f"{self.names.state_norm}.weight", self.config.hidden_size)
+
+    @property
+    def linears(self) -> tuple[FusedLinear, ...]:
+        """All linears, in the order of the graph."""
+        return (self.projection, *self.layer.linears)
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name and shape of each tensor that the graph needs."""
+        for linear in self.linears:
+            yield from ((name, (rows, linear.columns)) for name, rows in zip(linear.weights, linear.rows, strict=True))
+            yield from ((name, (rows,)) for name, rows in zip(linear.biases, linear.rows, strict=linear.biased))
+        for norm in (self.embedding_norm, self.state_norm, *self.layer.norms, final_norm(self.config)):
+            yield norm.weight, (norm.width,)
+
+
+def has_mtp_module(source: Path) -> bool:
+    """Whether a checkpoint folder holds at least a part of a multi-token-prediction module that edge-run knows."""
+    path = source / "config.json"
+    try:
+        names = find_family(str(read_json(path).get("model_type"))).mtp if path.is_file() else None
+        return names is not None and Checkpoint(source).has_any(names.prefix)
+    except CheckpointError:  # which the export of the model itself reports
+        return False
+
+
+def open_mtp_module(folder: Path, model: DecoderConfig) -> MtpModule:
+    """Open the module of a checkpoint.
+
+    Args:
+        folder: the checkpoint.
+        model: its configuration.
+
+    Raises:
+        CheckpointError: there is none, or it is incomplete or of a variant that is not supported.
+    """
+    names = model.traits.mtp
+    if names is None or not Checkpoint(folder).has_any(names.prefix):
+        raise CheckpointError(
+            f"{folder} has no multi-token-prediction module", "leave --draft mtp out, or give another draft"
+        )
+    whole = read_json(folder / "config.json")
+    settings = text_settings(whole, model.traits)
+    layers = count(settings, names.layers, default=1, minimum=0)
+    if layers != 1:
+        raise CheckpointError(
+            f"the multi-token-prediction module of {folder} has {layers} layers, and only those of one are supported",
+            WITHOUT,
+        )
+    if settings.get(names.own_embedding):
+        raise CheckpointError(
+            f"the multi-token-prediction module of {folder} has an embedding of its own ({names.own_embedding}), which "
+            "is not supported",
+            WITHOUT,
+        )
+    prefixes = (("model.layers.0.", f"{names.layer}."), (f"model.{model.traits.final_norm}.", f"{names.last_norm}."))
+    checkpoint = Checkpoint(folder, prefixes)
+    module = MtpModule(checkpoint, names, _one_layer(model), whole, DraftFeatures((model.layers,)))
+    for name, shape in module.tensors():
+        checkpoint.require(name, shape)
+    return module
+
+
+def _one_layer(model: DecoderConfig) -> DecoderConfig:
+    """The configuration of a decoder whose only layer has attention, and experts if the model has any."""
+    layer, experts = model.attention_layers[0], model.experts
+    return replace(
+        model,
+        traits=replace(model.traits, convolution=None, delta_net=None),
+        layers=1,
+        attention=(model.attention[layer],),
+        convolution=None,
+        delta_net=None,
+        experts=None if experts is None else replace(experts, layers=(True,)),
+    )
+
+
+@dataclass(frozen=True)
+class MtpParts:
+    """The parts of a module, by the names of their tensors."""
+
+    config: DecoderConfig
+    projection: FusedLinear
+    layer: Layer
+    embedding_norm: Norm
+    state_norm: Norm
+
+
+def build_mtp_module(
+    parts: MtpParts,
+    context: int,
+    plan: QuantPlan,
+    weights: Initializers,
+    target: GraphProto,
+    target_norm: Float32Array,
+    head_factors: Float32Array | None,
+) -> ModelProto:
+    """Build the graph of a module and write its weights to the external data file.
+
+    Args:
+        parts: the module.
+        context: number of positions in the rotary table.
+        plan: the quantization plan of the module.
+        weights: creates and stores the initializers.
+        target: the target's graph, whose embedding and LM head the module reads.
+        target_norm: factors of the target's last norm, float32 [hidden].
+        head_factors: what the inputs of the target's LM head were multiplied by, float32 [hidden]; None for nothing.
+
+    Raises:
+        CheckpointError: a tensor cannot be read.
+        OSError: the disk refused a write.
+    """
+    nodes = Nodes(parts.config, plan, weights)
+    attention = Attention(nodes, context)
+    embedding, lm_head = embedding_of(target), lm_head_of(target)
+    # The target's states are taken before its last norm, whose weights calibration may have changed.
+    factors = nodes.vector_constant("target_norm.weight", target_norm)
+    normed = nodes.norm_by(inputs_outputs.DRAFT_FEATURES, factors, "target_norm")
+    states = nodes.add("Concat", [normed, inputs_outputs.DRAFT_STATES], "states", axis=0)
+    states = nodes.add("Unsqueeze", [states, nodes.integers("states.axes", 0)], "states.batch")
+    both = [
+        nodes.norm(embedding.value, parts.embedding_norm, "embedding_norm"),
+        nodes.norm(states, parts.state_norm, "state_norm"),
+    ]
+    hidden = nodes.linear(parts.projection, nodes.add("Concat", both, "both", axis=-1))
+    before = parts.layer.before_attention
+    assert before is not None  # noqa: S101 -- every family with such modules has the norm
+    mixed = nodes.norm(hidden, before, "layers.0.input_norm")
+    rows, _ = append_head_layer(nodes, attention, parts.layer, mixed, hidden)
+    nodes.add("Identity", [rows], inputs_outputs.NEXT_STATES)
+    if head_factors is None:
+        nodes.add("Identity", [rows], HEAD_INPUT)
+    else:
+        nodes.add("Mul", [rows, nodes.vector_constant("head_factors", head_factors)], HEAD_INPUT)
+    return head_model(nodes, parts.config.hidden_size, parts.config.vocab_size, embedding, lm_head)

@@ -1,1 +1,0 @@
-"""Editing an ONNX graph in place, with its weights left in their files."""

@@ -1,0 +1,262 @@
+"""Quantizes float linears and the embedding, and converts half precision to float32.
+
+A tied LM head shares the codes of the embedding. A CPU would otherwise convert every weight and value of half precision
+in each pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from onnx import TensorProto, numpy_helper
+
+from ...errors import BundleError
+from ...models.manifest import WeightFormat
+from ..checkpoint.source import in_order
+from ..quantization.codes import UInt8Array, blocks_of, quantize_rows
+from .decoder_io import TOKENS, embedding_lookup, find_lm_head
+from .editable import MICROSOFT, EditableGraph, Node
+from .graph_parts import Array, Computed, Source, Tensor
+from .quantized_linears import quantized_linear
+
+Float32Array = npt.NDArray[np.float32]
+
+_CHUNK: Final = 1 << 22
+"""Number of weights that are rounded, compared or converted at once."""
+_FLOATS: Final = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+_MIN_WEIGHTS: Final = 1 << 10
+"""Number of weights below which a matrix (such as the routing of experts) is not quantized."""
+_HALVES: Final = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+_LARGE_TABLE: Final = 1 << 20
+"""Number of elements from which a table stays in half precision, and the gathered rows are converted."""
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """A weight matrix [N, K]: output i is the product of row i and the input."""
+
+    tensor: Tensor
+    transposed: bool
+    """Whether the tensor is stored as [K, N]."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and K."""
+        first, second = self.tensor.shape
+        return (second, first) if self.transposed else (first, second)
+
+    def rows(self, start: int, stop: int) -> Float32Array:
+        """Read rows `start` to `stop`, float32 [stop - start, K]."""
+        stored = self.tensor.array()
+        part = stored[:, start:stop].T if self.transposed else stored[start:stop]
+        return np.ascontiguousarray(part, np.float32)
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """Yield start and stop of chunks of rows that are processed one by one."""
+        rows, columns = self.shape
+        step = max(1, _CHUNK // max(1, columns))
+        for start in range(0, rows, step):
+            yield start, min(start + step, rows)
+
+    def equals(self, other: Matrix) -> bool:
+        """Whether the other matrix has the same weights, stored once or twice."""
+        if self.shape != other.shape:
+            return False
+        if self.tensor.source is other.tensor.source and self.transposed == other.transposed:
+            return True
+        return all(np.array_equal(self.rows(*each), other.rows(*each)) for each in self.ranges())
+
+
+def matrix_of(graph: EditableGraph, node: Node) -> Matrix | None:
+    """The constant matrix that a MatMul or Gemm multiplies its input with; None if there is none."""
+    if node.op not in ("MatMul", "Gemm") or node.domain or node.attribute("transA", 0):
+        return None
+    found = _read(graph, node.input(1))
+    return None if found is None else Matrix(found.tensor, bool(node.attribute("transB", 0)) == found.transposed)
+
+
+def table_of(graph: EditableGraph, node: Node) -> Matrix | None:
+    """The constant matrix whose rows a Gather looks up; None if there is none."""
+    return _read(graph, node.input(0)) if node.op == "Gather" and node.attribute("axis", 0) == 0 else None
+
+
+def _read(graph: EditableGraph, name: str) -> Matrix | None:
+    """A constant float matrix, possibly read through a Transpose."""
+    transpose = graph.producer_of(name, "Transpose")
+    tensor = graph.tensors.get(name if transpose is None else transpose.input(0))
+    if tensor is None or len(tensor.shape) != 2 or tensor.element_type not in _FLOATS:
+        return None
+    if isinstance(tensor.source, Computed) and tensor.source.widens is not None:
+        tensor = replace(tensor.source.widens, shape=tensor.shape)  # to avoid a whole float32 copy
+    return Matrix(tensor, transposed=transpose is not None)
+
+
+class RoundedMatrix:
+    """A matrix rounded to nearest in blocks along K (see `quantization.codes`), which is computed when it is written.
+
+    It is rounded only once for both tensors if the codes are read first.
+    """
+
+    def __init__(self, matrix: Matrix, weight_format: WeightFormat) -> None:
+        rows, columns = matrix.shape
+        blocks = blocks_of(columns, weight_format)
+        self.format = weight_format
+        block_bytes = weight_format.block * weight_format.bits // 8
+        self.codes = Tensor.computed(np.uint8, (rows, blocks, block_bytes), self._rounded_codes)
+        """uint8 [N, blocks, block * bits / 8]"""
+        self.scales = Tensor.computed(np.float32, (rows, blocks), self._rounded_scales)
+        """float32 [N, blocks]"""
+        self._matrix = matrix
+        self._found_scales: list[Float32Array] = []
+
+    def _rounded_codes(self) -> Iterator[Array]:
+        self._found_scales = []
+        for packed, scales in in_order(self._round, self._matrix.ranges()):
+            self._found_scales.append(scales)
+            yield packed
+
+    def _rounded_scales(self) -> Iterator[Array]:
+        if not self._found_scales:
+            for _ in self._rounded_codes():
+                pass
+        yield from self._found_scales
+
+    def _round(self, part: tuple[int, int]) -> tuple[UInt8Array, Float32Array]:
+        return quantize_rows(self._matrix.rows(*part), self.format)
+
+
+def quantize_linears(graph: EditableGraph, body: WeightFormat, head: WeightFormat) -> None:
+    """Quantize the matrices of all linears, except those whose format has 32 bits.
+
+    Args:
+        graph: a decoder that computes in float32.
+        body: format of all linears except the LM head.
+        head: format of the LM head and the embedding.
+
+    Raises:
+        BundleError: the model has no LM head.
+    """
+    lm_head = find_lm_head(graph)
+    tied = _quantize_embedding(graph, head, matrix_of(graph, lm_head)) if head.bits != 32 else None
+    shared: dict[tuple[Source, bool, WeightFormat], RoundedMatrix] = {}
+    for node in graph.in_order():
+        weight_format = head if node is lm_head else body
+        matrix = matrix_of(graph, node)
+        if weight_format.bits == 32 or matrix is None or matrix.tensor.size < _MIN_WEIGHTS:
+            continue
+        if not _is_product(graph, node, matrix):
+            continue
+        if node is lm_head and tied is not None:
+            stored = tied
+        else:  # layers may share their weights
+            key = (matrix.tensor.source, matrix.transposed, weight_format)
+            stored = shared[key] if key in shared else shared.setdefault(key, RoundedMatrix(matrix, weight_format))
+        _replace(graph, node, matrix, stored)
+    graph.sweep()
+
+
+def _is_product(graph: EditableGraph, node: Node, matrix: Matrix) -> bool:
+    """Whether a node computes its input times the matrix, with or without a constant bias."""
+    if node.op == "MatMul":
+        return True
+    bias = graph.tensors.get(node.input(2))
+    fits = not node.input(2) or (bias is not None and bias.shape == (matrix.shape[0],))
+    return fits and node.attribute("alpha", 1.0) == 1 and node.attribute("beta", 1.0) == 1
+
+
+def _replace(graph: EditableGraph, node: Node, matrix: Matrix, stored: RoundedMatrix) -> None:
+    bias = ("", "", node.input(2)) if node.input(2) else ()
+    inputs = [node.input(0), stored.codes, stored.scales, *bias]
+    name = node.name or node.output(0)
+    linear = quantized_linear(graph, name, inputs, matrix.shape, stored.format.bits, stored.format.block)
+    graph.replace_value(node.output(0), linear)
+
+
+def _quantize_embedding(graph: EditableGraph, weight_format: WeightFormat, head: Matrix | None) -> RoundedMatrix | None:
+    """Quantize the embedding; returns its codes if the LM head is the same matrix."""
+    node = embedding_lookup(graph, TOKENS)
+    table = None if node is None else table_of(graph, node)
+    if node is None or table is None:
+        return None
+    stored = RoundedMatrix(table, weight_format)
+    columns = table.shape[1]
+    gathered = graph.value(
+        "GatherBlockQuantized",
+        [stored.codes, node.input(1), stored.scales.reshaped(*stored.scales.shape, 1)],
+        name="embedding.blocks",
+        domain=MICROSOFT,
+        bits=weight_format.bits,
+        block_size=weight_format.block,
+        gather_axis=0,
+        quantize_axis=2,
+    )
+    value = graph.value("Reshape", [gathered, [0, 0, -1]], name="embedding")
+    if columns % weight_format.block:
+        value = graph.value("Slice", [value, [0], [columns], [2]], name="embedding.cut")
+    graph.replace_value(node.output(0), value)
+    return stored if head is not None and table.equals(head) else None
+
+
+def is_half(graph: EditableGraph) -> bool:
+    """Whether the graph's caches or weights are in half precision."""
+    return any(tensor.element_type in _HALVES for tensor in graph.tensors.values()) or any(
+        graph.element_type(name) in _HALVES for name in graph.inputs
+    )
+
+
+def widen(graph: EditableGraph) -> None:
+    """Convert every half-precision value of the graph to float32, inputs and outputs included.
+
+    Raises:
+        BundleError: a branch of the graph may compute in half precision.
+    """
+    for node in graph.nodes:
+        _retype(graph, node)
+    converted: dict[Source, Source] = {}  # a tied matrix remains one matrix
+    for name, tensor in list(graph.tensors.items()):
+        if tensor.element_type not in _HALVES:
+            continue
+        if tensor.size >= _LARGE_TABLE and all(node.op == "Gather" for node in graph.consumers(name)):
+            _widen_gathered(graph, name)
+        else:
+            wide = _widened(tensor)
+            graph.tensors[name] = replace(wide, source=converted.setdefault(tensor.source, wide.source))
+    for info in (*graph.inputs.values(), *graph.outputs.values()):
+        if info.type.tensor_type.elem_type in _HALVES:
+            info.type.tensor_type.elem_type = TensorProto.FLOAT
+
+
+def _retype(graph: EditableGraph, node: Node) -> None:
+    """Replace a half-precision type in the attributes of a node by float32."""
+    if any(name in node.attributes for name in ("then_branch", "body")):
+        raise BundleError("the model has half precision and branches", "run it as it is")
+    if node.op == "Cast" and node.attribute("to") in _HALVES:
+        graph.set_attribute(node, "to", TensorProto.FLOAT)
+    value = node.attribute("value") if node.op == "ConstantOfShape" else None
+    if value is not None and value.data_type in _HALVES:
+        wide = numpy_helper.to_array(value).astype(np.float32)
+        graph.set_attribute(node, "value", numpy_helper.from_array(wide))
+
+
+def _widen_gathered(graph: EditableGraph, name: str) -> None:
+    """Convert the rows that are gathered from a table instead of the table."""
+    for node in graph.consumers(name):
+        rows, readers = node.output(0), graph.consumers(node.output(0))
+        wide = graph.value("Cast", [rows], name=f"{rows}.float", to=TensorProto.FLOAT)
+        for reader in readers:
+            graph.set_inputs(reader, [wide if each == rows else each for each in reader.inputs])
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """Declare the tensor in float32; it is converted when it is written."""
+
+    def pieces() -> Iterator[Array]:
+        flat = tensor.array().reshape(-1)
+        for start in range(0, flat.size, _CHUNK):
+            yield flat[start : start + _CHUNK].astype(np.float32)
+
+    return Tensor(TensorProto.FLOAT, tensor.shape, Computed(4 * tensor.size, pieces, widens=tensor))

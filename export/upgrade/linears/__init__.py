@@ -1,1 +1,0 @@
-"""Storing the linears of an upgraded graph in few bits."""

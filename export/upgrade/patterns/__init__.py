@@ -1,1 +1,0 @@
-"""Finding attention, norms, activations and rotations in plain operators."""

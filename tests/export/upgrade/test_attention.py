@@ -1,0 +1,238 @@
+"""Attention and rotary embedding in variant operators are recognized by what they compute, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgerun import BundleError, EdgeError
+from edgerun.export.upgrade.attention_fusion import fuse_operators
+from edgerun.export.upgrade.attention_pattern import Attention, find_attention
+from edgerun.export.upgrade.contract_inputs import wire_attention
+from edgerun.export.upgrade.decoder_io import identify_io
+from edgerun.export.upgrade.editable import EditableGraph
+from edgerun.export.upgrade.graph_parts import in_place
+from edgerun.export.upgrade.parity import require_same, run_reference
+from edgerun.export.upgrade.rotary_pattern import Rotation, find_rotation
+from edgerun.export.upgrade.selected_logits import select_positions
+from edgerun.export.upgrade.subgraph_runner import SubgraphRunner
+from support.attention_variants import VOCABULARY, DecoderVariant, Masking, RotaryPairs, plain_decoder
+
+CONTEXT = 96
+NOWHERE = Path()
+CANNOT = "such a graph cannot be upgraded; edge-run may run it as it is"
+
+
+def graph_of(variant: DecoderVariant) -> EditableGraph:
+    return EditableGraph(plain_decoder(variant), NOWHERE)
+
+
+def found(variant: DecoderVariant) -> tuple[Attention, Rotation | None]:
+    runner = SubgraphRunner(graph_of(variant))
+    (attention,) = find_attention(runner, CONTEXT)
+    return attention, find_rotation(runner, attention, CONTEXT, [])
+
+
+def upgraded(variant: DecoderVariant) -> EditableGraph:
+    return check_upgrade(plain_decoder(variant))
+
+
+def check_upgrade(model: onnx.ModelProto) -> EditableGraph:
+    """Upgrade a graph, and compare it with its source in one pass, in steps and over a token tree."""
+    source, graph = EditableGraph(model, NOWHERE), EditableGraph(model, NOWHERE)
+    fuse_operators(graph, CONTEXT)
+    caches = identify_io(graph)
+    attention = wire_attention(graph, caches, CONTEXT, None)
+    select_positions(graph)
+    reference = run_reference(source, identify_io(source), attention, VOCABULARY)
+    assert require_same(NOWHERE, attention, graph.model(in_place), reference) < 1e-3
+    return graph
+
+
+@settings(max_examples=20)
+@given(
+    heads=st.sampled_from([(4, 2), (4, 4), (3, 1), (6, 2)]),
+    head_dim=st.sampled_from([8, 16, 24]),
+    scale=st.floats(0.01, 2.0),
+    both=st.booleans(),
+    softcap=st.sampled_from([0.0, 5.0, 50.0]),
+    window=st.sampled_from([0, 2, 7, 40, 95, 96, 200]),
+    masking=st.sampled_from([Masking.ADDED, Masking.SELECTED]),
+)
+def test_heads_scale_cap_and_window_are_found(
+    heads: tuple[int, int],
+    head_dim: int,
+    scale: float,
+    both: bool,
+    softcap: float,
+    window: int,
+    masking: Masking,
+) -> None:
+    variant = DecoderVariant(
+        heads=heads[0],
+        kv_heads=heads[1],
+        head_dim=head_dim,
+        scale=scale,
+        scale_on_both=both,
+        softcap=softcap,
+        window=window,
+        masking=masking,
+        rotary=RotaryPairs.NONE,
+    )
+    attention, rotation = found(variant)
+    assert (attention.heads, attention.kv_heads, attention.head_dim) == (*heads, head_dim)
+    assert attention.scale == pytest.approx(scale, rel=1e-4)
+    assert attention.softcap == pytest.approx(softcap, rel=1e-4)
+    assert attention.window == (window if 0 < window < CONTEXT else -1)
+    assert rotation is None
+
+
+def test_default_scale_is_exact() -> None:
+    attention, _ = found(DecoderVariant(head_dim=24, scale=24**-0.5, rotary=RotaryPairs.NONE))
+    assert attention.scale == 24**-0.5
+
+
+@settings(max_examples=15)
+@given(
+    rotary=st.sampled_from([RotaryPairs.HALVES, RotaryPairs.ADJACENT]),
+    rotary_dim=st.sampled_from([4, 10, 16, 24]),
+    rotary_scale=st.sampled_from([1.0, 1.3]),
+    tokens_first=st.booleans(),
+)
+def test_rotation_is_found(rotary: RotaryPairs, rotary_dim: int, rotary_scale: float, tokens_first: bool) -> None:
+    variant = DecoderVariant(
+        head_dim=24, rotary=rotary, rotary_dim=rotary_dim, rotary_scale=rotary_scale, tokens_first=tokens_first
+    )
+    _, rotation = found(variant)
+    assert rotation is not None
+    table = rotation.table
+    assert (table.pairs, table.interleaved) == (rotary_dim // 2, rotary is RotaryPairs.ADJACENT)
+    angles = np.arange(CONTEXT)[:, None] * 100.0 ** -(np.arange(rotary_dim // 2) / (rotary_dim // 2))
+    np.testing.assert_allclose(table.cosines, rotary_scale * np.cos(angles), atol=1e-5)
+    np.testing.assert_allclose(table.sines, rotary_scale * np.sin(angles), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [DecoderVariant(rotary=RotaryPairs.LENGTH_DEPENDENT), DecoderVariant(key_rotary_scale=2.0)],
+    ids=["depends on the length", "scales keys differently"],
+)
+def test_rotation_that_depends_on_more_than_position_is_not_recognized(variant: DecoderVariant) -> None:
+    assert found(variant)[1] is None
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        DecoderVariant(),
+        DecoderVariant(rotary=RotaryPairs.NONE),
+        DecoderVariant(rotary=RotaryPairs.ADJACENT, head_dim=16, rotary_dim=16),
+        DecoderVariant(head_dim=32, rotary_dim=16),
+        DecoderVariant(head_dim=24, rotary_dim=12, tokens_first=True),
+        DecoderVariant(key_rotary_scale=2.0),
+        DecoderVariant(layers=2, window=6, masking=Masking.SELECTED),
+        DecoderVariant(softcap=5.0, scale=0.9, scale_on_both=True),
+        DecoderVariant(heads=3, kv_heads=1),
+        DecoderVariant(masking=Masking.UNMASKED),
+    ],
+    ids=[
+        "halves",
+        "none",
+        "neighbours",
+        "some",
+        "outside",
+        "unlike",
+        "window",
+        "softcap",
+        "one-key-head",
+        "traced-at-one",
+    ],
+)
+def test_fused_attention_computes_the_same(variant: DecoderVariant) -> None:
+    graph = upgraded(variant)
+    assert len(graph.nodes_of("GroupQueryAttention")) == variant.layers
+    assert not graph.nodes_of("Softmax", "Tile", "Expand")
+
+
+def test_rotation_inside_attention_requires_multiples_of_16_channels() -> None:
+    inside, outside = (
+        upgraded(DecoderVariant(head_dim=32, rotary_dim=16)),
+        upgraded(DecoderVariant(head_dim=24, rotary_dim=12)),
+    )
+    assert [node.attribute("do_rotary") for node in inside.nodes_of("GroupQueryAttention")] == [1]
+    assert not inside.nodes_of("RotaryEmbedding")
+    assert [node.attribute("do_rotary") for node in outside.nodes_of("GroupQueryAttention")] == [0]
+    assert len(outside.nodes_of("RotaryEmbedding")) == 2
+
+
+@pytest.mark.parametrize(
+    ("variant", "what"),
+    [
+        (DecoderVariant(masking=Masking.ALIBI), "something other than a mask is added to its scores"),
+        (DecoderVariant(masking=Masking.BLOCKS), "its mask is neither causal nor a sliding window"),
+        (DecoderVariant(scale=0.0, scale_on_both=True), "its scores are neither scaled nor capped in a known way"),
+        (DecoderVariant(scale=-0.25), "its scores are neither scaled nor capped in a known way"),
+    ],
+    ids=["alibi", "blocks", "zero-scale", "negative-scale"],
+)
+def test_unknown_masks_and_scales_are_refused(variant: DecoderVariant, what: str) -> None:
+    with pytest.raises(BundleError) as refused:
+        upgraded(variant)
+    assert str(refused.value) == f"the model's attention in layer 0 is not recognized: {what}; {CANNOT}"
+    assert "\n" not in str(refused.value)
+
+
+def test_unsupported_head_size_is_refused() -> None:
+    with pytest.raises(BundleError, match="heads have 20 channels, and fused attention requires a multiple of 8"):
+        upgraded(DecoderVariant(head_dim=20, rotary=RotaryPairs.NONE))
+
+
+def test_output_that_is_not_a_cache_is_refused() -> None:
+    graph = graph_of(DecoderVariant())
+    (softmax,) = graph.nodes_of("Softmax")
+    weights = softmax.output(0)
+    graph.outputs[weights] = graph.outputs["logits"]
+    with pytest.raises(BundleError) as refused:
+        find_attention(SubgraphRunner(graph), CONTEXT)
+    assert str(refused.value) == (
+        f"the model's attention is not recognized: the output {weights} is not a cache of an attention; {CANNOT}"
+    )
+
+
+def replace_one_node(data: st.DataObject) -> None:
+    """Replace any one node by another: the upgrade is refused in one line, or agrees with its source."""
+    model = plain_decoder(DecoderVariant(window=7))
+    nodes = model.graph.node
+    node = nodes[data.draw(st.integers(0, len(nodes) - 1), label="node")]
+    other = data.draw(st.sampled_from(["Add", "Sub", "Mul", "Identity", "Neg", "Exp", "Softmax", "MatMul"]), label="op")
+    node.op_type = other
+    del node.attribute[:]
+    if other in ("Identity", "Neg", "Exp", "Softmax"):
+        del node.input[1:]
+    elif len(node.input) != 2:
+        del node.input[2:]
+        node.input.extend([node.input[0]] * (2 - len(node.input)))
+    message = ""
+    try:
+        check_upgrade(model)
+    except EdgeError as error:
+        message = str(error)
+    assert "\n" not in message
+
+
+@settings(max_examples=10)
+@given(data=st.data())
+def test_few_replaced_nodes(data: st.DataObject) -> None:
+    replace_one_node(data)
+
+
+@pytest.mark.nightly
+@settings(max_examples=200)
+@given(data=st.data())
+def test_replaced_nodes(data: st.DataObject) -> None:
+    replace_one_node(data)
