@@ -7,40 +7,23 @@ Support for a new family of this architecture takes such an entry and nothing el
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Final
 
 from ...errors import CheckpointError
 from ..checkpoint.json_fields import count, number
-from .layer_attention import FullAttention, Never, Windows
-from .state_layers import DeltaNet, Mamba2, ShortConvolution
+from .layer_attention import Windows, no_windows
+from .state_layers import StateLayers
+
+Choice = str | bool
+"""A choice made by a boolean of config.json, false when absent, or one that is the same for all checkpoints."""
 
 
-@dataclass(frozen=True)
-class ConfigFlag:
-    """A choice made by a boolean of config.json, false when absent."""
-
-    name: str
-
-    def read(self, config: Mapping[str, Any]) -> bool:
-        """Return the value in a parsed config.json."""
-        return bool(config.get(self.name, False))
-
-
-@dataclass(frozen=True)
-class Always:
-    """A choice that is the same for all checkpoints of the family."""
-
-    value: bool
-
-    def read(self, config: Mapping[str, Any]) -> bool:  # noqa: ARG002 -- same call as ConfigFlag.read
-        """Return the family's value, whatever config.json says."""
-        return self.value
-
-
-Choice = ConfigFlag | Always
+def chosen(config: Mapping[str, Any], choice: Choice) -> bool:
+    """Return the value of a choice for a parsed config.json."""
+    return choice if isinstance(choice, bool) else bool(config.get(choice, False))
 
 
 @dataclass(frozen=True)
@@ -57,17 +40,6 @@ class Power:
             CheckpointError: the setting is not a positive number.
         """
         return float(number(config, self.name, default=1.0) ** self.exponent)
-
-
-@dataclass(frozen=True)
-class Constant:
-    """A factor that is the same for all checkpoints of the family."""
-
-    value: float
-
-    def read(self, config: Mapping[str, Any]) -> float:  # noqa: ARG002 -- same call as Power.read
-        """Return the family's factor, whatever config.json says."""
-        return self.value
 
 
 @dataclass(frozen=True)
@@ -112,7 +84,7 @@ class Experts:
     """Number of experts that are selected for each token."""
     intermediate_size: str = "moe_intermediate_size"
     """Channels between the projections of an expert."""
-    normalized: Choice = ConfigFlag("norm_topk_prob")
+    normalized: Choice = "norm_topk_prob"
     """Whether the weights of the selected experts are normalized to sum to 1."""
     module: str = "mlp"
     """Module of the router and the experts in the layer."""
@@ -245,11 +217,11 @@ class PerLayerInputs:
 class Family:
     """How a family differs from the common architecture."""
 
-    qkv_bias: Choice = Always(False)
+    qkv_bias: Choice = False
     """Whether the query, key and value projections have a bias."""
-    output_bias: Choice = Always(False)
+    output_bias: Choice = False
     """Whether the output projection of attention has a bias."""
-    mlp_bias: Choice = Always(False)
+    mlp_bias: Choice = False
     """Whether the gate, up and down projections have a bias."""
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     """Modules of the query, key and value projections: one each, or one for all."""
@@ -271,12 +243,8 @@ class Family:
     """Setting of the constant that norms add to the mean square."""
     intermediate_size: FeedForwardSize = field(default_factory=FeedForwardSize)
     """How many channels the feed-forward has between its projections."""
-    convolution: ShortConvolution | None = None
-    """The layers with a short convolution in place of attention; None for a family without them."""
-    delta_net: DeltaNet | None = None
-    """The layers with a gated delta net in place of attention; None for a family without them."""
-    mamba: Mamba2 | None = None
-    """The layers with a Mamba-2 state space in place of attention; None for a family without them."""
+    state_layers: Callable[[Mapping[str, Any], int], StateLayers] | None = None
+    """Reads which layers keep a state in place of keys and values; None for a family without them."""
     mtp: MultiTokenPrediction | None = None
     """The multi-token-prediction module that checkpoints may have; None for a family without one."""
     gated_attention: bool = False
@@ -295,10 +263,10 @@ class Family:
     """Whether each head of the values is RMS-normalized too, without weights."""
     activation: str = "hidden_act"
     """Setting that names the activation."""
-    windows: Windows = field(default_factory=Never)
+    windows: Windows = no_windows
     """Which layers use a sliding window."""
-    full_attention: FullAttention | None = None
-    """How the heads of layers without a window differ from those of the others; None if they do not."""
+    full_attention: bool = False
+    """Whether layers without a window have other heads than the others, see `full_attention_heads`."""
     shared_caches: str | None = None
     """Setting of how many of the last layers read the keys and values of an earlier layer of their kind."""
     double_wide: str | None = None
@@ -315,7 +283,7 @@ class Family:
     """Setting of theta in sliding-window layers; None where all layers share one theta."""
     partial_rotary: bool = False
     """Whether `partial_rotary_factor` is supported, which leaves channels unrotated."""
-    attention_scale: Power | Constant | None = None
+    attention_scale: Power | float | None = None
     """Factor on the attention scores; None for 1 / sqrt(head_dim)."""
     query_scaling: bool = False
     """Whether queries grow with their position where the rotary settings have `llama_4_scaling_beta`."""

@@ -2,18 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
-from .family import NORMS_AROUND, ConfigFlag, Constant, Family, HeadNorm, PerLayerInputs, Power
-from .layer_attention import AllButEvery, FullAttention
+from .family import NORMS_AROUND, Family, HeadNorm, PerLayerInputs, Power
+from .layer_attention import windows_but_in_every_nth
 
 _GEMMA2: Final = Family(
-    qkv_bias=ConfigFlag("attention_bias"),
-    output_bias=ConfigFlag("attention_bias"),
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
     norms=NORMS_AROUND,
     norms_add_one=True,
     activation="hidden_activation",
-    windows=AllButEvery("sliding_window_pattern"),
+    windows=windows_but_in_every_nth,
     attention_scale=Power("query_pre_attn_scalar", -0.5),
     attention_softcap="attn_logit_softcapping",
     logits_softcap="final_logit_softcapping",
@@ -32,13 +33,13 @@ _GEMMA2: Final = Family(
 """Gemma 2: norms around each part, soft caps, sliding windows in alternate layers."""
 
 _GEMMA3_TEXT: Final = Family(
-    qkv_bias=ConfigFlag("attention_bias"),
-    output_bias=ConfigFlag("attention_bias"),
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
     norms=NORMS_AROUND,
     norms_add_one=True,
     head_norm=HeadNorm.EACH_HEAD,
     activation="hidden_activation",
-    windows=AllButEvery("sliding_window_pattern"),
+    windows=windows_but_in_every_nth,
     local_rope_base="rope_local_base_freq",
     attention_scale=Power("query_pre_attn_scalar", -0.5),
     logits_softcap="final_logit_softcapping",
@@ -68,20 +69,20 @@ _GEMMA3: Final = replace(_GEMMA3_TEXT, nested="text_config", nested_type="gemma3
 """Language model of multimodal Gemma 3 checkpoints; the image part is not exported."""
 
 _GEMMA4_TEXT: Final = Family(
-    qkv_bias=ConfigFlag("attention_bias"),
-    output_bias=ConfigFlag("attention_bias"),
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
     norms=NORMS_AROUND,
     head_norm=HeadNorm.EACH_HEAD,
     value_norm=True,
     activation="hidden_activation",
-    windows=AllButEvery("sliding_window_pattern", last_full=True),
-    full_attention=FullAttention(),
+    windows=partial(windows_but_in_every_nth, last_full=True),
+    full_attention=True,
     shared_caches="num_kv_shared_layers",
     double_wide="use_double_wide_mlp",
     per_layer_inputs=PerLayerInputs(),
     layer_scale="layer_scalar",
     local_rope_base="rope_local_base_freq",
-    attention_scale=Constant(1.0),
+    attention_scale=1.0,
     logits_softcap="final_logit_softcapping",
     embedding_scale=Power("hidden_size", 0.5),
     refused={

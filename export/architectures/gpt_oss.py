@@ -3,16 +3,16 @@
 from collections.abc import Mapping
 from typing import Final
 
-from .family import Always, ConfigFlag, Experts, Family
-from .layer_attention import AllButEvery
+from .family import Experts, Family
+from .layer_attention import windows_but_in_every_nth
 
 _GPT_OSS: Final = Family(
-    qkv_bias=ConfigFlag("attention_bias"),
-    output_bias=ConfigFlag("attention_bias"),
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
     experts=Experts(
         count=("num_local_experts",),
         intermediate_size="intermediate_size",
-        normalized=Always(True),
+        normalized=True,
         router="router",
         router_bias=True,
         bias=True,
@@ -23,7 +23,7 @@ _GPT_OSS: Final = Family(
     ),
     quant_method="mxfp4",
     sinks=True,
-    windows=AllButEvery("sliding_window_pattern"),
+    windows=windows_but_in_every_nth,
     defaults={
         "attention_bias": True,
         "head_dim": 64,

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from .family import Always, ConfigFlag, Experts, Family, FeedForwardSize, Power, SharedExpert
-from .state_layers import Mamba2
+from .family import Experts, Family, FeedForwardSize, Power, SharedExpert
+from .state_layers import read_mamba2
 
 _GRANITE: Final = Family(
-    qkv_bias=ConfigFlag("attention_bias"),
-    output_bias=ConfigFlag("attention_bias"),
-    mlp_bias=ConfigFlag("mlp_bias"),
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+    mlp_bias="mlp_bias",
     attention_scale=Power("attention_multiplier"),
     embedding_scale=Power("embedding_multiplier"),
     residual_scale=Power("residual_multiplier"),
@@ -20,8 +20,8 @@ _GRANITE: Final = Family(
 
 _GRANITEMOEHYBRID: Final = replace(
     _GRANITE,
-    mlp_bias=Always(False),
-    mamba=Mamba2(),
+    mlp_bias=False,
+    state_layers=read_mamba2,
     mlp="shared_mlp",
     gate_up=("input_linear",),
     down="output_linear",
@@ -29,7 +29,7 @@ _GRANITEMOEHYBRID: Final = replace(
     experts=Experts(
         count=("num_local_experts",),
         intermediate_size="intermediate_size",
-        normalized=Always(True),
+        normalized=True,
         module="block_sparse_moe",
         router="router.layer",
         # The feed-forward of models without experts.

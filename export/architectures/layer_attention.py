@@ -6,14 +6,16 @@ to the `sliding_window` most recent tokens, including itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from ...errors import CheckpointError
 from ...models.json_file import shown
 from ..checkpoint.json_fields import count, optional_list
 
+KEYS_AS_VALUES: Final = "attention_k_eq_v"
+"""Setting of whether values are the keys before their norm and rotation in layers with full attention."""
 _OVERRIDES: Final = "per_layer_config"
 """Setting in which transformers 5 stores what differs, by the index of the layer."""
 WINDOW: Final = "sliding_window"
@@ -30,31 +32,20 @@ class HeadShape:
     """Number of channels per head."""
 
 
-@dataclass(frozen=True)
-class FullAttention:
-    """How full attention differs from attention with a sliding window, by the names of settings in config.json."""
+def full_attention_heads(config: Mapping[str, Any], usual: HeadShape, windows: Sequence[int | None]) -> list[HeadShape]:
+    """Return the heads of each layer of a model in which full attention has other heads than attention with a window.
 
-    head_dim: str = "global_head_dim"
-    """Number of channels per head."""
-    kv_heads: str = "num_global_key_value_heads"
-    """Number of key and value heads, where `keys_as_values` is set."""
-    keys_as_values: str = "attention_k_eq_v"
-    """Whether values are the keys before their norm and rotation."""
-
-    def shapes(self, config: Mapping[str, Any], usual: HeadShape, windows: Sequence[int | None]) -> list[HeadShape]:
-        """Return the heads of each layer; `usual` are those of layers with a window.
-
-        Raises:
-            CheckpointError: a setting is malformed.
-        """
-        overrides = config.get(_OVERRIDES)
-        if overrides is not None:
-            return [_overridden(overrides, layer, usual) for layer in range(len(windows))]
-        full = HeadShape(
-            count(config, self.kv_heads, usual.kv_heads) if config.get(self.keys_as_values) else usual.kv_heads,
-            count(config, self.head_dim, usual.head_dim),
-        )
-        return [usual if window is not None else full for window in windows]
+    Raises:
+        CheckpointError: a setting is malformed.
+    """
+    overrides = config.get(_OVERRIDES)
+    if overrides is not None:
+        return [_overridden(overrides, layer, usual) for layer in range(len(windows))]
+    full = HeadShape(
+        count(config, "num_global_key_value_heads", usual.kv_heads) if config.get(KEYS_AS_VALUES) else usual.kv_heads,
+        count(config, "global_head_dim", usual.head_dim),
+    )
+    return [usual if window is not None else full for window in windows]
 
 
 def _overridden(overrides: object, layer: int, usual: HeadShape) -> HeadShape:
@@ -118,91 +109,55 @@ def layers_of_kind(kinds: Sequence[object], mixer: tuple[str, ...], attention: t
     return tuple(kind in mixer for kind in kinds)
 
 
-class Windows(Protocol):
-    """The rule of a model type."""
-
-    def of_layers(self, config: Mapping[str, Any], layers: int) -> list[int | None]:
-        """Return the window of each layer, None for full attention.
-
-        Raises:
-            CheckpointError: the settings contradict each other or are not supported.
-        """
-        ...
+Windows = Callable[[Mapping[str, Any], int], list[int | None]]
+"""The rule of a model type: from a parsed config.json and the number of layers, the window of each layer, None for full
+attention. It raises CheckpointError where the settings contradict each other or are not supported."""
 
 
-@dataclass(frozen=True)
-class Never:
-    """Full attention in all layers."""
-
-    def of_layers(self, config: Mapping[str, Any], layers: int) -> list[int | None]:
-        """See `Windows.of_layers`."""
-        if any(_layer_types(config, layers) or []):
-            raise CheckpointError(
-                f"this {config['model_type']} checkpoint uses sliding-window attention",
-                "supported is full attention in every layer",
-            )
-        return [None] * layers
+def no_windows(config: Mapping[str, Any], layers: int) -> list[int | None]:
+    """Full attention in all layers; see `Windows`."""
+    if any(_layer_types(config, layers) or []):
+        raise CheckpointError(
+            f"this {config['model_type']} checkpoint uses sliding-window attention",
+            "supported is full attention in every layer",
+        )
+    return [None] * layers
 
 
-@dataclass(frozen=True)
-class EveryLayer:
-    """A window in all layers if `sliding_window` is set; `layer_types` is ignored."""
-
-    def of_layers(self, config: Mapping[str, Any], layers: int) -> list[int | None]:
-        """See `Windows.of_layers`."""
-        return [None if config.get(WINDOW) is None else count(config, WINDOW)] * layers
+def window_in_every_layer(config: Mapping[str, Any], layers: int) -> list[int | None]:
+    """A window in all layers if `sliding_window` is set; `layer_types` is ignored. See `Windows`."""
+    return [None if config.get(WINDOW) is None else count(config, WINDOW)] * layers
 
 
-@dataclass(frozen=True)
-class LayersFrom:
-    """With `use_sliding_window`, a window in all layers from a certain one on."""
-
-    first: str = "max_window_layers"
-    """Setting of the first such layer; 0 when absent."""
-
-    def of_layers(self, config: Mapping[str, Any], layers: int) -> list[int | None]:
-        """See `Windows.of_layers`."""
-        sliding = _layer_types(config, layers)
-        if sliding is None:
-            if not config.get("use_sliding_window") or config.get(WINDOW) is None:
-                return [None] * layers
-            first = count(config, self.first, default=0, minimum=0)
-            sliding = [layer >= first for layer in range(layers)]
-        return _windows(config, sliding)
-
-
-@dataclass(frozen=True)
-class AllButEvery:
-    """A window in all layers except every n-th one."""
-
-    period: str
-    """Setting of n."""
-    last_full: bool = False
-    """Whether the last layer has full attention in any case."""
-
-    def of_layers(self, config: Mapping[str, Any], layers: int) -> list[int | None]:
-        """See `Windows.of_layers`."""
-        sliding = _layer_types(config, layers)
-        if sliding is None:
-            period = count(config, self.period)
-            sliding = [(layer + 1) % period != 0 for layer in range(layers)]
-        if self.last_full:
-            sliding = [*sliding[:-1], False]
-        return _windows(config, sliding)
-
-
-@dataclass(frozen=True)
-class UnrotatedLayers:
-    """With `use_sliding_window`, a window in the layers without rotary positions."""
-
-    def of_layers(self, config: Mapping[str, Any], layers: int) -> list[int | None]:
-        """See `Windows.of_layers`."""
+def windows_in_last_layers(config: Mapping[str, Any], layers: int) -> list[int | None]:
+    """With `use_sliding_window`, a window in all layers from `max_window_layers` on; see `Windows`."""
+    sliding = _layer_types(config, layers)
+    if sliding is None:
         if not config.get("use_sliding_window") or config.get(WINDOW) is None:
             return [None] * layers
-        sliding = _layer_types(config, layers)
-        return _windows(
-            config, [not rotated for rotated in rotated_layers(config, layers)] if sliding is None else sliding
-        )
+        first = count(config, "max_window_layers", default=0, minimum=0)
+        sliding = [layer >= first for layer in range(layers)]
+    return _windows(config, sliding)
+
+
+def windows_but_in_every_nth(config: Mapping[str, Any], layers: int, *, last_full: bool = False) -> list[int | None]:
+    """A window in all layers except every n-th one, n being `sliding_window_pattern`; see `Windows`.
+
+    With `last_full`, the last layer has full attention in any case.
+    """
+    sliding = _layer_types(config, layers)
+    if sliding is None:
+        period = count(config, "sliding_window_pattern")
+        sliding = [(layer + 1) % period != 0 for layer in range(layers)]
+    return _windows(config, [*sliding[:-1], False] if last_full else sliding)
+
+
+def windows_without_rotation(config: Mapping[str, Any], layers: int) -> list[int | None]:
+    """With `use_sliding_window`, a window in the layers without rotary positions; see `Windows`."""
+    if not config.get("use_sliding_window") or config.get(WINDOW) is None:
+        return [None] * layers
+    sliding = _layer_types(config, layers)
+    return _windows(config, [not rotated for rotated in rotated_layers(config, layers)] if sliding is None else sliding)
 
 
 def rotated_layers(config: Mapping[str, Any], layers: int) -> list[bool]:

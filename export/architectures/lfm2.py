@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from .family import Family, FeedForwardSize, HeadNorm, Norms
-from .state_layers import ShortConvolution
+from .state_layers import read_convolutions
 
 _LFM2: Final = Family(
     gate_up=("w1", "w3"),
@@ -17,7 +17,7 @@ _LFM2: Final = Family(
     final_norm="embedding_norm",
     norm_epsilon="norm_eps",
     intermediate_size=FeedForwardSize(("block_ff_dim", "intermediate_size"), adjusted="block_auto_adjust_ff_dim"),
-    convolution=ShortConvolution(),
+    state_layers=read_convolutions,
     tied_head=("tie_embedding", "tie_word_embeddings"),
     defaults={
         "norm_eps": 1e-5,

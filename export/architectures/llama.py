@@ -4,24 +4,24 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from .family import NORMS_AFTER, ConfigFlag, Family, HeadNorm
-from .layer_attention import EveryLayer, UnrotatedLayers
+from .family import NORMS_AFTER, Family, HeadNorm
+from .layer_attention import window_in_every_layer, windows_without_rotation
 
 _LLAMA: Final = Family(
-    qkv_bias=ConfigFlag("attention_bias"),
-    output_bias=ConfigFlag("attention_bias"),
-    mlp_bias=ConfigFlag("mlp_bias"),
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+    mlp_bias="mlp_bias",
 )
 """Llama 1 to 3, and the many models published in its format (SmolLM, TinyLlama, stories)."""
 
 _MISTRAL: Final = Family(
-    windows=EveryLayer(),
+    windows=window_in_every_layer,
     defaults={"sliding_window": 4096},
 )
 """Mistral 7B, Nemo and Small (text); the first 7B uses a sliding window in every layer."""
 
 _MINISTRAL3: Final = Family(
-    windows=EveryLayer(),
+    windows=window_in_every_layer,
     query_scaling=True,
     defaults={"rms_norm_eps": 1e-5},
 )
@@ -31,18 +31,18 @@ _MISTRAL3: Final = replace(_MINISTRAL3, nested="text_config", nested_type="minis
 """Language model of multimodal Ministral 3 checkpoints; the image part is not exported."""
 
 _SMOLLM3: Final = Family(
-    qkv_bias=ConfigFlag("attention_bias"),
-    output_bias=ConfigFlag("attention_bias"),
-    mlp_bias=ConfigFlag("mlp_bias"),
-    windows=UnrotatedLayers(),
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+    mlp_bias="mlp_bias",
+    windows=windows_without_rotation,
     unrotated=True,
     defaults={"rope_theta": 2_000_000.0, "tie_word_embeddings": True},
 )
 """SmolLM3: every fourth layer has no rotary positions."""
 
 _OLMO2: Final = Family(
-    qkv_bias=ConfigFlag("attention_bias"),
-    output_bias=ConfigFlag("attention_bias"),
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
     norms=NORMS_AFTER,
     head_norm=HeadNorm.WHOLE,
     defaults={"rms_norm_eps": 1e-5},
@@ -52,7 +52,7 @@ _OLMO2: Final = Family(
 _PHI3: Final = Family(
     qkv=("qkv_proj",),
     gate_up=("gate_up_proj",),
-    windows=EveryLayer(),
+    windows=window_in_every_layer,
     partial_rotary=True,
     defaults={"rms_norm_eps": 1e-5},
 )

@@ -2,23 +2,24 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
-from .family import Always, ConfigFlag, Experts, Family, FeedForwardSize, HeadNorm, MultiTokenPrediction, SharedExpert
-from .layer_attention import LayersFrom
-from .state_layers import DeltaNet
+from .family import Experts, Family, FeedForwardSize, HeadNorm, MultiTokenPrediction, SharedExpert
+from .layer_attention import windows_in_last_layers
+from .state_layers import read_delta_nets
 
 _QWEN2: Final = Family(
-    qkv_bias=Always(True),
-    windows=LayersFrom(),
+    qkv_bias=True,
+    windows=windows_in_last_layers,
 )
 """Qwen2 and Qwen2.5: biases on the query, key and value projections only."""
 
 _QWEN3: Final = Family(
-    qkv_bias=ConfigFlag("attention_bias"),
-    output_bias=ConfigFlag("attention_bias"),
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
     head_norm=HeadNorm.EACH_HEAD,
-    windows=LayersFrom(),
+    windows=windows_in_last_layers,
     defaults={"head_dim": 128},
 )
 """Qwen3 (dense): RMS-normalized query and key heads of 128 channels by default."""
@@ -27,13 +28,13 @@ _QWEN3_MOE: Final = replace(_QWEN3, experts=Experts(), defaults={})
 """Qwen3 with a mixture-of-experts feed-forward."""
 
 _QWEN3_5_TEXT: Final = Family(
-    qkv_bias=ConfigFlag("attention_bias"),
-    output_bias=ConfigFlag("attention_bias"),
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
     norms_add_one=True,
     head_norm=HeadNorm.EACH_HEAD,
     gated_attention=True,
     partial_rotary=True,
-    delta_net=DeltaNet(),
+    state_layers=read_delta_nets,
     mtp=MultiTokenPrediction(),
     defaults={"head_dim": 256, "partial_rotary_factor": 0.25},
 )
@@ -44,7 +45,7 @@ _QWEN3_5: Final = replace(_QWEN3_5_TEXT, nested="text_config", nested_type="qwen
 
 _QWEN3_5_MOE_TEXT: Final = replace(
     _QWEN3_5_TEXT,
-    experts=Experts(normalized=Always(True), shared=SharedExpert()),
+    experts=Experts(normalized=True, shared=SharedExpert()),
     # No layer has a dense feed-forward, and config.json does not state its size.
     intermediate_size=FeedForwardSize(("intermediate_size", "shared_expert_intermediate_size")),
 )
@@ -55,7 +56,7 @@ _QWEN3_5_MOE: Final = replace(_QWEN3_5_MOE_TEXT, nested="text_config", nested_ty
 
 _QWEN3_NEXT: Final = replace(
     _QWEN3_5_TEXT,
-    delta_net=DeltaNet(by_key_head=True),
+    state_layers=partial(read_delta_nets, by_key_head=True),
     experts=Experts(shared=SharedExpert()),
     defaults={**_QWEN3_5_TEXT.defaults, "norm_topk_prob": True},
 )

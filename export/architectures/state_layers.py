@@ -37,6 +37,8 @@ _CONVOLUTION, _LINEAR, _ATTENTION = "conv", "linear_attention", "full_attention"
 MAX_KERNEL: Final = 64
 """Limit on the tokens of a kernel, each of which is a product of its own in the graph."""
 MAX_HEADS: Final = 4096
+_LISTED: Final = "full_attn_idxs"
+"""Setting that lists the layers with attention beside convolutions where `layer_types` is absent."""
 _MAMBA: Final = ("mamba", "linear_attention")
 """Names of the layers with Mamba-2 in `layer_types`: those of checkpoints, and those that transformers 5 writes."""
 _ATTENTION_OF_MAMBA: Final = ("attention", "full_attention")
@@ -56,45 +58,30 @@ class ConvolutionConfig:
     """Whether the convolution and both projections have biases."""
 
 
-@dataclass(frozen=True)
-class ShortConvolution:
-    """The convolution layers of a family, by the names of its settings in config.json."""
+def read_convolutions(config: Mapping[str, Any], layers: int) -> ConvolutionConfig:
+    """Return the convolution layers of a parsed config.json.
 
-    kernel: str = "conv_L_cache"
-    """Number of tokens that an output depends on, its own included."""
-    bias: str = "conv_bias"
-    """Whether the convolution and both projections have biases."""
-    attention: str = "full_attn_idxs"
-    """Setting that lists the layers with attention where `layer_types` is absent."""
-    module: str = "conv"
-    """Module of a layer's convolution, which contains `in_proj`, `conv` and `out_proj`."""
+    Raises:
+        CheckpointError: the settings are malformed, name an unknown kind of layer, or leave no layer with attention.
+    """
+    kinds = optional_list(config, "layer_types", layers)
+    if kinds is None:
+        kinds = [_ATTENTION if each else _CONVOLUTION for each in _listed(config, layers)]
+    return ConvolutionConfig(
+        layers_of_kind(kinds, (_CONVOLUTION,), (_ATTENTION,)),
+        count(config, "conv_L_cache", default=3, minimum=2, maximum=MAX_KERNEL),
+        bool(config.get("conv_bias", False)),
+    )
 
-    def read(self, config: Mapping[str, Any], layers: int) -> ConvolutionConfig:
-        """Return the convolution layers of a parsed config.json.
 
-        Raises:
-            CheckpointError: the settings are malformed, name an unknown kind of layer, or leave no layer with
-                attention.
-        """
-        kinds = optional_list(config, "layer_types", layers)
-        if kinds is None:
-            kinds = [_ATTENTION if each else _CONVOLUTION for each in self._listed(config, layers)]
-        return ConvolutionConfig(
-            layers_of_kind(kinds, (_CONVOLUTION,), (_ATTENTION,)),
-            count(config, self.kernel, default=3, minimum=2, maximum=MAX_KERNEL),
-            bool(config.get(self.bias, False)),
-        )
-
-    def _listed(self, config: Mapping[str, Any], layers: int) -> list[bool]:
-        """Whether each layer has attention, where the settings list the indices of those that do."""
-        indices = config.get(self.attention)
-        if indices is None:
-            return [True] * layers
-        if not isinstance(indices, list) or any(not is_whole(each, 0) or each >= layers for each in indices):
-            raise CheckpointError(
-                f"config.json: {self.attention} must list layers below {layers}, found {shown(indices)}"
-            )
-        return [layer in indices for layer in range(layers)]
+def _listed(config: Mapping[str, Any], layers: int) -> list[bool]:
+    """Whether each layer has attention, where the settings list the indices of those that do."""
+    indices = config.get(_LISTED)
+    if indices is None:
+        return [True] * layers
+    if not isinstance(indices, list) or any(not is_whole(each, 0) or each >= layers for each in indices):
+        raise CheckpointError(f"config.json: {_LISTED} must list layers below {layers}, found {shown(indices)}")
+    return [layer in indices for layer in range(layers)]
 
 
 @dataclass(frozen=True)
@@ -136,45 +123,35 @@ class DeltaNetConfig:
         return 2 * self.key_width + self.value_width
 
 
-@dataclass(frozen=True)
-class DeltaNet:
-    """The gated delta nets of a family, by the names of its settings in config.json."""
+def read_delta_nets(config: Mapping[str, Any], layers: int, *, by_key_head: bool = False) -> DeltaNetConfig:
+    """Return the delta nets of a parsed config.json.
 
-    interval: str = "full_attention_interval"
-    """Setting n by which every n-th layer has attention, where `layer_types` is absent."""
-    module: str = "linear_attn"
-    """Module of a layer's delta net."""
-    by_key_head: bool = False
-    """Whether one projection gives query, key, values and gates of the output of each key head, and another the inputs
-    of its betas and decays (`in_proj_qkvz`, `in_proj_ba`)."""
+    With `by_key_head`, one projection gives query, key, values and gates of the output of each key head, and another
+    the inputs of its betas and decays (`in_proj_qkvz`, `in_proj_ba`).
 
-    def read(self, config: Mapping[str, Any], layers: int) -> DeltaNetConfig:
-        """Return the delta nets of a parsed config.json.
-
-        Raises:
-            CheckpointError: the settings are malformed, name an unknown kind of layer, or leave no layer with
-                attention.
-        """
-        kinds = optional_list(config, "layer_types", layers)
-        if kinds is None:
-            period = count(config, self.interval, default=4)
-            kinds = [_LINEAR if (layer + 1) % period else _ATTENTION for layer in range(layers)]
-        delta_layers = layers_of_kind(kinds, (_LINEAR,), (_ATTENTION,))
-        key_heads = count(config, "linear_num_key_heads", default=16, maximum=MAX_HEADS)
-        value_heads = count(config, "linear_num_value_heads", default=32, maximum=MAX_HEADS)
-        if value_heads % key_heads:
-            raise CheckpointError(
-                f"linear_num_value_heads {value_heads} is not a multiple of linear_num_key_heads {key_heads}"
-            )
-        return DeltaNetConfig(
-            delta_layers,
-            key_heads,
-            value_heads,
-            count(config, "linear_key_head_dim", default=128),
-            count(config, "linear_value_head_dim", default=128),
-            count(config, "linear_conv_kernel_dim", default=4, minimum=2, maximum=MAX_KERNEL),
-            self.by_key_head,
+    Raises:
+        CheckpointError: the settings are malformed, name an unknown kind of layer, or leave no layer with attention.
+    """
+    kinds = optional_list(config, "layer_types", layers)
+    if kinds is None:
+        period = count(config, "full_attention_interval", default=4)
+        kinds = [_LINEAR if (layer + 1) % period else _ATTENTION for layer in range(layers)]
+    delta_layers = layers_of_kind(kinds, (_LINEAR,), (_ATTENTION,))
+    key_heads = count(config, "linear_num_key_heads", default=16, maximum=MAX_HEADS)
+    value_heads = count(config, "linear_num_value_heads", default=32, maximum=MAX_HEADS)
+    if value_heads % key_heads:
+        raise CheckpointError(
+            f"linear_num_value_heads {value_heads} is not a multiple of linear_num_key_heads {key_heads}"
         )
+    return DeltaNetConfig(
+        delta_layers,
+        key_heads,
+        value_heads,
+        count(config, "linear_key_head_dim", default=128),
+        count(config, "linear_value_head_dim", default=128),
+        count(config, "linear_conv_kernel_dim", default=4, minimum=2, maximum=MAX_KERNEL),
+        by_key_head,
+    )
 
 
 @dataclass(frozen=True)
@@ -217,45 +194,38 @@ class Mamba2Config:
         return 2 * self.key_width + self.value_width
 
 
-@dataclass(frozen=True)
-class Mamba2:
-    """The state spaces of a family."""
+def read_mamba2(config: Mapping[str, Any], layers: int) -> Mamba2Config:
+    """Return the state spaces of a parsed config.json.
 
-    module: str = "mamba"
-    """Module of a layer's state space."""
-
-    def read(self, config: Mapping[str, Any], layers: int) -> Mamba2Config:
-        """Return the state spaces of a parsed config.json.
-
-        Raises:
-            CheckpointError: the settings are malformed, contradict each other or are not supported, name an unknown
-                kind of layer, or leave no layer with attention.
-        """
-        kinds = optional_list(config, "layer_types", layers) or [_MAMBA[0]] * layers
-        mamba_layers = layers_of_kind(kinds, _MAMBA, _ATTENTION_OF_MAMBA)
-        _refuse_unsupported(config)
-        heads = count(config, "mamba_n_heads", default=128, maximum=MAX_HEADS)
-        groups = count(config, "mamba_n_groups", default=1, maximum=MAX_HEADS)
-        if heads % groups:
-            raise CheckpointError(f"mamba_n_heads {heads} is not a multiple of mamba_n_groups {groups}")
-        width = count(config, "mamba_expand", default=2) * count(config, "hidden_size")
-        automatic = config.get("mamba_d_head") in (None, "auto")
-        head_dim = max(width // heads, 1) if automatic else count(config, "mamba_d_head")
-        if heads * head_dim != width:
-            raise CheckpointError(
-                f"{heads} mamba_n_heads of {head_dim} channels (mamba_d_head) do not make mamba_expand * hidden_size, "
-                f"which is {width}"
-            )
-        return Mamba2Config(
-            mamba_layers,
-            groups,
-            heads,
-            count(config, "mamba_d_state", default=256),
-            head_dim,
-            count(config, "mamba_d_conv", default=4, minimum=2, maximum=MAX_KERNEL),
-            bool(config.get("mamba_conv_bias", True)),
-            bool(config.get("mamba_proj_bias", False)),
+    Raises:
+        CheckpointError: the settings are malformed, contradict each other or are not supported, name an unknown kind of
+            layer, or leave no layer with attention.
+    """
+    kinds = optional_list(config, "layer_types", layers) or [_MAMBA[0]] * layers
+    mamba_layers = layers_of_kind(kinds, _MAMBA, _ATTENTION_OF_MAMBA)
+    _refuse_unsupported(config)
+    heads = count(config, "mamba_n_heads", default=128, maximum=MAX_HEADS)
+    groups = count(config, "mamba_n_groups", default=1, maximum=MAX_HEADS)
+    if heads % groups:
+        raise CheckpointError(f"mamba_n_heads {heads} is not a multiple of mamba_n_groups {groups}")
+    width = count(config, "mamba_expand", default=2) * count(config, "hidden_size")
+    automatic = config.get("mamba_d_head") in (None, "auto")
+    head_dim = max(width // heads, 1) if automatic else count(config, "mamba_d_head")
+    if heads * head_dim != width:
+        raise CheckpointError(
+            f"{heads} mamba_n_heads of {head_dim} channels (mamba_d_head) do not make mamba_expand * hidden_size, "
+            f"which is {width}"
         )
+    return Mamba2Config(
+        mamba_layers,
+        groups,
+        heads,
+        count(config, "mamba_d_state", default=256),
+        head_dim,
+        count(config, "mamba_d_conv", default=4, minimum=2, maximum=MAX_KERNEL),
+        bool(config.get("mamba_conv_bias", True)),
+        bool(config.get("mamba_proj_bias", False)),
+    )
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
@@ -269,3 +239,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
             f"config.json: hidden_act {shown(config['hidden_act'])} is not supported",
             "the convolutions of Mamba-2 layers have silu",
         )
+
+
+StateLayers = ConvolutionConfig | DeltaNetConfig | Mamba2Config
+"""The layers of a model that keep a state; no model has several kinds."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from ..checkpoint.config import DecoderConfig, ExpertsConfig
-from ..checkpoint.layer_weights import FusedLinear, Norm
+from ..checkpoint.layer_weights import ConvolutionWeights, FusedLinear, Norm
 from ..checkpoint.layout import layer_layout
 from ..checkpoint.source import Float32Array
 from ..graph import inputs_outputs
@@ -24,7 +24,7 @@ from ..graph.attention import Attention
 from ..graph.decoder import IR_VERSION, OPSET
 from ..graph.feed_forward import append_feed_forward, append_shared_expert
 from ..graph.initializers import Initializers
-from ..graph.linear_attention import append_convolution, append_delta_net, append_mamba
+from ..graph.linear_attention import append_states
 from ..graph.nodes import MICROSOFT, Nodes
 
 HIDDEN: Final = "hidden"
@@ -174,20 +174,14 @@ def state_half(config: DecoderConfig, index: int) -> HalfLayer:
     """
     nodes, layer = _FedNodes(config), layer_layout(config, index)
     normed = _normed(nodes, layer.before_attention)
+    if layer.states is None:
+        raise ValueError(f"layer {index} has no states but a cache")
     states = [_floats(inputs_outputs.past_conv(index), 3)]
-    if layer.convolution is not None:
-        kernel = layer.convolution.kernel
-        mixed = append_convolution(nodes, index, layer, layer.convolution, normed)
-    elif layer.recurrent is not None:
-        kernel = layer.recurrent.config.kernel
-        if layer.delta_net is not None:
-            mixed = append_delta_net(nodes, index, layer, layer.delta_net, normed)
-        elif layer.mamba is not None:
-            mixed = append_mamba(nodes, index, layer, layer.mamba, normed)
+    mixed = append_states(nodes, index, layer, layer.states, normed)
+    kernel = layer.states.kernel if isinstance(layer.states, ConvolutionWeights) else layer.states.config.kernel
+    if layer.recurrent is not None:
         states += [_floats(inputs_outputs.past_recurrent(index), 4), _floats(inputs_outputs.past_updates(index), 3)]
         states.append(_floats(TEXT_STARTS, 3))
-    else:
-        raise ValueError(f"layer {index} has no states but a cache")
     nodes.add_residual(nodes.linear(layer.output, mixed), layer.after_attention)
     return nodes.finished([*states, *(_floats(within_text(back), 3) for back in range(1, kernel))])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -13,12 +13,18 @@ import numpy as np
 from ...errors import CheckpointError
 from ...models.json_file import shown
 from ..architectures import find_family
-from ..architectures.family import Experts, Family, Power, first_present
-from ..architectures.layer_attention import HeadShape, cache_owners, rotated_layers
-from ..architectures.state_layers import ConvolutionConfig, DeltaNetConfig, Mamba2Config
+from ..architectures.family import Experts, Family, Power, chosen, first_present
+from ..architectures.layer_attention import (
+    KEYS_AS_VALUES,
+    HeadShape,
+    cache_owners,
+    full_attention_heads,
+    rotated_layers,
+)
+from ..architectures.state_layers import ConvolutionConfig, DeltaNetConfig, Mamba2Config, StateLayers
 from ..graph.rope import LongRope, QueryScaling, Rope
 from .json_fields import count, number, optional_number, read_json
-from .rope_settings import max_positions, read_query_scaling, read_rotations
+from .rope_settings import Rotations, max_positions, read_query_scaling, read_rotations
 
 MAX_LAYERS: Final = 10_000
 MAX_EXPERTS: Final = 10_000
@@ -106,12 +112,8 @@ class DecoderConfig:
     per_layer_width: int
     """Channels of the embedding that each layer has of its own; 0 for a model without them."""
     experts: ExpertsConfig | None
-    convolution: ConvolutionConfig | None
-    """The layers with a convolution in place of attention; None for a model without them."""
-    delta_net: DeltaNetConfig | None
-    """The layers with a gated delta net in place of attention; None for a model without them."""
-    mamba: Mamba2Config | None
-    """The layers with a Mamba-2 state space in place of attention; None for a model without them."""
+    state_layers: StateLayers | None
+    """The layers with a convolution or linear attention in place of attention; None for a model without them."""
     max_positions: int
     default_positions: int
     """Longest context of the default rotary table; LongRoPE has another table for longer contexts."""
@@ -140,6 +142,11 @@ class DecoderConfig:
         )
 
     @property
+    def convolution(self) -> ConvolutionConfig | None:
+        """The layers with a convolution in place of attention; None for a model without them."""
+        return self.state_layers if isinstance(self.state_layers, ConvolutionConfig) else None
+
+    @property
     def convolution_layers(self) -> tuple[int, ...]:
         """Indices of the layers with a convolution in place of attention."""
         return () if self.convolution is None else tuple(np.flatnonzero(self.convolution.layers).tolist())
@@ -147,7 +154,7 @@ class DecoderConfig:
     @property
     def recurrent(self) -> DeltaNetConfig | Mamba2Config | None:
         """The layers with linear attention: gated delta nets or Mamba-2; None for a model without them."""
-        return self.delta_net or self.mamba
+        return None if isinstance(self.state_layers, ConvolutionConfig) else self.state_layers
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
@@ -157,7 +164,7 @@ class DecoderConfig:
     @property
     def keeps_states(self) -> bool:
         """Whether some layers keep a state in place of keys and values."""
-        return self.convolution is not None or self.recurrent is not None
+        return self.state_layers is not None
 
     @property
     def uniform(self) -> bool:
@@ -172,15 +179,13 @@ class DecoderConfig:
 
     def first_layers(self, count: int) -> DecoderConfig:
         """The architecture of the first layers alone."""
-        experts, convolution, delta_net, mamba = self.experts, self.convolution, self.delta_net, self.mamba
+        experts, states = self.experts, self.state_layers
         return replace(
             self,
             layers=count,
             attention=self.attention[:count],
             experts=None if experts is None else replace(experts, layers=experts.layers[:count]),
-            convolution=None if convolution is None else replace(convolution, layers=convolution.layers[:count]),
-            delta_net=None if delta_net is None else replace(delta_net, layers=delta_net.layers[:count]),
-            mamba=None if mamba is None else replace(mamba, layers=mamba.layers[:count]),
+            state_layers=None if states is None else replace(states, layers=states.layers[:count]),
         )
 
     @property
@@ -219,32 +224,18 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
     heads = count(config, "num_attention_heads")
     kv_heads = count(config, "num_key_value_heads", default=heads)
     hidden = count(config, "hidden_size")
-    usual = HeadShape(kv_heads, count(config, "head_dim", default=hidden // heads))
     layers = count(config, "num_hidden_layers", maximum=MAX_LAYERS)
-    convolution = None if family.convolution is None else family.convolution.read(config, layers)
-    delta_net = None if family.delta_net is None else family.delta_net.read(config, layers)
-    mamba = None if family.mamba is None else family.mamba.read(config, layers)
-    hybrid = any(each is not None for each in (convolution, delta_net, mamba))
-    windows = [None] * layers if hybrid else family.windows.of_layers(config, layers)
-    shapes = [usual] * layers
-    if family.full_attention is not None:
-        shapes = family.full_attention.shapes(config, usual, windows)
-    keys_as_values = family.full_attention is not None and bool(config.get(family.full_attention.keys_as_values))
+    states = None if family.state_layers is None else family.state_layers(config, layers)
+    windows = [None] * layers if states is not None else family.windows(config, layers)
+    usual = HeadShape(kv_heads, count(config, "head_dim", default=hidden // heads))
+    shapes = full_attention_heads(config, usual, windows) if family.full_attention else [usual] * layers
     for shape in dict.fromkeys([usual, *shapes]):
         _check_heads(heads, shape)
     full = next((shape for shape, window in zip(shapes, windows, strict=True) if window is None), usual)
     rotations = read_rotations(config, family, full.head_dim, usual.head_dim)
-    owners = cache_owners(config, family.shared_caches, windows)
-    has_rotary = family.position_type is None or config.get(family.position_type) == "rope"
-    rotated = rotated_layers(config, layers) if family.unrotated else [has_rotary] * layers
-    scaling = rotations.rope.scaling
+    attention = _read_attention(config, family, windows, shapes, rotations)
+    scaling, first, scale = rotations.rope.scaling, attention[0], family.attention_scale
     experts = None if family.experts is None else _read_experts(config, family.experts, layers)
-    activation = _activation(config, family)
-    if experts is not None and activation is not Activation.SILU:
-        raise CheckpointError(
-            f"{family.activation} {activation.value} is not supported with experts",
-            f"the operator that runs experts has {Activation.SILU.value} alone",
-        )
     return DecoderConfig(
         family=model_type,
         traits=family,
@@ -254,40 +245,53 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         double_wide=family.double_wide is not None and bool(config.get(family.double_wide)),
         layers=layers,
         heads=heads,
-        kv_heads=shapes[0].kv_heads,
-        head_dim=shapes[0].head_dim,
-        rotated_channels=rotations.channels if windows[0] is None else rotations.local_channels,
-        attention=tuple(
-            LayerAttention(
-                (rotations.rope if windows[layer] is None else rotations.local_rope) if rotated[layer] else None,
-                windows[layer],
-                shapes[layer],
-                rotations.channels if windows[layer] is None else rotations.local_channels,
-                None if owners[layer] == layer else owners[layer],
-                keys_as_values and windows[layer] is None,
-            )
-            for layer in range(layers)
-        ),
+        kv_heads=first.shape.kv_heads,
+        head_dim=first.shape.head_dim,
+        rotated_channels=first.rotated_channels,
+        attention=attention,
         per_layer_width=0 if family.per_layer_inputs is None else family.per_layer_inputs.read(config),
         experts=experts,
-        convolution=convolution,
-        delta_net=delta_net,
-        mamba=mamba,
+        state_layers=states,
         max_positions=max_positions(config),
         default_positions=scaling.original_positions if isinstance(scaling, LongRope) else max_positions(config),
         norm_epsilon=number(config, family.norm_epsilon, default=1e-6),
-        activation=activation,
+        activation=_activation(config, family, experts),
         tied_head=bool(config.get(first_present(config, family.tied_head), False)),
-        qkv_bias=family.qkv_bias.read(config),
-        output_bias=family.output_bias.read(config),
-        mlp_bias=family.mlp_bias.read(config),
-        attention_scale=family.attention_scale.read(config) if family.attention_scale else None,
+        qkv_bias=chosen(config, family.qkv_bias),
+        output_bias=chosen(config, family.output_bias),
+        mlp_bias=chosen(config, family.mlp_bias),
+        attention_scale=scale.read(config) if isinstance(scale, Power) else scale,
         query_scaling=read_query_scaling(config, family),
         attention_softcap=_softcap(config, family.attention_softcap),
         logits_softcap=_softcap(config, family.logits_softcap),
         embedding_scale=_scale(config, family.embedding_scale),
         residual_scale=_scale(config, family.residual_scale),
         logits_scale=_scale(config, family.logits_scale),
+    )
+
+
+def _read_attention(
+    config: Mapping[str, Any],
+    family: Family,
+    windows: Sequence[int | None],
+    shapes: Sequence[HeadShape],
+    rotations: Rotations,
+) -> tuple[LayerAttention, ...]:
+    """Read the properties of attention in each layer, whose windows and heads are known."""
+    keys_as_values = family.full_attention and bool(config.get(KEYS_AS_VALUES))
+    owners = cache_owners(config, family.shared_caches, windows)
+    has_rotary = family.position_type is None or config.get(family.position_type) == "rope"
+    rotated = rotated_layers(config, len(windows)) if family.unrotated else [has_rotary] * len(windows)
+    return tuple(
+        LayerAttention(
+            (rotations.rope if window is None else rotations.local_rope) if rotated[layer] else None,
+            window,
+            shapes[layer],
+            rotations.channels if window is None else rotations.local_channels,
+            None if owners[layer] == layer else owners[layer],
+            keys_as_values and window is None,
+        )
+        for layer, window in enumerate(windows)
     )
 
 
@@ -348,7 +352,7 @@ def _read_experts(config: Mapping[str, Any], settings: Experts, layers: int) -> 
         count=experts_count,
         top_k=count(config, settings.top_k, maximum=experts_count),
         intermediate_size=count(config, settings.intermediate_size),
-        normalized=settings.normalized.read(config),
+        normalized=chosen(config, settings.normalized),
         alpha=number(config, settings.alpha) if settings.alpha else 1.0,
         limit=number(config, settings.limit) if settings.limit else None,
         up_offset=settings.up_offset,
@@ -357,12 +361,17 @@ def _read_experts(config: Mapping[str, Any], settings: Experts, layers: int) -> 
     )
 
 
-def _activation(config: Mapping[str, Any], family: Family) -> Activation:
+def _activation(config: Mapping[str, Any], family: Family, experts: ExpertsConfig | None) -> Activation:
     name = config.get(family.activation) or Activation.SILU.value
     found = _ACTIVATIONS.get(name) if isinstance(name, str) else None
     if found is None:
         supported = ", ".join(each.value for each in Activation)
         raise CheckpointError(f"{family.activation} {shown(name)} is not supported", f"supported are {supported}")
+    if experts is not None and found is not Activation.SILU:
+        raise CheckpointError(
+            f"{family.activation} {found.value} is not supported with experts",
+            f"the operator that runs experts has {Activation.SILU.value} alone",
+        )
     return found
 
 

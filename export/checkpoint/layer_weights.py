@@ -164,6 +164,9 @@ class Mamba2Weights:
         return (*self.convolution.tensors, *own, (self.norm, (self.config.value_width,)))
 
 
+StateWeights: TypeAlias = ConvolutionWeights | DeltaNetWeights | Mamba2Weights
+
+
 @dataclass(frozen=True)
 class Layer:
     """The linears and norms of one decoder layer; None for a norm that the layer lacks."""
@@ -177,12 +180,8 @@ class Layer:
     """The output projection of attention, or of what a layer has in its place."""
     producer: Producer | None
     """What of `qkv` the inputs of `output` are proportional to; None where they are to no part of it."""
-    convolution: ConvolutionWeights | None
-    """None for a layer without a short convolution."""
-    delta_net: DeltaNetWeights | None
-    """None for a layer without a delta net."""
-    mamba: Mamba2Weights | None
-    """None for a layer without a Mamba-2 state space."""
+    states: StateWeights | None
+    """The convolution, delta net or state space in place of attention; None for a layer with attention."""
     gates: FusedLinear | None
     """The inputs of beta and of the decay in a layer with a delta net; None for others."""
     gate_up: FusedLinear
@@ -205,9 +204,14 @@ class Layer:
     after_mlp: Norm | None
 
     @property
+    def convolution(self) -> ConvolutionWeights | None:
+        """The short convolution of the layer; None for a layer without."""
+        return self.states if isinstance(self.states, ConvolutionWeights) else None
+
+    @property
     def recurrent(self) -> DeltaNetWeights | Mamba2Weights | None:
         """The linear attention of the layer; None for a layer without."""
-        return self.delta_net or self.mamba
+        return None if isinstance(self.states, ConvolutionWeights) else self.states
 
     @property
     def linears(self) -> tuple[FusedLinear, ...]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from ..architectures.family import HeadNorm
+from ..architectures.state_layers import ConvolutionConfig, DeltaNetConfig, Mamba2Config
 from .config import DecoderConfig
 from .layer_weights import (
     ConvolutionWeights,
@@ -19,6 +20,7 @@ from .layer_weights import (
     PerLayerInputsLayout,
     Producer,
     SharedExpertWeights,
+    StateWeights,
 )
 
 EMBEDDING: Final = "model.embed_tokens.weight"
@@ -31,8 +33,7 @@ def layer_layout(config: DecoderConfig, index: int) -> Layer:
     """Return the linears and norms of layer `index`."""
     module, traits = f"model.layers.{index}", config.traits
     attention, hidden = f"{module}.self_attn", config.hidden_size
-    others = _convolution(config, index) or _delta_net(config, index) or _mamba(config, index)
-    mixer = others or _attention(config, index)
+    mixer = _mixer(config, index)
     router, gate_up, down = _feed_forward(config, index)
     shared = None if router is None else _shared_expert(config, index)
 
@@ -43,9 +44,7 @@ def layer_layout(config: DecoderConfig, index: int) -> Layer:
         qkv=mixer.inputs,
         output=mixer.output,
         producer=mixer.producer,
-        convolution=mixer.convolution,
-        delta_net=mixer.delta_net,
-        mamba=mixer.mamba,
+        states=mixer.states,
         gates=mixer.gates,
         gate_up=gate_up,
         down=down,
@@ -69,12 +68,24 @@ class _Mixer(NamedTuple):
     inputs: FusedLinear
     output: FusedLinear
     producer: Producer | None = None
-    convolution: ConvolutionWeights | None = None
-    delta_net: DeltaNetWeights | None = None
-    mamba: Mamba2Weights | None = None
+    states: StateWeights | None = None
     gates: FusedLinear | None = None
     query_norm: Norm | None = None
     key_norm: Norm | None = None
+
+
+def _mixer(config: DecoderConfig, index: int) -> _Mixer:
+    """The attention of a layer, or what it has in its place."""
+    states = config.state_layers
+    if states is None or not states.layers[index]:
+        return _attention(config, index)
+    match states:
+        case ConvolutionConfig():
+            return _convolution(states, index, config.hidden_size)
+        case DeltaNetConfig():
+            return _delta_net(states, index, config.hidden_size)
+        case Mamba2Config():
+            return _mamba(states, index, config.hidden_size)
 
 
 def _attention(config: DecoderConfig, index: int) -> _Mixer:
@@ -102,12 +113,8 @@ def _attention(config: DecoderConfig, index: int) -> _Mixer:
     )
 
 
-def _convolution(config: DecoderConfig, index: int) -> _Mixer | None:
-    """The convolution of a layer; None for a layer with attention."""
-    convolution, traits = config.convolution, config.traits.convolution
-    if convolution is None or traits is None or not convolution.layers[index]:
-        return None
-    linear, module, hidden = f"layers.{index}", f"model.layers.{index}.{traits.module}", config.hidden_size
+def _convolution(convolution: ConvolutionConfig, index: int, hidden: int) -> _Mixer:
+    linear, module = f"layers.{index}", f"model.layers.{index}.conv"
     biased = convolution.biased
     inputs = FusedLinear(f"{linear}.conv_in", (f"{module}.in_proj",), (3 * hidden,), hidden, biased)
     output = FusedLinear(f"{linear}.conv_out", (f"{module}.out_proj",), (hidden,), hidden, biased)
@@ -116,12 +123,8 @@ def _convolution(config: DecoderConfig, index: int) -> _Mixer | None:
     return _Mixer(inputs, output, Producer(hidden), weights)  # the gate behind the convolution, C
 
 
-def _delta_net(config: DecoderConfig, index: int) -> _Mixer | None:
-    """The gated delta net of a layer; None for a layer without one."""
-    settings, traits = config.delta_net, config.traits.delta_net
-    if settings is None or traits is None or not settings.layers[index]:
-        return None
-    linear, module, hidden = f"layers.{index}", f"model.layers.{index}.{traits.module}", config.hidden_size
+def _delta_net(settings: DeltaNetConfig, index: int, hidden: int) -> _Mixer:
+    linear, module = f"layers.{index}", f"model.layers.{index}.linear_attn"
     projections = ("in_proj_qkvz",) if settings.by_key_head else ("in_proj_qkv", "in_proj_z")
     gates = ("in_proj_ba",) if settings.by_key_head else ("in_proj_b", "in_proj_a")
     inputs = _fused(
@@ -145,15 +148,11 @@ def _delta_net(config: DecoderConfig, index: int) -> _Mixer | None:
     output = FusedLinear(f"{linear}.delta_out", (f"{module}.out_proj",), (hidden,), settings.value_width)
     convolution = ConvolutionWeights(f"{module}.conv1d.weight", None, settings.convolved, settings.kernel)
     names = (f"{module}.{name}" for name in ("A_log", "dt_bias", "norm.weight"))
-    return _Mixer(inputs, output, delta_net=DeltaNetWeights(settings, convolution, *names), gates=gate_inputs)
+    return _Mixer(inputs, output, states=DeltaNetWeights(settings, convolution, *names), gates=gate_inputs)
 
 
-def _mamba(config: DecoderConfig, index: int) -> _Mixer | None:
-    """The Mamba-2 state space of a layer; None for a layer without one."""
-    settings, traits = config.mamba, config.traits.mamba
-    if settings is None or traits is None or not settings.layers[index]:
-        return None
-    linear, module, hidden = f"layers.{index}", f"model.layers.{index}.{traits.module}", config.hidden_size
+def _mamba(settings: Mamba2Config, index: int, hidden: int) -> _Mixer:
+    linear, module = f"layers.{index}", f"model.layers.{index}.mamba"
     rows = settings.value_width + settings.convolved + settings.value_heads
     inputs = FusedLinear(f"{linear}.mamba_in", (f"{module}.in_proj",), (rows,), hidden, settings.biased)
     output = FusedLinear(
@@ -162,7 +161,7 @@ def _mamba(config: DecoderConfig, index: int) -> _Mixer | None:
     bias = f"{module}.conv1d.bias" if settings.convolution_biased else None
     convolution = ConvolutionWeights(f"{module}.conv1d.weight", bias, settings.convolved, settings.kernel)
     names = (f"{module}.{name}" for name in ("A_log", "dt_bias", "D", "norm.weight"))
-    return _Mixer(inputs, output, mamba=Mamba2Weights(settings, convolution, *names))
+    return _Mixer(inputs, output, states=Mamba2Weights(settings, convolution, *names))
 
 
 def _feed_forward(config: DecoderConfig, index: int) -> tuple[FusedLinear | None, FusedLinear, FusedLinear]:
@@ -302,10 +301,8 @@ def expected_tensors(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ..
             yield layer.sinks, (config.heads,)
         if layer.scale is not None:
             yield layer.scale, (1,)
-        if layer.convolution is not None:
-            yield from layer.convolution.tensors
-        if layer.recurrent is not None:
-            yield from layer.recurrent.tensors
+        if layer.states is not None:
+            yield from layer.states.tensors
     yield from _tensors_of(head_layout(config))
     yield final_norm(config).weight, (config.hidden_size,)
 

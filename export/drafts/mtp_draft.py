@@ -135,11 +135,10 @@ def _one_layer(model: DecoderConfig) -> DecoderConfig:
     layer, experts = model.attention_layers[0], model.experts
     return replace(
         model,
-        traits=replace(model.traits, convolution=None, delta_net=None),
+        traits=replace(model.traits, state_layers=None),
         layers=1,
         attention=(model.attention[layer],),
-        convolution=None,
-        delta_net=None,
+        state_layers=None,
         experts=None if experts is None else replace(experts, layers=(True,)),
     )
 

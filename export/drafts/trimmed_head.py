@@ -43,10 +43,10 @@ from ..check.contract_session import ContractSession
 from ..graph import inputs_outputs
 from ..graph.initializers import WeightFile
 from ..recipe import DraftTokens
+from ..upgrade.decoder_io import find_lm_head
 from ..upgrade.describe import bits_per_weight, weight_matrices
 from ..upgrade.editable import EditableGraph, Node
 from ..upgrade.graph_parts import FileRange, Store, in_place, to_file
-from ..upgrade.selected_logits import find_lm_head
 from .head_size import (
     TARGET_WIDTHS,
     Float32Array,

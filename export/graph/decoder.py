@@ -21,7 +21,7 @@ from .embedding_head import EmbeddingAndHead, gathered_rows
 from .feed_forward import activated, append_feed_forward
 from .initializers import Initializers
 from .inputs_outputs import DraftFeatures
-from .linear_attention import append_convolution, append_delta_net, append_mamba
+from .linear_attention import append_states
 from .nodes import MICROSOFT, Nodes
 
 OPSET: Final = 21
@@ -92,12 +92,8 @@ def _append_decoder(nodes: Nodes, context: int, features: DraftFeatures | None) 
     for index, layer in enumerate(layers):
         entering[index] = residual
         name, last = f"layers.{index}", index == config.layers - 1
-        if layer.convolution is not None:
-            attended = append_convolution(nodes, index, layer, layer.convolution, normed)
-        elif layer.delta_net is not None:
-            attended = append_delta_net(nodes, index, layer, layer.delta_net, normed)
-        elif layer.mamba is not None:
-            attended = append_mamba(nodes, index, layer, layer.mamba, normed)
+        if layer.states is not None:
+            attended = append_states(nodes, index, layer, layer.states, normed)
         else:
             attended = attention.append(index, layer, normed)
         if last and not whole:

@@ -21,7 +21,7 @@ import numpy as np
 
 from ...runtime.kv.state_buffers import UPDATED_WIDTH
 from ..architectures.state_layers import DeltaNetConfig, Mamba2Config
-from ..checkpoint.layer_weights import ConvolutionWeights, DeltaNetWeights, Layer, Mamba2Weights
+from ..checkpoint.layer_weights import ConvolutionWeights, DeltaNetWeights, Layer, Mamba2Weights, StateWeights
 from .inputs_outputs import (
     advanced_recurrent,
     past_conv,
@@ -58,6 +58,17 @@ def append_silu_convolution(nodes: Nodes, index: int, name: str, convolution: Co
     total = append_taps(nodes, name, convolution, inputs, mixed)
     # QuickGelu computes x * sigmoid(alpha * x), which is SiLU in one node.
     return nodes.add("QuickGelu", [total], f"{name}.convolved", domain=MICROSOFT, alpha=1.0)
+
+
+def append_states(nodes: Nodes, index: int, layer: Layer, states: StateWeights, normed: str) -> str:
+    """Append what layer `index` has in place of attention, without its output projection; returns the result's name."""
+    match states:
+        case ConvolutionWeights():
+            return append_convolution(nodes, index, layer, states, normed)
+        case DeltaNetWeights():
+            return append_delta_net(nodes, index, layer, states, normed)
+        case Mamba2Weights():
+            return append_mamba(nodes, index, layer, states, normed)
 
 
 def append_recurrence(
