@@ -133,20 +133,21 @@ def decode(
     try:
         before = arena.replayed
         recomputing_passes = _begin(bound, prompt_ids, question, sampler, near_ties, constraint)
-        logits, passes, readers = prefill(bound, prompt_ids, cancelled, limits.progress)
-        first = sampler.choose(logits, len(prompt_ids))
-        passes += recomputing_passes
-        emitted = _Emitted((first,), (logits,), passes, kind=OriginKind.PREFILL, readers=readers)
+        last, passes, readers = prefill(bound, prompt_ids, cancelled, limits.progress)
+        first = sampler.choose(last, len(prompt_ids))
+        step = Step((first,), target_passes=passes + recomputing_passes, prompt_readers=readers)
+        logits: Iterable[Logits] = (last,)
         if speculator is not None:
-            speculator.reset([*prompt_ids, *emitted.tokens])
+            speculator.reset([*prompt_ids, first])
         while True:
-            tokens = emitted.tokens
+            tokens = step.tokens
             remaining -= len(tokens)
             ended = tokens[-1] in eos
             closed = constraint is not None and not ended and constraint.ends_with(tokens[-1])
             finish = FinishReason.STOP if ended or closed else FinishReason.LENGTH if remaining <= 0 else None
             replayed, before = arena.replayed - before, arena.replayed
-            yield emitted.step(finish, log_softmax, replayed, closed=closed)
+            step = step._replace(finish=finish, replayed=replayed, closed=closed)
+            yield _completed(step, logits, log_softmax)
             if finish is not None:
                 return
             if cancelled():
@@ -155,57 +156,40 @@ def decode(
             if near_ties is not None:
                 near_ties.append(tokens)
             if speculator is not None and _drafts(speculator, constraint):
-                emitted = _speculate(bound, sampler, eos, remaining, speculator, near_ties, constraint)
+                step, logits = _speculate(bound, sampler, eos, remaining, speculator, near_ties, constraint)
             else:
                 if constraint is not None:
                     constraint.prepare()
                 started = time.perf_counter()
-                logits = bound.forward(tokens[-1:])[0]
+                last = bound.forward(tokens[-1:])[0]
                 arena.commit(1)
                 replayed = arena.replayed - before
-                emitted = _chosen(logits, sampler, arena.length, near_ties, started)
+                step, logits = _chosen(last, sampler, arena.length, near_ties, started)
                 if speculator is not None:
-                    speculator.skip_round(emitted.tokens[0], emitted.target_s / emitted.passes, replayed)
+                    speculator.skip_round(step.tokens[0], step.target_s / step.target_passes, replayed)
     except Cancelled:
         yield Step((), FinishReason.CANCELLED, target_passes=0)
 
 
-class _Emitted(NamedTuple):
-    """What a round has decided."""
+def _completed(step: Step, logits: Iterable[Logits], log_softmax: LogSoftmax | None) -> Step:
+    """A step without its end-of-sequence token, and with log-probabilities if there is a `log_softmax`.
 
-    tokens: tuple[int, ...]
-    """Tokens that the round emits; the last one may end the sequence."""
-    logits: Iterable[Logits]
-    """The logits float32 `[V]` that each token was chosen from, valid until the next pass."""
-    passes: int
-    target_s: float = 0.0
-    report: Round | None = None
-    kind: OriginKind = OriginKind.DECODED
-    """How the token of a pass without a report came to be."""
-    readers: Mapping[str, int] | None = None
-    """See `Step.prompt_readers`."""
-
-    def step(self, finish: FinishReason | None, log_softmax: LogSoftmax | None, replayed: int, *, closed: bool) -> Step:
-        """The step of this round, with log-probabilities if there is a `log_softmax`."""
-        tokens = self.tokens[:-1] if finish is FinishReason.STOP and not closed else self.tokens
-        if log_softmax is None:
-            return Step(
-                tokens,
-                finish,
-                self.passes,
-                self.target_s,
-                self.report,
-                prompt_readers=self.readers,
-                replayed=replayed,
-                closed=closed,
-            )
-        logprobs = tuple(log_softmax.at(*chosen) for chosen in zip(self.logits, self.tokens, strict=False))
-        every = (DraftOrigin(self.kind),) if self.report is None else origins_of(self.report, self.tokens)
-        origins = every[: len(tokens)]
-        return Step(
-            *(tokens, finish, self.passes, self.target_s, self.report),
-            *(logprobs, origins, self.readers, replayed, closed),
-        )
+    Args:
+        step: the step; an end-of-sequence token is the last of its tokens.
+        logits: the logits float32 `[V]` that each token was chosen from.
+        log_softmax: computes log-probabilities; None for none.
+    """
+    every = step.tokens
+    tokens = every[:-1] if step.finish is FinishReason.STOP and not step.closed else every
+    if log_softmax is None:
+        return step._replace(tokens=tokens)
+    logprobs = tuple(log_softmax.at(*chosen) for chosen in zip(logits, every, strict=False))
+    if step.round is not None:
+        origins = origins_of(step.round, every)
+    else:
+        kind = OriginKind.DECODED if step.prompt_readers is None else OriginKind.PREFILL
+        origins = (DraftOrigin(kind),)
+    return step._replace(tokens=tokens, logprobs=logprobs, origins=origins[: len(tokens)])
 
 
 def _begin(
@@ -243,15 +227,19 @@ def _drafts(speculator: Speculator, constraint: TokenConstraint | None) -> bool:
 
 def _chosen(
     logits: Logits, sampler: TokenSampler, position: int, near_ties: NearTies | None, started: float
-) -> _Emitted:
-    """The token chosen from the logits float32 `[V]` of a plain pass that started at a time of `time.perf_counter`."""
+) -> tuple[Step, Iterable[Logits]]:
+    """The token chosen from the logits float32 `[V]` of a plain pass that started at a time of `time.perf_counter`.
+
+    Returns:
+        The step, with an end-of-sequence token, and the logits of each token, which are valid until the next pass.
+    """
     passes = 1
     if near_ties is not None:
         before = near_ties.passes
         logits = near_ties.resolve(logits)
         passes += near_ties.passes - before
     target_s = time.perf_counter() - started
-    return _Emitted((sampler.choose(logits, position),), (logits,), passes, target_s)
+    return Step((sampler.choose(logits, position),), target_passes=passes, target_s=target_s), (logits,)
 
 
 def _speculate(
@@ -262,8 +250,8 @@ def _speculate(
     speculator: Speculator,
     near_ties: NearTies | None,
     constraint: TokenConstraint | None,
-) -> _Emitted:
-    """Draft, verify in one pass, and keep the slots of the accepted tokens."""
+) -> tuple[Step, Iterable[Logits]]:
+    """Draft, verify in one pass, and keep the slots of the accepted tokens; returns as `_chosen` does."""
     arena = bound.arena
     base = arena.length
     # Every node of the tree takes a cache slot, whether it is accepted or not.
@@ -293,4 +281,5 @@ def _speculate(
     verify_s = time.perf_counter() - ended - recompute_s
     speculator.observe(draft, result, logits, base, ended - started, recompute_s, verify_s)
     at_path = (logits[node] for node in result.accepted_path)
-    return _Emitted(result.emitted(tree), at_path, 1 + recomputed, draft.target_s, draft)
+    step = Step(result.emitted(tree), target_passes=1 + recomputed, target_s=draft.target_s, round=draft)
+    return step, at_path

@@ -16,9 +16,8 @@ from .overflow import Overflow
 from .sampling.logit_adjustments import check_biases
 from .sampling.logprobs import MAX_ALTERNATIVES
 from .sampling.sampler import SamplingParams
-from .speculation.choice import Speculation
+from .speculation.choice import DraftSampling, Speculation
 from .speculation.replay import Recording
-from .speculation.sampled_speculator import DraftSampling
 from .structure.response_format import ResponseFormat
 from .text.answer_start import AnswerStart
 from .text.messages import ChatPrompt

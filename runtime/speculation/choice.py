@@ -1,8 +1,9 @@
-"""The choice of drafters for an answer: all, none, or some."""
+"""The choice of drafters for an answer: all, none, or some; and how draft tokens are chosen."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import ClassVar
 
 from ...errors import InputError
@@ -82,3 +83,14 @@ class Speculation:
 
 Speculation.AUTO = Speculation(frozenset(_NAMES.values()), automatic=True)
 Speculation.OFF = Speculation(frozenset())
+
+
+class DraftSampling(Enum):
+    """How draft tokens are chosen from a draft model's distribution."""
+
+    OFF = "off"
+    """The most probable tokens; the text for a seed does not depend on drafting."""
+    CHAIN = "chain"
+    """A chain of sampled tokens, verified as a block (Sun et al. 2025)."""
+    TREE = "tree"
+    """Several sampled tokens at a node, verified one by one without replacement (Jeon et al. 2024)."""

@@ -11,15 +11,18 @@ from ..kv.arena import KVArena
 from ..options import Request
 from ..sampling.sampler import SamplingParams
 from ..scheduling.work_thread import WorkThread
-from .choice import SOURCE_NAMES
+from .choice import SOURCE_NAMES, DraftSampling
 from .draft_ahead import DraftAhead
+from .draft_loading import NewDraftModel
 from .drafters.draft_model import DraftModel
 from .drafters.interface import Drafter
 from .drafters.model import ModelDrafter
+from .drafters.ngram import NgramTable
+from .drafters.recycling import RecycledTable
 from .drafters.sampled import AcceptanceEstimate
 from .pass_cost import PassCost
 from .replay import OracleDrafter, OracleMode, Recording
-from .sampled_speculator import DraftSampling, SampledSpeculator
+from .sampled_speculator import SampledSpeculator
 from .speculator import LearnedRates, Speculator
 from .tree import Source
 
@@ -41,11 +44,15 @@ _HINTS: Final = {
 
 
 @dataclass(frozen=True)
-class SharedLearning:
-    """What all drafter sets of an engine learn together."""
+class SharedDrafting:
+    """What all drafter sets of an engine share, and learn together."""
 
     cost: PassCost
     """Cost of target passes."""
+    recycled: RecycledTable
+    table: NgramTable | None = None
+    new_draft_model: NewDraftModel | None = None
+    """None if there is no draft model."""
     rates: dict[_SpeculatorKey, LearnedRates] = field(default_factory=dict)
     estimate: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
     """Acceptance of sampled draft tokens."""
@@ -67,7 +74,7 @@ class DrafterSet:
         self,
         drafters: Mapping[Source, Drafter],
         model: ModelDrafter | None,
-        shared: SharedLearning,
+        shared: SharedDrafting,
         *,
         vocab_size: int,
         trees: bool,

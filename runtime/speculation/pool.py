@@ -11,7 +11,6 @@ import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -39,13 +38,13 @@ from ..options import Request
 from ..scheduling.work_thread import WorkThread
 from .choice import Speculation
 from .draft_loading import NewDraftModel, PlacedDraft, load_draft, load_head, load_layer_skip_draft, load_medusa_heads
-from .drafter_set import DrafterSet, SharedLearning
+from .drafter_set import DrafterSet, SharedDrafting
 from .drafters.edit import EditDrafter
 from .drafters.history import HistoryDrafter, HistoryIndexer
 from .drafters.history_store import HistoryStore
 from .drafters.interface import Drafter
 from .drafters.model import ModelDrafter, PathModel
-from .drafters.ngram import NgramDrafter, NgramTable, open_bundle_table
+from .drafters.ngram import NgramDrafter, open_bundle_table
 from .drafters.recycling import RecycledTable, RecyclingDrafter
 from .drafters.suffix import SuffixDrafter
 from .pass_cost import PassCost
@@ -101,7 +100,7 @@ class DrafterPool:
         self._disturbed = False
         """Whether other programs disturbed an answer, and what was learned from its passes."""
         self._exactness_report: ExactnessReport | None = None
-        self._resources: _Resources | None = None
+        self._resources: SharedDrafting | None = None
         self._idle: list[DrafterSet] = []
         """Sets that no answer uses, the most recently used last."""
 
@@ -257,23 +256,22 @@ class DrafterPool:
         return DrafterSet(
             {drafter.source: drafter for drafter in drafters},
             model,
-            resources.learning,
+            resources,
             vocab_size=graph_io.vocab_size,
             trees=graph_io.supports_trees,
             thread=self._draft_thread,
         )
 
-    def _load_resources(self) -> _Resources:
+    def _load_resources(self) -> SharedDrafting:
         if self._resources is None:
-            vocab_size = self._graph.graph_io.vocab_size
-            learning = SharedLearning(self.pass_cost())
+            cost, vocab_size = self.pass_cost(), self._graph.graph_io.vocab_size
             table = open_bundle_table(self._bundle, vocab_size, _log.warning) if self._options.cache else None
             new_draft_model = None if self._draft is None else self._load_draft_model(self._draft)
             recycled = RecycledTable(vocab_size)
             if self._keeps_learned:
                 make_private(self._recycled_file.parent)
                 recycled.load(self._recycled_file)
-            self._resources = _Resources(learning, table, recycled, new_draft_model)
+            self._resources = SharedDrafting(cost, recycled, table, new_draft_model)
         return self._resources
 
     def _load_draft_model(self, draft: PlacedDraft) -> NewDraftModel:
@@ -290,14 +288,3 @@ class DrafterPool:
         return load_draft(
             pair, config, graph_io.vocab_size, context, cache=cache, measuring=measuring, prefixes=self._prefixes
         )
-
-
-@dataclass(frozen=True)
-class _Resources:
-    """What all drafter sets of an engine share."""
-
-    learning: SharedLearning
-    table: NgramTable | None
-    recycled: RecycledTable
-    new_draft_model: NewDraftModel | None
-    """None if there is no draft model."""

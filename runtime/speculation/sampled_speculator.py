@@ -3,36 +3,35 @@
 Where the target is sampled at a high temperature, a token sampled from the draft model's own distribution, and accepted
 by comparing the two distributions, is accepted more often than the draft model's most probable token. The disadvantage:
 the text for a seed then depends on how much was drafted, hence on this machine's timing. So it is never the default.
+
+Sample-then-match would be exact too, but accepts a draft token x only with probability p(x). Comparing the target's
+distribution p with the distribution q that x was sampled from accepts it with about min(1, p(x) / q(x)), and corrects
+for what q favours in the token emitted otherwise. The output then has the target's distribution, yet depends on the
+draft tokens: a seed gives another text than in plain decoding.
+
+Distributions are those after temperature, filters and penalties, on each draft token's own path. Chains use block
+verification (Sun et al., ICLR 2025), trees recursive rejection without replacement (Jeon et al. 2024).
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
-from enum import Enum
+from collections.abc import Container, Sequence
 from typing import Final
 
-from ..sampling.sampler import Logits, Sampler, SamplingParams
+import numpy as np
+
+from ..sampling.distribution import Distribution
+from ..sampling.sampler import Logits, Purpose, Sampler, SamplingParams, uniform_at, uniforms_at
 from ..sampling.token_mask import TokenConstraint
+from .choice import DraftSampling
 from .draft_ahead import Continuation, DraftAhead
 from .drafters.draft_model import DraftModel
-from .drafters.sampled import AcceptanceEstimate, SampledContinuation, SampledDrafter
+from .drafters.sampled import AcceptanceEstimate, SampledContinuation, SampledDraft, SampledDrafter
 from .growth import TokenPrices, expected_replay, replay_seconds
 from .pass_cost import PassCost
 from .rounds import Round
-from .sampled_verification import SampledDraft, verify_block, verify_recursive
 from .speculator import Speculator
-from .verification import TokenSampler, VerifyResult
-
-
-class DraftSampling(Enum):
-    """How draft tokens are chosen from a draft model's distribution."""
-
-    OFF = "off"
-    """The most probable tokens; the text for a seed does not depend on drafting."""
-    CHAIN = "chain"
-    """A chain of sampled tokens, verified as a block (Sun et al. 2025)."""
-    TREE = "tree"
-    """Several sampled tokens at a node, verified one by one without replacement (Jeon et al. 2024)."""
+from .verification import TokenSampler, VerifyResult, walk_tree
 
 
 class SampledSpeculator(Speculator):
@@ -120,3 +119,126 @@ class SampledSpeculator(Speculator):
         if self._sampled is not None:
             self._drafter.learn(self._sampled, result)
             self._sampled = None
+
+
+def verify_block(
+    draft: SampledDraft, logits: Logits, sampler: Sampler, position: int, ends: Container[int], max_tokens: int
+) -> VerifyResult:
+    """Verify a chain as a block; of the verifiers that know the distributions on one path, none accepts more.
+
+    Args:
+        draft: a chain with the distribution of every draft token.
+        logits: float32 `[n, V]`, the target's at each node.
+        sampler: has observed the sequence up to the anchor, and observes the accepted tokens here.
+        position: index in the sequence of the token that the anchor's logits predict.
+        ends: tokens that end the sequence; none is on the accepted path, but the next token may be one.
+        max_tokens: number of tokens that may be emitted in this round, at least 1.
+    """
+    tree = draft.tree
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens is {max_tokens}, but a round emits at least one token")
+    if not tree.is_chain or any(node not in draft.distributions for node in range(len(tree) - 1)):
+        raise ValueError("block verification needs a chain with the distribution of every draft token")
+    # Draft tokens beyond the limit, or beyond an end of the sequence, count as never sampled.
+    tokens: list[int] = list(tree.token_ids[1:max_tokens])
+    tokens = tokens[: next((count for count, token in enumerate(tokens, 1) if token in ends), None)]
+    ended = bool(tokens) and tokens[-1] in ends
+
+    targets: list[Distribution] = []
+    with sampler.rollback():
+        for node in range(len(tokens) + (not ended)):
+            targets.append(sampler.distribution(logits[node]))
+            if node < len(tokens):
+                if targets[-1].probability(tokens[node]) == 0:
+                    # It is never accepted, so nothing after it is either.
+                    tokens = tokens[: node + 1]
+                    break
+                sampler.observe(tokens[node : node + 1])
+    drafts = [draft.distributions[node] for node in range(len(tokens))]
+    weights, probabilities = block_acceptance(tokens, targets, drafts)
+    # All trials count: a late success accepts the tokens before it too.
+    seed, at = sampler.params.seed, sampler.params.first_position + position
+    uniforms = uniforms_at(seed, at, len(tokens), Purpose.ACCEPT)
+    successes = np.flatnonzero(uniforms < probabilities)
+    accepted = int(successes[-1]) + 1 if successes.size else 0
+    if ended and accepted == len(tokens):
+        accepted -= 1
+        token = tokens[-1]
+    else:
+        rest = targets[accepted]
+        if accepted < len(tokens):
+            rest = rest.residual(drafts[accepted], weights[accepted])
+        token = rest.draw(uniform_at(seed, at + accepted))
+    sampler.observe(tokens[:accepted])
+    return VerifyResult(tuple(range(accepted + 1)), token)
+
+
+def block_acceptance(
+    tokens: Sequence[int], targets: Sequence[Distribution], drafts: Sequence[Distribution]
+) -> tuple[list[float], list[float]]:
+    """Acceptance probabilities of a block of `g` draft tokens: the last independent trial to succeed decides.
+
+    Args:
+        tokens: the draft tokens.
+        targets: the target's distribution at each draft token; the one after the last is not needed.
+        drafts: the distribution that each draft token was sampled from.
+
+    Returns:
+        Weights `[g + 1]`: if `i` < g tokens are accepted, the next token is sampled from the residual of the target's
+        distribution, times weight i, over the draft's. And the probabilities `[g]` of the trials for 1, 2, ... g
+        tokens.
+    """
+    weights, probabilities = [1.0], list[float]()
+    for i, token in enumerate(tokens):
+        weight = min(1.0, weights[-1] * targets[i].probability(token) / drafts[i].probability(token))
+        weights.append(weight)
+        if weight == 1 or i + 1 == len(tokens):
+            probabilities.append(weight)
+        else:
+            excess = float(targets[i + 1].excess(drafts[i + 1], weight).sum())
+            probabilities.append(excess / (excess + 1 - weight))
+    return weights, probabilities
+
+
+def verify_recursive(
+    draft: SampledDraft, logits: Logits, sampler: Sampler, position: int, ends: Container[int], max_tokens: int
+) -> VerifyResult:
+    """Verify a tree child by child, in the order they were sampled.
+
+    Children of nodes without a distribution were not sampled; they are accepted if they match the token that `sampler`
+    chooses.
+
+    Args: as for `verify_block`, but `draft` may be any tree.
+    """
+    tree, seed = draft.tree, sampler.params.seed
+
+    def choose(node: int, position: int) -> int:
+        if node not in draft.distributions:
+            return sampler.choose(logits[node], position)
+        at = sampler.params.first_position + position
+        rest, proposal = sampler.distribution(logits[node]), draft.distributions[node]
+        children = [token for token, parent in zip(tree.token_ids, tree.parent_nodes, strict=True) if parent == node]
+        for token, uniform in zip(children, uniforms_at(seed, at, len(children), Purpose.ACCEPT), strict=True):
+            if uniform < acceptance_probability(rest, proposal, token):
+                return token
+            rest, proposal = after_rejecting(rest, proposal, token)
+        return rest.draw(uniform_at(seed, at))
+
+    return walk_tree(tree, choose, sampler, position, ends, max_tokens)
+
+
+def acceptance_probability(rest: Distribution, proposal: Distribution, token: int) -> float:
+    """Probability of accepting a draft token.
+
+    Args:
+        rest: what is left of the target's distribution after the children rejected so far.
+        proposal: the distribution that the token was sampled from.
+        token: the draft token.
+    """
+    proposed = proposal.probability(token)
+    return min(1.0, rest.probability(token) / proposed) if proposed > 0 else 0.0
+
+
+def after_rejecting(rest: Distribution, proposal: Distribution, token: int) -> tuple[Distribution, Distribution]:
+    """What is left of the target's distribution, and the next child's distribution, once `token` was rejected."""
+    return rest.residual(proposal), proposal.without(token)

@@ -15,7 +15,7 @@ from edgerun.runtime.graph.cache_shift import CacheShift
 from edgerun.runtime.kv.buffers import NumpyBuffers
 from edgerun.runtime.overflow import answer_reserve, window
 from edgerun.runtime.sampling.sampler import Purpose, uniform_at, uniforms_at
-from edgerun.runtime.speculation.sampled_speculator import DraftSampling
+from edgerun.runtime.speculation.choice import DraftSampling
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.layouts import LAYOUTS, write_layout
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from ..speculation.choice import Speculation
-from ..speculation.sampled_speculator import DraftSampling
+from ..speculation.choice import DraftSampling
 from ..structure.response_format import ResponseFormat
 '''
 

@@ -1,7 +1,7 @@
 """Samples draft tokens from a draft model's own distributions, for verification that compares distributions.
 
 The distributions are those after the target's temperature, filters and penalties, on each draft token's own path: the
-closer they are to the target's, the more draft tokens are accepted (see `sampled_verification`). The number of children
+closer they are to the target's, the more draft tokens are accepted (see `sampled_speculator`). The number of children
 of a node is decided before they are sampled, which keeps verification exact; and as in any draft, only while another
 token position, or another pass of the draft model, pays. Where none does, one token is drafted occasionally all the
 same, after waits that double, because texts change.
@@ -9,8 +9,8 @@ same, after waits that double, because texts change.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Final
 
@@ -18,11 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ...sampling.distribution import Distribution
-from ...sampling.sampler import Sampler, SamplingParams, uniform_at
+from ...sampling.sampler import Purpose, Sampler, SamplingParams, uniform_at, uniforms_at
 from ...sampling.token_mask import TokenConstraint
 from ..drafting_value import Backoff
 from ..growth import TokenPrices
-from ..sampled_verification import SampledDraft, sample_children
 from ..tree import Source, Tree
 from ..verification import VerifyResult
 from .draft_model import DraftModel, Path
@@ -35,6 +34,51 @@ _MIN_STEP: Final = 1 / 400
 _MAX_CHILDREN: Final = 4
 _FIRST_WAIT: Final = 16
 _MAX_WAIT: Final = 1024
+
+
+@dataclass(frozen=True)
+class SampledDraft:
+    """A tree whose draft tokens were sampled, and the distributions they were sampled from.
+
+    Whether a node gets children, and how many, may depend on anything known before they are sampled: the path, the
+    distributions, the cost of a pass. Once sampled, none may be dropped because of the token it turned out to be;
+    otherwise it would no longer follow its distribution.
+    """
+
+    tree: Tree
+    """Children of a node with a distribution are in the order they were sampled in; others were not sampled."""
+    distributions: Mapping[int, Distribution]
+    """For every node whose children were sampled, the distribution of the first child; see `sample_children`."""
+
+    def __post_init__(self) -> None:
+        for node, parent in enumerate(self.tree.parent_nodes):
+            token = self.tree.token_ids[node]
+            if parent in self.distributions and not self.distributions[parent].probability(token) > 0:
+                raise ValueError(f"node {node} has token {token}, which has no probability in its distribution")
+
+
+def sample_children(distribution: Distribution, count: int, seed: int, position: int, node: int) -> tuple[int, ...]:
+    """Sample up to `count` different tokens without replacement, in this order; fewer if there are no more.
+
+    Equivalent to Gumbel top-k (Kool et al. 2019), with one random number per sampled token instead of one per token of
+    the vocabulary. Seed, position and node determine the random numbers, which are used for nothing else.
+
+    Args:
+        distribution: the draft model's, after `node`'s path.
+        count: number of tokens.
+        seed: seed of the sequence; the target may use the same one.
+        position: index in the sequence of the token that the anchor's logits predict, the same for a whole tree. A
+            draft token's own index would not do: block verification reads draft tokens that it does not accept, and
+            the next round would sample with random numbers that have already influenced the output.
+        node: index of the parent in the tree.
+    """
+    sampled: list[int] = []
+    for uniform in uniforms_at(seed, position, count, Purpose.DRAFT, node).tolist():
+        distribution = distribution.without(sampled[-1]) if sampled else distribution
+        if not distribution.ids.size:
+            break
+        sampled.append(distribution.draw(uniform))
+    return tuple(sampled)
 
 
 class AcceptanceEstimate:

@@ -18,11 +18,10 @@ from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, WeightFormat
 from edgerun.export.check.contract_session import ModelSession
 from edgerun.export.drafts import draft_head
 from edgerun.models.draft_heads import MEDUSA_FILE
-from edgerun.runtime.speculation.choice import Speculation
+from edgerun.runtime.speculation.choice import DraftSampling, Speculation
 from edgerun.runtime.speculation.drafters.draft_model import Path as TokenPath
 from edgerun.runtime.speculation.drafters.draft_model import TopTokens
 from edgerun.runtime.speculation.drafters.target_drafts import MedusaDraft
-from edgerun.runtime.speculation.sampled_speculator import DraftSampling
 from edgerun.runtime.speculation.tree import Source
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.tiny_heads import write_medusa_heads

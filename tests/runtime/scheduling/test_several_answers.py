@@ -14,8 +14,7 @@ import edgerun
 from edgerun import AnswerStream, BusyError, EdgeError, Engine, FinishReason, GenerateOptions, InputError, Reply
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.scheduling.request_queue import Ticket
-from edgerun.runtime.speculation.choice import Speculation
-from edgerun.runtime.speculation.sampled_speculator import DraftSampling
+from edgerun.runtime.speculation.choice import DraftSampling, Speculation
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.layouts import LAYOUTS, write_layout
 from support.nightly import some_nightly

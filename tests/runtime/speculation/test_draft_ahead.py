@@ -18,13 +18,13 @@ from edgerun.runtime.decode import DecodeLimits, Step, decode
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.scheduling.work_thread import WorkThread
 from edgerun.runtime.speculation import draft_ahead
-from edgerun.runtime.speculation.choice import Speculation
+from edgerun.runtime.speculation.choice import DraftSampling, Speculation
 from edgerun.runtime.speculation.draft_ahead import NOTHING_AHEAD, Continuation, DraftAhead
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
 from edgerun.runtime.speculation.drafters.model import ModelDrafter
 from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
-from edgerun.runtime.speculation.sampled_speculator import DraftSampling, SampledSpeculator
+from edgerun.runtime.speculation.sampled_speculator import SampledSpeculator
 from edgerun.runtime.speculation.speculator import Speculator
 from support.adversarial_drafters import FixedCost
 from support.chi_square import expect_distribution

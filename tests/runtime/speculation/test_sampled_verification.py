@@ -16,12 +16,11 @@ from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.sampling.distribution import Distribution
 from edgerun.runtime.sampling.sampler import Logits, Purpose, Sampler, SamplingParams, uniform_at, uniforms_at
-from edgerun.runtime.speculation.sampled_verification import (
-    SampledDraft,
+from edgerun.runtime.speculation.drafters.sampled import SampledDraft, sample_children
+from edgerun.runtime.speculation.sampled_speculator import (
     acceptance_probability,
     after_rejecting,
     block_acceptance,
-    sample_children,
     verify_block,
     verify_recursive,
 )

@@ -16,10 +16,11 @@ from edgerun.runtime.decode import DecodeLimits, FinishReason, Step, decode
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.sampling.token_mask import DeadEndError
 from edgerun.runtime.scheduling.work_thread import WorkThread
+from edgerun.runtime.speculation.choice import DraftSampling
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
 from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
-from edgerun.runtime.speculation.sampled_speculator import DraftSampling, SampledSpeculator
+from edgerun.runtime.speculation.sampled_speculator import SampledSpeculator
 from edgerun.runtime.speculation.speculator import Speculator
 from edgerun.runtime.speculation.tree import Source
 from edgerun.runtime.structure import matcher

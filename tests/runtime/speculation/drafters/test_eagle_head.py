@@ -13,8 +13,7 @@ import edgerun
 from edgerun import GenerateOptions
 from edgerun.export import INT4
 from edgerun.runtime.graph.session import GraphSession
-from edgerun.runtime.speculation.choice import Speculation
-from edgerun.runtime.speculation.sampled_speculator import DraftSampling
+from edgerun.runtime.speculation.choice import DraftSampling, Speculation
 from edgerun.runtime.speculation.tree import Source
 from support.draft_heads import bind_with_features, engine_with_eager_head, run_missing
 from support.targets_with_heads import (

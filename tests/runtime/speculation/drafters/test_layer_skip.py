@@ -22,10 +22,9 @@ from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph import prepacked
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
-from edgerun.runtime.speculation.choice import Speculation
+from edgerun.runtime.speculation.choice import DraftSampling, Speculation
 from edgerun.runtime.speculation.draft_loading import load_layer_skip_draft
 from edgerun.runtime.speculation.drafters.target_drafts import LayerSkipDraft
-from edgerun.runtime.speculation.sampled_speculator import DraftSampling
 from edgerun.runtime.speculation.tree import Source
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.tiny_models import write_bundle

@@ -15,10 +15,10 @@ from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.sampling.distribution import Distribution
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
-from edgerun.runtime.speculation.drafters.sampled import AcceptanceEstimate, SampledDrafter
+from edgerun.runtime.speculation.drafters.sampled import AcceptanceEstimate, SampledDrafter, sample_children
 from edgerun.runtime.speculation.growth import TokenPrices
 from edgerun.runtime.speculation.pass_cost import PassCost
-from edgerun.runtime.speculation.sampled_verification import sample_children, verify_block, verify_recursive
+from edgerun.runtime.speculation.sampled_speculator import verify_block, verify_recursive
 from edgerun.runtime.speculation.tree import Source
 from edgerun.runtime.speculation.verification import VerifyResult
 from support.tiny_models import write_bundle
