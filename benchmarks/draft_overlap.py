@@ -383,18 +383,8 @@ def main() -> None:
     load = "unknown" if others is None else f"{others:.2f} processors"
     console.print(f"a draft step takes {step_ms:.2f} ms, a further token {options.further:.0%} of a pass")
     console.print(f"other programs used {load}")
-    print(
-        json.dumps(
-            {
-                "benchmark": "draft_overlap",
-                "edgerun": edgerun.__version__,
-                "draft_step_ms": step_ms,
-                "further": options.further,
-                "load_of_others": others,
-                "results": results,
-            }
-        )
-    )
+    figures = {"draft_step_ms": step_ms, "further": options.further, "load_of_others": others, "results": results}
+    print(json.dumps({"benchmark": "draft_overlap", "edgerun": edgerun.__version__, **figures}))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
@@ -154,8 +154,22 @@ def main() -> None:
             meter = LoadMeter(options.threads or 0)
             turns = measure(engines, asked, options.pause, progress)
             others = round(meter.others() or 0.0, 2)
-    compared = [replace(turn, stats={PLAIN: turn.stats[_WITHOUT], _WITH: turn.stats[_WITH]}) for turn in turns]
+    results = show(console, f"{shape.name}, {len(asked)} conversations", others, right, turns)
+    print(
+        json.dumps(
+            {"benchmark": "history", "processors_used_by_others": others, "first_candidates": right, "results": results}
+        )
+    )
 
+
+def show(
+    console: Console,
+    title: str,
+    others: float,
+    right: Mapping[str, Mapping[str, float]],
+    turns: Sequence[MeasuredTurn],
+) -> list[dict[str, Any]]:
+    """Print how often first candidates are right, and the speeds; returns the speeds as plain values."""
     table = Table(title="share of the tokens that are a drafter's first candidate", title_justify="left")
     for name in ("", *right[_PARTS[0]]):
         table.add_column(name, justify="right" if name else "left")
@@ -163,14 +177,13 @@ def main() -> None:
         table.add_row(part, *(f"{share:.3f}" for share in shares.values()))
     console.print(table)
 
-    table = Table(
-        title=f"{shape.name}, {len(asked)} conversations, {others} processors used by others", title_justify="left"
-    )
+    compared = [replace(turn, stats={PLAIN: turn.stats[_WITHOUT], _WITH: turn.stats[_WITH]}) for turn in turns]
+    table = Table(title=f"{title}, {others} processors used by others", title_justify="left")
     for name in ("", "mode", "compared with"):
         table.add_column(name)
     for name in ("decoding\nspeed", "95 % interval", "tokens\nper pass", "drafted", "accepted", "of the history"):
         table.add_column(name, justify="right")
-    results = []
+    results: list[dict[str, Any]] = []
     for base, found in ((PLAIN, compare_modes(turns)), (_WITHOUT, compare_modes(compared))):
         for mode in found:
             results.append({"mode": mode.name, "base": base, **mode.to_json()})
@@ -188,11 +201,7 @@ def main() -> None:
                     "" if history is None else f"{history.accepted} of {history.drafted}",
                 )
     console.print(table)
-    print(
-        json.dumps(
-            {"benchmark": "history", "processors_used_by_others": others, "first_candidates": right, "results": results}
-        )
-    )
+    return results
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from itertools import pairwise
@@ -185,6 +185,17 @@ def main() -> None:
                     fair.append(shares(clients, [body(prompt, seed, options.tokens) for seed in seeds]))
         for client in clients:
             client.close()
+    show(options, found, ratios, fair, loop_s)
+
+
+def show(
+    options: argparse.Namespace,
+    found: Mapping[str, list[float]],
+    ratios: Sequence[float],
+    fair: Sequence[float],
+    loop_s: Sequence[float],
+) -> None:
+    """Print the figures as a table and as one JSON line."""
     result = {
         "shape": options.shape,
         "tokens": options.tokens,

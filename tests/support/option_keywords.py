@@ -19,8 +19,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from ..speculation.choice import Speculation
-from ..speculation.choice import DraftSampling
+from ..speculation.choice import DraftSampling, Speculation
 from ..structure.response_format import ResponseFormat
 '''
 
