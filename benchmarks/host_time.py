@@ -43,7 +43,7 @@ from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.growth import TreeGrowth
-from edgerun.runtime.speculation.mixing import Mixer
+from edgerun.runtime.speculation.learned_rates import Mixer
 from edgerun.runtime.speculation.pass_cost import PassCost
 from edgerun.runtime.speculation.replay import OracleDrafter, ReplaySampler
 from edgerun.runtime.speculation.speculator import Speculator

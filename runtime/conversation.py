@@ -30,8 +30,8 @@ from .loaded_model import LoadedModel
 from .options import GenerateOptions
 from .result import Chunk, Reply
 from .scheduling.answer_stream import AnswerStream
-from .text.answer_start import AnswerStart
 from .text.chat_template import Message
+from .text.detokenizer import AnswerStart
 from .text.messages import template_messages
 from .tools.calls import assistant_message, joined_calls
 

@@ -20,10 +20,9 @@ from .prefill import Cancelled, never, prefill
 from .sampling.logprobs import LogSoftmax, PositionLogprobs
 from .sampling.sampler import Logits
 from .sampling.token_mask import TokenConstraint
-from .speculation.near_ties import NearTies
 from .speculation.rounds import DraftOrigin, OriginKind, Round, origins_of
 from .speculation.speculator import Speculator
-from .speculation.verification import TokenSampler
+from .speculation.verification import NearTies, TokenSampler
 
 
 class FinishReason(StrEnum):

@@ -21,12 +21,11 @@ from .overflow import Overflow, kept_first, trimmed, window
 from .result import Chunk, StatsRecorder
 from .sampling.logprobs import LogSoftmax
 from .sampling.sampler import Sampler, SamplingParams
-from .speculation.near_ties import NearTies
 from .speculation.pool import DrafterPool
 from .speculation.replay import ReplaySampler
 from .speculation.sampled_speculator import SampledSpeculator
 from .speculation.speculator import Speculator
-from .speculation.verification import TokenSampler
+from .speculation.verification import NearTies, TokenSampler
 from .text.detokenizer import StopMatcher, StreamDecoder
 from .text.token_logprobs import AnswerTokens
 from .text.tokenizer import TextTokenizer

@@ -29,11 +29,10 @@ from .kv.arena import KVArena
 from .kv.prefix_cache import PrefixCache
 from .kv.prefix_files import PrefixFiles
 from .measure.measurement_store import model_id
-from .options import GenerateOptions, Request
+from .options import GenerateOptions, Request, model_defaults
 from .overflow import Overflow, fitted, overflow_of
 from .prefill import PrefillMode
 from .result import Chunk
-from .sampling.model_defaults import model_defaults
 from .scheduling.answer_stream import AnswerStream, IsCancelled
 from .scheduling.request_queue import RequestQueue
 from .scheduling.several_answers import EarlyStop, best_of, in_sequence, repeated
@@ -41,8 +40,8 @@ from .speculation.draft_loading import PlacedDraft
 from .speculation.pool import DrafterPool
 from .speculation.replay import OracleMode, Recording
 from .structure.format_compiler import FormatCompiler
-from .text.answer_start import AnswerStart
 from .text.chat_template import ChatTemplate, Message, encode_chat, load_template
+from .text.detokenizer import AnswerStart
 from .text.messages import ChatPrompt
 from .text.tokenizer import TextTokenizer
 from .tools.answer_format import AnswerFormat

@@ -1,14 +1,16 @@
-"""Options of one answer, and the request that they make of a prompt."""
+"""Options of one answer, a model's defaults for them, and the request that they make of a prompt."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..errors import InputError, TemplateError
+from ..errors import BundleError, InputError, TemplateError
+from ..models.bundle import Bundle
 from ..models.json_file import shown
+from ..models.variants import GENAI_CONFIG
 from .arguments.argument_types import changed, check_fields, documented, option, same_option
 from .arguments.load_options import LoadOptions
 from .kv.prefix_cache import shared_tokens
@@ -19,7 +21,7 @@ from .sampling.sampler import SamplingParams
 from .speculation.choice import DraftSampling, Speculation
 from .speculation.replay import Recording
 from .structure.response_format import ResponseFormat
-from .text.answer_start import AnswerStart
+from .text.detokenizer import AnswerStart
 from .text.messages import ChatPrompt
 from .tools.answer_format import AnswerReading
 from .tools.calls import check_tool_choice
@@ -36,6 +38,8 @@ _MOST_SAMPLES = 10_000
 """Largest number of answers that an aligned one is sampled after."""
 _OWN_VARIABLES = ("messages", "tools", "mark", "special_tokens_in_messages")
 _FILTERS = ("top_k", "top_p", "min_p")
+_Number = TypeVar("_Number", int, float)
+_LARGEST = 1e30
 
 
 @documented
@@ -308,3 +312,35 @@ class Request:
         except TemplateError:  # the template takes no such messages without others
             return 0
         return shared_tokens(kept, token_ids)
+
+
+def model_defaults(bundle: Bundle) -> SamplingParams:
+    """How a model samples by default: greedily, where its files do not say that it samples.
+
+    Raises:
+        BundleError: a value is not a number, or out of range.
+    """
+    name = "generation_config.json"
+    config = bundle.json_file(name)
+    if not config and isinstance(search := bundle.json_file(GENAI_CONFIG).get("search"), dict):
+        name, config = GENAI_CONFIG, search
+    try:
+        sampled = SamplingParams(
+            temperature=_number(config, "temperature", 1.0),
+            top_k=_number(config, "top_k", 0),
+            top_p=_number(config, "top_p", 1.0),
+            min_p=_number(config, "min_p", 0.0),
+            repeat_penalty=_number(config, "repetition_penalty", 1.0),
+        )
+    except InputError as error:
+        raise BundleError(f"{bundle.folder / name}: {error.what}", error.hint) from error
+    return sampled if config.get("do_sample") else SamplingParams(repeat_penalty=sampled.repeat_penalty)
+
+
+def _number(config: Mapping[str, Any], name: str, default: _Number) -> _Number:
+    value = config.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_LARGEST < value < _LARGEST:
+        raise InputError(f"{name} is {value!r:.60}", "it must be a number")
+    return type(default)(value)

@@ -30,11 +30,11 @@ from ..result import DraftCounts
 from ..sampling.sampler import Logits, Sampler, SamplingParams, uniform_at
 from ..speculation.drafters.interface import Drafter
 from ..speculation.drafters.model import ModelDrafter
-from ..speculation.near_ties import NearTies
 from ..speculation.pass_cost import PassCost
 from ..speculation.replay import OracleDrafter, TreeDrafter
 from ..speculation.speculator import MAX_DRAFT_WIDTH, Speculator
 from ..speculation.tree import Source, Tree
+from ..speculation.verification import NearTies
 from .exactness import ComparisonCounts, Counterexample, ExactnessReport
 from .width_noise import WidthNoise, measure_width_noise
 

@@ -20,10 +20,11 @@ from .drafters.model import ModelDrafter
 from .drafters.ngram import NgramTable
 from .drafters.recycling import RecycledTable
 from .drafters.sampled import AcceptanceEstimate
+from .learned_rates import LearnedRates
 from .pass_cost import PassCost
 from .replay import OracleDrafter, OracleMode, Recording
 from .sampled_speculator import SampledSpeculator
-from .speculator import LearnedRates, Speculator
+from .speculator import Speculator
 from .tree import Source
 
 _SpeculatorKey: TypeAlias = tuple[frozenset[Source], bool, bool]

@@ -32,8 +32,7 @@ from typing import Final, NamedTuple
 from ..sampling.token_mask import TokenConstraint
 from .drafters.interface import Candidate, Drafter, State
 from .drafters.model import ModelDrafter
-from .drafting_value import DraftModelValue
-from .mixing import Mixer, Prediction
+from .learned_rates import DraftModelValue, Mixer, Prediction
 from .tree import Source, Tree
 
 _MAX_DEPTH: Final = 32

@@ -17,9 +17,8 @@ from .drafters.interface import Drafter
 from .drafters.model import ModelDrafter
 from .drafters.recycling import CANDIDATES, RecyclingDrafter
 from .drafters.suffix import SuffixDrafter
-from .drafting_value import DraftingBalance, DraftModelValue
 from .growth import TokenPrices, TreeGrowth, prune
-from .mixing import Mixer
+from .learned_rates import DraftingBalance, LearnedRates
 from .pass_cost import PassCost
 from .rounds import Round
 from .tree import Tree
@@ -47,20 +46,6 @@ _DOUBTFUL_WAIT: Final = 64
 """Longest wait in rounds for which drafting is disabled while the pass cost is doubtful."""
 _PLAIN_OBSERVED_EVERY: Final = 8
 """One of this many plain passes refines the pass cost: there are many, and the bookkeeping takes time too."""
-
-
-class LearnedRates:
-    """What speculators learn about some drafters; those of answers that run at the same time share it.
-
-    Args:
-        drafters: the drafters. Others of the same sources may use what is learned about them.
-    """
-
-    def __init__(self, drafters: Sequence[Drafter]) -> None:
-        self.mixer: Final = Mixer({drafter.source: drafter.prior for drafter in drafters})
-        """How often candidates are accepted."""
-        self.model_value: Final = DraftModelValue()
-        """What a pass of the draft model gains."""
 
 
 class Speculator:

@@ -14,8 +14,7 @@ import edgerun
 from edgerun import ContextError, Engine, FinishReason, GenerateOptions, InputError, Reply, Speculation
 from edgerun.models.bundle import Bundle, open_bundle
 from edgerun.runtime.speculation.replay import OracleMode
-from edgerun.runtime.text.answer_start import AnswerStart
-from edgerun.runtime.text.detokenizer import StopMatcher
+from edgerun.runtime.text.detokenizer import AnswerStart, StopMatcher
 from edgerun.runtime.text.tokenizer import TextTokenizer
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.nightly import some_nightly

@@ -28,7 +28,7 @@ from edgerun.runtime.result import StatsRecorder
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
 from edgerun.runtime.speculation.drafters.model import ModelDrafter
-from edgerun.runtime.speculation.near_ties import NearTies
+from edgerun.runtime.speculation.verification import NearTies
 from support.adversarial_drafters import FixedCost, adversaries, eager, speculator_of
 from support.hybrid_graphs import HYBRIDS, write_hybrid
 from support.tiny_models import GRANITE_EXPERTS, HYBRID_FAMILIES, write_bundle, write_checkpoint

@@ -21,10 +21,10 @@ from edgerun.runtime.speculation.choice import DraftSampling
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
 from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
-from edgerun.runtime.speculation.near_ties import NearTies
 from edgerun.runtime.speculation.replay import OracleMode
 from edgerun.runtime.speculation.sampled_speculator import SampledSpeculator
 from edgerun.runtime.speculation.speculator import Speculator
+from edgerun.runtime.speculation.verification import NearTies
 from support.adversarial_drafters import NEARLY_FREE, FixedCost, adversaries, eager, speculator_of
 from support.nightly import some_nightly
 

@@ -17,12 +17,12 @@ from edgerun.runtime.sampling.logprobs import LogSoftmax
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.choice import DraftSampling
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
-from edgerun.runtime.speculation.near_ties import NearTies
 from edgerun.runtime.speculation.replay import OracleMode
 from edgerun.runtime.speculation.rounds import DraftOrigin
 from edgerun.runtime.speculation.sampled_speculator import SampledSpeculator
 from edgerun.runtime.speculation.speculator import Speculator
 from edgerun.runtime.speculation.tree import Source, Tree
+from edgerun.runtime.speculation.verification import NearTies
 from support.adversarial_drafters import NEARLY_FREE, Adversary, FixedCost, adversaries, chain_tree, speculator_of
 from support.nightly import some_nightly
 

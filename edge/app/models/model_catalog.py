@@ -20,7 +20,7 @@ from ....models.hub.local_store import Store
 from ....models.json_file import is_finite, is_whole
 from ....models.manifest import MANIFEST_NAME, Manifest
 from ....models.regular_file import MAX_JSON_BYTES, read_regular
-from ....runtime.sampling.model_defaults import model_defaults
+from ....runtime.options import model_defaults
 from ....runtime.sampling.sampler import SamplingParams
 from ...service.model_pool import ModelPool
 from ...service.offered_models import ModelEntry

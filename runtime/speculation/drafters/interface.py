@@ -1,7 +1,7 @@
 """The interface of drafters, and the evidence of those that look for repetitions.
 
 Free drafters are cheap lookups (microseconds). A candidate comes with an evidence bucket, not a probability: the
-acceptance rate of each bucket is learned while decoding (`mixing`), so that probabilities are calibrated for every
+acceptance rate of each bucket is learned while decoding (`Mixer`), so that probabilities are calibrated for every
 model and text.
 
 A drafter that looks for repetitions finds earlier occurrences of the end of the sequence. The length of the match, and

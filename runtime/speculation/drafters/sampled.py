@@ -20,8 +20,8 @@ import numpy.typing as npt
 from ...sampling.distribution import Distribution
 from ...sampling.sampler import Purpose, Sampler, SamplingParams, uniform_at, uniforms_at
 from ...sampling.token_mask import TokenConstraint
-from ..drafting_value import Backoff
 from ..growth import TokenPrices
+from ..learned_rates import Backoff
 from ..tree import Source, Tree
 from ..verification import VerifyResult
 from .draft_model import DraftModel, Path

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgerun.runtime.speculation.drafting_value import DraftModelValue
+from edgerun.runtime.speculation.learned_rates import DraftModelValue
 
 SHARES = st.floats(0, 1)
 

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgerun.runtime.speculation.drafters.interface import Candidate
-from edgerun.runtime.speculation.drafting_value import DraftModelValue
 from edgerun.runtime.speculation.growth import TokenPrices, TreeGrowth
-from edgerun.runtime.speculation.mixing import Mixer
+from edgerun.runtime.speculation.learned_rates import DraftModelValue, Mixer
 from edgerun.runtime.speculation.speculator import Speculator
 from edgerun.runtime.speculation.tree import Source
 from edgerun.runtime.speculation.verification import VerifyResult

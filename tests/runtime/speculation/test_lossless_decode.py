@@ -17,8 +17,8 @@ from edgerun.runtime.sampling.sampler import Sampler, SamplingParams, uniform_at
 from edgerun.runtime.speculation.drafters.edit import EditDrafter
 from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
-from edgerun.runtime.speculation.near_ties import NearTies
 from edgerun.runtime.speculation.speculator import Speculator
+from edgerun.runtime.speculation.verification import NearTies
 from support.adversarial_drafters import Adversary, adversaries, eager, speculator_of
 from support.nightly import some_nightly
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgerun.runtime.speculation.mixing import Mixer
+from edgerun.runtime.speculation.learned_rates import Mixer
 from edgerun.runtime.speculation.tree import Source
 
 A, B, C = Source.SUFFIX, Source.NGRAM, Source.RECYCLED

@@ -19,8 +19,8 @@ from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
-from edgerun.runtime.speculation.near_ties import NearTies
 from edgerun.runtime.speculation.speculator import Speculator
+from edgerun.runtime.speculation.verification import NearTies
 from support.adversarial_drafters import adversaries, eager, speculator_of
 from support.nightly import some_nightly
 from support.tiny_models import tiny_config, tiny_weights, write_bundle, write_checkpoint, write_weights

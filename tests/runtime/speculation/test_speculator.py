@@ -13,7 +13,7 @@ from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.drafters.interface import Candidate
 from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
-from edgerun.runtime.speculation.drafting_value import DraftingBalance
+from edgerun.runtime.speculation.learned_rates import DraftingBalance
 from edgerun.runtime.speculation.pass_cost import PassCost
 from edgerun.runtime.speculation.replay import OracleDrafter
 from edgerun.runtime.speculation.rounds import Round

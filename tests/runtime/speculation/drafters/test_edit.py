@@ -10,8 +10,7 @@ from edgerun.runtime.speculation.drafters.edit import EditDrafter
 from edgerun.runtime.speculation.drafters.interface import Drafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.growth import TokenPrices, TreeGrowth
-from edgerun.runtime.speculation.mixing import Mixer
-from edgerun.runtime.speculation.speculator import LearnedRates
+from edgerun.runtime.speculation.learned_rates import LearnedRates, Mixer
 from edgerun.runtime.speculation.tree import Tree
 
 SOURCE = list(range(100, 180))
