@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from .calls import ToolCallDelta, WrittenCall, new_call_id
+from .calls import ToolCall, ToolCallDelta, new_call_id
 
 AUTO: Final = "auto"
 """The format that the chat template is made for."""
@@ -49,8 +49,8 @@ class PartsCollector:
         """Add reasoning."""
         self._reasoning.append(text)
 
-    def add_calls(self, calls: Sequence[WrittenCall]) -> None:
-        """Add whole calls."""
+    def add_calls(self, calls: Sequence[ToolCall]) -> None:
+        """Add whole calls; those without an identifier get one."""
         left = None if self._max_calls is None else max(self._max_calls - self._count, 0)
         for call in calls[:left]:
             self._calls.append(ToolCallDelta(self._count, call.id or new_call_id(), call.name, call.arguments))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from .calls import NotACallError
 from .json_scanner import MAX_DEPTH
 
 _SPACE: Final = re.compile(r"\s*")
@@ -23,10 +24,6 @@ _WORDS: Final[Mapping[str, Any]] = {
 _ESCAPE: Final = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|(.))", re.DOTALL)
 _ESCAPED: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
 _MAX_DIGITS: Final = 400
-
-
-class NotALiteralError(Exception):
-    """The text is not a value."""
 
 
 @dataclass(frozen=True)
@@ -69,21 +66,21 @@ class LiteralReader:
         """Skip white space and `sign`.
 
         Raises:
-            NotALiteralError: it does not come next.
+            NotACallError: it does not come next.
         """
         if not self.take(sign):
-            raise NotALiteralError
+            raise NotACallError
 
     def word(self) -> str:
         """Read a name.
 
         Raises:
-            NotALiteralError: none comes next.
+            NotACallError: none comes next.
         """
         self.take("")
         found = _WORD.match(self.text, self.at)
         if found is None:
-            raise NotALiteralError
+            raise NotACallError
         self.at = found.end()
         return found[0]
 
@@ -91,11 +88,11 @@ class LiteralReader:
         """Read a value: a string, a number, a list, a mapping, or true, false and null in either spelling.
 
         Raises:
-            NotALiteralError: none comes next.
+            NotACallError: none comes next.
         """
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise NotALiteralError
+            raise NotACallError
         try:
             return self._value()
         finally:
@@ -105,7 +102,7 @@ class LiteralReader:
         """Read what follows the opening brace of a mapping, with the closing one.
 
         Raises:
-            NotALiteralError: it is not the rest of a mapping.
+            NotACallError: it is not the rest of a mapping.
         """
         values: dict[str, Any] = {}
         while not self.take("}"):
@@ -129,13 +126,13 @@ class LiteralReader:
                 return self._list(closing)
         if found := _NUMBER.match(self.text, self.at):
             if len(found[0]) > _MAX_DIGITS:
-                raise NotALiteralError
+                raise NotACallError
             self.at = found.end()
             whole = found[0].lstrip("+-").isdigit()
             return int(found[0]) if whole else float(found[0])
         word = self.word()
         if word not in _WORDS:
-            raise NotALiteralError
+            raise NotACallError
         return _WORDS[word]
 
     def _list(self, closing: str) -> list[Any]:
@@ -158,7 +155,7 @@ class LiteralReader:
         while True:
             end = self.text.find(quote.mark, end)
             if end < 0:
-                raise NotALiteralError
+                raise NotACallError
             written = self.text[begin:end]
             if not quote.escapes or (len(written) - len(written.rstrip("\\"))) % 2 == 0:
                 break

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from .call_literals import NotALiteralError
-from .calls import NotACallError, OfferedTools, WrittenCall, calls_of_json, read_json, written_call
-from .json_scanner import JsonScanner, NotJsonError
+from .calls import NotACallError, OfferedTools, ToolCall, calls_of_json, read_json, written_call
+from .json_scanner import JsonScanner
 
 _SPACE: Final = re.compile(r"\s*")
 _NAME: Final = re.compile(r"[\w.:/-]+")
@@ -22,7 +21,7 @@ _BARE_CALL: Final = re.compile(r'\s*\{\s*"(?:name|type|function)"\s*:')
 class RegionEnd:
     """How a region ended."""
 
-    calls: Sequence[WrittenCall]
+    calls: Sequence[ToolCall]
     """The calls in it; none where it is text."""
     end: int
     """Number of characters of the region's text that belong to it; the rest follows it."""
@@ -54,14 +53,14 @@ class Region(ABC):
         self.text += text
         try:
             return self.read(ended=False)
-        except (NotACallError, NotJsonError, NotALiteralError):
+        except NotACallError:
             return RegionEnd((), self.at, is_plain=not self.looks_like_call(self.at))
 
     def finish(self) -> RegionEnd:
         """How the region ends, as no text follows."""
         try:
             end = self.read(ended=True)
-        except (NotACallError, NotJsonError, NotALiteralError):
+        except NotACallError:
             end = None
         if end is not None:
             return end
@@ -76,16 +75,14 @@ class Region(ABC):
         """Read on in `text` from `at`; `ended` says that no more follows. None while the end is open.
 
         Raises:
-            NotACallError: what was read up to `at` is not a call.
-            NotJsonError: it should be JSON, and is not.
-            NotALiteralError: it should be a value, and is not.
+            NotACallError: what was read up to `at` is neither a call nor the beginning of one.
         """
 
     def scan(self, scanner: JsonScanner, begin: int) -> bool:
         """Read on in the JSON value that begins at `begin`; returns whether it is complete.
 
         Raises:
-            NotJsonError: it is not JSON; `at` is where it goes wrong.
+            NotACallError: it is not JSON; `at` is where it goes wrong.
         """
         try:
             return scanner.push(self.text, max(self._scanned, begin))

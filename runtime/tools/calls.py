@@ -22,7 +22,7 @@ class ToolCall:
     """A call of a function that the model asks for."""
 
     id: str
-    """Identifier, to which the message with the result refers."""
+    """Identifier, to which the message with the result refers; empty where one is still to be made."""
     name: str
     """Name of the function: one of those that were offered."""
     arguments: str
@@ -150,23 +150,12 @@ def _chosen_name(choice: str | Mapping[str, Any]) -> str | None:
     return name if isinstance(name, str) else None
 
 
-@dataclass(frozen=True)
-class WrittenCall:
-    """A call as it was read from an answer."""
-
-    name: str
-    arguments: str
-    """A JSON object as text."""
-    id: str = ""
-    """Identifier that the model has given it; empty for none."""
-
-
 class NotACallError(Exception):
-    """A value is not a call of an offered function."""
+    """A text or value is not a call of an offered function."""
 
 
-def written_call(name: Any, arguments: Any, tools: OfferedTools, call_id: Any = None) -> WrittenCall:
-    """Check what an answer says of a call.
+def written_call(name: Any, arguments: Any, tools: OfferedTools, call_id: Any = None) -> ToolCall:
+    """Check what an answer says of a call. Its identifier is the one that the model has given it, or empty.
 
     Raises:
         NotACallError: the function was not offered, or the arguments are not an object that JSON can hold.
@@ -182,7 +171,7 @@ def written_call(name: Any, arguments: Any, tools: OfferedTools, call_id: Any = 
     except (ValueError, RecursionError) as error:
         raise NotACallError from error
     is_id = isinstance(call_id, str) and len(call_id) == _ID_LENGTH and set(call_id) <= set(_ID_LETTERS)
-    return WrittenCall(name, text, call_id if is_id else "")
+    return ToolCall(call_id if is_id else "", name, text)
 
 
 def read_json(text: str) -> Any:
@@ -197,7 +186,7 @@ def read_json(text: str) -> Any:
         raise NotACallError from error
 
 
-def calls_of_json(value: Any, tools: OfferedTools) -> list[WrittenCall]:
+def calls_of_json(value: Any, tools: OfferedTools) -> list[ToolCall]:
     """Read a call from an object with a name and arguments, or several from a list of them.
 
     Raises:
@@ -209,7 +198,7 @@ def calls_of_json(value: Any, tools: OfferedTools) -> list[WrittenCall]:
     return [_call_of_json(item, tools) for item in items]
 
 
-def _call_of_json(item: Any, tools: OfferedTools) -> WrittenCall:
+def _call_of_json(item: Any, tools: OfferedTools) -> ToolCall:
     if not isinstance(item, dict):
         raise NotACallError
     function = item.get("function")

@@ -6,6 +6,8 @@ import re
 from enum import Enum, auto
 from typing import Final
 
+from .calls import NotACallError
+
 MAX_DEPTH: Final = 128
 """Deepest nesting that is read: far more than arguments have, and less than Python's JSON decoder can take."""
 _MAX_SCALAR: Final = 1000
@@ -17,10 +19,6 @@ _SCALAR: Final = re.compile(r"[-+.0-9A-Za-z]*")
 _NUMBER_PART: Final = re.compile(r"[-+.0-9eE]+")
 _NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _LITERALS: Final = ("true", "false", "null")
-
-
-class NotJsonError(Exception):
-    """The text cannot be the beginning of a JSON value."""
 
 
 class _Expects(Enum):
@@ -59,7 +57,7 @@ class JsonScanner:
         """Read on, from `text[at]` to the end of the text or of the value; returns whether the value is complete.
 
         Raises:
-            NotJsonError: the text cannot be JSON.
+            NotACallError: the text cannot be JSON.
         """
         while at < len(text) and not self.ended:
             if self._in_string:
@@ -99,10 +97,10 @@ class JsonScanner:
         scalar = self._scalar
         possible = _NUMBER_PART.fullmatch(scalar) or any(literal.startswith(scalar) for literal in _LITERALS)
         if not possible or len(scalar) > _MAX_SCALAR:
-            raise NotJsonError
+            raise NotACallError
         if stop < len(text):
             if scalar not in _LITERALS and not _NUMBER.fullmatch(scalar):
-                raise NotJsonError
+                raise NotACallError
             self.count += len(scalar)  # it is counted as a whole, where it turns out to be one
             self._scalar = ""
             self._expects = _Expects.COMMA_OR_END
@@ -122,10 +120,10 @@ class JsonScanner:
             elif char == "}" and expects is _Expects.FIRST_KEY:
                 self._close(char)
             else:
-                raise NotJsonError
+                raise NotACallError
         elif expects is _Expects.COLON:
             if char != ":":
-                raise NotJsonError
+                raise NotACallError
             self._expects = _Expects.VALUE
         elif char == ",":
             self._expects = _Expects.KEY if self._stack[-1] == "}" else _Expects.VALUE
@@ -135,21 +133,21 @@ class JsonScanner:
     def _begin_value(self, char: str) -> None:
         if char in "{[":
             if len(self._stack) >= MAX_DEPTH:
-                raise NotJsonError
+                raise NotACallError
             self._stack.append("}" if char == "{" else "]")
             self._expects = _Expects.FIRST_KEY if char == "{" else _Expects.FIRST_VALUE
         elif not self._stack:  # neither an object nor an array
-            raise NotJsonError
+            raise NotACallError
         elif char == '"':
             self._in_string, self._expects = True, _Expects.VALUE
         elif char in "-0123456789tfn":
             self._scalar = char
         else:
-            raise NotJsonError
+            raise NotACallError
 
     def _close(self, char: str) -> None:
         if self._stack[-1] != char:
-            raise NotJsonError
+            raise NotACallError
         self._stack.pop()
         self._expects = _Expects.COMMA_OR_END
         self.ended = not self._stack

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from .call_literals import PYTHON_QUOTES, LiteralReader, NotALiteralError, Quote
+from .call_literals import PYTHON_QUOTES, LiteralReader, Quote
 from .call_regions import Region, RegionEnd
-from .calls import NotACallError, OfferedTools, WrittenCall, read_json, written_call
+from .calls import NotACallError, OfferedTools, ToolCall, read_json, written_call
 
 _SPACE: Final = re.compile(r"\s*")
 _FUNCTION: Final = "<function="
@@ -199,7 +199,7 @@ class PythonRegion(Region):
                 return None
             end = len(self.text)
         reader = LiteralReader(self.text[self.at : end], PYTHON_QUOTES)
-        calls: list[WrittenCall] = []
+        calls: list[ToolCall] = []
         in_list = reader.take("[")
         while True:
             calls.append(self._call(reader))
@@ -211,7 +211,7 @@ class PythonRegion(Region):
             raise NotACallError
         return RegionEnd(calls, end + len(self._closing))
 
-    def _call(self, reader: LiteralReader) -> WrittenCall:
+    def _call(self, reader: LiteralReader) -> ToolCall:
         name = reader.word()
         reader.expect("(")
         if name == "print" and name not in self.tools:
@@ -230,7 +230,7 @@ class PythonRegion(Region):
             try:
                 key = reader.word()
                 reader.expect("=")
-            except NotALiteralError:
+            except NotACallError:
                 reader.at = before
                 if position >= len(names):
                     raise
