@@ -103,7 +103,8 @@ def test_every_random_number_of_a_draft_is_used_once(
         used.append((seed, position, purpose, part))
         return uniforms_at(seed, position, count, purpose, part)
 
-    monkeypatch.setattr("edgerun.runtime.speculation.sampled_verification.uniforms_at", recorded)
+    for module in ("sampled_speculator", "drafters.sampled"):
+        monkeypatch.setattr(f"edgerun.runtime.speculation.{module}.uniforms_at", recorded)
     options: dict[str, Any] = {"seed": 3, "temperature": 0.9, "n": 3, "overflow": overflow}
     with loaded(tiny_bundle, draft=tiny_bundle) as engine:
         reply = long_answer(engine, conversation(6), 150, draft_sampling=draft_sampling, **options)
