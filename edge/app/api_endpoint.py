@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias
 
 import msgspec
 from starlette.requests import Request
@@ -26,7 +26,6 @@ from ..service.body_decoder import decode_body
 from ..service.request_error import ErrorCode, RequestError
 from ..service.strict_json import RequestLimits
 
-_Body = TypeVar("_Body", bound=msgspec.Struct)
 _log: Final = logging.getLogger(__name__)
 _QUICK: Final = ThreadPoolExecutor(8, "edge-run api")
 _SLOW: Final = ThreadPoolExecutor(2, "edge-run api, slow")
@@ -34,59 +33,57 @@ _LARGE_BODY: Final = 64 << 10
 """Bytes of a body from which on the memory that it took goes back to the system."""
 
 
-@dataclass(frozen=True)
-class ApiCall:
-    """A request to the page's API."""
+Handler: TypeAlias = Callable[..., object]
+"""Answers a request, in a thread: returns what becomes the JSON response, or a response; errors are EdgeErrors.
 
-    path: Mapping[str, str]
-    """Values of the parts of the path that vary."""
-    query: Mapping[str, str]
-    """Parameters after the question mark."""
-    body_bytes: bytes
-
-    def body(self, kind: type[_Body], limits: RequestLimits | None = None) -> _Body:
-        """Decode the body; a request without one has no fields.
-
-        Args:
-            kind: its fields.
-            limits: how much it may contain.
-
-        Raises:
-            RequestError: a field is unknown, missing or has another form.
-        """
-        return decode_body(self.body_bytes or b"{}", kind, limits)
-
-    def integer(self, name: str, default: int, most: int) -> int:
-        """A parameter after the question mark that is an integer of 1 to `most`.
-
-        Raises:
-            RequestError: it is something else.
-        """
-        text = self.query.get(name, str(default))
-        digits = text.lstrip("0") if text.isascii() and text.isdecimal() else ""
-        if not digits or len(digits) > len(str(most)) or int(digits) > most:
-            raise RequestError(
-                f"{name} is {text!r:.50}", f"it must be 1 to {most}", code=ErrorCode.INVALID_VALUE, param=name
-            )
-        return int(digits)
+Its parameters say what it takes: the parts of the path that vary, `query` (the parameters after the question mark), and
+either `body`, a struct, or the fields of the body, of which none other is allowed. A request without a body has no
+fields.
+"""
 
 
-Handler: TypeAlias = Callable[[ApiCall], object]
-"""Answers a request, in a thread: returns what becomes the JSON response, or a response; errors are EdgeErrors."""
-
-
-def api_route(settings: ServerSettings, method: str, path: str, handler: Handler, *, slow: bool = False) -> Route:
+def api_route(
+    settings: ServerSettings,
+    method: str,
+    path: str,
+    handler: Handler,
+    *,
+    slow: bool = False,
+    limits: RequestLimits | None = None,
+) -> Route:
     """A route of the page's API.
 
     Args:
-        settings: limits of the body.
+        settings: limits of the size of the body.
         method: GET, POST, PUT, PATCH or DELETE.
         path: the path, with `{name}` for parts that vary.
         handler: answers the requests.
         slow: whether that may take seconds, such as tokenizing a long text. Only two of such requests are answered at a
             time, so that they do not keep others waiting.
+        limits: how much the body may contain.
     """
-    return Route(path, _ApiEndpoint(settings, handler, _SLOW if slow else _QUICK), methods=[method])
+    endpoint = _ApiEndpoint(settings, handler, limits, _SLOW if slow else _QUICK)
+    route = Route(path, endpoint, methods=[method])
+    endpoint.take({*route.param_convertors, "query"})
+    return route
+
+
+def query_number(query: Mapping[str, str], name: str, default: int, most: int) -> int:
+    """A parameter after the question mark that is an integer of 1 to `most`.
+
+    Raises:
+        RequestError: it is something else.
+    """
+    text = query.get(name, str(default))
+    digits = text.lstrip("0") if text.isascii() and text.isdecimal() else ""
+    if not digits or len(digits) > len(str(most)) or int(digits) > most:
+        raise invalid(name, f"{name} is {text!r:.50}", f"it must be 1 to {most}")
+    return int(digits)
+
+
+def invalid(param: str, what: str, hint: str) -> RequestError:
+    """The error for a parameter or field whose value cannot be used."""
+    return RequestError(what, hint, code=ErrorCode.INVALID_VALUE, param=param)
 
 
 def not_found(what: str, hint: str = "") -> RefusedError:
@@ -94,10 +91,10 @@ def not_found(what: str, hint: str = "") -> RefusedError:
     return RefusedError(HTTPStatus.NOT_FOUND, "not_found", what, hint)
 
 
-def _with_status(error: EdgeError, call: ApiCall) -> EdgeError:
+def _with_status(error: EdgeError, path: Mapping[str, str]) -> EdgeError:
     """An error with the status that its reason has in the page's API."""
     # In a body, an unknown id is an invalid value.
-    if isinstance(error, UnknownIdError) and error.id in call.path.values():
+    if isinstance(error, UnknownIdError) and error.id in path.values():
         return not_found(error.what, error.hint)
     if isinstance(error, OfflineError):
         return RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "offline", error.what, error.hint)
@@ -107,10 +104,31 @@ def _with_status(error: EdgeError, call: ApiCall) -> EdgeError:
 
 
 class _ApiEndpoint:
-    def __init__(self, settings: ServerSettings, handler: Handler, threads: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, settings: ServerSettings, handler: Handler, limits: RequestLimits | None, threads: ThreadPoolExecutor
+    ) -> None:
         self._settings: Final = settings
         self._handler: Final = handler
+        self._limits: Final = limits
         self._threads: Final = threads
+        self._given: Sequence[str] = ()
+        """Parameters of the handler that are not in the body."""
+        self._body: type[msgspec.Struct] | None = None
+        self._takes_fields = True
+
+    def take(self, names: Collection[str]) -> None:
+        """Let the handler's parameters of these names come from the path and the query, the others from the body."""
+        parameters = inspect.signature(self._handler, eval_str=True).parameters.values()
+        self._given = [each.name for each in parameters if each.name in names]
+        fields = [each for each in parameters if each.name not in names]
+        if fields and fields[0].name == "body":
+            self._body, self._takes_fields = fields[0].annotation, False
+        elif fields:
+            declared = [
+                (each.name, each.annotation, msgspec.NODEFAULT if each.default is each.empty else each.default)
+                for each in fields
+            ]
+            self._body = msgspec.defstruct("Body", declared, kw_only=True, forbid_unknown_fields=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -120,21 +138,32 @@ class _ApiEndpoint:
         except RefusedError as error:
             await UnreadBodyResponse(error)(scope, receive, send)
             return
-        request = Request(scope)
-        call = ApiCall(request.path_params, request.query_params, body)
-        response = await asyncio.get_running_loop().run_in_executor(self._threads, self._respond, call)
+        response = await asyncio.get_running_loop().run_in_executor(self._threads, self._respond, Request(scope), body)
         await response(scope, receive, send)
 
-    def _respond(self, call: ApiCall) -> Response:
+    def _respond(self, request: Request, body: bytes) -> Response:
         try:
-            result = self._handler(call)
+            result = self._handler(**self._arguments(request, body))
         except EdgeError as error:
-            return error_response(_with_status(error, call))
+            return error_response(_with_status(error, request.path_params))
         except Exception as error:  # noqa: BLE001  what it is goes to the log
             _log.error("a request failed: %s", type(error).__name__, exc_info=error)
             what = f"the app failed: {type(error).__name__}"
             return error_response(RequestError(what, "its log says more", code=ErrorCode.INTERNAL))
         finally:
-            if len(call.body_bytes) >= _LARGE_BODY:
+            if len(body) >= _LARGE_BODY:
                 trim_heap()
         return result if isinstance(result, Response) else JsonResponse(result)
+
+    def _arguments(self, request: Request, body: bytes) -> dict[str, Any]:
+        """What the handler takes.
+
+        Raises:
+            RequestError: a field of the body is unknown, missing or has another form.
+        """
+        given = {**request.path_params, "query": request.query_params}
+        arguments = {name: given[name] for name in self._given}
+        if self._body is None:
+            return arguments
+        decoded = decode_body(body or b"{}", self._body, self._limits)
+        return arguments | (msgspec.structs.asdict(decoded) if self._takes_fields else {"body": decoded})

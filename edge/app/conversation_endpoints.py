@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Annotated, Any, Final
+from types import MappingProxyType
+from typing import Annotated, Any, Final, TypeAlias
 from urllib.parse import quote
 
 import msgspec
@@ -26,9 +27,8 @@ from ..conversations.records import (
     StoredMessage,
     as_object,
 )
-from ..service.request_error import ErrorCode, RequestError
 from ..service.strict_json import RequestLimits
-from .api_endpoint import ApiCall, api_route
+from .api_endpoint import api_route, invalid, query_number
 from .app_context import AppContext
 from .background_answers import BackgroundAnswers
 
@@ -43,18 +43,6 @@ class AttachmentBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     name: str
     text: str
-
-
-class NewConversation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of a new conversation."""
-
-    title: str = ""
-    folder: str | None = None
-    system: str = ""
-    sampling: dict[str, Any] = {}
-    model: str | None = None
-    tools: list[str] = []
-    """Tools that its answers may call, by their ids."""
 
 
 class ConversationChange(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -73,29 +61,10 @@ class ConversationChange(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     """A message whose branch is to be shown."""
 
 
-class ContextBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of a request for the context that a message would take."""
-
-    content: str = ""
-    attachments: Annotated[list[AttachmentBody], Meta(max_length=MAX_ATTACHMENTS)] = []
+AttachmentBodies: TypeAlias = Annotated[Sequence[AttachmentBody], Meta(max_length=MAX_ATTACHMENTS)]
 
 
-class TokensBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of a request for the number of tokens of a text."""
-
-    text: str
-    model: str | None = None
-
-
-class ImportBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of an import."""
-
-    name: str
-    """Name of the file."""
-    content: str
-
-
-def checked_sampling(sampling: dict[str, Any]) -> dict[str, Any]:
+def checked_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """The options that have a value.
 
     Raises:
@@ -114,7 +83,7 @@ def attachments_of(bodies: Sequence[AttachmentBody]) -> tuple[Attachment, ...]:
 def conversation_routes(context: AppContext, answers: BackgroundAnswers) -> list[Route]:
     """The routes of conversations."""
     endpoints = _ConversationEndpoints(context, answers)
-    conversation = "/api/conversations/{id}"
+    conversation = "/api/conversations/{conversation_id}"
     table = (
         ("GET", "/api/conversations", endpoints.list),
         ("POST", "/api/conversations", endpoints.create),
@@ -129,12 +98,12 @@ def conversation_routes(context: AppContext, answers: BackgroundAnswers) -> list
         ("POST", "/api/tokens", endpoints.count_tokens),
         ("GET", f"{conversation}/export", endpoints.export),
         ("GET", "/api/export", endpoints.export_all),
-        ("POST", "/api/import", endpoints.import_file),
     )
     settings = context.settings
     return [
         *(api_route(settings, method, path, handler) for method, path, handler in table),
         *(api_route(settings, method, path, handler, slow=True) for method, path, handler in slow),
+        api_route(settings, "POST", "/api/import", endpoints.import_file, slow=True, limits=_IMPORT_LIMITS),
     ]
 
 
@@ -144,20 +113,28 @@ class _ConversationEndpoints:
         self._store: Final = context.store
         self._answers: Final = answers
 
-    def list(self, call: ApiCall) -> dict[str, Any]:
-        deleted = call.query.get("deleted", "0") not in {"0", "false", ""}
+    def list(self, query: Mapping[str, str]) -> dict[str, Any]:
+        deleted = query.get("deleted", "0") not in {"0", "false", ""}
         return {
             "conversations": [as_object(each) for each in self._store.conversations(deleted)],
             "writing": sorted({answer.conversation for answer in self._answers.all()}),
         }
 
-    def create(self, call: ApiCall) -> dict[str, Any]:
-        fields = msgspec.structs.asdict(call.body(NewConversation))
-        fields["sampling"] = checked_sampling(fields["sampling"])
-        return _object(self._store.create(**fields))
+    def create(
+        self,
+        title: str = "",
+        folder: str | None = None,
+        system: str = "",
+        sampling: Mapping[str, Any] = MappingProxyType({}),
+        model: str | None = None,
+        tools: Sequence[str] = (),
+    ) -> dict[str, Any]:
+        """Add a conversation, whose answers may call tools by their ids."""
+        fields = {"title": title, "folder": folder, "system": system, "model": model, "tools": tools}
+        return _object(self._store.create(**fields, sampling=checked_sampling(sampling)))
 
-    def read(self, call: ApiCall) -> dict[str, Any]:
-        conversation = self._store.conversation(call.path["id"])
+    def read(self, conversation_id: str) -> dict[str, Any]:
+        conversation = self._store.conversation(conversation_id)
         messages, writing = [], []
         # An answer that ends between the two lines is complete in the second.
         live = {answer.id: answer for answer in self._answers.of_conversation(conversation.id)}
@@ -185,37 +162,36 @@ class _ConversationEndpoints:
                 return trimmed if isinstance(trimmed, list) else []
         return []
 
-    def change(self, call: ApiCall) -> dict[str, Any]:
-        body = call.body(ConversationChange)
+    def change(self, conversation_id: str, body: ConversationChange) -> dict[str, Any]:
         fields = {name: value for name, value in msgspec.structs.asdict(body).items() if value is not UNSET}
         leaf = fields.pop("leaf", None)
         if "sampling" in fields:
             fields["sampling"] = checked_sampling(fields["sampling"])
         if fields:
-            self._store.change(call.path["id"], **fields)
+            self._store.change(conversation_id, **fields)
         if leaf is not None:
-            self._store.select_leaf(call.path["id"], leaf)
-        return _object(self._store.conversation(call.path["id"]))
+            self._store.select_leaf(conversation_id, leaf)
+        return _object(self._store.conversation(conversation_id))
 
-    def delete(self, call: ApiCall) -> dict[str, Any]:
-        self._store.delete(call.path["id"])
-        for answer in self._answers.of_conversation(call.path["id"]):
+    def delete(self, conversation_id: str) -> dict[str, Any]:
+        self._store.delete(conversation_id)
+        for answer in self._answers.of_conversation(conversation_id):
             answer.cancellation.cancel()
         return {}
 
-    def restore(self, call: ApiCall) -> dict[str, Any]:
-        return _object(self._store.restore(call.path["id"]))
+    def restore(self, conversation_id: str) -> dict[str, Any]:
+        return _object(self._store.restore(conversation_id))
 
-    def context(self, call: ApiCall) -> dict[str, Any]:
+    def context(self, conversation_id: str, content: str = "", attachments: AttachmentBodies = ()) -> dict[str, Any]:
         """Tokens that the conversation takes with a message that is being written."""
-        body = call.body(ContextBody)
-        conversation = self._store.conversation(call.path["id"])
+        conversation = self._store.conversation(conversation_id)
         model = conversation.model or self._context.default_model()
         if not self._is_loaded(model):
             return {"tokens": None, "context": None, "reserve": None, "trimmed": []}
         branch = [] if conversation.leaf is None else self._store.branch(conversation.leaf)
-        if body.content or body.attachments or not branch:
-            branch.append(_draft(conversation, body))
+        if content or attachments or not branch:
+            parent, files = conversation.leaf, attachments_of(attachments)
+            branch.append(StoredMessage("draft", conversation.id, parent, Role.USER, content, files))
         tools = [each.definition for each in self._context.tools.known(conversation.tools)]
         with self._context.pool.use(model) as engine:
             offered = GenerateOptions(tools=tools if takes_calls(engine) else ())
@@ -228,71 +204,47 @@ class _ConversationEndpoints:
                 return {"tokens": None, "context": engine.context, "reserve": 0, "trimmed": [], "problem": str(error)}
         return {"tokens": fit.tokens, "context": fit.context, "reserve": fit.reserve, "trimmed": fit.trimmed}
 
-    def count_tokens(self, call: ApiCall) -> dict[str, Any]:
-        body = call.body(TokensBody)
-        model = body.model or self._context.default_model()
+    def count_tokens(self, text: str, model: str | None = None) -> dict[str, Any]:
+        model = model or self._context.default_model()
         if not self._is_loaded(model):
             return {"tokens": None}
         with self._context.pool.use(model) as engine:
-            return {"tokens": len(engine.tokenizer.encode(body.text, add_special_tokens=False))}
+            return {"tokens": len(engine.tokenizer.encode(text, add_special_tokens=False))}
 
     def _is_loaded(self, model: str | None) -> bool:
         """Whether asking a model does not have to wait for it."""
         return any(status.loaded and status.id == model for status in self._context.pool.status())
 
-    def search(self, call: ApiCall) -> dict[str, Any]:
-        limit = call.integer("limit", 50, _MAX_HITS)
-        return {"hits": [as_object(hit) for hit in self._store.search(call.query.get("q", ""), limit)]}
+    def search(self, query: Mapping[str, str]) -> dict[str, Any]:
+        limit = query_number(query, "limit", 50, _MAX_HITS)
+        return {"hits": [as_object(hit) for hit in self._store.search(query.get("q", ""), limit)]}
 
-    def export(self, call: ApiCall) -> Response:
-        conversation = self._store.conversation(call.path["id"])
+    def export(self, conversation_id: str, query: Mapping[str, str]) -> Response:
+        conversation = self._store.conversation(conversation_id)
         name = conversation.title or "conversation"
-        match call.query.get("format", "markdown"):
+        match query.get("format", "markdown"):
             case "markdown":
                 return _file(f"{name}.md", self._store.export_markdown(conversation.id), "text/markdown")
             case "json":
                 return _file(f"{name}.json", self._store.export_json([conversation.id]), "application/json")
             case other:
-                raise RequestError(
-                    f"format is {other!r:.50}",
-                    "it must be markdown or json",
-                    code=ErrorCode.INVALID_VALUE,
-                    param="format",
-                )
+                raise invalid("format", f"format is {other!r:.50}", "it must be markdown or json")
 
-    def export_all(self, _call: ApiCall) -> Response:
+    def export_all(self) -> Response:
         name = time.strftime("edge-run conversations %Y-%m-%d.json")
         return _file(name, self._store.export_json(), "application/json")
 
-    def import_file(self, call: ApiCall) -> dict[str, Any]:
-        body = call.body(ImportBody, _IMPORT_LIMITS)
-        if body.name.lower().endswith(".json"):
-            found = self._store.import_json(body.content)
+    def import_file(self, name: str, content: str) -> dict[str, Any]:
+        """Add the conversations of a file of this name."""
+        if name.lower().endswith(".json"):
+            found = self._store.import_json(content)
         else:
-            found = [self._store.import_markdown(body.content, body.name)]
+            found = [self._store.import_markdown(content, name)]
         return {"conversations": [as_object(each) for each in found]}
 
 
 def _object(conversation: Conversation) -> dict[str, Any]:
     return {"conversation": as_object(conversation)}
-
-
-def _draft(conversation: Conversation, body: ContextBody) -> StoredMessage:
-    """A message that is not stored yet."""
-    return StoredMessage(
-        id="draft",
-        conversation=conversation.id,
-        parent=conversation.leaf,
-        role=Role.USER,
-        content=body.content,
-        attachments=attachments_of(body.attachments),
-        created=0.0,
-        model=None,
-        state=MessageState.COMPLETE,
-        error=None,
-        stats=None,
-        has_tokens=False,
-    )
 
 
 def _file(name: str, text: str, kind: str) -> Response:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
-import msgspec
 import psutil
 from starlette.routing import Route
 
@@ -13,21 +14,12 @@ from ...runtime.devices.processor import usable_cores
 from ...version import __version__
 from ..conversations.records import Preset, as_object
 from ..conversations.store import KEPT_DAYS
-from .api_endpoint import ApiCall, api_route
+from .api_endpoint import api_route
 from .app_context import AppContext, SettingsBody, change_settings, read_settings
 from .conversation_endpoints import checked_sampling
 from .models.model_endpoints import ModelServices
 from .tools.tool_servers import ToolServers
 from .tools.tool_settings import ConfigurationError, ToolServer, read_configuration
-
-
-class PresetBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of a preset."""
-
-    system: str = ""
-    sampling: dict[str, Any] = {}
-    name: str = ""
-    """Not read: the name is in the path."""
 
 
 def state_routes(context: AppContext, models: ModelServices) -> list[Route]:
@@ -37,8 +29,8 @@ def state_routes(context: AppContext, models: ModelServices) -> list[Route]:
         ("GET", "/api/state", endpoints.state),
         ("GET", "/api/usage", endpoints.usage),
         ("PATCH", "/api/settings", endpoints.change),
-        ("PUT", "/api/presets/{name:path}", endpoints.save_preset),
-        ("DELETE", "/api/presets/{name:path}", endpoints.delete_preset),
+        ("PUT", "/api/presets/{preset:path}", endpoints.save_preset),
+        ("DELETE", "/api/presets/{preset:path}", endpoints.delete_preset),
     )
     return [api_route(context.settings, method, path, handler) for method, path, handler in table]
 
@@ -49,7 +41,7 @@ class _StateEndpoints:
         self._models: Final = models
         self._store: Final = context.store
 
-    def state(self, _call: ApiCall) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         return {
             "version": __version__,
             "settings": read_settings(self._store),
@@ -65,37 +57,27 @@ class _StateEndpoints:
             },
         }
 
-    def usage(self, _call: ApiCall) -> dict[str, Any]:
+    def usage(self) -> dict[str, Any]:
         return {"usage": [as_object(each) for each in self._store.usage()]}
 
-    def change(self, call: ApiCall) -> dict[str, Any]:
-        change_settings(self._store, call.body(SettingsBody))
+    def change(self, body: SettingsBody) -> dict[str, Any]:
+        change_settings(self._store, body)
         return {"settings": read_settings(self._store)}
 
-    def save_preset(self, call: ApiCall) -> dict[str, Any]:
-        body = call.body(PresetBody)
-        preset = Preset(call.path["name"], body.system, checked_sampling(body.sampling))
-        self._store.save_preset(preset)
-        return {"preset": as_object(preset)}
+    def save_preset(
+        self,
+        preset: str,
+        system: str = "",
+        sampling: Mapping[str, Any] = MappingProxyType({}),
+        name: str = "",  # noqa: ARG002  what counts is the name in the path
+    ) -> dict[str, Any]:
+        saved = Preset(preset, system, checked_sampling(sampling))
+        self._store.save_preset(saved)
+        return {"preset": as_object(saved)}
 
-    def delete_preset(self, call: ApiCall) -> dict[str, Any]:
-        self._store.delete_preset(call.path["name"])
+    def delete_preset(self, preset: str) -> dict[str, Any]:
+        self._store.delete_preset(preset)
         return {}
-
-
-class ToolServerBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of a server; its name is in the path."""
-
-    command: str
-    arguments: list[str] = []
-    environment: dict[str, str] = {}
-    enabled: bool = True
-
-
-class ConfigurationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of a configuration that is to be shown."""
-
-    text: str
 
 
 def tool_routes(context: AppContext) -> list[Route]:
@@ -114,21 +96,30 @@ class _ToolEndpoints:
     def __init__(self, servers: ToolServers) -> None:
         self._servers: Final = servers
 
-    def list(self, _call: ApiCall) -> dict[str, Any]:
+    def list(self) -> dict[str, Any]:
         return {"servers": self._servers.servers(), "problem": self._servers.problem}
 
-    def read(self, call: ApiCall) -> dict[str, Any]:
+    def read(self, text: str) -> dict[str, Any]:
         """The servers of a configuration, of which none is added, or why it cannot be read."""
         try:
-            return {"servers": read_configuration(call.body(ConfigurationBody).text), "problem": None}
+            return {"servers": read_configuration(text), "problem": None}
         except ConfigurationError as error:  # the text may still be being typed, so the request has not failed
             return {"servers": [], "problem": str(error)}
 
-    def save(self, call: ApiCall) -> dict[str, Any]:
-        body = call.body(ToolServerBody)
-        self._servers.save(ToolServer(name=call.path["name"], **msgspec.structs.asdict(body)))
-        return self.list(call)
+    def save(
+        self,
+        name: str,
+        command: str,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] = MappingProxyType({}),
+        enabled: bool = True,
+    ) -> dict[str, Any]:
+        environment = dict(environment)
+        self._servers.save(
+            ToolServer(name=name, command=command, arguments=list(arguments), environment=environment, enabled=enabled)
+        )
+        return self.list()
 
-    def remove(self, call: ApiCall) -> dict[str, Any]:
-        self._servers.remove(call.path["name"])
-        return self.list(call)
+    def remove(self, name: str) -> dict[str, Any]:
+        self._servers.remove(name)
+        return self.list()

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
-import msgspec
 from starlette.routing import Route
 
 from ....errors import ConversationError, InputError
 from ....models.hub.client import search_models
 from ...conversations.answering import model_messages
 from ...conversations.records import Change, ChangeKind, MessageState, Role
-from ..api_endpoint import ApiCall, Handler, api_route
+from ..api_endpoint import Handler, api_route
 from ..app_context import AppContext
 from .download_queue import DownloadQueue
 from .exactness_checks import ExactnessChecks
@@ -120,58 +119,30 @@ class ModelServices:
         self.downloads.close()
 
 
-class _ModelBody(msgspec.Struct, forbid_unknown_fields=True):
-    id: str
-
-
-class _ExportBody(msgspec.Struct, forbid_unknown_fields=True):
-    source: str
-    name: str | None = None
-    bits: int | None = None
-    calibration_tokens: int | None = None
-
-
-class _ChoiceBody(msgspec.Struct, forbid_unknown_fields=True):
-    plan: int
-
-
-class _ComparisonBody(msgspec.Struct, forbid_unknown_fields=True):
-    prompt: str | None = None
-    conversation: str | None = None
-    model: str | None = None
-    max_tokens: int = DEFAULT_TOKENS
-
-
-class _CheckBody(msgspec.Struct, forbid_unknown_fields=True):
-    model: str | None = None
-    limit: int = 1
-    max_tokens: int = 48
-
-
 def model_routes(services: ModelServices) -> list[Route]:
     """The routes of everything about models."""
-    api = _ModelApi(services)
+    api, downloads, exports = _ModelApi(services), services.downloads, services.exports
     paths: list[tuple[str, str, Handler]] = [
         ("GET", "/api/models", api.models),
         ("POST", "/api/models/load", api.load),
         ("POST", "/api/models/unload", api.unload),
         ("POST", "/api/models/remove", api.remove),
         ("GET", "/api/models/recommended", api.recommended),
-        ("GET", "/api/downloads", api.downloads),
+        ("GET", "/api/downloads", lambda: {"downloads": downloads.objects()}),
         ("POST", "/api/downloads", api.download),
-        ("POST", "/api/downloads/{key}/pause", api.by_key(services.downloads.pause, "download")),
-        ("POST", "/api/downloads/{key}/resume", api.by_key(services.downloads.resume, "download")),
-        ("POST", "/api/downloads/{key}/cancel", api.by_key(services.downloads.cancel, "download")),
-        ("GET", "/api/exports", lambda _call: services.exports.describe()),
+        ("POST", "/api/downloads/{key}/pause", lambda key: {"download": downloads.pause(key)}),
+        ("POST", "/api/downloads/{key}/resume", lambda key: {"download": downloads.resume(key)}),
+        ("POST", "/api/downloads/{key}/cancel", lambda key: {"download": downloads.cancel(key)}),
+        ("GET", "/api/exports", exports.describe),
         ("POST", "/api/exports", api.export),
         ("POST", "/api/exports/{key}/choose", api.choose_plan),
-        ("POST", "/api/exports/{key}/cancel", api.by_key(services.exports.cancel, "job")),
-        ("GET", "/api/comparisons", lambda _call: {"comparison": services.comparisons.current()}),
+        ("POST", "/api/exports/{key}/cancel", lambda key: {"job": exports.cancel(key)}),
+        ("GET", "/api/comparisons", lambda: {"comparison": services.comparisons.current()}),
         ("POST", "/api/comparisons", api.compare),
-        ("POST", "/api/comparisons/stop", lambda _call: {"comparison": services.comparisons.stop()}),
-        ("GET", "/api/exactness", lambda _call: services.exactness.describe()),
+        ("POST", "/api/comparisons/stop", lambda: {"comparison": services.comparisons.stop()}),
+        ("GET", "/api/exactness", services.exactness.describe),
         ("POST", "/api/exactness", api.check),
-        ("POST", "/api/exactness/cancel", lambda _call: services.exactness.cancel()),
+        ("POST", "/api/exactness/cancel", services.exactness.cancel),
     ]
     settings = services.context.settings
     routes = [api_route(settings, method, path, handler) for method, path, handler in paths]
@@ -184,26 +155,26 @@ class _ModelApi:
     def __init__(self, services: ModelServices) -> None:
         self._services: Final = services
 
-    def models(self, _call: ApiCall) -> object:
+    def models(self) -> object:
         """All models."""
-        return self._shown()
+        return {"models": self._services.models(), "free_bytes": free_memory()}
 
-    def load(self, call: ApiCall) -> object:
+    def load(self, id: str) -> object:  # noqa: A002  the name of the field
         """Load a model into memory; answers when it is loaded."""
-        self._services.load(call.body(_ModelBody).id)
-        return self._shown()
+        self._services.load(id)
+        return self.models()
 
-    def unload(self, call: ApiCall) -> object:
+    def unload(self, id: str) -> object:  # noqa: A002  the name of the field
         """Unload a model."""
-        self._services.unload(call.body(_ModelBody).id)
-        return self._shown()
+        self._services.unload(id)
+        return self.models()
 
-    def remove(self, call: ApiCall) -> object:
+    def remove(self, id: str) -> object:  # noqa: A002  the name of the field
         """Remove a model's files."""
-        freed = self._services.remove(call.body(_ModelBody).id)
-        return {"freed": freed, **self._shown()}
+        freed = self._services.remove(id)
+        return {"freed": freed, "models": self._services.models(), "free_bytes": free_memory()}
 
-    def recommended(self, _call: ApiCall) -> object:
+    def recommended(self) -> object:
         """Models worth downloading for this machine."""
         free = free_memory()
         pool = self._services.context.pool
@@ -220,59 +191,49 @@ class _ModelApi:
         ]
         return {"recommended": found, "free_bytes": free}
 
-    def search(self, call: ApiCall) -> object:
+    def search(self, query: Mapping[str, str]) -> object:
         """Models of the hub by name: the page asks for them when the user presses its button, and at no other time."""
-        words = call.query.get("q", "").strip()
+        words = query.get("q", "").strip()
         if not words:
             raise InputError("there is nothing to search for", "type a part of a model's name")
         return {"found": [asdict(each) for each in search_models(words, _MOST_FOUND)]}
 
-    def downloads(self, _call: ApiCall) -> object:
-        """All downloads."""
-        return {"downloads": self._services.downloads.objects()}
-
-    def download(self, call: ApiCall) -> object:
+    def download(self, id: str) -> object:  # noqa: A002  the name of the field
         """Queue a download."""
-        return {"download": self._services.downloads.add(call.body(_ModelBody).id)}
+        return {"download": self._services.downloads.add(id)}
 
-    def export(self, call: ApiCall) -> object:
+    def export(
+        self, source: str, name: str | None = None, bits: int | None = None, calibration_tokens: int | None = None
+    ) -> object:
         """Queue an export."""
-        body = call.body(_ExportBody)
-        return {"job": self._services.exports.add(body.source, body.name, body.bits, body.calibration_tokens)}
+        return {"job": self._services.exports.add(source, name, bits, calibration_tokens)}
 
-    def choose_plan(self, call: ApiCall) -> object:
+    def choose_plan(self, key: str, plan: int) -> object:
         """Export one of the plans that were measured."""
-        return {"job": self._services.exports.choose(call.path["key"], call.body(_ChoiceBody).plan)}
+        return {"job": self._services.exports.choose(key, plan)}
 
-    def compare(self, call: ApiCall) -> object:
+    def compare(
+        self,
+        prompt: str | None = None,
+        conversation: str | None = None,
+        model: str | None = None,
+        max_tokens: int = DEFAULT_TOKENS,
+    ) -> object:
         """Begin a comparison, of a prompt or of the last question of a conversation."""
-        body = call.body(_ComparisonBody)
-        if (body.prompt is None) == (body.conversation is None):
+        if (prompt is None) == (conversation is None):
             raise InputError("a comparison needs a prompt or a conversation", "give one of them")
-        model, sampling = body.model, None
-        messages: list[dict[str, Any]] = [{"role": "user", "content": body.prompt or ""}]
-        if body.conversation is not None:
-            conversation = self._services.context.store.conversation(body.conversation)
-            branch = [] if conversation.leaf is None else self._services.context.store.branch(conversation.leaf)
+        sampling: Mapping[str, Any] | None = None
+        messages: list[dict[str, Any]] = [{"role": "user", "content": prompt or ""}]
+        if conversation is not None:
+            store = self._services.context.store
+            stored = store.conversation(conversation)
+            branch = [] if stored.leaf is None else store.branch(stored.leaf)
             while branch and branch[-1].role != "user":
                 branch.pop()
-            messages = model_messages(conversation.system, branch, calls=False) if branch else []
-            model, sampling = model or conversation.model, conversation.sampling
-        return {"comparison": self._services.comparisons.start(messages, model, sampling, body.max_tokens)}
+            messages = model_messages(stored.system, branch, calls=False) if branch else []
+            model, sampling = model or stored.model, stored.sampling
+        return {"comparison": self._services.comparisons.start(messages, model, sampling, max_tokens)}
 
-    def check(self, call: ApiCall) -> object:
+    def check(self, model: str | None = None, limit: int = 1, max_tokens: int = 48) -> object:
         """Begin an exactness check."""
-        body = call.body(_CheckBody)
-        return {"check": self._services.exactness.start(body.model, body.limit, body.max_tokens)}
-
-    @staticmethod
-    def by_key(change: Callable[[str], dict[str, Any]], name: str) -> Handler:
-        """A handler that changes what the path names, and answers with it."""
-
-        def handler(call: ApiCall) -> object:
-            return {name: change(call.path["key"])}
-
-        return handler
-
-    def _shown(self) -> dict[str, Any]:
-        return {"models": self._services.models(), "free_bytes": free_memory()}
+        return {"check": self._services.exactness.start(model, limit, max_tokens)}
