@@ -18,13 +18,14 @@ from ...runtime.prefill import PrefillMode
 from ..conversations.store import ConversationStore
 from ..server import missing_extra
 from ..terminal.output import showing_tracebacks, write_error
-from .pool_options import IdleUnload, Memory, OfferedModels, open_pool
+from .pool_options import PoolOptions
 from .shared_options import Debug, Offline, OptionsOf, takes_options
 
 if TYPE_CHECKING:
     import socket
 
     from ..server.uvicorn_server import DrainingServer
+    from ..service.model_pool import ModelPool
 
 _HOST: Final = "127.0.0.1"
 _PORT: Final = 8642
@@ -40,7 +41,7 @@ _LOAD: Final = OptionsOf(LoadOptions(), without=("tokenizer", "tool_format", "le
 
 @takes_options(_LOAD)
 def app(
-    models: OfferedModels = None,
+    offered: PoolOptions,
     port: Annotated[
         int | None,
         typer.Option(
@@ -57,8 +58,6 @@ def app(
     window: Annotated[
         bool, typer.Option("--window", help="Open the page in a window of its own (extra window).")
     ] = False,
-    idle_unload: IdleUnload = None,
-    memory: Memory = None,
     offline: Offline = False,  # noqa: ARG001  its callback acts
     debug: Debug = False,
     **given: Any,
@@ -72,42 +71,47 @@ def app(
     """
     load = _LOAD.record(given)
     with missing_extra("app", "app"):
-        from ..app.app_access import AppAccess, announce, join_running_app, open_url, session_secret
-        from ..app.app_context import AppContext
-        from ..app.app_service import AppService
-        from ..app.chat_app import chat_app
-        from ..app.event_channel import EventChannel
-        from ..app.tools.tool_servers import ToolServers
-        from ..server.server_settings import ServerSettings
-        from ..server.uvicorn_server import draining_server
+        from ..app.app_access import join_running_app
     if window:
         _check_window()
-    folder = data_folder()
     with ExitStack() as stack:
-        if (running := join_running_app(stack, folder)) is not None:
-            with_models = ", with the models that it was started with; end it first to give it others" if models else ""
-            write_error(f"edge-run: the app runs already{with_models}")
+        if (running := join_running_app(stack, data_folder())) is not None:
+            others = ", with the models that it was started with; end it first to give it others"
+            write_error(f"edge-run: the app runs already{others if offered.models else ''}")
             _show(running, browser=browser, window=window)
             return
-        settings = ServerSettings(host=_HOST, max_body_bytes=_MAX_BODY_BYTES)
         store = stack.enter_context(ConversationStore.open(notice=lambda text: write_error(f"edge-run: {text}")))
-        pool = stack.enter_context(open_pool(models or [], load, idle_unload, memory))
+        pool = stack.enter_context(offered.open(load))
         listening = stack.enter_context(_bound_socket(port))
-        bound_port = listening.getsockname()[1]
-        access = AppAccess(session_secret(folder), bound_port)
-        events = EventChannel()
-        tools = ToolServers(folder, lambda: events.publish("tools"))
-        shared = AppContext(store, pool, events, settings, tools, _for_another_process(load))
-        service = AppService(shared, access)
-        server = draining_server(chat_app(service), service, settings, _DRAIN_S)
-        announce(folder, bound_port, access)
+        server, url = _server(store, pool, listening.getsockname()[1], load)
         with showing_tracebacks(debug):
-            url = open_url(bound_port, access.new_token())
             if window:
                 _run_in_window(server, listening, url)
             else:
                 _show(url, browser=browser, window=False)
                 server.run([listening])
+
+
+def _server(store: ConversationStore, pool: ModelPool, port: int, load: LoadOptions) -> tuple[DrainingServer, str]:
+    """The app at a port, which other processes of this user find from now on, and the address that opens it once."""
+    from ..app.app_access import AppAccess, announce, open_url, session_secret
+    from ..app.app_context import AppContext
+    from ..app.app_service import AppService
+    from ..app.chat_app import chat_app
+    from ..app.event_channel import EventChannel
+    from ..app.tools.tool_servers import ToolServers
+    from ..server.server_settings import ServerSettings
+    from ..server.uvicorn_server import draining_server
+
+    folder = data_folder()
+    settings = ServerSettings(host=_HOST, max_body_bytes=_MAX_BODY_BYTES)
+    access = AppAccess(session_secret(folder), port)
+    events = EventChannel()
+    tools = ToolServers(folder, lambda: events.publish("tools"))
+    service = AppService(AppContext(store, pool, events, settings, tools, _for_another_process(load)), access)
+    server = draining_server(chat_app(service), service, settings, _DRAIN_S)
+    announce(folder, port, access)
+    return server, open_url(port, access.new_token())
 
 
 def _for_another_process(load: LoadOptions) -> dict[str, Any]:

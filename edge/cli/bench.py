@@ -40,34 +40,20 @@ _WHOLE_ANSWER: Final = 1 << 20
 class BenchOptions:
     """What to measure."""
 
-    model: str | None
-    load: LoadOptions
-    settings: BenchSettings
-    speculations: Sequence[Speculation]
-    prompts: Path | None
-    replay: Path | None
-    limit: int | None
-    turns: str
-    """The turn range as it was typed."""
-
-
-@takes_options(_ANSWER, _LOAD)
-def bench(
-    model: ModelArgument = None,
-    prompts: Prompts = None,
+    prompts: Prompts = None
     replay: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             help="Recorded conversations: every pass is run at its full cost, but the tokens are the recorded ones.",
         ),
-    ] = None,
+    ] = None
     spec: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAMES", help="Drafters to measure, as in edge-run --spec; may be repeated.", show_default="auto"
         ),
-    ] = None,
+    ] = None
     max_tokens: Annotated[
         int | None,
         typer.Option(
@@ -78,18 +64,24 @@ def bench(
             help="Maximum tokens of an answer.",
             show_default=f"{_MAX_TOKENS}; with --replay, the whole answer",
         ),
-    ] = None,
+    ] = None
     limit: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="Maximum number of conversations of each category.", show_default="all"),
-    ] = None,
+    ] = None
     turns: Annotated[
         str, typer.Option(metavar="RANGE", help="Turns of a conversation to measure: all, 2, 1-2 or 2-.")
-    ] = "all",
+    ] = "all"
     report: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write tables and plots to this .html file, or the plots to this .png file."),
-    ] = None,
+    ] = None
+
+
+@takes_options(_ANSWER, _LOAD)
+def bench(
+    options: BenchOptions,
+    model: ModelArgument = None,
     as_json: AsJson = False,
     debug: Debug = False,  # noqa: ARG001  main reads it
     **given: Any,
@@ -106,25 +98,16 @@ def bench(
     from ..bench.runner import BenchSettings, TurnRange
     from ..bench.table import show
 
-    write_report = _report_writer(report)
-    options = BenchOptions(
-        model=model,
-        load=load,
-        settings=BenchSettings(
-            max_tokens or (_MAX_TOKENS if replay is None else _WHOLE_ANSWER),
-            TurnRange.parse(turns),
-            replay is not None,
-            answer.raw,
-            answer.temperature or 0.0,
-            answer.seed or 0,
-        ),
-        speculations=list(dict.fromkeys(map(Speculation.parse, spec or ["auto"]))),
-        prompts=prompts,
-        replay=replay,
-        limit=limit,
-        turns=turns,
+    write_report = _report_writer(options.report)
+    settings = BenchSettings(
+        options.max_tokens or (_MAX_TOKENS if options.replay is None else _WHOLE_ANSWER),
+        TurnRange.parse(options.turns),
+        options.replay is not None,
+        answer.raw,
+        answer.temperature or 0.0,
+        answer.seed or 0,
     )
-    result = _measure(options)
+    result = _measure(model, load, settings, options)
     if as_json:
         write_json(result.to_json())
     else:
@@ -133,16 +116,16 @@ def bench(
         write_report(result)
 
 
-def _measure(options: BenchOptions) -> BenchResult:
+def _measure(model: str | None, load: LoadOptions, settings: BenchSettings, options: BenchOptions) -> BenchResult:
     from ...runtime.measure.system_load import LoadMeter
     from ..bench.bench_result import BenchConditions, BenchResult
     from ..bench.runner import DecodingMode, measure_modes
 
-    settings = options.settings
-    modes = [DecodingMode(str(speculation), speculation) for speculation in options.speculations]
-    conversations, source = _conversations(options)
-    with open_model(options.model, options.load) as engine:
-        pair = find_draft(engine.bundle, options.load.draft)
+    speculations = dict.fromkeys(map(Speculation.parse, options.spec or ["auto"]))
+    modes = [DecodingMode(str(speculation), speculation) for speculation in speculations]
+    conversations, source = _conversations(settings, options, for_shell=model is None)
+    with open_model(model, load) as engine:
+        pair = find_draft(engine.bundle, load.draft)
         meter = LoadMeter(engine.model.threads)
         with ProgressDisplay() as progress:
             measured = measure_modes(engine, conversations, modes, settings, progress)
@@ -163,7 +146,9 @@ def _measure(options: BenchOptions) -> BenchResult:
         return BenchResult.of(measured, conditions, engine, meter)
 
 
-def _conversations(options: BenchOptions) -> tuple[Sequence[Conversation], str]:
+def _conversations(
+    settings: BenchSettings, options: BenchOptions, *, for_shell: bool
+) -> tuple[Sequence[Conversation], str]:
     """The conversations to measure, and the name of their source.
 
     Raises:
@@ -178,8 +163,8 @@ def _conversations(options: BenchOptions) -> tuple[Sequence[Conversation], str]:
     elif options.prompts is not None:
         read, source = read_prompts(options.prompts), options.prompts.name
     else:
-        read, source = bundled_prompts(for_shell=options.model is None), "edge-run's own prompts"
-    conversations = [each for each in limit_per_category(read, options.limit) if options.settings.measured_turns(each)]
+        read, source = bundled_prompts(for_shell=for_shell), "edge-run's own prompts"
+    conversations = [each for each in limit_per_category(read, options.limit) if settings.measured_turns(each)]
     if not conversations:
         raise InputError(f"--turns {options.turns} selects no turn of {source}", "give another range")
     return conversations, source

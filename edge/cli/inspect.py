@@ -148,30 +148,7 @@ def describe(opened: OpenedModel) -> dict[str, Any]:
         "end_tokens": [] if tokenizer is None else sorted(tokenizer.eos),
     }
     if manifest is not None:
-        facts |= {
-            "weights": dict(Counter(str(weight_format) for weight_format in manifest.weights.values())),
-            "methods": dict(
-                Counter(
-                    _method(weight_format)
-                    for weight_format in manifest.weights.values()
-                    if weight_format.bits < _FLOAT_BITS
-                )
-            ),
-            "embedding_weights": str(manifest.weights.get("embedding", manifest.weights["head"])),
-            "head_weights": str(manifest.weights["head"]),
-            "bits_per_weight_read": None
-            if manifest.bits_per_weight_read is None
-            else round(manifest.bits_per_weight_read, 3),
-            "bits_per_weight_in_file": round(manifest.bits_per_weight, 3),
-            "quantization_plan": {name: _described(weight_format) for name, weight_format in manifest.weights.items()},
-            "calibration": None if manifest.calibration is None else asdict(manifest.calibration),
-            "quality": dict(manifest.quality),
-            "quality_measured_on": _quality_text_name(manifest),
-            "parity": dict(manifest.parity),
-            "variants": [_variant(variant) for variant in manifest.variants],
-            "files": {name: digest.bytes for name, digest in manifest.files.items()},
-            "made_by": manifest.command or manifest.producer,
-        }
+        facts |= _manifest_facts(manifest)
     facts["draft"] = _draft(bundle)
     key = model_key(bundle, opened.config)
     cost = PASS_COSTS.load(key)
@@ -182,6 +159,34 @@ def describe(opened: OpenedModel) -> dict[str, Any]:
     report = EXACTNESS_REPORTS.load(key)
     facts["exactness"] = None if report is None else {"summary": exactness_summary(report), **report.to_json()}
     return facts
+
+
+def _manifest_facts(manifest: Manifest) -> dict[str, Any]:
+    """What the manifest of an export says, as plain values."""
+    return {
+        "weights": dict(Counter(str(weight_format) for weight_format in manifest.weights.values())),
+        "methods": dict(
+            Counter(
+                _method(weight_format)
+                for weight_format in manifest.weights.values()
+                if weight_format.bits < _FLOAT_BITS
+            )
+        ),
+        "embedding_weights": str(manifest.weights.get("embedding", manifest.weights["head"])),
+        "head_weights": str(manifest.weights["head"]),
+        "bits_per_weight_read": None
+        if manifest.bits_per_weight_read is None
+        else round(manifest.bits_per_weight_read, 3),
+        "bits_per_weight_in_file": round(manifest.bits_per_weight, 3),
+        "quantization_plan": {name: _described(weight_format) for name, weight_format in manifest.weights.items()},
+        "calibration": None if manifest.calibration is None else asdict(manifest.calibration),
+        "quality": dict(manifest.quality),
+        "quality_measured_on": _quality_text_name(manifest),
+        "parity": dict(manifest.parity),
+        "variants": [_variant(variant) for variant in manifest.variants],
+        "files": {name: digest.bytes for name, digest in manifest.files.items()},
+        "made_by": manifest.command or manifest.producer,
+    }
 
 
 def _prefixes() -> dict[str, Any]:

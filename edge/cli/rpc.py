@@ -14,7 +14,7 @@ from ...models.user_text import parse_bytes
 from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.devices.power import Power
 from ..terminal.output import write_out
-from .pool_options import IdleUnload, Memory, OfferedModels, open_pool
+from .pool_options import PoolOptions
 from .shared_options import Debug, Offline, OptionsOf, takes_options
 
 _STDIN: Final = 0
@@ -24,9 +24,7 @@ _LOAD: Final = OptionsOf(LoadOptions(), without=("tokenizer", "prefix_disk", "hi
 
 @takes_options(_LOAD)
 def rpc(
-    models: OfferedModels = None,
-    idle_unload: IdleUnload = None,
-    memory: Memory = None,
+    offered: PoolOptions,
     max_line: Annotated[str, typer.Option(metavar="SIZE", help="Largest line of the client.")] = "16MiB",
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of the protocol, and exit.")] = False,
     offline: Offline = False,  # noqa: ARG001  its callback acts
@@ -55,7 +53,7 @@ def rpc(
     if max_line_bytes < _SHORTEST_LINE:
         raise InputError(f"--max-line is {max_line}", f"it must be at least {_SHORTEST_LINE} bytes")
     each = replace(load, max_waiting=MAX_REQUESTS)
-    with open_pool(models or [], each, idle_unload, memory) as pool:
+    with offered.open(each) as pool:
         binary(_STDIN)
         settings = RpcSettings(choose_device(load.device).kind, Power(load.power), max_line_bytes, debug)
         serve(pool, settings, _STDIN, take_over_stdout())

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -26,23 +25,6 @@ from .single_answer import SinglePrompt, answer_prompt
 if TYPE_CHECKING:
     from ..terminal.chat.opening import ChatSettings
 
-JsonSchema: TypeAlias = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Let the answer be JSON of the schema in FILE, on one line. This, the next three options and "
-        "--grammar-aligned need the extra structured.",
-    ),
-]
-Regex: TypeAlias = Annotated[
-    str | None, typer.Option(metavar="PATTERN", help="Let the whole answer match a regular expression.")
-]
-GrammarFile: TypeAlias = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Let the answer follow the Lark or GBNF grammar in FILE.")
-]
-Choices: TypeAlias = Annotated[
-    list[str] | None, typer.Option(metavar="TEXT", help="Let the answer be this text; repeat it for other choices.")
-]
 _MAX_PROMPT_BYTES: Final = 16 << 20
 """Largest prompt that is read from standard input, several times the text of the longest contexts."""
 _ANSWER: Final = OptionsOf(
@@ -55,39 +37,13 @@ _ANSWER: Final = OptionsOf(
 _LOAD: Final = OptionsOf(LoadOptions(), without=("learned", "parallel", "max_waiting"))
 
 
-def response_format_of(
-    schema: Path | None, regex: str | None, grammar: Path | None, choices: Sequence[str] | None
-) -> ResponseFormat | None:
-    """What the answer has to look like; None for free text.
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of `edge-run run` beside those of the model and the answer."""
 
-    Args:
-        schema: file with a JSON schema.
-        regex: what the whole answer matches.
-        grammar: file with a grammar.
-        choices: texts of which the answer is one.
-
-    Raises:
-        InputError: several of them are given, or a file cannot be read.
-    """
-    given = {"--json-schema": schema, "--regex": regex, "--grammar": grammar, "--choice": choices or None}
-    named = [name for name, value in given.items() if value is not None]
-    if len(named) > 1:
-        raise InputError(f"{named[0]} and {named[1]} are both given", "an answer has one format: give one of them")
-    if schema is not None:
-        return ResponseFormat.json_schema(read_text(schema, "give a file with a JSON schema"))
-    if grammar is not None:
-        return ResponseFormat.grammar(read_text(grammar, "give a file with a Lark or GBNF grammar"))
-    if regex is not None:
-        return ResponseFormat.regex(regex)
-    return ResponseFormat.choice(choices) if choices else None
-
-
-@takes_options(_ANSWER, _LOAD)
-def run(
-    model: ModelArgument = None,
     prompt: Annotated[
         str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="Answer this prompt, then exit.")
-    ] = None,
+    ] = None
     prefix: Annotated[
         Path | None,
         typer.Option(
@@ -96,29 +52,40 @@ def run(
             "message, or with --raw before the prompt. Its KV cache is kept on disk, so that the next start does not "
             "read it again.",
         ),
-    ] = None,
-    json_schema: JsonSchema = None,
-    regex: Regex = None,
-    grammar: GrammarFile = None,
-    choice: Choices = None,
-    resume: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Continue a conversation that /save wrote.")
-    ] = None,
+    ] = None
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Let the answer be JSON of the schema in FILE, on one line. This, the next three options and "
+            "--grammar-aligned need the extra structured.",
+        ),
+    ] = None
+    regex: Annotated[
+        str | None, typer.Option(metavar="PATTERN", help="Let the whole answer match a regular expression.")
+    ] = None
+    grammar: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Let the answer follow the Lark or GBNF grammar in FILE.")
+    ] = None
+    choice: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Let the answer be this text; repeat it for other choices.")
+    ] = None
+    resume: Annotated[Path | None, typer.Option(metavar="FILE", help="Continue a conversation that /save wrote.")] = (
+        None
+    )
     continue_: Annotated[
         bool,
         typer.Option("-c", "--continue", help="Go on with the latest conversation, with its model if none is named."),
-    ] = False,
+    ] = False
     conversation: Annotated[
         str | None,
         typer.Option(
             metavar="ID", help="Go on with a conversation of this id, as /conversations and the app list them."
         ),
-    ] = None,
+    ] = None
     save: Annotated[
         bool, typer.Option("--save/--no-save", help="Keep the conversations of a chat, and what is typed, on disk.")
-    ] = True,
-    offline: Offline = False,  # noqa: ARG001  its callback acts
-    as_json: AsJson = False,
+    ] = True
     json_stream: Annotated[
         bool,
         typer.Option(
@@ -126,8 +93,35 @@ def run(
             help="Print JSON lines while the answer is generated: an object for each piece, and at the end that of "
             "--json.",
         ),
-    ] = False,
-    stats: Annotated[bool, typer.Option("--stats", help="Print statistics of the answer on standard error.")] = False,
+    ] = False
+    stats: Annotated[bool, typer.Option("--stats", help="Print statistics of the answer on standard error.")] = False
+
+    def response_format(self) -> ResponseFormat | None:
+        """What the answer has to look like; None for free text.
+
+        Raises:
+            InputError: several formats are given, or a file cannot be read.
+        """
+        schema, regex, grammar, choices = self.json_schema, self.regex, self.grammar, self.choice or None
+        given = {"--json-schema": schema, "--regex": regex, "--grammar": grammar, "--choice": choices}
+        named = [name for name, value in given.items() if value is not None]
+        if len(named) > 1:
+            raise InputError(f"{named[0]} and {named[1]} are both given", "an answer has one format: give one of them")
+        if schema is not None:
+            return ResponseFormat.json_schema(read_text(schema, "give a file with a JSON schema"))
+        if grammar is not None:
+            return ResponseFormat.grammar(read_text(grammar, "give a file with a Lark or GBNF grammar"))
+        if regex is not None:
+            return ResponseFormat.regex(regex)
+        return ResponseFormat.choice(choices) if choices else None
+
+
+@takes_options(_ANSWER, _LOAD)
+def run(
+    chosen: RunOptions,
+    model: ModelArgument = None,
+    offline: Offline = False,  # noqa: ARG001  its callback acts
+    as_json: AsJson = False,
     debug: Debug = False,  # noqa: ARG001  main reads it
     **given: Any,
 ) -> int:
@@ -142,43 +136,69 @@ def run(
     if model is not None and not may_be_model(model):  # before a prompt is read
         raise BundleError(f"{model} does not exist", "give an .onnx file or a model folder")
     load = _LOAD.record(given)
-    options = _ANSWER.record(given, response_format=response_format_of(json_schema, regex, grammar, choice))
-    if as_json and json_stream:
-        raise InputError("--json and --json-stream are both given", "give one of them")
-    if options.logprobs is not None and not (as_json or json_stream):
-        raise InputError("--logprobs lists tokens in the JSON of an answer", "add --json, or leave --logprobs out")
-    chatting = prompt is None and sys.stdin is not None and sys.stdin.isatty()
-    if chatting:
-        _check_chat(raw=options.raw, as_json=as_json, json_stream=json_stream, several=options.candidates > 1)
-    elif continue_ or conversation is not None:
-        name = "--continue" if continue_ else "--conversation"
-        raise InputError(f"{name} goes on with a chat, but there is a prompt to answer", f"leave out {name}")
-    elif prompt is None:
-        prompt = _read_standard_input()
+    options = _ANSWER.record(given, response_format=chosen.response_format())
+    chatting = chosen.prompt is None and sys.stdin is not None and sys.stdin.isatty()
+    _check(chosen, options, chatting=chatting, as_json=as_json)
+    prompt = _read_standard_input() if chosen.prompt is None and not chatting else chosen.prompt
     prompt, system = (None if text is None else unify_line_ends(text) for text in (prompt, options.system))
-    document = "" if prefix is None else read_text(prefix, "give a file with text")
-    if document and resume is not None:
+    document = "" if chosen.prefix is None else read_text(chosen.prefix, "give a file with text")
+    if document and chosen.resume is not None:
         raise InputError("a resumed conversation has its beginning already", "leave out --prefix or --resume")
     if document and not options.raw:
         system = document if system is None else f"{system}\n\n{document}"
     if prompt == "":
         raise InputError("the prompt is empty", "give -p TEXT, or text on standard input")
-    keep_prefix = (bool(document) and not options.raw) or (chatting and save)
+    keep_prefix = (bool(document) and not options.raw) or (chatting and chosen.save)
     options = replace(options, system=system, keep_prefix=keep_prefix)
     # Without speculation a draft model would cost memory and processor time for nothing.
     if options.speculation == Speculation.OFF:
         load = replace(load, draft=None, draft_device="auto")
     if not chatting:
         raw_prefix = document if options.raw else ""
-        return answer_prompt(
-            model, load, SinglePrompt(prompt or "", options, raw_prefix, resume, as_json, json_stream, stats)
+        asked = SinglePrompt(
+            prompt or "", options, raw_prefix, chosen.resume, as_json, chosen.json_stream, chosen.stats
         )
+        return answer_prompt(model, load, asked)
     from ..terminal.chat.opening import ChatSettings
 
     settings = ChatSettings(
-        replace(options, system=None), system, resume, conversation, latest=continue_, saving=save, show_stats=stats
+        replace(options, system=None),
+        system,
+        chosen.resume,
+        chosen.conversation,
+        latest=chosen.continue_,
+        saving=chosen.save,
+        show_stats=chosen.stats,
     )
     return _chat(model, load, settings)
+
+
+def _check(chosen: RunOptions, options: GenerateOptions, *, chatting: bool, as_json: bool) -> None:
+    """Check that options go together.
+
+    Raises:
+        InputError: they do not.
+    """
+    if as_json and chosen.json_stream:
+        raise InputError("--json and --json-stream are both given", "give one of them")
+    if options.logprobs is not None and not (as_json or chosen.json_stream):
+        raise InputError("--logprobs lists tokens in the JSON of an answer", "add --json, or leave --logprobs out")
+    if not chatting:
+        if chosen.continue_ or chosen.conversation is not None:
+            name = "--continue" if chosen.continue_ else "--conversation"
+            raise InputError(f"{name} goes on with a chat, but there is a prompt to answer", f"leave out {name}")
+        return
+    of_answers = {
+        "--raw": options.raw,
+        "--json": as_json,
+        "--json-stream": chosen.json_stream,
+        "--n or --best-of": options.candidates > 1,
+    }
+    for option, given in of_answers.items():
+        if given:
+            raise InputError(f"{option} needs a prompt", "give -p TEXT, or text on standard input")
+    if not sys.stdout.isatty():
+        raise InputError("a chat needs a terminal on standard output", "give -p TEXT, or text on standard input")
 
 
 def _chat(model: str | None, load: LoadOptions, settings: ChatSettings) -> int:
@@ -191,15 +211,6 @@ def _chat(model: str | None, load: LoadOptions, settings: ChatSettings) -> int:
         return open_model(name, options, progress=progress)
 
     return open_chat(open_named, model, settings)
-
-
-def _check_chat(*, raw: bool, as_json: bool, json_stream: bool, several: bool) -> None:
-    options = {"--raw": raw, "--json": as_json, "--json-stream": json_stream, "--n or --best-of": several}
-    for option, given in options.items():
-        if given:
-            raise InputError(f"{option} needs a prompt", "give -p TEXT, or text on standard input")
-    if not sys.stdout.isatty():
-        raise InputError("a chat needs a terminal on standard output", "give -p TEXT, or text on standard input")
 
 
 def _read_standard_input() -> str:

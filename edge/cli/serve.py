@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -15,7 +16,7 @@ from ...models.user_text import decode_text, parse_bytes
 from ...runtime.arguments.load_options import LoadOptions
 from ..server import missing_extra
 from ..terminal.output import showing_tracebacks, write_error
-from .pool_options import IdleUnload, Memory, OfferedModels, open_pool
+from .pool_options import PoolOptions
 from .shared_options import Debug, Offline, OptionsOf, takes_options
 
 _KEY_VARIABLE: Final = "EDGERUN_API_KEY"
@@ -23,16 +24,17 @@ _MAX_KEY_BYTES: Final = 4096
 _LOAD: Final = OptionsOf(LoadOptions(), without=("tokenizer", "learned"))
 
 
-@takes_options(_LOAD)
-def serve(
-    models: OfferedModels = None,
+@dataclass(frozen=True)
+class ServeOptions:
+    """Options of `edge-run serve`."""
+
     host: Annotated[
         str,
         typer.Option(metavar="ADDRESS", help="Address to listen at; one that other machines reach needs an API key."),
-    ] = "127.0.0.1",
+    ] = "127.0.0.1"
     port: Annotated[
         int, typer.Option(metavar="N", min=0, max=65535, help="Port to listen at; 0 for one that is free.")
-    ] = 8080,
+    ] = 8080
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -40,21 +42,19 @@ def serve(
             help="Key that clients have to send. Other users of this machine can see it in the list of processes, "
             f"unlike the environment variable {_KEY_VARIABLE} and --api-key-file.",
         ),
-    ] = None,
-    api_key_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file that contains the key.")] = None,
+    ] = None
+    api_key_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file that contains the key.")] = None
     allow_host: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="A further name by which clients reach the server; may be repeated."),
-    ] = None,
+    ] = None
     allow_origin: Annotated[
         list[str] | None,
         typer.Option(
             metavar="ORIGIN",
             help="A web origin whose pages may use the server, such as https://example.com; may be repeated.",
         ),
-    ] = None,
-    idle_unload: IdleUnload = None,
-    memory: Memory = None,
+    ] = None
     prefix: Annotated[
         list[Path] | None,
         typer.Option(
@@ -63,14 +63,20 @@ def serve(
             "of a chat completion (messages, tools). Every model reads it when it is loaded, and its KV cache is kept "
             "on disk for the next start; may be repeated.",
         ),
-    ] = None,
-    max_body: Annotated[str, typer.Option(metavar="SIZE", help="Largest body of a request.")] = "32MiB",
+    ] = None
+    max_body: Annotated[str, typer.Option(metavar="SIZE", help="Largest body of a request.")] = "32MiB"
     drain: Annotated[
         float,
         typer.Option(
             metavar="SECONDS", min=0, help="How long running answers may go on when the server is asked to end."
         ),
-    ] = 30.0,
+    ] = 30.0
+
+
+@takes_options(_LOAD)
+def serve(
+    offered: PoolOptions,
+    options: ServeOptions,
     offline: Offline = False,  # noqa: ARG001  its callback acts
     debug: Debug = False,
     **given: Any,
@@ -90,16 +96,15 @@ def serve(
         from ..service.kept_prefixes import KeptPrefix
 
     settings = ServerSettings(
-        host=host,
-        api_key=_api_key(api_key, api_key_file),
-        allow_hosts=tuple(allow_host or ()),
-        allow_origins=tuple(allow_origin or ()),
-        max_body_bytes=parse_bytes(max_body, "--max-body"),
+        host=options.host,
+        api_key=_api_key(options.api_key, options.api_key_file),
+        allow_hosts=tuple(options.allow_host or ()),
+        allow_origins=tuple(options.allow_origin or ()),
+        max_body_bytes=parse_bytes(options.max_body, "--max-body"),
     )
-    prefixes = [KeptPrefix.read(path) for path in prefix or ()]
-    opened = open_pool(models or [], load, idle_unload, memory, prefixes)
-    with opened as pool, bound_socket(host, port) as listening:
-        if models:
+    prefixes = [KeptPrefix.read(path) for path in options.prefix or ()]
+    with offered.open(load, prefixes) as pool, bound_socket(options.host, options.port) as listening:
+        if offered.models:
             # What is wrong with the model that most requests will use is said now.
             with ProgressDisplay(transient=True) as progress:
                 pool.load(None, progress)
@@ -108,10 +113,10 @@ def serve(
         shown = f"[{address}]" if ":" in address else address
         base = f"http://{shown}:{bound_port}"
         write_error(f"edge-run: serving {names} at {base}/v1 (Ctrl-C ends it)")
-        write_error(f"edge-run: try: {_curl(base, settings.api_key, api_key_file)}")
+        write_error(f"edge-run: try: {_curl(base, settings.api_key, options.api_key_file)}")
         service = AnswerService(pool, settings)
         with showing_tracebacks(debug):
-            draining_server(asgi_app(service), service, settings, drain).run([listening])
+            draining_server(asgi_app(service), service, settings, options.drain).run([listening])
 
 
 def _api_key(option: str | None, file: Path | None) -> str | None:

@@ -8,8 +8,9 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Final, Generic, TypeVar, get_type_hints
+from typing import Annotated, Any, Final, Generic, TypeVar, cast, get_type_hints
 
 import typer
 
@@ -108,21 +109,49 @@ class OptionsOf(Generic[_Record]):
 
 
 def takes_options(*records: OptionsOf[Any]) -> Callable[[_Command], _Command]:
-    """Decorate a command so that fields of records are options of it, which come before those of every command.
+    """Decorate a command so that fields of records are options of it.
 
-    The command collects them with `**`, and `OptionsOf.record` makes the records of them.
+    A parameter whose type is a dataclass stands for the fields of it, which have the form of typer. The fields of
+    `records` come before the options of every command; the command collects them with `**`, and `OptionsOf.record`
+    makes the records of them.
     """
 
     def decorated(command: _Command) -> _Command:
         own = inspect.signature(command, eval_str=True).parameters.values()
-        named = [each for each in own if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        groups = {each.name: each.annotation for each in own if dataclasses.is_dataclass(each.annotation)}
+        named: list[inspect.Parameter] = []
+        for each in own:
+            if each.name in groups:
+                named += _parameters(each.annotation)
+            elif each.kind is not inspect.Parameter.VAR_KEYWORD:
+                named.append(each)
         of_records = [each for record in records for each in record.parameters()]
         first = next(index for index, each in enumerate(named) if each.name in _OF_EVERY_COMMAND)
-        parameters = [*named[:first], *of_records, *named[first:]]
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return command
+
+        @wraps(command)
+        def call(**given: Any) -> Any:
+            for name, group in groups.items():
+                given[name] = group(**{each.name: given.pop(each.name) for each in dataclasses.fields(group)})
+            return command(**given)
+
+        call.__signature__ = inspect.Signature([*named[:first], *of_records, *named[first:]])  # type: ignore[attr-defined]
+        return cast(_Command, call)
 
     return decorated
+
+
+def _parameters(group: type[Any]) -> list[inspect.Parameter]:
+    """The fields of a dataclass as parameters of a function; those without a default come first."""
+    hints, kind = get_type_hints(group, include_extras=True), inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [
+        inspect.Parameter(
+            each.name,
+            kind,
+            default=inspect.Parameter.empty if each.default is dataclasses.MISSING else each.default,
+            annotation=hints[each.name],
+        )
+        for each in dataclasses.fields(group)
+    ]
 
 
 def _logit_bias(given: Sequence[str]) -> dict[int, float]:

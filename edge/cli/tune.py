@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -89,19 +89,8 @@ def tune(
     # A graph that is asked for by name would be used whatever is measured, but this is to find out.
     reader = PrefillMode.PLAIN if load.prefill == PrefillMode.PLAIN else PrefillMode.AUTO
     with open_model(model, replace(load, context=context, prefill=reader)) as engine:
-        contexts = _contexts(engine, limited=context is None)
-        with ProgressDisplay() as progress:
-            cost = measure_pass_cost(
-                engine.model.new_sequence().bound,
-                contexts=contexts,
-                threads=engine.model.threads,
-                progress=lambda fraction: progress("timing passes", fraction),
-            )
-            choice_of_graph = engine.model.prompts.tune(progress)
-        file = PASS_COSTS.save(model_key(engine.bundle, SessionConfig(engine.device, engine.model.threads)), cost)
-        sequences = (engine.tokenizer.encode(text, add_special_tokens=False) for text in texts)
-        prior_bytes = write_bundle_table(engine.bundle, sequences, engine.graph_io.vocab_size) if texts else 0
-        prompts = prompt_facts(choice_of_graph, engine.model.prompts.refusal)
+        cost, choice_of_graph, file = _measure(engine, limited=context is None)
+        prior_bytes = _write_table(engine, texts) if texts else 0
         facts = {
             "model": str(engine.bundle.folder),
             "device": str(engine.device),
@@ -110,26 +99,49 @@ def tune(
             "file": None if file is None else str(file),
             "doubt": None if cost.doubt is None else cost.doubt.value,
             "contexts": describe_cost(cost),
-            "prompts": prompts,
+            "prompts": prompt_facts(choice_of_graph, engine.model.prompts.refusal),
             "ngram_bytes": prior_bytes,
         }
     if as_json:
         write_json(facts)
         return
+    lines = _threads_lines(choice) + ([] if fastest is None else fastest_device_lines(fastest))
+    _show(lines, cost, None if reader is PrefillMode.PLAIN else facts["prompts"], prior_bytes)
+    if file is None:
+        write_warning("the cache folder cannot be written, so the result is not stored")
+
+
+def _measure(engine: Engine, *, limited: bool) -> tuple[PassCost, PromptChoice | None, Path | None]:
+    """Measure what passes cost, and which graph reads prompts fastest; the costs are stored in a file."""
+    with ProgressDisplay() as progress:
+        cost = measure_pass_cost(
+            engine.model.new_sequence().bound,
+            contexts=_contexts(engine, limited=limited),
+            threads=engine.model.threads,
+            progress=lambda fraction: progress("timing passes", fraction),
+        )
+        choice = engine.model.prompts.tune(progress)
+    key = model_key(engine.bundle, SessionConfig(engine.device, engine.model.threads))
+    return cost, choice, PASS_COSTS.save(key, cost)
+
+
+def _write_table(engine: Engine, texts: Sequence[str]) -> int:
+    """Count texts into the n-gram table; returns its bytes."""
+    sequences = (engine.tokenizer.encode(text, add_special_tokens=False) for text in texts)
+    return write_bundle_table(engine.bundle, sequences, engine.graph_io.vocab_size)
+
+
+def _show(lines: list[str], cost: PassCost, prompts: Mapping[str, Any] | None, prior_bytes: int) -> None:
     console = SafeConsole()
-    if choice is not None and choice.seconds:
-        console.print(_threads_text(choice), soft_wrap=True)
-    if fastest is not None and (fastest.seconds or fastest.refused):
-        console.print("\n".join(fastest_device_lines(fastest)), soft_wrap=True, highlight=False)
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)
     console.print(_table(cost))
-    if reader is not PrefillMode.PLAIN:
+    if prompts is not None:
         console.print(prompt_text(prompts), soft_wrap=True, highlight=False)
     if cost.doubt is not None:
         console.print(doubt_text(cost.doubt.value), soft_wrap=True)
     if prior_bytes:
         console.print(f"n-gram table: {prior_bytes / 2**20:.1f} MiB")
-    if file is None:
-        write_warning("the cache folder cannot be written, so the result is not stored")
 
 
 def _choose_threads(model: str | None, load: LoadOptions) -> ThreadChoice | None:
@@ -158,6 +170,8 @@ def _choose_device(model: str | None, load: LoadOptions) -> FastestDevice:
 
 def fastest_device_lines(choice: FastestDevice) -> list[str]:
     """What each device takes for a token, why others were not timed, and which one is used from now on."""
+    if not (choice.seconds or choice.refused):
+        return []
     times = ", ".join(f"{name}: {value * 1e3:.3g} ms" for name, value in choice.seconds.items())
     lines = [f"{name} was not timed: {reason}" for name, reason in choice.refused.items()]
     if choice.busy:
@@ -205,12 +219,14 @@ def _threads_facts(threads: int, choice: ThreadChoice | None) -> dict[str, Any]:
     }
 
 
-def _threads_text(choice: ThreadChoice) -> str:
-    """Which number of threads is used from now on, in a sentence or two."""
+def _threads_lines(choice: ThreadChoice | None) -> list[str]:
+    """Which number of threads is used from now on; nothing where none was measured."""
+    if choice is None or not choice.seconds:
+        return []
     times = ", ".join(f"{count}: {value * 1e3:.3g} ms" for count, value in sorted(choice.seconds.items()))
     if choice.busy:
-        return f"threads: {times}; not stored, because other programs used the processor"
-    return f"threads: {times}; {choice.threads} from now on, unless --threads says otherwise"
+        return [f"threads: {times}; not stored, because other programs used the processor"]
+    return [f"threads: {times}; {choice.threads} from now on, unless --threads says otherwise"]
 
 
 def describe_cost(cost: PassCost) -> list[dict[str, Any]]:

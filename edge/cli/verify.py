@@ -83,18 +83,22 @@ def verify(
                 )
         engine.model.drafters.store_exactness_report(report)
         if as_json:
-            facts = {
-                "model": str(engine.bundle.folder),
-                "device": str(engine.device),
-                "packed_weights": "intact" if packed else None,
-                "summary": exactness_summary(report),
-                **({} if quality is None else {"int8_cache": record_to_json(quality)}),
-                **report.to_json(),
-            }
-            write_json(facts)
+            write_json(_facts(engine, report, quality, packed))
         else:
             _show(engine, report, quality, packed, [each.exchanges[0].prompt for each in conversations])
     return 0 if report.passed else 1
+
+
+def _facts(engine: Engine, report: ExactnessReport, quality: CacheQuality | None, packed: bool) -> dict[str, Any]:
+    """What was found, as plain values."""
+    return {
+        "model": str(engine.bundle.folder),
+        "device": str(engine.device),
+        "packed_weights": "intact" if packed else None,
+        "summary": exactness_summary(report),
+        **({} if quality is None else {"int8_cache": record_to_json(quality)}),
+        **report.to_json(),
+    }
 
 
 def exactness_summary(report: ExactnessReport) -> str:
