@@ -10,14 +10,11 @@ The list is kept in the store's settings: after a restart, what was unfinished i
 
 from __future__ import annotations
 
-import logging
 import secrets
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, Final
 
 from ....errors import EdgeError, InputError
@@ -26,10 +23,9 @@ from ....models.hub.client import ConnectionFailedError, require_online
 from ....models.hub.downloaded_model import HubId, parse_hub_id
 from ....models.hub.fetch import fetch_model
 from ....models.hub.local_store import Store, stores
-from ..api_endpoint import not_found
-from .model_catalog import SettingsStore
+from ...conversations.store import ConversationStore
+from .work_queue import Publish, QueuedWork, WorkQueue, WorkState, outcome
 
-_log: Final = logging.getLogger(__name__)
 _SETTING: Final = "downloads"
 _MAX_DOWNLOADS: Final = 50
 _REPORT_S: Final = 0.25
@@ -39,27 +35,17 @@ _RATE_S: Final = 8.0
 _OFFLINE: Final = "edge-run cannot reach the hub"
 
 
-class DownloadState(StrEnum):
-    """How far a download is."""
-
-    QUEUED = "queued"
-    DOWNLOADING = "downloading"
-    PAUSED = "paused"
-    DONE = "done"
-    FAILED = "failed"
-
-
 class _StoppedError(Exception):
     """Ends a download that was paused or cancelled; the hub's code lets it through."""
 
 
 @dataclass
-class _Download:
-    """A download; the queue's lock guards it."""
+class _Download(QueuedWork):
+    """A download."""
 
     key: str
     id: HubId
-    state: DownloadState = DownloadState.PAUSED
+    state: WorkState = WorkState.PAUSED
     received: int = 0
     total: int = 0
     error: str = ""
@@ -70,7 +56,7 @@ class _Download:
 
     def rate(self) -> float | None:
         """Bytes per second over the last seconds; None where there is too little to say."""
-        if self.state is not DownloadState.DOWNLOADING or len(self.samples) < 2:
+        if self.state is not WorkState.DOWNLOADING or len(self.samples) < 2:
             return None
         (begin, first), (end, last) = self.samples[0], self.samples[-1]
         return max(0.0, (last - first) / (end - begin)) if end > begin else None
@@ -92,7 +78,7 @@ class _Download:
         }
 
 
-class DownloadQueue:
+class DownloadQueue(WorkQueue[_Download]):
     """The downloads of the app.
 
     Args:
@@ -104,26 +90,18 @@ class DownloadQueue:
 
     def __init__(
         self,
-        store: SettingsStore,
+        store: ConversationStore,
         kind: DeviceKind,
-        publish: Callable[[dict[str, Any]], None],
+        publish: Publish,
         finished: Callable[[], None],
     ) -> None:
+        super().__init__("download", publish)
         self._store: Final = store
         self._kind: Final = kind
-        self._publish: Final = publish
         self._finished: Final = finished
-        self._changed: Final = threading.Condition()
-        self._downloads: Final[dict[str, _Download]] = {each.key: each for each in self._restored()}
+        self._items.update({each.key: each for each in self._restored()})
         self._current: _Download | None = None
         """The download that the thread works on, also while it is ending one that was paused or cancelled."""
-        self._thread: threading.Thread | None = None
-        self._closed = False
-
-    def objects(self) -> list[dict[str, Any]]:
-        """All downloads as JSON objects, in the order in which they were added."""
-        with self._changed:
-            return [each.as_object() for each in self._downloads.values()]
 
     def add(self, name: str) -> dict[str, Any]:
         """Queue the download of a model; one that is in the list already is resumed.
@@ -138,13 +116,13 @@ class DownloadQueue:
         id_ = parse_hub_id(name.strip().removeprefix("https://huggingface.co/").strip("/"))
         require_online()
         with self._changed:
-            known = next((each for each in self._downloads.values() if each.id == id_), None)
+            known = next((each for each in self._items.values() if each.id == id_), None)
             if known is None:
                 self._forget_ended()
-                if len(self._downloads) >= _MAX_DOWNLOADS:
-                    raise InputError(f"{len(self._downloads)} downloads are in the list", "cancel some of them first")
+                if len(self._items) >= _MAX_DOWNLOADS:
+                    raise InputError(f"{len(self._items)} downloads are in the list", "cancel some of them first")
                 known = _Download(secrets.token_hex(8), id_)
-                self._downloads[known.key] = known
+                self._items[known.key] = known
             self._enqueue(known)
             return known.as_object()
 
@@ -156,8 +134,8 @@ class DownloadQueue:
         """
         with self._changed:
             download = self._of(key)
-            if download.state in {DownloadState.QUEUED, DownloadState.DOWNLOADING}:
-                self._set(download, DownloadState.PAUSED)
+            if download.state in {WorkState.QUEUED, WorkState.DOWNLOADING}:
+                self._set(download, WorkState.PAUSED)
             return download.as_object()
 
     def resume(self, key: str) -> dict[str, Any]:
@@ -180,11 +158,11 @@ class DownloadQueue:
         """
         with self._changed:
             download = self._of(key)
-            del self._downloads[key]
+            del self._items[key]
             self._save()
             running = download is self._current
             removed = {**download.as_object(), "state": "removed"}
-            done = download.state is DownloadState.DONE
+            done = download.state is WorkState.DONE
         if not running and not done:
             self._remove_partial(download)
         self._publish(removed)
@@ -192,45 +170,52 @@ class DownloadQueue:
 
     def close(self) -> None:
         """End the download in progress, which is paused when the app starts again."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-            thread = self._thread
-        if thread is not None:
+        if (thread := self._close()) is not None:
             thread.join(timeout=1.0)
 
     def _enqueue(self, download: _Download) -> None:
-        if download.state in {DownloadState.QUEUED, DownloadState.DOWNLOADING}:
+        if download.state in {WorkState.QUEUED, WorkState.DOWNLOADING}:
             return
         download.error = ""
         # The thread may not have noticed that it was paused; then it goes on.
         running = download is self._current
-        self._set(download, DownloadState.DOWNLOADING if running else DownloadState.QUEUED)
-        self._start()
+        self._set(download, WorkState.DOWNLOADING if running else WorkState.QUEUED)
+        self._wake()
 
-    def _start(self) -> None:
-        self._changed.notify_all()
-        if self._thread is None and not self._closed:
-            self._thread = threading.Thread(target=self._run, name="edge-run downloads", daemon=True)
-            self._thread.start()
+    def _begin(self, work: _Download) -> None:
+        self._current = work
+        work.samples.clear()
+        self._set(work, WorkState.DOWNLOADING)
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while (download := self._next()) is None and not self._closed:
-                    self._changed.wait()
-                if download is None or self._closed:
-                    return
-                self._current = download
-                download.samples.clear()
-                self._set(download, DownloadState.DOWNLOADING)
-            self._download(download)
+    def _do(self, work: _Download) -> None:
+        paused = False
 
-    def _next(self) -> _Download | None:
-        waiting = (each for each in self._downloads.values() if each.state is DownloadState.QUEUED)
-        return next(waiting, None)
+        def fetch() -> None:
+            nonlocal paused
+            try:
+                work.model = fetch_model(work.id, self._kind, newest=True, progress=self._progress(work)).id
+                work.received = work.total
+            except _StoppedError:
+                paused = True
+            except ConnectionFailedError as failure:
+                raise EdgeError(f"{_OFFLINE}: {failure.what}", "resume the download when it can") from failure
 
-    def _download(self, download: _Download) -> None:
+        state, error = outcome("the download", fetch)
+        with self._changed:
+            self._current = None
+            cancelled = work.key not in self._items
+            if not paused or work.state is WorkState.DOWNLOADING:
+                # Resumed after it had noticed the pause: once more.
+                work.error = error
+                self._set(work, WorkState.QUEUED if paused else state)
+        if paused or state is not WorkState.DONE:
+            if cancelled:
+                self._remove_partial(work)
+        else:
+            self._finished()
+
+    def _progress(self, download: _Download) -> Callable[[str, int, int], None]:
+        """What keeps how far a download is, and tells the page now and then."""
         reported = 0.0
 
         def progress(_name: str, received: int, total: int) -> None:
@@ -242,72 +227,40 @@ class DownloadQueue:
                 download.samples.append((now, received))
                 while now - download.samples[0][0] > _RATE_S:
                     download.samples.popleft()
-                due = now - reported >= _REPORT_S or received == total
-                shown = download.as_object()
-            if due:
-                reported = now
-                self._publish(shown)
+                if now - reported >= _REPORT_S or received == total:
+                    reported = now
+                    self._told(download)
 
-        try:
-            found = fetch_model(download.id, self._kind, newest=True, progress=progress)
-        except _StoppedError:
-            outcome, error = DownloadState.PAUSED, ""
-        except ConnectionFailedError as failure:
-            outcome, error = DownloadState.FAILED, f"{_OFFLINE}: {failure.what}; resume the download when it can"
-        except EdgeError as failure:
-            outcome, error = DownloadState.FAILED, str(failure)
-        except Exception as failure:  # noqa: BLE001  the thread must go on, and the page must not wait for ever
-            _log.error("a download failed: %s", type(failure).__name__, exc_info=failure)
-            outcome, error = DownloadState.FAILED, f"the download failed: {type(failure).__name__}"
-        else:
-            outcome, error = DownloadState.DONE, ""
-            download.model, download.received = found.id, download.total
-        with self._changed:
-            self._current = None
-            cancelled = download.key not in self._downloads
-            if outcome is not DownloadState.PAUSED or download.state is DownloadState.DOWNLOADING:
-                # Resumed after it had noticed the pause: once more.
-                outcome = DownloadState.QUEUED if outcome is DownloadState.PAUSED else outcome
-                download.error = error
-                self._set(download, outcome)
-        if cancelled and outcome is not DownloadState.DONE:
-            self._remove_partial(download)
-        if outcome is DownloadState.DONE:
-            self._finished()
+        return progress
 
     def _check_wanted(self, download: _Download) -> None:
-        if self._closed or download.key not in self._downloads or download.state is DownloadState.PAUSED:
+        if self._closed or download.key not in self._items or download.state is WorkState.PAUSED:
             raise _StoppedError
 
     def _remove_partial(self, download: _Download) -> None:
         """Remove partial files, unless another download of the repository may need them."""
         with self._changed:
-            others = [each for each in self._downloads.values() if each.id.repo == download.id.repo]
+            others = [each for each in self._items.values() if each.id.repo == download.id.repo]
         if not others:
             Store(download.id.repo).remove_unfinished()
 
-    def _of(self, key: str) -> _Download:
-        if key not in self._downloads:
-            raise not_found("this download is no longer in the list", "reload the page")
-        return self._downloads[key]
-
-    def _set(self, download: _Download, state: DownloadState) -> None:
+    def _set(self, download: _Download, state: WorkState) -> None:
         """Change the state of a download that is still in the list, keep it, and tell the page; the lock is held."""
-        if download.key not in self._downloads:
+        if download.key not in self._items:
             return
         download.state = state
         self._save()
-        self._publish(download.as_object())
+        self._told(download)
 
     def _forget_ended(self) -> None:
-        for key in [key for key, each in self._downloads.items() if each.state is DownloadState.DONE]:
-            del self._downloads[key]
+        for key in [key for key, each in self._items.items() if each.state is WorkState.DONE]:
+            del self._items[key]
 
     def _save(self) -> None:
         kept = [
             {"key": each.key, "id": str(each.id), "received": each.received, "total": each.total}
-            for each in self._downloads.values()
-            if each.state is not DownloadState.DONE
+            for each in self._items.values()
+            if each.state is not WorkState.DONE
         ]
         self._store.set_setting(_SETTING, kept)
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from enum import StrEnum
+from collections.abc import Mapping
 from typing import Any, Final
 
-from ....errors import EdgeError, InputError
+from ....errors import InputError
 from ....models.find import BUNDLED_MODEL
 from ....models.json_file import record_from_json
 from ....runtime.measure.exactness import ComparisonCounts, ExactnessReport
-from ...service.cancellation import Cancellation, CancelledError
+from ...conversations.store import ConversationStore
+from ...service.cancellation import Cancellation
 from ...service.model_pool import ModelPool
 from .job_process import JobKind, run_job
-from .model_catalog import SettingsStore
+from .work_queue import Publish, WorkState, outcome
 
-_log: Final = logging.getLogger(__name__)
 _SETTING: Final = "exactness"
 _MAX_REPORTS: Final = 50
 _KINDS: Final = {
@@ -26,15 +24,6 @@ _KINDS: Final = {
     "sampled": "tokens drawn at random, with a seed",
     "exact": "the likeliest token, near ties recomputed",
 }
-
-
-class CheckState(StrEnum):
-    """How far a check is."""
-
-    RUNNING = "running"
-    DONE = "done"
-    CANCELLED = "cancelled"
-    FAILED = "failed"
 
 
 class ExactnessChecks:
@@ -50,8 +39,8 @@ class ExactnessChecks:
     def __init__(
         self,
         pool: ModelPool,
-        store: SettingsStore,
-        publish: Callable[[dict[str, Any]], None],
+        store: ConversationStore,
+        publish: Publish,
         load_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._pool: Final = pool
@@ -89,7 +78,7 @@ class ExactnessChecks:
             self._cancellation = Cancellation()
             self._check = {
                 "model": entry.id,
-                "state": CheckState.RUNNING.value,
+                "state": WorkState.RUNNING.value,
                 "stage": "",
                 "fraction": 0.0,
                 "error": "",
@@ -125,7 +114,7 @@ class ExactnessChecks:
         def progress(stage: str, fraction: float) -> None:
             self._update(stage=stage, fraction=fraction)
 
-        try:
+        def check() -> None:
             found = run_job(JobKind.EXACTNESS, arguments, progress, cancellation)
             report = {
                 "report": explained(record_from_json(ExactnessReport, found["report"])),
@@ -137,14 +126,12 @@ class ExactnessChecks:
                 kept = self._reports()
                 kept.pop(model, None)
                 self._store.set_setting(_SETTING, dict([*kept.items(), (model, report)][-_MAX_REPORTS:]))
-            self._update(state=CheckState.DONE.value, fraction=1.0)
-        except CancelledError:
-            self._update(state=CheckState.CANCELLED.value)
-        except EdgeError as error:
-            self._update(state=CheckState.FAILED.value, error=str(error))
-        except Exception as error:  # noqa: BLE001  the page must not wait for ever
-            _log.error("an exactness check failed: %s", type(error).__name__, exc_info=error)
-            self._update(state=CheckState.FAILED.value, error=f"the check failed: {type(error).__name__}")
+
+        state, error = outcome("the check", check)
+        if state is WorkState.DONE:
+            self._update(state=state.value, fraction=1.0)
+        else:
+            self._update(state=state.value, error=error)
 
     def _reports(self) -> dict[str, Any]:
         stored = self._store.setting(_SETTING, {})

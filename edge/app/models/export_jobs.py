@@ -9,27 +9,23 @@ in the work folder. Without a plan, an export has all its weights in one format 
 from __future__ import annotations
 
 import importlib.util
-import logging
 import re
 import secrets
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
-from ....errors import EdgeError, InputError
+from ....errors import InputError
 from ....models.atomic import write_atomically
 from ....models.file_system import remove
 from ....models.find import BUNDLED_MODEL, exports_folder
 from ....models.user_folders import cache_folder
-from ...service.cancellation import Cancellation, CancelledError
-from ..api_endpoint import not_found
+from ...service.cancellation import Cancellation
 from .job_process import JobKind, run_job
+from .work_queue import ENDED, Publish, QueuedWork, WorkQueue, WorkState, outcome
 
-_log: Final = logging.getLogger(__name__)
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,62}[A-Za-z0-9]|[A-Za-z0-9]")
 _PACKAGES: Final = ("onnx", "threadpoolctl")
 """Packages of the extra that a test of the environment looks for."""
@@ -39,25 +35,9 @@ _MAX_TOKENS: Final = 1_000_000
 _BITS: Final = (2, 4, 8)
 
 
-class ExportState(StrEnum):
-    """How far an export is."""
-
-    QUEUED = "queued"
-    MEASURING = "measuring"
-    CHOOSING = "choosing"
-    """Plans were measured, and one has to be chosen."""
-    EXPORTING = "exporting"
-    DONE = "done"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-
-_ENDED: Final = {ExportState.DONE, ExportState.FAILED, ExportState.CANCELLED}
-
-
 @dataclass
-class _ExportJob:
-    """An export; the lock of `ExportJobs` guards it."""
+class _ExportJob(QueuedWork):
+    """An export."""
 
     key: str
     source: str
@@ -65,7 +45,7 @@ class _ExportJob:
     bits: int | None
     """Bits of all weights; None where a plan is chosen."""
     calibration_tokens: int | None
-    state: ExportState = ExportState.QUEUED
+    state: WorkState = WorkState.QUEUED
     stage: str = ""
     fraction: float = 0.0
     plans: list[dict[str, Any]] = field(default_factory=list)
@@ -99,7 +79,7 @@ class _ExportJob:
         }
 
 
-class ExportJobs:
+class ExportJobs(WorkQueue[_ExportJob]):
     """The exports of the app, one of which works at a time.
 
     Args:
@@ -107,20 +87,14 @@ class ExportJobs:
         finished: called when a model was exported.
     """
 
-    def __init__(self, publish: Callable[[dict[str, Any]], None], finished: Callable[[], None]) -> None:
-        self._publish: Final = publish
+    def __init__(self, publish: Publish, finished: Callable[[], None]) -> None:
+        super().__init__("export", publish)
         self._finished: Final = finished
-        self._changed: Final = threading.Condition()
-        self._jobs: Final[dict[str, _ExportJob]] = {}
-        self._thread: threading.Thread | None = None
-        self._closed = False
 
     def describe(self) -> dict[str, Any]:
         """All jobs, where their models go, and what is missing to export anything."""
-        with self._changed:
-            jobs = [each.as_object() for each in self._jobs.values()]
         missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-        return {"jobs": jobs, "folder": str(exports_folder()), "missing": missing, "install": _INSTALL}
+        return {"jobs": self.objects(), "folder": str(exports_folder()), "missing": missing, "install": _INSTALL}
 
     def add(
         self, source: str, name: str | None = None, bits: int | None = None, calibration_tokens: int | None = None
@@ -149,10 +123,10 @@ class ExportJobs:
         job = _ExportJob(secrets.token_hex(8), source, chosen, bits, calibration_tokens)
         with self._changed:
             self._require_free(job)
-            for key in [key for key, each in self._jobs.items() if each.state in _ENDED][: -_MAX_JOBS or None]:
-                del self._jobs[key]
-            self._jobs[job.key] = job
-            self._start()
+            for key in [key for key, each in self._items.items() if each.state in ENDED][: -_MAX_JOBS or None]:
+                del self._items[key]
+            self._items[job.key] = job
+            self._wake()
             return self._told(job)
 
     def choose(self, key: str, plan: int) -> dict[str, Any]:
@@ -168,13 +142,13 @@ class ExportJobs:
         """
         with self._changed:
             job = self._of(key)
-            if job.state is not ExportState.CHOOSING:
+            if job.state is not WorkState.CHOOSING:
                 raise InputError(f"the export of {job.name} does not wait for a choice", "reload the page")
             if not 0 <= plan < len(job.plans):
                 raise InputError(f"plan is {plan}", f"give 0 to {len(job.plans) - 1}")
             job.chosen = plan
-            job.state = ExportState.QUEUED
-            self._start()
+            job.state = WorkState.QUEUED
+            self._wake()
             return self._told(job)
 
     def cancel(self, key: str) -> dict[str, Any]:
@@ -185,60 +159,41 @@ class ExportJobs:
         """
         with self._changed:
             job = self._of(key)
-            if job.state in _ENDED:
-                del self._jobs[key]
+            if job.state in ENDED:
+                del self._items[key]
                 removed = {**job.as_object(), "state": "removed"}
                 self._publish(removed)
                 return removed
-            working = job.state in {ExportState.MEASURING, ExportState.EXPORTING}
+            working = job.state in {WorkState.MEASURING, WorkState.EXPORTING}
             if not working:
-                self._end(job, ExportState.CANCELLED)
+                self._end(job, WorkState.CANCELLED)
         # It reads a flag and closes a pipe; the thread of the job sets its state.
         job.cancellation.cancel()
         return job.as_object()
 
     def close(self) -> None:
         """End the job that works."""
-        with self._changed:
-            self._closed = True
-            jobs = list(self._jobs.values())
-            thread = self._thread
-            self._changed.notify_all()
-        for job in jobs:
+        thread = self._close()
+        for job in self._items.values():
             job.cancellation.cancel()
         if thread is not None:
             thread.join()
-        for job in jobs:
+        for job in self._items.values():
             _remove_work(job)
 
-    def _start(self) -> None:
-        self._changed.notify_all()
-        if self._thread is None and not self._closed:
-            self._thread = threading.Thread(target=self._run, name="edge-run exports", daemon=True)
-            self._thread.start()
+    def _begin(self, work: _ExportJob) -> None:
+        work.state = WorkState.MEASURING if work.bits is None and work.chosen is None else WorkState.EXPORTING
+        work.stage, work.fraction = "", 0.0
+        self._told(work)
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while (job := self._next()) is None and not self._closed:
-                    self._changed.wait()
-                if job is None or self._closed:
-                    return
-                measures = job.bits is None and job.chosen is None
-                job.state = ExportState.MEASURING if measures else ExportState.EXPORTING
-                job.stage, job.fraction = "", 0.0
-                self._told(job)
-            try:
-                self._work(job, measures=measures)
-            except CancelledError:
-                self._end(job, ExportState.CANCELLED)
-            except EdgeError as error:
-                self._end(job, ExportState.FAILED, str(error))
-            except Exception as error:  # noqa: BLE001  the thread must go on, and the page must not wait for ever
-                _log.error("an export failed: %s", type(error).__name__, exc_info=error)
-                self._end(job, ExportState.FAILED, f"the export failed: {type(error).__name__}")
+    def _do(self, work: _ExportJob) -> None:
+        state, error = outcome("the export", lambda: self._work(work))
+        if state is not WorkState.DONE or work.state is WorkState.EXPORTING:  # else it waits for a choice
+            self._end(work, state, error)
+        if work.state is WorkState.DONE:
+            self._finished()
 
-    def _work(self, job: _ExportJob, *, measures: bool) -> None:
+    def _work(self, job: _ExportJob) -> None:
         arguments: dict[str, Any] = {"source": job.source, "calibration_tokens": job.calibration_tokens}
 
         def progress(stage: str, fraction: float) -> None:
@@ -246,11 +201,11 @@ class ExportJobs:
                 job.stage, job.fraction = stage, fraction
                 self._told(job)
 
-        if measures:
+        if job.state is WorkState.MEASURING:
             arguments["work"] = str(job.work)
             found = run_job(JobKind.FRONTIER, arguments, progress, job.cancellation)
             with self._changed:
-                job.plans, job.state = list(found["plans"]), ExportState.CHOOSING
+                job.plans, job.state = list(found["plans"]), WorkState.CHOOSING
                 self._told(job)
             return
         job.destination.parent.mkdir(parents=True, exist_ok=True)
@@ -263,28 +218,12 @@ class ExportJobs:
         result = run_job(JobKind.EXPORT, arguments, progress, job.cancellation)
         with self._changed:
             job.result = result
-        self._end(job, ExportState.DONE)
-        self._finished()
 
-    def _next(self) -> _ExportJob | None:
-        return next((each for each in self._jobs.values() if each.state is ExportState.QUEUED), None)
-
-    def _end(self, job: _ExportJob, state: ExportState, error: str = "") -> None:
+    def _end(self, job: _ExportJob, state: WorkState, error: str = "") -> None:
         _remove_work(job)
         with self._changed:
             job.state, job.error = state, error
             self._told(job)
-
-    def _told(self, job: _ExportJob) -> dict[str, Any]:
-        """Tell the page of a job; the lock is held."""
-        shown = job.as_object()
-        self._publish(shown)
-        return shown
-
-    def _of(self, key: str) -> _ExportJob:
-        if key not in self._jobs:
-            raise not_found("this export is no longer in the list", "reload the page")
-        return self._jobs[key]
 
     def _require_free(self, job: _ExportJob) -> None:
         if not _NAME.fullmatch(job.name) or job.name == BUNDLED_MODEL:
@@ -292,10 +231,10 @@ class ExportJobs:
                 f"{job.name!r:.80} cannot be the name of a model",
                 "use letters, digits, spaces, dots, hyphens and underscores, at most 64 of them",
             )
-        taken = any(each.name == job.name and each.state not in _ENDED for each in self._jobs.values())
+        taken = any(each.name == job.name and each.state not in ENDED for each in self._items.values())
         if taken or job.destination.exists():
             raise InputError(f"there is a model with the name {job.name}", "choose another name, or remove that one")
-        if sum(each.state not in _ENDED for each in self._jobs.values()) >= _MAX_JOBS:
+        if sum(each.state not in ENDED for each in self._items.values()) >= _MAX_JOBS:
             raise InputError(f"{_MAX_JOBS} exports wait already", "cancel some of them")
 
 

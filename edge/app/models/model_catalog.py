@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from ....errors import EdgeError, InputError
 from ....models.bundle import Bundle
@@ -22,6 +22,7 @@ from ....models.manifest import MANIFEST_NAME, Manifest
 from ....models.regular_file import MAX_JSON_BYTES, read_regular
 from ....runtime.options import model_defaults
 from ....runtime.sampling.sampler import SamplingParams
+from ...conversations.store import ConversationStore
 from ...service.model_pool import ModelPool
 from ...service.offered_models import ModelEntry
 
@@ -37,18 +38,6 @@ _BUNDLED_ABOUT: Final = (
     'A shell helper: it turns a request in English into one shell command, such as "find large files here". It is '
     "not a chat model, and answers small talk with nonsense. To chat, download one of the recommended models."
 )
-
-
-class SettingsStore(Protocol):
-    """Where the catalogue keeps the measured speeds: the conversation store."""
-
-    def setting(self, name: str, default: Any = None, /) -> Any:
-        """Return the value of a setting, or `default`."""
-        ...
-
-    def set_setting(self, name: str, value: Any, /) -> None:
-        """Keep a JSON value."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -90,7 +79,7 @@ class ModelFacts:
 class ModelSpeeds:
     """The speeds of the last answers of each model, kept in the store."""
 
-    def __init__(self, store: SettingsStore) -> None:
+    def __init__(self, store: ConversationStore) -> None:
         self._store: Final = store
         self._lock: Final = threading.Lock()
 
@@ -130,7 +119,7 @@ class ModelCatalog:
         store: keeps measured speeds.
     """
 
-    def __init__(self, pool: ModelPool, store: SettingsStore) -> None:
+    def __init__(self, pool: ModelPool, store: ConversationStore) -> None:
         self._pool: Final = pool
         self.speeds: Final = ModelSpeeds(store)
         self._lock: Final = threading.Lock()

@@ -11,25 +11,23 @@ drafted better than a new one.
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, Final
 
-from ....errors import EdgeError, InputError
+from ....errors import InputError
 from ....runtime.options import GenerateOptions
 from ....runtime.result import Chunk, Stats
 from ....runtime.scheduling.answer_stream import AnswerStream
 from ....runtime.speculation.choice import Speculation
-from ...service.cancellation import Cancellation, CancelledError
+from ...service.cancellation import Cancellation
 from ...service.model_pool import ModelPool
+from .work_queue import Publish, WorkState, outcome
 
-_log: Final = logging.getLogger(__name__)
 _SLICE_S: Final = 0.1
 """Seconds that an answer has the processor before the other one has it."""
 _REPORT_S: Final = 0.1
@@ -38,16 +36,6 @@ MAX_TOKENS: Final = 2048
 _FEW_TOKENS: Final = 48
 _EQUAL: Final = 0.03
 """Relative difference of two rates that is called none."""
-
-
-class ComparisonState(StrEnum):
-    """How far a comparison is."""
-
-    LOADING = "loading"
-    RUNNING = "running"
-    DONE = "done"
-    STOPPED = "stopped"
-    FAILED = "failed"
 
 
 @dataclass
@@ -120,7 +108,7 @@ class _Race:
     model: str
     prompt: str
     max_tokens: int
-    state: ComparisonState = ComparisonState.LOADING
+    state: WorkState = WorkState.LOADING
     plain: _Side = field(default_factory=lambda: _Side(Speculation.OFF))
     drafted: _Side = field(default_factory=lambda: _Side(Speculation.AUTO))
     error: str = ""
@@ -132,7 +120,7 @@ class _Race:
         return None if plain is None or drafted is None else drafted / plain
 
     def as_object(self) -> dict[str, Any]:
-        ended = self.state is ComparisonState.DONE
+        ended = self.state is WorkState.DONE
         return {
             "key": self.key,
             "model": self.model,
@@ -185,7 +173,7 @@ class SpeedComparisons:
         publish: called with the JSON object of the comparison when it has changed.
     """
 
-    def __init__(self, pool: ModelPool, publish: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, pool: ModelPool, publish: Publish) -> None:
         self._pool: Final = pool
         self._publish: Final = publish
         self._lock: Final = threading.Lock()
@@ -255,25 +243,20 @@ class SpeedComparisons:
             thread.join()
 
     def _run(self, race: _Race, messages: list[Mapping[str, Any]], options: GenerateOptions) -> None:
-        try:
+        def write() -> None:
             with self._pool.use(race.model, cancellation=race.cancellation) as engine, ExitStack() as streams:
                 for side in (race.plain, race.drafted):
                     stream = engine.stream(messages, options, speculation=side.speculation, parse_answer=False)
                     side.stream = streams.enter_context(closing(stream))
-                self._set(race, ComparisonState.RUNNING)
+                self._set(race, WorkState.RUNNING)
                 # Each answer's prompt and first token, which are not timed.
                 for side in (race.plain, race.drafted):
                     race.cancellation.check()
                     side.advance()
                 self._generate(race)
-            self._set(race, ComparisonState.DONE)
-        except CancelledError:
-            self._set(race, ComparisonState.STOPPED)
-        except EdgeError as error:
-            self._set(race, ComparisonState.FAILED, str(error))
-        except Exception as error:  # noqa: BLE001  the page must not wait for ever
-            _log.error("a comparison failed: %s", type(error).__name__, exc_info=error)
-            self._set(race, ComparisonState.FAILED, f"the comparison failed: {type(error).__name__}")
+
+        state, error = outcome("the comparison", write)
+        self._set(race, WorkState.STOPPED if state is WorkState.CANCELLED else state, error)
 
     def _generate(self, race: _Race) -> None:
         sides = (race.plain, race.drafted)
@@ -283,7 +266,7 @@ class SpeedComparisons:
             if time.monotonic() - self._reported >= _REPORT_S:
                 self._report(race)
 
-    def _set(self, race: _Race, state: ComparisonState, error: str = "") -> None:
+    def _set(self, race: _Race, state: WorkState, error: str = "") -> None:
         with self._lock:
             race.state, race.error = state, error
         self._report(race)
