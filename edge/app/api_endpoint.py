@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any, Final, TypeAlias
@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, compile_path
 from starlette.types import Receive, Scope, Send
 
 from ...errors import EdgeError, UnknownIdError
@@ -62,10 +62,9 @@ def api_route(
             time, so that they do not keep others waiting.
         limits: how much the body may contain.
     """
-    endpoint = _ApiEndpoint(settings, handler, limits, _SLOW if slow else _QUICK)
-    route = Route(path, endpoint, methods=[method])
-    endpoint.take({*route.param_convertors, "query"})
-    return route
+    elsewhere = {*compile_path(path)[2], "query"}
+    endpoint = ApiEndpoint(settings, handler, elsewhere, limits, _SLOW if slow else _QUICK)
+    return Route(path, endpoint, methods=[method])
 
 
 def query_number(query: Mapping[str, str], name: str, default: int, most: int) -> int:
@@ -103,34 +102,54 @@ def _with_status(error: EdgeError, path: Mapping[str, str]) -> EdgeError:
     return error
 
 
-class _ApiEndpoint:
+def _body_of(handler: Handler, elsewhere: Collection[str]) -> type[msgspec.Struct] | None:
+    """The body that a handler takes: all of its parameters that do not come from elsewhere."""
+    parameters = inspect.signature(handler, eval_str=True).parameters.values()
+    fields = [each for each in parameters if each.name not in elsewhere]
+    if not fields:
+        return None
+    if fields[0].name == "body":
+        whole: type[msgspec.Struct] = fields[0].annotation
+        return whole
+    declared = [
+        (
+            each.name,
+            each.annotation,
+            msgspec.NODEFAULT
+            if each.default is each.empty
+            else dict(each.default)
+            if isinstance(each.default, Mapping)
+            else each.default,
+        )
+        for each in fields
+    ]
+    return msgspec.defstruct("Body", declared, kw_only=True, forbid_unknown_fields=True)
+
+
+class ApiEndpoint:
+    """A route's ASGI application; see `api_route`."""
+
     def __init__(
-        self, settings: ServerSettings, handler: Handler, limits: RequestLimits | None, threads: ThreadPoolExecutor
+        self,
+        settings: ServerSettings,
+        handler: Handler,
+        elsewhere: Collection[str],
+        limits: RequestLimits | None,
+        threads: ThreadPoolExecutor,
     ) -> None:
         self._settings: Final = settings
         self._handler: Final = handler
         self._limits: Final = limits
         self._threads: Final = threads
-        self._given: Sequence[str] = ()
+        names = inspect.signature(handler).parameters
+        self._given: Final = [name for name in names if name in elsewhere]
         """Parameters of the handler that are not in the body."""
-        self._body: type[msgspec.Struct] | None = None
-        self._takes_fields = True
-
-    def take(self, names: Collection[str]) -> None:
-        """Let the handler's parameters of these names come from the path and the query, the others from the body."""
-        parameters = inspect.signature(self._handler, eval_str=True).parameters.values()
-        self._given = [each.name for each in parameters if each.name in names]
-        fields = [each for each in parameters if each.name not in names]
-        if fields and fields[0].name == "body":
-            self._body, self._takes_fields = fields[0].annotation, False
-        elif fields:
-            declared = [
-                (each.name, each.annotation, msgspec.NODEFAULT if each.default is each.empty else each.default)
-                for each in fields
-            ]
-            self._body = msgspec.defstruct("Body", declared, kw_only=True, forbid_unknown_fields=True)
+        self.body: Final = _body_of(handler, elsewhere)
+        """What the body of a request may have; None where the handler takes none."""
+        self._takes_fields: Final = "body" not in names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
         try:
             body = await read_body(scope, receive, self._settings)
         except ClientGoneError:
@@ -163,7 +182,7 @@ class _ApiEndpoint:
         """
         given = {**request.path_params, "query": request.query_params}
         arguments = {name: given[name] for name in self._given}
-        if self._body is None:
+        if self.body is None:
             return arguments
-        decoded = decode_body(body or b"{}", self._body, self._limits)
+        decoded = decode_body(body or b"{}", self.body, self._limits)
         return arguments | (msgspec.structs.asdict(decoded) if self._takes_fields else {"body": decoded})

@@ -118,7 +118,9 @@ def takes_options(*records: OptionsOf[Any]) -> Callable[[_Command], _Command]:
 
     def decorated(command: _Command) -> _Command:
         own = inspect.signature(command, eval_str=True).parameters.values()
-        groups = {each.name: each.annotation for each in own if dataclasses.is_dataclass(each.annotation)}
+        groups: dict[str, type[Any]] = {
+            each.name: each.annotation for each in own if dataclasses.is_dataclass(each.annotation)
+        }
         named: list[inspect.Parameter] = []
         for each in own:
             if each.name in groups:

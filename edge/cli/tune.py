@@ -91,6 +91,7 @@ def tune(
     with open_model(model, replace(load, context=context, prefill=reader)) as engine:
         cost, choice_of_graph, file = _measure(engine, limited=context is None)
         prior_bytes = _write_table(engine, texts) if texts else 0
+        prompts = prompt_facts(choice_of_graph, engine.model.prompts.refusal)
         facts = {
             "model": str(engine.bundle.folder),
             "device": str(engine.device),
@@ -99,14 +100,18 @@ def tune(
             "file": None if file is None else str(file),
             "doubt": None if cost.doubt is None else cost.doubt.value,
             "contexts": describe_cost(cost),
-            "prompts": prompt_facts(choice_of_graph, engine.model.prompts.refusal),
+            "prompts": prompts,
             "ngram_bytes": prior_bytes,
         }
     if as_json:
         write_json(facts)
         return
-    lines = _threads_lines(choice) + ([] if fastest is None else fastest_device_lines(fastest))
-    _show(lines, cost, None if reader is PrefillMode.PLAIN else facts["prompts"], prior_bytes)
+    _show(
+        [*_threads_lines(choice), *fastest_device_lines(fastest)],
+        cost,
+        None if reader is PrefillMode.PLAIN else prompts,
+        prior_bytes,
+    )
     if file is None:
         write_warning("the cache folder cannot be written, so the result is not stored")
 
@@ -168,9 +173,9 @@ def _choose_device(model: str | None, load: LoadOptions) -> FastestDevice:
         return measure_fastest_device(bundle, config, progress)
 
 
-def fastest_device_lines(choice: FastestDevice) -> list[str]:
+def fastest_device_lines(choice: FastestDevice | None) -> list[str]:
     """What each device takes for a token, why others were not timed, and which one is used from now on."""
-    if not (choice.seconds or choice.refused):
+    if choice is None or not (choice.seconds or choice.refused):
         return []
     times = ", ".join(f"{name}: {value * 1e3:.3g} ms" for name, value in choice.seconds.items())
     lines = [f"{name} was not timed: {reason}" for name, reason in choice.refused.items()]

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 from urllib.parse import quote
 
 import httpx
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgerun.edge.app.app_context import SettingsBody
-from edgerun.edge.app.conversation_endpoints import (
-    ContextBody,
-    ConversationChange,
-    ImportBody,
-    NewConversation,
-    TokensBody,
-)
-from edgerun.edge.app.message_endpoints import BranchBody, DecisionBody, EditBody, NewMessage, RegenerateBody
-from edgerun.edge.app.state_endpoints import PresetBody
+from edgerun.edge.app.api_endpoint import ApiEndpoint
+from edgerun.edge.app.conversation_endpoints import conversation_routes
+from edgerun.edge.app.message_endpoints import message_routes
+from edgerun.edge.app.state_endpoints import state_routes
 from support.app_server import RunningApp
 from support.app_windows import new_conversation, send
 from support.random_bodies import NAMES, NUMBERS, TEXTS, bodies
 
-CONVERSATION, MESSAGE = "/api/conversations/{conversation}", "/api/messages/{message}"
+CONVERSATION, MESSAGE = "/api/conversations/{conversation_id}", "/api/messages/{message_id}"
 READ = (
     "/api/state",
     "/api/conversations",
@@ -37,20 +32,13 @@ READ = (
     "/api/models",
     "/api/tools",
 )
-WITH_BODY: tuple[tuple[str, str, type[msgspec.Struct]], ...] = (
-    ("POST", "/api/conversations", NewConversation),
-    ("PATCH", CONVERSATION, ConversationChange),
-    ("POST", f"{CONVERSATION}/context", ContextBody),
-    ("POST", f"{CONVERSATION}/messages", NewMessage),
-    ("POST", f"{MESSAGE}/edit", EditBody),
-    ("POST", f"{MESSAGE}/regenerate", RegenerateBody),
-    ("POST", f"{MESSAGE}/branch", BranchBody),
-    ("POST", f"{MESSAGE}/calls/{{name}}", DecisionBody),
-    ("POST", "/api/tokens", TokensBody),
-    ("POST", "/api/import", ImportBody),
-    ("PATCH", "/api/settings", SettingsBody),
-    ("PUT", "/api/presets/{name}", PresetBody),
-)
+CONTEXT: Any = SimpleNamespace(store=None, settings=None, pool=None)
+ROUTES = [*conversation_routes(CONTEXT, CONTEXT), *message_routes(CONTEXT, CONTEXT), *state_routes(CONTEXT, CONTEXT)]
+WITH_BODY = [
+    (next(iter(route.methods or ())), route.path_format, route.endpoint.body)
+    for route in ROUTES
+    if isinstance(route.endpoint, ApiEndpoint) and route.endpoint.body is not None
+]
 QUERIES = st.dictionaries(
     st.sampled_from(("q", "limit", "format", "deleted")) | NAMES,
     st.sampled_from(("5", "0", "000000005" + "0" * 5000, "markdown", "json", '"a" OR', "a*"))
@@ -71,7 +59,7 @@ def ids(client: httpx.Client) -> dict[str, list[str]]:
     """Conversations and messages that there are, and others."""
     conversation = new_conversation(client, sampling={"max_tokens": 2})
     answer = send(client, conversation, "hello")
-    return {"conversation": [conversation], "message": [answer["id"], answer["parent"]], "name": []}
+    return {"conversation_id": [conversation], "message_id": [answer["id"], answer["parent"]], "call": [], "preset": []}
 
 
 @given(data=st.data())
