@@ -89,9 +89,8 @@ def tune(
     # A graph that is asked for by name would be used whatever is measured, but this is to find out.
     reader = PrefillMode.PLAIN if load.prefill == PrefillMode.PLAIN else PrefillMode.AUTO
     with open_model(model, replace(load, context=context, prefill=reader)) as engine:
-        cost, choice_of_graph, file = _measure(engine, limited=context is None)
+        cost, prompts, file = _measure(engine, limited=context is None)
         prior_bytes = _write_table(engine, texts) if texts else 0
-        prompts = prompt_facts(choice_of_graph, engine.model.prompts.refusal)
         facts = {
             "model": str(engine.bundle.folder),
             "device": str(engine.device),
@@ -106,17 +105,13 @@ def tune(
     if as_json:
         write_json(facts)
         return
-    _show(
-        [*_threads_lines(choice), *fastest_device_lines(fastest)],
-        cost,
-        None if reader is PrefillMode.PLAIN else prompts,
-        prior_bytes,
-    )
+    lines = [] if reader is PrefillMode.PLAIN else [prompt_text(prompts)]
+    _show(cost, [*_threads_lines(choice), *fastest_device_lines(fastest)], lines, prior_bytes)
     if file is None:
         write_warning("the cache folder cannot be written, so the result is not stored")
 
 
-def _measure(engine: Engine, *, limited: bool) -> tuple[PassCost, PromptChoice | None, Path | None]:
+def _measure(engine: Engine, *, limited: bool) -> tuple[PassCost, dict[str, Any], Path | None]:
     """Measure what passes cost, and which graph reads prompts fastest; the costs are stored in a file."""
     with ProgressDisplay() as progress:
         cost = measure_pass_cost(
@@ -127,7 +122,7 @@ def _measure(engine: Engine, *, limited: bool) -> tuple[PassCost, PromptChoice |
         )
         choice = engine.model.prompts.tune(progress)
     key = model_key(engine.bundle, SessionConfig(engine.device, engine.model.threads))
-    return cost, choice, PASS_COSTS.save(key, cost)
+    return cost, prompt_facts(choice, engine.model.prompts.refusal), PASS_COSTS.save(key, cost)
 
 
 def _write_table(engine: Engine, texts: Sequence[str]) -> int:
@@ -136,17 +131,15 @@ def _write_table(engine: Engine, texts: Sequence[str]) -> int:
     return write_bundle_table(engine.bundle, sequences, engine.graph_io.vocab_size)
 
 
-def _show(lines: list[str], cost: PassCost, prompts: Mapping[str, Any] | None, prior_bytes: int) -> None:
-    console = SafeConsole()
-    for line in lines:
-        console.print(line, soft_wrap=True, highlight=False)
-    console.print(_table(cost))
-    if prompts is not None:
-        console.print(prompt_text(prompts), soft_wrap=True, highlight=False)
+def _show(cost: PassCost, before: Sequence[str], after: Sequence[str], prior_bytes: int) -> None:
+    """Print the costs as a table, between lines about other measurements."""
     if cost.doubt is not None:
-        console.print(doubt_text(cost.doubt.value), soft_wrap=True)
+        after = [*after, doubt_text(cost.doubt.value)]
     if prior_bytes:
-        console.print(f"n-gram table: {prior_bytes / 2**20:.1f} MiB")
+        after = [*after, f"n-gram table: {prior_bytes / 2**20:.1f} MiB"]
+    console = SafeConsole()
+    for shown in (*before, _table(cost), *after):
+        console.print(shown, soft_wrap=isinstance(shown, str))
 
 
 def _choose_threads(model: str | None, load: LoadOptions) -> ThreadChoice | None:
