@@ -68,7 +68,10 @@ def anchors(document: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/user-guide.md", "edge/cli/export.py", "edge/cli/command_line.py"])
+@pytest.mark.parametrize(
+    "path",
+    ["README.md", "docs/guide/export.md", "docs/guide/formats.md", "edge/cli/export.py", "edge/cli/command_line.py"],
+)
 def test_models_to_export_are_named_with_their_organization(path: str) -> None:
     """Placeholders are in capitals, and files have the suffix of their kind."""
     text = (ROOT / path).read_text(encoding="utf-8")
@@ -98,7 +101,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 def test_the_user_guide_names_every_option(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     main([command, "--help"])
     options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help", "--no-cache"}
-    guide = (ROOT / "docs" / "user-guide.md").read_text(encoding="utf-8")
+    guide = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "guide").glob("*.md"))
     assert {option for option in options if option not in guide} == set()
 
 

@@ -29,7 +29,8 @@ from support.serving import PATIENCE_S, chat_body
 from support.terminal_screen import terminal_screen
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("user-guide", "app", "devices", "structured-output", "tools", "rpc", "server")
+GUIDE = sorted(path.stem for path in (ROOT / "docs/guide").glob("*.md"))
+PAGES = (*(f"guide/{name}" for name in GUIDE), "app", "devices", "structured-output", "tools", "rpc", "server")
 TEXTS = [
     path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in PAGES))
 ]

@@ -19,7 +19,7 @@ from ..conversations.store import ConversationStore
 from ..server import missing_extra
 from ..terminal.output import showing_tracebacks, write_error
 from .pool_options import PoolOptions
-from .shared_options import Debug, Offline, OptionsOf, takes_options
+from .shared_options import Debug, Offline, OptionsOf, chosen_options, takes_options
 
 if TYPE_CHECKING:
     import socket
@@ -39,9 +39,8 @@ _END_S: Final = 30.0
 _LOAD: Final = OptionsOf(LoadOptions(), without=("tokenizer", "tool_format", "learned", "max_waiting"))
 
 
-@takes_options(_LOAD)
+@takes_options(PoolOptions, _LOAD)
 def app(
-    offered: PoolOptions,
     port: Annotated[
         int | None,
         typer.Option(
@@ -69,9 +68,11 @@ def app(
 
     Example: edge-run app
     """
-    load = _LOAD.record(given)
+    offered, load = chosen_options(PoolOptions, given), _LOAD.record(given)
     with missing_extra("app", "app"):
+        from ..app import chat_app  # noqa: F401  what it needs has to be there before the app begins
         from ..app.app_access import join_running_app
+        from ..server import uvicorn_server  # noqa: F401
     if window:
         _check_window()
     with ExitStack() as stack:

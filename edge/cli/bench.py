@@ -18,7 +18,7 @@ from ...runtime.engine_loading import load as open_model
 from ...runtime.options import GenerateOptions
 from ...runtime.speculation.choice import Speculation
 from ..terminal.output import SafeConsole, write_json
-from .shared_options import AsJson, Debug, ModelArgument, OptionsOf, Prompts, takes_options
+from .shared_options import AsJson, Debug, ModelArgument, OptionsOf, Prompts, chosen_options, takes_options
 
 if TYPE_CHECKING:
     from ..bench.bench_result import BenchResult
@@ -78,9 +78,8 @@ class BenchOptions:
     ] = None
 
 
-@takes_options(_ANSWER, _LOAD)
+@takes_options(BenchOptions, _ANSWER, _LOAD)
 def bench(
-    options: BenchOptions,
     model: ModelArgument = None,
     as_json: AsJson = False,
     debug: Debug = False,  # noqa: ARG001  main reads it
@@ -95,6 +94,7 @@ def bench(
     """
     answer = _ANSWER.record(given)
     load = _LOAD.record(given)
+    options = chosen_options(BenchOptions, given)
     from ..bench.runner import BenchSettings, TurnRange
     from ..bench.table import show
 

@@ -15,16 +15,15 @@ from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.devices.power import Power
 from ..terminal.output import write_out
 from .pool_options import PoolOptions
-from .shared_options import Debug, Offline, OptionsOf, takes_options
+from .shared_options import Debug, Offline, OptionsOf, chosen_options, takes_options
 
 _STDIN: Final = 0
 _SHORTEST_LINE: Final = 1024
 _LOAD: Final = OptionsOf(LoadOptions(), without=("tokenizer", "prefix_disk", "history", "learned", "max_waiting"))
 
 
-@takes_options(_LOAD)
+@takes_options(PoolOptions, _LOAD)
 def rpc(
-    offered: PoolOptions,
     max_line: Annotated[str, typer.Option(metavar="SIZE", help="Largest line of the client.")] = "16MiB",
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of the protocol, and exit.")] = False,
     offline: Offline = False,  # noqa: ARG001  its callback acts
@@ -37,7 +36,7 @@ def rpc(
 
     Example: edge-run rpc my-model
     """
-    load = _LOAD.record(given)
+    offered, load = chosen_options(PoolOptions, given), _LOAD.record(given)
     from ..rpc.protocol_schema import protocol_schema
 
     if schema:

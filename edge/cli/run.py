@@ -19,7 +19,7 @@ from ...runtime.engine_loading import load as open_model
 from ...runtime.options import GenerateOptions
 from ...runtime.speculation.choice import Speculation
 from ...runtime.structure.response_format import ResponseFormat
-from .shared_options import AsJson, Debug, ModelArgument, Offline, OptionsOf, takes_options
+from .shared_options import AsJson, Debug, ModelArgument, Offline, OptionsOf, chosen_options, takes_options
 from .single_answer import SinglePrompt, answer_prompt
 
 if TYPE_CHECKING:
@@ -116,9 +116,8 @@ class RunOptions:
         return ResponseFormat.choice(choices) if choices else None
 
 
-@takes_options(_ANSWER, _LOAD)
+@takes_options(RunOptions, _ANSWER, _LOAD)
 def run(
-    chosen: RunOptions,
     model: ModelArgument = None,
     offline: Offline = False,  # noqa: ARG001  its callback acts
     as_json: AsJson = False,
@@ -135,7 +134,7 @@ def run(
     """
     if model is not None and not may_be_model(model):  # before a prompt is read
         raise BundleError(f"{model} does not exist", "give an .onnx file or a model folder")
-    load = _LOAD.record(given)
+    chosen, load = chosen_options(RunOptions, given), _LOAD.record(given)
     options = _ANSWER.record(given, response_format=chosen.response_format())
     chatting = chosen.prompt is None and sys.stdin is not None and sys.stdin.isatty()
     _check(chosen, options, chatting=chatting, as_json=as_json)

@@ -17,7 +17,7 @@ from ...runtime.arguments.load_options import LoadOptions
 from ..server import missing_extra
 from ..terminal.output import showing_tracebacks, write_error
 from .pool_options import PoolOptions
-from .shared_options import Debug, Offline, OptionsOf, takes_options
+from .shared_options import Debug, Offline, OptionsOf, chosen_options, takes_options
 
 _KEY_VARIABLE: Final = "EDGERUN_API_KEY"
 _MAX_KEY_BYTES: Final = 4096
@@ -73,10 +73,8 @@ class ServeOptions:
     ] = 30.0
 
 
-@takes_options(_LOAD)
+@takes_options(PoolOptions, ServeOptions, _LOAD)
 def serve(
-    offered: PoolOptions,
-    options: ServeOptions,
     offline: Offline = False,  # noqa: ARG001  its callback acts
     debug: Debug = False,
     **given: Any,
@@ -87,7 +85,8 @@ def serve(
 
     Examples: edge-run serve my-model --port 8080; edge-run serve my-model --prefix instructions.txt
     """
-    load = _LOAD.record(given)
+    offered, load = chosen_options(PoolOptions, given), _LOAD.record(given)
+    options = chosen_options(ServeOptions, given)
     with missing_extra():
         from ..server.answer_service import AnswerService
         from ..server.asgi_app import asgi_app

@@ -8,9 +8,8 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Final, Generic, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, Final, Generic, TypeVar, get_type_hints
 
 import typer
 
@@ -108,51 +107,42 @@ class OptionsOf(Generic[_Record]):
         return inspect.Parameter(name, kind, default=default, annotation=Annotated[hint, declared])
 
 
-def takes_options(*records: OptionsOf[Any]) -> Callable[[_Command], _Command]:
+def takes_options(*records: OptionsOf[Any] | type[Any]) -> Callable[[_Command], _Command]:
     """Decorate a command so that fields of records are options of it.
 
-    A parameter whose type is a dataclass stands for the fields of it, which have the form of typer. The fields of
-    `records` come before the options of every command; the command collects them with `**`, and `OptionsOf.record`
-    makes the records of them.
+    The fields of a dataclass have the form of typer, and come first; those of an `OptionsOf` come before the options of
+    every command. The command collects them with `**`, and `chosen_options` and `OptionsOf.record` make the records.
     """
 
     def decorated(command: _Command) -> _Command:
         own = inspect.signature(command, eval_str=True).parameters.values()
-        groups: dict[str, type[Any]] = {
-            each.name: each.annotation for each in own if dataclasses.is_dataclass(each.annotation)
-        }
-        named: list[inspect.Parameter] = []
-        for each in own:
-            if each.name in groups:
-                named += _parameters(each.annotation)
-            elif each.kind is not inspect.Parameter.VAR_KEYWORD:
-                named.append(each)
-        of_records = [each for record in records for each in record.parameters()]
+        named = [each for each in own if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        declared = [each for record in records if isinstance(record, type) for each in _parameters(record)]
+        of_records = [each for record in records if isinstance(record, OptionsOf) for each in record.parameters()]
         first = next(index for index, each in enumerate(named) if each.name in _OF_EVERY_COMMAND)
-
-        @wraps(command)
-        def call(**given: Any) -> Any:
-            for name, group in groups.items():
-                given[name] = group(**{each.name: given.pop(each.name) for each in dataclasses.fields(group)})
-            return command(**given)
-
-        call.__signature__ = inspect.Signature([*named[:first], *of_records, *named[first:]])  # type: ignore[attr-defined]
-        return cast(_Command, call)
+        parameters = [*declared, *named[:first], *of_records, *named[first:]]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return command
 
     return decorated
 
 
-def _parameters(group: type[Any]) -> list[inspect.Parameter]:
-    """The fields of a dataclass as parameters of a function; those without a default come first."""
-    hints, kind = get_type_hints(group, include_extras=True), inspect.Parameter.POSITIONAL_OR_KEYWORD
+def chosen_options(kind: type[_Record], given: Mapping[str, Any]) -> _Record:
+    """The record of a dataclass with what a command line gives for its fields."""
+    return kind(**{name: given[name] for name in get_type_hints(kind)})
+
+
+def _parameters(kind: type[Any]) -> list[inspect.Parameter]:
+    """The fields of a dataclass as parameters of a function."""
+    hints = get_type_hints(kind, include_extras=True)
     return [
         inspect.Parameter(
             each.name,
-            kind,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
             default=inspect.Parameter.empty if each.default is dataclasses.MISSING else each.default,
             annotation=hints[each.name],
         )
-        for each in dataclasses.fields(group)
+        for each in dataclasses.fields(kind)
     ]
 
 

@@ -15,7 +15,7 @@ from ...models.progress import ProgressDisplay
 from ...models.user_text import json_lines, read_text, text_of
 from ..bench.prompt_sets import read_prompts
 from ..terminal.output import write_json, write_line
-from .shared_options import AsJson, Debug, Offline, takes_options
+from .shared_options import AsJson, Debug, Offline, chosen_options, takes_options
 
 if TYPE_CHECKING:  # PyTorch is an extra
     from ...export.draft_training.request import DraftTrainingRequest
@@ -133,12 +133,12 @@ class TrainDraftOptions:
     ] = None
 
 
-@takes_options()
+@takes_options(TrainDraftOptions)
 def train_draft(
-    options: TrainDraftOptions,
     offline: Offline = False,  # noqa: ARG001  its callback acts
     as_json: AsJson = False,
     debug: Debug = False,  # noqa: ARG001  main reads it
+    **given: Any,
 ) -> None:
     """Train a draft for a model, on what the model itself answers to your prompts.
 
@@ -158,6 +158,7 @@ def train_draft(
         from ...export.draft_training.training_run import train_draft as run
     except ModuleNotFoundError as error:
         raise InputError(f"train-draft needs the package {error.name}", 'pip install "edge-run[train]"') from error
+    options = chosen_options(TrainDraftOptions, given)
     request = _request(options)
     with ProgressDisplay() as progress:
         record = run(request, progress, lambda line: None if as_json else write_line(line))

@@ -89,7 +89,7 @@ def _ms(seconds: float) -> str:
 def reply_json(
     reply: Reply, engine: Engine, speculation: Speculation, load_s: float, *, with_logprobs: bool
 ) -> dict[str, Any]:
-    """The object that `--json` prints; docs/user-guide.md describes its fields."""
+    """The object that `--json` prints; docs/guide/terminal.md describes its fields."""
     stats = reply.stats
     described = _answer_json(reply, speculation, load_s, with_logprobs=with_logprobs)
     described |= {
