@@ -21,7 +21,7 @@ from ...version import __version__
 from ..terminal.output import showing_warnings, write_error, write_line
 from .ctrl_c import INTERRUPTED, CommandInterrupts
 
-_COMMANDS: Final = {
+COMMANDS: Final = {
     "app": "Chat with models in the browser.",
     "run": "Chat with a model, or answer one prompt (the default).",
     "export": "Export a model to a folder that edge-run runs.",
@@ -101,7 +101,7 @@ def run_command(given: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Models write any character, so the default encoding of a pipe does not do.
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-    if not given or (given[0] not in _COMMANDS and given[0] not in _GLOBAL_OPTIONS):
+    if not given or (given[0] not in COMMANDS and given[0] not in _GLOBAL_OPTIONS):
         given = [_DEFAULT_COMMAND, *given]
     try:
         if given[0] == _DEFAULT_COMMAND:
@@ -137,9 +137,9 @@ def _check_first_word(words: list[str]) -> None:
     if not words or words[0].startswith("-") or {"/", os.sep} & set(words[0]) or may_be_model(words[0]):
         return
     word = words[0].lower()
-    names = [*_COMMANDS, *named_models()]
+    names = [*COMMANDS, *named_models()]
     meant = _OTHER_NAMES.get(word) or next(iter(get_close_matches(word, names, n=1, cutoff=_SIMILAR)), None)
-    hint = f"commands: {', '.join(_COMMANDS)}" if meant is None else f"did you mean edge-run {meant}?"
+    hint = f"commands: {', '.join(COMMANDS)}" if meant is None else f"did you mean edge-run {meant}?"
     raise InputError(f"{words[0]!r:.60} is neither a command nor a model", hint)
 
 
@@ -153,7 +153,7 @@ def _command_line(chosen: str) -> Callable[..., object]:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     )
     app.callback()(_global_options)
-    for name, summary in _COMMANDS.items():
+    for name, summary in COMMANDS.items():
         module = name.replace("-", "_")
         command = getattr(import_module(f".{module}", __package__), module) if name == chosen else _not_chosen
         app.command(name=name, short_help=summary)(command)

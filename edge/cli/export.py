@@ -17,6 +17,7 @@ from ...models.hub.downloaded_model import parse_hub_id
 from ...models.progress import ProgressDisplay
 from ..terminal.output import SafeConsole, write_line
 from ..terminal.report_summary import show_export
+from .command_line import COMMANDS
 from .shared_options import Debug, Offline, OptionsOf, takes_options
 
 try:
@@ -81,7 +82,10 @@ def export(
         result = export_model(request, progress)
     record_export(result.bundle)
     show_export(SafeConsole(), result)
-    write_line(f"to run it: edge-run {shlex.quote(str(destination))}")
+    # A word alone would be taken for a command or an option, where it is one.
+    named = str(destination)
+    run = os.path.join(os.curdir, named) if named in COMMANDS or named.startswith("-") else named
+    write_line(f"to run it: edge-run {shlex.quote(run)}")
 
 
 def _recorded(command_line: typer.Context, source: Path, defaults: Mapping[str, Any]) -> str:

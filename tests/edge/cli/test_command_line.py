@@ -418,6 +418,16 @@ def test_export_from_the_command_line(tiny_bundle: Path, tmp_path: Path, capsys:
     assert main([str(out), "-p", "the", "-n", "3"]) == 0
 
 
+def test_the_last_line_of_an_export_runs_a_folder_that_is_named_like_a_command(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGERUN_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", str(tiny_bundle.parent / "checkpoint"), "serve", "--weights", "fp32"]) == 0
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("to run it: edge-run "))
+    assert main([*command, "-p", "the", "-n", "3", "--raw"]) == 0
+
+
 def test_an_export_has_a_name_that_the_last_line_and_the_lists_say(
     tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
