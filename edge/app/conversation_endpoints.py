@@ -38,13 +38,6 @@ _UNSAFE: Final = re.compile(r"[^\w .,()-]+")
 """What file names of exports do not have."""
 
 
-class AttachmentBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A text file that belongs to a message."""
-
-    name: str
-    text: str
-
-
 class ConversationChange(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of a change; fields that are left out stay as they are."""
 
@@ -61,7 +54,7 @@ class ConversationChange(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     """A message whose branch is to be shown."""
 
 
-AttachmentBodies: TypeAlias = Annotated[Sequence[AttachmentBody], Meta(max_length=MAX_ATTACHMENTS)]
+Attachments: TypeAlias = Annotated[Sequence[Attachment], Meta(max_length=MAX_ATTACHMENTS)]
 
 
 def checked_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,11 +66,6 @@ def checked_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in sampling.items() if value is not None}
     generate_options(GenerateOptions(), given)
     return given
-
-
-def attachments_of(bodies: Sequence[AttachmentBody]) -> tuple[Attachment, ...]:
-    """Attachments of a body."""
-    return tuple(Attachment(each.name, each.text) for each in bodies)
 
 
 def conversation_routes(context: AppContext, answers: BackgroundAnswers) -> list[Route]:
@@ -182,7 +170,7 @@ class _ConversationEndpoints:
     def restore(self, conversation_id: str) -> dict[str, Any]:
         return _object(self._store.restore(conversation_id))
 
-    def context(self, conversation_id: str, content: str = "", attachments: AttachmentBodies = ()) -> dict[str, Any]:
+    def context(self, conversation_id: str, content: str = "", attachments: Attachments = ()) -> dict[str, Any]:
         """Tokens that the conversation takes with a message that is being written."""
         conversation = self._store.conversation(conversation_id)
         model = conversation.model or self._context.default_model()
@@ -190,7 +178,7 @@ class _ConversationEndpoints:
             return {"tokens": None, "context": None, "reserve": None, "trimmed": []}
         branch = [] if conversation.leaf is None else self._store.branch(conversation.leaf)
         if content or attachments or not branch:
-            parent, files = conversation.leaf, attachments_of(attachments)
+            parent, files = conversation.leaf, tuple(attachments)
             branch.append(StoredMessage("draft", conversation.id, parent, Role.USER, content, files))
         tools = [each.definition for each in self._context.tools.known(conversation.tools)]
         with self._context.pool.use(model) as engine:

@@ -14,7 +14,7 @@ from .answer_work import StoredStart, text_of
 from .api_endpoint import api_route, invalid
 from .app_context import AppContext
 from .background_answers import BackgroundAnswers, writing_error
-from .conversation_endpoints import AttachmentBodies, attachments_of
+from .conversation_endpoints import Attachments
 from .live_answer import Decision
 
 MAX_VARIANTS: Final = 8
@@ -47,14 +47,12 @@ class _MessageEndpoints:
         self._answers: Final = answers
 
     def send(
-        self, conversation_id: str, content: str, parent: str | None = None, attachments: AttachmentBodies = ()
+        self, conversation_id: str, content: str, parent: str | None = None, attachments: Attachments = ()
     ) -> dict[str, Any]:
         if not content.strip() and not attachments:
             raise invalid("content", "the message is empty", "write something")
         self._answers.check_room()
-        message = self._store.add_message(
-            conversation_id, parent, "user", content, attachments=attachments_of(attachments)
-        )
+        message = self._store.add_message(conversation_id, parent, "user", content, attachments=attachments)
         return {"message": as_object(message), "answer": as_object(self._answers.answer(message))}
 
     def edit(self, message_id: str, content: str, branch: bool = False) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+import msgspec
 import psutil
 
 from ...errors import ConversationError, UnknownIdError
@@ -26,7 +27,6 @@ from .records import (
     Role,
     StoredMessage,
     new_id,
-    rounds_object,
     rounds_of,
     title_of,
     valid_text,
@@ -306,7 +306,7 @@ def encoded_rounds(rounds: Sequence[CallRound]) -> str | None:
     """
     if not rounds:
         return None
-    text = as_json(rounds_object(rounds), "the calls of tools")
+    text = as_json(msgspec.to_builtins(rounds), "the calls of tools")
     if len(text) > MAX_TEXT:
         raise ConversationError(
             f"the calls of tools and their results have {len(text)} characters", f"at most {MAX_TEXT} are kept"

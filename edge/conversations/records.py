@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeAlias
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
 
 NOT_MADE: Final = "error: this call was not made"
 """Result of a call that nobody has decided about, as the model reads it."""
@@ -42,6 +46,10 @@ _MARKS: Final = "#>*-_` \t"
 """What Markdown begins lines with, and titles do not."""
 
 
+Line: TypeAlias = Annotated[str, Meta(max_length=MAX_TITLE)]
+Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
+
+
 class CallState(StrEnum):
     """How far a call is."""
 
@@ -55,17 +63,16 @@ class CallState(StrEnum):
     """The user did not want it."""
 
 
-@dataclass(frozen=True)
-class StoredCall:
+class StoredCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A call of a tool."""
 
-    id: str
-    name: str
+    id: Line
+    name: Line
     """Name of the tool, as the model knows it."""
-    arguments: str
+    arguments: Text
     """A JSON object as text."""
     state: CallState = CallState.WAITING
-    result: str | None = None
+    result: Text | None = None
     """What the model reads; None while there is no result."""
 
     @property
@@ -74,11 +81,10 @@ class StoredCall:
         return self.result is not None
 
 
-@dataclass(frozen=True)
-class CallRound:
+class CallRound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an answer wrote, and the calls that it ended with then."""
 
-    text: str
+    text: Text
     """Reasoning and text, as the content of a message has them."""
     calls: tuple[StoredCall, ...]
 
@@ -114,31 +120,11 @@ class CallRound:
 
 
 def rounds_of(value: Any) -> tuple[CallRound, ...]:
-    """The rounds of a JSON value that `rounds_object` made; none if it is damaged."""
+    """The rounds of a stored JSON value; none if it is damaged."""
     try:
-        return tuple(
-            CallRound(
-                str(each["text"]),
-                tuple(
-                    StoredCall(
-                        str(call["id"]),
-                        str(call["name"]),
-                        str(call["arguments"]),
-                        CallState(call["state"]),
-                        None if call["result"] is None else str(call["result"]),
-                    )
-                    for call in each["calls"]
-                ),
-            )
-            for each in value or ()
-        )
-    except (KeyError, TypeError, ValueError):
+        return msgspec.convert(value or (), tuple[CallRound, ...])
+    except msgspec.ValidationError:
         return ()
-
-
-def rounds_object(rounds: Sequence[CallRound]) -> list[dict[str, Any]]:
-    """Rounds as a JSON value."""
-    return [asdict(each) for each in rounds]
 
 
 class ReasoningText:
@@ -194,8 +180,7 @@ class Role(StrEnum):
     ASSISTANT = "assistant"
 
 
-@dataclass(frozen=True)
-class Attachment:
+class Attachment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A text file that belongs to a message."""
 
     name: str
@@ -308,7 +293,8 @@ class Change:
 
 def as_object(record: Conversation | StoredMessage | Preset | SearchHit | ModelUsage) -> dict[str, Any]:
     """Return a record as a JSON object."""
-    return asdict(record)
+    fields: dict[str, Any] = msgspec.to_builtins(record)
+    return fields
 
 
 def message_text(message: StoredMessage) -> str:

@@ -31,20 +31,19 @@ from .answer_table import AnswerTable
 from .conversation_table import as_json, checked_fields, checked_line
 from .message_table import NO_QUESTION, checked_content, encoded_attachments, encoded_rounds
 from .records import (
-    MAX_TEXT,
     MAX_TITLE,
     Attachment,
     CallRound,
-    CallState,
     Conversation,
+    Line,
     MessageState,
     Role,
     StoredMessage,
+    Text,
     as_object,
     fenced,
     message_text,
     new_id,
-    rounds_of,
     valid_text,
 )
 
@@ -52,8 +51,6 @@ _FORMAT: Final = "edge-run conversations"
 _VERSION: Final = 1
 _MAX_CHARACTERS: Final = 200_000_000
 _Id = Annotated[str, Meta(min_length=1, max_length=100)]
-_Line = Annotated[str, Meta(max_length=MAX_TITLE)]
-_Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
 _Measure = Annotated[float, Meta(ge=0)]
 _Time = Annotated[float, Meta(ge=0, le=1e11)]
@@ -66,23 +63,18 @@ _TITLE: Final = re.compile(r"^# (.+)$", re.MULTILINE)
 _MAX_MARKDOWN: Final = 50_000_000
 
 
-class _Attachment(msgspec.Struct, forbid_unknown_fields=True):
-    name: _Line
-    text: _Text
-
-
 class _Alternative(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     id: _Count
-    text: _Text
+    text: Text
     logprob: float
     special: bool = False
 
 
 class _Token(_Alternative, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     top: list[_Alternative]
-    kind: _Line
-    drafter: _Line | None
-    rejected: _Text | None
+    kind: Line
+    drafter: Line | None
+    rejected: Text | None
 
 
 class _DraftCounts(msgspec.Struct, forbid_unknown_fields=True):
@@ -103,55 +95,42 @@ class _Stats(msgspec.Struct, forbid_unknown_fields=True):
     tokens_per_pass: _Measure | UnsetType = UNSET
     drafted: _Count | UnsetType = UNSET
     accepted: _Count | UnsetType = UNSET
-    drafters: dict[_Line, _DraftCounts] | UnsetType = UNSET
+    drafters: dict[Line, _DraftCounts] | UnsetType = UNSET
     trimmed: list[_Id] | UnsetType = UNSET
     small_talk: bool | UnsetType = UNSET
     tools_ignored: bool | UnsetType = UNSET
 
 
-class _Call(msgspec.Struct, forbid_unknown_fields=True):
-    id: _Line
-    name: _Line
-    arguments: _Text
-    state: CallState
-    result: _Text | None
-
-
-class _Round(msgspec.Struct, forbid_unknown_fields=True):
-    text: _Text
-    calls: list[_Call]
-
-
 class _Message(msgspec.Struct, forbid_unknown_fields=True):
     id: _Id
     role: Role
-    content: _Text
+    content: Text
     created: _Time
     parent: _Id | None = None
-    attachments: list[_Attachment] = []
-    model: _Line | None = None
+    attachments: list[Attachment] = []
+    model: Line | None = None
     state: MessageState = MessageState.COMPLETE
-    error: _Text | None = None
+    error: Text | None = None
     stats: _Stats | None = None
     tokens: list[_Token] = []
-    rounds: list[_Round] = []
+    rounds: list[CallRound] = []
 
 
 class ImportedConversation(msgspec.Struct, forbid_unknown_fields=True):
     """A conversation of a file that is read."""
 
-    title: _Line
+    title: Line
     created: _Time
     updated: _Time
     messages: list[_Message]
     titled_by_user: bool = True
-    folder: _Line | None = None
+    folder: Line | None = None
     pinned: bool = False
-    system: _Text = ""
+    system: Text = ""
     sampling: dict[str, Any] = {}
-    model: _Line | None = None
+    model: Line | None = None
     leaf: _Id | None = None
-    tools: list[_Line] = []
+    tools: list[Line] = []
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -203,7 +182,7 @@ def _exported(store: AnswerTable, conversation_id: str, tokens: bool) -> dict[st
 def _without(fields: dict[str, Any], kind: str) -> dict[str, Any]:
     """An exported object without ids that say nothing elsewhere, and without what is empty."""
     left_out = _NOT_EXPORTED[kind]
-    return {name: value for name, value in fields.items() if name not in left_out and value not in (None, (), {})}
+    return {name: value for name, value in fields.items() if name not in left_out and value not in (None, [], {})}
 
 
 def insert_conversation(store: AnswerTable, conversation: ImportedConversation, where: str) -> str:
@@ -249,13 +228,13 @@ def _insert_message(store: AnswerTable, conversation_id: str, message: _Message,
         "parent": None if message.parent is None else ids[message.parent],
         "role": message.role.value,
         "content": checked_content(message.content),
-        "attachments": encoded_attachments([Attachment(each.name, each.text) for each in message.attachments]),
+        "attachments": encoded_attachments(message.attachments),
         "created": message.created,
         "model": None if message.model is None else checked_line(message.model, "model"),
         "state": state.value,
         "error": message.error,
         "stats": None if message.stats is None else as_json(_stats(message.stats, ids), "stats"),
-        "rounds": encoded_rounds([each.undecided() for each in rounds_of(msgspec.to_builtins(message.rounds))]),
+        "rounds": encoded_rounds([each.undecided() for each in message.rounds]),
     }
     store.insert_row("message", values)
     store.insert_tokens(values["id"], 0, msgspec.to_builtins(message.tokens))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Final
+
+from msgspec.structs import replace
 
 from ....runtime.tools.function_tools import DECLINED
 from ...conversations.answering import AnswerWriter

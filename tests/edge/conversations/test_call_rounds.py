@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from edgerun.edge.conversations.answering import AnswerWriter, model_messages
 from edgerun.edge.conversations.records import (
@@ -17,7 +18,6 @@ from edgerun.edge.conversations.records import (
     Role,
     StoredCall,
     StoredMessage,
-    rounds_object,
     rounds_of,
     split_reasoning,
 )
@@ -90,7 +90,7 @@ def test_calls_are_kept_with_their_answer(tmp_path: Path) -> None:
 
 
 def test_damaged_rounds_are_left_out() -> None:
-    good = rounds_object([ROUND])
+    good = msgspec.to_builtins([ROUND])
     assert rounds_of(good) == (ROUND,)
     for damaged in (None, [{}], 3, "rounds", [{"text": "", "calls": [{"id": 1}]}]):
         assert rounds_of(damaged) == ()
