@@ -17,7 +17,6 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Final
@@ -154,32 +153,25 @@ class SessionGuard:
         return content_type_refusal(scope)
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """Where an app of this user runs, and what it wants to see before it gives out a token."""
+def _token_of(port: int, owner_key: str) -> str:
+    """Ask the app of this user at a port for a one-time token.
 
-    port: int
-    owner_key: str
-
-    def new_token(self) -> str:
-        """Ask the app for a one-time token.
-
-        Raises:
-            OSError: it does not answer.
-            ValueError: something else answers.
-        """
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{OPEN_PATH}",
-            data=b"{}",
-            headers={"Authorization": f"Bearer {self.owner_key}", "Content-Type": "application/json"},
-        )
-        # Proxies that the environment names are for other hosts.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=_ANSWER_S) as response:
-            token = json.loads(response.read(4096))["token"]
-        if not isinstance(token, str):
-            raise ValueError("the token is not a string")
-        return token
+    Raises:
+        OSError: it does not answer.
+        ValueError: something else answers.
+    """
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{OPEN_PATH}",
+        data=b"{}",
+        headers={"Authorization": f"Bearer {owner_key}", "Content-Type": "application/json"},
+    )
+    # Proxies that the environment names are for other hosts.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=_ANSWER_S) as response:
+        token = json.loads(response.read(4096))["token"]
+    if not isinstance(token, str):
+        raise ValueError("the token is not a string")
+    return token
 
 
 @contextmanager
@@ -233,8 +225,8 @@ def join_running_app(stack: ExitStack, folder: Path) -> str | None:
         # An app that has just started has no file yet, and one that is ending gives out no tokens.
         with suppress(OSError, ValueError, KeyError, TypeError):
             found = json.loads((folder / _ENDPOINT_FILE).read_text(encoding="utf-8"))
-            endpoint = Endpoint(int(found["port"]), str(found["owner_key"]))
-            return open_url(endpoint.port, endpoint.new_token())
+            port = int(found["port"])
+            return open_url(port, _token_of(port, str(found["owner_key"])))
         if time.monotonic() >= until:
             raise EdgeError("edge-run app runs already, and does not answer", f"end it; its folder is {folder}")
         time.sleep(_POLL_S)

@@ -67,19 +67,13 @@ def chat_app(service: AppService) -> ASGIApp:
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
-    return _SideBySide(app, asgi_app(service.requests))
+    programs = asgi_app(service.requests)
 
-
-class _SideBySide:
-    """An ASGI application of two: the page's, and the one for other programs."""
-
-    def __init__(self, page: ASGIApp, programs: ASGIApp) -> None:
-        self._page: Final = page
-        self._programs: Final = programs
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def side_by_side(scope: Scope, receive: Receive, send: Send) -> None:
         for_programs = scope["type"] == "http" and scope["path"].startswith(_OPENAI_API)
-        await (self._programs if for_programs else self._page)(scope, receive, send)
+        await (programs if for_programs else app)(scope, receive, send)
+
+    return side_by_side
 
 
 class _Entrance:

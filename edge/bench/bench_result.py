@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from ...errors import InputError
@@ -140,18 +140,8 @@ class BenchResult:
         conditions = self.conditions
         return {
             "benchmark": "speculation",
-            "model": conditions.model,
-            "draft": conditions.draft,
-            "draft_head": conditions.draft_head,
-            "device": conditions.device,
-            "threads": conditions.threads,
-            "context": conditions.context,
-            "source": conditions.source,
-            "replay": conditions.replay,
+            **asdict(conditions),
             "max_tokens": min(conditions.max_tokens, conditions.context),
-            "turns": conditions.turns,
-            "temperature": conditions.temperature,
-            "conversations": conditions.conversations,
             "machine": dict(self.machine),
             "processors_used_by_others": None if self.load.others is None else round(self.load.others, 2),
             "busy": self.load.busy,

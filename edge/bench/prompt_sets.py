@@ -23,9 +23,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
-from itertools import zip_longest
+from dataclasses import dataclass
+from itertools import groupby, zip_longest
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,6 +42,9 @@ _CHAT_CATEGORIES: Final = frozenset(
 """Categories of MT-Bench, which Spec-Bench counts as one of its six categories."""
 _SESSION: Final = re.compile(r"^# aider chat started at \d.*$", re.MULTILINE)
 _USER: Final = "#### "
+_NOTE: Final = "> "
+_COUNTED: Final = "Tokens: "
+"""Beginning of the note that follows an answer."""
 _CATEGORY: Final = "code editing"
 
 
@@ -153,70 +156,41 @@ def _with_answers(row: Mapping[str, Any], path: Path, number: int) -> Conversati
     return Conversation(text_of(row, "category", path, number) if "category" in row else "recorded", tuple(exchanges))
 
 
-class _Speaker(Enum):
-    USER = auto()
-    NOTE = auto()
-    TEXT = auto()
-
-
-@dataclass
-class _Block:
-    """Consecutive lines of one speaker."""
-
-    speaker: _Speaker
-    lines: list[str] = field(default_factory=list)
-
-    @property
-    def text(self) -> str:
-        return "\n".join(line for line in self.lines if not self._counts_tokens(line)).strip()
-
-    @property
-    def ends_an_answer(self) -> bool:
-        return any(self._counts_tokens(line) for line in self.lines[:3])
-
-    def _counts_tokens(self, line: str) -> bool:
-        return self.speaker is _Speaker.NOTE and line.startswith("Tokens: ")
-
-
 def _aider(text: str) -> Iterator[Conversation]:
     for session in _SESSION.split(text):
         exchanges: list[Exchange] = []
         prompt = ""
-        blocks = list(_blocks(session))
-        for number, block in enumerate(blocks):
-            if block.speaker is _Speaker.USER and "/clear" in block.lines:
+        blocks = [(speaker, [line for _, line in lines]) for speaker, lines in groupby(_spoken(session), itemgetter(0))]
+        for (speaker, lines), (next_speaker, following) in zip(blocks, [*blocks[1:], ("", [])], strict=False):
+            block = "\n".join(line for line in lines if speaker != _NOTE or not line.startswith(_COUNTED)).strip()
+            if speaker == _USER and "/clear" in lines:
                 if exchanges:
                     yield Conversation(_CATEGORY, tuple(exchanges))
                 exchanges = []
-                prompt = "\n".join(block.lines[block.lines.index("/clear") + 1 :]).strip()
-            elif block.speaker is _Speaker.USER:
-                prompt = block.text
-            elif block.speaker is _Speaker.NOTE:
+                prompt = "\n".join(lines[lines.index("/clear") + 1 :]).strip()
+            elif speaker == _USER:
+                prompt = block
+            elif speaker == _NOTE:
                 # The user's prompt takes precedence over a note, and a note counts only after an answer.
-                prompt = prompt or (block.text if exchanges else "")
-            elif number + 1 < len(blocks) and blocks[number + 1].ends_an_answer:
-                if prompt and block.text:
-                    exchanges.append(Exchange(prompt, block.text))
+                prompt = prompt or (block if exchanges else "")
+            elif next_speaker == _NOTE and any(line.startswith(_COUNTED) for line in following[:3]):
+                if prompt and block:
+                    exchanges.append(Exchange(prompt, block))
                 prompt = ""
         if exchanges:
             yield Conversation(_CATEGORY, tuple(exchanges))
 
 
-def _blocks(session: str) -> Iterator[_Block]:
-    block: _Block | None = None
+def _spoken(session: str) -> Iterator[tuple[str, str]]:
+    """The lines of a session with who speaks: `_USER`, `_NOTE`, or empty for the assistant and for commands."""
+    speaker = _USER
     for line in session.split("\n"):
         if line.startswith(_USER):
-            speaker, content = _Speaker.USER, line[len(_USER) :].rstrip()
-        elif line == ">" or line.startswith("> "):
-            speaker, content = _Speaker.NOTE, line[2:].rstrip()
-        elif not line.strip() and (block is None or block.speaker is not _Speaker.TEXT):
+            speaker, content = _USER, line[len(_USER) :].rstrip()
+        elif line == ">" or line.startswith(_NOTE):
+            speaker, content = _NOTE, line[2:].rstrip()
+        elif not line.strip() and speaker:
             continue  # blank lines separate blocks
         else:
-            speaker, content = _Speaker.TEXT, line
-        if block is None or speaker is not block.speaker:
-            if block is not None:
-                yield block
-            block = _Block(speaker)
-        block.lines.append(content)
-    if block is not None:
-        yield block
+            speaker, content = "", line
+        yield speaker, content

@@ -182,7 +182,7 @@ def _exported(store: AnswerTable, conversation_id: str, tokens: bool) -> dict[st
 def _without(fields: dict[str, Any], kind: str) -> dict[str, Any]:
     """An exported object without ids that say nothing elsewhere, and without what is empty."""
     left_out = _NOT_EXPORTED[kind]
-    return {name: value for name, value in fields.items() if name not in left_out and value not in (None, [], {})}
+    return {name: value for name, value in fields.items() if name not in left_out and value not in (None, (), {})}
 
 
 def insert_conversation(store: AnswerTable, conversation: ImportedConversation, where: str) -> str:

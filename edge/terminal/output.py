@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -212,44 +212,33 @@ def write_warning(text: str) -> None:
 @contextmanager
 def showing_warnings() -> Iterator[None]:
     """Show what the package and its libraries log as warnings, through `write_warning`, during the block."""
-    handler = _WarningLines()
+    with _logged(logging.WARNING, lambda record: write_warning(record.getMessage())):
+        yield
+
+
+@contextmanager
+def showing_tracebacks(wanted: bool) -> Iterator[None]:
+    """If wanted, show the tracebacks of errors that are logged during the block, for programs that go on after them."""
+
+    def show(record: logging.LogRecord) -> None:
+        if wanted and record.exc_info is not None and record.exc_info[1] is not None:
+            write_error("".join(traceback.format_exception(record.exc_info[1])).rstrip())
+
+    with _logged(logging.ERROR, show):
+        yield
+
+
+@contextmanager
+def _logged(level: int, show: Callable[[logging.LogRecord], None]) -> Iterator[None]:
+    """Call `show` with every record of this level or above that is logged during the block."""
+    handler = logging.Handler(level)
+    handler.emit = show  # type: ignore[assignment,method-assign]
     logger = logging.getLogger()
     logger.addHandler(handler)
     try:
         yield
     finally:
         logger.removeHandler(handler)
-
-
-@contextmanager
-def showing_tracebacks(wanted: bool) -> Iterator[None]:
-    """If wanted, show the tracebacks of errors that are logged during the block, for programs that go on after them."""
-    handler = _Tracebacks(logging.ERROR)
-    logger = logging.getLogger()
-    if wanted:
-        logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-
-
-class _Tracebacks(logging.Handler):
-    """Writes the traceback of each log record that has one."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info is not None and record.exc_info[1] is not None:
-            write_error("".join(traceback.format_exception(record.exc_info[1])).rstrip())
-
-
-class _WarningLines(logging.Handler):
-    """Writes each log record as a line."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        write_warning(record.getMessage())
 
 
 def _escaped(encoded: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from typing import ClassVar, Final, Protocol
+from typing import ClassVar, Final
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -24,16 +24,6 @@ _SHARE: Final = 5
 """An answer that takes long to draw is drawn less often: the time in between is this many times as long."""
 _CODE_THEME: Final = "ansi_dark"
 """Colours of the terminal itself, which suit its background."""
-
-
-class AnswerView(Protocol):
-    """Shows the pieces of an answer."""
-
-    def write(self, text: str) -> None:
-        """Show a further piece."""
-
-    def close(self) -> None:
-        """Show what is left; nothing follows."""
 
 
 class RawView:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.text import Text
 
@@ -34,7 +34,10 @@ from ..output import SafeConsole, can_draw, write_out
 from .answer_view import AnswerMarkdown, MarkdownView, RawView
 from .chat_conversation import ChatConversation
 from .chat_model import INTRODUCTION, NO_CHAT, ChatModel, is_bundled, is_here, model_name_of, short_name
-from .prompt_reader import CONTINUATION, PROMPT, PlainReader, PromptReader
+from .prompt_reader import CONTINUATION, PROMPT, PlainReader
+
+if TYPE_CHECKING:  # a plain prompt needs none of it
+    from .line_editor import LineEditor
 
 _SHOWN_MESSAGES: Final = 4
 """Number of messages that are shown of a conversation that goes on."""
@@ -101,7 +104,7 @@ class Chat:
         self.draft = ""
         """What the next prompt begins with."""
         self.conversation = self._first_conversation(stored)
-        self.reader: PromptReader = PlainReader(interrupts)
+        self.reader: PlainReader | LineEditor = PlainReader(interrupts)
         """What the user types is read from it."""
 
     def say(self, text: str) -> None:

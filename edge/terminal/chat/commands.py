@@ -15,7 +15,8 @@ from ...conversations.records import SAMPLING_FIELDS, Attachment, Role, StoredMe
 from .chat import Chat
 from .chat_model import is_bundled, local_models, model_name_of
 from .clipboard import copy_to_clipboard
-from .conversation_commands import TABLE_WIDTH, Command, ConversationCommands, listed_number, typed_path
+from .conversation_commands import TABLE_WIDTH, ConversationCommands, listed_number, typed_path
+from .prompt_reader import Command
 
 _BEGINNING: Final = 60
 """Number of characters that a list shows of a message."""

@@ -1,11 +1,10 @@
-"""What a command of the chat is, and the commands that are about whole conversations."""
+"""The commands of the chat that are about whole conversations."""
 
 from __future__ import annotations
 
 import os
 import shlex
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Final
@@ -19,6 +18,7 @@ from ...conversations.answering import model_messages, takes_calls
 from ...conversations.records import Conversation, Role
 from .chat import Chat
 from .chat_conversation import ChatConversation
+from .prompt_reader import Command
 
 TABLE_WIDTH: Final = 60
 """Number of columns below which lists are lines instead of tables."""
@@ -28,20 +28,6 @@ _OTHER_FORMATS: Final = frozenset(
     {".csv", ".docx", ".htm", ".html", ".json", ".jsonl", ".markdown", ".md", ".odt", ".pdf", ".rtf", ".txt", ".xml"}
 )
 """Endings that name other formats than the one of `/save`."""
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command of the chat."""
-
-    name: str
-    argument: str
-    """What its argument is called; empty if it takes none."""
-    summary: str
-    run: Callable[[str], None]
-    candidates: Callable[[], Iterable[str]] = tuple
-    """What its argument may be, for completion."""
-    takes_path: bool = False
 
 
 def typed_path(text: str) -> Path:

@@ -26,8 +26,7 @@ from ....models.user_folders import data_folder, make_private_file, make_private
 from ....models.user_text import unify_line_ends
 from ..interrupt import ChatInterrupts
 from ..output import prompt_output
-from .conversation_commands import Command
-from .prompt_reader import CONTINUATION, PROMPT
+from .prompt_reader import CONTINUATION, PROMPT, Command
 
 _SHOWN_LINES: Final = 4
 """Largest number of lines that a pasted text shows as it is; a longer one is shown as one line."""

@@ -1,11 +1,12 @@
-"""What the chat reads from: the protocol, and a plain prompt for terminals that cannot be drawn on."""
+"""What the chat reads: its commands, lines on terminals that cannot be drawn on, keys typed between prompts."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Final, Protocol
+from dataclasses import dataclass
+from typing import Final
 
 from ..interrupt import ChatInterrupts
 from ..output import can_draw, write_error
@@ -14,29 +15,18 @@ PROMPT: Final = "> "
 CONTINUATION: Final = "  "
 
 
-class PromptReader(Protocol):
-    """Reads what the user types."""
+@dataclass(frozen=True)
+class Command:
+    """A command of the chat."""
 
-    @property
-    def end_key(self) -> str:
-        """The key that ends the input, for messages."""
-        ...
-
-    def read(self, default: str = "") -> str:
-        """Read a message.
-
-        Args:
-            default: text that is there to be edited, where that is possible.
-
-        Raises:
-            EOFError: the input ended.
-            KeyboardInterrupt: Ctrl-C was pressed.
-        """
-        ...
-
-    def ask(self, question: str) -> str:
-        """Read the answer to a question; errors as for `read`."""
-        ...
+    name: str
+    argument: str
+    """What its argument is called; empty if it takes none."""
+    summary: str
+    run: Callable[[str], None]
+    candidates: Callable[[], Iterable[str]] = tuple
+    """What its argument may be, for completion."""
+    takes_path: bool = False
 
 
 @contextmanager
@@ -66,20 +56,26 @@ class PlainReader:
     """Reads lines with `input`; one that ends in a backslash continues in the next."""
 
     end_key: Final = "Ctrl-Z then Enter" if sys.platform == "win32" else "Ctrl-D"
+    """The key that ends the input, for messages."""
 
     def __init__(self, interrupts: ChatInterrupts) -> None:
         self._interrupts = interrupts
         _enable_line_editing()
 
     def read(self, default: str = "") -> str:  # noqa: ARG002  a plain line cannot be given text to edit
-        """Read a message; see `PromptReader`."""
+        """Read a message.
+
+        Raises:
+            EOFError: the input ended.
+            KeyboardInterrupt: Ctrl-C was pressed.
+        """
         line = self._line(PROMPT)
         while line.endswith("\\"):
             line = line.removesuffix("\\") + "\n" + self._line(CONTINUATION)
         return line
 
     def ask(self, question: str) -> str:
-        """Read the answer to a question; see `PromptReader`."""
+        """Read the answer to a question; errors as for `read`."""
         return self._line(question)
 
     def _line(self, prompt: str) -> str:

@@ -65,7 +65,7 @@ def test_a_conversation_is_there_after_opening_again(tmp_path: Path) -> None:
         assert finished.content == "A program."
         assert finished.stats == {"tokens": 3}
         assert store.tokens(answer.id) == [{"id": 1}, {"id": 2}]
-        assert as_object(question)["attachments"] == [{"name": "a.py", "text": "print(1)\n"}]
+        assert as_object(question)["attachments"] == ({"name": "a.py", "text": "print(1)\n"},)
         assert message_text(question) == "a.py\n```\nprint(1)\n```\n\nWhat is this?"
 
 
