@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Final
 
+from .json_file import Count
+
 VARIANT_CONTRACT: Final = 1
 """Version of the inputs and outputs of variants, and of what is known about them here (docs/graph-contract.md)."""
 _FILE_NAME: Final = re.compile(r"model_(gpu|npu)[a-z0-9_]*\.onnx(\.data)?")
@@ -60,15 +62,15 @@ class VariantFile:
     file: str
     """Name of the .onnx file in the bundle's folder; its weights are in model.onnx.data as far as they agree."""
     precision: Precision
-    width: int | None = None
+    width: Count | None = None
     """Number of new tokens of a pass, where shapes are static."""
-    context: int | None = None
+    context: Count | None = None
     """Number of cache slots before the new tokens, where shapes are static."""
     providers: tuple[str, ...] = ()
     """Execution providers that it was written for; empty for all of the device's kind."""
     plain: bool = False
     """Whether it has no attention bias, and so serves passes of consecutive tokens only."""
-    contract: int = VARIANT_CONTRACT
+    contract: Count = VARIANT_CONTRACT
 
 
 def is_variant_file(name: str) -> bool:

@@ -6,11 +6,11 @@ import json
 import math
 import reprlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from ..errors import EdgeError
 from .regular_file import MAX_JSON_BYTES, read_regular
@@ -26,6 +26,12 @@ class Bound:
     above: float = -math.inf
 
 
+_KINDS: Final[Mapping[type, str]] = {
+    int: "a whole number",
+    float: "a finite number",
+    str: "text",
+    bool: "true or false",
+}
 Count: TypeAlias = Annotated[int, Bound(least=1)]
 WholeNumber: TypeAlias = Annotated[int, Bound(least=0)]
 Positive: TypeAlias = Annotated[float, Bound(above=0)]
@@ -76,9 +82,27 @@ def record_from_json(record_type: type[RecordT], data: object) -> RecordT:
         ValueError: the data does not fit.
     """
     try:
-        return record_type(**_field_values(record_type, data))
+        return typed_record(record_type, data)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"is not a {record_type.__name__}: {error}") from error
+        raise ValueError(f"is not a {record_type.__name__}: it {error}") from error
+
+
+def typed_record(record_type: type[RecordT], data: object, path: str = "") -> RecordT:
+    """`record_from_json`, with messages that continue "it": lacks NAME, or has NAME VALUE, which must be WHAT.
+
+    `path` precedes the names.
+    """
+    if not isinstance(data, dict):
+        raise _wrong(path, data, "an object")
+    prefix = f"{path}." if path else ""
+    required = [
+        each for each in fields(cast("Any", record_type)) if each.default is MISSING and each.default_factory is MISSING
+    ]
+    if missing := [f"{prefix}{each.name}" for each in required if each.name not in data]:
+        raise ValueError(f"lacks {', '.join(missing)}")
+    hints = get_type_hints(record_type, include_extras=True)
+    given = {name: kind for name, kind in hints.items() if name in data}
+    return record_type(**{name: _converted(kind, data[name], f"{prefix}{name}") for name, kind in given.items()})
 
 
 def record_to_json(record: Any) -> dict[str, Any]:
@@ -86,47 +110,56 @@ def record_to_json(record: Any) -> dict[str, Any]:
     return asdict(record)
 
 
-def _field_values(record_type: type, data: object) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise ValueError(f"{shown(data)} is not an object")
-    values = {}
-    for name, kind in get_type_hints(record_type, include_extras=True).items():
-        if name in data:
-            try:
-                values[name] = _converted(kind, data[name])
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
-    return values
-
-
-def _converted(kind: Any, value: Any) -> Any:
-    """Convert a JSON value to the type of a field."""
+def _converted(kind: Any, value: Any, path: str) -> Any:
+    """Convert a JSON value to the type of a field; `path` leads to it."""
     origin, arguments = get_origin(kind), get_args(kind)
     converted = value
     if origin is Annotated:
-        converted, bound = _converted(arguments[0], value), arguments[1]
-        if not (converted >= bound.least and converted > bound.above):
-            raise ValueError(f"{converted} is too small")
-    elif origin is UnionType:
-        converted = None if value is None else _converted(arguments[0], value)
-    elif origin is Mapping and isinstance(value, dict):
-        converted = {_converted_key(arguments[0], key): _converted(arguments[1], each) for key, each in value.items()}
-    elif origin is tuple and isinstance(value, list):
-        converted = tuple(_converted(arguments[0], each) for each in value)
-    elif kind is float and is_finite(value):
-        converted = float(value)
-    elif isinstance(kind, type) and issubclass(kind, Enum):
+        converted = _bounded(arguments[0], arguments[1], value, path)
+    elif origin in (Union, UnionType):
+        converted = None if value is None else _converted(arguments[0], value, path)
+    elif origin is Mapping:
+        if not isinstance(value, dict):
+            raise _wrong(path, value, "an object")
+        key_type, each_type = arguments
+        places = {key: f"{path}.{key}" for key in value}
+        converted = {_converted_key(key_type, key): _converted(each_type, value[key], places[key]) for key in value}
+    elif origin is tuple:
+        of_objects = is_dataclass(arguments[0])
+        element, kinds = (
+            (dict, "objects") if of_objects else (str, "texts") if arguments[0] is str else (object, "values")
+        )
+        if not isinstance(value, list) or not all(isinstance(each, element) for each in value):
+            raise _wrong(path, value, f"a list of {kinds}")
+        converted = tuple(_converted(arguments[0], each, f"{path}.{index}") for index, each in enumerate(value))
+    elif is_dataclass(kind):
+        converted = typed_record(kind, value, path)
+    elif issubclass(kind, Enum):
+        known = [each.value for each in kind]
+        if not isinstance(value, str) or value not in known:
+            raise _wrong(path, value, f"one of {', '.join(known)}" if isinstance(value, str) else "text")
         converted = kind(value)
-    elif isinstance(kind, type) and is_dataclass(kind):
-        converted = record_from_json(kind, value)
-    elif kind not in {int, str, bool} or type(value) is not kind:
-        raise ValueError(f"{shown(value)} has another type")
+    else:
+        converted = _bounded(kind, Bound(), value, path)
     return converted
+
+
+def _bounded(kind: Any, bound: Bound, value: Any, path: str) -> Any:
+    """Check a number, a text or a boolean, and the bounds of a number."""
+    fits = is_finite(value) if kind is float else type(value) is kind
+    if not fits or (kind in (int, float) and not (value >= bound.least and value > bound.above)):
+        least = f" of at least {bound.least}" if bound.least > -math.inf else ""
+        raise _wrong(path, value, _KINDS[kind] + least + (f" above {bound.above}" if bound.above > -math.inf else ""))
+    return kind(value)
+
+
+def _wrong(path: str, value: object, expected: str) -> ValueError:
+    return ValueError(f"has {path} {shown(value)}, which must be {expected}" if path else "is not an object")
 
 
 def _converted_key(kind: Any, key: str) -> Any:
     number = kind is int or int in get_args(kind)
-    return _converted(kind, int(key) if number else key)
+    return _converted(kind, int(key) if number else key, key)
 
 
 def is_whole(value: object, minimum: int) -> bool:

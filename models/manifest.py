@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final
 
 from ..errors import BundleError
 from .draft_heads import HeadKind
 from .graph_variant import VARIANT_CONTRACT, DeviceKind, Precision, VariantFile
-from .json_file import is_finite, is_whole, parse_json_object, shown
+from .json_file import Bound, Count, WholeNumber, is_whole, parse_json_object, shown, typed_record
 
 MANIFEST_NAME: Final = "edge.json"
 BUNDLE_FORMAT: Final = 1
@@ -38,14 +38,14 @@ class Architecture:
 
     family: str
     """Hugging Face `model_type`, such as llama, qwen2 or qwen3."""
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    context: int
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    layers: Count
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
+    context: Annotated[int, Bound(least=MIN_CONTEXT)]
     """Number of positions that the graph's rotary table covers."""
     tied_head: bool
     """Whether the LM head shares the weights of the embedding."""
@@ -70,15 +70,15 @@ _FORMER_METHODS: Final = ("hqq",)
 class WeightFormat:
     """Storage format of a linear: float32, or 2, 4 or 8 bits in blocks along the input dimension."""
 
-    bits: int
-    block: int = 0
+    bits: Count
+    block: WholeNumber = 0
     offsets: bool = False
     """Whether each block has an offset beside its scale, as quantization formats with minima have."""
     zero_points: bool = False
     """Whether each block has a zero point; if not, the middle code stands for 0."""
     half_scales: bool = False
     """Whether scales are stored in float16. The graph converts them to float32 once, when it is loaded."""
-    rank: int = 0
+    rank: WholeNumber = 0
     """Rank of the 8-bit low-rank correction that is added to the weights; 0 for none."""
     method: Method | None = field(default=None, compare=False)
     """Method by which codes and scales were chosen; not part of the storage format. None for float weights and for
@@ -96,7 +96,7 @@ class WeightFormat:
 class FileDigest:
     """Size in bytes and SHA-256 (hexadecimal) of one file of the bundle."""
 
-    bytes: int
+    bytes: WholeNumber
     sha256: str
 
 
@@ -106,9 +106,9 @@ class Calibration:
 
     origin: str
     """Origin of the text for a reader: the name of a file, or that it was sampled from the model."""
-    tokens: int
+    tokens: WholeNumber
     """Number of tokens that statistics and choices are based on."""
-    held_out_tokens: int
+    held_out_tokens: WholeNumber
     """Number of other tokens, on which `Manifest.quality` was measured."""
     awq: bool = False
     """Whether AWQ scaling was applied."""
@@ -163,8 +163,8 @@ class Manifest:
     """Variants of the graph for other devices. Those of devices, precisions or contracts that this program does not
     know are left out: the others run without them."""
     layout: GraphLayout = GraphLayout.EDGE
-    format: int = BUNDLE_FORMAT
-    contract: int = GRAPH_CONTRACT
+    format: Count = BUNDLE_FORMAT
+    contract: Count = GRAPH_CONTRACT
 
     def to_json(self) -> str:
         """Return the text of `edge.json`."""
@@ -195,185 +195,69 @@ class Manifest:
                 program.
         """
         try:
-            data = _Fields(parse_json_object(text))
-            data.require("format", "contract")
-            version, contract = data.whole("format", 1), data.whole("contract", 1)
-            if version > BUNDLE_FORMAT or contract > GRAPH_CONTRACT:
+            data = parse_json_object(text)
+            version = typed_record(_Version, data)
+            if version.format > BUNDLE_FORMAT or version.contract > GRAPH_CONTRACT:
                 raise BundleError(
-                    f"{where} has format {shown(version)}, contract {shown(contract)}; this edge-run reads "
-                    f"format {BUNDLE_FORMAT}, contract {GRAPH_CONTRACT}",
+                    f"{where} has format {shown(version.format)}, contract {shown(version.contract)}; this edge-run "
+                    f"reads format {BUNDLE_FORMAT}, contract {GRAPH_CONTRACT}",
                     "upgrade edge-run",
                 )
-            data.require("architecture", "weights", "bits_per_weight", "files")
-            weights = data.each("weights", _weight_format)
-            if "head" not in weights:
-                raise ValueError("lacks weights.head")
-            files = data.each("files", _file_digest)
-            variants = [_variant(each, files) for each in data.objects("variants")] if "variants" in data else []
-            return cls(
-                architecture=_architecture(data.fields("architecture")),
-                weights=weights,
-                bits_per_weight=data.number("bits_per_weight"),
-                files=files,
-                parity=data.numbers("parity") if "parity" in data else {},
-                producer=data.text("producer") if "producer" in data else "",
-                command=data.text("command") if "command" in data else "",
-                calibration=_calibration(data.fields("calibration")) if "calibration" in data else None,
-                quality=data.numbers("quality") if "quality" in data else {},
-                bits_per_weight_read=data.number("bits_per_weight_read") if "bits_per_weight_read" in data else None,
-                draft=_draft_pairing(data.fields("draft")) if "draft" in data else None,
-                variants=tuple(variant for variant in variants if variant is not None),
-                layout=data.choice("layout", GraphLayout) if "layout" in data else GraphLayout.EDGE,
-                format=version,
-                contract=contract,
-            )
+            _replace_former(data)
+            manifest = typed_record(cls, data)
+            _check(manifest)
         except ValueError as error:
             raise BundleError(f"{where} cannot be read: it {error}", "export the model again") from error
+        return manifest
 
 
-_DEVICES: Final = tuple(kind.value for kind in DeviceKind)
-_Value = TypeVar("_Value")
-_Choice = TypeVar("_Choice", GraphLayout, Method, HeadKind)
+@dataclass(frozen=True)
+class _Version:
+    format: Count
+    contract: Count
 
 
-class _Fields:
-    """A JSON object of the file; each method checks a type. The message of a ValueError continues "it ..."."""
-
-    def __init__(self, data: Mapping[str, Any], path: str = "") -> None:
-        self._data = data
-        self.path = path
-        """What precedes a field's name in messages."""
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._data
-
-    def require(self, *names: str) -> None:
-        missing = [f"{self.path}{name}" for name in names if name not in self._data]
-        if missing:
-            raise ValueError(f"lacks {', '.join(missing)}")
-
-    def whole(self, name: str, least: int) -> int:
-        value = self._data[name]
-        if not is_whole(value, least):
-            raise self._wrong(name, f"a whole number of at least {least}")
-        return int(value)
-
-    def number(self, name: str) -> float:
-        value = self._data[name]
-        if not is_finite(value):
-            raise self._wrong(name, "a finite number")
-        return float(value)
-
-    def flag(self, name: str) -> bool:
-        value = self._data[name]
-        if not isinstance(value, bool):
-            raise self._wrong(name, "true or false")
-        return value
-
-    def text(self, name: str) -> str:
-        value = self._data[name]
-        if not isinstance(value, str):
-            raise self._wrong(name, "text")
-        return value
-
-    def texts(self, name: str) -> tuple[str, ...]:
-        value = self._data[name]
-        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-            raise self._wrong(name, "a list of texts")
-        return tuple(value)
-
-    def choice(self, name: str, kind: type[_Choice]) -> _Choice:
-        value = self.text(name)
-        known = [each.value for each in kind]
-        if value not in known:
-            raise self._wrong(name, f"one of {', '.join(known)}")
-        return kind(value)
-
-    def fields(self, name: str) -> _Fields:
-        value = self._data[name]
-        if not isinstance(value, dict):
-            raise self._wrong(name, "an object")
-        return _Fields(value, f"{self.path}{name}.")
-
-    def objects(self, name: str) -> list[_Fields]:
-        value = self._data[name]
-        if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-            raise self._wrong(name, "a list of objects")
-        return [_Fields(each, f"{self.path}{name}.{index}.") for index, each in enumerate(value)]
-
-    def each(self, name: str, read: Callable[[_Fields], _Value]) -> dict[str, _Value]:
-        inner = self.fields(name)
-        return {key: read(inner.fields(key)) for key in inner._data}
-
-    def numbers(self, name: str) -> dict[str, float]:
-        inner = self.fields(name)
-        return {key: inner.number(key) for key in inner._data}
-
-    def _wrong(self, name: str, expected: str) -> ValueError:
-        return ValueError(f"has {self.path}{name} {shown(self._data[name])}, which must be {expected}")
+def _replace_former(data: dict[str, Any]) -> None:
+    """Replace what earlier versions wrote, and remove variants that this program does not know."""
+    calibration, weights, variants = (data.get(name) for name in ("calibration", "weights", "variants"))
+    if isinstance(calibration, dict) and "folded" in calibration:
+        calibration.setdefault("awq", calibration["folded"])
+    for weight_format in weights.values() if isinstance(weights, dict) else ():
+        if isinstance(weight_format, dict) and weight_format.get("method") in _FORMER_METHODS:
+            del weight_format["method"]
+    if isinstance(variants, list):
+        data["variants"] = [each for each in variants if not isinstance(each, dict) or _is_known(each)]
 
 
-def _architecture(data: _Fields) -> Architecture:
-    counts = ("vocab_size", "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim")
-    data.require("family", *counts, "context", "tied_head")
-    return Architecture(
-        family=data.text("family"),
-        context=data.whole("context", MIN_CONTEXT),
-        tied_head=data.flag("tied_head"),
-        **{name: data.whole(name, 1) for name in counts},
+def _is_known(variant: dict[str, Any]) -> bool:
+    """Whether this program knows a variant's device, precision and contract, or these are wrong."""
+    contract = variant.get("contract", VARIANT_CONTRACT)
+    if is_whole(contract, VARIANT_CONTRACT + 1):
+        return False
+    kinds: tuple[tuple[str, type[Enum]], ...] = (("device", DeviceKind), ("precision", Precision))
+    return all(
+        not isinstance(variant.get(name), str) or variant[name] in [each.value for each in kind] for name, kind in kinds
     )
 
 
-def _calibration(data: _Fields) -> Calibration:
-    data.require("origin", "tokens", "held_out_tokens")
-    return Calibration(
-        origin=data.text("origin"),
-        tokens=data.whole("tokens", 0),
-        held_out_tokens=data.whole("held_out_tokens", 0),
-        awq=next((data.flag(name) for name in ("awq", "folded") if name in data), False),  # formerly "folded"
-    )
-
-
-def _draft_pairing(data: _Fields) -> DraftPairing:
-    data.require("path")
-    path = data.text("path")
+def _check(manifest: Manifest) -> None:
+    """Check what the types of the fields do not tell; the message of a ValueError continues "it ..."."""
+    if "head" not in manifest.weights:
+        raise ValueError("lacks weights.head")
+    for index, variant in enumerate(manifest.variants):
+        if variant.file not in manifest.files:
+            raise ValueError(f"has variants.{index}.file {shown(variant.file)}, which files lacks")
+    if (draft := manifest.draft) is None:
+        return
+    path = draft.path
     if not path or PurePosixPath(path).is_absolute() or PureWindowsPath(path).drive or "\\" in path:
         raise ValueError(f"has draft.path {shown(path)}, which must be a path from the bundle's folder")
-    d2t = data.text("d2t") if "d2t" in data else ""
-    if d2t and _has_folder(d2t):
-        raise ValueError(f"has draft.d2t {shown(d2t)}, which must be the name of a file")
-    graph = data.text("graph") if "graph" in data else ""
-    if graph and (_has_folder(graph) or path != "."):
-        raise ValueError(f"has draft.graph {shown(graph)}, which must be the name of a file in the bundle's own folder")
-    return DraftPairing(
-        path,
-        d2t,
-        data.flag("d2t_offsets") if "d2t_offsets" in data else False,
-        graph,
-        data.texts("skips") if "skips" in data else (),
-        data.choice("head", HeadKind) if "head" in data else None,
-    )
-
-
-def _variant(data: _Fields, files: Mapping[str, FileDigest]) -> VariantFile | None:
-    """Read one variant; None if this program does not know its device, precision or contract."""
-    data.require("device", "file", "precision")
-    contract = data.whole("contract", 1) if "contract" in data else VARIANT_CONTRACT
-    device, precision, file = data.text("device"), data.text("precision"), data.text("file")
-    if contract > VARIANT_CONTRACT or device not in _DEVICES or precision not in list(Precision):
-        return None
-    if file not in files:
-        raise ValueError(f"has {data.path}file {shown(file)}, which files lacks")
-    return VariantFile(
-        device=DeviceKind(device),
-        file=file,
-        precision=Precision(precision),
-        width=data.whole("width", 1) if "width" in data else None,
-        context=data.whole("context", 1) if "context" in data else None,
-        providers=data.texts("providers") if "providers" in data else (),
-        plain=data.flag("plain") if "plain" in data else False,
-        contract=contract,
-    )
+    if draft.d2t and _has_folder(draft.d2t):
+        raise ValueError(f"has draft.d2t {shown(draft.d2t)}, which must be the name of a file")
+    if draft.graph and (_has_folder(draft.graph) or path != "."):
+        raise ValueError(
+            f"has draft.graph {shown(draft.graph)}, which must be the name of a file in the bundle's own folder"
+        )
 
 
 def _variant_json(variant: VariantFile) -> dict[str, Any]:
@@ -384,27 +268,3 @@ def _variant_json(variant: VariantFile) -> dict[str, Any]:
 
 def _has_folder(name: str) -> bool:
     return PurePosixPath(name).name != name or PureWindowsPath(name).name != name
-
-
-def _weight_format(data: _Fields) -> WeightFormat:
-    data.require("bits")
-    return WeightFormat(
-        bits=data.whole("bits", 1),
-        block=data.whole("block", 0) if "block" in data else 0,
-        offsets=data.flag("offsets") if "offsets" in data else False,
-        zero_points=data.flag("zero_points") if "zero_points" in data else False,
-        half_scales=data.flag("half_scales") if "half_scales" in data else False,
-        rank=data.whole("rank", 0) if "rank" in data else 0,
-        method=_method(data),
-    )
-
-
-def _method(data: _Fields) -> Method | None:
-    if "method" not in data or data.text("method") in _FORMER_METHODS:
-        return None
-    return data.choice("method", Method)
-
-
-def _file_digest(data: _Fields) -> FileDigest:
-    data.require("bytes", "sha256")
-    return FileDigest(data.whole("bytes", 0), data.text("sha256"))
