@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 
 import edgerun  # noqa: F401  before tests import ONNX Runtime, so that it sends no telemetry
 from support.foreign_exporters import ForeignExports
+from support.prepared_python import share_machine
 
 # Examples are not timed, since other programs may be running. They are the same ones every time, so no change fails
 # for what it did not touch; with EDGERUN_NEW_EXAMPLES property tests look for new ones.
@@ -32,6 +33,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 os.environ["TERM"] = "dumb"
 os.environ["COLUMNS"] = "110"
+share_machine()
 
 
 @pytest.fixture(scope="session", autouse=True)

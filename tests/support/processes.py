@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from support.prepared_python import PreparedProcess, is_prepared
+
 EDGE_RUN = (sys.executable, "-c", "import sys; from edgerun.edge.cli.main import main; sys.exit(main())")
 """The command, as the installed script runs it."""
 
@@ -23,10 +25,11 @@ def started(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
     """Start a process that is gone after the block, also when a test fails: it is killed if it still runs.
 
     Args:
-        command: program and arguments.
+        command: program and arguments; Python code (`-c`) finds the command's modules imported where that is possible.
         **options: those of `subprocess.Popen`.
     """
-    with subprocess.Popen(command, **options) as process:
+    start: Any = PreparedProcess if is_prepared(command, options) else subprocess.Popen
+    with start(command, **options) as process:
         try:
             yield process
         finally:

@@ -145,15 +145,23 @@ class TerminalScreen:
 def terminal_screen(
     command: Sequence[str], *, columns: int = 80, lines: int = 24, environment: Mapping[str, str] = {}
 ) -> Iterator[TerminalScreen]:
-    """Run a command on a terminal of this size, an xterm; it is killed at the end of the block."""
+    """Run Python code on a terminal of this size, an xterm; it is killed at the end of the block.
+
+    Args:
+        command: this Python, `-c`, code and arguments.
+        columns: width of the terminal.
+        lines: its height.
+        environment: further environment variables.
+    """
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     inherited = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES"}}
     variables = {**inherited, "TERM": "xterm-256color", **environment}
     first_modes = termios.tcgetattr(slave)
+    program, option, code, *arguments = command
     try:
         with started(
-            [sys.executable, "-c", _CONTROLLED, *command],
+            [program, option, _CONTROLLED + code, *arguments],
             stdin=slave,
             stdout=slave,
             stderr=slave,
@@ -167,7 +175,5 @@ def terminal_screen(
         os.close(master)
 
 
-_CONTROLLED = (
-    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
-)
-"""Makes the terminal that of the session, so that its keys send signals, and runs a command in place of itself."""
+_CONTROLLED = "import fcntl, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+"""Makes the terminal that of the session, so that its keys send signals."""
