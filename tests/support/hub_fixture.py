@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,4 +55,3 @@ def close_connections() -> None:
         if hasattr(huggingface_hub.utils, name):
             getattr(huggingface_hub.utils, name)()
             break
-    gc.collect()

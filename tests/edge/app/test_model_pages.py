@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("playwright", reason="needs a browser")
 
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, expect
 
 from support.app_server import RunningApp, running_app
 from support.browser import BrowserPage, browser_page, look
@@ -40,13 +40,15 @@ def hub(folder: Path) -> Iterator[HubServer]:
 
 @pytest.fixture(scope="module")
 def app(folder: Path, hub: HubServer, tiny_bundle: Path) -> Iterator[RunningApp]:
-    with running_app(folder / "home", tiny_bundle, EDGERUN_CACHE=str(folder / "cache")) as app:
+    # A download that is paused while nothing arrives ends with the time limit of the hub library, else 10 seconds.
+    environment = {"EDGERUN_CACHE": str(folder / "cache"), "HF_HUB_DOWNLOAD_TIMEOUT": "2"}
+    with running_app(folder / "home", tiny_bundle, **environment) as app:
         yield app
 
 
 @pytest.fixture(scope="module")
-def window(app: RunningApp) -> Iterator[BrowserPage]:
-    with browser_page(app.url) as window:
+def window(app: RunningApp, chromium: Browser) -> Iterator[BrowserPage]:
+    with browser_page(app.url, within=chromium) as window:
         yield window
 
 
