@@ -28,6 +28,10 @@ _ARGUMENTS = (
     "--disable-dev-shm-usage",
     # Nothing reaches the network, also when a test fails: a request to another host is recorded and then fails.
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",
+    # The pages of the address bar's suggestions cost each window more time than the page that is tested. The last list
+    # of features is the one that counts, so it repeats what playwright switches off and a local page could notice.
+    "--disable-features=WebUIOmniboxPopup,WebUIOmniboxAimPopup,HttpsUpgrades,DestroyProfileOnBrowserClose,"
+    "MediaRouter,OptimizationHints",
 )
 
 

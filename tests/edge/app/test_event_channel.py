@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+from anyio.from_thread import start_blocking_portal
+
 from edgerun.edge.app.event_channel import MAX_BYTES, MAX_EVENTS, EventChannel, EventListener
+
+
+def ran(function: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
+    """The result of a coroutine, in another thread: in that of the tests a browser's event loop may run."""
+    with start_blocking_portal() as portal:
+        return portal.call(function, *arguments)
 
 
 def events_of(data: bytes) -> list[dict[str, Any]]:
@@ -42,7 +50,7 @@ def test_events_of_other_threads_come_in_order() -> None:
         assert taken[0] == taken[1]
         return taken[0]
 
-    assert asyncio.run(listen()) == [{"type": "count", "number": number} for number in range(1000)]
+    assert ran(listen) == [{"type": "count", "number": number} for number in range(1000)]
 
 
 def test_a_window_that_does_not_read_is_told_to_fetch_everything() -> None:
@@ -53,9 +61,9 @@ def test_a_window_that_does_not_read_is_told_to_fetch_everything() -> None:
                 channel.publish("count", number=number, text=text)
             return events_of(await listener.take())
 
-    many = asyncio.run(listen(MAX_EVENTS + 3, ""))
+    many = ran(listen, MAX_EVENTS + 3, "")
     assert [event["type"] for event in many] == ["reload", "count", "count"]
-    large = asyncio.run(listen(5, "x" * (MAX_BYTES // 4)))
+    large = ran(listen, 5, "x" * (MAX_BYTES // 4))
     assert [event["type"] for event in large] == ["reload", "count"]
 
 
@@ -66,4 +74,4 @@ def test_a_closed_channel_ends_what_listens_later() -> None:
         with channel.listen() as listener:
             return await listener.take()
 
-    assert asyncio.run(listen()) == b""
+    assert ran(listen) == b""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Locator, expect
+from playwright.sync_api import Browser, Locator, expect
 
 from support.browser import BrowserPage, browser_page
 from support.page_server import page_server
@@ -31,8 +31,9 @@ window.show = (text, writing = false) => {
 
 
 @pytest.fixture(scope="module")
-def window() -> Iterator[BrowserPage]:
-    with page_server(SHOW) as address, browser_page(address, permissions=["clipboard-read", "clipboard-write"]) as page:
+def window(chromium: Browser) -> Iterator[BrowserPage]:
+    permissions = ["clipboard-read", "clipboard-write"]
+    with page_server(SHOW) as address, browser_page(address, within=chromium, permissions=permissions) as page:
         page.page.wait_for_function("() => Boolean(window.show)")
         yield page
 

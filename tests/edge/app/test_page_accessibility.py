@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from playwright.sync_api import Page
+from playwright.sync_api import Browser, Page
 
 from edgerun.edge.conversations.store import ConversationStore
 from support.browser import LOOKS, AppServer, BrowserPage, browser_page, serious_faults
@@ -100,7 +100,7 @@ VIEWS: dict[str, tuple[Callable[[Page], None], str]] = {
 
 
 @pytest.fixture(scope="module")
-def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserPage]:
+def window(tmp_path_factory: pytest.TempPathFactory, chromium: Browser) -> Iterator[BrowserPage]:
     """A window of an app with one conversation, which is `window.conversation` of its scripts."""
     home = tmp_path_factory.mktemp("home")
     store = ConversationStore.open(home / "conversations.sqlite3")
@@ -108,7 +108,7 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserPage]:
     question = store.add_message(conversation, None, "user", "question")
     store.add_message(conversation, question.id, "assistant", ANSWER)
     store.close()
-    with AppServer(home) as server, browser_page(server.open_url) as window:
+    with AppServer(home) as server, browser_page(server.open_url, within=chromium) as window:
         window.page.evaluate("id => { window.conversation = id }", conversation)
         yield window
 

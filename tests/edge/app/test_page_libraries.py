@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from support.browser import browser, browser_page
+pytest.importorskip("playwright", reason="needs a browser")
+
+from playwright.sync_api import Browser
+
+from support.browser import browser_page
 from support.page_server import page_server
 
 LIBRARIES = """
@@ -32,8 +36,8 @@ window.seen = {
 """
 
 
-def test_every_library_works_under_the_policy() -> None:
-    with page_server(LIBRARIES) as address, browser_page(address) as window:
+def test_every_library_works_under_the_policy(chromium: Browser) -> None:
+    with page_server(LIBRARIES) as address, browser_page(address, within=chromium) as window:
         window.page.get_by_role("button", name="0 clicks").click()
         window.page.get_by_role("button", name="1 clicks").wait_for()
         assert window.page.locator("#kept").evaluate("element => element.outerHTML") == '<b id="kept">bold</b>'
@@ -52,12 +56,11 @@ FAULTS = {
 }
 
 
-def test_a_window_tells_what_went_wrong() -> None:
-    with browser() as chromium:
-        for script, fault in FAULTS.items():
-            with (
-                page_server(script) as address,
-                pytest.raises(AssertionError, match=fault),
-                browser_page(address, within=chromium) as window,
-            ):
-                window.page.wait_for_load_state("networkidle")
+@pytest.mark.parametrize(("script", "fault"), FAULTS.items())
+def test_a_window_tells_what_went_wrong(chromium: Browser, script: str, fault: str) -> None:
+    with (
+        page_server(script) as address,
+        pytest.raises(AssertionError, match=fault),
+        browser_page(address, within=chromium) as window,
+    ):
+        window.page.wait_for_load_state("networkidle")

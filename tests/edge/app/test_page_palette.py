@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("starlette", reason="needs the app extra")
 pytest.importorskip("playwright", reason="needs playwright")
 
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 
 from edgerun.edge.conversations.store import ConversationStore
 from support.browser import AppServer, browser_page, look
@@ -18,7 +18,7 @@ ANSWER = "## Sizes\n\n- **Large** files: `<img src=x onerror=alert(1)>`\n- see `
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+def page(tmp_path_factory: pytest.TempPathFactory, chromium: Browser) -> Iterator[Page]:
     """A window of an app with two conversations."""
     home = tmp_path_factory.mktemp("home")
     with ConversationStore.open(home / "conversations.sqlite3") as store:
@@ -26,7 +26,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
         question = store.add_message(first, None, "user", "What takes room?")
         store.add_message(first, question.id, "assistant", ANSWER)
         store.create(title="Models of clouds")
-    with AppServer(home) as server, browser_page(server.open_url) as window:
+    with AppServer(home) as server, browser_page(server.open_url, within=chromium) as window:
         expect(window.page.get_by_role("link", name="Disk usage")).to_be_visible()
         yield window.page
 

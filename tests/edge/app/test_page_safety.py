@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Browser, expect
 
 from edgerun.edge.conversations.store import ConversationStore
 from support.browser import AppServer, BrowserPage, browser_page
@@ -72,8 +72,8 @@ def ids(home: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def window(home: Path) -> Iterator[BrowserPage]:
-    with AppServer(home) as server, browser_page(server.open_url) as window:
+def window(home: Path, chromium: Browser) -> Iterator[BrowserPage]:
+    with AppServer(home) as server, browser_page(server.open_url, within=chromium) as window:
         yield window
 
 

@@ -60,6 +60,7 @@ def test_an_answer_has_three_actions_and_a_menu_of_the_others(chat: ChatPage) ->
     expect(items).to_have_count(0)
     expect(more).to_be_focused()
     keys.press("Enter")
+    expect(items.first).to_be_focused()
     keys.press("Enter")
     expect(answer.get_by_role("textbox", name="Text of the message")).to_be_focused()
 
@@ -107,5 +108,6 @@ def test_notices_go_away_after_their_time(chat: ChatPage) -> None:
     chat.page.clock.install()
     chat.attached_files.set_input_files(NOT_TEXT)
     expect(chat.notice).to_contain_text("picture.png is not a text file")
+    chat.page.clock.run_for(1_000)  # the time of a notice begins after it was painted
     chat.page.clock.fast_forward(31_000)
     expect(chat.notice).to_have_count(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,17 +13,11 @@ pytest.importorskip("playwright", reason="needs playwright")
 
 from playwright.sync_api import Browser, Page, expect
 
-from support.browser import AppServer, browser, look
+from support.browser import AppServer, look
 from support.chat_page import ChatPage, opened
 from support.scripted_model import write_calling_bundle
 
 WEATHER_SERVER = Path(__file__).resolve().parents[3] / "support" / "weather_server.py"
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browser() as chromium:
-        yield chromium
 
 
 @pytest.fixture(scope="module")
