@@ -29,7 +29,7 @@ METHODS = ("gptq", "awq+gptq", "k-quant", "awq+k-quant", "rtn")
 SCALES = ("--zero-points", "--half-scales", "--low-rank")
 
 
-@pytest.mark.parametrize("seed", some_nightly(range(CASES), every=100))
+@pytest.mark.parametrize("seed", some_nightly(range(CASES), every=CASES))
 def test_mixed_exports_of_random_shapes(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

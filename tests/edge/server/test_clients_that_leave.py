@@ -152,7 +152,7 @@ def read_all_or_reset(connection: socket.socket) -> bytes:
 
 
 def test_an_answer_that_takes_too_long_ends(endless_bundle: Path) -> None:
-    settings = ServerSettings(request_timeout_s=3.0)
+    settings = ServerSettings(request_timeout_s=1.5)
     with served_here(endless_bundle, settings, draft=None, cache=False) as server:
         # The time begins before the model is loaded, and a stream after that.
         wait_until(lambda: server.request("POST", CHAT, chat_body(max_tokens=1)).status == 200, "the model is loaded")
