@@ -36,7 +36,6 @@ _MODULES = (
     "edgerun.edge.cli.serve",
     "edgerun.edge.cli.single_answer",
     "edgerun.edge.app.chat_app",
-    "edgerun.edge.app.running_app",
     "edgerun.edge.rpc.stdio_service",
     "edgerun.edge.server.asgi_app",
     "edgerun.edge.server.uvicorn_server",
