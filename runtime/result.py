@@ -205,11 +205,7 @@ class Stats:
         return DraftCounts(self.drafted, self.accepted)
 
 
-_SUMMED: Final = (
-    *("prompt_tokens", "reused_tokens", "completion_tokens", "text_tokens", "target_passes", "decode_passes"),
-    *("answers", "replayed_tokens", "context_shifts", "first_token_s", "measuring_s", "drafter_loading_s", "total_s"),
-    *("draft_s", "target_s", "host_s", "drafted", "accepted", "hidden_s", "passes_ahead", "passes_kept"),
-)
+_SUMMED: Final = tuple(each.name for each in fields(Stats) if each.type in ("int", "float"))
 
 
 class StatsRecorder:
