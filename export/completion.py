@@ -36,18 +36,10 @@ from .checkpoint.layer_weights import QuantPlan
 from .drafts.make_draft import DraftRequest, make_draft
 from .quantization.methods import FP32
 from .recipe import ExportRecipe, ExportRequest
-from .report import (
-    ModelReport,
-    PlanComparison,
-    PlanFigures,
-    PlanKind,
-    Speed,
-    linear_figures,
-    megabytes,
-    plan_figures,
-    search_steps,
-    write_report,
-)
+from .report.compared_plans import PlanComparison
+from .report.figures import ModelReport, PlanFigures, PlanKind, Speed, linear_figures, plan_figures, search_steps
+from .report.page import write_report
+from .report.tables import megabytes
 
 _STAGE: Final = "measuring quality"
 _WIDTHS: Final = (1, 2, 4, 8)

@@ -14,7 +14,7 @@ from ..models.bundle import holds_only_bundle_files, require_text_path
 from ..models.file_system import is_in_use
 from .calibration.divergence import Divergence
 from .check.parity import Parity
-from .report import ModelReport
+from .report.figures import ModelReport
 
 
 @dataclass(frozen=True)

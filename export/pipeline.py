@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -177,13 +177,13 @@ def export_checkpoint(request: ExportRequest, progress: Progress = silent) -> Ex
             require_draft(checkpoint.folder, draft)
         elif draft is not None:
             head, notes = _open_head(draft, recipe, model)
-        export = _Export(replace(request, recipe=recipe), model, draft, head, progress, started)
+        request = replace(request, recipe=recipe)
         if not _needs_text(recipe, draft):
-            result = export.write(None)
+            result = _write(request, model, draft, head, None, progress, started)
         else:
             with work_folder(source, settings_of(recipe, model.context), recipe.work) as folder:
                 # The calibrated model maps files of the work folder, so it lives only in the called function.
-                result = export.write(folder)
+                result = _write(request, model, draft, head, folder, progress, started)
         return replace(result, notes=(*result.notes, *notes))
 
 
@@ -249,58 +249,55 @@ def _open_head(draft: DraftRequest, recipe: ExportRecipe, model: SourceModel) ->
         return None, [f"exported without a draft head: {error.what}"]
 
 
-@dataclass(frozen=True)
-class _Export:
-    """An export whose choices were checked."""
+def _write(
+    request: ExportRequest,
+    model: SourceModel,
+    draft: DraftRequest | None,
+    head: DraftHead | None,
+    folder: Path | None,
+    progress: Progress,
+    started: float,
+) -> ExportResult:
+    """Write the bundle; `folder` keeps intermediate results of an export that reads text, and is None for others."""
+    recipe = request.recipe
+    prepared = None if folder is None else prepare(model, recipe, folder, progress)
+    content = BundleContent(
+        source=model.source if prepared is None else prepared.source,
+        original=model.source,
+        config=model.config,
+        plan=_plan(request, model) if prepared is None else prepared.plan,
+        context=model.context,
+        layout=recipe.layout,
+        command=request.command,
+        hidden_states=recipe.hidden_states,
+        static_shapes=recipe.static_shapes(model.context),
+        features=None if head is None else head.features,
+    )
+    with bundle_written_whole(request.destination) as staging:
+        written = write_bundle(staging, content, progress, sample_text=prepared is None)
+        notes, report = list(written.notes), None
+        if head is not None:
+            notes.append(head.add_to(staging, content, progress, None if prepared is None else prepared.text))
+        if prepared is not None:
+            made = draft if draft is not None and draft.kind is None else None
+            report = complete_bundle(staging, request, content, prepared, made, written, progress, started)
+        if recipe.device == DeviceChoice.GPU:
+            notes += write_gpu_variants(staging, progress)
+        files = (file for file in sorted(staging.rglob("*")) if file.is_file())
+        sizes = {file.relative_to(staging).as_posix(): file.stat().st_size for file in files}
+    return ExportResult(
+        request.destination,
+        sizes,
+        written.manifest.bits_per_weight,
+        time.perf_counter() - started,
+        written.parity,
+        written.manifest.bits_per_weight_read,
+        quality=written.quality,
+        notes=tuple(filter(None, notes)),
+        report=report,
+    )
 
-    request: ExportRequest
-    model: SourceModel
-    draft: DraftRequest | None
-    head: DraftHead | None
-    progress: Progress
-    started: float
 
-    def write(self, folder: Path | None) -> ExportResult:
-        """Write the bundle; `folder` keeps intermediate results of an export that reads text."""
-        request, recipe, model, progress = self.request, self.request.recipe, self.model, self.progress
-        prepared = None if folder is None else prepare(model, recipe, folder, progress)
-        content = BundleContent(
-            source=model.source if prepared is None else prepared.source,
-            original=model.source,
-            config=model.config,
-            plan=self._plan() if prepared is None else prepared.plan,
-            context=model.context,
-            layout=recipe.layout,
-            command=request.command,
-            hidden_states=recipe.hidden_states,
-            static_shapes=recipe.static_shapes(model.context),
-            features=None if self.head is None else self.head.features,
-        )
-        with bundle_written_whole(request.destination) as staging:
-            written = write_bundle(staging, content, progress, sample_text=prepared is None)
-            notes, report = list(written.notes), None
-            if self.head is not None:
-                notes.append(self.head.add_to(staging, content, progress, None if prepared is None else prepared.text))
-            if prepared is not None:
-                draft = None if self.draft is None or self.draft.kind is not None else self.draft
-                report = complete_bundle(staging, request, content, prepared, draft, written, progress, self.started)
-            if recipe.device == DeviceChoice.GPU:
-                notes += write_gpu_variants(staging, progress)
-            files = (file for file in sorted(staging.rglob("*")) if file.is_file())
-            sizes = {file.relative_to(staging).as_posix(): file.stat().st_size for file in files}
-        return ExportResult(
-            request.destination,
-            sizes,
-            written.manifest.bits_per_weight,
-            time.perf_counter() - self.started,
-            written.parity,
-            written.manifest.bits_per_weight_read,
-            quality=written.quality,
-            notes=tuple(filter(None, notes)),
-            report=report,
-        )
-
-    def _plan(self) -> QuantPlan:
-        recipe, model = self.request.recipe, self.model
-        plan = recipe.quant_plan(model.config, model.source.stored_format)
-        return plan if is_gguf(self.request.source) else with_methods(plan, recipe.methods)
+def _plan(request: ExportRequest, model: SourceModel) -> QuantPlan:
+    plan = request.recipe.quant_plan(model.config, model.source.stored_format)
+    return plan if is_gguf(request.source) else with_methods(plan, request.recipe.methods)

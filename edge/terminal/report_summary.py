@@ -14,7 +14,7 @@ from .output import SafeConsole
 
 if TYPE_CHECKING:
     from ...export import ExportResult
-    from ...export.report import ModelReport
+    from ...export.report.figures import ModelReport
 
 _NOISE_KL: Final = 1e-8
 """KL in nats below which a difference is that of float32 arithmetic."""
@@ -25,7 +25,7 @@ _PARTS: Final = ("qkv", "o", "router", "gate_up", "down")
 
 def show_export(console: SafeConsole, result: ExportResult) -> None:
     """Print the figures of an export, and the notes it left."""
-    from ...export.report import bits_text, quality_text  # noqa: PLC0415 -- an extra
+    from ...export.report.tables import bits_text, quality_text  # noqa: PLC0415 -- an extra
 
     size = sum(result.file_bytes.values()) / 1e6
     bits = bits_text(result.bits_per_weight_read, result.bits_per_weight)
@@ -50,7 +50,7 @@ def show_export(console: SafeConsole, result: ExportResult) -> None:
 
 def show_report(console: SafeConsole, report: ModelReport) -> None:
     """Print the plan by layer, the plans that it was compared with, and the main figures of the report."""
-    from ...export.report import gain_text, headlines, quality_text  # noqa: PLC0415 -- an extra
+    from ...export.report.tables import gain_text, headlines, quality_text  # noqa: PLC0415 -- an extra
 
     layers = plan_table({linear.name: linear.weight_format for linear in report.linears})
     if layers.row_count:
@@ -81,7 +81,7 @@ def _line(console: SafeConsole, text: str) -> None:
 
 def _plans(report: ModelReport) -> Table:
     """Bits, bytes and, where they were measured, divergence and rate of each plan."""
-    from ...export.report import megabytes  # noqa: PLC0415 -- an extra
+    from ...export.report.tables import megabytes  # noqa: PLC0415 -- an extra
 
     table = Table(title="plans", title_justify="left", title_style="bold")
     timed = any(1 in plan.milliseconds for plan in report.compared)

@@ -121,8 +121,6 @@ class Allocation:
     """Format of every linear of the graph."""
     divergence: float
     """Mean KL in nats on the text that the plan was chosen by."""
-    costs: tuple[float, ...]
-    """Cost in each measure, as the sum over linears."""
     sensitivities: Mapping[str, Sequence[Sensitivity]]
     """Sensitivities of each linear, by its name."""
     history: tuple[tuple[int, float], ...]
@@ -232,7 +230,6 @@ def allocate(
     return Allocation(
         plan=completed_plan(config, plan_of(choices, selection)),
         divergence=divergence(selection),
-        costs=tuple(spent + each.fixed for spent, each in zip(total_costs(choices, selection), costs, strict=True)),
         sensitivities=problem.sensitivities,
         history=(*found.history, (found.history[-1][0] + 1, divergence(selection))),
         frontier=frontier_plans(config, choices),

@@ -111,7 +111,6 @@ def scaled_inputs(inputs: InputStatistics, factors: Float32Array) -> InputStatis
         inputs.mean_square * factors**2,
         inputs.mean_magnitude * factors,
         None if moments is None else moments * factors[:, None] * factors,
-        inputs.tokens,
     )
 
 

@@ -73,12 +73,12 @@ class StatisticsStore:
         """
         if linear == "embedding":
             return self.of(_HEAD) if self._tied else None
-        averages, tokens = read_array(self._folder / f"{linear}.npy"), self.tokens(linear)
+        averages = read_array(self._folder / f"{linear}.npy")
         # Large experts have the second moments of all of their layer.
         names = (linear, linear.rpartition(".")[0])
         files = (self._folder / f"{name}.moments.npy" for name in names)
         second = next((map_array(file) for file in files if file.is_file()), None)
-        return InputStatistics(averages[0], averages[1], second, tokens)
+        return InputStatistics(averages[0], averages[1], second)
 
     def tokens(self, linear: str) -> int:
         """Number of tokens that a linear, or one of its experts, has read."""

@@ -204,7 +204,7 @@ class _SequentialQuantizer:
         damped[np.diag_indices(linear.columns)] += _DAMPING * np.diagonal(damped).mean() + np.finfo(np.float64).tiny
         shift = _TARGET_SHARE * np.linalg.solve(damped, (weights @ mixed).T.astype(np.float64))
         moments /= np.float32(tokens)
-        known = InputStatistics(np.diagonal(moments).copy(), (magnitudes / tokens).astype(np.float32), moments, tokens)
+        known = InputStatistics(np.diagonal(moments).copy(), (magnitudes / tokens).astype(np.float32), moments)
         self._source.set_target(linear, weights + shift.T.astype(np.float32), known)
 
     def _dequantized(self, linear: FusedLinear) -> Float32Array:

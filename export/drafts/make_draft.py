@@ -24,7 +24,7 @@ from ..calibration.calibration_text import CalibrationText
 from ..checkpoint.open import open_source
 from ..quantization.methods import FP32, with_methods
 from ..recipe import ExportRecipe
-from ..report import DraftFigures
+from ..report.figures import DraftFigures
 from ..upgrade.editable import EditableGraph
 from .head_size import (
     FASTEST_SIZE,

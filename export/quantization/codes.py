@@ -249,8 +249,6 @@ class InputStatistics:
     """E[|x_j|], float32 [K]."""
     second_moment: Float32Array | None = None
     """E[x xT], float32 [K, K], symmetric; large, so None where no method needs it."""
-    tokens: int = 0
-    """Number of tokens averaged over."""
 
 
 class CorrectionTarget(NamedTuple):

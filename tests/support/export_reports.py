@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 
 from edgerun.export.calibration.divergence import Divergence
-from edgerun.export.report import DraftFigures, LinearFigures, ModelReport, PlanFigures, PlanKind, SearchStep, Speed
+from edgerun.export.report.figures import (
+    DraftFigures,
+    LinearFigures,
+    ModelReport,
+    PlanFigures,
+    PlanKind,
+    SearchStep,
+    Speed,
+)
 from edgerun.models.manifest import Calibration, Method, WeightFormat
 from edgerun.runtime.measure.draft_benefit import DraftBenefit
 

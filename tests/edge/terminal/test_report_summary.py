@@ -10,7 +10,7 @@ pytest.importorskip("onnx", reason="needs the export extra")
 
 from edgerun.edge.terminal.output import SafeConsole
 from edgerun.edge.terminal.report_summary import show_report
-from edgerun.export.report import ModelReport, PlanKind
+from edgerun.export.report.figures import ModelReport, PlanKind
 from support.export_reports import whole_report
 
 

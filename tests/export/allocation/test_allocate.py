@@ -123,7 +123,6 @@ class TestAllocation:
         cost = plan_cost(found.plan, BYTES_READ, config)
         assert found.measured_ratio == pytest.approx(1.2 + 0.2 * few, rel=0.05)
         assert 0.9 * limit < found.measured_ratio * cost < 1.02 * limit
-        assert found.costs[0] == pytest.approx(cost)
 
     def test_a_plan_is_measured_after_its_last_correction(self, tmp_path: Path, config: DecoderConfig) -> None:
         measured: list[Mapping[str, WeightFormat]] = []
