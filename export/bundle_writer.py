@@ -27,8 +27,8 @@ from .calibration.divergence import Divergence
 from .check.parity import Parity, check_parity, quality_on_sample_text
 from .checkpoint.config import DecoderConfig
 from .checkpoint.layout import fused_linears
-from .genai.genai_layout import write_genai_layout
 from .graph.decoder import build_graph
+from .graph.genai_layout import write_genai_layout
 from .graph.initializers import Initializers, WeightFile
 from .npu.static_decoder import NPU_WEIGHTS_NAME, write_static_graphs
 

@@ -34,7 +34,6 @@ SAME_JOB = {
     "main": "the entry point of a room",
     "parity": "compares a graph that was written with what it was made from: an export, an upgrade",
     "pipeline": "the steps of an export, of an upgrade",
-    "plots": "the plots of a report",
 }
 """Module names that several rooms have because they do the same job there."""
 

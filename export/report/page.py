@@ -1,25 +1,53 @@
-"""Writes a report as `report.html`, a self-contained page, and as `report.json`."""
+"""Writes a report as `report.html`, a self-contained page with plots and grids, and as `report.json`.
+
+Plots are SVG elements with CSS classes. Coordinates are SVG pixels, x to the right and y downwards. See
+docs/decisions/0020-plots-drawn-here.md.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from html import escape
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 
 from ...models.atomic import write_atomically
 from ...models.bundle import REPORT_DATA_NAME, REPORT_PAGE_NAME
 from ...models.manifest import WeightFormat
-from .figures import ModelReport
-from .plots import grids_of, plots_of
+from .figures import LinearFigures, ModelReport, PlanFigures, PlanKind
 from .tables import headlines, tables_of
 
 _TEMPLATE: Final = Path(__file__).parent / "report.html.jinja"
 _DIGITS: Final = 6
+_KINDS: Final[Mapping[PlanKind, str]] = {
+    PlanKind.NEAREST: "round-to-nearest",
+    PlanKind.UNIFORM: "one format",
+    PlanKind.RULE: "by rule",
+    PlanKind.SEARCHED: "other plans",
+    PlanKind.CHOSEN: "this model",
+}
+"""Labels of the kinds of plans, in the order of drawing, so that the chosen plan lies on top."""
+_LETTER_WIDTH: Final = 5.8
+"""Approximate width of a letter of a legend in pixels."""
+_TICK_STEPS: Final = (1.0, 2.0, 2.5, 5.0, 10.0)
+_LOG_TICKS: Final = (1.0, 2.0, 5.0)
+_MARGIN: Final = 0.06
+"""Margin at both ends of an axis, as a share of its length."""
+_LEFT: Final = 58
+_RIGHT: Final = 14
+_TOP: Final = 52
+_BOTTOM: Final = 42
+_IN_LAYER: Final = re.compile(r"layers\.(\d+)\.(.+)")
+_FAINTEST: Final = 0.08
+_STRONG_SHADE: Final = 0.6
+"""Shade from which on text is dark on any page."""
 
 
 def write_report(folder: Path, report: ModelReport) -> None:
@@ -72,3 +100,258 @@ def _plain(value: Any) -> Any:
 
 def _fields(value: Any) -> dict[str, Any]:
     return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+
+
+def plots_of(report: ModelReport) -> list[str]:
+    """SVG elements of the plots for which the report has figures."""
+    drawn = (
+        _plans(report.plans, "Size against quality", "MB per token", lambda plan: plan.bytes_read / 1e6, joined=True),
+        _plans(report.plans, "Time against quality", "milliseconds per token", lambda plan: plan.milliseconds.get(1)),
+        _passes(report),
+        _search(report),
+    )
+    return [plot for plot in drawn if plot is not None]
+
+
+def _plans(
+    plans: Sequence[PlanFigures],
+    title: str,
+    label: str,
+    cost_of: Callable[[PlanFigures], float | None],
+    *,
+    joined: bool = False,
+) -> str | None:
+    """KL of plans, on a logarithmic scale, over their cost; `joined` connects the uniform plans by a line."""
+    known = [(plan, cost, plan.kl) for plan in plans if (cost := cost_of(plan)) is not None and plan.kl and plan.kl > 0]
+    if len(known) < 2:
+        return None
+    frame = Frame(title, label, "mean KL, nats")
+    x, y = frame.x_axis([cost for _, cost, _ in known]), frame.y_axis([kl for _, _, kl in known], log=True)
+    marks: list[str] = []
+    shown = []
+    for kind, name in _KINDS.items():
+        points = sorted((cost, kl, plan.name) for plan, cost, kl in known if plan.kind is kind)
+        if not points:
+            continue
+        shown.append((kind.value, name))
+        if kind in (PlanKind.UNIFORM, PlanKind.NEAREST) and joined:
+            marks.append(path([(x.at(cost), y.at(kl)) for cost, kl, _ in points], kind.value))
+        for cost, kl, plan_name in points:
+            tooltip = f"{plan_name}: {cost:.4g} {label.partition(' ')[0]}, KL {kl:.4g}"
+            marks.append(dot(x.at(cost), y.at(kl), 6 if kind is PlanKind.CHOSEN else 4, kind.value, tooltip))
+            if kind is PlanKind.UNIFORM:
+                marks.append(text(x.at(cost) + 6, y.at(kl) - 6, plan_name.removeprefix("int"), "tick"))
+    return frame.svg(x, y, [*marks, *_legend(shown)])
+
+
+def _legend(entries: Sequence[tuple[str, str]]) -> list[str]:
+    """CSS class and label of each series, below the title."""
+    parts: list[str] = []
+    x = 62.0
+    for css_class, label in entries:
+        parts += [dot(x, 33, 4, css_class, label), text(x + 8, 37, label, "tick")]
+        x += 24 + _LETTER_WIDTH * len(label)
+    return parts
+
+
+def _passes(report: ModelReport) -> str | None:
+    """Predicted and measured milliseconds of a pass over its width."""
+    speed = report.speed
+    if speed is None or len(speed.measured) < 2:
+        return None
+    frame = Frame("A pass over several tokens", "tokens in a pass", "milliseconds")
+    both = {"chosen": ("measured", speed.measured), "uniform": ("predicted", speed.predicted)}
+    series = {css_class: (name, sorted(times.items())) for css_class, (name, times) in both.items() if times}
+    x = frame.x_axis([float(width) for _, points in series.values() for width, _ in points], zero=True)
+    y = frame.y_axis([ms for _, points in series.values() for _, ms in points], zero=True)
+    marks: list[str] = []
+    for css_class, (name, points) in reversed(series.items()):
+        marks.append(path([(x.at(width), y.at(ms)) for width, ms in points], css_class))
+        for width, ms in points:
+            marks.append(dot(x.at(width), y.at(ms), 4, css_class, f"{name}, {width} tokens: {ms:.4g} ms"))
+    return frame.svg(x, y, [*marks, *_legend([(css_class, name) for css_class, (name, _) in series.items()])])
+
+
+def _search(report: ModelReport) -> str | None:
+    """KL of the best plan by generation."""
+    steps = [step for step in report.search if step.kl > 0]
+    if len(steps) < 2:
+        return None
+    frame = Frame("The search", "generation", "mean KL of the best plan, nats")
+    x = frame.x_axis([step.generation for step in steps])
+    y = frame.y_axis([step.kl for step in steps], log=True)
+    corners: list[tuple[float, float]] = []
+    for step in steps:  # a plan stays the best one until another is found
+        if corners:
+            corners.append((x.at(step.generation), corners[-1][1]))
+        corners.append((x.at(step.generation), y.at(step.kl)))
+    return frame.svg(x, y, [path(corners, "chosen")])
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A scale from values to pixels, from `low` at `start` to `high` at `end`; `start` may be larger than `end`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def at(self, value: float) -> float:
+        """Pixel of a value."""
+        low, high = self._scaled(self.low), self._scaled(self.high)
+        share = (self._scaled(value) - low) / (high - low)
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self, count: int = 6) -> list[float]:
+        """About `count` round values within the scale."""
+        if self.log:
+            decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            parts = (1.0,) if len(decades) > count else _LOG_TICKS
+            every = math.ceil(len(decades) / (2 * count))
+            found = self._within([part * 10.0**decade for decade in decades[::every] for part in parts])
+            if len(found) > 1:
+                return found
+        raw = (self.high - self.low) / count
+        power = 10.0 ** math.floor(math.log10(raw))
+        step = next(part * power for part in _TICK_STEPS if part * power >= raw * (1 - 1e-9))
+        return self._within([step * at for at in range(math.floor(self.low / step), math.ceil(self.high / step) + 1)])
+
+    def _within(self, values: Sequence[float]) -> list[float]:
+        return [value for value in values if self.low <= value <= self.high]
+
+    def _scaled(self, value: float) -> float:
+        return math.log10(value) if self.log else value
+
+
+def axis_for(values: Sequence[float], start: float, end: float, *, log: bool = False, zero: bool = False) -> Axis:
+    """An axis for all values, which a logarithmic one requires to be positive; `zero` makes it begin at 0."""
+    low, high = min(values), max(values)
+    if log:
+        low, high = math.log10(low), math.log10(high)
+    spread = high - low or abs(high) * 0.5 or 1.0
+    low, high = low - _MARGIN * spread, high + _MARGIN * spread
+    if log:
+        return Axis(10.0**low, 10.0**high, start, end, log=True)
+    return Axis(0.0 if zero else low, high, start, end)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The area of a plot, with its title and the labels of its axes."""
+
+    title: str
+    x_label: str
+    y_label: str
+    width: int = 540
+    height: int = 350
+
+    def x_axis(self, values: Sequence[float], *, log: bool = False, zero: bool = False) -> Axis:
+        """The horizontal axis; arguments as for `axis_for`."""
+        return axis_for(values, _LEFT, self.width - _RIGHT, log=log, zero=zero)
+
+    def y_axis(self, values: Sequence[float], *, log: bool = False, zero: bool = False) -> Axis:
+        """The vertical axis; arguments as for `axis_for`."""
+        return axis_for(values, self.height - _BOTTOM, _TOP, log=log, zero=zero)
+
+    def svg(self, x: Axis, y: Axis, marks: Sequence[str]) -> str:
+        """The whole plot: grid, ticks and labels, then the marks."""
+        lower, upper, left, right = self.height - _BOTTOM, _TOP, _LEFT, self.width - _RIGHT
+        parts = [text(left, 18, self.title, "title")]
+        for value in y.ticks():
+            parts.append(line(left, y.at(value), right, y.at(value), "grid"))
+            parts.append(text(left - 8, y.at(value) + 4, short_number(value), "tick end"))
+        for value in x.ticks(8):
+            parts.append(line(x.at(value), lower, x.at(value), lower + 4, "axis"))
+            parts.append(text(x.at(value), lower + 17, short_number(value), "tick middle"))
+        parts.append(line(left, lower, right, lower, "axis"))
+        parts.append(text((left + right) / 2, self.height - 6, self.x_label, "label middle"))
+        rotation = f"translate(13 {(lower + upper) / 2:.1f}) rotate(-90)"
+        parts.append(f'<text class="label middle" transform="{rotation}">{escape(self.y_label)}</text>')
+        size, content = f"0 0 {self.width} {self.height}", "".join([*parts, *marks])
+        return f'<svg viewBox="{size}" role="img" aria-label="{escape(self.title)}">{content}</svg>'
+
+
+def text(x: float, y: float, content: str, css_class: str) -> str:
+    """Text that begins at a point, or ends or is centred there if its class says so."""
+    return f'<text class="{css_class}" x="{x:.1f}" y="{y:.1f}">{escape(content)}</text>'
+
+
+def line(x1: float, y1: float, x2: float, y2: float, css_class: str) -> str:
+    """A straight line."""
+    return f'<line class="{css_class}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+
+
+def path(points: Sequence[tuple[float, float]], css_class: str) -> str:
+    """A line through points."""
+    coordinates = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return f'<polyline class="line {css_class}" points="{coordinates}"/>'
+
+
+def dot(x: float, y: float, radius: float, css_class: str, tooltip: str) -> str:
+    """A filled circle with a tooltip."""
+    title = f"<title>{escape(tooltip)}</title>"
+    return f'<circle class="dot {css_class}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}">{title}</circle>'
+
+
+def short_number(value: float) -> str:
+    """A number in few characters."""
+    return f"{value:.10g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.0e}".replace("e-0", "e-")
+
+
+class Cell(NamedTuple):
+    """The cell of a linear."""
+
+    text: str
+    detail: str
+    """Smaller text behind it."""
+    css_class: str
+    shade: float = 1.0
+    tooltip: str = ""
+
+
+class Grid(NamedTuple):
+    """A row of cells for each kind of linear; one that no layer has takes its whole row."""
+
+    title: str
+    layers: int
+    rows: dict[str, list[Cell | None]]
+
+
+def grids_of(linears: Sequence[LinearFigures]) -> list[Grid]:
+    """Bits and block size of each linear, and the KL of the model with it alone quantized: the darker, the more."""
+    logs = [math.log10(linear.kl_alone) for linear in linears if linear.kl_alone]
+
+    def bits(linear: LinearFigures) -> Cell:
+        weight_format = linear.weight_format
+        css_class = f"bits{next((bits for bits in (2, 4, 8) if weight_format.bits <= bits), 32)}"
+        return Cell(str(weight_format.bits), f"/{weight_format.block}" if weight_format.block else "", css_class)
+
+    def kl(linear: LinearFigures) -> Cell:
+        number = "-" if linear.kl_alone is None else f"{linear.kl_alone:.0e}".replace("e-0", "e-")
+        if not linear.kl_alone:
+            return Cell(number, "", "cost", 0.0)
+        share = (math.log10(linear.kl_alone) - min(logs)) / ((max(logs) - min(logs)) or 1)
+        shade = _FAINTEST + (1 - _FAINTEST) * share
+        return Cell(number, "", "cost strong" if shade > _STRONG_SHADE else "cost", shade)
+
+    titles = {"Bits and block size of each linear": bits, "KL with each linear alone quantized, nats": kl}
+    grids = [_grid(title, linears, cell_of) for title, cell_of in titles.items() if logs or cell_of is bits]
+    return [grid for grid in grids if grid.layers]
+
+
+def _grid(title: str, linears: Sequence[LinearFigures], cell_of: Callable[[LinearFigures], Cell]) -> Grid:
+    places = {linear.name: _IN_LAYER.fullmatch(linear.name) for linear in linears}
+    layers = max((1 + int(place[1]) for place in places.values() if place), default=0)
+    rows: dict[str, list[Cell | None]] = {}
+    for linear in linears:
+        tooltip = f"{linear.name}: {linear.weight_format}, {linear.bytes_read / 1e6:.4g} MB"
+        if linear.kl_alone is not None:
+            tooltip += f", KL alone {linear.kl_alone:.3g}"
+        cell, place = cell_of(linear)._replace(tooltip=tooltip), places[linear.name]
+        if place is None:
+            rows[linear.name] = [cell]
+        else:
+            rows.setdefault(place[2], [None] * layers)[int(place[1])] = cell
+    return Grid(title, layers, rows)

@@ -15,7 +15,7 @@ from edgerun import ExportError, Speculation
 from edgerun.edge.cli.main import main
 from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
 from edgerun.export.checkpoint.config import read_config
-from edgerun.export.genai.genai_layout import write_genai_layout
+from edgerun.export.graph.genai_layout import write_genai_layout
 from edgerun.models.bundle import open_bundle
 from edgerun.models.manifest import GraphLayout
 from support.adversarial_drafters import NEARLY_FREE, FixedCost

@@ -20,8 +20,7 @@ from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.report.compared_plans import PlanComparison, uniform_plan
 from edgerun.export.report.figures import ModelReport, PlanFigures, PlanKind, linear_figures, log_line, plan_figures
-from edgerun.export.report.page import as_values, page, write_report
-from edgerun.export.report.plots import axis_for
+from edgerun.export.report.page import as_values, axis_for, page, write_report
 from edgerun.export.report.tables import megabytes, perplexities, tables_of
 from edgerun.models.bundle import holds_only_bundle_files
 from edgerun.models.manifest import Method, WeightFormat

@@ -29,8 +29,8 @@ from ..check.parity import TOLERANCE, with_float_activations
 from ..check.reference import TokenArray
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.json_fields import read_json
-from ..graph import inputs_outputs
-from ..graph.head_parts import needed_nodes
+from . import inputs_outputs
+from .head_parts import needed_nodes
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 

@@ -1,1 +1,0 @@
-"""Output for ONNX Runtime GenAI."""
