@@ -193,6 +193,7 @@ class ExportRecipe:
             value = getattr(self, name)
             if not isinstance(value, WeightFormat):
                 declared.check(f"--{name.replace('_', '-')}", value)
+        object.__setattr__(self, "layout", GraphLayout(self.layout))  # which may be given by its name
         self._check_weights()
         self._check_device()
         self._check_draft()
@@ -207,7 +208,7 @@ class ExportRecipe:
                 raise InputError(f"--plan and --weights {self.weights} exclude each other", "leave one of them out")
             # The search chooses the blocks too, but not those of the draft's weights.
             others = ("head",) if self.draft_weights is not None else ("head", "block")
-            _refuse(self._given(others), "with mixed weights", "leave it out")
+            self._refuse(others, "with mixed weights", "leave it out")
             if (self.budget is None) == (self.plan is None):
                 raise InputError(
                     "mixed weights need either a budget or a plan, not both", "add --budget 3.5bpw, or --plan FILE"
@@ -215,9 +216,8 @@ class ExportRecipe:
             if isinstance(self.budget, str):
                 parse_budget(self.budget)
         else:
-            _refuse(self._given(_OF_MIXED_WEIGHTS), "without mixed weights", "add --weights mixed")
-        formats = (self.body, self.head_format, self.draft_format)
-        for weight_format in filter(None, formats):
+            self._refuse(_OF_MIXED_WEIGHTS, "without mixed weights", "add --weights mixed")
+        for weight_format in filter(None, (self.body, self.head_format, self.draft_format)):
             require_exportable(weight_format)
         if self.method is not None and {self.body, self.head_format} == {FP32}:
             raise InputError("--method has no effect on fp32 weights, which are not quantized", "leave --method out")
@@ -226,14 +226,14 @@ class ExportRecipe:
         if self.device == DeviceChoice.NPU:
             parse_sizes(self.widths, self.contexts)
         else:
-            _refuse(self._given(("widths", "contexts")), "without --device npu", "add --device npu")
+            self._refuse(("widths", "contexts"), "without --device npu", "add --device npu")
 
     def _check_draft(self) -> None:
         if self.draft == NO_DRAFT:
-            _refuse(self._given(("draft_vocab", "draft_layers", "draft_weights")), "on --draft none", "leave it out")
-        if self.draft == OWN_MODULE:
-            _refuse(self._given(("draft_layers",)), "on --draft mtp", "leave it out")
+            self._refuse(("draft_vocab", "draft_layers", "draft_weights"), "on --draft none", "leave it out")
         if self.draft is not None and self.draft_layers is not None:
+            if self.draft == OWN_MODULE:
+                raise InputError("--draft-layers has no effect on --draft mtp", "leave it out")
             raise InputError("--draft and --draft-layers exclude each other", "give one of them")
         if self.draft_layers is not None and self.draft_weights is not None:
             raise InputError(
@@ -253,9 +253,11 @@ class ExportRecipe:
         if self.device is not None:
             raise InputError(f"--device {self.device} needs edge-run's own layout", "leave --layout or --device out")
 
-    def _given(self, names: Iterable[str]) -> list[str]:
-        """The options, such as `--head`, of these fields that have another value than their default."""
-        return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) not in (None, False)]
+    def _refuse(self, names: Iterable[str], where: str, hint: str) -> None:
+        """Refuse these fields where one has a value."""
+        for name in names:
+            if getattr(self, name) is not None and getattr(self, name) is not False:
+                raise InputError(f"--{name.replace('_', '-')} has no effect {where}", hint)
 
     @property
     def mixed(self) -> bool:
@@ -382,11 +384,6 @@ class ExportRequest:
     recipe: ExportRecipe
     command: str = ""
     """The command line, recorded in the manifest."""
-
-
-def _refuse(given: list[str], where: str, hint: str) -> None:
-    if given:
-        raise InputError(f"{given[0]} has no effect {where}", hint)
 
 
 def _parse_tokens(typed: int | str | None) -> DraftTokens:
