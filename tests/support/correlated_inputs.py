@@ -22,5 +22,4 @@ def correlated_inputs(seed: int, columns: int, tokens: int = 400) -> InputStatis
         np.square(values).mean(axis=0).astype(np.float32),
         np.abs(values).mean(axis=0).astype(np.float32),
         (values.T @ values / tokens).astype(np.float32),
-        tokens,
     )

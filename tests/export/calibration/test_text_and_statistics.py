@@ -152,7 +152,7 @@ def test_statistics_are_averages_of_the_inputs(tmp_path, family: str, tied: bool
         rows = inputs["head" if linear.name == "embedding" else linear.name]
         assert statistics is not None
         assert statistics.second_moment is not None
-        assert store.tokens(linear.name) == len(rows) == batch.count
+        assert store.tokens("head" if linear.name == "embedding" else linear.name) == len(rows) == batch.count
         np.testing.assert_allclose(statistics.mean_square, np.square(rows).mean(axis=0), rtol=1e-5)
         np.testing.assert_allclose(statistics.mean_magnitude, np.abs(rows).mean(axis=0), rtol=1e-5)
         np.testing.assert_allclose(statistics.second_moment, rows.T @ rows / len(rows), atol=1e-5 * rows.max() ** 2)
