@@ -108,6 +108,7 @@ class ExportRecipe:
         None,
         "Longest context to serve, in tokens.",
         metavar="N",
+        least=1,
         unset="that of the checkpoint, at most 32768",
     )
     layout: GraphLayout = option(
@@ -189,6 +190,8 @@ class ExportRecipe:
     )
 
     def __post_init__(self) -> None:
+        if self.context is not None and self.context < MIN_CONTEXT:
+            raise InputError(f"a context of {self.context} positions is too short", f"give at least {MIN_CONTEXT}")
         for name, declared in options_of(type(self)).items():
             value = getattr(self, name)
             if not isinstance(value, WeightFormat):
@@ -198,8 +201,6 @@ class ExportRecipe:
         self._check_device()
         self._check_draft()
         self._check_layout()
-        if self.context is not None and self.context < MIN_CONTEXT:
-            raise InputError(f"a context of {self.context} positions is too short", f"give at least {MIN_CONTEXT}")
 
     def _check_weights(self) -> None:
         """Check that options of mixed weights come with them, and options of a single format without them."""
