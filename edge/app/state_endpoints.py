@@ -10,6 +10,7 @@ from typing import Any, Final
 import psutil
 from starlette.routing import Route
 
+from ...errors import InputError
 from ...runtime.devices.processor import usable_cores
 from ...version import __version__
 from ..conversations.records import Preset, as_object
@@ -19,7 +20,7 @@ from .app_context import AppContext, SettingsBody, change_settings, read_setting
 from .conversation_endpoints import checked_sampling
 from .models.model_endpoints import ModelServices
 from .tools.tool_servers import ToolServers
-from .tools.tool_settings import ConfigurationError, ToolServer, read_configuration
+from .tools.tool_settings import ToolServer, read_configuration
 
 
 def state_routes(context: AppContext, models: ModelServices) -> list[Route]:
@@ -103,7 +104,7 @@ class _ToolEndpoints:
         """The servers of a configuration, of which none is added, or why it cannot be read."""
         try:
             return {"servers": read_configuration(text), "problem": None}
-        except ConfigurationError as error:  # the text may still be being typed, so the request has not failed
+        except InputError as error:  # the text may still be being typed, so the request has not failed
             return {"servers": [], "problem": str(error)}
 
     def save(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
+import msgspec
 from starlette.routing import Route
 
 from ....errors import ConversationError, InputError
@@ -185,7 +186,7 @@ class _ModelApi:
                 "fits": each.fits,
                 "downloaded": each.downloaded,
                 "reason": each.reason,
-                **asdict(each.model),
+                **msgspec.structs.asdict(each.model),
             }
             for each in recommend(free, pool.kind, here)
         ]

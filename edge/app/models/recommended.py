@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+import msgspec
 import psutil
 
 from ....errors import BundleError
 from ....models.graph_variant import DeviceKind
 from ....models.hub.downloaded_model import DownloadedModel
-from ....models.json_file import read_json_object
 from ....models.user_text import format_bytes
 
 _FILE: Final = Path(__file__).with_name("recommended_models.json")
@@ -24,8 +24,7 @@ _FAST_ON_CPU: Final = 2_000_000_000
 laptop gives 20 to 50 GB a second."""
 
 
-@dataclass(frozen=True)
-class Recommended:
+class Recommended(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A model of the list. Sizes are approximate: the hub says the exact ones when it is downloaded."""
 
     repo: str
@@ -71,16 +70,11 @@ def recommended_models() -> tuple[Recommended, ...]:
     Raises:
         BundleError: the file of this installation is damaged.
     """
-    data = read_json_object(_FILE, BundleError, "install edge-run again")
-    return tuple(_parsed(each) for each in data["models"])
-
-
-def _parsed(data: dict[str, Any]) -> Recommended:
-    names = {field.name for field in fields(Recommended)}
-    if set(data) != names:
-        what = ", ".join(sorted(set(data) ^ names))
-        raise BundleError(f"{_FILE.name}: {data.get('title')} has other fields than expected: {what}", "install again")
-    return Recommended(**data)
+    try:
+        data = msgspec.json.decode(_FILE.read_bytes())
+        return msgspec.convert(data["models"], tuple[Recommended, ...])
+    except (OSError, KeyError, msgspec.MsgspecError) as error:
+        raise BundleError(f"{_FILE.name} is damaged: {error}", "install edge-run again") from error
 
 
 def recommend(free_bytes: int, kind: DeviceKind, here: Collection[str]) -> list[Recommendation]:

@@ -14,6 +14,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from ....errors import EdgeError, InputError, UnknownIdError
 from ....runtime.tools.function_tools import mismatch
 from ...service.cancellation import Cancellation
@@ -291,11 +293,7 @@ class ToolServers:
         running = self._running.get(server.name)
         connection = None if running is None else running.connection
         return {
-            "name": server.name,
-            "command": server.command,
-            "arguments": list(server.arguments),
-            "environment": dict(server.environment),
-            "enabled": server.enabled,
+            **msgspec.structs.asdict(server),
             "state": ServerState.OFF if running is None else running.state,
             "error": None if running is None else running.error,
             "tools": [

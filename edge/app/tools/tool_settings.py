@@ -115,10 +115,6 @@ class ToolSettings:
         self.problem = None
 
 
-class ConfigurationError(InputError):
-    """A text is not a list of servers."""
-
-
 class _Configured(msgspec.Struct, kw_only=True):
     """A server in the form of these programs. Other fields of theirs are named to the user, and not taken over."""
 
@@ -141,7 +137,7 @@ def read_configuration(text: str) -> list[dict[str, Any]]:
         names of the fields that are `ignored`, and the `problem` that prevents it from being added, or None.
 
     Raises:
-        ConfigurationError: the text is not a list of servers.
+        InputError: the text is not a list of servers.
     """
     return [_described(name, fields) for name, fields in _servers(_parsed(text)).items()]
 
@@ -154,7 +150,7 @@ def _parsed(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         what = f"this is not JSON: {error}"
-        raise ConfigurationError(what, "copy the whole object, from its first brace to its last") from None
+        raise InputError(what, "copy the whole object, from its first brace to its last") from None
 
 
 def _servers(value: Any) -> Mapping[str, Any]:
@@ -162,9 +158,9 @@ def _servers(value: Any) -> Mapping[str, Any]:
         if isinstance(value, dict) and isinstance(value.get(name), dict) and "command" not in value[name]:
             value = value[name]
     if not isinstance(value, dict) or not value:
-        raise ConfigurationError("there are no servers in it", _FORM)
+        raise InputError("there are no servers in it", _FORM)
     if not isinstance(value.get("command", {}), dict):
-        raise ConfigurationError("the server has no name", _FORM)
+        raise InputError("the server has no name", _FORM)
     return value
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from edgerun.edge.app.tools.tool_settings import ConfigurationError, read_configuration
+from edgerun.edge.app.tools.tool_settings import read_configuration
+from edgerun.errors import InputError
 
 OVER_HTTP = "it is reached over HTTP; only servers that are programs can be added"
 TIME: dict[str, Any] = {"command": "uvx", "args": ["mcp-server-time", "--zone=Europe/Berlin"], "env": {"KEY": "a=b"}}
@@ -90,5 +91,5 @@ def test_a_server_that_cannot_be_added_says_why(name: str, fields: object, probl
     ],
 )
 def test_a_text_without_servers_is_refused(text: str, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises(InputError, match=message):
         read_configuration(text)
