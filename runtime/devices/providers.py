@@ -7,7 +7,9 @@ provider that is compiled in but lists no device is available by its name, if a 
 from __future__ import annotations
 
 import importlib
+import io
 from collections.abc import Iterable, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Final
@@ -148,7 +150,17 @@ def _compiled_in() -> list[str]:
     """
     plugins = {plugin.provider for plugin in registered_plugins()}
     names = ort.get_available_providers()
+    if f"CUDA{SUFFIX}" in names:
+        _load_cuda()
     return [name for name in names if name.removesuffix(SUFFIX) in _KINDS and name not in plugins]
+
+
+@cache
+def _load_cuda() -> None:
+    """Load CUDA and cuDNN from the Python packages that bring them, where the system's loader does not look."""
+    # What is missing is printed; that the provider does not work says it too.
+    with redirect_stdout(io.StringIO()):
+        ort.preload_dlls()
 
 
 @cache

@@ -20,6 +20,8 @@ from ..graph.ort import ORT_ERRORS, error_reason, load_session, run_options, ses
 from .buffers import Array, CacheTensorType, Slots, grouped
 
 _OPSET: Final = 21
+_SCATTER_OPSET: Final = 13
+"""Before reductions: CUDA's kernel of later ones adds atomically, and warns of it when a session is made."""
 
 
 class SlotGraphs:
@@ -223,7 +225,7 @@ def _move_graph(tensor_types: tuple[CacheTensorType, ...]) -> bytes:
                 onnx.node("ScatterND", [f"in.{index}", f"targets.{group}", f"moved.{index}"], [f"out.{index}"]),
             ]
     graph = onnx.GraphProto(name="move", node=nodes, input=inputs, output=outputs, initializer=constants)
-    data: bytes = onnx.model(graph, opset=_OPSET, microsoft=False).SerializeToString()
+    data: bytes = onnx.model(graph, opset=_SCATTER_OPSET, microsoft=False).SerializeToString()
     return data
 
 

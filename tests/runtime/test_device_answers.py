@@ -1,4 +1,4 @@
-"""Answers on a device: the CPU's text, its conversations, and threads side by side."""
+"""Answers on a GPU: the CPU's text, its conversations, and threads side by side."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from typing import Any
 
 import pytest
 
-from support.devices import require_webgpu, run_json_script
+from support.devices import require_gpu, run_json_script
 from support.shared_data import data_path
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 BEST_BYTES = 64 * 12
 """Bytes of the ids and the logits of the best tokens of a position."""
+GPUS = ("webgpu", "cuda")
 
 
-def check_answers(found: dict[str, Any]) -> None:
+def check_answers(found: dict[str, Any], *, in_parts: bool = True) -> None:
+    """Check what the program found; a short prefix is taken over only where passes are short (`in_parts`)."""
     assert found["device"] == found["cpu"]
     assert found["drafted"] > 0
-    assert max(found["reused"]) > 16
+    assert (max(found["reused"]) > 16) is in_parts
     conversations = found["conversations"]
     assert all(texts == conversations[0] for texts in conversations)
     assert found["side by side"] == [found["cpu"]["greedy"]] * 3
@@ -31,30 +33,36 @@ def check_text(found: dict[str, Any], tokens: int) -> None:
     assert found["drafted"]["trees"] > 0
 
 
-def test_answers_are_those_of_the_cpu(tiny_bundle: Path, tmp_path: Path) -> None:
-    require_webgpu()
-    check_answers(run_json_script(SUPPORT / "device_answers.py", tiny_bundle, tmp_path, 8))
+@pytest.mark.parametrize("gpu", GPUS)
+def test_answers_are_those_of_the_cpu(tiny_bundle: Path, tmp_path: Path, gpu: str) -> None:
+    environment = require_gpu(gpu)
+    script = SUPPORT / "device_answers.py"
+    found = run_json_script(script, tiny_bundle, tmp_path, 8, gpu, environment=environment)
+    check_answers(found, in_parts=gpu == "webgpu")
 
 
 @pytest.mark.nightly
 def test_long_answers_are_those_of_the_cpu(tiny_bundle: Path, tmp_path: Path) -> None:
     """Also exact ones: the slots that wide passes wrote are computed again at near ties."""
-    require_webgpu()
-    check_answers(run_json_script(SUPPORT / "device_answers.py", tiny_bundle, tmp_path, 100))
+    environment = require_gpu("webgpu")
+    script = SUPPORT / "device_answers.py"
+    check_answers(run_json_script(script, tiny_bundle, tmp_path, 100, "webgpu", environment=environment))
 
 
 @pytest.mark.nightly
 def test_text_with_heads_of_64_channels_is_that_of_the_cpu(tmp_path: Path) -> None:
     tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
-    require_webgpu()
+    environment = require_gpu("webgpu")
     bundle = tiny.write_bundle(tmp_path, hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
-    check_text(run_json_script(SUPPORT / "device_text.py", bundle, 200), 200)
+    check_text(run_json_script(SUPPORT / "device_text.py", bundle, 200, "webgpu", environment=environment), 200)
 
 
 @pytest.mark.nightly
-def test_text_of_a_quantized_model_is_that_of_the_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gpu", GPUS)
+def test_text_of_a_quantized_model_is_that_of_the_cpu(tmp_path: Path, gpu: str) -> None:
     export = pytest.importorskip("edgerun.export", reason="needs the export extra")
-    require_webgpu()
+    environment = require_gpu(gpu)
     source = data_path("weights/stories260K-hf")
     request = export.ExportRequest(source, tmp_path / "bundle", export.ExportRecipe(export.INT4))
-    check_text(run_json_script(SUPPORT / "device_text.py", export.export_checkpoint(request).bundle, 200), 200)
+    bundle = export.export_checkpoint(request).bundle
+    check_text(run_json_script(SUPPORT / "device_text.py", bundle, 200, gpu, environment=environment), 200)

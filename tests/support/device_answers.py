@@ -1,7 +1,7 @@
-"""A program: answers of engines on WebGPU and on the CPU, one after another and side by side.
+"""A program: answers of engines on a GPU and on the CPU, one after another and side by side.
 
-It is started by `support.devices.run_json_script` with a model in float32, a folder to write to, and a number of
-tokens. It prints, as a line of JSON, the texts of both devices and what was counted.
+It is started by `support.devices.run_json_script` with a model in float32, a folder to write to, a number of
+tokens and a device. It prints, as a line of JSON, the texts of both devices and what was counted.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ def at_the_same_time(engines: list[Engine], tokens: int) -> list[str]:
     return [found.get(number, "") for number in range(len(engines))]
 
 
-def main(bundle: str, folder: str, count: str) -> None:
+def main(bundle: str, folder: str, count: str, device_name: str) -> None:
     """Compare the devices and print what was found."""
     tokens = int(count)
     settings: dict[str, Any] = {"cache": False, "threads": 1, "draft": None}
-    cpu, device = edgerun.load(bundle, device="cpu", **settings), edgerun.load(bundle, device="webgpu", **settings)
+    cpu, device = edgerun.load(bundle, device="cpu", **settings), edgerun.load(bundle, device=device_name, **settings)
     for engine in (cpu, device):
         engine.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
     expected, replies = answers(cpu, tokens), answers(device, tokens)
     stats = {name: reply.stats for name, reply in replies.items()}
-    other = edgerun.load(bundle, device="webgpu", **settings)
+    other = edgerun.load(bundle, device=device_name, **settings)
     file = Path(folder) / "conversation"
     found = {
         "cpu": {name: reply.text for name, reply in expected.items()},

@@ -1,8 +1,8 @@
-"""A program: random token trees on WebGPU, and what the arena on the device holds after them.
+"""A program: random token trees on a GPU, and what the arena on the device holds after them.
 
-It is started by `support.devices.run_json_script` with a bundle and a number of rounds. Every round proposes a random
-tree and accepts a random path of it; now and then the sequence is rewound, copied, or saved and restored. It prints
-how far the slots and logits are from those of the CPU, which ran the accepted tokens alone, in a line of JSON.
+It is started by `support.devices.run_json_script` with a bundle, a number of rounds and a device. Every round proposes
+a random tree and accepts a random path of it; now and then the sequence is rewound, copied, or saved and restored. It
+prints how far the slots and logits are from those of the CPU, which ran the accepted tokens alone, in a line of JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from edgerun.models.bundle import Bundle, open_bundle
 from edgerun.models.onnx_file.graph_editor import GraphEditor
 from edgerun.runtime.devices.providers import choose_device, cpu_device
 from edgerun.runtime.gpu_graph.expanded_codes import compute_in_float
+from edgerun.runtime.graph.bound_graph import BoundGraph
 from edgerun.runtime.graph.bound_session import BoundSession
+from edgerun.runtime.graph.graph_choice import ChosenSession
 from edgerun.runtime.graph.model_metadata import metadata_of
 from edgerun.runtime.graph.open_graph import open_graph
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
@@ -55,6 +57,12 @@ def sequential(graph: GraphSession, tokens: list[int], limit: int) -> BoundSessi
     return bound
 
 
+def host_bytes(bound: BoundGraph) -> int:
+    """Bytes that came from the device, of all graphs that the session is made of."""
+    parts = [bound._base, *bound._bound.values()] if isinstance(bound, ChosenSession) else [bound]
+    return sum(part.host_bytes for part in parts if isinstance(part, BoundSession))
+
+
 def difference(one: tuple[npt.NDArray[np.float32], ...], other: tuple[npt.NDArray[np.float32], ...]) -> float:
     """The largest difference of two snapshots; infinite if their shapes differ."""
     if [each.shape for each in one] != [each.shape for each in other]:
@@ -62,11 +70,11 @@ def difference(one: tuple[npt.NDArray[np.float32], ...], other: tuple[npt.NDArra
     return max(float(np.abs(a - b).max(initial=0)) for a, b in zip(one, other, strict=True))
 
 
-def main(bundle_path: str, rounds: str) -> None:
+def main(bundle_path: str, rounds: str, device_name: str) -> None:
     """Run the rounds and print what was found."""
     arena_module._FIRST_CAPACITY = 16  # so that a few rounds make the arena grow several times
     bundle = open_bundle(Path(bundle_path))
-    config = SessionConfig(choose_device("webgpu"))
+    config = SessionConfig(choose_device(device_name))
     device = open_graph(bundle, config, cache=False)
     cpu = in_float(bundle)
     vocab_size, limit = device.graph_io.vocab_size, bundle.context or 256
@@ -107,9 +115,9 @@ def main(bundle_path: str, rounds: str) -> None:
                 bound.use(used)
                 logits = max(logits, float(np.abs(bound.forward([5])[0] - alone.forward([5])[0]).max()))
     bound.whole_logits = False
-    before = bound.host_bytes
+    before = host_bytes(bound)
     best = bound.forward([5], logits_for=[0])[0].copy()
-    few = bound.host_bytes - before
+    few = host_bytes(bound) - before
     bound.whole_logits = True
     whole = bound.forward([5], logits_for=[0])[0].copy()
     kept = np.flatnonzero(best > np.finfo(np.float32).min)
@@ -121,7 +129,7 @@ def main(bundle_path: str, rounds: str) -> None:
         "capacities": sorted(capacities),
         "on_cpu": dict(device.assignments.on_cpu),
         "few_bytes": few,
-        "whole_bytes": bound.host_bytes - before - few,
+        "whole_bytes": host_bytes(bound) - before - few,
         "best_equal": bool((best[kept] == whole[kept]).all() and whole[kept].min() >= np.delete(whole, kept).max()),
         "best": kept.size,
     }

@@ -2,6 +2,7 @@
 
 Registering a plugin changes ONNX Runtime for the rest of a process, so tests of devices run in processes of their own.
 WebGPU runs on SwiftShader, a Vulkan driver in software that comes with Chromium; Qualcomm's plugin brings a simulator.
+CUDA is used where onnxruntime-gpu finds it, which is on no machine of the continuous integration.
 A test asks for what it needs first, for example `require_webgpu()`. Without it the test is skipped, or fails where
 EDGERUN_DEVICES=1 says that everything is installed.
 """
@@ -27,6 +28,7 @@ from support.processes import EDGE_RUN
 _TESTS = Path(__file__).resolve().parent.parent
 _SECONDS = 600
 """A process that takes longer hangs."""
+_ASK_FOR_CUDA = "from edgerun.runtime.devices.providers import choose_device; choose_device('cuda')"
 _SOFTWARE_VULKAN = (
     Path("/usr/lib/chromium/vk_swiftshader_icd.json"),
     Path("/usr/lib64/chromium-browser/vk_swiftshader_icd.json"),
@@ -37,6 +39,16 @@ _SOFTWARE_VULKAN = (
 def require_webgpu() -> None:
     """Skip the test where WebGPU cannot run on software; fail where EDGERUN_DEVICES=1."""
     _require(_no_webgpu())
+
+
+def require_gpu(name: str) -> dict[str, str]:
+    """Skip the test where the GPU provider of this name cannot run; returns environment variables that it runs with."""
+    if name == "webgpu":
+        require_webgpu()
+        return webgpu_environment()
+    if missing := _no_cuda():
+        pytest.skip(missing)
+    return {}
 
 
 def require_qnn() -> None:
@@ -124,6 +136,17 @@ def _run(command: list[str], environment: Mapping[str, str] | None) -> subproces
     path = os.pathsep.join(filter(None, (str(_TESTS), os.environ.get("PYTHONPATH", ""))))
     variables = {**os.environ, "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8", **added}
     return subprocess.run(command, env=variables, capture_output=True, encoding="utf-8", timeout=_SECONDS, check=False)
+
+
+@cache
+def _no_cuda() -> str:
+    """Why CUDA cannot run here; empty if it can."""
+    import onnxruntime
+
+    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+        return "the package onnxruntime-gpu is not installed"
+    finished = _run([sys.executable, "-c", _ASK_FOR_CUDA], {})
+    return "" if finished.returncode == 0 else "onnxruntime-gpu finds no CUDA device"
 
 
 @cache
