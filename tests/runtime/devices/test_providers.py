@@ -33,6 +33,14 @@ try:
 except DeviceError as error:
     print(error)
 """
+WITH_CUDA = """
+from edgerun.runtime.devices.providers import unusable_providers
+import onnxruntime as ort
+ort.get_available_providers = lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"]
+loaded = []
+ort.preload_dlls = lambda: (loaded.append("preloaded"), print("Failed to load libcublas.so.13"))
+print(unusable_providers(), unusable_providers(), loaded)
+"""
 REGISTERED_BEFORE = """
 import sys
 import onnxruntime as ort
@@ -124,6 +132,11 @@ def test_a_plugin_without_hardware() -> None:
 def test_cuda_that_would_be_the_cpu(request_: str, said: str) -> None:
     answer = run_script(ASKING, request_, environment={}, interpreter=onnxruntime_gpu_python())
     assert answer.startswith(f"this machine has {said}")
+
+
+def test_cuda_of_python_packages_is_loaded_once_and_silently() -> None:
+    said = run_script(WITH_CUDA, environment={})
+    assert said == "['CUDAExecutionProvider'] ['CUDAExecutionProvider'] ['preloaded']\n"
 
 
 def test_the_cpu_needs_no_plugin() -> None:
