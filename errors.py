@@ -73,6 +73,10 @@ class UnknownIdError(ConversationError):
         self.id = id_
 
 
+class CancelledError(EdgeError):
+    """The request was cancelled before it had a result."""
+
+
 class BusyError(EdgeError):
     """The engine's queue is full: too many requests wait already."""
 

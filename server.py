@@ -56,8 +56,8 @@ def app(
         InputError: an option is out of range, or the extra `serve` is missing.
     """
     with missing_extra():
-        from .edge.server.answer_service import AnswerService  # noqa: PLC0415
         from .edge.server.asgi_app import asgi_app  # noqa: PLC0415
+        from .edge.server.endpoint import RequestService  # noqa: PLC0415
         from .edge.server.server_settings import ServerSettings  # noqa: PLC0415
     from .edge.service.model_pool import ModelPool  # noqa: PLC0415
     from .runtime.devices.providers import choose_device  # noqa: PLC0415
@@ -79,4 +79,4 @@ def app(
         max_bytes=memory,
         kind=choose_device(device).kind,
     )
-    return asgi_app(AnswerService(pool, settings))
+    return asgi_app(RequestService(pool, settings))

@@ -187,7 +187,7 @@ def record(engine: Engine, requests: Sequence[str]) -> list[Recorded]:
     """The greedy answers of a model."""
     found = []
     for request in requests:
-        prompt_ids = engine.model.encode_chat([{"role": "user", "content": request}])
+        prompt_ids = engine.encode_chat([{"role": "user", "content": request}])
         bound: BoundGraph = engine.model.new_sequence().bound
         sampler = Sampler(SamplingParams(), engine.graph_io.vocab_size)
         steps = list(decode(bound, prompt_ids, sampler, DecodeLimits(_MOST_TOKENS, engine.tokenizer.eos)))

@@ -63,7 +63,7 @@ def requests(engine: edgerun.Engine, options: argparse.Namespace) -> list[Reques
     chosen = limit_per_category(conversations, -(-pairs // _CATEGORIES))[:pairs]
 
     def request(part: str, exchange: Exchange) -> Request:
-        prompt = engine.model.encode_chat([{"role": "user", "content": exchange.prompt}])
+        prompt = engine.encode_chat([{"role": "user", "content": exchange.prompt}])
         answer = engine.tokenizer.encode(exchange.answer or "", add_special_tokens=False)[: options.max_tokens]
         return Request(part, prompt, answer)
 

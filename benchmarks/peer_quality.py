@@ -199,7 +199,7 @@ class QualityComparison:
         count = 0
         with edgerun.load(self._exact, draft=None) as engine, file.open("w", encoding="utf-8") as out:
             for messages in rows:
-                count += len(engine.model.encode_chat(messages))
+                count += len(engine.encode_chat(messages))
                 if count > self._options.calibration_tokens:
                     break
                 out.write(json.dumps({"messages": messages}) + "\n")
@@ -209,7 +209,7 @@ class QualityComparison:
         tokenizer = Tokenizer.from_file(str(self._exact / "tokenizer.json"))
         with edgerun.load(self._exact, draft=None) as engine:
             texts = [
-                tokenizer.decode(engine.model.encode_chat(messages), skip_special_tokens=False)
+                tokenizer.decode(engine.encode_chat(messages), skip_special_tokens=False)
                 for messages in _conversations(self._conversations)
             ]
         file.write_text("".join(texts), encoding="utf-8")

@@ -124,7 +124,7 @@ def read_texts(bundle: Path, source: Path, count: int, max_length: int) -> Token
                 turns = (turn["content"] for turn in json.loads(line)["messages"])
                 ids = engine.tokenizer.encode("\n".join(turns), add_special_tokens=True)
             else:
-                ids = engine.model.encode_chat(json.loads(line)["messages"])
+                ids = engine.encode_chat(json.loads(line)["messages"])
             texts.append(np.array(ids[:max_length], np.int64))
     return [text for text in texts if len(text) > 1]
 

@@ -1,4 +1,4 @@
-"""A conversation: its messages, its KV cache, and the file that keeps both."""
+"""A conversation: its messages, and the file that keeps them with their KV cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from ..models.json_file import is_whole
 from .arguments.argument_types import checked_arguments, lists_options
 from .arguments.option_keywords import GenerateKeywords
 from .devices.providers import CPU_PROVIDER
-from .generation import CachedSequence
 from .kv.arena import KVArena
 from .kv.cache_scales import KVFormat, convert_snapshot
 from .kv.hybrid_arena import largest_state_snapshot
@@ -44,7 +43,11 @@ _HINT: Final = "give a file written by /save or Session.save"
 
 
 class Session:
-    """A conversation. Every prompt reuses the cache slots of the messages before it."""
+    """A conversation: its messages, which every answer joins.
+
+    The KV cache of a conversation is kept by the engine's prefix cache, as that of every prompt is. `save` writes what
+    the prefix cache has of the messages, and `Engine.session(resume=path)` puts it back.
+    """
 
     def __init__(self, model: LoadedModel, *, system: str | None = None) -> None:
         """Start a conversation; `Engine.session` is the usual way to.
@@ -52,22 +55,16 @@ class Session:
         Raises:
             TemplateError: the model has no chat template, or the template takes no system message.
         """
-        model.require_template()
         self._model = model
-        self._sequence: CachedSequence | None = model.new_sequence()
-        model.prefixes.watch(self._sequence)
+        self._chat = model.chat_prompt([], GenerateOptions())
+        """The last prompt, with its tools and variables of the template."""
         self.system: Final = system
         """The system message, or None."""
         self.messages: list[Message] = []
         self._resets = 0
         self.reset()
         if system is not None:
-            model.encode_chat([*self.messages, {"role": "user", "content": ""}])
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens whose cache slots are kept."""
-        return self._open_sequence().arena.length
+            self._chat.encode([*self.messages, {"role": "user", "content": ""}])
 
     @lists_options(GenerateOptions)
     def send(self, text: str, options: GenerateOptions | None = None, **changes: Unpack[GenerateKeywords]) -> Reply:
@@ -106,49 +103,36 @@ class Session:
         self, text: str, options: GenerateOptions, start: AnswerStart | None, cancelled: Callable[[], bool]
     ) -> Generator[Chunk, None, None]:
         resets = self._resets
-        messages = [*self.messages, {"role": "user", "content": text}]
-        chat = self._model.chat_prompt(messages, options)
+        chat = self._model.chat_prompt([*self.messages, {"role": "user", "content": text}], options)
         try:
-            request = self._model.request(chat.encode(messages), options, start, chat)
+            request = self._model.request(chat.ids, options, start, chat)
         except ContextError as error:
             raise ContextError(error.what, "start again with reset (/reset in the terminal)") from error
-        if request.chat is not None:
-            messages = list(request.chat.messages)
-        prompt_ids = request.prompt_ids
+        chat = request.chat or chat
         answer: list[Chunk] = []
         try:
-            sequence = self._open_sequence()
-            if not sequence.arena.length:
-                self._model.continue_prefix(sequence, prompt_ids)
-            for chunk in self._model.generate(sequence, request, cancelled):
+            for chunk in self._model.generate(None, request, cancelled):
                 answer.append(chunk)
                 yield chunk
         finally:
             # A conversation that was reset in the meantime stays empty.
             message = _message(answer, "" if start is None else start.text)
             if message is not None and resets == self._resets:
-                self.messages = [*messages, message]
+                self.messages, self._chat = [*chat.messages, message], chat
 
     @checked_arguments
     def continue_from(self, messages: Sequence[Message]) -> None:
         """Replace the conversation by other messages; the system message stays.
 
-        What the engine's prefix cache has of them is taken over, so that it is not computed again.
-
         Args:
             messages: roles (user and assistant) and contents, in order.
 
         Raises:
-            EdgeError: this thread has not finished an answer of this conversation.
             TemplateError: the template refuses the messages.
         """
         self.reset()
         self.messages += [dict(message) for message in messages]
-        unanswered = bool(messages) and messages[-1]["role"] == "user"
-        next_message = [] if unanswered else [{"role": "user", "content": ""}]
-        prompt_ids = self._model.encode_chat([*self.messages, *next_message])
-        with self._model.queue.reserved(self):
-            self._model.continue_prefix(self._open_sequence(), prompt_ids)
+        self._token_ids()
 
     def reset(self) -> None:
         """Forget the conversation; the system message stays."""
@@ -157,18 +141,17 @@ class Session:
 
     @checked_arguments
     def save(self, path: str | Path) -> None:
-        """Write messages and KV cache to one file, which `Engine.session(resume=path)` continues without a prefill.
+        """Write the messages, and what the prefix cache has of them, to one file for `Engine.session(resume=path)`.
 
         Only its owner can read the file. An older file of that name is replaced.
 
         Raises:
-            EdgeError: this thread has not finished an answer of this conversation.
             OSError: the file cannot be written; an older one is untouched.
         """
-        buffer = BytesIO()
-        with self._model.queue.reserved(self):
-            sequence = self._open_sequence()
-            arena = sequence.arena
+        buffer, wanted = BytesIO(), self._token_ids()
+        with self._model.queue.turn():
+            found = self._model.prefixes.longest(wanted)
+            arena, tokens = (self._model.new_arena(), []) if found is None else found
             about = {
                 "format": _FORMAT,
                 "model": self._model.bundle.fingerprint,
@@ -182,7 +165,7 @@ class Session:
                 about["kv"] = KVFormat.INT8
             arrays: dict[str, Any] = {
                 "about": np.frombuffer(json.dumps(about).encode(), np.uint8),
-                "tokens": np.asarray(sequence.token_ids[: arena.length], np.int64),
+                "tokens": np.asarray(tokens, np.int64),
                 **{f"rows.{kind}": slots for kind, slots in enumerate(arena.snapshot())},
                 **{f"scales.{kind}": each for kind, each in enumerate(scales or ())},
             }
@@ -203,8 +186,7 @@ class Session:
             raise InputError(f"{path} is damaged: it holds tokens that the model does not have", _HINT)
         system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
         session = cls(model, system=system)
-        sequence = session._open_sequence()
-        arena = sequence.arena
+        arena = model.new_arena()
         scales = _scales_by_type(model, arena)
         try:
             arena.restore(convert_snapshot(saved.cache, saved.scales, scales, list(arena.groups)))
@@ -216,13 +198,14 @@ class Session:
         # bits.
         is_same = saved.device == model.device.provider and _are_same(saved.scales, scales)
         arena.plain_length = min(saved.plain, arena.plain_length) if is_same else 0
-        sequence.token_ids = tokens.tolist()
+        with model.queue.turn():
+            if arena.length:
+                model.prefixes.keep(arena, tokens.tolist())
         session.messages = messages
         return session
 
     def close(self) -> None:
-        """Free the conversation's cache."""
-        self._sequence = None
+        """Do nothing: a session has messages alone, and their KV cache is the engine's."""
 
     def __enter__(self) -> Session:
         return self
@@ -232,10 +215,17 @@ class Session:
     ) -> None:
         self.close()
 
-    def _open_sequence(self) -> CachedSequence:
-        if self._sequence is None:
-            raise InputError("this session is closed", "open another with Engine.session")
-        return self._sequence
+    def _token_ids(self) -> list[int]:
+        """Token ids of the messages, up to what the user says next; none where nothing has been said.
+
+        Raises:
+            TemplateError: the template refuses the messages.
+        """
+        if not self.messages:
+            return []
+        if self.messages[-1]["role"] == "user":
+            return self._chat.encode(self.messages)
+        return self._chat.before_user(self.messages)
 
 
 @dataclass(frozen=True)

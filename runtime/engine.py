@@ -7,7 +7,7 @@ queue. `cancel` may be called from any thread.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,11 +21,12 @@ from .arguments.argument_types import checked_arguments, lists_options
 from .arguments.option_keywords import GenerateKeywords
 from .conversation import Session
 from .embedding import embed_texts
+from .generation import CachedSequence
 from .loaded_model import LoadedModel
 from .options import GenerateOptions
 from .prefill import never
-from .result import Reply
-from .scheduling.answer_stream import AnswerStream, AsyncAnswerStream
+from .result import Chunk, Reply
+from .scheduling.answer_stream import AnswerStream, read_async
 from .speculation.choice import Speculation
 from .text.chat_template import Message
 from .text.messages import ChatPrompt, template_messages
@@ -51,7 +52,7 @@ class Engine:
 
     def __init__(self, model: LoadedModel) -> None:
         self.model: Final = model
-        """The loaded model, for measurements and other work with token ids."""
+        """What is behind this face; programs use the attributes below."""
         self.bundle: Final = model.bundle
         self.graph_io: Final = model.graph_io
         self.context: Final = model.context
@@ -62,6 +63,24 @@ class Engine:
         self.tokenizer: Final = model.tokenizer
         self.template: Final = model.template
         """The chat template, or None."""
+        self.answer_format: Final = model.answer_format
+        """How reasoning and calls are found in answers."""
+        self.defaults: Final = model.defaults
+        """How the model samples where options do not say."""
+        self.threads: Final = model.threads
+        """Number of compute threads that was asked for; 0 for the default."""
+        self.compute_threads: Final = model.compute_threads
+        """Number of threads that compute; None on other devices than the CPU."""
+        self.power: Final = model.power
+        self.assignments: Final = model.assignments
+        """Which provider runs the nodes of the graph."""
+        self.drafters: Final = model.drafters
+        self.prompts: Final = model.prompts
+        """Which graph reads prompts."""
+        self.answer_start: Final = model.answer_start
+        self.new_sequence: Final = model.new_sequence
+        self.with_float_cache: Final = model.with_float_cache
+        self.replay: Final = model.replay
 
     @lists_options(GenerateOptions)
     def generate(
@@ -92,9 +111,25 @@ class Engine:
     ) -> AnswerStream:
         """Answer `prompt` piece by piece; arguments and errors as for `generate`, raised before the first piece."""
         chosen = (options or GenerateOptions()).changed(changes)
-        chat = self._chat(prompt, chosen)
-        prompt_ids = self._raw_ids(prompt, chosen) if chat is None else chat.encode(chat.messages)
-        return self.model.answer(None, prompt_ids, chosen, chat)
+        chat = None if chosen.raw else self.chat_prompt(prompt, chosen)
+        return self.model.answer(None, self._raw_ids(prompt, chosen) if chat is None else chat.ids, chosen, chat)
+
+    def answer(
+        self, prompt: ChatPrompt | Sequence[int], options: GenerateOptions, sequence: CachedSequence | None = None
+    ) -> AnswerStream:
+        """Answer a conversation of `chat_prompt`, or token ids as they are.
+
+        Args:
+            prompt: the conversation, or the token ids.
+            options: options of the answer.
+            sequence: the KV cache to continue in, of `LoadedModel.new_sequence`; None for what the prefix cache has.
+
+        Raises:
+            ContextError: the prompt does not fit the context.
+            InputError: the prompt is empty, or the start of the answer has a token that it cannot have.
+        """
+        chat = prompt if isinstance(prompt, ChatPrompt) else None
+        return self.model.answer(sequence, prompt.ids if isinstance(prompt, ChatPrompt) else prompt, options, chat)
 
     @checked_arguments
     def keep_prefix(self, prompt: Prompt, options: GenerateOptions | None = None) -> int:
@@ -120,7 +155,7 @@ class Engine:
         else:
             system = [{"role": "system", "content": prompt}] if isinstance(prompt, str) else template_messages(prompt)
             chat = self.model.chat_prompt(system, chosen)
-            prompt_ids = chat.encode(system) if system[-1]["role"] == "user" else chat.before_user(system)
+            prompt_ids = chat.ids if system[-1]["role"] == "user" else chat.before_user(system)
         reading = GenerateOptions(max_tokens=1, speculation=Speculation.OFF, keep_prefix=True, ignore_eos=True)
         Reply.of(self.model.answer(None, prompt_ids, reading))
         self.model.prefixes.wait()
@@ -136,12 +171,12 @@ class Engine:
     @lists_options(GenerateOptions)
     def astream(
         self, prompt: Prompt, options: GenerateOptions | None = None, **changes: Unpack[GenerateKeywords]
-    ) -> AsyncAnswerStream:
+    ) -> AsyncGenerator[Chunk, None]:
         """`stream` for asyncio: decodes in a worker thread; cancelling the task cancels the answer.
 
         A stream that is left early is closed with `await stream.aclose()`, or by dropping it.
         """
-        return AsyncAnswerStream(lambda: self.stream(prompt, options, **changes))
+        return read_async(lambda: self.stream(prompt, options, **changes))
 
     @checked_arguments
     def count_tokens(self, prompt: Prompt, options: GenerateOptions | None = None) -> int:
@@ -157,8 +192,7 @@ class Engine:
         """
         chosen = options or GenerateOptions()
         start = self.model.answer_start(chosen)
-        chat = self._chat(prompt, chosen)
-        prompt_ids = self._raw_ids(prompt, chosen) if chat is None else chat.encode(chat.messages)
+        prompt_ids = self._raw_ids(prompt, chosen) if chosen.raw else self.chat_prompt(prompt, chosen).ids
         return len(prompt_ids) + (0 if start is None else len(start.token_ids))
 
     @checked_arguments
@@ -189,7 +223,8 @@ class Engine:
         Raises:
             TemplateError: the model has no chat template, or it failed.
         """
-        return self.model.encode_chat(messages, special_tokens_in_messages=special_tokens_in_messages, **variables)
+        template = self.model.require_template()
+        return ChatPrompt(messages, template, self.tokenizer, variables, special_tokens_in_messages).ids
 
     @checked_arguments
     def embed(
@@ -224,10 +259,8 @@ class Engine:
             raise InputError("a raw prompt has no system message", "write it into the prompt, or leave raw out")
         return self.tokenizer.encode(prompt, add_special_tokens=True)
 
-    def _chat(self, prompt: Prompt, options: GenerateOptions) -> ChatPrompt | None:
-        """The messages of a prompt; None of a raw one. Errors as for `generate`."""
-        if options.raw:
-            return None
+    def chat_prompt(self, prompt: Prompt, options: GenerateOptions) -> ChatPrompt:
+        """The conversation of a prompt that is not raw, and its token ids; errors as for `generate`."""
         if isinstance(prompt, str):
             system = [{"role": "system", "content": options.system}] if options.system is not None else []
             return self.model.chat_prompt([*system, {"role": "user", "content": prompt}], options)

@@ -10,10 +10,10 @@ from typing import Final, Unpack
 import psutil
 
 from ..errors import EdgeError
-from ..models.bundle import open_bundle
+from ..models.bundle import Bundle, open_bundle
 from ..models.find import find_model, path_of_user
 from ..models.graph_variant import DeviceKind
-from ..models.pairing import find_draft
+from ..models.pairing import DraftPair, find_draft
 from ..models.progress import Progress, silent
 from .arguments.argument_types import checked_arguments, lists_options
 from .arguments.load_options import LoadOptions
@@ -28,7 +28,7 @@ from .loaded_model import LoadedModel
 from .measure.fastest_device import measured_device
 from .measure.thread_choice import chosen_threads
 from .prefill import PrefillMode
-from .speculation.draft_loading import place_draft
+from .speculation.draft_loading import PlacedDraft, place_draft
 
 _log: Final = logging.getLogger(__name__)
 
@@ -90,13 +90,7 @@ def load(
             from .measure.cache_calibration import with_kv_format  # noqa: PLC0415 -- importing protobuf takes 28 ms
 
             config = with_kv_format(wanted.kv, bundle, config, wanted.context, cache=cache, progress=progress)
-        placed = None
-        if pair is not None and pair.head is not None and where.kind is not DeviceKind.CPU:
-            _log.warning("%s runs without its draft head, which works on the CPU alone", bundle.folder)
-        elif pair is not None and pair.layer_skip and where.kind is DeviceKind.NPU:
-            _log.warning("%s runs without the draft of its own layers, which cannot use an NPU's cache", bundle.folder)
-        elif pair is not None:
-            config, placed = place_draft(pair, config, wanted.draft_device)
+        config, placed = _with_draft(bundle, config, pair, wanted.draft_device)
         return Engine(LoadedModel(bundle, config, wanted, placed, progress))
 
     if not automatic or chosen.kind is DeviceKind.CPU:
@@ -106,6 +100,21 @@ def load(
     except EdgeError as error:
         _log.warning("%s was fastest for %s, but %s; the CPU computes", chosen.name, bundle.folder.name, error.what)
         return engine_on(cpu_device())
+
+
+def _with_draft(
+    bundle: Bundle, config: SessionConfig, pair: DraftPair | None, draft_device: str
+) -> tuple[SessionConfig, PlacedDraft | None]:
+    """How the target and its draft run; None for a draft that cannot run there."""
+    if pair is None:
+        return config, None
+    if pair.head is not None and config.device.kind is not DeviceKind.CPU:
+        _log.warning("%s runs without its draft head, which works on the CPU alone", bundle.folder)
+        return config, None
+    if pair.layer_skip and config.device.kind is DeviceKind.NPU:
+        _log.warning("%s runs without the draft of its own layers, which cannot use an NPU's cache", bundle.folder)
+        return config, None
+    return place_draft(pair, config, draft_device)
 
 
 def usable_threads(wanted: int | None) -> int:

@@ -162,19 +162,7 @@ class Generation:
                         recorder.add(step)
                         sequence.token_ids.extend(step.tokens)
                         self._answer_ids.extend(step.tokens)
-                        produced, text = step.produced, ""
-                        for count, token in enumerate(step.tokens, 1):
-                            decoded = decoder.push((token,))
-                            text += matcher.push(decoded)
-                            if tokens is not None:
-                                tokens.add(step.logprobs[count - 1], decoded, step.origins[count - 1])
-                            if matcher.stopped:  # tokens after a stop sequence do not belong to the answer
-                                produced = count
-                                break
-                        recorder.completion_tokens += produced
-                        recorder.text_tokens += min(produced, len(step.tokens))
-                        if step.logprobs:
-                            recorder.add_logprobs(each.logprob for each in step.logprobs[:produced])
+                        text = self._text_of(step, decoder, matcher, tokens)
                         if matcher.stopped:
                             finish = FinishReason.STOP
                         elif step.finish is not None:
@@ -203,6 +191,23 @@ class Generation:
         completed, totals = recorder.completion_tokens, recorder.logprob_totals
         last = Chunk(remainder, finish, stats, rest, completion_tokens=completed, logprob_totals=totals)
         yield last if parser is None else last.with_parts(parser.push(remainder), parser.finish())
+
+    def _text_of(self, step: Step, decoder: StreamDecoder, matcher: StopMatcher, tokens: AnswerTokens | None) -> str:
+        """The text that a step adds; tokens after a stop sequence do not belong to the answer, nor count."""
+        produced, text = step.produced, ""
+        for count, token in enumerate(step.tokens, 1):
+            decoded = decoder.push((token,))
+            text += matcher.push(decoded)
+            if tokens is not None:
+                tokens.add(step.logprobs[count - 1], decoded, step.origins[count - 1])
+            if matcher.stopped:
+                produced = count
+                break
+        self._recorder.completion_tokens += produced
+        self._recorder.text_tokens += min(produced, len(step.tokens))
+        if step.logprobs:
+            self._recorder.add_logprobs(each.logprob for each in step.logprobs[:produced])
+        return text
 
     def close(self) -> None:
         """Give back what the answer's grammar uses."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from ..errors import BundleError, EdgeError, InputError, TemplateError
 from ..models.bundle import TARGET_IDS_NAME, Bundle
@@ -30,17 +30,17 @@ from .kv.prefix_cache import PrefixCache
 from .kv.prefix_files import PrefixFiles
 from .measure.measurement_store import model_id
 from .options import GenerateOptions, Request, model_defaults
-from .overflow import Overflow, fitted, overflow_of
+from .overflow import fitted, overflow_of
 from .prefill import PrefillMode
 from .result import Chunk
-from .scheduling.answer_stream import AnswerStream, IsCancelled
+from .scheduling.answer_stream import AnswerStream
 from .scheduling.request_queue import RequestQueue
-from .scheduling.several_answers import EarlyStop, best_of, in_sequence, repeated
+from .scheduling.several_answers import several
 from .speculation.draft_loading import PlacedDraft
 from .speculation.pool import DrafterPool
 from .speculation.replay import OracleMode, Recording
 from .structure.format_compiler import FormatCompiler
-from .text.chat_template import ChatTemplate, Message, encode_chat, load_template
+from .text.chat_template import ChatTemplate, Message, load_template
 from .text.detokenizer import AnswerStart
 from .text.messages import ChatPrompt
 from .text.tokenizer import TextTokenizer
@@ -104,12 +104,12 @@ class LoadedModel:
         self.overflow: Final = options.overflow
         """What happens where a conversation is longer than the context; None for the default of the place."""
         self._formats: Final = FormatCompiler(self.tokenizer, graph.graph_io.vocab_size)
-        self._shift: Final = CacheShift(bundle.graph, self.graph_io, self._new_arena)
+        self._shift: Final = CacheShift(bundle.graph, self.graph_io, self.new_arena)
         files = None
         # Files of prefixes have slots of the KV cache alone.
         if options.cache and options.prefix_disk and not self.graph_io.states:
             files = PrefixFiles(self._prefix_key, options.prefix_disk, self._reads_plainly)
-        self.prefixes: Final = PrefixCache(self._new_arena, options.prefix_cache or 0, files)
+        self.prefixes: Final = PrefixCache(self.new_arena, options.prefix_cache or 0, files)
         """KV caches of finished answers and conversations, and of chosen prefixes on disk."""
         self.drafters: Final = DrafterPool(graph, bundle, self.context, draft, options, self.prefixes, progress)
         self.prompts: Final = PromptReading(graph, bundle, self.tokenizer, self.context, self.queue, options)
@@ -143,37 +143,15 @@ class LoadedModel:
             raise TemplateError(f"{model_name(self.bundle.folder)} has no chat template", hint)
         return self.template
 
-    def encode_chat(
-        self, messages: Sequence[Message], /, *, special_tokens_in_messages: bool = False, **variables: Any
-    ) -> list[int]:
-        """Token ids of a conversation in the chat template, up to the beginning of the assistant's answer.
-
-        Args:
-            messages: roles and contents, in order.
-            special_tokens_in_messages: whether the text of a special token becomes that token also where it comes from
-                a message, a tool or a document, and not only where the template writes it.
-            variables: what the template takes besides, such as `tools` and `documents`.
+    def chat_prompt(self, messages: Sequence[Message], options: GenerateOptions) -> ChatPrompt:
+        """A conversation with the tools and variables of an answer's options.
 
         Raises:
-            InputError: the messages are nested too deep.
-            TemplateError: the model has no chat template, or it failed.
+            TemplateError: the model has no chat template.
         """
-        template = self.require_template()
-        return encode_chat(
-            template,
-            self.tokenizer,
-            messages,
-            special_tokens_in_messages=special_tokens_in_messages,
-            **variables,
-        )
-
-    def encode_request(self, messages: Sequence[Message], options: GenerateOptions) -> list[int]:
-        """Token ids of a conversation with the tools and variables of an answer's options; errors as above."""
-        return self.encode_chat(
-            messages,
-            special_tokens_in_messages=options.special_tokens_in_messages,
-            tools=list(options.offered_tools) or None,
-            **(options.template_variables or {}),
+        variables = {"tools": list(options.offered_tools) or None, **(options.template_variables or {})}
+        return ChatPrompt(
+            messages, self.require_template(), self.tokenizer, variables, options.special_tokens_in_messages
         )
 
     def new_sequence(self, *, hidden_states: bool = False) -> CachedSequence:
@@ -183,7 +161,7 @@ class LoadedModel:
             EdgeError: the model is closed.
         """
         return CachedSequence(
-            self._open_graph().bind(self._new_arena(), hidden_states=hidden_states), progress=self._progress
+            self._open_graph().bind(self.new_arena(), hidden_states=hidden_states), progress=self._progress
         )
 
     def with_float_cache(self) -> BoundGraph:
@@ -194,11 +172,6 @@ class LoadedModel:
         """
         graph = open_graph(self.bundle, replace(self._config, kv_scales=None), cache=self._uses_cache)
         return graph.bind(graph.arena(self.context))
-
-    def continue_prefix(self, sequence: CachedSequence, prompt_ids: Sequence[int]) -> None:
-        """Let an empty sequence start from the cache slots that an earlier one has of its prompt."""
-        sequence.bound.use(self.prefixes.take(prompt_ids))
-        sequence.token_ids = list(prompt_ids[: sequence.arena.length])
 
     def answer_start(self, options: GenerateOptions) -> AnswerStart | None:
         """What an answer begins with; None for nothing.
@@ -212,10 +185,6 @@ class LoadedModel:
         return AnswerStart.of(
             options.answer_start, self.tokenizer, vocab_size=vocab_size, ignore_eos=options.ignore_eos
         )
-
-    def chat_prompt(self, messages: Sequence[Message], options: GenerateOptions) -> ChatPrompt:
-        """The conversation of an answer, from which its prompt is made."""
-        return ChatPrompt(messages, lambda chosen: self.encode_request(chosen, options))
 
     def request(
         self, prompt_ids: Sequence[int], options: GenerateOptions, start: AnswerStart | None, chat: ChatPrompt | None
@@ -279,7 +248,9 @@ class LoadedModel:
         if options.candidates > 1:
             return AnswerStream(
                 self.queue,
-                lambda cancelled: self._several(request, cancelled),
+                lambda cancelled: several(
+                    request, self._continued_prefix(request), self.generate, cancelled, self.context
+                ),
                 choices=options.n,
                 start_text=start_text,
                 start_parts=start_parts,
@@ -354,40 +325,12 @@ class LoadedModel:
 
         return generate_aligned(generate, request)
 
-    def _several(self, request: Request, cancelled: IsCancelled) -> Generator[Chunk, None, None]:
-        """Generate several answers to a prompt, which differ in their seeds, over one KV cache."""
-        options, sequence = request.options, self._continued_prefix(request)
-        separate = not options.ranked and not request.sampling.greedy
-        seeds = [(request.sampling.seed + index) % (1 << 64) for index in range(options.candidates)]
-
-        def start(index: int) -> Generator[Chunk, None, None]:
-            if index:
-                sequence.rewind_to_last_prefill()
-            seeded = replace(request, sampling=replace(request.sampling, seed=seeds[index]))
-            return self.generate(sequence, seeded, lambda: cancelled(*([index] if separate else range(options.n))))
-
-        with sequence.lent_to_prefixes(request):
-            if request.sampling.greedy:
-                yield from repeated(start, options.n)
-            elif options.ranked:
-                early_stop = EarlyStop(options.n, options.early_stop, self._most_tokens(request))
-                yield from best_of(start, seeds, options.n, early_stop)
-            else:
-                yield from in_sequence(start, options.n)
-
     def _continued_prefix(self, request: Request) -> CachedSequence:
         """A new sequence with what earlier ones have of the prompt."""
         # What another request has computed may differ in the last bits, so exact answers start afresh.
         arena = self.prefixes.take(() if request.options.exact else request.prompt_ids)
         token_ids = list(request.prompt_ids[: arena.length])
         return CachedSequence(self._open_graph().bind(arena), token_ids, self._progress, self.prefixes)
-
-    def _most_tokens(self, request: Request) -> int | None:
-        """Largest number of tokens that an answer can have; None for no limit."""
-        if request.overflow is not Overflow.ERROR:
-            return request.options.max_tokens
-        room = self.context - len(request.prompt_ids)
-        return room if request.options.max_tokens is None else min(room, request.options.max_tokens)
 
     def _prefix_key(self) -> str:
         """What cache slots depend on besides the tokens and the graph that reads the prompt."""
@@ -400,7 +343,12 @@ class LoadedModel:
         """Whether the model's own graph reads all prompts now."""
         return self.prompts.refusal is not None
 
-    def _new_arena(self) -> KVArena:
+    def new_arena(self) -> KVArena:
+        """Make an empty KV cache.
+
+        Raises:
+            EdgeError: the model is closed.
+        """
         arena = self._open_graph().arena(self.context)
         if self._feature_size is not None:
             arena.keep_features(self._feature_size)

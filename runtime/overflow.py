@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import Final, TypeVar
 
@@ -142,7 +143,7 @@ def trimmed(
         return len(prompts[kept]) + answer_tokens
 
     kept, _ = most_turns(max(len(turns), 1), tokens_of, context, answer_reserve(context, max_tokens))
-    return ChatPrompt(left(kept), chat.encode), prompts[kept], max(len(turns), 1) - kept
+    return replace(chat, messages=left(kept)), prompts[kept], max(len(turns), 1) - kept
 
 
 def kept_first(chat: ChatPrompt | None, prompt_ids: Sequence[int], context: int) -> int:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import tomllib
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support.source_tree import ROOMS, ROOT, imports, modules_imported, name_of, sources
+from support.source_tree import ROOMS, ROOT, imports, modules_imported, name_of, sources, syntax_tree
 
 GROUND = ("errors", "telemetry", "version")
 ONLY_IN = {
@@ -88,6 +89,22 @@ def test_the_decode_loop_knows_no_text() -> None:
     for path in sources():
         if path.relative_to(ROOT).as_posix().startswith(TOKENS_ONLY):
             assert not any(module[:3] == ("edgerun", "runtime", "text") for module in imports(path)), path
+
+
+@pytest.mark.parametrize("path", [path for path in sources() if path.relative_to(ROOT).parts[0] == "edge"], ids=str)
+def test_the_engine_is_the_face_of_its_model(path: Path) -> None:
+    """What edge/ needs of a loaded model is an attribute of `Engine`."""
+    reached = [
+        node.lineno
+        for node in ast.walk(syntax_tree(path))
+        if isinstance(node, ast.Attribute)
+        and node.attr == "model"
+        and (
+            (isinstance(node.value, ast.Attribute) and node.value.attr.endswith("engine"))
+            or (isinstance(node.value, ast.Name) and node.value.id.endswith("engine"))
+        )
+    ]
+    assert reached == []
 
 
 def test_every_package_is_in_the_wheel() -> None:

@@ -19,8 +19,14 @@ from starlette.types import Receive, Scope, Send
 from ...errors import EdgeError, UnknownIdError
 from ...models.hub.client import ConnectionFailedError, OfflineError
 from ...runtime.graph.memory import trim_heap
-from ..server.error_objects import JsonResponse, RefusedError, UnreadBodyResponse, error_response
-from ..server.request_body import ClientGoneError, read_body
+from ..server.http_messages import (
+    ClientGoneError,
+    JsonResponse,
+    RefusedError,
+    UnreadBodyResponse,
+    error_response,
+    read_body,
+)
 from ..server.server_settings import ServerSettings
 from ..service.body_decoder import decode_body
 from ..service.request_error import ErrorCode, RequestError
@@ -151,7 +157,7 @@ class ApiEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         try:
-            body = await read_body(scope, receive, self._settings)
+            body = await read_body(scope, receive, self._settings.max_body_bytes, self._settings.body_timeout_s)
         except ClientGoneError:
             return
         except RefusedError as error:

@@ -29,8 +29,8 @@ from ...errors import EdgeError
 from ...models.atomic import write_atomically
 from ...models.file_system import locked
 from ...models.user_folders import make_private_folder
-from ..server.access_guard import content_type_refusal
-from ..server.error_objects import RefusedError, UnreadBodyResponse
+from ..server.asgi_app import content_type_refusal
+from ..server.http_messages import RefusedError, UnreadBodyResponse
 from .page_files import entrance_page
 
 TOKEN_LIFE_S: Final = 300.0

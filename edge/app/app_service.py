@@ -8,7 +8,7 @@ from typing import Final
 
 from ...errors import EdgeError
 from ..conversations.records import Change, ChangeKind, MessageState, as_object
-from ..server.answer_service import AnswerService
+from ..server.endpoint import RequestService
 from .app_access import AppAccess
 from .app_context import AppContext
 from .background_answers import BackgroundAnswers
@@ -97,7 +97,7 @@ class AppService:
         self.models: Final = ModelServices(context)
         """Downloads, exports, comparisons and exactness checks."""
         self._changes: Final = ChangeEvents(context, self.answers)
-        self.requests: Final = AnswerService(context.pool, context.settings)
+        self.requests: Final = RequestService(context.pool, context.settings)
         """Requests of other programs to the OpenAI-compatible API."""
 
     @property

@@ -6,12 +6,14 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from http import HTTPStatus
 from typing import Final
 
 from ...errors import InputError
+from ...runtime.scheduling.request_run import Run
 from ..conversations.records import MessageState, StoredMessage, as_object
-from ..server.error_objects import RefusedError
+from ..server.http_messages import RefusedError
 from .answer_work import AnswerWork, StoredStart
 from .app_context import AppContext
 from .live_answer import LiveAnswer
@@ -171,23 +173,22 @@ class BackgroundAnswers:
         return model is not None and any(entry.id == model for entry in self._context.pool.names())
 
     def _begin(self, messages: Sequence[StoredMessage], question: StoredMessage, start: StoredStart | None) -> None:
-        answers = [LiveAnswer(message, self._context.events) for message in messages]
+        work = AnswerWork(self._context, messages, question, start or StoredStart(), self._pending)
         with self._lock:
-            if any(live.id in self._live for live in answers):
+            if any(live.id in self._live for live in work.answers):
                 raise writing_error()
-            self._live.update({live.id: live for live in answers})
+            self._live.update({live.id: live for live in work.answers})
             if self._publisher is None:
                 self._publisher = threading.Thread(target=self._publish, name="edge-run windows", daemon=True)
                 self._publisher.start()
-        work = AnswerWork(self._context, answers, question, start or StoredStart(), self._pending)
-        threading.Thread(target=self._run, args=(work, answers), name="edge-run answer", daemon=True).start()
+        Run(partial(self._generate, work), "edge-run answer").start()
 
-    def _run(self, work: AnswerWork, answers: Sequence[LiveAnswer]) -> None:
+    def _generate(self, work: AnswerWork, run: Run[None]) -> None:
         try:
-            for live in work.run():
+            for live in work.generate(run.cancellation):
                 self._forget(live)
         finally:
-            for live in answers:
+            for live in work.answers:
                 self._forget(live)
 
     def _forget(self, live: LiveAnswer) -> None:

@@ -17,9 +17,8 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..server.access_guard import OriginGuard
-from ..server.asgi_app import asgi_app, not_routed
-from ..server.error_objects import JsonResponse, RefusedError, UnreadBodyResponse
+from ..server.asgi_app import OriginGuard, asgi_app, not_routed
+from ..server.http_messages import JsonResponse, RefusedError, UnreadBodyResponse
 from .app_access import OPEN_PATH, SESSION_LIFE_S, SessionGuard
 from .app_service import AppService
 from .conversation_endpoints import conversation_routes

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from starlette.types import Receive, Scope, Send
 
-from ..server.event_stream import EVENT_HEADERS, event
+from ...runtime.scheduling.request_run import LoopQueue
+from ..server.http_messages import EVENT_HEADERS, event
 
 MAX_EVENTS: Final = 4096
 """Largest number of events that wait for one window."""
@@ -70,57 +70,17 @@ class EventChannel:
                 listener.end()
 
 
-class EventListener:
-    """The events that wait for one window; made on the event loop that takes them.
+class EventListener(LoopQueue[bytes]):
+    """The events that wait for one window.
 
     A window that reads too slowly, or is suspended by its browser, loses its events and is told to fetch everything
     again.
     """
 
-    def __init__(self) -> None:
-        self._loop: Final = asyncio.get_running_loop()
-        self._changed: Final = asyncio.Event()
-        self._lock: Final = threading.Lock()
-        self._events: Final[deque[bytes]] = deque()
-        self._bytes = 0
-        self._ended = False
-
-    def put(self, encoded: bytes) -> None:
-        """Add an event; in any thread."""
-        with self._lock:
-            if len(self._events) >= MAX_EVENTS or self._bytes + len(encoded) > MAX_BYTES:
-                self._events.clear()
-                self._bytes = 0
-                encoded = event({"type": "reload"})
-            self._events.append(encoded)
-            self._bytes += len(encoded)
-            first = len(self._events) == 1
-        # The event loop that was told of an earlier event takes this one along.
-        if first:
-            self._wake()
-
-    def end(self) -> None:
-        """Let `take` return nothing after the events that wait; in any thread."""
-        self._ended = True
-        self._wake()
-
-    async def take(self) -> bytes:
-        """Wait for events and return all there are; empty after the end; on the event loop."""
-        while True:
-            ended = self._ended
-            with self._lock:
-                taken = b"".join(self._events)
-                self._events.clear()
-                self._bytes = 0
-            if taken or ended:
-                return taken
-            await self._changed.wait()
-            self._changed.clear()
-
-    def _wake(self) -> None:
-        # The loop may have been closed meanwhile; then nobody waits.
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._changed.set)
+    def _add(self, item: bytes) -> None:
+        if len(self._items) >= MAX_EVENTS or sum(map(len, self._items)) + len(item) > MAX_BYTES:
+            self._items, item = [], event({"type": "reload"})
+        self._items.append(item)
 
 
 class EventsEndpoint:
@@ -159,10 +119,10 @@ class EventsEndpoint:
                 async with asyncio.timeout(self._silence_s):
                     events = await listener.take()
             except TimeoutError:
-                events = _COMMENT
+                events = [_COMMENT]
             if not events:
                 return
-            await send({"type": "http.response.body", "body": events, "more_body": True})
+            await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
 
 
 async def _gone(receive: Receive) -> None:

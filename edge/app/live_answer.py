@@ -10,8 +10,10 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import Any, Final
 
-from ..conversations.records import CallRound, MessageState, StoredMessage, as_object
-from ..service.cancellation import Cancellation
+from ...runtime.scheduling.request_run import Cancellation
+from ...runtime.tools.calls import ToolCallDelta
+from ..conversations.answering import AnswerWriter
+from ..conversations.records import CallRound, MessageState, ReasoningText, StoredMessage, as_object
 from .event_channel import EventChannel
 
 _PROGRESS_S: Final = 0.1
@@ -58,14 +60,24 @@ class CallApprovals:
 
 
 class LiveAnswer:
-    """An answer that is being generated in this process. Its text goes to the windows in numbered pieces.
+    """An answer that is being generated in this process, what the store has of it, and what the windows know.
 
     Args:
         message: the answer in the store.
-        events: the windows.
+        events: the windows, which get its text in numbered pieces.
+        writer: keeps it in the store.
+        index: which one of the answers to a message it is.
     """
 
-    def __init__(self, message: StoredMessage, events: EventChannel) -> None:
+    def __init__(self, message: StoredMessage, events: EventChannel, writer: AnswerWriter, index: int) -> None:
+        self.index: Final = index
+        self.writer = writer
+        self.written = ReasoningText()
+        """Makes one text of its reasoning and the rest."""
+        self.calls: list[ToolCallDelta] = []
+        self.state: MessageState | None = None
+        """How it has ended; None while it is generated."""
+        self.stats: dict[str, Any] | None = None
         self.message: Final = message
         self.id: Final = message.id
         self.conversation: Final = message.conversation

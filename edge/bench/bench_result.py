@@ -93,7 +93,7 @@ class BenchResult:
         if not comparable:
             raise InputError("no answer had a second token", "give other prompts, more --max-tokens, or --turns all")
         context = round(statistics.median(turn.context for turn in comparable))
-        cost = engine.model.drafters.pass_cost().curve(context, _COST_WIDTH)
+        cost = engine.drafters.pass_cost().curve(context, _COST_WIDTH)
         return cls(
             conditions=conditions,
             modes=compare_modes(comparable),

@@ -164,7 +164,7 @@ class PromptEncoder:
         for exchange in history:
             messages.append({"role": "user", "content": exchange.prompt})
             messages.append({"role": "assistant", "content": exchange.answer or ""})
-        return self._engine.model.encode_chat([*messages, {"role": "user", "content": question}])
+        return self._engine.encode_chat([*messages, {"role": "user", "content": question}])
 
 
 def measure_modes(
@@ -213,7 +213,7 @@ class ConversationRunner:
         self._modes = (PLAIN_MODE, *modes)
         self._settings = settings
         self._encoder = PromptEncoder(engine, settings)
-        self._caches = {mode.name: engine.model.new_sequence() for mode in self._modes}
+        self._caches = {mode.name: engine.new_sequence() for mode in self._modes}
         self._done = 0
         self._warm = False
 
@@ -266,12 +266,10 @@ class ConversationRunner:
         cache: CachedSequence = self._caches[mode.name]
         if tokens.answer is None:
             options = settings.generate_options(mode, settings.max_tokens)
-            stream = self._engine.model.answer(cache, tokens.prompt, options)
+            stream = self._engine.answer(tokens.prompt, options, cache)
         else:
             options = settings.generate_options(mode, len(tokens.answer))
-            stream = self._engine.model.replay(
-                cache, tokens.prompt, tokens.answer, options, oracle_mode=mode.oracle_mode
-            )
+            stream = self._engine.replay(cache, tokens.prompt, tokens.answer, options, oracle_mode=mode.oracle_mode)
         return Reply.of(stream)
 
     def _turn(self, category: str, conversation: int, turn: int, replies: Mapping[str, Reply]) -> MeasuredTurn:

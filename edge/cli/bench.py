@@ -126,14 +126,14 @@ def _measure(model: str | None, load: LoadOptions, settings: BenchSettings, opti
     conversations, source = _conversations(settings, options, for_shell=model is None)
     with open_model(model, load) as engine:
         pair = find_draft(engine.bundle, load.draft)
-        meter = LoadMeter(engine.model.threads)
+        meter = LoadMeter(engine.threads)
         with ProgressDisplay() as progress:
             measured = measure_modes(engine, conversations, modes, settings, progress)
         conditions = BenchConditions(
             model=engine.bundle.folder.name,
             draft=None if pair is None else pair.name,
             device=str(engine.device),
-            threads=engine.model.compute_threads,
+            threads=engine.compute_threads,
             context=engine.context,
             source=source,
             replay=settings.replay,

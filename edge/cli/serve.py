@@ -88,8 +88,8 @@ def serve(
     offered, load = chosen_options(PoolOptions, given), _LOAD.record(given)
     options = chosen_options(ServeOptions, given)
     with missing_extra():
-        from ..server.answer_service import AnswerService
         from ..server.asgi_app import asgi_app
+        from ..server.endpoint import RequestService
         from ..server.server_settings import ServerSettings
         from ..server.uvicorn_server import bound_socket, draining_server
         from ..service.kept_prefixes import KeptPrefix
@@ -113,7 +113,7 @@ def serve(
         base = f"http://{shown}:{bound_port}"
         write_error(f"edge-run: serving {names} at {base}/v1 (Ctrl-C ends it)")
         write_error(f"edge-run: try: {_curl(base, settings.api_key, options.api_key_file)}")
-        service = AnswerService(pool, settings)
+        service = RequestService(pool, settings)
         with showing_tracebacks(debug):
             draining_server(asgi_app(service), service, settings, options.drain).run([listening])
 

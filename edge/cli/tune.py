@@ -95,7 +95,7 @@ def tune(
             "model": str(engine.bundle.folder),
             "device": str(engine.device),
             "devices": None if fastest is None else record_to_json(fastest),
-            "threads": _threads_facts(engine.model.threads, choice),
+            "threads": _threads_facts(engine.threads, choice),
             "file": None if file is None else str(file),
             "doubt": None if cost.doubt is None else cost.doubt.value,
             "contexts": describe_cost(cost),
@@ -115,14 +115,14 @@ def _measure(engine: Engine, *, limited: bool) -> tuple[PassCost, dict[str, Any]
     """Measure what passes cost, and which graph reads prompts fastest; the costs are stored in a file."""
     with ProgressDisplay() as progress:
         cost = measure_pass_cost(
-            engine.model.new_sequence().bound,
+            engine.new_sequence().bound,
             contexts=_contexts(engine, limited=limited),
-            threads=engine.model.threads,
+            threads=engine.threads,
             progress=lambda fraction: progress("timing passes", fraction),
         )
-        choice = engine.model.prompts.tune(progress)
-    key = model_key(engine.bundle, SessionConfig(engine.device, engine.model.threads))
-    return cost, prompt_facts(choice, engine.model.prompts.refusal), PASS_COSTS.save(key, cost)
+        choice = engine.prompts.tune(progress)
+    key = model_key(engine.bundle, SessionConfig(engine.device, engine.threads))
+    return cost, prompt_facts(choice, engine.prompts.refusal), PASS_COSTS.save(key, cost)
 
 
 def _write_table(engine: Engine, texts: Sequence[str]) -> int:

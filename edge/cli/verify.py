@@ -76,12 +76,12 @@ def verify(
             report = comparison.report(prompt_ids, lambda fraction: progress("comparing texts", fraction))
             if load.kv == KVFormat.INT8:
                 quality = measure_cache_quality(
-                    engine.model.new_sequence().bound,
-                    engine.model.with_float_cache(),
+                    engine.new_sequence().bound,
+                    engine.with_float_cache(),
                     comparison.texts,
                     lambda fraction: progress("comparing the int8 cache with a float cache", fraction),
                 )
-        engine.model.drafters.store_exactness_report(report)
+        engine.drafters.store_exactness_report(report)
         if as_json:
             write_json(_facts(engine, report, quality, packed))
         else:

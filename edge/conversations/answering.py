@@ -15,6 +15,7 @@ from ...runtime.options import GenerateOptions
 from ...runtime.overflow import Overflow, answer_reserve, most_turns, turns_of
 from ...runtime.prefill import INT8_GRAPH
 from ...runtime.result import Chunk, Stats
+from ...runtime.text.messages import ChatPrompt
 from ..service.token_objects import token_object
 from .records import CallRound, MessageState, Role, StoredMessage, message_text, split_reasoning
 from .store import ConversationStore
@@ -156,6 +157,8 @@ class ContextFit:
 
     messages: tuple[StoredMessage, ...]
     """The messages for the model; the oldest ones may have been left out."""
+    prompt: ChatPrompt
+    """The prompt that they make, for `Engine.answer`."""
     tokens: int
     """Tokens of the prompt."""
     context: int
@@ -188,9 +191,14 @@ def fit_context(engine: Engine, system: str, messages: Sequence[StoredMessage], 
     reserve = answer_reserve(context, options.max_tokens)
     turns = turns_of(messages, lambda message: message.role)
 
+    start = engine.answer_start(options)
+    start_tokens = 0 if start is None else len(start.token_ids)
+    prompts: dict[int, ChatPrompt] = {}
+
     def tokens_of(kept: int) -> int:
         last = [message for turn in turns[len(turns) - kept :] for message in turn]
-        return engine.count_tokens(model_messages(system, last, calls=takes_calls(engine)), options)
+        prompts[kept] = engine.chat_prompt(model_messages(system, last, calls=takes_calls(engine)), options)
+        return len(prompts[kept].ids) + start_tokens
 
     if overflow is Overflow.TRIM:
         kept, tokens = most_turns(len(turns), tokens_of, context, reserve)
@@ -204,12 +212,12 @@ def fit_context(engine: Engine, system: str, messages: Sequence[StoredMessage], 
     reserve = max(min(reserve, context - tokens), 0)
     left_out = tuple(message.id for turn in turns[: len(turns) - kept] for message in turn)
     chosen = tuple(message for turn in turns[len(turns) - kept :] for message in turn)
-    return ContextFit(chosen, tokens, context, reserve, left_out)
+    return ContextFit(chosen, prompts[kept], tokens, context, reserve, left_out)
 
 
 def takes_calls(engine: Engine) -> bool:
     """Whether a model's chat template has a form for calls of tools."""
-    return engine.model.answer_format.tool_format is not None
+    return engine.answer_format.tool_format is not None
 
 
 def model_messages(system: str, messages: Sequence[StoredMessage], *, calls: bool = True) -> list[dict[str, Any]]:

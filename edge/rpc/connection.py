@@ -13,9 +13,9 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
 
-from ...errors import EdgeError
+from ...errors import CancelledError, EdgeError
+from ...runtime.scheduling.request_run import Cancellation, Run
 from ..service.body_decoder import decode_body
-from ..service.cancellation import Cancellation, CancelledError
 from ..service.request_error import ErrorCode, RequestError
 from ..service.strict_json import MAX_DEPTH, described
 from .protocol import (
@@ -68,13 +68,20 @@ class Output(Protocol):
         """Let nobody wait any more."""
 
 
-class Call:
-    """A request in progress."""
+class Call(Run[None]):
+    """A request in progress; a notification of the client runs in its reader's thread.
 
-    def __init__(self, id_: RequestId, method: str, output: Output) -> None:
+    Args:
+        id_: the id of the request; empty for a notification.
+        method: what is called.
+        output: where notifications go.
+        work: answers the request.
+    """
+
+    def __init__(self, id_: RequestId, method: str, output: Output, work: Callable[[Run[None]], None]) -> None:
+        super().__init__(work, f"edge-run {method}")
         self.id: Final = id_
         self.method: Final = method
-        self.cancellation: Final = Cancellation()
         self._output: Final = output
         self._shown: tuple[str, float] | None = None
         """Stage and time of the last progress notification."""
@@ -131,7 +138,7 @@ class Connection:
         self._max_requests: Final = max_requests
         self._debug: Final = debug
         self._lock: Final = threading.Lock()
-        self._running: Final[dict[RequestId, tuple[Call, threading.Thread]]] = {}
+        self._running: Final[dict[RequestId, Call]] = {}
         self._initialized = self._closing = False
         self._ended: Final = threading.Event()
 
@@ -151,10 +158,10 @@ class Connection:
         with self._lock:
             self._closing = True
             running = list(self._running.values())
-        for call, _ in running:
+        for call in running:
             call.cancellation.cancel()
-        for _, thread in running:
-            thread.join()
+        for call in running:
+            call.join()
 
     def end(self) -> None:
         """Let `serve` return."""
@@ -165,7 +172,7 @@ class Connection:
         with self._lock:
             found = self._running.get(id_)
         if found is not None:
-            found[0].cancellation.cancel()
+            found.cancellation.cancel()
         return found is not None
 
     def _read(self, lines: Iterable[bytes | None]) -> None:
@@ -208,8 +215,7 @@ class Connection:
             )
         if self._initialized and method == "initialize":
             raise ProtocolError("initialize was sent before", "send it once", code=ProtocolCode.INVALID_MESSAGE)
-        call = Call(id_, method, self._output)
-        thread = threading.Thread(target=self._run, args=(call, params), name=f"edge-run {method}", daemon=True)
+        call = Call(id_, method, self._output, lambda _: self._answer(call, params))
         with self._lock:
             if id_ in self._running:
                 raise _IdInUseError(id_)
@@ -222,12 +228,12 @@ class Connection:
                     )
                 if self._closing:
                     return
-                self._running[id_] = call, thread
-                thread.start()
+                self._running[id_] = call
+                call.start()
         if method in self._at_once:
-            self._run(call, params)
+            call.run()
 
-    def _run(self, call: Call, params: bytes) -> None:
+    def _answer(self, call: Call, params: bytes) -> None:
         """Answer a request."""
         try:
             result = self._handlers[call.method](call, params)
@@ -251,7 +257,8 @@ class Connection:
             if method == "$/cancelRequest":
                 self.cancel(decode_body(params, CancelParams).id)
             else:
-                self._handlers[method](Call("", method, self._output), params)
+                call = Call("", method, self._output, lambda _: None)
+                self._handlers[method](call, params)
         except EdgeError as error:
             raise _SilentError(f"the notification {method} was ignored: {error}") from error
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Final
 
-from ..service.cancellation import Cancellation
+from ...runtime.scheduling.request_run import Cancellation
 
 MAX_UNREAD_BYTES: Final = 1 << 20
 """Bytes of lines that the client has not read yet, above which notifications wait; responses wait at twice as many."""

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any, Final
 
 import psutil
 from msgspec import UNSET
 
+from ...errors import CancelledError
 from ...models.graph_variant import DeviceKind
 from ...models.hub.downloaded_model import DownloadedModel, parse_hub_id
 from ...models.hub.fetch import fetch_model
 from ...runtime.devices.power import Power, choose_power
 from ...runtime.devices.providers import available_devices
 from ...runtime.result import Reply
+from ...runtime.scheduling.request_run import Cancellation, Run
 from ..service.body_decoder import decode_body
-from ..service.cancellation import Cancellation, CancelledError
 from ..service.chat_body import ChatRequest
 from ..service.model_pool import ModelPool
 from ..service.openai_objects import ChatCompletionObjects, new_id
-from ..service.request_error import ErrorCode, RequestError
 from ..service.strict_json import RequestLimits
-from ..service.token_bodies import DetokenizeRequest, TokenizeRequest
+from ..service.text_bodies import DetokenizeBody, TokenizeRequest, check_token_ids
 from .connection import Call, Handler
 from .protocol import (
     DetokenizeResult,
@@ -93,8 +93,7 @@ class ModelMethods:
             call.cancellation.check()
             call.progress_bytes(stage, done, total)
 
-        download = _Download(lambda: fetch_model(id_, self._kind, newest=True, progress=progress))
-        found = download.wait(call.cancellation)
+        found = _downloaded(lambda: fetch_model(id_, self._kind, newest=True, progress=progress), call.cancellation)
         offered = any(found.id in (entry.id, *entry.aliases) for entry in self._pool.names())
         return PullResult(id=found.id, commit=found.commit, path=str(found.folder), bytes=found.bytes, offered=offered)
 
@@ -111,10 +110,9 @@ class ModelMethods:
         model = self._pool.find(request.model).id
         objects = ChatCompletionObjects(request, model, int(time.time()), new_id("chatcmpl-"))
         with self._pool.use(model, call.progress, cancellation=call.cancellation) as engine:
-            request.check_context(engine.context)
+            request.check(engine)
             chunks = []
-            stream = engine.stream(request.messages, request.options)
-            with closing(stream), call.cancellation.calling(stream.cancel):
+            with call.cancellation.reading(request.begin(engine)) as stream:
                 for chunk in stream:
                     chunks.append(chunk)
                     for object_ in objects.chunk(chunk) if request.stream else ():
@@ -125,10 +123,7 @@ class ModelMethods:
     def _tokenize(self, call: Call, params: bytes) -> TokenizeResult:
         request = TokenizeRequest.parse(params, self._limits)
         with self._pool.use(request.model, call.progress, cancellation=call.cancellation) as engine:
-            if request.messages is not None:
-                tokens = engine.model.encode_request(request.messages, request.options)
-            else:
-                tokens = engine.tokenizer.encode(request.text or "", add_special_tokens=request.add_special)
+            tokens = request.encode(engine)
             return TokenizeResult(
                 tokens=tokens,
                 pieces=[engine.tokenizer.token_bytes.shown(token) for token in tokens]
@@ -139,14 +134,10 @@ class ModelMethods:
             )
 
     def _detokenize(self, call: Call, params: bytes) -> DetokenizeResult:
-        request = DetokenizeRequest.parse(params, self._limits)
+        request = decode_body(params, DetokenizeBody, self._limits)
         with self._pool.use(request.model, call.progress, cancellation=call.cancellation) as engine:
-            vocab_size = engine.graph_io.vocab_size
-            if (largest := max(request.tokens, default=0)) >= vocab_size:
-                place = f"tokens[{request.tokens.index(largest)}]"
-                hint = f"the model has {vocab_size} tokens"
-                raise RequestError(f"{place} is {largest}", hint, code=ErrorCode.INVALID_VALUE, param=place)
-            return DetokenizeResult(content=engine.tokenizer.decode(list(request.tokens)))
+            check_token_ids(engine, request.tokens, "tokens")
+            return DetokenizeResult(content=engine.tokenizer.decode(request.tokens))
 
     def _status(self, _call: Call, params: bytes) -> Status:
         decode_body(params, NoParams)
@@ -168,37 +159,32 @@ class ModelMethods:
         )
 
 
-class _Download:
-    """A download in a thread of its own, so that who waits for it can be cancelled while the network is silent."""
+def _downloaded(fetch: Callable[[], DownloadedModel], cancellation: Cancellation) -> DownloadedModel:
+    """Download in a thread of its own, so that who waits for it can be cancelled while the network is silent.
 
-    def __init__(self, fetch: Callable[[], DownloadedModel]) -> None:
-        self._fetch = fetch
-        self._changed = threading.Event()
-        self._result: DownloadedModel | Exception | None = None
+    Raises:
+        CancelledError: the request was cancelled; the download ends with its next bytes.
+        EdgeError: the download failed.
+    """
+    changed: Future[DownloadedModel] = Future()
 
-    def wait(self, cancellation: Cancellation) -> DownloadedModel:
-        """Download.
+    def cancel() -> None:
+        with suppress(InvalidStateError):
+            changed.set_exception(CancelledError("the request was cancelled"))
 
-        Raises:
-            CancelledError: the request was cancelled; the download ends with its next bytes.
-            EdgeError: the download failed.
-        """
-        threading.Thread(target=self._run, name="edge-run download", daemon=True).start()
-        with cancellation.calling(self._changed.set):
-            self._changed.wait()
-        cancellation.check()
-        if isinstance(self._result, Exception):
-            raise self._result
-        if self._result is None:
-            raise CancelledError("the download ended")
-        return self._result
-
-    def _run(self) -> None:
+    def download(_run: Run[None]) -> None:
         try:
-            self._result = self._fetch()
+            found = fetch()
         except Exception as error:  # noqa: BLE001  who waits raises it
-            self._result = error
-        self._changed.set()
+            with suppress(InvalidStateError):
+                changed.set_exception(error)
+        else:
+            with suppress(InvalidStateError):
+                changed.set_result(found)
+
+    Run(download, "edge-run download").start()
+    with cancellation.calling(cancel):
+        return changed.result()
 
 
 def _power_state(power: Power) -> PowerState:

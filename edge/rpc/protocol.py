@@ -15,7 +15,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from ..service.chat_body import ChatBody
 from ..service.generation_fields import PositiveInt, SamplingFields
-from ..service.token_bodies import DetokenizeBody, TokenizeBody
+from ..service.text_bodies import DetokenizeBody, TokenizeBody
 
 PROTOCOL_VERSION: Final = 1
 

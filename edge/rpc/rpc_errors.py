@@ -7,8 +7,7 @@ from typing import Final
 
 import msgspec
 
-from ...errors import EdgeError
-from ..service.cancellation import CancelledError
+from ...errors import CancelledError, EdgeError
 from ..service.request_error import ErrorCode, RequestError, describe
 
 

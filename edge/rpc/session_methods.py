@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Final
@@ -16,8 +16,8 @@ from ...models.find import path_of_user
 from ...runtime.conversation import Session
 from ...runtime.engine import Engine
 from ...runtime.result import Reply
+from ...runtime.scheduling.request_run import Cancellation
 from ..service.body_decoder import decode_body
-from ..service.cancellation import Cancellation
 from ..service.generation_fields import generate_options
 from ..service.model_pool import ModelPool
 from ..service.request_error import ErrorCode, RequestError
@@ -123,7 +123,7 @@ class SessionMethods:
         with session.used() as stop, self._pool.use(session.model, call.progress, cancellation=call.cancellation):
             chunks = []
             stream = session.session.stream(fields.prompt, options)
-            with closing(stream), call.cancellation.calling(stream.cancel), stop.calling(stream.cancel):
+            with call.cancellation.reading(stream), stop.calling(stream.cancel):
                 for chunk in stream:
                     chunks.append(chunk)
                     if chunk.text or chunk.reasoning:

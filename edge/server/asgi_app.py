@@ -1,15 +1,24 @@
-"""The ASGI application: its routes, its middleware, and the end of its models."""
+"""The ASGI application: its routes, who may use them, and the end of its models.
+
+A web page can make the browser send requests to a server on the same machine. Requests whose `Host` is not a name of
+this server come from a page whose name was pointed at this machine (DNS rebinding). Requests with another `Origin` come
+from a page of another site; browsers send some of them without asking the server first, so they are refused before
+anything is done, and bodies have to be declared as JSON, which a page cannot do without asking.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any, Final
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -21,18 +30,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...version import __version__
 from ..service.openai_objects import model_object, object_list
 from ..service.request_error import ErrorCode, RequestError
-from .access_guard import KeyGuard, OriginGuard
-from .answer_endpoint import AnswerEndpoint
-from .answer_service import AnswerService
-from .error_objects import JsonResponse, RefusedError, UnreadBodyResponse, error_response
-from .generation_endpoints import ChatEndpoint, CompletionEndpoint, ResponsesEndpoint
+from .endpoint import Endpoint, RequestService
+from .endpoints import (
+    ChatEndpoint,
+    CompletionEndpoint,
+    DetokenizeEndpoint,
+    EmbeddingEndpoint,
+    ResponsesEndpoint,
+    TokenizeEndpoint,
+)
+from .http_messages import JsonResponse, RefusedError, UnreadBodyResponse, error_response
 from .server_metrics import CONTENT_TYPE
-from .text_endpoints import DetokenizeEndpoint, EmbeddingEndpoint, TokenizeEndpoint
+from .server_settings import MAX_HEADER_BYTES, ServerSettings
 
 _log: Final = logging.getLogger(__name__)
 CLIENT_GONE: Final = 499
 """Status under which requests are counted whose client went away before a response."""
-_ENDPOINTS: Final[Mapping[str, Callable[[AnswerService], AnswerEndpoint[Any]]]] = {
+_ENDPOINTS: Final[Mapping[str, Callable[[RequestService], Endpoint[Any]]]] = {
     "/v1/chat/completions": ChatEndpoint,
     "/v1/completions": CompletionEndpoint,
     "/v1/responses": ResponsesEndpoint,
@@ -41,9 +55,13 @@ _ENDPOINTS: Final[Mapping[str, Callable[[AnswerService], AnswerEndpoint[Any]]]] 
     "/detokenize": DetokenizeEndpoint,
 }
 """Endpoints that compute, by path."""
+OPEN_PATHS: Final = ("/health",)
+"""Paths that need no API key: they tell nothing but that the server runs."""
+_WITH_BODY: Final = ("POST", "PUT", "PATCH")
+"""Methods whose requests have a body."""
 
 
-def asgi_app(service: AnswerService) -> Starlette:
+def asgi_app(service: RequestService) -> Starlette:
     """The ASGI application of a service; ending its lifespan closes the service."""
 
     @asynccontextmanager
@@ -88,7 +106,7 @@ def asgi_app(service: AnswerService) -> Starlette:
 class _PlainEndpoints:
     """Endpoints that compute nothing."""
 
-    def __init__(self, service: AnswerService) -> None:
+    def __init__(self, service: RequestService) -> None:
         self._service: Final = service
 
     async def index(self, request: Request) -> Response:
@@ -146,7 +164,7 @@ async def not_routed(request: Request, error: Exception) -> Response:
 class _RequestCount:
     """Middleware that counts requests, and answers those on which the server fails."""
 
-    def __init__(self, app: ASGIApp, service: AnswerService) -> None:
+    def __init__(self, app: ASGIApp, service: RequestService) -> None:
         self._app: Final = app
         self._metrics: Final = service.metrics
 
@@ -178,3 +196,97 @@ def _endpoint(scope: Scope) -> str:
     """The endpoint of a request, as the metrics name it: paths come from clients, and their number must stay small."""
     routes = (route for route in scope["app"].routes if route.matches(scope)[0] is not Match.NONE)
     return next((route.path_format for route in routes), "other")
+
+
+class Guard(ABC):
+    """Middleware that refuses some requests."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app: Final = app
+
+    @abstractmethod
+    def refusal(self, scope: Scope) -> RefusedError | None:
+        """Why a request is refused; None for all others."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or refuse it."""
+        if scope["type"] == "http" and (refusal := self.refusal(scope)) is not None:
+            await UnreadBodyResponse(refusal)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+class OriginGuard(Guard):
+    """Refuses requests to unknown host names and from pages of other sites."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        super().__init__(app)
+        self._settings: Final = settings
+
+    def refusal(self, scope: Scope) -> RefusedError | None:
+        """Why a request is refused; None for all others."""
+        headers = Headers(scope=scope)
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+            return RefusedError(
+                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+                "headers_too_large",
+                f"the headers have more than {MAX_HEADER_BYTES} bytes",
+            )
+        hosts, origins = headers.getlist("host"), headers.getlist("origin")
+        if len(hosts) != 1 or not self._settings.allows_host(hosts[0]):
+            shown = hosts[0] if hosts else "missing"
+            return RefusedError(
+                HTTPStatus.MISDIRECTED_REQUEST,
+                "host_not_allowed",
+                f"the Host header {shown!r:.200} is not a name of this server",
+                "use localhost or 127.0.0.1, or start the server with --allow-host NAME",
+            )
+        own = f"{scope.get('scheme', 'http')}://{hosts[0]}".lower()
+        allowed = self._settings.allow_origins
+        if "*" in allowed or all(origin in allowed or origin.lower() == own for origin in origins):
+            return None
+        return RefusedError(
+            HTTPStatus.FORBIDDEN,
+            "origin_not_allowed",
+            f"pages of {origins[0]!r:.200} may not use this server",
+            "start the server with --allow-origin ORIGIN",
+        )
+
+
+class KeyGuard(Guard):
+    """Refuses requests without the API key, and bodies that are not declared as JSON."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        super().__init__(app)
+        self._key: Final = None if settings.api_key is None else settings.api_key.encode()
+
+    def refusal(self, scope: Scope) -> RefusedError | None:
+        """Why a request is refused; None for all others."""
+        headers = Headers(scope=scope)
+        if self._key is not None and scope["path"] not in OPEN_PATHS:
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            # The time of the comparison does not tell where the two differ.
+            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("utf-8"), self._key):
+                return RefusedError(
+                    HTTPStatus.UNAUTHORIZED,
+                    "invalid_api_key",
+                    "the API key is missing or wrong",
+                    "send it as the header Authorization: Bearer KEY",
+                    {"www-authenticate": "Bearer"},
+                )
+        return content_type_refusal(scope)
+
+
+def content_type_refusal(scope: Scope) -> RefusedError | None:
+    """Why a request is refused whose body may be something other than JSON; None for all others."""
+    if scope["method"] not in _WITH_BODY:
+        return None
+    kind = Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "application/json":
+        return None
+    return RefusedError(
+        HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+        "unsupported_content_type",
+        f"the Content-Type is {kind!r:.100}" if kind else "the header Content-Type is missing",
+        "send JSON with Content-Type: application/json",
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -12,11 +12,11 @@ from ...runtime.text.chat_template import Message
 from .body_decoder import decode_body
 from .generation_fields import (
     Alternatives,
-    AnswerRequest,
     BestOfField,
     ChoicesField,
     ConversationFields,
     EarlyStopField,
+    GenerationRequest,
     PositiveInt,
     ReasoningEffort,
     StreamOptions,
@@ -80,13 +80,8 @@ class ChatBody(ConversationFields, kw_only=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatRequest(AnswerRequest):
+class ChatRequest(GenerationRequest):
     """A chat completion to generate."""
-
-    messages: Sequence[Mapping[str, Any]]
-    """The conversation as `Engine.stream` takes it."""
-    include_usage: bool = False
-    """Whether a stream ends with a chunk that has the usage."""
 
     @classmethod
     def parse(cls, body: bytes | str | Mapping[str, Any], limits: RequestLimits | None = None) -> ChatRequest:
@@ -118,7 +113,7 @@ class ChatRequest(AnswerRequest):
         )
         return cls(
             model=fields.model,
-            messages=messages,
+            prompts=(messages,),
             options=options,
             stream=bool(fields.stream),
             num_ctx=fields.num_ctx,

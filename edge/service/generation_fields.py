@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, get_type_hints
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from ...errors import InputError
 from ...runtime.arguments.argument_types import options_of
+from ...runtime.engine import Engine, Prompt
 from ...runtime.options import GenerateOptions
+from ...runtime.scheduling.answer_stream import AnswerStream
 from .body_decoder import unsupported
 from .format_fields import FormatFields, response_format
 from .request_error import ErrorCode, RequestError
@@ -70,37 +72,29 @@ def option_meta(name: str, *, extension: bool = False) -> Meta:
 
 
 EarlyStopField: TypeAlias = Annotated[float | None, option_meta("early_stop", extension=True)]
-_OPENAI: Final = ("temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias")
-_EXTENSIONS: Final = ("top_k", "min_p", "repeat_penalty", "ignore_eos", "overflow", "exact")
-_NARROWER: Final[Mapping[str, Any]] = {
-    "seed": Annotated[int, Meta(ge=-(2**63))],
-    "stop": str | Annotated[list[str], Meta(max_length=16)],
-}
-"""Types of fields that allow other values than the option."""
-
-if TYPE_CHECKING:
-
-    class _OptionFields(FormatFields, kw_only=True):
-        temperature: float | None = None
-        top_p: float | None = None
-
-else:
-    _hints = get_type_hints(GenerateOptions) | _NARROWER
-    _OptionFields = msgspec.defstruct(
-        "_OptionFields",
-        [
-            (name, Annotated[_hints[name] | None, option_meta(name, extension=name in _EXTENSIONS)], None)
-            for name in (*_OPENAI, *_EXTENSIONS)
-        ],
-        bases=(FormatFields,),
-        kw_only=True,
-        forbid_unknown_fields=True,
-    )
+_OPTIONS: Final = (
+    *("temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias"),
+    *("top_k", "min_p", "repeat_penalty", "ignore_eos", "overflow", "exact"),
+)
+"""Fields of `SamplingFields` that are options of `GenerateOptions`."""
 
 
-class SamplingFields(_OptionFields, kw_only=True, forbid_unknown_fields=True):
+class SamplingFields(FormatFields, kw_only=True, forbid_unknown_fields=True):
     """How tokens are chosen, what the answer has to look like, and when it ends: options under their names."""
 
+    temperature: Annotated[float | None, option_meta("temperature")] = None
+    top_p: Annotated[float | None, option_meta("top_p")] = None
+    seed: Annotated[Annotated[int, Meta(ge=-(2**63))] | None, option_meta("seed")] = None
+    stop: Annotated[str | Annotated[list[str], Meta(max_length=16)] | None, option_meta("stop")] = None
+    presence_penalty: Annotated[float | None, option_meta("presence_penalty")] = None
+    frequency_penalty: Annotated[float | None, option_meta("frequency_penalty")] = None
+    logit_bias: Annotated[dict[int, float] | None, option_meta("logit_bias")] = None
+    top_k: Annotated[int | None, option_meta("top_k", extension=True)] = None
+    min_p: Annotated[float | None, option_meta("min_p", extension=True)] = None
+    repeat_penalty: Annotated[float | None, option_meta("repeat_penalty", extension=True)] = None
+    ignore_eos: Annotated[bool | None, option_meta("ignore_eos", extension=True)] = None
+    overflow: Annotated[str | None, option_meta("overflow", extension=True)] = None
+    exact: Annotated[bool | None, option_meta("exact", extension=True)] = None
     repetition_penalty: Annotated[
         float | None, Meta(description="Extension. Another name of repeat_penalty, which other servers use.")
     ] = None
@@ -168,25 +162,41 @@ class ConversationFields(AcceptedFields, kw_only=True, forbid_unknown_fields=Tru
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerRequest:
+class GenerationRequest:
     """What all requests for generated text have."""
 
     model: str | None
+    prompts: Sequence[Prompt | tuple[int, ...]]
+    """What is answered: texts, conversations, or token ids. Each of them gets `options.n` answers."""
     options: GenerateOptions
     stream: bool = False
+    include_usage: bool = False
+    """Whether a stream ends with an object that has the usage."""
     num_ctx: int | None = None
-    """The context that is expected; see `check_context`."""
+    """The context that is expected; see `check`."""
 
-    def check_context(self, context: int) -> None:
-        """Check that a model with a context of this many tokens is what the request asks for.
+    @property
+    def messages(self) -> Any:
+        """The conversation of a request that has one."""
+        return self.prompts[0]
+
+    def begin(self, engine: Engine, index: int = 0) -> AnswerStream:
+        """Begin to answer a prompt; errors as for `Engine.stream`."""
+        prompt = self.prompts[index]
+        if isinstance(prompt, tuple):
+            return engine.answer(prompt, self.options)
+        return engine.stream(prompt, self.options)
+
+    def check(self, engine: Engine) -> None:
+        """Check that a model is what the request asks for.
 
         Raises:
-            RequestError: it asks for a longer context.
+            RequestError: its context is shorter, or it does not have a token of a prompt.
         """
-        if self.num_ctx is not None and self.num_ctx > context:
+        if self.num_ctx is not None and self.num_ctx > engine.context:
             raise unsupported(
                 "num_ctx",
-                f"num_ctx is {self.num_ctx}, and the context of this model is {context} tokens",
+                f"num_ctx is {self.num_ctx}, and the context of this model is {engine.context} tokens",
                 "leave num_ctx out, or start edge-run with a longer --context",
             )
 
@@ -201,7 +211,7 @@ def generate_options(fields: SamplingFields, others: Mapping[str, Any]) -> Gener
     Raises:
         RequestError: a value is out of range; the error names its field.
     """
-    given = {name: getattr(fields, name) for name in (*_OPENAI, *_EXTENSIONS)} | dict(others)
+    given = {name: getattr(fields, name) for name in _OPTIONS} | dict(others)
     given["repeat_penalty"] = same(fields, "repeat_penalty", "repetition_penalty")
     if given.get("response_format") is None:
         given["response_format"] = response_format(fields)

@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final, TypeAlias
 
+from ...errors import CancelledError
 from ...models.graph_variant import DeviceKind
 from ...models.progress import Progress, silent
 from ...models.user_text import format_bytes
 from ...runtime.engine import Engine
-from .cancellation import Cancellation, CancelledError
+from ...runtime.scheduling.request_run import Cancellation
 from .offered_models import ModelEntry, OfferedModels
 from .pooled_model import LoadAttempt, ModelStatus, PooledModel
 from .request_error import ErrorCode, RequestError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import uuid
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -17,7 +18,8 @@ from ...runtime.result import Chunk, Reply, Stats
 from ...runtime.text.token_logprobs import TokenLogprob
 from ...version import __version__
 from .chat_body import ChatRequest
-from .completion_body import CompletionRequest
+from .request_error import RequestError
+from .text_bodies import CompletionRequest
 from .token_objects import json_logprob
 
 _FINGERPRINT: Final = f"edge-run-{__version__}"
@@ -140,7 +142,32 @@ def embedding_list(
     }
 
 
-class ChatCompletionObjects:
+class GenerationObjects(ABC):
+    """The objects of one response to a request for generated text, in one of OpenAI's APIs."""
+
+    def started(self) -> list[dict[str, Any]]:
+        """The objects of a stream before the first chunk."""
+        return []
+
+    @abstractmethod
+    def chunk(self, chunk: Chunk, prompt_index: int = 0) -> list[dict[str, Any]]:
+        """The objects to send for one chunk of the stream, in order; there may be none.
+
+        Args:
+            chunk: a piece of an answer.
+            prompt_index: which prompt of the request it answers; the answers may come in any order.
+        """
+
+    @abstractmethod
+    def whole(self, *replies: Reply) -> dict[str, Any]:
+        """The object of the whole response, from one reply for each prompt, in their order."""
+
+    def failed(self, _error: RequestError) -> list[dict[str, Any]]:
+        """The last objects of a stream that fails, where the API has some."""
+        return []
+
+
+class ChatCompletionObjects(GenerationObjects):
     """The objects of one chat completion.
 
     Args:
@@ -160,8 +187,8 @@ class ChatCompletionObjects:
         self._unparsed: set[int] = set()
         """Answers whose text has something in it that began like a call."""
 
-    def chunk(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """The objects to send for one chunk of the stream, in order; there may be none."""
+    def chunk(self, chunk: Chunk, _prompt_index: int = 0) -> list[dict[str, Any]]:
+        """The objects to send for one chunk of the stream."""
         index = chunk.index
         objects = []
         if index not in self._begun:
@@ -183,8 +210,9 @@ class ChatCompletionObjects:
                 objects.append(self._chunk_object([], _usage([self._finished])))
         return objects
 
-    def whole(self, reply: Reply) -> dict[str, Any]:
-        """The object of the whole answer."""
+    def whole(self, *replies: Reply) -> dict[str, Any]:
+        """The object of the whole completion."""
+        (reply,) = replies
         choices = [
             {
                 "index": index,
@@ -222,7 +250,7 @@ class ChatCompletionObjects:
         return {"object": "chat.completion.chunk", **self._head, "choices": choices, **tail}
 
 
-class CompletionObjects:
+class CompletionObjects(GenerationObjects):
     """The objects of one text completion, which answers one prompt or several.
 
     Args:
@@ -245,12 +273,7 @@ class CompletionObjects:
         self._lengths: Counter[int] = Counter()
 
     def chunk(self, chunk: Chunk, prompt_index: int = 0) -> list[dict[str, Any]]:
-        """The objects to send for one chunk of the stream, in order; there may be none.
-
-        Args:
-            chunk: a piece of an answer.
-            prompt_index: which prompt of the request it answers; the answers may come in any order.
-        """
+        """The objects to send for one chunk of the stream."""
         objects = []
         reason = _finish_reason(chunk.finish_reason)
         if chunk.text or chunk.logprobs or reason is not None:
@@ -263,12 +286,8 @@ class CompletionObjects:
                 objects.append(self._object([], {"usage": _usage(self._finished.values())}))
         return objects
 
-    def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        """The object of the whole answer.
-
-        Args:
-            replies: one for each prompt, in their order.
-        """
+    def whole(self, *replies: Reply) -> dict[str, Any]:
+        """The object of the whole completion."""
         answers = [choice for reply in replies for choice in reply.choices]
         choices = [
             self._choice(index, choice.text, choice.logprobs, _finish_reason(choice.finish_reason))

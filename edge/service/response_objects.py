@@ -7,7 +7,7 @@ from typing import Any, Final
 from ...runtime.decode import FinishReason
 from ...runtime.result import Chunk, Reply, Stats
 from ...runtime.tools.calls import ToolCall, joined_calls
-from .openai_objects import logprob_object, new_id
+from .openai_objects import GenerationObjects, logprob_object, new_id
 from .request_error import ErrorCode, RequestError
 from .responses_body import ResponsesRequest
 
@@ -25,7 +25,7 @@ _ERROR_CODES: Final = {
 """Codes in response objects, of which OpenAI's API has few; all others are `invalid_prompt`."""
 
 
-class ResponseObjects:
+class ResponseObjects(GenerationObjects):
     """The objects of one response: reasoning, a message with one text, and calls of functions.
 
     Args:
@@ -65,7 +65,7 @@ class ResponseObjects:
             self._event("response.in_progress", response=response),
         ]
 
-    def chunk(self, chunk: Chunk) -> list[dict[str, Any]]:
+    def chunk(self, chunk: Chunk, _prompt_index: int = 0) -> list[dict[str, Any]]:
         """The events of one chunk of the stream, in order; there may be none."""
         events: list[dict[str, Any]] = []
         if chunk.reasoning:
@@ -89,8 +89,9 @@ class ResponseObjects:
         described = {"code": _ERROR_CODES.get(error.code, "invalid_prompt"), "message": str(error)}
         return [self._event("response.failed", response={**self._response("failed"), "error": described})]
 
-    def whole(self, reply: Reply) -> dict[str, Any]:
-        """The object of the whole answer."""
+    def whole(self, *replies: Reply) -> dict[str, Any]:
+        """The object of the whole response."""
+        (reply,) = replies
         status = _STATUS[reply.finish_reason]
         items = [_reasoning(new_id("rs_"), status, reply.reasoning)] if reply.reasoning else []
         if reply.text or not reply.tool_calls:

@@ -13,8 +13,8 @@ from .body_decoder import decode_fields
 from .format_fields import FlatJsonSchemaFormat, JsonObjectFormat, TextFormat, response_format
 from .generation_fields import (
     Alternatives,
-    AnswerRequest,
     ConversationFields,
+    GenerationRequest,
     PositiveInt,
     ReasoningEffort,
     Verbosity,
@@ -189,11 +189,9 @@ class ResponsesBody(ConversationFields, kw_only=True, forbid_unknown_fields=True
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResponsesRequest(AnswerRequest):
+class ResponsesRequest(GenerationRequest):
     """A response to generate."""
 
-    messages: Sequence[Mapping[str, Any]]
-    """The conversation as `Engine.stream` takes it."""
     repeated: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the request that the response object repeats."""
 
@@ -219,7 +217,7 @@ class ResponsesRequest(AnswerRequest):
         )
         return cls(
             model=fields.model,
-            messages=_conversation(fields, limits),
+            prompts=(_conversation(fields, limits),),
             options=options,
             stream=bool(fields.stream),
             num_ctx=fields.num_ctx,

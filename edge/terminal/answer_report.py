@@ -34,7 +34,7 @@ def stats_line(stats: Stats, engine: Engine, load_s: float | None = None) -> str
     """
     parts = [
         f"prompt {stats.prompt_tokens} tokens" + (f" ({stats.reused_tokens} reused)" if stats.reused_tokens else ""),
-        *([] if (reader := engine.model.prompts.described(stats.prompt_readers)) is None else [reader]),
+        *([] if (reader := engine.prompts.described(stats.prompt_readers)) is None else [reader]),
         f"first token after {_ms(stats.first_token_s)}{_before_first_token(stats)}",
         f"{stats.completion_tokens} tokens at {stats.decode_tokens_per_second:.1f} tokens/s",
         f"{stats.tokens_per_pass:.2f} tokens per pass",
@@ -50,12 +50,12 @@ def stats_line(stats: Stats, engine: Engine, load_s: float | None = None) -> str
     if stats.passes_ahead:
         kept = f"{stats.passes_kept}/{stats.passes_ahead} draft passes ahead kept"
         parts.append(f"{kept}, {_ms(stats.hidden_s)} of drafting hidden")
-    if (threads := engine.model.compute_threads) is not None:
-        saving = " (power saver)" if engine.model.power.saves else ""
+    if (threads := engine.compute_threads) is not None:
+        saving = " (power saver)" if engine.power.saves else ""
         parts.append(f"{threads} thread{'s' if threads > 1 else ''}{saving}")
     else:
         parts.append(f"on {engine.device}{' (simulated)' if engine.device.simulated else ''}")
-    if on_cpu := engine.model.assignments.on_cpu_text():
+    if on_cpu := engine.assignments.on_cpu_text():
         parts.append(f"on the CPU: {on_cpu}")
     if load_s is not None:
         parts.append(f"loaded in {_ms(load_s)}")
@@ -95,13 +95,13 @@ def reply_json(
     described |= {
         "prompt_graphs": {
             "tokens": dict(stats.prompt_readers),
-            "int8_refusal": engine.model.prompts.refusal_of(stats.prompt_readers),
+            "int8_refusal": engine.prompts.refusal_of(stats.prompt_readers),
         },
         "model": str(engine.bundle.folder),
         "device": str(engine.device),
-        "on_cpu": dict(engine.model.assignments.on_cpu),
-        "threads": engine.model.compute_threads,
-        "power": engine.model.power.value,
+        "on_cpu": dict(engine.assignments.on_cpu),
+        "threads": engine.compute_threads,
+        "power": engine.power.value,
     }
     if reply.alternatives:
         described["choices"] = [

@@ -18,7 +18,7 @@ import numpy as np
 from .arena import KVArena
 from .prefix_files import PrefixFiles, TokenIds, common_prefix
 
-MIN_SHARED: Final = 16
+MIN_SHARED: Final = 8
 """Number of shared tokens below which a sequence starts afresh: computing so few takes one pass in any case."""
 _KEPT_BRANCH: Final = 32
 """Number of slots above which a kept sequence is worth a copy of the slots that a new sequence shares with it: copying
@@ -132,6 +132,13 @@ class PrefixCache:
         self._kept.remove(source)
         source.arena.rewind_to(shared)
         return source.arena
+
+    def longest(self, token_ids: Sequence[int]) -> tuple[KVArena, TokenIds] | None:
+        """The kept sequence with the longest prefix of `token_ids`, whole, and its tokens; it stays as it is."""
+        wanted = np.asarray(token_ids, np.int64)
+        mine = [kept for kept in self._kept if kept.owner is self and common_prefix(kept.token_ids, wanted)]
+        found = max(mine, key=lambda kept: common_prefix(kept.token_ids, wanted), default=None)
+        return None if found is None else (found.arena, found.token_ids)
 
     def keep(self, arena: KVArena, token_ids: Sequence[int], on_disk: int = 0) -> None:
         """Keep a finished sequence; the caller no longer uses its arena.

@@ -108,7 +108,7 @@ def _conversations(engine: Engine, content: str, file: Path, seed: int) -> Itera
             yield engine.tokenizer.encode(text, add_special_tokens=True)
         else:
             unanswered = messages[-1]["role"] == "user"
-            yield engine.model.encode_chat(messages, add_generation_prompt=unanswered)
+            yield engine.encode_chat(messages, add_generation_prompt=unanswered)
 
 
 def _messages(row: dict[str, Any], file: Path, number: int) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 
 from ..loaded_model import LoadedModel
+from ..options import GenerateOptions
 from ..text.turn_markers import TokenArray
 from .batched_sampling import BatchedSampler, SampledText
 
@@ -118,8 +119,10 @@ class SelfTextSampler:
         return bool(self._model.tokenizer.decode(tokens).strip())
 
     def _neutral_conversations(self) -> Iterator[list[int] | None]:
+        options = GenerateOptions()
         prompts = cycle(
-            self._model.encode_chat([{"role": "user", "content": request}]) for request in _NEUTRAL_REQUESTS
+            self._model.chat_prompt([{"role": "user", "content": request}], options).ids
+            for request in _NEUTRAL_REQUESTS
         )
         while True:
             yield from self._answered([*islice(prompts, self._batched.batch_size)])

@@ -7,28 +7,21 @@ with its last chunk, or when it is closed or garbage-collected.
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from functools import partial
+from typing import Final, TypeAlias
 
 from ...errors import InputError
 from ..decode import FinishReason
 from ..result import Chunk, Stats
 from ..tools.answer_parts import AnswerParts
-from .request_queue import Chunks, Reader, RequestQueue, Ticket
+from .request_queue import Chunks, RequestQueue, Ticket
+from .request_run import LoopQueue, Run
 
-if TYPE_CHECKING:
-    from asyncio import Task
-
-
-class IsCancelled(Protocol):
-    """To be called before every pass: lets other answers run theirs, and returns whether to stop."""
-
-    def __call__(self, *indices: int) -> bool:
-        """Return whether to stop: because the request was cancelled, or one of these answers of several."""
-
-
+IsCancelled: TypeAlias = Callable[..., bool]
+"""To be called before every pass: lets other answers run theirs, and returns whether to stop, because the request was
+cancelled, or one of the answers of several whose indices are the arguments."""
 Generate: TypeAlias = Callable[[IsCancelled], Chunks]
 """Begins to generate an answer."""
 
@@ -70,14 +63,8 @@ class AnswerStream(Iterator[Chunk]):
         self._chunks: Chunks | None = None
         self._entered = False
         self._ended = False
-        self.task: weakref.ref[Task[Any]] | None = None
-        """The asyncio task that reads this stream; None if a thread reads it."""
-        self._thread = threading.get_ident()
-
-    @property
-    def reader(self) -> Reader:
-        """The thread or asyncio task that reads this stream."""
-        return self._thread if self.task is None else self.task
+        self.reader = threading.get_ident()
+        """The thread that reads this stream."""
 
     def start(self) -> None:
         """Enter the queue of the engine, which the first chunk would do too; returns at once.
@@ -100,7 +87,7 @@ class AnswerStream(Iterator[Chunk]):
         """
         if self._ended:
             raise StopIteration
-        self._thread = threading.get_ident()
+        self.reader = threading.get_ident()
         try:
             if self._chunks is None:
                 self.start()
@@ -175,74 +162,43 @@ def _nothing(choices: int) -> Chunks:
         yield Chunk("", FinishReason.CANCELLED, Stats(), index=index)
 
 
-class AsyncAnswerStream(AsyncIterator[Chunk]):
-    """An answer being generated, for asyncio: one worker thread decodes it.
+async def read_async(start: Callable[[], AnswerStream]) -> AsyncGenerator[Chunk, None]:
+    """The chunks of an answer, for asyncio: a thread decodes it from the first one on, as fast as it can.
 
-    An answer that is left early is cancelled: when its task is cancelled, when the stream is closed with `aclose`, or
-    when it is garbage-collected, which is right after an `async for` that was left. Its place is free again then.
+    An answer that is left early is cancelled: when its task is cancelled, when the generator is closed with `aclose`,
+    or when it is garbage-collected, which is right after an `async for` that was left.
+
+    Args:
+        start: opens the stream, in the thread.
+
+    Raises:
+        EdgeError: as `AnswerStream.__next__`.
     """
+    queue: LoopQueue[Chunk] = LoopQueue()
+    run = Run(partial(_read, start), "edge-run", queue)
+    run.start()
+    taking = False
+    try:
+        while True:
+            taking = True
+            chunks = await queue.take()
+            taking = False
+            if not chunks:
+                return
+            for chunk in chunks:
+                yield chunk
+    except BaseException as error:
+        run.cancellation.cancel()
+        # Where the task itself was dropped, nothing can be awaited any more.
+        if not (taking and isinstance(error, GeneratorExit)):
+            with suppress(Exception):
+                while await queue.take():  # until its place is free
+                    pass
+        raise
 
-    def __init__(self, start: Callable[[], AnswerStream]) -> None:
-        """Prepare the answer that `start` opens in the worker."""
-        # Importing asyncio takes a tenth of the package's import time.
-        from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415
 
-        self._start = start
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="edge-run")
-        self._answer: AnswerStream | None = None
-        self._ended = False
-
-    async def __anext__(self) -> Chunk:
-        """Return the next chunk.
-
-        Raises:
-            EdgeError: as `AnswerStream.__next__`.
-        """
-        import asyncio  # noqa: PLC0415
-
-        if self._ended:
-            raise StopAsyncIteration
-        loop = asyncio.get_running_loop()
-        task = asyncio.current_task()
-        try:
-            if self._answer is None:
-                self._answer = await loop.run_in_executor(self._worker, self._start)
-            self._answer.task = None if task is None else weakref.ref(task)
-            chunk = await loop.run_in_executor(self._worker, next, self._answer, None)
-        except GeneratorExit:  # the task itself was dropped, and nothing can be awaited any more
-            self._abandon()
-            raise
-        except BaseException:
-            await self.aclose()
-            raise
-        if chunk is None:
-            await self.aclose()
-            raise StopAsyncIteration
-        return chunk
-
-    async def aclose(self) -> None:
-        """Cancel the answer and wait until its place is free again; does nothing when the answer has ended."""
-        import asyncio  # noqa: PLC0415
-
-        if self._ended:
-            return
-        self._ended = True
-        answer, worker = self._answer, self._worker
-        if answer is not None:
-            answer.cancel()
-            # From here on the worker is its reader, for whom the task may wait.
-            answer.task = None
-            # Closing waits behind the pass in progress in the same thread, so the two cannot collide. Another
-            # cancellation of the task ends the waiting and not the closing.
-            await asyncio.shield(asyncio.get_running_loop().run_in_executor(worker, answer.close))
-        worker.shutdown(wait=False)
-
-    def __del__(self) -> None:
-        self._abandon()
-
-    def _abandon(self) -> None:
-        """Cancel and drop the answer without waiting; a pass in progress gives up its place when it ends."""
-        if not self._ended:
-            self._ended = True
-            if self._answer is not None:
-                self._answer.drop()
+def _read(start: Callable[[], AnswerStream], run: Run[Chunk]) -> None:
+    """Hand all chunks of an answer to a run."""
+    with run.cancellation.reading(start()) as stream:
+        for chunk in stream:
+            run.put(chunk)

@@ -11,6 +11,7 @@ from typing import Final
 
 from ...errors import EdgeError
 from ...models.progress import Progress
+from ..prefill import Cancelled
 from .request_queue import RequestQueue
 
 _IDLE_S: Final = 0.5
@@ -20,10 +21,6 @@ _RETRY_S: Final = 60.0
 """Seconds after a failure before which the work is not begun again; twice as many after each further one."""
 
 _log: Final = logging.getLogger(__name__)
-
-
-class _StoppedError(Exception):
-    """The engine was closed."""
 
 
 class IdleThread:
@@ -71,7 +68,7 @@ class IdleThread:
             self._wait_until_idle()
             self._work(self._pause)
             self._is_done = True
-        except _StoppedError:
+        except Cancelled:
             return
         except (EdgeError, OSError) as error:
             _log.warning("%s failed: %s", self._name, error)
@@ -87,7 +84,7 @@ class IdleThread:
         """Wait while an answer is generated; called between two steps.
 
         Raises:
-            _StoppedError: the engine was closed.
+            Cancelled: the engine was closed.
         """
         del stage, fraction
         if self._is_busy or self._closing.is_set():
@@ -97,10 +94,10 @@ class IdleThread:
         """Wait until the engine has generated nothing for a moment.
 
         Raises:
-            _StoppedError: the engine was closed.
+            Cancelled: the engine was closed.
         """
         idle_s = 0.0
         while idle_s < _IDLE_S:
             if self._closing.wait(_POLL_S):
-                raise _StoppedError
+                raise Cancelled
             idle_s = 0.0 if self._is_busy else idle_s + _POLL_S

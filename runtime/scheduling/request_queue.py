@@ -11,30 +11,29 @@ import weakref
 from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from types import TracebackType
+from typing import Final, Protocol, TypeAlias
 
 from ...errors import BusyError, EdgeError
 from ..result import Chunk
-from .turns import POLL_S, TurnLock
 
-if TYPE_CHECKING:
-    from asyncio import Task
-
-Reader: TypeAlias = "int | weakref.ref[Task[Any]]"
-"""Who reads a stream: the id of a thread, or an asyncio task."""
 Chunks: TypeAlias = Generator[Chunk, None, None]
 
 DEFAULT_PARALLEL: Final = 4
 """Answers that are generated at a time: each has a KV cache, and more of them make each one slower."""
 DEFAULT_MAX_WAITING: Final = 64
+POLL_S: Final = 0.05
+"""Seconds after which a waiting thread looks for signals and cancellations."""
 
 
 class QueuedStream(Protocol):
     """A stream that reads an answer."""
 
-    @property
-    def reader(self) -> Reader:
-        """The thread or asyncio task that reads it."""
+    reader: int
+    """The thread that reads it."""
+
+    def cancel(self) -> None:
+        """End the answer after its current pass."""
 
     def close(self) -> None:
         """End the answer."""
@@ -52,7 +51,7 @@ class Ticket:
         self.owner: Final = owner
         self._stream = weakref.ref(stream)
         self._cancelled = threading.Event()
-        self.waiting_reader: Reader | None = None
+        self.waiting_reader: int | None = None
         """Who waits for this request's place just now."""
         self.used_turn = False
         """Whether a pass has run since the answer's turn began."""
@@ -63,7 +62,7 @@ class Ticket:
         return self._stream()
 
     @property
-    def reader(self) -> Reader | None:
+    def reader(self) -> int | None:
         """Who reads the stream; None once it is dropped."""
         stream = self._stream()
         return None if stream is None else stream.reader
@@ -94,8 +93,6 @@ class RequestQueue:
         self._changed = threading.Condition()
         self._running: list[Ticket] = []
         self._waiting: list[Ticket] = []
-        self._reserved: list[object] = []
-        """Owners that are used outside of answers."""
         self._dropped: deque[tuple[Ticket, Chunks | None]] = deque()
         """Answers to end. A finalizer adds them, which may run in any thread and at any line, so it cannot wait."""
         self._closed = False
@@ -131,7 +128,7 @@ class RequestQueue:
                     "try again later",
                 )
 
-    def wait_for_place(self, ticket: Ticket, reader: Reader) -> bool:
+    def wait_for_place(self, ticket: Ticket, reader: int) -> bool:
         """Wait until a request that has entered has a place; False when it was cancelled meanwhile.
 
         Raises:
@@ -196,32 +193,6 @@ class RequestQueue:
         ticket.cancel()
         self._dropped.append((ticket, chunks))
 
-    @contextmanager
-    def reserved(self, owner: object) -> Iterator[None]:
-        """Wait until no answer uses `owner`; none does, and no pass runs, during the block.
-
-        Raises:
-            EdgeError: this thread has not finished an answer that uses it, which would deadlock.
-        """
-        reader = threading.get_ident()
-        while True:
-            self._end_dropped()
-            with self._changed:
-                holders = [ticket.reader for ticket in self._running if ticket.owner is owner]
-                if reader in holders:
-                    raise _deadlock()
-                if not holders and not _contains(self._reserved, owner):
-                    self._reserved.append(owner)
-                    break
-                self._changed.wait(POLL_S)
-        try:
-            with self.turn():
-                yield
-        finally:
-            with self._changed:
-                self._reserved = [each for each in self._reserved if each is not owner]
-                self._admit()
-
     def cancel(self) -> None:
         """End the answers being generated."""
         with self._changed:
@@ -280,9 +251,9 @@ class RequestQueue:
         self._changed.notify_all()
 
     def _in_use(self, owner: object) -> bool:
-        return _contains(self._reserved, owner) or any(ticket.owner is owner for ticket in self._running)
+        return any(ticket.owner is owner for ticket in self._running)
 
-    def _check_deadlock(self, ticket: Ticket, reader: Reader) -> None:
+    def _check_deadlock(self, ticket: Ticket, reader: int) -> None:
         """Raise if the answers that a request waits for are read by readers that wait themselves."""
         if ticket.owner is not None and any(
             each.owner is ticket.owner and each.reader == reader for each in self._running
@@ -297,9 +268,93 @@ class RequestQueue:
             raise EdgeError("this engine is closed", "load the model again")
 
 
-def _contains(objects: list[object], wanted: object) -> bool:
-    return any(each is wanted for each in objects)
-
-
 def _deadlock() -> EdgeError:
     return EdgeError("the reader is in the middle of another answer", "finish or close that stream first")
+
+
+class TurnLock:
+    """A lock with a queue: releasing it gives it to the thread that has waited longest.
+
+    An ordinary lock may be taken again by the thread that has just released it, any number of times. With this one, two
+    threads that always want it alternate.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._waiting: deque[threading.Lock] = deque()
+        """A lock for each waiting thread, released when the turn is given to it."""
+        self._held = False
+        self._holder: int | None = None
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the calling thread holds the lock."""
+        return self._holder == threading.get_ident()
+
+    def try_acquire(self) -> bool:
+        """Take the lock if it is free; False if it is not."""
+        with self._guard:
+            return self._take()
+
+    def acquire(self) -> None:
+        """Wait for the lock."""
+        with self._guard:
+            if self._take():
+                return
+            turn = threading.Lock()
+            turn.acquire()
+            self._waiting.append(turn)
+        try:
+            while not turn.acquire(timeout=POLL_S):
+                pass
+        except BaseException:  # an interrupt: the turn may have been given to this thread already
+            with self._guard:
+                if turn in self._waiting:
+                    self._waiting.remove(turn)
+                else:
+                    self._give_to_next()
+            raise
+        self._holder = threading.get_ident()
+
+    def release(self) -> None:
+        """Give the lock to the thread that has waited longest."""
+        with self._guard:
+            self._give_to_next()
+
+    def pass_on(self) -> None:
+        """Let every thread that waits now have the lock once before this one, which holds it, has it again."""
+        if not self._waiting:
+            return
+        self.release()
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                self.acquire()
+                break
+            except BaseException as error:  # noqa: BLE001  raised below, once the caller holds the lock again
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def __enter__(self) -> TurnLock:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _take(self) -> bool:
+        if self._held:
+            return False
+        self._held = True
+        self._holder = threading.get_ident()
+        return True
+
+    def _give_to_next(self) -> None:
+        self._holder = None
+        if self._waiting:
+            self._waiting.popleft().release()
+        else:
+            self._held = False

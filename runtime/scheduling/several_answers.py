@@ -7,21 +7,61 @@ to the last bit, the one that a single request with its seed gives.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from ..decode import FinishReason
+from ..generation import CachedSequence
+from ..options import Request
+from ..overflow import Overflow
 from ..result import AnswerCandidate, BestOf, Chunk, Stats
 from ..sampling.logprobs import NO_LOGPROBS, LogprobTotals
+from .answer_stream import IsCancelled
+from .request_queue import Chunks
 
-Chunks: TypeAlias = Generator[Chunk, None, None]
+Generate: TypeAlias = Callable[[CachedSequence, Request, Callable[[], bool]], Chunks]
 Start: TypeAlias = Callable[[int], Chunks]
 """Begins to generate the answer of an index, after the one before has ended."""
 
 _LEAST_TOKENS: Final = 16
 """Number of tokens of an answer before which nothing is concluded from the variance of log-probabilities."""
+
+
+def several(
+    request: Request, sequence: CachedSequence, generate: Generate, cancelled: IsCancelled, context: int
+) -> Chunks:
+    """Generate several answers to a prompt, which differ in their seeds, over one KV cache.
+
+    Args:
+        request: the prompt, and how many answers.
+        sequence: the cache.
+        generate: begins to generate the answer to a request.
+        cancelled: called before every pass with the answers that it is for.
+        context: largest number of tokens of prompt and answer together.
+    """
+    options = request.options
+    separate = not options.ranked and not request.sampling.greedy
+    seeds = [(request.sampling.seed + index) % (1 << 64) for index in range(options.candidates)]
+
+    def start(index: int) -> Chunks:
+        if index:
+            sequence.rewind_to_last_prefill()
+        seeded = replace(request, sampling=replace(request.sampling, seed=seeds[index]))
+        return generate(sequence, seeded, lambda: cancelled(*([index] if separate else range(options.n))))
+
+    with sequence.lent_to_prefixes(request):
+        if request.sampling.greedy:
+            yield from repeated(start, options.n)
+        elif options.ranked:
+            most_tokens = options.max_tokens
+            if request.overflow is Overflow.ERROR:
+                room = context - len(request.prompt_ids)
+                most_tokens = room if most_tokens is None else min(room, most_tokens)
+            yield from best_of(start, seeds, options.n, EarlyStop(options.n, options.early_stop, most_tokens))
+        else:
+            yield from in_sequence(start, options.n)
 
 
 def in_sequence(start: Start, count: int) -> Chunks:

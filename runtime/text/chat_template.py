@@ -24,7 +24,8 @@ from .tokenizer import TextTokenizer
 Message: TypeAlias = Mapping[str, Any]
 """One message: `{"role": "user", "content": "..."}`, and whatever else the template reads."""
 
-_SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Variables of templates that are texts of special tokens."""
 _MAX_REASON: Final = 300
 _HINT: Final = "repair the model's chat template, or use --raw"
 
@@ -133,36 +134,6 @@ def _reason(error: Exception) -> str:
     return text if isinstance(error, JinjaError) and text else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
-def encode_chat(
-    template: ChatTemplate,
-    tokenizer: TextTokenizer,
-    messages: Sequence[Message],
-    /,
-    *,
-    special_tokens_in_messages: bool = False,
-    **variables: Any,
-) -> list[int]:
-    """Token ids of a conversation in a chat template, whose variables may have any name.
-
-    Only the template writes special tokens: their texts in messages, tools and documents are plain text, unless
-    `special_tokens_in_messages` says otherwise.
-
-    Raises:
-        InputError: the messages are nested too deep.
-        TemplateError: the template failed.
-    """
-    own = {name: value for name, value in variables.items() if name in _SPECIAL_TOKENS}
-    inputs = {"messages": messages, **{name: value for name, value in variables.items() if name not in own}}
-    written = "".join((template.written, *map(str, own.values())))
-    marked = None if special_tokens_in_messages else tokenizer.mark(inputs, written)
-    if marked is None:
-        return tokenizer.encode(template.render(messages, **variables), add_special_tokens=False)
-    values = dict(marked.values)
-    return tokenizer.encode_marked(
-        template.render(values.pop("messages"), **values, **own, mark=marked.mark), marked.mark
-    )
-
-
 def load_template(bundle: Bundle, tokenizer: TextTokenizer) -> ChatTemplate | None:
     """Load the chat template: `chat_template.jinja`, or the one in tokenizer_config.json, or None.
 
@@ -175,7 +146,7 @@ def load_template(bundle: Bundle, tokenizer: TextTokenizer) -> ChatTemplate | No
             named[name] = _read(path)
     if "default" not in named:
         return None
-    special = {name: text for name in _SPECIAL_TOKENS if (text := tokenizer.token_text(name))}
+    special = {name: text for name in SPECIAL_TOKENS if (text := tokenizer.token_text(name))}
     return ChatTemplate(named["default"], special, with_tools=named.get("tool_use"))
 
 

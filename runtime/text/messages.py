@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final
 
 from ...errors import InputError
 from ...models.json_file import shown
 from ..kv.prefix_cache import shared_tokens
-from .chat_template import Message
+from .chat_template import SPECIAL_TOKENS, ChatTemplate, Message
+from .tokenizer import TextTokenizer
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
@@ -97,15 +99,42 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class ChatPrompt:
-    """A conversation, and how it becomes a prompt."""
+    """A conversation, and how it becomes a prompt.
+
+    Only the template writes special tokens: their texts in messages, tools and documents are plain text, unless
+    `special_tokens_in_messages` says otherwise.
+    """
 
     messages: Sequence[Message]
-    encode: Callable[[Sequence[Message]], list[int]]
-    """Gives the token ids of messages, with the tools and variables of the answer.
+    template: ChatTemplate
+    tokenizer: TextTokenizer
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """What the template reads besides; the names may be any."""
+    special_tokens_in_messages: bool = False
 
-    Raises:
-        TemplateError: the chat template refuses them.
-    """
+    @cached_property
+    def ids(self) -> list[int]:
+        """Token ids of the prompt, up to the beginning of the assistant's answer; errors as for `encode`."""
+        return self.encode(self.messages)
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of other messages with the same template and variables.
+
+        Raises:
+            InputError: the messages are nested too deep.
+            TemplateError: the template refuses them.
+        """
+        variables = dict(self.variables)
+        own = {name: variables.pop(name) for name in SPECIAL_TOKENS if name in variables}
+        written = "".join((self.template.written, *map(str, own.values())))
+        inputs = {"messages": messages, **variables}
+        marked = None if self.special_tokens_in_messages else self.tokenizer.mark(inputs, written)
+        if marked is None:
+            text = self.template.render(messages, **self.variables)
+            return self.tokenizer.encode(text, add_special_tokens=False)
+        values = dict(marked.values)
+        text = self.template.render(values.pop("messages"), **values, **own, mark=marked.mark)
+        return self.tokenizer.encode_marked(text, marked.mark)
 
     def system(self) -> list[Message]:
         """The messages before the conversation proper, which always stay."""

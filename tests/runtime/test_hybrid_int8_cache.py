@@ -40,11 +40,12 @@ def engine(bundle: Path) -> Iterator[edgerun.Engine]:
         yield loaded
 
 
-def arena_of(session: edgerun.Session) -> HybridArena:
-    assert session._sequence is not None
-    arena = session._sequence.arena
-    assert isinstance(arena, HybridArena)
-    return arena
+def arena_of(engine: edgerun.Engine, session: edgerun.Session) -> HybridArena:
+    """What the prefix cache has of a conversation."""
+    found = engine.model.prefixes.longest(session._token_ids())
+    assert found is not None
+    assert isinstance(found[0], HybridArena)
+    return found[0]
 
 
 def test_slots_are_codes_and_states_floats(bundle: Path, engine: edgerun.Engine) -> None:
@@ -87,11 +88,11 @@ def test_a_conversation_is_resumed_with_a_cache_of_any_format(
     with edgerun.load(bundle, kv=saved, device="cpu") as first, first.session(system=PROMPT) as chat:
         chat.send("in the", **options)
         chat.save(path)
-        kept = arena_of(chat).snapshot()
+        kept = arena_of(first, chat).snapshot()
         expected = chat.send("and of", **options)
     with edgerun.load(bundle, kv=resumed, device="cpu") as second:
         with second.session(resume=path) as chat:
-            arena = arena_of(chat)
+            arena = arena_of(second, chat)
             found = arena.snapshot()
             assert found[0].dtype == (np.int8 if resumed == "int8" else np.float32)
             for before, after in zip(kept[1:], found[1:], strict=True):

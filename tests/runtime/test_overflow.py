@@ -252,6 +252,6 @@ def test_a_graph_whose_rotation_is_not_known_is_computed(tiny_bundle: Path, tmp_
         sequence.bound.forward(np.arange(20, 60))
         sequence.arena.commit(40)
         before = sequence.arena.snapshot()
-        shift = CacheShift(tmp_path / "missing.onnx", engine.graph_io, model._new_arena)
+        shift = CacheShift(tmp_path / "missing.onnx", engine.graph_io, model.new_arena)
         assert not shift.drop(sequence.bound, 4, 10)
         assert all(map(np.array_equal, before, sequence.arena.snapshot()))

@@ -17,6 +17,7 @@ from edgerun.runtime.graph.compiled import CompiledGraphs
 from edgerun.runtime.graph.packed_files import RECORD_NAME, write_record
 from edgerun.runtime.graph.session import SessionConfig
 from edgerun.runtime.graph.static_variants import StaticGraphs
+from edgerun.runtime.kv.arena import KVArena
 from edgerun.runtime.measure.measurement_store import model_key
 from edgerun.runtime.measure.pass_timing import PASS_COSTS
 from edgerun.runtime.prefill import prefill
@@ -114,6 +115,13 @@ def load_contexts(bundle: str) -> list[tuple[str, bool]]:
     return found
 
 
+def cached(engine: edgerun.Engine, session: edgerun.Session) -> KVArena:
+    """What the prefix cache has of a conversation."""
+    found = engine.model.prefixes.longest(session._token_ids())
+    assert found is not None
+    return found[0]
+
+
 def converse(bundle: str, folder: str) -> dict[str, Any]:
     """Begin a conversation on the CPU, continue it on the NPU and end it on the CPU; then plain and drafted texts."""
     path = Path(folder) / "conversation.npz"
@@ -126,8 +134,9 @@ def converse(bundle: str, folder: str) -> dict[str, Any]:
     with edgerun.load(bundle, device="npu", threads=1) as engine:
         result: dict[str, Any] = {"context": engine.model.context}
         with engine.session(resume=path) as session:
-            result["resumed"] = session.tokens
-            result["plain"] = session._open_sequence().arena.plain_length
+            arena = cached(engine, session)
+            result["resumed"] = arena.length
+            result["plain"] = arena.plain_length
             answer = session.send(MESSAGES[1], **options)
             result["reused"] = answer.stats.reused_tokens
             session.save(path)
@@ -143,6 +152,6 @@ def converse(bundle: str, folder: str) -> dict[str, Any]:
         learned = [table.candidates(token) for token in range(engine.model.graph_io.vocab_size)]
         result["margins"] = sorted({candidates[0].bucket for candidates in learned if candidates})
     with edgerun.load(bundle, device="cpu", threads=1) as engine, engine.session(resume=path) as session:
-        result["back"] = session.tokens
+        result["back"] = cached(engine, session).length
         result["answer"] = len(session.send("Thanks", **options).text) > 0
     return result

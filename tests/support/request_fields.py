@@ -10,10 +10,8 @@ from typing import Any
 import msgspec
 
 from edgerun.edge.service.chat_body import ChatBody
-from edgerun.edge.service.completion_body import CompletionBody
-from edgerun.edge.service.embedding_body import EmbeddingBody
 from edgerun.edge.service.responses_body import ResponsesBody
-from edgerun.edge.service.token_bodies import DetokenizeBody, TokenizeBody
+from edgerun.edge.service.text_bodies import CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "request-fields.md"
 BODIES: dict[str, type[msgspec.Struct]] = {

@@ -22,8 +22,8 @@ import httpx
 from starlette.types import ASGIApp
 
 from edgerun import load
-from edgerun.edge.server.answer_service import AnswerService
 from edgerun.edge.server.asgi_app import asgi_app
+from edgerun.edge.server.endpoint import RequestService
 from edgerun.edge.server.server_settings import ServerSettings
 from edgerun.edge.server.uvicorn_server import bound_socket, draining_server
 from edgerun.edge.service.model_pool import ModelPool
@@ -134,7 +134,7 @@ def served_here(model: Path, settings: ServerSettings, **options: Any) -> Iterat
     """Run a server in a thread of this process, with settings that the command does not have."""
     pool = ModelPool([str(model)], lambda path, progress: load(path, progress=progress, **options))
     listening = bound_socket("127.0.0.1", 0)
-    service = AnswerService(pool, settings)
+    service = RequestService(pool, settings)
     server = draining_server(asgi_app(service), service, settings, 0.0)
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()

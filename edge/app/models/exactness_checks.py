@@ -11,8 +11,8 @@ from ....errors import InputError
 from ....models.find import BUNDLED_MODEL
 from ....models.json_file import record_from_json
 from ....runtime.measure.exactness import ComparisonCounts, ExactnessReport
+from ....runtime.scheduling.request_run import Cancellation
 from ...conversations.store import ConversationStore
-from ...service.cancellation import Cancellation
 from ...service.model_pool import ModelPool
 from .job_process import JobKind, run_job
 from .work_queue import Publish, WorkState, outcome

@@ -22,7 +22,7 @@ from ....models.atomic import write_atomically
 from ....models.file_system import remove
 from ....models.find import BUNDLED_MODEL, exports_folder
 from ....models.user_folders import cache_folder
-from ...service.cancellation import Cancellation
+from ....runtime.scheduling.request_run import Cancellation
 from .job_process import JobKind, run_job
 from .work_queue import ENDED, Publish, QueuedWork, WorkQueue, WorkState, outcome
 

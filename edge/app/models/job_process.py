@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ....errors import EdgeError, InputError
-from ...service.cancellation import Cancellation
+from ....runtime.scheduling.request_run import Cancellation
 
 if TYPE_CHECKING:
     from ....export import ExportRequest
@@ -309,7 +309,7 @@ def _exactness(arguments: Mapping[str, Any], report: _Report) -> dict[str, Any]:
         encoder = PromptEncoder(engine, BenchSettings(max_tokens))
         prompts = [encoder.encode((), each.exchanges[0]).prompt for each in conversations]
         found = Comparison(engine, max_tokens).report(prompts, lambda fraction: report("comparing texts", fraction))
-        engine.model.drafters.store_exactness_report(found)
+        engine.drafters.store_exactness_report(found)
         return {"report": found.to_json(), "device": str(engine.device), "prompts": len(prompts)}
 
 

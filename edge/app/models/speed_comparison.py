@@ -23,8 +23,8 @@ from ....errors import InputError
 from ....runtime.options import GenerateOptions
 from ....runtime.result import Chunk, Stats
 from ....runtime.scheduling.answer_stream import AnswerStream
+from ....runtime.scheduling.request_run import Cancellation
 from ....runtime.speculation.choice import Speculation
-from ...service.cancellation import Cancellation
 from ...service.model_pool import ModelPool
 from .work_queue import Publish, WorkState, outcome
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, Final, Generic, TypeVar
 
-from ....errors import EdgeError
-from ...service.cancellation import CancelledError
+from ....errors import CancelledError, EdgeError
 from ..api_endpoint import not_found
 
 _log: Final = logging.getLogger(__name__)

@@ -8,11 +8,11 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
+from ....errors import CancelledError
 from ....runtime.tools.function_tools import DECLINED
 from ...conversations.answering import AnswerWriter
 from ...conversations.records import CallRound, CallState, StoredCall
 from ...conversations.store import ConversationStore
-from ...service.cancellation import CancelledError
 from ..live_answer import Decision, LiveAnswer
 from .tool_servers import OfferedTool, ToolServers
 

@@ -17,8 +17,8 @@ from typing import Any, Final
 import msgspec
 
 from ....errors import EdgeError, InputError, UnknownIdError
+from ....runtime.scheduling.request_run import Cancellation
 from ....runtime.tools.function_tools import mismatch
-from ...service.cancellation import Cancellation
 from .mcp_connection import START_S, McpConnection, ServerFailedError, ServerTool, ToolResult, run_server
 from .tool_settings import MAX_SERVERS, ToolServer, ToolSettings
 

@@ -94,8 +94,6 @@ class Chat:
         self.last_stats: Stats | None = None
         self.raw: bool = not can_draw() or is_bundled(model.engine)
         """Whether answers are shown as they are; the bundled model writes commands, not Markdown."""
-        self.saved_session: Session | None = None
-        """Keeps the KV cache of a file that was resumed or saved, from which answers continue."""
         self._messages: Final = SafeConsole(stderr=True)
         self._used_tokens: int | None = None
         """Tokens of the conversation, once they have been counted."""
@@ -245,7 +243,7 @@ class Chat:
     def model_changed(self) -> None:
         """Take account of another model."""
         self.raw = not can_draw() or is_bundled(self.model.engine)
-        self.saved_session = self.last_stats = None
+        self.last_stats = None
         self._trimmed = 0
         self.count_tokens()
         self._introduce_model()
@@ -274,8 +272,7 @@ class Chat:
         """
         system = self.settings.system
         if self.settings.resume is not None:
-            self.saved_session = self.model.engine.session(system=system, resume=self.settings.resume)
-            return self._imported(self.saved_session)
+            return self._imported(self.model.engine.session(system=system, resume=self.settings.resume))
         conversation = ChatConversation(self.store, system or "", stored)
         if stored is not None and system is not None:
             conversation.change(system=system)
@@ -332,8 +329,7 @@ class Chat:
         """
         engine = self.model.engine
         # What is stored goes on later, so it is what the model writes.
-        messages = model_messages(self.conversation.system, fit.messages, calls=takes_calls(engine))
-        stream = engine.stream(messages, options, parse_answer=False)
+        stream = engine.answer(fit.prompt, options.changed({"parse_answer": False}))
         view = RawView() if self.raw else MarkdownView(self.console)
         state, stats, error = MessageState.INTERRUPTED, None, None
         described: dict[str, Any] | None = None

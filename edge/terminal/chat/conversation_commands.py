@@ -195,7 +195,6 @@ class ConversationCommands:
         session = engine.session(system=chat.conversation.system or None)
         session.continue_from(model_messages("", chat.conversation.branch(), calls=takes_calls(engine)))
         self._write(path, lambda: session.save(path))
-        chat.saved_session = session
         chat.note(f"saved; continue with --resume {shlex.quote(str(path))}")
 
     def _export(self, argument: str) -> None:

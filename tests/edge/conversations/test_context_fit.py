@@ -12,6 +12,7 @@ from edgerun import Engine, GenerateOptions
 from edgerun.edge.conversations.answering import ContextFit, fit_context, model_messages
 from edgerun.edge.conversations.records import Attachment, Role, StoredMessage
 from edgerun.errors import ContextError
+from edgerun.runtime.text.messages import ChatPrompt
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +46,9 @@ def smallest_trim(engine: Engine, system: str, messages: list[StoredMessage], re
 def test_a_short_conversation_is_whole(engine: Engine) -> None:
     messages = turns(2)
     fit = fit_context(engine, "Be brief.", messages, GenerateOptions(max_tokens=10))
-    assert fit == ContextFit(
-        tuple(messages), prompt_tokens(engine, "Be brief.", messages), engine.context, reserve=10, trimmed=()
-    )
+    tokens = prompt_tokens(engine, "Be brief.", messages)
+    assert fit == ContextFit(tuple(messages), fit.prompt, tokens, engine.context, reserve=10, trimmed=())
+    assert len(fit.prompt.ids) == tokens
 
 
 def test_other_policies_keep_all_messages(engine: Engine) -> None:
@@ -76,13 +77,13 @@ def test_the_fewest_whole_turns_are_left_out(engine: Engine, count: int) -> None
 
 def test_few_turns_of_a_long_conversation_are_tokenized(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    encode = engine.model.encode_request
+    encode = ChatPrompt.encode
 
-    def counted(messages: list[dict[str, str]], options: GenerateOptions) -> list[int]:
+    def counted(prompt: ChatPrompt, messages: list[dict[str, str]]) -> list[int]:
         seen.append(len(messages))
-        return encode(messages, options)
+        return encode(prompt, messages)
 
-    monkeypatch.setattr(engine.model, "encode_request", counted)
+    monkeypatch.setattr(ChatPrompt, "encode", counted)
     fit = fit_context(engine, "", turns(2000), GenerateOptions())
     assert max(seen) <= 4 * len(fit.messages)
     assert len(seen) < 12

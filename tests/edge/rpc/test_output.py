@@ -12,20 +12,20 @@ import pytest
 
 from edgerun.edge.rpc.connection import encode_line
 from edgerun.edge.rpc.line_transport import MAX_UNREAD_BYTES, LineWriter
-from edgerun.edge.service.cancellation import Cancellation
+from edgerun.runtime.scheduling.request_run import Cancellation
 from support.rpc_client import LIMIT_S, RpcClient, RpcFailedError, rpc, rpc_process
 
 ENDLESS = {"messages": [{"role": "user", "content": "a"}], "stream": True, "ignore_eos": True, "temperature": 0}
 PRINTING = f"""
 import os, sys, subprocess
-from edgerun.edge.service import token_bodies
-find = token_bodies.conversation
+from edgerun.edge.service import text_bodies
+find = text_bodies.conversation
 def noisy(*arguments):
     print("a library prints", flush=True)
     os.write(1, b"a library writes\\n")
     subprocess.run([{sys.executable!r}, "-c", "print('a program prints')"], check=True)
     return find(*arguments)
-token_bodies.conversation = noisy
+text_bodies.conversation = noisy
 from edgerun.edge.cli.main import main
 sys.exit(main())
 """

@@ -13,10 +13,8 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from edgerun.edge.service.chat_body import ChatBody
-from edgerun.edge.service.completion_body import CompletionBody
-from edgerun.edge.service.embedding_body import EmbeddingBody
 from edgerun.edge.service.responses_body import ResponsesBody
-from edgerun.edge.service.token_bodies import DetokenizeBody, TokenizeBody
+from edgerun.edge.service.text_bodies import CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from support.random_bodies import NAMES, TEXTS, bodies
 from support.serving import CHAT, asked, chat_body
 

@@ -25,8 +25,6 @@ from pydantic import BaseModel
 
 import edgerun
 from edgerun.edge.service.chat_body import ChatRequest
-from edgerun.edge.service.completion_body import CompletionRequest
-from edgerun.edge.service.embedding_body import EmbeddingRequest
 from edgerun.edge.service.openai_objects import (
     ChatCompletionObjects,
     CompletionObjects,
@@ -39,6 +37,7 @@ from edgerun.edge.service.openai_objects import (
 from edgerun.edge.service.request_error import ErrorCode, RequestError
 from edgerun.edge.service.response_objects import ResponseObjects
 from edgerun.edge.service.responses_body import ResponsesRequest
+from edgerun.edge.service.text_bodies import CompletionRequest, EmbeddingRequest
 from edgerun.edge.service.token_objects import chosen_object, token_object
 from edgerun.runtime.decode import FinishReason
 from edgerun.runtime.options import GenerateOptions
@@ -100,7 +99,7 @@ def completion(engine: edgerun.Engine, body: bytes) -> Answer:
     objects = CompletionObjects(request, "m", 5, new_id("cmpl-"))
     texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
     if not request.stream:
-        return checked(Completion, objects.whole([engine.generate(text, plain(request.options)) for text in texts]))
+        return checked(Completion, objects.whole(*[engine.generate(text, plain(request.options)) for text in texts]))
     return [
         each
         for index, text in enumerate(texts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import msgspec
@@ -24,6 +25,11 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{
 def parsed(**fields: Any) -> ChatRequest:
     """The request of a body with these fields, and one message if they have none."""
     return ChatRequest.parse(json.dumps({"messages": [USER], **fields}).encode())
+
+
+def engine_of(context: int) -> Any:
+    """What a request checks of an engine."""
+    return SimpleNamespace(context=context)
 
 
 SCHEMA = msgspec.json.schema(ChatBody)
@@ -184,11 +190,11 @@ def test_an_effort_of_reasoning_has_the_names_that_templates_have_for_it() -> No
 
 def test_a_context_that_is_expected_must_be_there() -> None:
     request = parsed(num_ctx=4096)
-    request.check_context(4096)
+    request.check(engine_of(4096))
     with pytest.raises(RequestError, match="num_ctx is 4096, and the context of this model is 4095 tokens") as refused:
-        request.check_context(4095)
+        request.check(engine_of(4095))
     assert (refused.value.code, refused.value.param) == (ErrorCode.UNSUPPORTED_FIELD, "num_ctx")
-    parsed().check_context(1)
+    parsed().check(engine_of(1))
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 pytest.importorskip("onnx", reason="needs the export extra")
 
 import edgerun
-from edgerun.edge.service.cancellation import Cancellation, CancelledError
 from edgerun.edge.service.model_pool import ModelPool
 from edgerun.edge.service.request_error import ErrorCode, RequestError
+from edgerun.errors import CancelledError
 from edgerun.models.progress import Progress
 from edgerun.runtime.scheduling.idle_thread import IdleThread
+from edgerun.runtime.scheduling.request_run import Cancellation
 from support.hub_fixture import own_hub
 from support.hub_server import files_of
 from support.nightly import some_nightly

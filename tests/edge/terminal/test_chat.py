@@ -272,7 +272,7 @@ def test_a_message_that_cannot_be_answered_comes_back_with_its_attachments(
         if failing == "the store":
             monkeypatch.setattr(store, "add_message", fail)
         elif failing == "the model at once":
-            monkeypatch.setattr(model.engine, "stream", fail)
+            monkeypatch.setattr(model.engine, "answer", fail)
         else:
             monkeypatch.setattr(AnswerWriter, "add", fail_after_text)
         chat.attachments.append(attached)

@@ -300,7 +300,7 @@ def test_an_engine_answers_and_resumes_conversations(name: str, folder_of, tmp_p
         assert Reply.of(engine.model.answer(None, prompt, exact)).text == engine.tokenizer.decode(expected)
         if layout.capacity is not None:
             return
-        with engine.session() as chat:
+        with engine.session(system="to the other " * 8) as chat:
             chat.send("the other", max_tokens=12)
             chat.save(tmp_path / "chat.kv")
             first = chat.send("and in", max_tokens=12)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from collections.abc import AsyncGenerator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,6 @@ from edgerun import (
     FinishReason,
     GenerateOptions,
 )
-from edgerun.runtime.scheduling.answer_stream import AsyncAnswerStream
 
 
 def test_cancelling_from_another_thread_keeps_the_text_so_far(engine: Engine) -> None:
@@ -150,14 +151,15 @@ def test_cancelling_a_waiting_task_does_not_disturb_the_running_answer(single: E
     assert text + "".join(chunk.text for chunk in running) == expected
 
 
-def test_an_answer_inside_an_unfinished_asyncio_stream_raises_instead_of_deadlocking(single: Engine) -> None:
+def test_an_answer_inside_an_unfinished_asyncio_stream_follows_it(single: Engine) -> None:
+    """The stream is decoded to its end although nobody takes its chunks meanwhile."""
+    expected = single.generate("the", max_tokens=5).text
+
     async def scenario() -> None:
         stream = single.astream("the", max_tokens=5)
-        await anext(stream)
-        with pytest.raises(EdgeError, match="the reader is in the middle of another answer"):
-            await single.agenerate("other")
-        await stream.aclose()
-        assert (await single.agenerate("the", max_tokens=2)).text
+        first = await anext(stream)
+        assert (await single.agenerate("other", max_tokens=2)).text
+        assert first.text + "".join([chunk.text async for chunk in stream]) == expected
 
     asyncio.run(asyncio.wait_for(scenario(), 120))
 
@@ -202,7 +204,8 @@ def test_cancelled_tasks_leave_the_engine_free(engine: Engine) -> None:
                 await asyncio.sleep(0)
                 tasks[0].cancel()
             ended = await asyncio.gather(*tasks, return_exceptions=True)
-            assert all(isinstance(each, asyncio.CancelledError) for each in ended)
+            # A stream is decoded ahead, so a short answer may be there before its task is cancelled.
+            assert all(isinstance(each, asyncio.CancelledError | edgerun.Reply) for each in ended)
             assert (await engine.agenerate("the", max_tokens=3)).text == expected
 
     asyncio.run(asyncio.wait_for(scenario(), 120))
@@ -235,9 +238,10 @@ def test_a_loop_that_ends_in_the_middle_of_an_answer_leaves_the_engine_free(engi
     del stream
     assert engine.generate("the", max_tokens=3).text
 
-    async def wait_for_nothing(stream: AsyncAnswerStream) -> None:
+    async def wait_for_nothing(stream: AsyncGenerator[edgerun.Chunk, None]) -> None:
         pending = stream.__anext__()
-        pending.send(None)
+        with suppress(StopIteration):  # the first chunk may be there already
+            pending.send(None)
         pending.close()
 
     asyncio.run(wait_for_nothing(engine.astream("the", max_tokens=50)))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import edgerun
-from edgerun import Engine, FinishReason, GenerateOptions, InputError
+from edgerun import Engine, FinishReason, GenerateOptions, InputError, Session
 from edgerun.runtime.result import DraftCounts, Reply, Stats
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.replay import OracleMode
@@ -95,20 +95,20 @@ def test_stop_sequences_within_an_accepted_path_end_the_answer(engine: Engine) -
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_conversations_equal_those_of_plain_decoding(engine: Engine, choice: Speculation, sampled: bool) -> None:
-    def talk(choice: Speculation) -> list[tuple[str, int, int]]:
+    def talk(choice: Speculation) -> list[tuple[str, int]]:
         said = []
-        with engine.session(system="to the") as session:
+        with engine.session(system="to the " * 8) as session:
             for turn, text in enumerate(("in the other", "and the other", "of the", "in the other")):
                 options = SAMPLED.changed({"seed": turn}) if sampled else GenerateOptions()
                 reply = session.send(text, options, max_tokens=12 + turn, speculation=choice)
                 check_counts(reply.stats)
-                said.append((reply.text, reply.stats.reused_tokens, session.tokens))
+                assert reply.stats.reused_tokens or not turn
+                said.append((reply.text, reply.stats.prompt_tokens))
             assert session.messages[-1]["content"] == said[-1][0]
         return said
 
     plain = talk(OFF)
     assert talk(choice) == plain
-    assert all(reused > 0 for _, reused, _ in plain[1:])
 
 
 def test_alternating_conversations_do_not_mix(engine: Engine) -> None:
@@ -164,17 +164,30 @@ def test_a_saved_conversation_continues_unchanged(engine: Engine, tmp_path: Path
     assert len({second(choice, saved) for choice in (OFF, *CHOICES) for saved in (False, True)}) == 1
 
 
+def cached(engine: Engine, session: Session) -> tuple[int, int]:
+    """Number of slots that the prefix cache has of a conversation: those of plain decoding, and all."""
+    found = engine.model.prefixes.longest(session._token_ids())
+    assert found is not None
+    return found[0].plain_length, found[0].length
+
+
 def test_slots_written_by_wide_passes_are_marked_when_saved(engine: Engine, tmp_path: Path) -> None:
     """An exact answer in a resumed conversation recomputes the slots that wide passes have written."""
     with engine.session() as session:
         session.send("the the the", max_tokens=25)
-        plain, slots = session._open_sequence().bound.arena.plain_length, session.tokens
+        plain, slots = cached(engine, session)
         assert 0 < plain < slots
         session.save(tmp_path / "chat")
     with engine.session(resume=tmp_path / "chat") as session:
-        assert (session._open_sequence().bound.arena.plain_length, session.tokens) == (plain, slots)
-        session.send("and", max_tokens=3, speculation=OFF)
-        assert session._open_sequence().bound.arena.plain_length == plain
+        assert cached(engine, session) == (plain, slots)
+        found = engine.model.prefixes.longest(session._token_ids())
+        assert found is not None
+        further = [*found[1].tolist(), 7, 8]
+        reply = Reply.of(engine.answer(further, GenerateOptions(max_tokens=3, speculation=OFF)))
+        assert reply.stats.reused_tokens == slots
+        found = engine.model.prefixes.longest(further)
+        assert found is not None
+        assert found[0].plain_length == plain
 
 
 def test_a_conversation_saved_after_a_stop_within_an_accepted_path_can_be_resumed(
@@ -258,7 +271,7 @@ def test_a_replay_ends_at_max_tokens_or_the_end_of_the_context(engine: Engine, o
 
 def test_replayed_answers_do_not_affect_later_ones(engine: Engine) -> None:
     expected = engine.generate("the other", max_tokens=20, speculation=OFF).text
-    prompt = engine.model.encode_chat([{"role": "user", "content": "the other"}])
+    prompt = engine.encode_chat([{"role": "user", "content": "the other"}])
     for oracle_mode in (OracleMode.RIGHT, OracleMode.NONE):
         Reply.of(engine.model.replay(None, prompt, [7] * 30, GenerateOptions(), oracle_mode=oracle_mode))
         assert engine.generate("the other", max_tokens=20).text == expected

@@ -14,8 +14,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import edgerun
 from edgerun.models.bundle import Bundle
-from edgerun.runtime.text.chat_template import ChatTemplate, encode_chat
+from edgerun.runtime.text.chat_template import ChatTemplate
 from edgerun.runtime.text.message_marks import MessageMarks
+from edgerun.runtime.text.messages import ChatPrompt
 from edgerun.runtime.text.tokenizer import TextTokenizer
 from support.shared_data import data_path
 
@@ -32,6 +33,16 @@ def family(name: str) -> tuple[TextTokenizer, ChatTemplate]:
     folder = data_path(f"tokenizers/{FAMILIES[name][0]}")
     source = data_path(f"tokenizers/chat_templates/{name}.jinja").read_text(encoding="utf-8")
     return TextTokenizer(Bundle(folder, folder / "model.onnx", None), 200_000), ChatTemplate(source)
+
+
+def encode_chat(
+    template: ChatTemplate,
+    tokenizer: TextTokenizer,
+    messages: list[dict[str, Any]],
+    special_tokens_in_messages: bool = False,
+    **variables: Any,
+) -> list[int]:
+    return ChatPrompt(messages, template, tokenizer, variables, special_tokens_in_messages).ids
 
 
 def special(tokenizer: TextTokenizer, ids: list[int]) -> list[int]:

@@ -15,8 +15,8 @@ pytest.importorskip("mcp", reason="needs the mcp extra")
 
 from edgerun.edge.app.tools.tool_servers import ToolServers
 from edgerun.edge.app.tools.tool_settings import FILE_NAME, ToolServer
-from edgerun.edge.service.cancellation import Cancellation, CancelledError
-from edgerun.errors import InputError, UnknownIdError
+from edgerun.errors import CancelledError, InputError, UnknownIdError
+from edgerun.runtime.scheduling.request_run import Cancellation
 from support.waiting import wait_until
 
 WEATHER_SERVER = str(Path(__file__).resolve().parents[3] / "support" / "weather_server.py")

@@ -87,7 +87,7 @@ def test_the_output_is_that_of_plain_decoding(engine: Engine, choice: str, sampl
 def test_it_reads_tokens_that_its_head_lacks_and_proposes_target_ids(engine: Engine) -> None:
     model = engine.model.drafters.draft_model()
     kept = set(model.target_ids.tolist())
-    text = engine.model.encode_chat([{"role": "user", "content": REQUESTS[0]}])
+    text = engine.encode_chat([{"role": "user", "content": REQUESTS[0]}])
     text += tokens_of(engine, REQUESTS[0], 0.0)
     assert set(text) - kept
     assert len(kept) == HEAD

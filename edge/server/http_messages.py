@@ -1,4 +1,4 @@
-"""Errors as OpenAI's error objects, with their HTTP status."""
+"""What goes over HTTP: bodies of requests, errors as OpenAI's error objects, and events."""
 
 from __future__ import annotations
 
@@ -37,6 +37,15 @@ _TYPES: Final = {
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
 }
+DONE: Final = b"data: [DONE]\n\n"
+COMMENT: Final = b": the answer is being computed\n\n"
+"""Sent where there are no events for a while."""
+EVENT_HEADERS: Final = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Some reverse proxies hold events back unless they are told not to.
+    (b"x-accel-buffering", b"no"),
+]
 
 
 class RefusedError(EdgeError):
@@ -130,3 +139,57 @@ class UnreadBodyResponse(Response):
                         if unread < 0:
                             break
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection; nobody reads a response."""
+
+
+async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout_s: float) -> bytes:
+    """Read the body of a request of at most `max_bytes` bytes within `timeout_s` seconds.
+
+    Raises:
+        RefusedError: it is too large (by its declared length before anything is read, else when the limit is passed),
+            did not come in time, or its length is malformed.
+        ClientGoneError: the client went away.
+    """
+    declared = Headers(scope=scope).get("content-length", "0")
+    if not (declared.isascii() and declared.isdecimal()):
+        raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_request", f"Content-Length is {declared!r:.50}")
+    if int(declared[:20]) > max_bytes:
+        raise _too_large(f"the body has {declared:.20} bytes", max_bytes)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                body += message.get("body", b"")
+                if len(body) > max_bytes:
+                    raise _too_large(f"the body has more than {max_bytes} bytes", max_bytes)
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        raise RefusedError(
+            HTTPStatus.REQUEST_TIMEOUT, "timeout", f"the body did not come within {timeout_s:g} seconds"
+        ) from None
+
+
+def _too_large(what: str, most: int) -> RefusedError:
+    return RefusedError(
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        "request_too_large",
+        what,
+        f"the largest body is {most} bytes; start the server with a larger --max-body",
+    )
+
+
+def event(value: Any) -> bytes:
+    """An event without a name."""
+    return b"data: " + encode_json(value) + b"\n\n"
+
+
+def named_event(value: dict[str, Any]) -> bytes:
+    """An event that is named by the `type` of its value, as those of the Responses API are."""
+    return b"event: " + str(value["type"]).encode() + b"\n" + event(value)

@@ -1,0 +1,284 @@
+"""What all endpoints that compute share: the server's state, one run a request, and its response."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from http import HTTPStatus
+from typing import Final, Generic, Protocol, TypeVar
+
+from starlette.types import Receive, Scope, Send
+
+from ...errors import CancelledError, EdgeError
+from ...runtime.engine import Engine
+from ...runtime.graph.memory import trim_heap
+from ...runtime.scheduling.request_run import Cancellation, LoopQueue, Run
+from ...runtime.structure.response_format import CLIENT
+from ..service.model_pool import ModelPool
+from ..service.request_error import ErrorCode, RequestError
+from .http_messages import (
+    COMMENT,
+    EVENT_HEADERS,
+    ClientGoneError,
+    RefusedError,
+    UnreadBodyResponse,
+    error_object,
+    error_response,
+    event,
+    read_body,
+)
+from .server_metrics import ServerMetrics
+from .server_settings import ServerSettings
+
+_log: Final = logging.getLogger(__name__)
+_JOIN_S: Final = 5.0
+"""Seconds to wait for the end of a thread that was cancelled."""
+_LARGE_BODY: Final = 64 << 10
+"""Bytes of a body from which on it is parsed in a thread, or it would keep all other clients waiting. What it takes in
+memory is returned to the system."""
+
+_PARSERS: Final = ThreadPoolExecutor(2, "edge-run parser")
+"""Parses large bodies: two at a time, so that what they take in memory stays bounded."""
+
+
+class RequestService:
+    """The state of one server: the models, the metrics, and the requests that are being computed.
+
+    Args:
+        pool: the models; closed with the service.
+        settings: limits.
+    """
+
+    def __init__(self, pool: ModelPool, settings: ServerSettings) -> None:
+        self.pool: Final = pool
+        self.settings: Final = settings
+        self.metrics: Final = ServerMetrics(pool.status)
+        self.draining = False
+        """Whether no further requests are taken."""
+        self._runs: Final[set[Run[bytes]]] = set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is being computed."""
+        return any(not run.ended for run in self._runs)
+
+    def drain(self) -> None:
+        """Refuse further requests; those that have begun go on."""
+        self.draining = True
+
+    def cancel_all(self) -> None:
+        """End all answers after their current pass."""
+        for run in list(self._runs):
+            run.cancellation.cancel()
+
+    def close(self) -> None:
+        """End all answers and unload all models."""
+        self.drain()
+        self.cancel_all()
+        self.pool.close()
+        for run in list(self._runs):
+            run.join(_JOIN_S)
+
+    def start(self, run: Run[bytes]) -> None:
+        """Start the run of a request.
+
+        Raises:
+            RefusedError: the server is shutting down, or has too many requests.
+        """
+        if self.draining:
+            raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "shutting_down", "the server is shutting down")
+        self._runs.difference_update([run for run in self._runs if run.ended])
+        if len(self._runs) >= self.settings.max_requests:
+            raise RefusedError(
+                HTTPStatus.TOO_MANY_REQUESTS,
+                "busy",
+                f"{len(self._runs)} requests are being answered or wait",
+                "try again later",
+            )
+        self._runs.add(run)
+        run.start()
+
+
+class AnyBody(Protocol):
+    """What the bodies of all requests have."""
+
+    @property
+    def model(self) -> str | None:
+        """The model that a request names; None for the first one."""
+
+
+Body = TypeVar("Body", bound=AnyBody)
+
+
+class Endpoint(ABC, Generic[Body]):
+    """An ASGI application for one path; its subclasses say what a body means and how it is answered.
+
+    The response is computed in the thread of a `Run`. The client is watched meanwhile: when it goes away, the run is
+    cancelled, whether its response is streamed, computed, or waits for its place.
+    """
+
+    def __init__(self, service: RequestService) -> None:
+        self.service: Final = service
+
+    @abstractmethod
+    def parse(self, body: bytes) -> Body:
+        """Decode a body.
+
+        Raises:
+            RequestError: the body is not valid.
+        """
+
+    def streams(self, _request: Body) -> bool:
+        """Whether the response is sent as events."""
+        return False
+
+    @abstractmethod
+    def compute(self, request: Body, engine: Engine, model: str, cancellation: Cancellation) -> Iterator[bytes]:
+        """Compute the response, in the thread of its run.
+
+        Args:
+            request: what `parse` returned.
+            engine: the model.
+            model: its id, for the response.
+            cancellation: says when to stop.
+
+        Yields:
+            The pieces of the body. The response of a stream begins with the first one, which may be empty: errors from
+            then on occur in its middle.
+
+        Raises:
+            EdgeError: the request cannot be answered.
+        """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        settings = self.service.settings
+        try:
+            body = await read_body(scope, receive, settings.max_body_bytes, settings.body_timeout_s)
+        except ClientGoneError:
+            return
+        except RefusedError as error:
+            await UnreadBodyResponse(error)(scope, receive, send)
+            return
+        CLIENT.set(scope["client"][0] if scope.get("client") else "")
+        large = len(body) >= _LARGE_BODY
+        pieces: LoopQueue[bytes] = LoopQueue()
+        try:
+            parsed = asyncio.get_running_loop().run_in_executor(_PARSERS, self.parse, body) if large else None
+            request = self.parse(body) if parsed is None else await parsed
+            run = Run(partial(self._work, request, large), "edge-run request", pieces)
+            self.service.start(run)
+        except EdgeError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        del body
+        async with _cancelled_when_left(receive, run.cancellation) as left:
+            await self._respond(pieces, left, scope, receive, send, streams=self.streams(request))
+
+    def _work(self, request: Body, large: bool, run: Run[bytes]) -> None:
+        """Compute a response. A `large` one's memory goes back to the system.
+
+        A text of 1 MB takes a hundred times as much, in the heap of one of many threads, and the C library keeps it.
+        """
+        try:
+            name = self.service.pool.find(request.model).id
+            with self.service.pool.use(name, cancellation=run.cancellation) as engine:
+                run.cancellation.check()
+                try:
+                    for piece in self.compute(request, engine, name, run.cancellation):
+                        run.put(piece)
+                except EdgeError:
+                    run.cancellation.check()
+                    raise
+        finally:
+            if large:
+                trim_heap()
+
+    async def _respond(
+        self,
+        pieces: LoopQueue[bytes],
+        left: asyncio.Event,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        *,
+        streams: bool,
+    ) -> None:
+        """Send the response of a run: as events while they come, or whole."""
+        begun, last = False, b""
+        try:
+            async with asyncio.timeout(self.service.settings.request_timeout_s):
+                taken = await pieces.take()
+                if streams:
+                    begun = True
+                    await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+                while taken:
+                    if streams:
+                        await send({"type": "http.response.body", "body": b"".join(taken), "more_body": True})
+                        taken = await self._taken_or_comment(pieces)
+                    else:
+                        last += b"".join(taken)
+                        taken = await pieces.take()
+        except BaseException as error:
+            if (shown := self._shown(error)) is None:
+                raise
+            if left.is_set():
+                return
+            if not begun:
+                await error_response(shown)(scope, receive, send)
+                return
+            last = event(error_object(shown))
+        if not begun:
+            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(last))]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _taken_or_comment(self, pieces: LoopQueue[bytes]) -> list[bytes]:
+        """The next events; a comment if there are none for a while, so that a connection that is gone is noticed."""
+        try:
+            async with asyncio.timeout(self.service.settings.silence_s):
+                return await pieces.take()
+        except TimeoutError:
+            return [COMMENT]
+
+    def _shown(self, error: BaseException) -> EdgeError | None:
+        """What the client is told of an error; None for one that ends the server's task."""
+        if isinstance(error, CancelledError):
+            return RefusedError(
+                HTTPStatus.SERVICE_UNAVAILABLE, "shutting_down", "the answer was cancelled by the server"
+            )
+        if isinstance(error, EdgeError):
+            return error
+        if isinstance(error, TimeoutError):
+            limit = self.service.settings.request_timeout_s
+            return RefusedError(HTTPStatus.GATEWAY_TIMEOUT, "timeout", f"the answer took more than {limit:g} seconds")
+        if isinstance(error, Exception):
+            _log.error("a request failed: %s", type(error).__name__, exc_info=error)
+            return RequestError(f"the server failed: {type(error).__name__}", code=ErrorCode.INTERNAL)
+        return None
+
+
+@asynccontextmanager
+async def _cancelled_when_left(receive: Receive, cancellation: Cancellation) -> AsyncIterator[asyncio.Event]:
+    """Cancel a run when the client goes away, and at the end of the block; yields whether the client went away."""
+    left = asyncio.Event()
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left.set()
+        cancellation.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield left
+    finally:
+        watching.cancel()
+        cancellation.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching

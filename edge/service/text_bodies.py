@@ -1,0 +1,272 @@
+"""The bodies of requests about texts and token ids: text completions, embeddings, tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from ...runtime.engine import Engine
+from ...runtime.options import GenerateOptions
+from .body_decoder import decode_body, unsupported
+from .generation_fields import (
+    AcceptedFields,
+    Alternatives,
+    BestOfField,
+    ChoicesField,
+    EarlyStopField,
+    GenerationRequest,
+    PositiveInt,
+    StreamOptions,
+    TokenLimit,
+    check_option,
+    generate_options,
+    same,
+    several_answers,
+    wants_usage,
+)
+from .message_fields import AnyMessage, FunctionTool, check_count, conversation, tool_mappings
+from .request_error import ErrorCode, RequestError
+from .strict_json import RequestLimits
+
+_DEFAULT_TOKENS: Final = 16
+"""Largest number of tokens of a text completion that asks for none, as in OpenAI's API."""
+TokenIds: TypeAlias = tuple[int, ...]
+TextOrIds: TypeAlias = str | TokenIds
+"""A text, or its token ids."""
+TextsOrIds: TypeAlias = str | list[str | int | list[int]]
+"""A text, token ids, or several of one kind, as bodies have them."""
+
+
+def texts_or_ids(param: str, given: TextsOrIds, limits: RequestLimits) -> tuple[TextOrIds, ...]:
+    """The texts or token ids of a field that has one or several of them.
+
+    Raises:
+        RequestError: there are none or too many, one is empty, or they are of several kinds.
+    """
+    several: list[Any] = [given] if isinstance(given, str) or _are_ids(given) else list(given)
+    check_count(param, len(several), limits.inputs)
+    if not several:
+        raise _invalid(param, f"{param} is empty", "give a text or token ids")
+    if len({type(each) for each in several}) > 1:
+        raise _invalid(param, f"{param} has items of several types", "give texts, or token ids, or lists of token ids")
+    for index, each in enumerate(several):
+        place = param if each is given else f"{param}[{index}]"
+        if not each:
+            raise _invalid(place, f"{place} is empty", "give a text or token ids")
+        if not isinstance(each, str) and any(token < 0 for token in each):
+            raise _invalid(place, f"{place} has the token id {min(each)}", "token ids are 0 or more")
+    return tuple(each if isinstance(each, str) else tuple(each) for each in several)
+
+
+def _are_ids(given: list[Any]) -> bool:
+    return bool(given) and all(isinstance(each, int) for each in given)
+
+
+def _invalid(param: str, what: str, hint: str) -> RequestError:
+    return RequestError(what, hint, code=ErrorCode.INVALID_VALUE, param=param)
+
+
+def check_token_ids(engine: Engine, tokens: Sequence[int], param: str) -> None:
+    """Check that a model has the tokens of a field.
+
+    Raises:
+        RequestError: it does not have one of them.
+    """
+    most = engine.graph_io.vocab_size
+    for index, token in enumerate(tokens):
+        if not 0 <= token < most:
+            raise _invalid(f"{param}[{index}]", f"{param}[{index}] is {token}", f"the model has {most} tokens")
+
+
+class CompletionBody(AcceptedFields, kw_only=True, forbid_unknown_fields=True):
+    """Body of a text completion."""
+
+    prompt: Annotated[TextsOrIds, Meta(description="A text, a list of texts, token ids, or a list of token id lists.")]
+    model: Annotated[str | None, Meta(description="Name of the model; null for the one that the server has.")] = None
+    max_tokens: Annotated[
+        TokenLimit | None,
+        Meta(
+            description="Largest number of tokens to generate; 16 by default, as OpenAI's API, and -1 for the rest of "
+            "the context."
+        ),
+    ] = None
+    n: ChoicesField = None
+    best_of: BestOfField = None
+    early_stop: EarlyStopField = None
+    logprobs: Annotated[
+        Alternatives | None,
+        Meta(description="Return the log-probabilities of the tokens and of this number of likely ones, 0 to 20."),
+    ] = None
+    stream: Annotated[bool | None, Meta(description="Whether to send the answer while it is generated.")] = None
+    stream_options: Annotated[StreamOptions | None, Meta(description="What a stream contains; needs stream.")] = None
+    echo: Annotated[
+        bool | None, Meta(description="Answers do not repeat the prompt.", extra_json_schema={"enum": [False, None]})
+    ] = None
+    suffix: Annotated[None, Meta(description="Not supported: text is only generated after a prompt.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionRequest(GenerationRequest):
+    """Text completions to generate."""
+
+    def check(self, engine: Engine) -> None:
+        """Check that a model is what the request asks for; errors as for `GenerationRequest.check`."""
+        super().check(engine)
+        for index, prompt in enumerate(self.prompts):
+            if isinstance(prompt, tuple):
+                check_token_ids(engine, prompt, "prompt" if len(self.prompts) == 1 else f"prompt[{index}]")
+
+    @classmethod
+    def parse(cls, body: bytes | str | Mapping[str, Any], limits: RequestLimits | None = None) -> CompletionRequest:
+        """Decode a body; arguments and errors as for `ChatRequest.parse`."""
+        limits = limits or RequestLimits()
+        fields = decode_body(body, CompletionBody, limits)
+        return cls(
+            model=fields.model,
+            prompts=texts_or_ids("prompt", fields.prompt, limits),
+            options=generate_options(
+                fields,
+                {
+                    **several_answers(fields.n, fields.best_of, fields.early_stop),
+                    "max_tokens": _DEFAULT_TOKENS if fields.max_tokens is None else fields.max_tokens,
+                    "logprobs": fields.logprobs,
+                    "raw": True,
+                },
+            ),
+            stream=bool(fields.stream),
+            num_ctx=fields.num_ctx,
+            include_usage=wants_usage(fields.stream_options, stream=bool(fields.stream)),
+        )
+
+
+class EmbeddingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of a request for embeddings."""
+
+    input: Annotated[TextsOrIds, Meta(description="A text, a list of texts, token ids, or a list of token id lists.")]
+    model: Annotated[str | None, Meta(description="Name of the model; null for the one that the server has.")] = None
+    encoding_format: Annotated[
+        str | None,
+        Meta(
+            description="Vectors as numbers, or as the base64 of little-endian float32.",
+            extra_json_schema={"enum": ["float", "base64", None]},
+        ),
+    ] = None
+    dimensions: Annotated[
+        PositiveInt | None, Meta(description="The model's own number: vectors are not shortened.")
+    ] = None
+    user: Annotated[str | None, Meta(description="Accepted; does not change the answer.")] = None
+
+
+@dataclass(frozen=True)
+class EmbeddingRequest:
+    """Texts to embed."""
+
+    model: str | None
+    inputs: tuple[TextOrIds, ...]
+    as_base64: bool = False
+    dimensions: int | None = None
+    """The length of the vectors that is expected; see `check_dimensions`."""
+
+    @classmethod
+    def parse(cls, body: bytes | str | Mapping[str, Any], limits: RequestLimits | None = None) -> EmbeddingRequest:
+        """Decode a body; arguments and errors as for `ChatRequest.parse`."""
+        limits = limits or RequestLimits()
+        fields = decode_body(body, EmbeddingBody, limits)
+        return cls(
+            model=fields.model,
+            inputs=texts_or_ids("input", fields.input, limits),
+            as_base64=fields.encoding_format == "base64",
+            dimensions=fields.dimensions,
+        )
+
+    def check_dimensions(self, length: int) -> None:
+        """Check that vectors of this length are what the request asks for.
+
+        Raises:
+            RequestError: it asks for another length.
+        """
+        if self.dimensions not in (None, length):
+            raise unsupported(
+                "dimensions",
+                f"dimensions is {self.dimensions}, and this model's vectors have {length}",
+                "vectors are not shortened: leave dimensions out",
+            )
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of a request for token ids."""
+
+    content: Annotated[str | None, Meta(description="The text, as llama.cpp names it.")] = None
+    prompt: Annotated[str | None, Meta(description="The text, as vLLM names it.")] = None
+    messages: Annotated[list[AnyMessage] | None, Meta(description="A conversation instead of a text.")] = None
+    model: Annotated[str | None, Meta(description="Name of the model; null for the one that the server has.")] = None
+    add_special: Annotated[
+        bool | None, Meta(description="Whether a text begins with the model's special tokens; not by default.")
+    ] = None
+    add_special_tokens: Annotated[bool | None, Meta(description="Another name of add_special.")] = None
+    with_pieces: Annotated[bool | None, Meta(description="Whether to return the text of each token too.")] = None
+    return_token_strs: Annotated[bool | None, Meta(description="Another name of with_pieces.")] = None
+    tools: Annotated[list[FunctionTool] | None, Meta(description="Functions, for the chat template.")] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, Meta(description="What the chat template reads besides.")
+    ] = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of a request for the text of token ids."""
+
+    tokens: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(description="Token ids.")]
+    model: Annotated[str | None, Meta(description="Name of the model; null for the one that the server has.")] = None
+
+
+@dataclass(frozen=True)
+class TokenizeRequest:
+    """A text or a conversation to turn into token ids."""
+
+    model: str | None
+    text: str | None
+    """None where messages are given."""
+    messages: Sequence[Mapping[str, Any]] | None
+    options: GenerateOptions
+    """Tools and variables of the chat template."""
+    add_special: bool = False
+    with_pieces: bool = False
+
+    def encode(self, engine: Engine) -> list[int]:
+        """The token ids.
+
+        Raises:
+            TemplateError: the model has no chat template, or it refuses the messages.
+        """
+        if self.messages is not None:
+            return engine.chat_prompt(self.messages, self.options).ids
+        return engine.tokenizer.encode(self.text or "", add_special_tokens=self.add_special)
+
+    @classmethod
+    def parse(cls, body: bytes | str | Mapping[str, Any], limits: RequestLimits | None = None) -> TokenizeRequest:
+        """Decode a body; arguments and errors as for `ChatRequest.parse`."""
+        limits = limits or RequestLimits()
+        fields = decode_body(body, TokenizeBody, limits)
+        text = same(fields, "content", "prompt")
+        if (text is None) == (fields.messages is None):
+            raise RequestError(
+                "there is neither a text nor messages" if text is None else "there are a text and messages",
+                "give content, or messages",
+                code=ErrorCode.MISSING_FIELD if text is None else ErrorCode.INVALID_VALUE,
+                param="content",
+            )
+        check_option("template_variables", fields.chat_template_kwargs)
+        return cls(
+            model=fields.model,
+            text=text,
+            messages=None if fields.messages is None else conversation(fields.messages, limits),
+            options=GenerateOptions(
+                tools=tool_mappings(fields.tools, limits), template_variables=fields.chat_template_kwargs
+            ),
+            add_special=bool(same(fields, "add_special", "add_special_tokens")),
+            with_pieces=bool(same(fields, "with_pieces", "return_token_strs")),
+        )
