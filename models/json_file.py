@@ -132,7 +132,7 @@ def _converted(kind: Any, value: Any, path: str) -> Any:
         if not isinstance(value, list) or not all(isinstance(each, element) for each in value):
             raise _wrong(path, value, f"a list of {kinds}")
         converted = tuple(_converted(arguments[0], each, f"{path}.{index}") for index, each in enumerate(value))
-    elif is_dataclass(kind):
+    elif isinstance(kind, type) and is_dataclass(kind):
         converted = typed_record(kind, value, path)
     elif issubclass(kind, Enum):
         known = [each.value for each in kind]

@@ -19,11 +19,9 @@ from ..graph.rope import (
     Linear,
     Llama3,
     LongRope,
-    Proportional,
     QueryScaling,
     Rope,
     RopeScaling,
-    Unscaled,
     Yarn,
 )
 from .json_fields import count, number, optional_list, optional_number
@@ -140,7 +138,7 @@ def _read_scaling(config: Mapping[str, Any], settings: Mapping[str, Any], channe
     longest = max_positions(config)
     match kind:
         case "default" | "proportional":
-            return Unscaled() if kind == "default" else _read_proportional(settings)
+            return Linear() if kind == "default" else _read_proportional(settings)
         case "linear":
             return Linear(number(settings, "factor"))
         case "dynamic":
@@ -156,11 +154,11 @@ def _read_scaling(config: Mapping[str, Any], settings: Mapping[str, Any], channe
     )
 
 
-def _read_proportional(settings: Mapping[str, Any]) -> Proportional:
+def _read_proportional(settings: Mapping[str, Any]) -> Linear:
     share = number(settings, "partial_rotary_factor", default=1.0)
     if share > 1:
         raise CheckpointError(f"config.json: partial_rotary_factor must be at most 1, found {share}")
-    return Proportional(share, number(settings, "factor", default=1.0))
+    return Linear(number(settings, "factor", default=1.0), share)
 
 
 def _read_llama3(settings: Mapping[str, Any]) -> Llama3:

@@ -172,22 +172,8 @@ def train(
         The run's record: `step`, `tokens`, `seconds`, `best` (the highest score), `best_step`, and `history` with the
         figures of every evaluation.
     """
-    device = next(task.model.parameters()).device
-    optimizers = Optimizers(
-        task.model,
-        matrix_rate=options.matrix_rate,
-        other_rate=options.other_rate,
-        weight_decay=options.weight_decay,
-        kind=options.optimizer,
-    )
-    average = Average(task.model, options.average)
-    record: dict[str, Any] = {"step": 0, "tokens": 0, "seconds": 0.0, "best": 0.0, "best_step": 0, "history": []}
-    found = load_state(folder)
-    if found is not None:
-        tensors, numbers = found
-        record = numbers["record"]
-        _restore(task.model, optimizers, average, tensors, numbers)
-        report(f"resuming at step {record['step']}, {record['seconds'] / 60:.1f} minutes used")
+    optimizers, average = _optimizers(task.model, options), Average(task.model, options.average)
+    record = _resumed(folder, task.model, optimizers, average, report)
     schedule = Schedule(options.steps, options.minutes, options.warmup, record["seconds"])
     task.model.train()
     recent: list[float] = []
@@ -199,11 +185,7 @@ def train(
         step = record["step"]
         try:
             progress(_STAGE, share)
-            torch.manual_seed(options.seed * 1_000_003 + step)
-            batch = task.batch(step).to(device)
-            with autocast(device):
-                loss = task.loss(batch)  # type: ignore[arg-type]
-            loss.backward()  # type: ignore[no-untyped-call]
+            tokens, loss = _backward(task, step, options.seed)
         except KeyboardInterrupt:
             # Nothing has changed yet in this step, which takes nearly all of its time until here.
             _snapshot(folder, task.model, optimizers, average, record)
@@ -211,8 +193,8 @@ def train(
         torch.nn.utils.clip_grad_norm_(task.model.parameters(), 1.0)
         optimizers.step(schedule.factor(step, share))
         average.update(task.model)
-        recent = [*recent[1 - _RECENT :], float(loss.detach())]
-        record.update(step=step + 1, tokens=record["tokens"] + batch.tokens, seconds=schedule.elapsed)
+        recent = [*recent[1 - _RECENT :], loss]
+        record.update(step=step + 1, tokens=record["tokens"] + tokens, seconds=schedule.elapsed)
         share = schedule.progress(step + 1)
         last = share >= 1.0
         if last or (step + 1) % options.evaluate_every == 0:
@@ -225,6 +207,40 @@ def train(
     progress(_STAGE, 1.0)
     write_atomically(folder / RECORD_NAME, json.dumps({"options": asdict(options), **record}, indent=2).encode())
     return record
+
+
+def _optimizers(model: nn.Module, options: TrainOptions) -> Optimizers:
+    return Optimizers(
+        model,
+        matrix_rate=options.matrix_rate,
+        other_rate=options.other_rate,
+        weight_decay=options.weight_decay,
+        kind=options.optimizer,
+    )
+
+
+def _resumed(
+    folder: Path, model: nn.Module, optimizers: Optimizers, average: Average, report: Callable[[str], None]
+) -> dict[str, Any]:
+    """Restore the state of the run in the folder, if there is one; returns the record to go on from."""
+    found = load_state(folder)
+    if found is None:
+        return {"step": 0, "tokens": 0, "seconds": 0.0, "best": 0.0, "best_step": 0, "history": []}
+    record: dict[str, Any] = found[1]["record"]
+    _restore(model, optimizers, average, *found)
+    report(f"resuming at step {record['step']}, {record['seconds'] / 60:.1f} minutes used")
+    return record
+
+
+def _backward(task: TrainingTask[BatchT], step: int, seed: int) -> tuple[int, float]:
+    """Compute the gradients of a step; returns the number of its tokens and its loss."""
+    device = next(task.model.parameters()).device
+    torch.manual_seed(seed * 1_000_003 + step)
+    batch = task.batch(step).to(device)
+    with autocast(device):
+        loss = task.loss(batch)  # type: ignore[arg-type]
+    loss.backward()  # type: ignore[no-untyped-call]
+    return batch.tokens, float(loss.detach())
 
 
 def _evaluate(task: TrainingTask[BatchT], average: Average, record: dict[str, Any], train_loss: float) -> str:

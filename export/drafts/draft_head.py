@@ -39,10 +39,10 @@ from ..graph.initializers import Initializers, WeightFile
 from ..graph.inputs_outputs import DraftFeatures
 from ..quantization.methods import DEFAULT_METHODS, FP32, INT4, require_expert_format, with_methods
 from ..recipe import DraftTokens, ExportRecipe
-from .eagle_draft import EagleHead, EagleParts, TargetIds, build_eagle_head, open_eagle_head
+from .eagle_draft import EagleHead, TargetIds, build_eagle_head, open_eagle_head
 from .make_draft import DraftRequest
 from .medusa_draft import TOP_IDS, TOP_PROBABILITIES, MedusaHeads, build_medusa_heads, open_medusa_heads
-from .mtp_draft import MtpModule, MtpParts, build_mtp_module, open_mtp_module
+from .mtp_draft import MtpModule, build_mtp_module, open_mtp_module
 from .trimmed_head import trim_vocabulary
 
 _STAGE: Final = "draft"
@@ -150,15 +150,13 @@ def _build_graph(
         return build_medusa_heads(target.config, head.blocks, head.outputs, plan, weights)
     graph = onnx.load(folder / GRAPH_NAME, load_external_data=False).graph
     if isinstance(head, EagleHead):
-        eagle = EagleParts(head.config, head.projection, head.layer, head.feature_norm, head.lm_head)
-        return build_eagle_head(eagle, target.context, plan, weights, None if head.has_embedding else graph)
-    module = MtpParts(head.config, head.projection, head.layer, head.embedding_norm, head.state_norm)
+        return build_eagle_head(head, target.context, plan, weights, None if head.has_embedding else graph)
     used, original = (_norm_factors(source, target.config) for source in (target.source, target.original))
     # Where calibration multiplied the columns of the LM head, it divided the norm before it.
     factors = None
     if not np.array_equal(used, original):
         factors = (used / np.where(original == 0, 1, original)).astype(np.float32)
-    return build_mtp_module(module, target.context, plan, weights, graph, original, factors)
+    return build_mtp_module(head, target.context, plan, weights, graph, original, factors)
 
 
 def _norm_factors(source: ModelSource, config: DecoderConfig) -> Float32Array:

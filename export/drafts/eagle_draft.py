@@ -238,24 +238,13 @@ def _read_target_ids(folder: Path, checkpoint: Checkpoint, draft_vocab: int, voc
     return None if draft_vocab == vocab and not offsets.any() else ids
 
 
-@dataclass(frozen=True)
-class EagleParts:
-    """The parts of a head, by the names of their tensors."""
-
-    config: DecoderConfig
-    projection: FusedLinear
-    layer: Layer
-    feature_norm: Norm
-    lm_head: FusedLinear
-
-
 def build_eagle_head(
-    parts: EagleParts, context: int, plan: QuantPlan, weights: Initializers, target: GraphProto | None
+    head: EagleHead, context: int, plan: QuantPlan, weights: Initializers, target: GraphProto | None
 ) -> ModelProto:
     """Build the graph of a head and write its weights to the external data file.
 
     Args:
-        parts: the head.
+        head: the head.
         context: number of positions in the rotary table.
         plan: the quantization plan of the head.
         weights: creates and stores the initializers.
@@ -265,22 +254,22 @@ def build_eagle_head(
         CheckpointError: a tensor cannot be read.
         OSError: the disk refused a write.
     """
-    config = parts.config
+    config = head.config
     nodes = Nodes(config, plan, weights)
     attention = Attention(nodes, context)
     shared = None if target is None else embedding_of(target)
     embedded = EmbeddingAndHead(nodes).append_embedding() if shared is None else shared.value
-    projected = nodes.linear(parts.projection, inputs_outputs.DRAFT_FEATURES)
+    projected = nodes.linear(head.projection, inputs_outputs.DRAFT_FEATURES)
     states = nodes.add("Concat", [projected, inputs_outputs.DRAFT_STATES], "states", axis=0)
     hidden = nodes.add("Unsqueeze", [states, nodes.integers("states.axes", 0)], "hidden")
-    before = parts.layer.before_attention
+    before = head.layer.before_attention
     assert before is not None  # noqa: S101 -- every layer of this family has the norm
-    normed = [nodes.norm(embedded, before, "input_norm"), nodes.norm(hidden, parts.feature_norm, "feature_norm")]
+    normed = [nodes.norm(embedded, before, "input_norm"), nodes.norm(hidden, head.feature_norm, "feature_norm")]
     both = nodes.add("Concat", normed, "both", axis=-1)
-    rows, residual = append_head_layer(nodes, attention, parts.layer, both, hidden)
+    rows, residual = append_head_layer(nodes, attention, head.layer, both, hidden)
     nodes.add("Identity", [residual], inputs_outputs.NEXT_STATES)
-    _append_lm_head(nodes, parts.lm_head, rows)
-    return head_model(nodes, parts.projection.columns, parts.lm_head.shape[0], shared)
+    _append_lm_head(nodes, head.lm_head, rows)
+    return head_model(nodes, head.projection.columns, head.lm_head.shape[0], shared)
 
 
 def _append_lm_head(nodes: Nodes, lm_head: FusedLinear, rows: str) -> None:

@@ -24,7 +24,7 @@ from ...models.bundle import DRAFT_GRAPH_NAME, GRAPH_NAME
 from ...models.manifest import MANIFEST_NAME, GraphLayout, Manifest
 from ...models.progress import Progress
 from ...runtime.measure.bundle_timing import BundleTimer
-from ...runtime.text.turn_markers import TokenArray, answer_start, read_markers
+from ...runtime.text.turn_markers import Markers, TokenArray, answer_start, read_markers
 from ..calibration.calibration_text import CalibrationText
 from ..upgrade.editable import EditableGraph
 from ..upgrade.graph_parts import in_place
@@ -46,6 +46,7 @@ from .skipped_layers import (
     SubLayer,
     SubLayerKind,
     as_bundle,
+    beginning_of,
     external_bytes,
     inner_sub_layers,
     without,
@@ -56,8 +57,6 @@ from .trimmed_head import trim_head, trim_layer_skip_draft
 _STAGE: Final = "draft"
 _ROUNDS: Final = 8
 """Number of turns in which passes are timed."""
-_MAX_TEXT_TOKENS: Final = 1024
-"""Number of tokens of text on which choices are measured, and of other text on which the result is."""
 _MAX_POSITIONS: Final = 192
 """Number of positions in that text at which the draft predicts."""
 _MAX_SECONDS: Final = 180.0
@@ -232,8 +231,7 @@ def adopt_layer_skip_draft(
     Args:
         target: The bundle.
         vocabulary_size: Number of tokens of the draft's head; `FASTEST_SIZE` for the fastest, None for all.
-        text: Text of the target: sub-layers are chosen by its calibration part, the draft is measured on the held-out
-            one.
+        text: Text of the target: its calibration part chooses the sub-layers, its held-out part measures the draft.
         progress: Receives the stage "draft".
         seed: Seed of the search.
         max_seconds: Time limit of the search.
@@ -251,35 +249,14 @@ def adopt_layer_skip_draft(
     manifest = _manifest(target)
     progress(_STAGE, 0.0)
     markers = read_markers(target)
-    whole = onnx.load(target / GRAPH_NAME, load_external_data=False)
-    chosen_on, measured_on = (_beginning(texts) for texts in (text.calibration, text.held_out))
-
-    def skip_agreement(texts: Sequence[TokenArray]) -> SkipAgreement:
-        starts = [answer_start(each, markers) for each in texts]
-        return SkipAgreement(target, manifest.architecture, texts, starts, _MAX_POSITIONS)
-
-    ranking = None
-    if vocabulary_size is not None:
-        ranking = rank_tokens(text.calibration, manifest.architecture.vocab_size, markers.special | markers.ending)
-        if vocabulary_size != FASTEST_SIZE:
-            ranking.kept(vocabulary_size)  # raises before the measurements
-    times = _sub_layer_times(target, manifest, whole)
+    chosen_on, measured_on = (beginning_of(texts) for texts in (text.calibration, text.held_out))
+    ranking = _ranking(vocabulary_size, text, manifest.architecture.vocab_size, markers)  # raises before measurements
+    times = _sub_layer_times(target, manifest, onnx.load(target / GRAPH_NAME, load_external_data=False))
     progress(_STAGE, 0.1)
-    started = time.monotonic()
-    search = SkipSearch(
-        skip_agreement(chosen_on).agreement,
-        times,
-        seed=seed,
-        deadline=started + max_seconds,
-        progress=lambda _: progress(_STAGE, 0.1 + 0.7 * min(1.0, (time.monotonic() - started) / max_seconds)),
-    )
-    skipped, measured = search.best().skipped, search.measured
-    del search  # and with it a session as large as the model
+    skipped, measured = _search(_agreement_on(target, manifest, chosen_on, markers), times, seed, max_seconds, progress)
     progress(_STAGE, 0.8)
-    held_out = skip_agreement(measured_on)
-    agreement, tokens = held_out.agreement(skipped), manifest.architecture.vocab_size
-    by_size = None if ranking is None else count_agreement(_predictions(held_out, skipped), ranking)
-    del held_out  # its session maps the weights too
+    agreement, by_size = _measured(_agreement_on(target, manifest, measured_on, markers), skipped, ranking)
+    tokens = manifest.architecture.vocab_size
     write_layer_skip_draft(target, skipped)
     if ranking is not None and by_size is not None:
         tokens = vocabulary_size or _best_head(target, manifest, ranking, by_size, times)
@@ -302,6 +279,56 @@ def adopt_layer_skip_draft(
     )
 
 
+def _agreement_on(target: Path, manifest: Manifest, texts: Sequence[TokenArray], markers: Markers) -> SkipAgreement:
+    starts = [answer_start(each, markers) for each in texts]
+    return SkipAgreement(target, manifest.architecture, texts, starts, _MAX_POSITIONS)
+
+
+def _measured(
+    held_out: SkipAgreement, skipped: Collection[SubLayer], ranking: TokenRanking | None
+) -> tuple[float, Agreement | None]:
+    """Measure a draft with its whole head, and by the size of its head if that has a ranking.
+
+    `held_out` has a session that maps the weights, and should end with the measurement.
+    """
+    by_size = None if ranking is None else count_agreement(_predictions(held_out, skipped), ranking)
+    return held_out.agreement(skipped), by_size
+
+
+def _ranking(
+    vocabulary_size: int | None, text: CalibrationText, all_tokens: int, markers: Markers
+) -> TokenRanking | None:
+    """Rank the tokens of the draft's head; None if it keeps all of them.
+
+    Raises:
+        InputError: The head cannot have that size.
+    """
+    if vocabulary_size is None:
+        return None
+    ranking = rank_tokens(text.calibration, all_tokens, markers.special | markers.ending)
+    if vocabulary_size != FASTEST_SIZE:
+        ranking.kept(vocabulary_size)
+    return ranking
+
+
+def _search(
+    agreement: SkipAgreement, times: SubLayerTimes, seed: int, max_seconds: float, progress: Progress
+) -> tuple[frozenset[SubLayer], int]:
+    """Search for the sub-layers to skip; returns them and the number of choices that were measured.
+
+    `agreement` has a session as large as the model, which should end with the search.
+    """
+    started = time.monotonic()
+    search = SkipSearch(
+        agreement.agreement,
+        times,
+        seed=seed,
+        deadline=started + max_seconds,
+        progress=lambda _: progress(_STAGE, 0.1 + 0.7 * min(1.0, (time.monotonic() - started) / max_seconds)),
+    )
+    return search.best().skipped, search.measured
+
+
 def _manifest(target: Path) -> Manifest:
     """The manifest of a bundle that can have a layer-skip draft.
 
@@ -317,22 +344,6 @@ def _manifest(target: Path) -> Manifest:
             f"a model of {manifest.architecture.layers} layers has none to skip", "leave --draft-layers out"
         )
     return manifest
-
-
-def _beginning(texts: Sequence[TokenArray]) -> list[TokenArray]:
-    """The first texts, of at most `_MAX_TEXT_TOKENS` tokens in all.
-
-    Raises:
-        InputError: No text is given.
-    """
-    found: list[TokenArray] = []
-    for text in texts:
-        left = _MAX_TEXT_TOKENS - sum(map(len, found))
-        if left > 1 and len(text) > 1:
-            found.append(text[:left])
-    if not found:
-        raise InputError("no text to measure a draft on", "give a text with --calibration")
-    return found
 
 
 def _sub_layer_times(target: Path, manifest: Manifest, whole: ModelProto) -> SubLayerTimes:

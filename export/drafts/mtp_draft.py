@@ -143,19 +143,8 @@ def _one_layer(model: DecoderConfig) -> DecoderConfig:
     )
 
 
-@dataclass(frozen=True)
-class MtpParts:
-    """The parts of a module, by the names of their tensors."""
-
-    config: DecoderConfig
-    projection: FusedLinear
-    layer: Layer
-    embedding_norm: Norm
-    state_norm: Norm
-
-
 def build_mtp_module(
-    parts: MtpParts,
+    module: MtpModule,
     context: int,
     plan: QuantPlan,
     weights: Initializers,
@@ -166,7 +155,7 @@ def build_mtp_module(
     """Build the graph of a module and write its weights to the external data file.
 
     Args:
-        parts: the module.
+        module: the module.
         context: number of positions in the rotary table.
         plan: the quantization plan of the module.
         weights: creates and stores the initializers.
@@ -178,7 +167,7 @@ def build_mtp_module(
         CheckpointError: a tensor cannot be read.
         OSError: the disk refused a write.
     """
-    nodes = Nodes(parts.config, plan, weights)
+    nodes = Nodes(module.config, plan, weights)
     attention = Attention(nodes, context)
     embedding, lm_head = embedding_of(target), lm_head_of(target)
     # The target's states are taken before its last norm, whose weights calibration may have changed.
@@ -187,17 +176,17 @@ def build_mtp_module(
     states = nodes.add("Concat", [normed, inputs_outputs.DRAFT_STATES], "states", axis=0)
     states = nodes.add("Unsqueeze", [states, nodes.integers("states.axes", 0)], "states.batch")
     both = [
-        nodes.norm(embedding.value, parts.embedding_norm, "embedding_norm"),
-        nodes.norm(states, parts.state_norm, "state_norm"),
+        nodes.norm(embedding.value, module.embedding_norm, "embedding_norm"),
+        nodes.norm(states, module.state_norm, "state_norm"),
     ]
-    hidden = nodes.linear(parts.projection, nodes.add("Concat", both, "both", axis=-1))
-    before = parts.layer.before_attention
+    hidden = nodes.linear(module.projection, nodes.add("Concat", both, "both", axis=-1))
+    before = module.layer.before_attention
     assert before is not None  # noqa: S101 -- every family with such modules has the norm
     mixed = nodes.norm(hidden, before, "layers.0.input_norm")
-    rows, _ = append_head_layer(nodes, attention, parts.layer, mixed, hidden)
+    rows, _ = append_head_layer(nodes, attention, module.layer, mixed, hidden)
     nodes.add("Identity", [rows], inputs_outputs.NEXT_STATES)
     if head_factors is None:
         nodes.add("Identity", [rows], HEAD_INPUT)
     else:
         nodes.add("Mul", [rows, nodes.vector_constant("head_factors", head_factors)], HEAD_INPUT)
-    return head_model(nodes, parts.config.hidden_size, parts.config.vocab_size, embedding, lm_head)
+    return head_model(nodes, module.config.hidden_size, module.config.vocab_size, embedding, lm_head)

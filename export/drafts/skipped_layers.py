@@ -44,6 +44,8 @@ _PLAIN_JOIN: Final = ".residual"
 """Suffix of the name of an `Add` that does so without a norm."""
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
+_MAX_TEXT_TOKENS: Final = 1024
+"""Number of tokens of text on which choices are measured, and of other text on which the result is."""
 _GATES: Final = "gates"
 _MAX_WIDTH: Final = 32
 """Largest number of positions of a pass, whose logits are in memory at a time."""
@@ -354,3 +356,19 @@ def _spread_positions(texts: Sequence[TokenArray], starts: Sequence[int], max_po
     chosen = np.unique(np.linspace(0, len(every) - 1, min(max_positions, len(every))).round().astype(np.int64))
     found = np.array(every, np.int64).reshape(-1, 2)[chosen]
     return [found[found[:, 0] == number, 1] for number in range(len(texts))]
+
+
+def beginning_of(texts: Sequence[TokenArray]) -> list[TokenArray]:
+    """The first texts, of at most `_MAX_TEXT_TOKENS` tokens in all.
+
+    Raises:
+        InputError: No text is given.
+    """
+    found: list[TokenArray] = []
+    for text in texts:
+        left = _MAX_TEXT_TOKENS - sum(map(len, found))
+        if left > 1 and len(text) > 1:
+            found.append(text[:left])
+    if not found:
+        raise InputError("no text to measure a draft on", "give a text with --calibration")
+    return found

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,44 +24,19 @@ class Rotation:
     attention_factor: float = 1.0
 
 
-class RopeScaling(Protocol):
-    """A method of extending the context beyond the one the model was first trained with."""
-
-    def rotation(self, base: float, dim: int, context: int) -> Rotation:
-        """Return the rotation for `dim` channels and theta `base` in a graph that serves `context` positions."""
-        ...
-
-
-@dataclass(frozen=True)
-class Unscaled:
-    """Su et al. 2021 (RoFormer): frequency[i] = base ** (-2 i / dim)."""
-
-    def rotation(self, base: float, dim: int, context: int) -> Rotation:  # noqa: ARG002 -- same for every context
-        """See `RopeScaling.rotation`."""
-        return Rotation(_frequencies(base, dim))
-
-
 @dataclass(frozen=True)
 class Linear:
-    """Chen et al. 2023 (position interpolation): every position is divided by `factor`."""
+    """Frequencies of Su et al. 2021 (RoFormer), base ** (-2 i / dim), with every position divided by `factor`.
 
-    factor: float
+    Source: Chen et al. 2023 (position interpolation); Gemma 4 for `share`.
+    """
 
-    def rotation(self, base: float, dim: int, context: int) -> Rotation:  # noqa: ARG002 -- same for every context
-        """See `RopeScaling.rotation`."""
-        return Rotation(_frequencies(base, dim) / self.factor)
-
-
-@dataclass(frozen=True)
-class Proportional:
-    """Gemma 4: only the first `share` of a head's channel pairs turn, at the frequencies of a whole head."""
-
-    share: float
     factor: float = 1.0
-    """Divides every position, as in `Linear`."""
+    share: float = 1.0
+    """Share of a head's channel pairs that turn, the first ones, at the frequencies of a whole head."""
 
     def rotation(self, base: float, dim: int, context: int) -> Rotation:  # noqa: ARG002 -- same for every context
-        """See `RopeScaling.rotation`."""
+        """Return the rotation for `dim` channels and theta `base` in a graph that serves `context` positions."""
         frequencies = _frequencies(base, dim) / self.factor
         frequencies[int(self.share * dim // 2) :] = 0.0
         return Rotation(frequencies)
@@ -80,7 +54,7 @@ class Dynamic:
     max_positions: int
 
     def rotation(self, base: float, dim: int, context: int) -> Rotation:
-        """See `RopeScaling.rotation`."""
+        """See `Linear.rotation`."""
         length = max(context, self.max_positions)
         growth = self.factor * length / self.max_positions - (self.factor - 1)
         return Rotation(_frequencies(base * growth ** (dim / (dim - 2)), dim))
@@ -96,7 +70,7 @@ class Llama3:
     original_positions: int
 
     def rotation(self, base: float, dim: int, context: int) -> Rotation:  # noqa: ARG002 -- same for every context
-        """See `RopeScaling.rotation`."""
+        """See `Linear.rotation`."""
         unscaled = _frequencies(base, dim)
         turns = self.original_positions * unscaled / (2 * math.pi)
         unchanged = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
@@ -118,7 +92,7 @@ class Yarn:
     mscale_all_dim: float | None = None
 
     def rotation(self, base: float, dim: int, context: int) -> Rotation:  # noqa: ARG002 -- same for every context
-        """See `RopeScaling.rotation`."""
+        """See `Linear.rotation`."""
         unscaled = _frequencies(base, dim)
         low, high = self._pair_at(self.beta_fast, base, dim), self._pair_at(self.beta_slow, base, dim)
         if self.truncate:
@@ -156,9 +130,13 @@ class LongRope:
     attention_factor: float
 
     def rotation(self, base: float, dim: int, context: int) -> Rotation:
-        """See `RopeScaling.rotation`."""
+        """See `Linear.rotation`."""
         factors = np.array(self.long if context > self.original_positions else self.short)
         return Rotation(_frequencies(base, dim) / factors, self.attention_factor)
+
+
+RopeScaling = Linear | Dynamic | Llama3 | Yarn | LongRope
+"""A method of extending the context beyond the one the model was first trained with."""
 
 
 @dataclass(frozen=True)

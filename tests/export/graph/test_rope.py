@@ -9,7 +9,7 @@ import pytest
 
 from edgerun.export.check.reference_positions import rotation
 from edgerun.export.checkpoint.config import read_config
-from edgerun.export.graph.rope import Dynamic, Linear, Llama3, Rope, RopeScaling, Unscaled, Yarn
+from edgerun.export.graph.rope import Dynamic, Linear, Llama3, Rope, RopeScaling, Yarn
 from support.tiny_models import tiny_config, write_json
 
 UNSCALED = [1.0, 0.3162278, 0.1, 0.03162278, 0.01, 0.003162278, 0.001, 0.0003162278]
@@ -17,7 +17,7 @@ UNSCALED = [1.0, 0.3162278, 0.1, 0.03162278, 0.01, 0.003162278, 0.001, 0.0003162
 
 # Base 10000, heads of 16 channels. Frequencies and attention factors as transformers 4.57 computes them.
 GOLDEN = [
-    (Unscaled(), 256, UNSCALED, 1.0),
+    (Linear(), 256, UNSCALED, 1.0),
     (
         Linear(4.0),
         256,
@@ -96,7 +96,7 @@ SETTINGS = [
         },
         Yarn(4.0, 64, 16.0, 2.0, False, 1.1, 0.7, 0.4),
     ),
-    ({"rope_type": "default"}, Unscaled()),
+    ({"rope_type": "default"}, Linear()),
 ]
 
 
@@ -120,7 +120,7 @@ def test_tables_equal_the_reference(settings, scaling, context: int) -> None:
 
 
 def test_tables_are_accurate_at_long_positions() -> None:
-    _, sines = Rope(10000.0, Unscaled()).table(16, 32768)
+    _, sines = Rope(10000.0, Linear()).table(16, 32768)
     assert sines.shape == (32768, 8)
     assert sines[32767, 0] == pytest.approx(math.sin(32767.0), abs=1e-7)
     assert sines[32767, 2] == pytest.approx(math.sin(3276.7), abs=1e-7)
