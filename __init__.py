@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .runtime.arguments.load_options import LoadOptions
     from .runtime.conversation import Session
     from .runtime.decode import FinishReason
-    from .runtime.devices.power import Power
+    from .runtime.devices.processor import Power
     from .runtime.engine import Engine
     from .runtime.engine_loading import load
     from .runtime.options import GenerateOptions
@@ -102,7 +102,7 @@ _MODULES = {
     ".runtime.arguments.load_options": ("LoadOptions",),
     ".runtime.conversation": ("Session",),
     ".runtime.decode": ("FinishReason",),
-    ".runtime.devices.power": ("Power",),
+    ".runtime.devices.processor": ("Power",),
     ".runtime.engine": ("Engine",),
     ".runtime.engine_loading": ("load",),
     ".runtime.options": ("GenerateOptions",),

@@ -31,7 +31,7 @@ from artifacts import bundle
 from edgerun import Engine
 from edgerun.models.json_file import record_to_json
 from edgerun.runtime.graph.bound_graph import BoundGraph
-from edgerun.runtime.measure.cache_quality import CacheQuality, measure_cache_quality
+from edgerun.runtime.measure.cache_calibration import CacheQuality, measure_cache_quality
 from edgerun.runtime.measure.self_text import sample_texts
 from edgerun.runtime.measure.system_load import LoadMeter
 from edgerun.runtime.prefill import prefill

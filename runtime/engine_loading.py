@@ -18,15 +18,13 @@ from ..models.progress import Progress, silent
 from .arguments.argument_types import checked_arguments, lists_options
 from .arguments.load_options import LoadOptions
 from .arguments.option_keywords import LoadKeywords
-from .devices.power import choose_power, saver_threads
-from .devices.processor import usable_cores
+from .devices.processor import choose_power, saver_threads, usable_cores
 from .devices.providers import Device, choose_device, cpu_device
 from .engine import Engine
 from .graph.session import SessionConfig
 from .kv.cache_scales import KVFormat
 from .loaded_model import LoadedModel
-from .measure.fastest_device import measured_device
-from .measure.thread_choice import chosen_threads
+from .measure.device_choice import chosen_threads, measured_device
 from .prefill import PrefillMode
 from .speculation.draft_loading import PlacedDraft, place_draft
 

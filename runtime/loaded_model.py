@@ -14,8 +14,8 @@ from ..models.graph_variant import DeviceKind
 from ..models.progress import Progress, silent
 from .arguments.load_options import LoadOptions
 from .decode import check_prompt_fits
-from .devices.drivers import device_identity
 from .devices.processor import default_threads, processor
+from .devices.providers import device_identity
 from .generation import CachedSequence, Generation
 from .graph.bound_graph import BoundGraph
 from .graph.cache_shift import CacheShift

@@ -13,7 +13,7 @@ from ...errors import InputError
 from ...models.pairing import find_draft
 from ...models.progress import ProgressDisplay
 from ...runtime.arguments.load_options import LoadOptions
-from ...runtime.devices.power import Power
+from ...runtime.devices.processor import Power
 from ...runtime.engine_loading import load as open_model
 from ...runtime.options import GenerateOptions
 from ...runtime.speculation.choice import Speculation

@@ -13,15 +13,13 @@ from ...models.find import find_model
 from ...models.json_file import record_to_json
 from ...runtime.devices.device_check import DEVICE_CHECKS, DeviceCheck, device_check_key
 from ...runtime.devices.hardware import seen_hardware, unused_hardware
-from ...runtime.devices.packages import package_of
-from ...runtime.devices.plugins import registered_plugins
-from ...runtime.devices.power import Power, choose_power, saver_threads
-from ...runtime.devices.processor import default_threads, usable_cores
+from ...runtime.devices.packages import package_of, registered_plugins
+from ...runtime.devices.processor import Power, choose_power, default_threads, saver_threads, usable_cores
 from ...runtime.devices.providers import CPU_PROVIDER, Device, available_devices, cpu_device, unusable_providers
 from ...runtime.graph.device_loading import Assignments
 from ...runtime.graph.ort import RUNTIME_VERSION
 from ...runtime.graph.session import SessionConfig
-from ...runtime.measure.fastest_device import FASTEST_DEVICES, FastestDevice, fastest_device_key, measured_device
+from ...runtime.measure.device_choice import FASTEST_DEVICES, FastestDevice, fastest_device_key, measured_device
 from ..terminal.output import SafeConsole, write_json
 from .shared_options import AsJson, Debug
 

@@ -25,11 +25,11 @@ from ...runtime.graph.session import SessionConfig
 from ...runtime.int8_prompts.int8_graph_files import int8_graph_obstacle
 from ...runtime.kv.prefix_files import prefix_folder
 from ...runtime.kv.state_buffers import StatePart
+from ...runtime.measure.device_choice import chosen_threads
 from ...runtime.measure.exactness import EXACTNESS_REPORTS
 from ...runtime.measure.measurement_store import MeasurementKey, model_key
 from ...runtime.measure.pass_timing import PASS_COSTS
 from ...runtime.measure.prompt_choice import NOT_MADE, PROMPT_CHOICES
-from ...runtime.measure.thread_choice import chosen_threads
 from ...runtime.prefill import PrefillMode
 from ...runtime.text.chat_template import ChatTemplate, load_template
 from ...runtime.text.tokenizer import TextTokenizer

@@ -12,7 +12,7 @@ import typer
 from ...errors import InputError
 from ...models.user_text import parse_bytes
 from ...runtime.arguments.load_options import LoadOptions
-from ...runtime.devices.power import Power
+from ...runtime.devices.processor import Power
 from ..terminal.output import write_out
 from .pool_options import PoolOptions
 from .shared_options import Debug, Offline, OptionsOf, chosen_options, takes_options

@@ -17,18 +17,22 @@ from ...models.json_file import record_to_json
 from ...models.progress import ProgressDisplay
 from ...models.user_text import read_text
 from ...runtime.arguments.load_options import LoadOptions
-from ...runtime.devices.power import Power
-from ...runtime.devices.processor import default_threads
+from ...runtime.devices.processor import Power, default_threads
 from ...runtime.devices.providers import Device, choose_device, cpu_device
 from ...runtime.engine import Engine
 from ...runtime.engine_loading import load as open_model
 from ...runtime.engine_loading import usable_threads
 from ...runtime.graph.session import SessionConfig
-from ...runtime.measure.fastest_device import FastestDevice, measure_fastest_device
+from ...runtime.measure.device_choice import (
+    FastestDevice,
+    ThreadChoice,
+    choose_threads,
+    chosen_threads,
+    measure_fastest_device,
+)
 from ...runtime.measure.measurement_store import model_key
 from ...runtime.measure.pass_timing import PASS_COSTS, WIDTHS, measure_pass_cost
 from ...runtime.measure.prompt_choice import PromptChoice
-from ...runtime.measure.thread_choice import ThreadChoice, choose_threads, chosen_threads
 from ...runtime.prefill import PrefillMode
 from ...runtime.speculation.drafters.ngram import write_bundle_table
 from ...runtime.speculation.pass_cost import BUCKET_ENDS, Doubt, PassCost

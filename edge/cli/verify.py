@@ -13,11 +13,11 @@ from ...models.json_file import record_to_json
 from ...models.pairing import find_draft
 from ...models.progress import ProgressDisplay
 from ...runtime.arguments.load_options import LoadOptions
-from ...runtime.devices.power import Power
+from ...runtime.devices.processor import Power
 from ...runtime.engine import Engine
 from ...runtime.engine_loading import load as open_model
 from ...runtime.kv.cache_scales import KVFormat
-from ...runtime.measure.cache_quality import CacheQuality, measure_cache_quality
+from ...runtime.measure.cache_calibration import CacheQuality, measure_cache_quality
 from ...runtime.measure.exactness import ComparisonCounts, Counterexample, ExactnessReport
 from ...runtime.prefill import PrefillMode
 from ..terminal.output import SafeConsole, write_json
@@ -56,7 +56,7 @@ def verify(
     Examples: edge-run verify my-model --prompts spec_bench.jsonl --limit 10; edge-run verify my-model --kv int8
     """
     load = _LOAD.record(given)
-    from ...runtime.graph.prepacked import verify_prepacked
+    from ...runtime.graph.packed_files import verify_prepacked
     from ...runtime.int8_prompts.int8_graph_files import verify_int8_graph
     from ...runtime.measure.comparison import Comparison
     from ..bench.prompt_sets import bundled_prompts, limit_per_category, read_prompts

@@ -15,7 +15,7 @@ from ...errors import CancelledError
 from ...models.graph_variant import DeviceKind
 from ...models.hub.downloaded_model import DownloadedModel, parse_hub_id
 from ...models.hub.fetch import fetch_model
-from ...runtime.devices.power import Power, choose_power
+from ...runtime.devices.processor import Power, choose_power
 from ...runtime.devices.providers import available_devices
 from ...runtime.result import Reply
 from ...runtime.scheduling.request_run import Cancellation, Run

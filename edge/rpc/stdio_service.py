@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ...models.graph_variant import DeviceKind
-from ...runtime.devices.power import Power
+from ...runtime.devices.processor import Power
 from ...version import __version__
 from ..service.body_decoder import decode_body
 from ..service.model_pool import ModelPool

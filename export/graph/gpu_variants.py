@@ -16,8 +16,7 @@ from ...models.onnx_file.graph_editor import CannotRewriteError
 from ...models.progress import Progress
 from ...runtime.devices.device_check import compare_with_cpu
 from ...runtime.devices.providers import cpu_device
-from ...runtime.gpu_graph.forms import FORMS, GpuForm
-from ...runtime.gpu_graph.rewriting import gpu_graph
+from ...runtime.gpu_graph.rewriting import FORMS, GpuForm, gpu_graph
 from ...runtime.graph.model_metadata import metadata_of
 from ...runtime.graph.session import GraphSession, SessionConfig
 

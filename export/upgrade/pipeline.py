@@ -14,9 +14,9 @@ from ...errors import BundleError, InputError
 from ...models.bundle import GRAPH_NAME, TOKENIZER_AND_CONFIG_FILES, WEIGHTS_NAME, Bundle, digest_file
 from ...models.manifest import MANIFEST_NAME, FileDigest, GraphLayout, Manifest, Method, WeightFormat
 from ...models.progress import Progress, counted, silent
+from ...runtime.graph.cache_io import states_by_key
 from ...runtime.graph.graph_io import GraphValue
 from ...runtime.graph.introspection import sizes_in_config
-from ...runtime.graph.state_io import states_by_key
 from ..bundle_writer import PRODUCER
 from ..check.parity import Parity
 from ..checkpoint.open import require_config_files, require_tokenizer

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ..devices.power import Power
+from ..devices.processor import Power
 from ..kv.cache_scales import KVFormat
 from ..kv.prefix_files import DEFAULT_DISK_BYTES
 from ..overflow import Overflow

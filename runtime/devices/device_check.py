@@ -28,8 +28,7 @@ from ..graph.graph_io import element_type
 from ..graph.model_metadata import metadata_of
 from ..graph.session import DecoderGraph, GraphSession, SessionConfig
 from ..measure.measurement_store import MeasurementKey, MeasurementStore, model_key
-from .drivers import device_identity
-from .providers import cpu_device
+from .providers import cpu_device, device_identity
 
 _log: Final = logging.getLogger(__name__)
 Floats: TypeAlias = npt.NDArray[np.float32]

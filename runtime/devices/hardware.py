@@ -15,9 +15,8 @@ from typing import Final
 
 from ...models.graph_variant import DeviceKind
 from .chip import running_architecture
-from .drivers import COMPUTE_ACCELERATORS, DISPLAY_ADAPTERS, windows_adapters
 from .packages import package_of
-from .providers import Device
+from .providers import COMPUTE_ACCELERATORS, DISPLAY_ADAPTERS, Device, windows_adapters
 
 _INTEL: Final = "Intel"
 _NVIDIA: Final = "NVIDIA"

@@ -1,14 +1,33 @@
-"""Identifies this machine's processor, as part of cache keys, and counts the threads to compute with."""
+"""This machine's processor: its identity in cache keys, its cores, what of it this process may use, and how it is used.
+
+Some processors have two kinds of cores. A pass waits for its slowest thread, so threads on the slow kind make it
+slower. ONNX Runtime counts all physical cores alike, therefore edge-run asks the system itself. The process may be kept
+from some cores by its CPU affinity or its container's CPU quota. `Power` is how a model is run: as fast as possible, or
+with little processor time (docs/decisions/0045-power.md).
+"""
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
+import struct
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from enum import StrEnum
 from functools import cache
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import psutil
 
 from .chip import build_platform, chip_features, chip_name
-from .cores import Core, physical_cores
-from .cpu_limits import allowed_cpus, cpu_quota
+
+_SLOW_BELOW: Final = 0.6
+"""Share of the fastest core's capacity below which a core of an ARM processor counts as slow."""
+_PROCESSOR_CORE: Final = 0
+"""RelationProcessorCore of GetLogicalProcessorInformationEx."""
 
 
 @cache
@@ -57,3 +76,221 @@ def threads_for(cores: tuple[Core, ...], allowed: frozenset[int] | None, quota: 
     usable = [core for core in cores if allowed is None or core.cpus & allowed]
     count = sum(core.fast for core in usable) or len(usable)
     return count if quota is None or count == 0 else max(min(count, math.floor(quota)), 1)
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """How many processors' time the control groups (cgroups) of this process allow it; None for no limit.
+
+    Args:
+        root: the folder with `proc` and `sys`.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    quotas: list[float] = []
+    for line in lines:
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0":
+            mounts = [root / "sys/fs/cgroup"]
+        elif "cpu" in controllers.split(","):
+            mounts = [root / "sys/fs/cgroup" / name for name in (controllers, "cpu")]
+        else:
+            continue
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for mount in mounts:
+            # Inside a container the path may be that of the host, while the mount holds the container's own group.
+            folders = [mount.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
+            quotas += [quota for quota in map(_quota, folders) if quota is not None]
+    return min(quotas, default=None)
+
+
+def _quota(group: Path) -> float | None:
+    """The quota of one control group, in processors."""
+    try:
+        if (group / "cpu.max").is_file():
+            quota, period = (group / "cpu.max").read_text(encoding="ascii").split()
+        else:
+            quota = (group / "cpu.cfs_quota_us").read_text(encoding="ascii")
+            period = (group / "cpu.cfs_period_us").read_text(encoding="ascii")
+        processors = int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+    return processors if processors > 0 else None
+
+
+def allowed_cpus() -> frozenset[int] | None:
+    """Numbers of the logical processors that this process may run on; None where the system does not tell (macOS)."""
+    allowed: frozenset[int] | None = None
+    if sys.platform != "darwin":
+        with suppress(OSError, psutil.Error):
+            allowed = frozenset(psutil.Process().cpu_affinity()) or None
+    return allowed
+
+
+class Core(NamedTuple):
+    """A physical core."""
+
+    cpus: frozenset[int]
+    """Numbers of its logical processors."""
+    fast: bool = True
+    """Whether it is a performance core; on processors with one kind of cores all are."""
+
+
+@cache
+def physical_cores() -> tuple[Core, ...]:
+    """The cores of this machine; empty where the system does not tell them."""
+    return _read_cores()
+
+
+def linux_cores(devices: Path) -> tuple[Core, ...]:
+    """Read the cores below `/sys/devices`.
+
+    Processors of Intel with two kinds of cores list the fast ones in `cpu_core/cpus`; ARM processors give every logical
+    processor a capacity, 1024 for the fastest.
+    """
+    siblings: dict[frozenset[int], int] = {}
+    for folder in (devices / "system" / "cpu").glob("cpu[0-9]*"):
+        topology = folder / "topology"
+        cpus = cpu_list(_text(topology / "core_cpus_list") or _text(topology / "thread_siblings_list"))
+        if cpus:
+            capacity = _text(folder / "cpu_capacity")
+            siblings[cpus] = int(capacity) if capacity.isdecimal() else 0
+    fast = cpu_list(_text(devices / "cpu_core" / "cpus"))
+    least = _SLOW_BELOW * max(siblings.values(), default=0)
+    return tuple(
+        Core(cpus, bool(cpus & fast) if fast else capacity >= least)
+        for cpus, capacity in sorted(siblings.items(), key=lambda entry: min(entry[0]))
+    )
+
+
+def cpu_list(text: str) -> frozenset[int]:
+    """Read a list of Linux such as `0-3,8,10-11`; empty for anything else."""
+    numbers: set[int] = set()
+    for part in text.strip().split(","):
+        first, dash, last = part.partition("-")
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal()):
+            return frozenset()
+        numbers.update(range(int(first), int(last) + 1))
+    return frozenset(numbers)
+
+
+def apple_cores(sysctl: Callable[[str], int | None]) -> tuple[Core, ...]:
+    """Read the cores from the values of macOS's `sysctl`; `hw.perflevel0` is the fastest kind.
+
+    macOS numbers no cores and lets no program choose among them, so the numbers are only an enumeration.
+    """
+    physical = sysctl("hw.physicalcpu") or 0
+    fast = sysctl("hw.perflevel0.physicalcpu") or physical
+    each = max((sysctl("hw.logicalcpu") or 0) // max(physical, 1), 1)
+    return tuple(Core(frozenset(range(core * each, (core + 1) * each)), core < fast) for core in range(physical))
+
+
+def windows_cores(records: bytes) -> tuple[Core, ...]:
+    """Read the cores from records of Windows's `GetLogicalProcessorInformationEx`; the highest class is the fastest.
+
+    A logical processor has the number 64 * group + number in the group.
+    """
+    word = struct.calcsize("P")
+    cores: list[tuple[frozenset[int], int]] = []
+    start = 0
+    while start + 8 <= len(records):
+        relation, size = struct.unpack_from("<II", records, start)
+        if size < 8 or start + size > len(records):
+            break
+        if relation == _PROCESSOR_CORE:
+            efficiency_class = records[start + 9]
+            (groups,) = struct.unpack_from("<H", records, start + 30)
+            cpus: set[int] = set()
+            for place in range(start + 32, start + 32 + groups * (word + 8), word + 8):
+                mask = int.from_bytes(records[place : place + word], "little")
+                (group,) = struct.unpack_from("<H", records, place + word)
+                cpus |= {64 * group + bit for bit in range(8 * word) if mask >> bit & 1}
+            cores.append((frozenset(cpus), efficiency_class))
+        start += size
+    fastest = max((efficiency_class for _, efficiency_class in cores), default=0)
+    return tuple(Core(cpus, efficiency_class == fastest) for cpus, efficiency_class in cores)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _sysctl(name: str) -> int | None:
+    """The value of a whole number of `sysctl`; None if there is none of this name."""
+    value, size = ctypes.c_int64(0), ctypes.c_size_t(8)
+    try:
+        function = ctypes.CDLL(None).sysctlbyname
+    except (OSError, AttributeError):
+        return None
+    failed = function(name.encode(), ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0))
+    # The upper half of a value of 4 bytes stays zero, and Apple's processors store the lower half first.
+    return None if failed else value.value
+
+
+if sys.platform == "win32":
+
+    def _read_cores() -> tuple[Core, ...]:
+        function = ctypes.WinDLL("kernel32").GetLogicalProcessorInformationEx
+        size = ctypes.c_uint32(0)
+        function(_PROCESSOR_CORE, None, ctypes.byref(size))
+        records = ctypes.create_string_buffer(max(size.value, 1))
+        read = function(_PROCESSOR_CORE, records, ctypes.byref(size))
+        return windows_cores(records.raw[: size.value]) if read else ()
+
+elif sys.platform == "darwin":
+
+    def _read_cores() -> tuple[Core, ...]:
+        return apple_cores(_sysctl)
+
+else:
+
+    def _read_cores() -> tuple[Core, ...]:
+        return linux_cores(Path("/sys/devices"))
+
+
+class Power(StrEnum):
+    """What a model's passes are to be: fast, or cheap in processor time and so in energy. The text is the same."""
+
+    AUTO = "auto"
+    """`SAVER` if the machine runs on its battery when the model is loaded, else `PERFORMANCE`."""
+    PERFORMANCE = "performance"
+    """One thread for each performance core. They spin while they wait for the next pass, 60 ms at most."""
+    SAVER = "saver"
+    """Half as many threads, which sleep between passes."""
+
+    @property
+    def saves(self) -> bool:
+        """Whether processor time is saved."""
+        return self is Power.SAVER
+
+
+def choose_power(wanted: str) -> Power:
+    """The mode to run in, `PERFORMANCE` or `SAVER`.
+
+    Args:
+        wanted: the mode that was asked for, or its name.
+    """
+    power = Power(wanted)
+    if power is not Power.AUTO:
+        return power
+    return Power.SAVER if on_battery() else Power.PERFORMANCE
+
+
+def on_battery() -> bool:
+    """Whether this machine runs on its battery now; False where it has none, or the system does not tell."""
+    try:
+        battery = psutil.sensors_battery()
+    except (AttributeError, OSError, RuntimeError, ValueError):  # a system without such a sensor, or a sandbox
+        return False
+    return battery is not None and battery.power_plugged is False
+
+
+def saver_threads() -> int:
+    """How many threads compute when processor time is saved."""
+    return max(default_threads() // 2, 1)

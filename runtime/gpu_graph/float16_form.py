@@ -14,8 +14,8 @@ import numpy as np
 
 from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor, attributes_of, onnx_node
 from ...models.onnx_file.model_messages import ELEMENT_TYPES, Message, node
-from ..graph.plain_attention import BIAS
-from ..graph.plain_attention import OPERATOR as ATTENTION
+from ..graph.attention_edits import BIAS
+from ..graph.attention_edits import OPERATOR as ATTENTION
 
 _FLOAT: Final = ELEMENT_TYPES[np.dtype(np.float32)]
 _HALF: Final = ELEMENT_TYPES[np.dtype(np.float16)]

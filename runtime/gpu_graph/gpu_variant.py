@@ -14,7 +14,7 @@ from ...models.graph_variant import DeviceKind
 from ...models.regular_file import read_regular
 from ...models.user_folders import cache_folder
 from ..graph.session import SessionConfig
-from .forms import REWRITING, GpuForm, form_of
+from .rewriting import REWRITING, GpuForm, form_of
 
 _MAX_CACHED_BYTES: Final = 64 << 20
 """Largest graph that is cached; a larger one has its weights inside and is made again at every load."""

@@ -1,9 +1,10 @@
-"""Makes the GPU forms of a decoder graph."""
+"""Makes the GPU forms of a decoder graph; each GPU provider takes one."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -11,15 +12,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...models.graph_variant import Precision
+from ...models.graph_variant import GraphVariant, Precision
 from ...models.onnx_file.graph_editor import MICROSOFT, CannotRewriteError, GraphEditor, attributes_of
 from ...models.onnx_file.model_messages import ELEMENT_TYPES, Message, node, shape_of, value_info
-from ..graph.plain_attention import BIAS, input_at, serve_plain_passes, window_of
-from ..graph.plain_attention import OPERATOR as ATTENTION
-from ..graph.rotation import rotate_outside
+from ..graph.attention_edits import BIAS, input_at, rotate_outside, serve_plain_passes, window_of
+from ..graph.attention_edits import OPERATOR as ATTENTION
 from .expanded_codes import compute_in_float, expand_embedding, expand_matrices
 from .float16_form import use_half_precision
-from .forms import GpuForm
 
 TOP_IDS: Final = "top_ids"
 """Output: ids of the tokens with the largest logits, int64 `[R, K]`, the best first."""
@@ -30,6 +29,8 @@ TOP_COUNT: Final = 64
 _LOGITS: Final = "logits"
 _FLOAT: Final = ELEMENT_TYPES[np.dtype(np.float32)]
 _FILE: Final = "operator_kernels.json"
+REWRITING: Final = 5
+"""Version of the graphs that `rewriting` makes of these forms; cached ones of other versions are not used."""
 
 
 def gpu_graph(graph: Path, form: GpuForm, *, plain: bool = False) -> bytes:
@@ -167,3 +168,53 @@ def operators_outside(editor: GraphEditor, provider: str) -> list[str]:
         if entry is None or versions.get(domain, 1) < entry["since"]:
             missing.add(str(each.op_type))
     return sorted(missing)
+
+
+@dataclass(frozen=True)
+class GpuForm:
+    """A form of the GPU graph. Weights, inputs and outputs are those of docs/graph-contract.md in all of them."""
+
+    variant: GraphVariant
+    """Precision of activations, scales and cache."""
+    suffix: str
+    """What distinguishes its file in a bundle: `model_{suffix}.onnx`."""
+    matmul_bits: frozenset[int] = frozenset({2, 4, 8})
+    """Bits for which MatMulNBits has a kernel; matrices of other formats become float when the graph is loaded."""
+    gathers_blocks: bool = True
+    """Whether GatherBlockQuantized has a kernel. Codes with zero points are never left to it: it fails on WebGPU."""
+    onnx_gelu: bool = True
+    """Whether ONNX's own Gelu has a kernel; otherwise those of com.microsoft take its place."""
+    has_plain_form: bool = False
+    """Whether passes of consecutive tokens have a graph of their own, because a bias takes a slow kernel."""
+    only_operators_of: str = ""
+    """Provider whose table of operators and types (`operator_table`) a graph has to keep to; empty for none."""
+
+
+WEBGPU: Final = GpuForm(GraphVariant.GPU, "gpu")
+"""Also for providers that are not listed. Float16 is left to a later version: not every adapter has it."""
+CUDA: Final = GpuForm(
+    # GroupQueryAttention has kernels for float16 and bfloat16 only, and fast ones only without a bias.
+    GraphVariant.GPU_FP16,
+    "gpu_fp16",
+    matmul_bits=frozenset({4, 8}),
+    has_plain_form=True,
+)
+DIRECTML: Final = GpuForm(
+    GraphVariant.GPU_FP16,
+    "gpu_dml",
+    matmul_bits=frozenset({4}),
+    gathers_blocks=False,
+    onnx_gelu=False,
+    only_operators_of="DmlExecutionProvider",
+)
+FORMS: Final[Mapping[str, GpuForm]] = {
+    "WebGpuExecutionProvider": WEBGPU,
+    "CUDAExecutionProvider": CUDA,
+    "DmlExecutionProvider": DIRECTML,
+}
+"""Forms by name of the execution provider."""
+
+
+def form_of(provider: str) -> GpuForm:
+    """The form of the graph that a provider takes."""
+    return FORMS.get(provider, WEBGPU)

@@ -1,19 +1,27 @@
-"""Drops slots from the middle of a cache, and rotates the keys after them to their new positions."""
+"""Drops slots from the middle of a cache, and rotates the keys after them to their new positions.
+
+Keys are cached with their rotary positions applied. Rotating a pair of channels by one angle and then by another equals
+rotating it by the sum, so a key at position p becomes the one of position p - d by a rotation by -d, exact up to the
+rounding of floats. Whatever scaling the frequencies have, its cosines and sines at d are in the tables of the graph.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from ...errors import EdgeError
+from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor, attributes_of
+from ...models.onnx_file.model_messages import Message
 from ..kv.arena import KVArena
 from ..kv.buffers import NumpyBuffers
 from ..kv.hybrid_arena import HybridArena
-from ..kv.key_rotation import KeyRotation
 from .bound_graph import BoundGraph
 from .graph_io import GraphIO
 
@@ -21,6 +29,13 @@ _CHECK_TOKENS: Final = 9
 _CHECK_TOLERANCE: Final = 0.01
 """Largest difference of a key from the one that it must equal, relative to the largest key. Activations in 8 bits
 change keys by less, wrong rotations by about as much as the keys."""
+_ATTENTION: Final = "GroupQueryAttention"
+_KEY, _PAST_KEY, _COSINES, _SINES = 1, 3, 7, 8
+"""Indices of the operator's inputs."""
+_MAX_GRAPH_BYTES: Final = 256 << 20
+"""Largest file that is read for its tables: one with its weights inside is not worth the memory."""
+_NORM_TOLERANCE = 1e-3
+"""Largest difference of the norm of a table's cosine and sine, which is 1 but for rounding."""
 
 
 class CacheShift:
@@ -101,7 +116,104 @@ class CacheShift:
     @cached_property
     def _rotations(self) -> tuple[KeyRotation | None, ...]:
         """The rotation of every cache tensor; None for values, and for keys of whose rotation nothing is known."""
-        from .rotary_tables import key_rotations  # noqa: PLC0415 -- importing protobuf takes 28 ms
 
         found = key_rotations(self._graph)
         return tuple(found.get(tensor.past) for tensor in self._graph_io.cache)
+
+
+def key_rotations(graph: Path) -> Mapping[str, KeyRotation]:
+    """The rotation of every key cache of which the graph has tables, by the name of the cache input.
+
+    Args:
+        graph: the model's file; tables in other files are mapped.
+
+    Returns:
+        Nothing for a graph that cannot be read, or that rotates without tables.
+    """
+    try:
+        if graph.stat().st_size <= _MAX_GRAPH_BYTES:
+            return _rotations(GraphEditor(graph))
+    except (CannotRewriteError, EdgeError, OSError, ValueError):
+        pass
+    return {}
+
+
+def _rotations(editor: GraphEditor) -> Mapping[str, KeyRotation]:
+    """The rotations of a graph's keys, inside the attention operators or in front of them, by the name of the cache."""
+    found: dict[str, KeyRotation] = {}
+    for node in editor.graph.node:
+        if node.op_type != _ATTENTION:
+            continue
+        attributes = attributes_of(node)
+        if attributes.get("do_rotary"):
+            tables, interleaved = node.input[_COSINES : _SINES + 1], attributes.get("rotary_interleaved")
+        else:
+            rotary = _rotary_before(editor, node.input[_KEY])
+            if rotary is None:
+                continue
+            # ONNX's own operator has the tables before the positions.
+            tables = rotary.input[2:4] if rotary.domain else rotary.input[1:3]
+            interleaved = attributes_of(rotary).get("interleaved")
+        cosines, sines = (editor.array(name) for name in tables)
+        if cosines is not None and sines is not None:
+            found[node.input[_PAST_KEY]] = KeyRotation(cosines, sines, bool(interleaved))
+    return found
+
+
+def _rotary_before(editor: GraphEditor, name: str) -> Message | None:
+    """The node that rotates a value; None if it is not one."""
+    while (producer := editor.producer(name)) is not None:
+        if producer.op_type == "RotaryEmbedding":
+            return producer
+        if producer.op_type not in ("Reshape", "Transpose"):
+            return None
+        name = producer.input[0]
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class KeyRotation:
+    """The rotary tables of the keys of a layer."""
+
+    cosines: npt.NDArray[Any]
+    """`[positions, channels / 2]`; an attention factor may have multiplied both tables."""
+    sines: npt.NDArray[Any]
+    interleaved: bool = False
+    """Whether the channels of a pair are neighbours; if not, the second half of the channels follows the first."""
+
+    def at(self, position: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Cosine and sine of every pair at a position, float64 `[channels / 2]`, without the attention factor.
+
+        Raises:
+            ValueError: the tables do not have the position, or are not those of a rotation.
+        """
+        if not 0 <= position < len(self.cosines) or self.cosines.shape != self.sines.shape:
+            raise ValueError(f"the rotary tables have no position {position}")
+        cosines, sines = (np.asarray(table[position], np.float64) for table in (self.cosines, self.sines))
+        factor = np.asarray(self.cosines[0], np.float64)  # the cosine of 0 is 1
+        with np.errstate(divide="ignore", invalid="ignore"):
+            cosines, sines = cosines / factor, sines / factor
+            norms = np.hypot(cosines, sines)
+        if not (np.abs(norms - 1) < _NORM_TOLERANCE).all():
+            raise ValueError("the rotary tables are not those of a rotation")
+        return cosines / norms, sines / norms
+
+    def rotate_back(self, keys: npt.NDArray[Any], positions: int) -> None:
+        """Rotate cached keys `[..., channels]` in place to positions that are so much smaller.
+
+        Channels after those that the tables have are not rotated.
+
+        Raises:
+            ValueError: as for `at`, or the keys have fewer channels.
+        """
+        cosines, sines = (values.astype(np.float32) for values in self.at(positions))
+        channels = 2 * cosines.size
+        if keys.shape[-1] < channels:
+            raise ValueError(f"the rotary tables rotate {channels} of {keys.shape[-1]} channels")
+        if self.interleaved:
+            first, second = keys[..., 0:channels:2], keys[..., 1:channels:2]
+        else:
+            first, second = keys[..., : channels // 2], keys[..., channels // 2 : channels]
+        rotated = first * cosines + second * sines
+        second[...] = second * cosines - first * sines
+        first[...] = rotated

@@ -93,7 +93,7 @@ class CacheTensor:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A state of one layer without attention, or its updates; see `state_io`."""
+    """A state of one layer without attention, or its updates; see `cache_io`."""
 
     past: str
     """Name of the input."""

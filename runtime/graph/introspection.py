@@ -15,7 +15,7 @@ import numpy as np
 
 from ...errors import BundleError
 from ...models.json_file import is_whole
-from .cache_io import EXPORT_HINT, CachePart, cache_part, find_cache, fixed_slots
+from .cache_io import EXPORT_HINT, CachePart, cache_part, find_cache, find_states, fixed_slots
 from .graph_io import (
     CacheMode,
     CacheTensor,
@@ -27,9 +27,7 @@ from .graph_io import (
     TopOutputs,
     element_type,
 )
-from .model_metadata import ModelMetadata
-from .state_io import find_states
-from .unsupported import reject_inputs
+from .model_metadata import ModelMetadata, reject_inputs
 
 MIN_CAPACITY: Final = 8
 """Smallest number of cache slots that a graph may fix: with fewer it could not even be probed."""

@@ -1,15 +1,28 @@
-"""What the files beside a graph say about it."""
+"""What the files beside a graph say about it, and graphs that cannot work here.
+
+Graphs are rejected by their operators and input names. Each error names the input or operator by which the graph was
+recognised and says what to do. The kinds are those met in published models (ONNX Runtime GenAI, Optimum,
+transformers.js, OpenVINO, Ryzen AI).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from ...errors import BundleError
 from ...models.bundle import Bundle
 from ...models.onnx_file.wire import Operators, operators_of
+from .graph_io import GraphValue
 from .probe import ProbeResult
+
+_KNOWN_DOMAINS: Final = frozenset(
+    {"", "ai.onnx.ml", "com.microsoft", "com.microsoft.nchwc", "com.ms.internal.nhwc", "ai.onnx.preview.training"}
+)
+"""Operator domains that are part of ONNX Runtime."""
 
 
 @dataclass(frozen=True)
@@ -44,3 +57,104 @@ def metadata_of(bundle: Bundle) -> ModelMetadata:
     if bundle.embedding is not None:
         operators |= operators_of(bundle.embedding)
     return ModelMetadata(bundle.first, bundle.input_vocab, bundle.config, bundle.genai, operators)
+
+
+@dataclass(frozen=True)
+class _UnsupportedKind:
+    """A kind of graph that is recognised by the name of an input."""
+
+    pattern: re.Pattern[str]
+    reason: str
+    """`{}` stands for the name of the input."""
+    hint: str
+
+
+def _kind(pattern: str, reason: str, hint: str) -> _UnsupportedKind:
+    return _UnsupportedKind(re.compile(pattern, re.IGNORECASE), reason, hint)
+
+
+_UNSUPPORTED_KINDS: Final = (
+    _kind(
+        r"encoder_(hidden_states|attention_mask|outputs?)|decoder_(input_ids|attention_mask)|(.*[._])?(en|de)coder[._](key|value)"
+        r"|past_(key|value)_(self|cross)_\d+",
+        "is part of an encoder-decoder model (it takes {})",
+        "edge-run runs decoder-only language models",
+    ),
+    _kind(
+        r"pixel_values.*|image_(features|grid_thw|sizes|attention_mask)|(audio|input)_features|audio_(embeds|attention_mask)",
+        "is part of a model for images or audio (it takes {})",
+        "choose a text-only model",
+    ),
+    _kind(
+        r"inputs_embeds",
+        "takes embeddings ({}) instead of token ids: it is one part of a model that was split up",
+        "choose an export whose decoder takes input_ids",
+    ),
+    _kind(
+        r"block_tables?|slot_mappings?|block_indices|cumulative_sequence_lengths?|cu_seqlens?.*|past_sequence_lengths",
+        "keeps its cache in pages (it takes {}), as servers do",
+        "export it again without paged attention",
+    ),
+    _kind(
+        r"beam_idx",
+        "keeps its cache inside (it takes {}), where it cannot be rewound",
+        "choose an export whose cache is inputs and outputs (past_key_values.N.key)",
+    ),
+    _kind(
+        r".*[._](key|value|k|v)_scales?",
+        "keeps a scale for every cached token ({})",
+        "choose a variant of the model whose cache is not quantized token by token",
+    ),
+    _kind(
+        r"hidden_states|draft_features",
+        "continues from another model's hidden states (it takes {}): it is a draft head",
+        "give the model it belongs to",
+    ),
+    _kind(r"token_type_ids", "is an encoder (it takes {}), not a language model", "choose a decoder"),
+    _kind(
+        r"max_length|num_beams|num_return_sequences",
+        "contains a whole generation loop (it takes {})",
+        "choose the decoder alone, exported with its cache as inputs and outputs",
+    ),
+)
+
+
+def reject_operators(operators: Operators, where: str) -> None:
+    """Reject an unsupported graph by its operators, before it is loaded.
+
+    Raises:
+        BundleError: it is compiled for one device, keeps its cache in pages, or needs a custom operator library.
+    """
+    if "EPContext" in operators:
+        raise BundleError(
+            f"{where} was compiled for one kind of device (it has EPContext operators)",
+            "choose a variant of the model for the CPU",
+        )
+    if "PagedAttention" in operators:
+        raise BundleError(
+            f"{where} keeps its cache in pages (it has PagedAttention operators), as servers do",
+            "export it again without paged attention",
+        )
+    custom = sorted(
+        f"{domain}.{name}"
+        for domain, name in operators.used
+        if domain not in _KNOWN_DOMAINS and domain not in operators.own_domains
+    )
+    if custom:
+        more = f" and {len(custom) - 1} more" if len(custom) > 1 else ""
+        raise BundleError(
+            f"{where} needs a custom operator library that edge-run does not have ({custom[0]}{more})",
+            "choose a variant of the model for the CPU",
+        )
+
+
+def reject_inputs(inputs: Sequence[GraphValue], where: str) -> None:
+    """Reject an unsupported graph by the names of its inputs.
+
+    Raises:
+        BundleError: it belongs to a kind of model that edge-run does not run.
+    """
+    for kind in _UNSUPPORTED_KINDS:
+        for value in inputs:
+            if kind.pattern.fullmatch(value.name):
+                raise BundleError(f"{where} {kind.reason.format(value.name)}", kind.hint)

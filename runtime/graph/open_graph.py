@@ -17,7 +17,7 @@ from ..prefill import PrefillMode
 from .graph_choice import ChosenGraphs, FurtherGraph
 from .graph_io import CacheMode, GraphIO
 from .model_metadata import ModelMetadata, metadata_of
-from .prepacked import prepacked_graph
+from .packed_files import prepacked_graph
 from .probe import ProbeResult
 from .session import DecoderGraph, GraphSession, SessionConfig
 

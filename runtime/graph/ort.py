@@ -10,8 +10,7 @@ import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from ...telemetry import telemetry_is_disabled
-from ..devices.cores import physical_cores
-from ..devices.processor import default_threads
+from ..devices.processor import default_threads, physical_cores
 
 RUNTIME_VERSION: Final[str] = ort.__version__
 """Version of ONNX Runtime."""

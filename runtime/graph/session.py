@@ -13,7 +13,7 @@ import onnxruntime as ort
 from ...errors import BundleError
 from ...models.onnx_file.wire import external_files
 from ..devices.device_lock import device_lock
-from ..devices.power import Power
+from ..devices.processor import Power
 from ..devices.providers import CPU_PROVIDER, Device, add_device
 from ..kv.arena import InPlaceArena, KVArena
 from ..kv.cache_scales import CacheScales, KVFormat
@@ -30,10 +30,9 @@ from .head_session import HeadSession
 from .hybrid_session import HybridSession
 from .introspection import introspect
 from .memory import drop_file_pages
-from .model_metadata import ModelMetadata
+from .model_metadata import ModelMetadata, reject_operators
 from .ort import ORT_ERRORS, error_reason, session_options
 from .probe import ProbeResult, graph_io_key, probe
-from .unsupported import reject_operators
 
 _STATE_WINDOW: Final = "state_window"
 """Attribute of operators with states, and option of GenAI's model builder."""

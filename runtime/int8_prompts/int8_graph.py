@@ -23,10 +23,8 @@ import numpy as np
 
 from ...models.onnx_file.graph_editor import MICROSOFT, CannotRewriteError, GraphEditor, attributes_of, onnx_node
 from ...models.onnx_file.model_messages import Message
-from ..graph.integer_products import quantized_product
-from ..graph.plain_attention import OPERATOR as ATTENTION
-from .block_codes import OPERATOR, BlockMatrix, Floats
-from .integer_weights import IntegerRange
+from ..graph.attention_edits import OPERATOR as ATTENTION
+from .integer_weights import OPERATOR, BlockMatrix, Floats, IntegerRange, quantized_product
 
 SELECTED: Final = "logit_rows"
 _OLDEST_OPSET: Final = 13

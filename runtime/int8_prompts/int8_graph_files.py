@@ -25,17 +25,14 @@ from ...models.progress import Progress, silent
 from ...models.user_folders import cache_folder
 from ...models.user_text import format_bytes
 from ..devices.processor import processor
-from ..graph.integer_products import PackedWeightsWriter, products_overflow
+from ..graph.attention_edits import serve_plain_passes
 from ..graph.ort import RUNTIME_BUILD
-from ..graph.packed_files import RECORD_NAME, check_samples, make_room, verify_folder, write_record
-from ..graph.plain_attention import serve_plain_passes
-from ..graph.prepacked import prepacked_graph
+from ..graph.packed_files import RECORD_NAME, check_samples, make_room, prepacked_graph, verify_folder, write_record
 from ..graph.session import SessionConfig
 from ..kv.cache_scales import KVFormat
-from .input_samples import sample_inputs
 from .int8_graph import Int8Products, Product, find_products, use_integers
-from .integer_weights import FULL_RANGE, NARROW_RANGE, IntegerRange, to_integers
-from .outlier_channels import InputSample, too_coarse
+from .integer_weights import FULL_RANGE, NARROW_RANGE, IntegerRange, PackedWeightsWriter, products_overflow, to_integers
+from .outlier_channels import InputSample, sample_inputs, too_coarse
 
 STAGE: Final = "preparing the int8 prompt graph"
 """Stage of the progress that making an int8 graph reports."""

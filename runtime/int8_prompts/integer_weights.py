@@ -1,17 +1,49 @@
-"""Weights as 8-bit integers with one scale for each output, decoded from a model's own codes."""
+"""Weights as 8-bit integers: decoded from a model's own codes, and packed for integer products on this machine.
+
+`BlockMatrix` decodes the codes of MatMulNBits a few rows at a time. `PackedWeightsWriter` lets ONNX Runtime pack the
+integers, which have one scale for each output, for this machine.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from .block_codes import BlockMatrix, Floats
+from ...errors import BundleError
+from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor, attributes_of
+from ...models.onnx_file.model_messages import (
+    EXTERNAL,
+    GraphProto,
+    Message,
+    external_tensor,
+    model,
+    node,
+    read_model,
+    tensor,
+    value_info,
+)
+from ..graph.ort import ORT_ERRORS, error_reason, load_session, session_options
+from ..graph.packed_files import write_prepacked
 
 _BLOCK_WEIGHTS: Final = 1 << 20
 """Weights that are decoded at a time: 4 MB as floats."""
+Floats = npt.NDArray[np.float32]
+OPERATOR: Final = "MatMulNBits"
+_CODES, _SCALES, _ZEROS, _ORDER, _BIAS = 1, 2, 3, 4, 5
+"""Indices of the operator's inputs."""
+_BITS: Final = (2, 4, 8)
+PRODUCT: Final = "MatMulIntegerToFloat"
+_OPSET: Final = 21
+_WEIGHTS: Final = "weights"
+_ALIGNMENT: Final = 4096
+_PACKED: Final = "prepacked_"
+"""Beginning of the keys under which a tensor lists its packed forms: `kernel|offset;length;...` each."""
 
 
 @dataclass(frozen=True)
@@ -72,3 +104,212 @@ def to_integers(
         integers[:, part] = weights.T
         scales[part] = scale
     return IntegerMatrix(integers, scales if row_factors is None else scales * row_factors)
+
+
+@dataclass(frozen=True)
+class BlockMatrix:
+    """The weights of one product, `[rows, columns]`: the operator multiplies inputs with their transpose.
+
+    A weight is (code - zero point) * scale, with one scale and one zero point for every block of a row.
+    """
+
+    rows: int
+    """Number of outputs (the operator's N)."""
+    columns: int
+    """Number of inputs (K)."""
+    bits: int
+    codes: npt.NDArray[np.uint8]
+    """`[rows, blocks, bytes]`, the lowest bits of a byte first."""
+    scales: Floats
+    """`[rows, blocks]`."""
+    zeros: npt.NDArray[Any] | None
+    """uint8 `[rows, bytes]`, packed as the codes, or float32 `[rows, blocks]`; None where the middle code is zero."""
+    bias: Floats | None
+    """`[rows]`."""
+
+    @staticmethod
+    def of(editor: GraphEditor, node: Message) -> BlockMatrix:
+        """The matrix of a `MatMulNBits`; its tensors stay memory-mapped where they are external.
+
+        Raises:
+            CannotRewriteError: it is stored in a way that is not known here.
+        """
+        attributes = attributes_of(node)
+        bits, rows, columns = attributes.get("bits", 4), attributes["N"], attributes["K"]
+        blocks = -(-columns // attributes["block_size"])
+        names = [*node.input, "", "", "", ""]
+        codes, scales = editor.array(names[_CODES]), editor.array(names[_SCALES])
+        zeros = editor.array(names[_ZEROS]) if names[_ZEROS] else None
+        bias = editor.array(names[_BIAS]) if names[_BIAS] else None
+        if codes is None or scales is None or names[_ORDER] or bits not in _BITS:
+            raise CannotRewriteError(f"{node.name} has no constant codes of {bits} bits in their own order")
+        missing = (names[_ZEROS] and zeros is None) or (names[_BIAS] and bias is None)
+        if missing or scales.dtype != np.float32 or (bias is not None and bias.dtype != np.float32):
+            raise CannotRewriteError(f"{node.name} does not compute in float32")
+        if zeros is not None and zeros.dtype not in (np.uint8, np.float32):
+            raise CannotRewriteError(f"{node.name} has zero points of type {zeros.dtype}")
+        return BlockMatrix(
+            rows,
+            columns,
+            bits,
+            codes.reshape(rows, blocks, -1),
+            scales.reshape(rows, blocks),
+            None if zeros is None else zeros.reshape(rows, -1),
+            bias,
+        )
+
+    def decoded(self, start: int, stop: int) -> Floats:
+        """The weights of some rows, float32 `[stop - start, columns]`."""
+        codes = _unpacked(self.codes[start:stop], self.bits).astype(np.float32)
+        scales = np.asarray(self.scales[start:stop])
+        blocks = scales.shape[1]
+        if self.zeros is None:
+            codes -= np.float32(1 << (self.bits - 1))
+        else:
+            zeros = self.zeros[start:stop]
+            if zeros.dtype == np.uint8:
+                zeros = _unpacked(zeros, self.bits)[:, :blocks]
+            codes -= zeros.astype(np.float32)[:, :, None]
+        codes *= scales[:, :, None]
+        return codes.reshape(stop - start, -1)[:, : self.columns]
+
+
+def _unpacked(packed: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
+    """The codes of bytes along the last axis."""
+    if bits == 8:
+        return np.asarray(packed)
+    each = 8 // bits
+    codes = np.empty((*packed.shape[:-1], packed.shape[-1] * each), np.uint8)
+    for place in range(each):
+        # Whole arrays shifted, and written with a stride, take a third of the time of a table of codes.
+        codes[..., place::each] = (packed >> np.uint8(place * bits)) & np.uint8((1 << bits) - 1)
+    return codes
+
+
+@cache
+def products_overflow() -> bool:
+    """Whether this processor's products of bytes with signed bytes overflow for large factors.
+
+    Kernels for AVX2 and AVX-512 without VNNI add two products of 16 bits in 16 bits, which then saturate.
+
+    Raises:
+        BundleError: ONNX Runtime cannot compute such a product.
+    """
+    size = 64
+    inputs = np.full((1, 1, size), 255, np.uint8)
+    graph = _product(np.full((size, size), 127, np.int8), 0)
+    try:
+        session = load_session(model(graph, opset=_OPSET).SerializeToString(), session_options(1))
+        sums: npt.NDArray[np.float32] = session.run(None, {"inputs": inputs})[0]
+    except ORT_ERRORS as error:
+        raise BundleError(f"integer products cannot be computed here: {error_reason(error)}") from error
+    return bool((sums != size * 255 * 127).any())
+
+
+class PackedWeightsWriter:
+    """Appends matrices to a data file, as they are and as packed for this machine.
+
+    One matrix is packed at a time, by loading a model of one product, so that memory holds one at a time.
+
+    Args:
+        path: the data file, which is created.
+        scratch: an existing folder for files that are removed again.
+    """
+
+    def __init__(self, path: Path, scratch: Path) -> None:
+        self._file: Final = path.open("xb")
+        self._path: Final = path
+        self._scratch: Final = scratch
+
+    def __enter__(self) -> PackedWeightsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def add_packed(self, name: str, integers: npt.NDArray[np.int8], zero: int) -> Message:
+        """Append the matrix of a product of bytes.
+
+        Args:
+            name: name of the tensor.
+            integers: int8 `[inputs, outputs]`.
+            zero: the byte that stands for an activation of zero.
+
+        Returns:
+            The tensor, which refers to its bytes in the file; a tiny one holds them itself.
+
+        Raises:
+            BundleError: ONNX Runtime cannot pack it.
+            OSError: the file cannot be written.
+        """
+        source, packed = self._scratch / "product.onnx", self._scratch / "packed.onnx"
+        data = packed.with_name(f"{packed.name}.data")
+        try:
+            source.write_bytes(model(_product(integers, zero), opset=_OPSET).SerializeToString())
+            write_prepacked(source, packed)
+            found = next(each for each in read_model(packed).graph.initializer if each.name == _WEIGHTS)
+            if found.data_location != EXTERNAL:
+                return tensor(name, integers)
+            start = self._append(data.read_bytes())
+        finally:
+            for each in (source, packed, data):
+                each.unlink(missing_ok=True)
+        found.name = name
+        for entry in found.external_data:
+            if entry.key == "location":
+                entry.value = self._path.name
+            elif entry.key == "offset":
+                entry.value = str(start + int(entry.value))
+            elif entry.key.startswith(_PACKED):
+                entry.value = _shifted(entry.value, start)
+        return found
+
+    def add(self, name: str, array: npt.NDArray[Any]) -> Message:
+        """Append an array as it is; returns the tensor, which refers to it in the file."""
+        data = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+        start = self._append(data)
+        return external_tensor(name, array.dtype, array.shape, location=self._path.name, offset=start, length=len(data))
+
+    def _append(self, data: bytes) -> int:
+        start = -(-self._file.tell() // _ALIGNMENT) * _ALIGNMENT
+        self._file.seek(start)
+        self._file.write(data)
+        return start
+
+
+def quantized_product(inputs: str, weights: str, output: str, constants: Mapping[str, str]) -> Message:
+    """A node that multiplies bytes with a matrix: (inputs - zero) @ weights * scales.
+
+    Args:
+        inputs: uint8 `[..., inputs]`.
+        weights: int8 `[inputs, outputs]`.
+        output: float32 `[..., outputs]`.
+        constants: names of `one` (float32 scalar), `scales` (float32 `[outputs]`) and `zero` (uint8 scalar).
+    """
+    names = [inputs, weights, constants["one"], constants["scales"], constants["zero"]]
+    return node(PRODUCT, names, [output], name=f"{output}.product", domain="com.microsoft")
+
+
+def _product(integers: npt.NDArray[np.int8], zero: int) -> Message:
+    """A graph of one product."""
+    size, outputs = integers.shape
+    constants = {"one": "one", "scales": "scales", "zero": "zero"}
+    return GraphProto(
+        name="product",
+        node=[quantized_product("inputs", _WEIGHTS, "outputs", constants)],
+        input=[value_info("inputs", np.uint8, (1, "tokens", size))],
+        output=[value_info("outputs", np.float32, (1, "tokens", outputs))],
+        initializer=[
+            tensor(_WEIGHTS, integers),
+            tensor("one", np.array(1, np.float32)),
+            tensor("scales", np.ones(outputs, np.float32)),
+            tensor("zero", np.array(zero, np.uint8)),
+        ],
+    )
+
+
+def _shifted(entry: str, start: int) -> str:
+    """A list of packed buffers, `kernel|offset;length;checksum`, with another beginning of the file."""
+    kernel, separator, buffers = entry.partition("|")
+    parts = [buffer.split(";") for buffer in buffers.split("|")]
+    return kernel + separator + "|".join(";".join([str(start + int(first)), *rest]) for first, *rest in parts)

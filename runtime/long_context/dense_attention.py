@@ -17,8 +17,17 @@ import numpy as np
 
 from ...models.onnx_file.graph_editor import MICROSOFT, CannotRewriteError, GraphEditor, attributes_of
 from ...models.onnx_file.model_messages import ELEMENT_TYPES, Message, node
-from ..graph.plain_attention import BIAS, OPERATOR, POSITIONS, WINDOW, input_at
-from ..graph.rotation import has_no_slots, head_size, rotate_outside, unpacked
+from ..graph.attention_edits import (
+    BIAS,
+    OPERATOR,
+    POSITIONS,
+    WINDOW,
+    has_no_slots,
+    head_size,
+    input_at,
+    rotate_outside,
+    unpacked,
+)
 
 _QUERY, _KEY, _VALUE, _PAST_KEY, _PAST_VALUE, _TOTAL = 0, 1, 2, 3, 4, 6
 """Places of the operator's inputs."""

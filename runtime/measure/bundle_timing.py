@@ -30,7 +30,7 @@ from ..devices.providers import choose_device
 from ..graph.bound_graph import BoundGraph
 from ..graph.model_metadata import ModelMetadata, metadata_of
 from ..graph.ort import RUNTIME_VERSION
-from ..graph.prepacked import should_prepack, write_prepacked
+from ..graph.packed_files import should_prepack, write_prepacked
 from ..graph.session import DecoderGraph, GraphSession, SessionConfig
 from .pass_timing import TYPICAL_CONTEXT, pad_cache, time_pass
 

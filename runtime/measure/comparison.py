@@ -35,8 +35,7 @@ from ..speculation.replay import OracleDrafter, TreeDrafter
 from ..speculation.speculator import MAX_DRAFT_WIDTH, Speculator
 from ..speculation.tree import Source, Tree
 from ..speculation.verification import NearTies
-from .exactness import ComparisonCounts, Counterexample, ExactnessReport
-from .width_noise import WidthNoise, measure_width_noise
+from .exactness import ComparisonCounts, Counterexample, ExactnessReport, WidthNoise, measure_width_noise
 
 _NOISE_TEXTS: Final = 6
 """Texts over which width noise is measured."""

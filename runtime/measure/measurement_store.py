@@ -21,8 +21,8 @@ from ...models.regular_file import MAX_JSON_BYTES, read_regular
 from ...models.user_folders import cache_folder, make_private
 from ...version import __version__
 from ..devices.chip import chip_name, running_architecture
-from ..devices.drivers import device_identity
 from ..devices.processor import default_threads, machine
+from ..devices.providers import device_identity
 from ..graph.ort import RUNTIME_VERSION
 from ..graph.session import SessionConfig
 from ..kv.cache_scales import KVFormat

@@ -12,8 +12,7 @@ from typing import Final, NamedTuple
 
 import psutil
 
-from ..devices.cpu_limits import allowed_cpus
-from ..devices.processor import default_threads, usable_physical_cores
+from ..devices.processor import allowed_cpus, default_threads, usable_physical_cores
 
 _FREE_CORES: Final = 0.25
 """Processors that other programs may use beyond those that a measurement leaves unused: an idle desktop does."""

@@ -35,7 +35,7 @@ from ..graph.head_session import HeadSession
 from ..graph.medusa_session import MedusaSession
 from ..graph.model_metadata import ModelMetadata
 from ..graph.open_graph import graph_to_load, open_gpu_form, open_graph
-from ..graph.prepacked import prepacked_draft_graph
+from ..graph.packed_files import prepacked_draft_graph
 from ..graph.session import DecoderGraph, GraphSession, SessionConfig
 from ..kv.borrowed import BorrowedArena
 from ..kv.prefix_cache import PrefixCache

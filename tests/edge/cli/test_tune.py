@@ -10,7 +10,7 @@ import pytest
 from edgerun.edge.cli.main import main
 from edgerun.edge.cli.tune import describe_cost
 from edgerun.runtime.devices import processor
-from edgerun.runtime.devices.cores import Core
+from edgerun.runtime.devices.processor import Core
 from edgerun.runtime.measure import bundle_timing, pass_timing
 from edgerun.runtime.measure.pass_timing import WIDTHS
 from edgerun.runtime.measure.system_load import LoadMeter

@@ -12,8 +12,7 @@ import pytest
 from edgerun.edge.cli.main import main
 from edgerun.edge.cli.verify import exactness_summary
 from edgerun.models.json_file import record_from_json
-from edgerun.runtime.measure.exactness import ComparisonCounts, ExactnessReport
-from edgerun.runtime.measure.width_noise import WidthNoise
+from edgerun.runtime.measure.exactness import ComparisonCounts, ExactnessReport, WidthNoise
 from edgerun.runtime.result import DraftCounts
 from support.tiny_models import write_bundle
 

@@ -31,7 +31,7 @@ from edgerun.export.allocation.timing_bundles import TimingBundle, timing_bundle
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.models.manifest import Method
 from edgerun.runtime.devices.providers import choose_device
-from edgerun.runtime.graph import prepacked
+from edgerun.runtime.graph import packed_files
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.measure.bundle_timing import BundleTimer, packed_graphs
 from support.known_timings import KnownMachine, use_machine
@@ -189,7 +189,7 @@ def test_timing_bundles_run_and_their_nodes_are_timed(family: str, cache: Path, 
 
 
 def test_no_two_matrices_share_memory(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepacked, "_MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(packed_files, "_MIN_WEIGHT_BYTES", 0)
     config = config_of(tmp_path, hidden_size=256, intermediate_size=512)
     sizes = []
     for layers in (1, 2):

@@ -29,7 +29,7 @@ from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.recipe import ExportRecipe
 from edgerun.models.progress import silent
 from edgerun.runtime.measure import text_sampler
-from edgerun.runtime.measure.batched_sampling import BatchedSampler
+from edgerun.runtime.measure.text_sampler import BatchedSampler
 from support.tiny_models import write_checkpoint
 
 

@@ -24,7 +24,7 @@ from edgerun.export.quantization.methods import QUANTIZERS
 from edgerun.models.bundle import open_bundle
 from edgerun.models.graph_variant import Precision
 from edgerun.models.onnx_file.graph_editor import GraphEditor
-from edgerun.runtime.int8_prompts.block_codes import OPERATOR, BlockMatrix
+from edgerun.runtime.int8_prompts.integer_weights import OPERATOR, BlockMatrix
 from support.gguf_files import write_gguf
 from support.tiny_models import write_bundle, write_checkpoint
 from support.weight_operators import FORMATS, run_operators

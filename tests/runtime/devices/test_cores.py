@@ -11,9 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from edgerun.runtime.devices.cores import Core, apple_cores, cpu_list, linux_cores, physical_cores, windows_cores
-from edgerun.runtime.devices.cpu_limits import allowed_cpus, cpu_quota
-from edgerun.runtime.devices.processor import default_threads, threads_for, usable_cores
+from edgerun.runtime.devices.processor import (
+    Core,
+    allowed_cpus,
+    apple_cores,
+    cpu_list,
+    cpu_quota,
+    default_threads,
+    linux_cores,
+    physical_cores,
+    threads_for,
+    usable_cores,
+    windows_cores,
+)
 
 
 def write_tree(root: Path, files: Mapping[str, str]) -> Path:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from edgerun.models.graph_variant import DeviceKind
-from edgerun.runtime.devices.drivers import device_identity
 from edgerun.runtime.devices.hardware import (
     Hardware,
     linux_hardware,
@@ -16,9 +15,8 @@ from edgerun.runtime.devices.hardware import (
     unused_hardware,
     windows_hardware,
 )
-from edgerun.runtime.devices.packages import missing_device
-from edgerun.runtime.devices.plugins import Plugin
-from edgerun.runtime.devices.providers import Device, cpu_device
+from edgerun.runtime.devices.packages import Plugin, missing_device
+from edgerun.runtime.devices.providers import Device, cpu_device, device_identity
 from support.devices import require_webgpu, run_json_script, webgpu_environment
 
 GPU, NPU = DeviceKind.GPU, DeviceKind.NPU
@@ -123,7 +121,7 @@ def test_results_on_a_device_depend_on_its_plugin_and_driver(tmp_path: Path) -> 
     require_webgpu()
     program = (
         "import json\n"
-        "from edgerun.runtime.devices.drivers import device_identity\n"
+        "from edgerun.runtime.devices.providers import device_identity\n"
         "from edgerun.runtime.devices.providers import choose_device\n"
         "print(json.dumps(device_identity(choose_device('webgpu'))))"
     )

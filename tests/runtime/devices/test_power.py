@@ -16,8 +16,8 @@ from edgerun.edge.cli.main import main
 from edgerun.errors import InputError
 from edgerun.models.bundle import open_bundle
 from edgerun.models.graph_variant import DeviceKind
-from edgerun.runtime.devices import power as power_module
-from edgerun.runtime.devices.power import Power, choose_power, on_battery, saver_threads
+from edgerun.runtime.devices import processor as power_module
+from edgerun.runtime.devices.processor import Power, choose_power, on_battery, saver_threads
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph import device_loading
 from edgerun.runtime.graph.session import SessionConfig

@@ -16,7 +16,7 @@ from edgerun.export import WeightFormat
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.devices.providers import choose_device, cpu_device
 from edgerun.runtime.gpu_graph.expanded_codes import compute_in_float
-from edgerun.runtime.gpu_graph.forms import WEBGPU
+from edgerun.runtime.gpu_graph.rewriting import WEBGPU
 from edgerun.models.onnx_file.graph_editor import GraphEditor
 from edgerun.runtime.gpu_graph.rewriting import gpu_graph
 from edgerun.runtime.graph.session import GraphSession, SessionConfig

@@ -18,8 +18,7 @@ from edgerun.models.onnx_file.model_messages import set_attribute
 from edgerun.models.onnx_file.wire import operators_of
 from edgerun.runtime.devices.providers import cpu_device
 from edgerun.runtime.gpu_graph.expanded_codes import compute_in_float
-from edgerun.runtime.gpu_graph.forms import CUDA, DIRECTML, WEBGPU, GpuForm
-from edgerun.runtime.gpu_graph.rewriting import gpu_graph, operator_table
+from edgerun.runtime.gpu_graph.rewriting import CUDA, DIRECTML, WEBGPU, GpuForm, gpu_graph, operator_table
 from edgerun.runtime.graph.model_metadata import metadata_of
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from support.tiny_models import ATTENTION_FAMILIES, write_bundle

@@ -17,14 +17,18 @@ from edgerun import BundleError, DeviceError, InputError
 from edgerun.models.bundle import Bundle, open_bundle
 from edgerun.models.graph_variant import DeviceKind
 from edgerun.runtime.devices.providers import choose_device
-from edgerun.runtime.graph import prepacked
+from edgerun.runtime.graph import packed_files
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.int8_cache import RotatedPairs, rotated_pairs
 from edgerun.runtime.graph.open_graph import open_graph
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.kv.cache_scales import CacheScales, dequantize_slots, quantize_slots
-from edgerun.runtime.measure.cache_calibration import CACHE_SCALES, calibrated_scales, with_kv_format
-from edgerun.runtime.measure.cache_quality import measure_cache_quality
+from edgerun.runtime.measure.cache_calibration import (
+    CACHE_SCALES,
+    calibrated_scales,
+    measure_cache_quality,
+    with_kv_format,
+)
 from edgerun.runtime.speculation.choice import Speculation
 from support.shared_data import data_path
 from support.tiny_models import HYBRID_FAMILIES, write_bundle
@@ -208,7 +212,7 @@ def test_prepacked_weights_are_used_with_an_int8_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_bundle_of: Callable[[str, str], Path]
 ) -> None:
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path))
-    monkeypatch.setattr(prepacked, "_MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(packed_files, "_MIN_WEIGHT_BYTES", 0)
     bundle = open_bundle(tiny_bundle_of("llama", "int4"))
     config = with_kv_format("int8", bundle, CPU, None, cache=False)
     logits = []

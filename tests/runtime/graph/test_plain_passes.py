@@ -14,9 +14,8 @@ from edgerun.models.bundle import open_bundle
 from edgerun.models.graph_variant import DeviceKind
 from edgerun.runtime.devices.device_check import check_device
 from edgerun.runtime.devices.providers import CPU_PROVIDER, Device, cpu_device
-from edgerun.runtime.gpu_graph import forms
-from edgerun.runtime.gpu_graph.forms import CUDA, WEBGPU, GpuForm
-from edgerun.runtime.gpu_graph.rewriting import gpu_graph
+from edgerun.runtime.gpu_graph import rewriting
+from edgerun.runtime.gpu_graph.rewriting import CUDA, WEBGPU, GpuForm, gpu_graph
 from edgerun.runtime.graph.bound_graph import BoundGraph
 from edgerun.runtime.graph.graph_choice import ChosenGraphs
 from edgerun.runtime.graph.model_metadata import metadata_of
@@ -42,12 +41,12 @@ from pathlib import Path
 import numpy as np
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.devices.providers import choose_device
-from edgerun.runtime.gpu_graph import forms
+from edgerun.runtime.gpu_graph import rewriting
 from edgerun.runtime.graph.open_graph import open_graph
 from edgerun.runtime.graph.session import SessionConfig
 from edgerun.runtime.kv.device_arena import DeviceArena
 
-forms.FORMS = {"WebGpuExecutionProvider": replace(forms.WEBGPU, has_plain_form=True)}
+rewriting.FORMS = {"WebGpuExecutionProvider": replace(rewriting.WEBGPU, has_plain_form=True)}
 bundle, config = open_bundle(Path(sys.argv[1])), SessionConfig(choose_device("webgpu"), 1)
 graph = open_graph(bundle, config, cache=False)
 after_load = graph.holds("trees")
@@ -167,7 +166,7 @@ def test_a_gpu_whose_form_has_a_plain_form_gets_both_graphs(
     tmp_path: Path, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """The CPU's provider stands for CUDA's. A graph that cannot be rewritten is loaded as it is, once."""
-    monkeypatch.setattr(forms, "FORMS", {**forms.FORMS, CPU_PROVIDER: CUDA})
+    monkeypatch.setattr(rewriting, "FORMS", {**rewriting.FORMS, CPU_PROVIDER: CUDA})
     layouts = pytest.importorskip("support.layouts", reason="needs the export extra")
     joins = family == "llama"
     bundle = open_bundle(tiny_bundle if joins else layouts.write_layout(tmp_path, layouts.LAYOUTS["optimum"]))

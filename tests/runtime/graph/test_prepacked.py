@@ -14,8 +14,8 @@ from edgerun.edge.cli.main import main
 from edgerun.export import ExportRecipe, WeightFormat
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.devices.providers import choose_device
-from edgerun.runtime.graph import packed_files, prepacked
-from edgerun.runtime.graph.prepacked import prepacked_graph, verify_prepacked, write_prepacked
+from edgerun.runtime.graph import packed_files
+from edgerun.runtime.graph.packed_files import prepacked_graph, verify_prepacked, write_prepacked
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from support.tiny_models import write_bundle
 
@@ -28,7 +28,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(prepacked, "_MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(packed_files, "_MIN_WEIGHT_BYTES", 0)
     return tmp_path / "cache" / "prepacked"
 
 
@@ -56,14 +56,14 @@ def test_prepacked_once_per_model_runtime_version_and_processor(
         written.append(destination)
         write_prepacked(graph, destination)
 
-    monkeypatch.setattr(prepacked, "write_prepacked", write)
+    monkeypatch.setattr(packed_files, "write_prepacked", write)
     first = graph_to_load(bundle)
     assert graph_to_load(bundle) == first
     assert len(written) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(prepacked, "RUNTIME_BUILD", "another build")
+        patch.setattr(packed_files, "RUNTIME_BUILD", "another build")
         assert graph_to_load(bundle) != first
-    monkeypatch.setattr(prepacked, "processor", lambda: "another machine")
+    monkeypatch.setattr(packed_files, "processor", lambda: "another machine")
     assert graph_to_load(bundle) != first
     assert len(written) == 3
     assert all((folder / "model.onnx").is_file() for folder in cache.iterdir())
@@ -92,7 +92,7 @@ def test_full_disk_or_failed_packing_loads_the_original(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepacked, "write_prepacked", failing)
+        patch.setattr(packed_files, "write_prepacked", failing)
         assert graph_to_load(bundle) == bundle / "model.onnx"
     assert list(cache.iterdir()) == []
     usage = shutil.disk_usage(bundle)
@@ -104,7 +104,7 @@ def test_least_recently_used_copies_are_removed_first(
     bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load_with(version: str) -> Path:
-        monkeypatch.setattr(prepacked, "RUNTIME_BUILD", version)
+        monkeypatch.setattr(packed_files, "RUNTIME_BUILD", version)
         return graph_to_load(bundle)
 
     size = sum(file.stat().st_size for file in load_with("1").parent.iterdir())
@@ -113,8 +113,8 @@ def test_least_recently_used_copies_are_removed_first(
     os.utime(used.parent, (2, 2))
     assert load_with("1") == used
     assert used.parent.stat().st_mtime > 2
-    needed = int(open_bundle(bundle).weight_bytes * prepacked._SIZE_RATIO)
-    monkeypatch.setattr(prepacked, "_MAX_CACHE_BYTES", size + needed)
+    needed = int(open_bundle(bundle).weight_bytes * packed_files._SIZE_RATIO)
+    monkeypatch.setattr(packed_files, "_MAX_CACHE_BYTES", size + needed)
     latest = load_with("3")
     assert not unused.exists()
     assert used.exists()
@@ -156,7 +156,7 @@ def test_nothing_is_written_for_small_or_foreign_models_or_without_cache(
 ) -> None:
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     assert graph_to_load(bundle) == bundle / "model.onnx"
-    monkeypatch.setattr(prepacked, "_MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(packed_files, "_MIN_WEIGHT_BYTES", 0)
     with edgerun.load(bundle, cache=False) as engine:
         text = engine.generate("the", max_tokens=10).text
     foreign = tmp_path / "foreign"

@@ -19,7 +19,7 @@ from edgerun.models.bundle import open_bundle
 from edgerun.models.onnx_file.graph_editor import GraphEditor
 from edgerun.models.onnx_file.wire import external_files
 from edgerun.runtime.devices.providers import choose_device
-from edgerun.runtime.graph import prepacked
+from edgerun.runtime.graph import packed_files
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.graph_io import InputRole
 from edgerun.runtime.graph.model_metadata import metadata_of
@@ -146,8 +146,8 @@ def test_an_int8_graph_has_no_bias_and_the_models_weights_by_links(int4: Path) -
 
 
 def test_weights_are_shared_with_the_packed_copy_of_the_model(int4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepacked, "_MIN_WEIGHT_BYTES", 0)
-    packed = prepacked.prepacked_graph(open_bundle(int4))
+    monkeypatch.setattr(packed_files, "_MIN_WEIGHT_BYTES", 0)
+    packed = packed_files.prepacked_graph(open_bundle(int4))
     int8_path = int8_path_of(int4)
     assert int8_path is not None
     assert packed.parent != int4

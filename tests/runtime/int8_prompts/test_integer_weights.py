@@ -13,9 +13,15 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from edgerun.models.onnx_file.graph_editor import CannotRewriteError, GraphEditor
-from edgerun.runtime.graph.integer_products import PackedWeightsWriter, products_overflow
-from edgerun.runtime.int8_prompts.block_codes import BlockMatrix
-from edgerun.runtime.int8_prompts.integer_weights import FULL_RANGE, NARROW_RANGE, IntegerRange, to_integers
+from edgerun.runtime.int8_prompts.integer_weights import (
+    FULL_RANGE,
+    NARROW_RANGE,
+    BlockMatrix,
+    IntegerRange,
+    PackedWeightsWriter,
+    products_overflow,
+    to_integers,
+)
 
 ROWS, COLUMNS = 24, 80
 """80 is not a multiple of the block sizes, so that every row's last block is padded."""

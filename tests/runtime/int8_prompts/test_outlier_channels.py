@@ -17,16 +17,15 @@ from edgerun.models.bundle import open_bundle
 from edgerun.models.manifest import GraphLayout
 from edgerun.models.onnx_file.graph_editor import GraphEditor
 from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph.attention_edits import serve_plain_passes
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.model_metadata import metadata_of
-from edgerun.runtime.graph.plain_attention import serve_plain_passes
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.int8_prompts import outlier_channels
-from edgerun.runtime.int8_prompts.input_samples import sample_inputs
 from edgerun.runtime.int8_prompts.int8_graph import Int8Products, find_products
 from edgerun.runtime.int8_prompts.int8_graph_files import int8_graph_path
 from edgerun.runtime.int8_prompts.integer_weights import FULL_RANGE, NARROW_RANGE
-from edgerun.runtime.int8_prompts.outlier_channels import InputSample, too_coarse
+from edgerun.runtime.int8_prompts.outlier_channels import InputSample, sample_inputs, too_coarse
 from edgerun.runtime.measure.int8_prompt_quality import KL_LIMIT, measure_int8_quality
 from support.tiny_models import write_bundle, write_checkpoint
 

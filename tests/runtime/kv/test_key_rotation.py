@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgerun.runtime.kv.key_rotation import KeyRotation
+from edgerun.runtime.graph.cache_shift import KeyRotation
 
 
 def tables(frequencies: np.ndarray, factor: float) -> tuple[np.ndarray, np.ndarray]:

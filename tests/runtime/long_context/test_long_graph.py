@@ -29,9 +29,9 @@ from edgerun.runtime.long_context.long_graph import (
     LongContextGraph,
     MeasuredPasses,
 )
+from edgerun.runtime.measure.exactness import WidthNoise, measure_width_noise
 from edgerun.runtime.measure.measurement_store import model_key
 from edgerun.runtime.measure.system_load import LoadMeter
-from edgerun.runtime.measure.width_noise import WidthNoise, measure_width_noise
 from support.tiny_models import write_bundle
 
 CONFIG = SessionConfig(cpu_device(), 1)

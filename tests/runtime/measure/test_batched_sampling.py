@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgerun
-from edgerun.runtime.measure.batched_sampling import BatchedSampler
+from edgerun.runtime.measure.text_sampler import BatchedSampler
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 
 tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")

@@ -12,7 +12,7 @@ from edgerun.export import ExportRecipe, WeightFormat
 from edgerun.models.bundle import open_bundle
 from edgerun.models.user_folders import cache_folder
 from edgerun.runtime.devices.providers import choose_device
-from edgerun.runtime.graph import prepacked
+from edgerun.runtime.graph import packed_files
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.model_metadata import metadata_of
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
@@ -54,7 +54,7 @@ def test_large_bundles_are_packed_for_the_machine_and_the_copies_are_removed(
 ) -> None:
     with packed_graphs(bundles) as graphs:
         assert [graph for _, graph in graphs] == [bundle / "model.onnx" for bundle in bundles]
-    monkeypatch.setattr(prepacked, "_MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(packed_files, "_MIN_WEIGHT_BYTES", 0)
     with packed_graphs(bundles) as graphs:
         assert all(cache in graph.parents and graph.is_file() for _, graph in graphs)
         assert cache_folder() == cache

@@ -19,17 +19,19 @@ from edgerun.models.json_file import record_from_json
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
-from edgerun.runtime.measure import width_noise
+from edgerun.runtime.measure import exactness
 from edgerun.runtime.measure.comparison import Answer, Comparison
 from edgerun.runtime.measure.exactness import (
     EXACTNESS_REPORTS,
+    WIDTHS,
     ComparisonCounts,
     Counterexample,
     ExactnessReport,
+    WidthNoise,
     measure_exactness,
+    measure_width_noise,
 )
 from edgerun.runtime.measure.measurement_store import model_key
-from edgerun.runtime.measure.width_noise import WIDTHS, WidthNoise, measure_width_noise
 from edgerun.runtime.result import DraftCounts
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 
@@ -96,7 +98,7 @@ def test_a_graph_whose_positions_leak_is_not_sound(tiny_bundle: Path, monkeypatc
 
 
 def test_noise_that_is_not_finite_is_not_sound() -> None:
-    assert width_noise._largest_difference(np.array([np.nan], np.float32), np.zeros(1, np.float32)) > 1e30
+    assert exactness._largest_difference(np.array([np.nan], np.float32), np.zeros(1, np.float32)) > 1e30
     assert not dataclasses.replace(NOISE, trees=1e30).sound
     assert NOISE.sound
     assert NOISE.epsilon == 0.6

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from edgerun.models.json_file import record_from_json, record_to_json
-from edgerun.runtime.measure.fastest_device import FastestDevice
+from edgerun.runtime.measure.device_choice import FastestDevice
 from support.devices import require_webgpu, run_edge_run, run_json_script, webgpu_environment, without_software_vulkan
 
 LOADING = """
@@ -18,9 +18,8 @@ logging.basicConfig(stream=sys.stderr)
 import edgerun
 from edgerun.errors import DeviceError
 from edgerun.models.bundle import open_bundle
-from edgerun.runtime.devices.drivers import device_identity
-from edgerun.runtime.devices.providers import choose_device
-from edgerun.runtime.measure.fastest_device import FASTEST_DEVICES, FastestDevice, fastest_device_key
+from edgerun.runtime.devices.providers import choose_device, device_identity
+from edgerun.runtime.measure.device_choice import FASTEST_DEVICES, FastestDevice, fastest_device_key
 from pathlib import Path
 
 class Kept(logging.Handler):

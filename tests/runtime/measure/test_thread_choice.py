@@ -12,16 +12,16 @@ from edgerun.models.bundle import open_bundle
 from edgerun.models.json_file import record_from_json
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.session import SessionConfig
-from edgerun.runtime.measure import bundle_timing, thread_choice
-from edgerun.runtime.measure.measurement_store import model_key
-from edgerun.runtime.measure.system_load import LoadMeter
-from edgerun.runtime.measure.thread_choice import (
+from edgerun.runtime.measure import bundle_timing, device_choice
+from edgerun.runtime.measure.device_choice import (
     THREAD_CHOICES,
     ThreadChoice,
     choose_threads,
     chosen_threads,
     thread_candidates,
 )
+from edgerun.runtime.measure.measurement_store import model_key
+from edgerun.runtime.measure.system_load import LoadMeter
 
 CONFIG = SessionConfig(choose_device("cpu"))
 
@@ -30,24 +30,24 @@ CONFIG = SessionConfig(choose_device("cpu"))
 def eight_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle machine of six performance cores and two others."""
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(thread_choice, "default_threads", lambda: 6)
-    monkeypatch.setattr(thread_choice, "usable_physical_cores", lambda: 8)
-    monkeypatch.setattr(thread_choice, "usable_cores", lambda: 8)
+    monkeypatch.setattr(device_choice, "default_threads", lambda: 6)
+    monkeypatch.setattr(device_choice, "usable_physical_cores", lambda: 8)
+    monkeypatch.setattr(device_choice, "usable_cores", lambda: 8)
     monkeypatch.setattr(LoadMeter, "is_busy", property(lambda _: False))
 
 
 def passes_take(monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float]) -> None:
     """Let passes take so long by number of threads, without loading anything."""
-    monkeypatch.setattr(thread_choice, "_open", lambda _bundle, config: config.threads)
+    monkeypatch.setattr(device_choice, "_open", lambda _bundle, config: config.threads)
     monkeypatch.setattr(
-        thread_choice, "compare_pair", lambda sessions, _widths: [seconds[threads] for threads in sessions]
+        device_choice, "compare_pair", lambda sessions, _widths: [seconds[threads] for threads in sessions]
     )
 
 
 def test_the_default_all_cores_and_half_the_default_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert thread_candidates() == [6, 8, 3]
-    monkeypatch.setattr(thread_choice, "usable_physical_cores", lambda: 1)
-    monkeypatch.setattr(thread_choice, "default_threads", lambda: 1)
+    monkeypatch.setattr(device_choice, "usable_physical_cores", lambda: 1)
+    monkeypatch.setattr(device_choice, "default_threads", lambda: 1)
     assert thread_candidates() == [1]
 
 
@@ -84,7 +84,7 @@ def test_a_choice_holds_for_one_model_and_one_machine(tiny_bundle: Path, monkeyp
     choose_threads(bundle, CONFIG)
     assert chosen_threads(bundle, CONFIG) == 8
     assert chosen_threads(replace(bundle, manifest=None), CONFIG) == 0
-    monkeypatch.setattr(thread_choice, "usable_cores", lambda: 7)
+    monkeypatch.setattr(device_choice, "usable_cores", lambda: 7)
     assert chosen_threads(bundle, CONFIG) == 0, "fewer processors may be used now"
 
 
@@ -98,9 +98,9 @@ def test_damaged_choices_are_refused(data: dict[str, object]) -> None:
 
 def test_load_uses_the_choice_unless_threads_are_given(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("default_threads", "usable_physical_cores", "usable_cores"):
-        monkeypatch.setattr(thread_choice, name, lambda: 2)
+        monkeypatch.setattr(device_choice, name, lambda: 2)
     monkeypatch.setattr(bundle_timing, "_MAX_ROUNDS", 2)
-    monkeypatch.setattr(thread_choice, "_WORTH", 1e9)  # whatever this machine measures
+    monkeypatch.setattr(device_choice, "_WORTH", 1e9)  # whatever this machine measures
     choice = choose_threads(open_bundle(tiny_bundle), CONFIG)
     assert set(choice.seconds) == {2, 1}
     assert all(value > 0 for value in choice.seconds.values())

@@ -14,7 +14,7 @@ from edgerun.runtime.decode import DecodeLimits, FinishReason, Step, decode
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
-from edgerun.runtime.measure.width_noise import measure_width_noise
+from edgerun.runtime.measure.exactness import measure_width_noise
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter

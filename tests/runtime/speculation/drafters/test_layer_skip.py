@@ -19,7 +19,7 @@ from edgerun.export.drafts.skipped_layers import SubLayer, SubLayerKind, write_l
 from edgerun.models.bundle import open_bundle
 from edgerun.models.pairing import find_draft
 from edgerun.runtime.devices.providers import choose_device
-from edgerun.runtime.graph import prepacked
+from edgerun.runtime.graph import packed_files
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.speculation.choice import DraftSampling, Speculation
@@ -232,7 +232,7 @@ def test_a_draft_of_an_arena_that_is_gone_has_no_logits(bundle: Path, target: Gr
 
 def test_the_packed_weights_are_shared(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path))
-    monkeypatch.setattr(prepacked, "_MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(packed_files, "_MIN_WEIGHT_BYTES", 0)
     with edgerun.load(bundle, threads=1) as engine:
         engine.generate("the", max_tokens=3, speculation=MODEL)
     (folder,) = (tmp_path / "prepacked").iterdir()
@@ -246,9 +246,9 @@ def test_the_packed_weights_are_shared(bundle: Path, tmp_path: Path, monkeypatch
     # A damaged twin is written again; one that cannot be made is done without.
     good = twin.read_bytes()
     twin.write_bytes(good[:100])
-    assert prepacked.prepacked_draft_graph(bundle / "draft.onnx", folder / "model.onnx").read_bytes() == good
+    assert packed_files.prepacked_draft_graph(bundle / "draft.onnx", folder / "model.onnx").read_bytes() == good
     shutil.copyfile(bundle / "tokenizer.json", folder / "model.onnx")
-    assert prepacked.prepacked_draft_graph(bundle / "draft.onnx", folder / "model.onnx") == bundle / "draft.onnx"
+    assert packed_files.prepacked_draft_graph(bundle / "draft.onnx", folder / "model.onnx") == bundle / "draft.onnx"
 
 
 def refusal(bundle: Path) -> str:
