@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from ...errors import InputError
+from ...export.recipe import DEFAULT_BLOCK, NO_DRAFT, OWN_MODULE, ExportRecipe, ExportRequest, WeightChoice
 from ...models.find import is_on_hub, record_export
 from ...models.hub.downloaded_model import parse_hub_id
 from ...models.progress import ProgressDisplay
@@ -19,12 +20,6 @@ from ..terminal.output import SafeConsole, write_line
 from ..terminal.report_summary import show_export
 from .command_line import COMMANDS
 from .shared_options import Debug, Offline, OptionsOf, takes_options
-
-try:
-    from ...export import ExportRecipe, ExportRequest, export_model, find_source, may_be_quantized
-    from ...export.recipe import DEFAULT_BLOCK, NO_DRAFT, OWN_MODULE, WeightChoice
-except ModuleNotFoundError as error:
-    raise InputError(f"export needs the package {error.name}", 'pip install "edge-run[export]"') from error
 
 _RECIPE: Final = OptionsOf(ExportRecipe())
 _UNRECORDED: Final = ("offline", "debug", "work")
@@ -67,6 +62,11 @@ def export(
     edge-run export optimum-export/model.onnx my-model --weights int4
     edge-run export Qwen/Qwen2.5-0.5B-Instruct my-model
     """
+    try:
+        from ...export.pipeline import export_model, find_source, may_be_quantized
+    except ModuleNotFoundError as error:
+        raise InputError(f"export needs the package {error.name}", 'pip install "edge-run[export]"') from error
+
     recipe = _RECIPE.record(given)
     if recipe.draft is not None and recipe.draft not in (NO_DRAFT, OWN_MODULE):
         recipe = replace(recipe, draft=_on_disk(Path(recipe.draft)))

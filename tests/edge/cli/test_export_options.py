@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,22 @@ from edgerun.export.recipe import MethodChoice
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.arguments.argument_types import options_of
 from support.tiny_models import write_checkpoint
+
+
+def test_a_plain_install_shows_the_options_and_which_extra_is_missing() -> None:
+    program = (
+        "import sys; sys.modules['onnx'] = None; from edgerun.edge.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+
+    def done(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", program, "export", *arguments]
+        return subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
+
+    assert "--budget" in done("--help").stdout
+    assert (
+        done("model", "out").stderr
+        == 'edge-run: error: export needs the package onnx; pip install "edge-run[export]"\n'
+    )
 
 
 @pytest.mark.parametrize(
