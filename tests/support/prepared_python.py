@@ -185,7 +185,10 @@ class PreparedProcess:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[bytes | None, ...]:
-        """Read what the process writes to pipes until it ends."""
+        """End the process's input, and read what it writes to pipes until it ends."""
+        if self.stdin is not None:
+            with suppress(BrokenPipeError):
+                self.stdin.close()
         with ThreadPoolExecutor() as pool:
             read = [pipe and pool.submit(pipe.read) for pipe in (self.stdout, self.stderr)]
             self.wait(timeout)
