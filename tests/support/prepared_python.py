@@ -68,7 +68,9 @@ def share_machine() -> None:
     system_load.read_times = lambda: None
     pass_timing._MAX_TURNS = 10
     if "PYTEST_XDIST_WORKER" in os.environ:
-        processor.cpu_quota = lambda: 1.5  # rounded down for engines, and up for tests that ask for two threads
+        quota = processor.cpu_quota
+        # Rounded down for engines, and up for tests that ask for two threads.
+        processor.cpu_quota = lambda *root: quota(*root) if root else 1.5
 
 
 def is_prepared(command: Sequence[Any], options: Mapping[str, Any]) -> bool:

@@ -33,9 +33,9 @@ def app(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) -> Iterator
         yield app
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
-    """A browser for all tests of this room; asyncio.run refuses to run while it is open."""
+    """A browser for the tests of a module; asyncio.run refuses to run while it is open."""
     from support.browser import browser
 
     with browser() as chromium:
