@@ -27,6 +27,7 @@ import edgerun
 from artifacts import checkpoint
 from edgerun.export import Method, WeightFormat
 from edgerun.export.allocation.allocate import AllocationProblem, allocate, cost_limits, measured_over_predicted
+from edgerun.export.allocation.choices import Sensitivity
 from edgerun.export.allocation.evolutionary_search import SearchSettings
 from edgerun.export.allocation.format_candidates import BASE_FORMATS, completed_plan, planned_linears
 from edgerun.export.allocation.linear_times import LinearTimes, load_or_measure
@@ -115,8 +116,11 @@ def plan_within(budget: Budget, config: DecoderConfig, times: LinearTimes) -> Pl
 
     with tempfile.TemporaryDirectory() as folder:
         limits = cost_limits(budget, config, [times.costs(width) for width in widths])
+        sensitivities = {
+            linear: tuple(Sensitivity(form, alone(linear, form)) for form in BASE_FORMATS) for linear in sizes
+        }
         problem = AllocationProblem(
-            config, alone, [together], budget, limits, BASE_FORMATS, measured_ratio if is_time else None
+            config, sensitivities, [together], budget, limits, measured_ratio if is_time else None
         )
         allocation = allocate(problem, Path(folder), SearchSettings(generations=0))
     return dict(allocation.plan)

@@ -171,7 +171,7 @@ class ExportRecipe:
     draft: Path | str | None = option(
         None,
         "Checkpoint of a draft model or of a draft head, on disk or on the hub; it becomes part of OUT. "
-        "mtp: the multi-token-prediction module in CHECKPOINT itself; none: no draft.",
+        "mtp: the multi-token-prediction module of the target; none: no draft.",
         metavar="SRC|mtp|none",
         unset="mtp, where the checkpoint has one",
     )
@@ -313,7 +313,7 @@ class ExportRecipe:
 
     @property
     def calibrated(self) -> bool:
-        """Whether weights are quantized with statistics of the linears' inputs."""
+        """Whether inputs of linears are measured: for AWQ, GPTQ and mixed weights, or by calibration or a seed."""
         asked = self.calibration is not None or self.calibration_tokens is not None or self.seed != 0
         return asked or self.awq or self.mixed or self.rounding is Method.GPTQ
 

@@ -44,7 +44,7 @@ class Step(NamedTuple):
     target_s: float = 0.0
     """Seconds in the target's passes; 0 for the prefill."""
     round: Round | None = None
-    """Statistics of a round in which drafting was enabled."""
+    """The draft and its statistics; None if none was made."""
     logprobs: tuple[PositionLogprobs, ...] = ()
     """Log-probabilities at the position of each token, if they were asked for; an end-of-sequence token's come last."""
     origins: tuple[DraftOrigin, ...] = ()
@@ -108,7 +108,7 @@ def decode(
 
     Args:
         bound: the session; its arena may already hold the slots of `prompt_ids[:arena.length]`.
-        prompt_ids: token ids of the prompt.
+        prompt_ids: token ids of the prompt, and of the answer so far.
         sampler: chooses every token.
         limits: what ends decoding.
         speculator: proposes draft tokens that a pass verifies; None for plain decoding. The text is the same as far as
@@ -128,10 +128,10 @@ def decode(
     if limits.max_tokens is not None:
         remaining = min(limits.max_tokens, remaining)
     eos, cancelled = limits.eos, limits.cancelled
-    question = len(prompt_ids) - answer_length
+    prompt_length = len(prompt_ids) - answer_length
     try:
         before = arena.replayed
-        recomputing_passes = _begin(bound, prompt_ids, question, sampler, near_ties, constraint)
+        recomputing_passes = _begin(bound, prompt_ids, prompt_length, sampler, near_ties, constraint)
         last, passes, readers = prefill(bound, prompt_ids, cancelled, limits.progress)
         first = sampler.choose(last, len(prompt_ids))
         step = Step((first,), target_passes=passes + recomputing_passes, prompt_readers=readers)
@@ -194,12 +194,12 @@ def _completed(step: Step, logits: Iterable[Logits], log_softmax: LogSoftmax | N
 def _begin(
     bound: BoundGraph,
     prompt_ids: Sequence[int],
-    question: int,
+    prompt_length: int,
     sampler: TokenSampler,
     near_ties: NearTies | None,
     constraint: TokenConstraint | None,
 ) -> int:
-    """Show the prompt, whose first `question` tokens are not the answer's, to all that follow it.
+    """Start the sampler, near ties and constraint on a sequence whose first `prompt_length` tokens are the prompt.
 
     Returns:
         Number of passes that recomputed near ties.
@@ -209,8 +209,8 @@ def _begin(
     """
     # The last token has to run again even if its slot is cached, or there would be no logits to choose from.
     bound.arena.rewind_to(min(bound.arena.length, len(prompt_ids) - 1))
-    sampler.observe_prompt(prompt_ids[:question])
-    sampler.observe(prompt_ids[question:])
+    sampler.observe_prompt(prompt_ids[:prompt_length])
+    sampler.observe(prompt_ids[prompt_length:])
     if constraint is not None:
         constraint.prepare()
     if near_ties is None:

@@ -125,7 +125,7 @@ class Generation:
         self._epsilon: float | None = None
         """Largest difference of a near tie, for an exact answer."""
         self._start_ids = () if request.start is None else tuple(request.start.token_ids)
-        self._question = len(request.prompt_ids) - len(self._start_ids)
+        self._prompt_length = len(request.prompt_ids) - len(self._start_ids)
         """Number of tokens of the sequence that are not the answer's."""
         self._answer_ids: list[int] = list(self._start_ids)
         """The tokens of the answer, also those that a window has left out."""
@@ -247,7 +247,7 @@ class Generation:
         """Continue the sequence up to the end of the context."""
         sequence, request, speculator = self._sequence, self._request, self._speculator
         bound, token_ids = sequence.bound, list(sequence.token_ids)
-        answer_length = len(token_ids) - self._question
+        answer_length = len(token_ids) - self._prompt_length
         sampler = self._sampler(sampling, bound.graph_io.vocab_size, answer_length)
         near_ties = None if self._epsilon is None else NearTies(bound, sampler, self._epsilon, self._cancelled)
         bound.whole_logits = _needs_whole_logits(request, speculator, bound.graph_io)
@@ -289,19 +289,19 @@ class Generation:
 
     def _make_room(self, max_tokens: int | None) -> bool:
         """Shorten the sequence, which fills the context, by its oldest turns or to a window; False if it cannot be."""
-        sequence, question, context = self._sequence, self._question, self._sequence.arena.limit
+        sequence, prompt_length, context = self._sequence, self._prompt_length, self._sequence.arena.limit
         token_ids = sequence.token_ids
         if self._request.overflow is Overflow.TRIM:
             if self._chat is None:
                 return False
-            answer = token_ids[question:]
+            answer = token_ids[prompt_length:]
             try:
                 self._chat, prompt_ids, left_out = trimmed(self._chat, len(answer), context, max_tokens)
             except (ContextError, TemplateError):
                 return False
             if not left_out:
                 return False
-            self._question = len(prompt_ids)
+            self._prompt_length = len(prompt_ids)
             self._kept = sequence.continue_with([*prompt_ids, *answer])
             return True
         first = kept_first(self._chat, token_ids, context)
@@ -312,7 +312,7 @@ class Generation:
         else:  # the slots of the window are computed
             sequence.continue_with(kept)
         self._kept = first
-        self._question = max(question - (newest - first), first)
+        self._prompt_length = max(prompt_length - (newest - first), first)
         return True
 
     def _exact_verification(self, speculator: Speculator | None) -> tuple[Speculator | None, float]:

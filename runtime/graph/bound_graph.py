@@ -22,8 +22,8 @@ class BoundGraph(Protocol):
     Attributes:
         whole_logits: whether passes return the logits of the whole vocabulary. False allows a device to return those of
             a few best tokens only, and a number far below them for all others.
-        base_only: whether the model's own graph runs every pass that it can, which further graphs would compute with
-            other rounding: for exact answers.
+        base_only: whether the model's own graph runs every pass that it can, as exact answers need: further graphs
+            round differently.
     """
 
     whole_logits: bool

@@ -38,7 +38,7 @@ class Cancellation:
 
     @contextmanager
     def calling(self, action: Callable[[], None]) -> Iterator[None]:
-        """Within the block, a cancellation calls `action` once; at once if the request is cancelled already.
+        """Call `action` if the request is cancelled within the block; at once if it is cancelled already.
 
         Args:
             action: takes no lock that the block holds when it begins; it may still run when the block has ended.
@@ -57,7 +57,7 @@ class Cancellation:
 
     @contextmanager
     def reading(self, stream: _Stream) -> Iterator[_Stream]:
-        """Within the block, a cancellation ends an answer after its current pass; its stream is closed at the end."""
+        """Cancel `stream` with the request, after the current forward pass; close it when the block ends."""
         with closing(stream), self.calling(stream.cancel):
             yield stream
 

@@ -33,7 +33,7 @@ _PRICE_REFRESH: Final = 16
 _INITIAL_HOST_S: Final = 1e-4
 """Assumed seconds of a round's lookups before they are measured: the first rounds are slow and not typical."""
 _NEGLIGIBLE: Final = 0.01
-"""Tokens per round that lookups may cost without being counted against drafting."""
+"""Lookup cost in tokens per round up to which neither it nor what a draft gains is counted."""
 _CHEAP: Final = 0.08
 """Lookup cost in tokens per round below which a disabled speculator keeps its suffix automaton up to date, which takes
 a tenth of a lookup."""
@@ -246,7 +246,7 @@ class Speculator:
             self._host_s += 0.1 * (min(host_s, 2 * self._host_s) - self._host_s)
             price = self._host_s * self.rate
             gained = draft.advantage - price if price > _NEGLIGIBLE else 0.0
-            # Round model time is not counted: whether to run the model is decided at every node.
+            # Draft model time is not counted: whether to run the model is decided at every node.
             lost = self._tokens_lost(pass_s, len(emitted), recompute_s)
             self._cheap = price < _CHEAP and not lost
             self.balance.observe(gained - lost, cheap=self._cheap)
