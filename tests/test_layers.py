@@ -39,6 +39,15 @@ SAME_JOB = {
 """Module names that several rooms have because they do the same job there."""
 
 
+def test_every_module_is_imported() -> None:
+    """Commands are imported by their names (edge/cli/command_line.py)."""
+    known = {name_of(path): path for path in sources()}
+    imported = {each for path in known.values() for each in modules_imported(path, set(known))}
+    packages = {name for name, path in known.items() if path.name == "__init__.py"}
+    unused = known.keys() - imported - packages
+    assert {".".join(name) for name in unused if name[:2] != ("edge", "cli")} == set()
+
+
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_rooms_import_only_what_lies_below_them(path: Path) -> None:
     room = path.relative_to(ROOT).parts[0]

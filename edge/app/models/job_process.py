@@ -282,7 +282,7 @@ def _require_export_packages() -> None:
         InputError: one is missing; the hint has the command that installs them.
     """
     try:
-        from .... import export  # noqa: F401, PLC0415
+        from ....export import pipeline  # noqa: F401, PLC0415
     except ModuleNotFoundError as error:
         raise InputError(f"export needs the package {error.name}", _INSTALL) from error
 
