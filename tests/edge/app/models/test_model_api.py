@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -314,3 +317,20 @@ def test_exports_that_cannot_be_made_are_errors_of_one_line(client: httpx.Client
     key = ask(client, "/api/exports", {"source": str(tmp_path / "missing")})["job"]["key"]
     wait_until(lambda: job_of(client, key)["state"] == "failed")
     assert job_of(client, key)["error"].startswith(f"{tmp_path / 'missing'} does not exist")
+
+
+def test_a_plain_install_is_told_which_extra_an_export_needs(checkpoint: Path) -> None:
+    program = (
+        "import sys; sys.modules['onnx'] = None; from edgerun.edge.app.models.job_process import main; sys.exit(main())"
+    )
+    request = {"kind": "export", "arguments": {"source": str(checkpoint), "destination": "unused"}}
+    command = [sys.executable, "-c", program]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, encoding="utf-8") as process:
+        assert process.stdin is not None  # it stays open: the process ends its work where it is closed
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+        message = json.loads(process.stdout.readline())
+    assert message["error"]["what"] == "export needs the package onnx"
+    assert "edge-run[export]" in message["error"]["hint"]
