@@ -15,7 +15,7 @@ BUDGET = {
     "edge": (14_850, 118, 290),
     "export": (17_550, 130, 240),
     "runtime": (20_400, 171, 318),
-    "models": (3_100, 27, 37),
+    "models": (3_150, 27, 37),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
 CLOSURES = {"runtime.decode": 4_700, "runtime.engine": 22_100, "edge.cli.run": 27_000}
