@@ -142,13 +142,14 @@ export function Menu({ label, items, className = "icon-button", children, ...res
     element.showPopover();
     place(element, button.current);
     (element.querySelector("[aria-checked=true]") ?? element.querySelector("[role^=menuitem]"))?.focus();
-    const toggled = (event) => {
+    // Unlike `toggle`, this event comes before the next key or click, which may open the menu again.
+    const closes = (event) => {
       if (event.newState !== "closed") return;
       if (element.contains(document.activeElement) || document.activeElement === document.body) button.current?.focus();
       setOpen(false);
     };
-    element.addEventListener("toggle", toggled);
-    return () => element.removeEventListener("toggle", toggled);
+    element.addEventListener("beforetoggle", closes);
+    return () => element.removeEventListener("beforetoggle", closes);
   }, [open]);
 
   const move = (event) => {

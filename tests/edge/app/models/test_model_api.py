@@ -19,6 +19,7 @@ from edgerun.edge.conversations.store import ConversationStore
 from edgerun.edge.service.model_pool import ModelPool
 from edgerun.models.bundle import open_bundle
 from support.app_server import running_app
+from support.processes import started
 from support.tiny_models import write_checkpoint
 from support.waiting import wait_until
 
@@ -325,11 +326,10 @@ def test_a_plain_install_is_told_which_extra_an_export_needs(checkpoint: Path) -
     )
     request = {"kind": "export", "arguments": {"source": str(checkpoint), "destination": "unused"}}
     command = [sys.executable, "-c", program]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, encoding="utf-8") as process:
+    with started(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdin is not None  # it stays open: the process ends its work where it is closed
         assert process.stdout is not None
-        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.write(json.dumps(request).encode() + b"\n")
         process.stdin.flush()
         message = json.loads(process.stdout.readline())
     assert message["error"]["what"] == "export needs the package onnx"
