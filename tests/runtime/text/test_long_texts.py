@@ -67,6 +67,11 @@ def test_long_texts_have_the_token_ids_of_short_ones(name: str, data: st.DataObj
             assert decode_ids(library, ids) == library.decode(ids, skip_special_tokens=True)
 
 
+def lets_others_run(work: Callable[[], object]) -> bool:
+    """Whether another thread gets the interpreter during a call; a busy machine may need several calls to show it."""
+    return any(runs_meanwhile(work) > YIELDS for _ in range(20))
+
+
 def runs_meanwhile(work: Callable[[], object]) -> int:
     """How often another thread gets the interpreter during a call."""
     count, ended = 0, threading.Event()
@@ -92,9 +97,9 @@ def test_other_threads_run_while_a_long_text_is_encoded_and_decoded() -> None:
     with edgerun.load(draft=None) as engine:
         ids: list[int] = []
         text = "list all files " * 20_000
-        assert runs_meanwhile(lambda: ids.extend(engine.tokenizer.encode(text, add_special_tokens=False))) > YIELDS
-        assert runs_meanwhile(lambda: engine.tokenizer.decode(ids)) > YIELDS
-        assert runs_meanwhile(lambda: engine.tokenizer.encode_plain(f"{text}<|end|>")) > YIELDS
+        assert lets_others_run(lambda: ids.extend(engine.tokenizer.encode(text, add_special_tokens=False)))
+        assert lets_others_run(lambda: engine.tokenizer.decode(ids))
+        assert lets_others_run(lambda: engine.tokenizer.encode_plain(f"{text}<|end|>"))
 
 
 def test_a_long_text_does_not_wait_for_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,4 +140,4 @@ def test_marks_in_texts_are_found_across_the_parts_that_are_searched(text: str) 
 
 def test_other_threads_run_while_a_long_message_is_searched_for_special_tokens() -> None:
     marks = MessageMarks(["<|im_start|>", "<|im_end|>", "<repo_name>"])
-    assert runs_meanwhile(lambda: marks.mark({"text": "a" * 5_000_000}, "")) > YIELDS
+    assert lets_others_run(lambda: marks.mark({"text": "a" * 5_000_000}, ""))
