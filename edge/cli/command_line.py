@@ -36,7 +36,7 @@ COMMANDS: Final = {
     "models": "List the models on this machine, or remove one.",
     "rpc": "Answer JSON-RPC requests of another program over standard input and output.",
 }
-"""What each command does; the module and the function are named like the command, with `_` for `-`."""
+"""What each command does; the module and the function are named like the command, with `_` for `-`, but for `run`."""
 _DEFAULT_COMMAND: Final = "run"
 _OTHER_NAMES: Final = {
     "start": "app",
@@ -154,7 +154,7 @@ def _command_line(chosen: str) -> Callable[..., object]:
     )
     app.callback()(_global_options)
     for name, summary in COMMANDS.items():
-        module = name.replace("-", "_")
+        module = "chat_or_answer" if name == _DEFAULT_COMMAND else name.replace("-", "_")
         command = getattr(import_module(f".{module}", __package__), module) if name == chosen else _not_chosen
         app.command(name=name, short_help=summary)(command)
     return typer.main.get_command(app)

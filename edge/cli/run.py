@@ -1,40 +1,43 @@
-"""`edge-run [MODEL]`: answers one prompt, or chats."""
+"""Answers one prompt on the command line: prints the text or JSON, and statistics."""
 
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
-from ...errors import BundleError, InputError
-from ...models.find import may_be_model
-from ...models.progress import Progress
+from ...errors import InputError
+from ...models.progress import ProgressDisplay
 from ...models.user_text import decode_text, read_text, unify_line_ends
 from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.engine import Engine
 from ...runtime.engine_loading import load as open_model
 from ...runtime.options import GenerateOptions
+from ...runtime.result import Reply
 from ...runtime.speculation.choice import Speculation
 from ...runtime.structure.response_format import ResponseFormat
-from .shared_options import AsJson, Debug, ModelArgument, Offline, OptionsOf, chosen_options, takes_options
-from .single_answer import SinglePrompt, answer_prompt
-
-if TYPE_CHECKING:
-    from ..terminal.chat.opening import ChatSettings
+from ..terminal.answer_report import AnswerPrinter, best_of_line, chunk_json, reply_json, show_rounds, stats_line
+from ..terminal.interrupt import cancelling_on_interrupt
+from ..terminal.output import write_error, write_json
+from .ctrl_c import INTERRUPTED
+from .shared_options import OptionsOf, chosen_options
 
 _MAX_PROMPT_BYTES: Final = 16 << 20
 """Largest prompt that is read from standard input, several times the text of the longest contexts."""
-_ANSWER: Final = OptionsOf(
+ANSWER: Final = OptionsOf(
     GenerateOptions(),
     without=(
         *("answer_start", "tools", "tool_choice", "parallel_tool_calls", "parse_answer"),
         *("template_variables", "overflow", "keep_prefix", "response_format"),
     ),
 )
-_LOAD: Final = OptionsOf(LoadOptions(), without=("learned", "parallel", "max_waiting"))
+LOAD: Final = OptionsOf(LoadOptions(), without=("learned", "parallel", "max_waiting"))
 
 
 @dataclass(frozen=True)
@@ -116,60 +119,32 @@ class RunOptions:
         return ResponseFormat.choice(choices) if choices else None
 
 
-@takes_options(RunOptions, _ANSWER, _LOAD)
-def run(
-    model: ModelArgument = None,
-    offline: Offline = False,  # noqa: ARG001  its callback acts
-    as_json: AsJson = False,
-    debug: Debug = False,  # noqa: ARG001  main reads it
-    **given: Any,
-) -> int:
-    """Chat with MODEL, or answer one prompt given with -p or on standard input.
+def read_options(
+    given: Mapping[str, Any], *, as_json: bool, chatting: bool
+) -> tuple[RunOptions, GenerateOptions, LoadOptions, str]:
+    """Read the options of a command line, and the files that they name.
 
-    A chat keeps its conversations, which edge-run app shows too, and takes commands: /help lists them.
+    Returns:
+        The options of the command, of the answer and of the model, and the text that begins a raw prompt.
 
-    Examples: edge-run my-model -p "Why is the sky blue?" -n 200 --stats; edge-run my-model --continue; edge-run
-    my-model --context 16384 --kv int8; edge-run my-model -p "Name a boat." -t 1 --n 3 --best-of 8; edge-run my-model
-    --prefix report.txt -p "What does it conclude?"; edge-run my-model --json-schema person.json -p "Who wrote Faust?"
+    Raises:
+        InputError: options do not go together, or a file cannot be read.
     """
-    if model is not None and not may_be_model(model):  # before a prompt is read
-        raise BundleError(f"{model} does not exist", "give an .onnx file or a model folder")
-    chosen, load = chosen_options(RunOptions, given), _LOAD.record(given)
-    options = _ANSWER.record(given, response_format=chosen.response_format())
-    chatting = chosen.prompt is None and sys.stdin is not None and sys.stdin.isatty()
+    chosen, load = chosen_options(RunOptions, given), LOAD.record(given)
+    options = ANSWER.record(given, response_format=chosen.response_format())
     _check(chosen, options, chatting=chatting, as_json=as_json)
-    prompt = _read_standard_input() if chosen.prompt is None and not chatting else chosen.prompt
-    prompt, system = (None if text is None else unify_line_ends(text) for text in (prompt, options.system))
+    system = None if options.system is None else unify_line_ends(options.system)
     document = "" if chosen.prefix is None else read_text(chosen.prefix, "give a file with text")
     if document and chosen.resume is not None:
         raise InputError("a resumed conversation has its beginning already", "leave out --prefix or --resume")
     if document and not options.raw:
         system = document if system is None else f"{system}\n\n{document}"
-    if prompt == "":
-        raise InputError("the prompt is empty", "give -p TEXT, or text on standard input")
     keep_prefix = (bool(document) and not options.raw) or (chatting and chosen.save)
-    options = replace(options, system=system, keep_prefix=keep_prefix)
     # Without speculation a draft model would cost memory and processor time for nothing.
     if options.speculation == Speculation.OFF:
         load = replace(load, draft=None, draft_device="auto")
-    if not chatting:
-        raw_prefix = document if options.raw else ""
-        asked = SinglePrompt(
-            prompt or "", options, raw_prefix, chosen.resume, as_json, chosen.json_stream, chosen.stats
-        )
-        return answer_prompt(model, load, asked)
-    from ..terminal.chat.opening import ChatSettings
-
-    settings = ChatSettings(
-        replace(options, system=None),
-        system,
-        chosen.resume,
-        chosen.conversation,
-        latest=chosen.continue_,
-        saving=chosen.save,
-        show_stats=chosen.stats,
-    )
-    return _chat(model, load, settings)
+    options = replace(options, system=system, keep_prefix=keep_prefix)
+    return chosen, options, load, document if options.raw else ""
 
 
 def _check(chosen: RunOptions, options: GenerateOptions, *, chatting: bool, as_json: bool) -> None:
@@ -200,16 +175,61 @@ def _check(chosen: RunOptions, options: GenerateOptions, *, chatting: bool, as_j
         raise InputError("a chat needs a terminal on standard output", "give -p TEXT, or text on standard input")
 
 
-def _chat(model: str | None, load: LoadOptions, settings: ChatSettings) -> int:
-    from ..terminal.chat.opening import open_chat
+def answer_prompt(model: str | None, given: Mapping[str, Any], *, as_json: bool) -> int:
+    """Answer the prompt of a command line; Ctrl-C keeps what was written.
 
-    def open_named(name: str | None, progress: Progress) -> Engine:
-        options = load
-        if name != model:  # these belong to the model that was named with them
-            options = replace(load, tokenizer=None, draft=None if load.draft is None else "auto")
-        return open_model(name, options, progress=progress)
+    Returns:
+        The exit code.
 
-    return open_chat(open_named, model, settings)
+    Raises:
+        EdgeError: the options cannot be used, the model cannot be loaded, or the prompt not be answered.
+    """
+    chosen, options, load, raw_prefix = read_options(given, as_json=as_json, chatting=False)
+    text = unify_line_ends(_read_standard_input() if chosen.prompt is None else chosen.prompt)
+    if not text:
+        raise InputError("the prompt is empty", "give -p TEXT, or text on standard input")
+    started = time.perf_counter()
+    progress = ProgressDisplay(transient=True)
+    engine = open_model(model, load, progress=progress)
+    load_s = time.perf_counter() - started
+    pieces = []
+    wanted, several = options.logprobs is not None, options.n > 1
+    written = AnswerPrinter(options.n)
+    with engine:
+        if raw_prefix:
+            with progress:
+                engine.keep_prefix(raw_prefix, options)
+        chunks = (
+            engine.stream(raw_prefix + text, options)
+            if chosen.resume is None
+            else engine.session(system=options.system, resume=chosen.resume).stream(text, options, system=None)
+        )
+        with progress, closing(chunks), cancelling_on_interrupt(chunks.cancel) as interrupted:
+            for chunk in chunks:
+                pieces.append(chunk)
+                if chosen.json_stream:
+                    if chunk.text or chunk.logprobs or chunk.reasoning:
+                        write_json(chunk_json(chunk, with_logprobs=wanted, several=several))
+                elif not as_json:
+                    written.write(chunk)
+        reply = Reply.of(pieces)
+        if as_json or chosen.json_stream:
+            write_json(reply_json(reply, engine, options.speculation, load_s, with_logprobs=wanted))
+        elif any(choice.text for choice in reply.choices) or not interrupted():
+            written.end()
+        _show_statistics(reply, engine, chosen, options, load_s)
+    return INTERRUPTED if interrupted() else 0
+
+
+def _show_statistics(reply: Reply, engine: Engine, chosen: RunOptions, options: GenerateOptions, load_s: float) -> None:
+    for number, choice in enumerate(reply.choices, 1):
+        if options.explain:
+            show_rounds(choice.stats.rounds, engine.graph_io)
+        if chosen.stats:
+            line = stats_line(choice.stats, engine, load_s)
+            write_error(f"answer {number}: {line}" if options.n > 1 else line)
+    if chosen.stats and reply.stats.best_of is not None:
+        write_error(best_of_line(reply.stats.best_of))
 
 
 def _read_standard_input() -> str:

@@ -30,11 +30,11 @@ _MODULES = (
     "edgerun",  # first, since ONNX Runtime is imported without telemetry after it
     "edgerun.edge.cli.main",
     "edgerun.edge.cli.app",
+    "edgerun.edge.cli.chat_or_answer",
     "edgerun.edge.cli.command_line",
     "edgerun.edge.cli.rpc",
     "edgerun.edge.cli.run",
     "edgerun.edge.cli.serve",
-    "edgerun.edge.cli.single_answer",
     "edgerun.edge.app.chat_app",
     "edgerun.edge.rpc.stdio_service",
     "edgerun.edge.server.asgi_app",

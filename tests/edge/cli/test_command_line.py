@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import edgerun
-from edgerun.edge.cli import single_answer
+from edgerun.edge.cli import run as run_module
 from edgerun.edge.cli.main import main
 from edgerun.edge.service.offered_models import OfferedModels
 from edgerun.edge.terminal.chat.chat_model import local_models
@@ -250,7 +250,7 @@ def test_the_size_of_the_prefix_cache(tiny_bundle: Path, monkeypatch: pytest.Mon
         sizes.append(engine.model.prefixes.max_bytes)
         return engine
 
-    monkeypatch.setattr(single_answer, "load", opening)
+    monkeypatch.setattr(run_module, "open_model", opening)
     for option in ("0", "1.5MB"):
         assert main([str(tiny_bundle), "-p", "the", "-n", "2", "--spec", "off", "--prefix-cache", option]) == 0
     assert sizes == [0, 1_500_000]
@@ -314,7 +314,7 @@ def test_bad_models_are_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureF
 def test_too_little_memory_is_a_one_line_error(
     tiny_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(single_answer, "load", lambda *_, **__: np.empty(1 << 60, np.uint8))
+    monkeypatch.setattr(run_module, "open_model", lambda *_, **__: np.empty(1 << 60, np.uint8))
     assert main([str(tiny_bundle), "-p", "a"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("edge-run: error: not enough memory: Unable to allocate 1.00 EiB for an array")
