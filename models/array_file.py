@@ -74,17 +74,8 @@ def read_arrays(path: Path, max_bytes: int) -> dict[str, npt.NDArray[Any]]:
 
 
 def map_array(path: Path) -> npt.NDArray[Any]:
-    """Map an .npy file into memory, read-only: what is not used is not read.
-
-    Raises:
-        OSError: the file cannot be read or is not a regular file.
-        ValueError: it is not an .npy file of numbers.
-    """
-    with open_regular(path) as file:
-        shape, fortran_order, dtype = _read_header(file, path.stat().st_size)
-        if not math.prod(shape):  # nothing can be mapped
-            return np.empty(shape, dtype)
-        return np.memmap(file, dtype, "r", file.tell(), shape, "F" if fortran_order else "C")
+    """Map an .npy file into memory, read-only: what is not used is not read; errors as for `map_arrays`."""
+    return map_arrays(path, 1)[0]
 
 
 def map_arrays(path: Path, count: int | None = None) -> list[npt.NDArray[Any]]:

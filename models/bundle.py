@@ -103,9 +103,10 @@ class Bundle:
         path = None if name is None or self.manifest is not None else self.graph.with_name(name)
         return path if path is not None and path.is_file() else None
 
-    @property
-    def _graphs(self) -> list[Path]:
-        return [self.graph] if self.embedding is None else [self.graph, self.embedding]
+    @cached_property
+    def _graphs_and_weights(self) -> list[Path]:
+        graphs = [self.graph] if self.embedding is None else [self.graph, self.embedding]
+        return [*graphs, *(graph.parent / name for graph in graphs for name in external_files(graph))]
 
     @cached_property
     def context(self) -> int | None:
@@ -139,19 +140,17 @@ class Bundle:
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of the graph and its external weights."""
-        data = [graph.parent / name for graph in self._graphs for name in external_files(graph)]
-        return sum(path.stat().st_size for path in (*self._graphs, *data))
+        return sum(path.stat().st_size for path in self._graphs_and_weights)
 
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hexadecimal) of the digests of graph and weights; without a manifest, of samples of these files."""
         if self.manifest is None:
-            data = [graph.parent / name for graph in self._graphs for name in external_files(graph)]
-            paths = [*self._graphs, *data]
-            return hashlib.sha256(b"".join(map(_sample_digest, paths))).hexdigest()
-        files = self.manifest.files
-        parts = "".join(files[name].sha256 for name in (GRAPH_NAME, WEIGHTS_NAME) if name in files)
-        return hashlib.sha256(parts.encode()).hexdigest()
+            parts = b"".join(map(_sample_digest, self._graphs_and_weights))
+        else:
+            files = self.manifest.files
+            parts = "".join(files[name].sha256 for name in (GRAPH_NAME, WEIGHTS_NAME) if name in files).encode()
+        return hashlib.sha256(parts).hexdigest()
 
     def verify(self) -> None:
         """Compare every file with the manifest's digests; a large file is hashed once per (size, modification time).
@@ -232,18 +231,9 @@ def _require_tokenizer(path: Path) -> None:
 
 def holds_only_bundle_files(folder: Path) -> bool:
     """Return whether `folder` is a bundle with nothing but files that an export writes, in its draft's folder too."""
-    names = {
-        GRAPH_NAME,
-        WEIGHTS_NAME,
-        MANIFEST_NAME,
-        DRAFT_GRAPH_NAME,
-        DRAFT_WEIGHTS_NAME,
-        TARGET_IDS_NAME,
-        GENAI_CONFIG,
-        POOLING_NAME,
-        *TOKENIZER_AND_CONFIG_FILES,
-    }
-    names |= {REPORT_DATA_NAME, REPORT_PAGE_NAME, PLAN_NAME, CACHE_SCALES_NAME}
+    names = {GRAPH_NAME, WEIGHTS_NAME, DRAFT_GRAPH_NAME, DRAFT_WEIGHTS_NAME, TARGET_IDS_NAME, CACHE_SCALES_NAME}
+    names |= {MANIFEST_NAME, REPORT_DATA_NAME, REPORT_PAGE_NAME, PLAN_NAME, GENAI_CONFIG, POOLING_NAME}
+    names |= {*TOKENIZER_AND_CONFIG_FILES}
     entries = list(folder.iterdir())
     return folder / MANIFEST_NAME in entries and all(
         holds_only_bundle_files(entry)
@@ -255,14 +245,10 @@ def holds_only_bundle_files(folder: Path) -> bool:
 
 
 def digest_file(path: Path) -> FileDigest:
-    """Compute size and SHA-256 of a file, reading 1 MiB at a time."""
-    sha = hashlib.sha256()
-    size = 0
+    """Compute size and SHA-256 of a file, reading it piece by piece."""
     with open_regular(path) as file:
-        while piece := file.read(1 << 20):
-            sha.update(piece)
-            size += len(piece)
-    return FileDigest(size, sha.hexdigest())
+        sha = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileDigest(file.tell(), sha)
 
 
 def _sample_digest(path: Path) -> bytes:

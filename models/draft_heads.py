@@ -42,18 +42,10 @@ EAGLE_FEATURE_LAYERS: Final = 3
 
 FEATURE_PROJECTION: Final = "fc"
 """Module `[hidden, 3 * target hidden]` over the concatenated hidden states of the target, lowest layer first."""
-EAGLE_LAYER: Final = "midlayer"
-"""Module of the decoder layer."""
-EAGLE_LAYER_ALIASES: Final = (EAGLE_LAYER, "layers.0", "model.layers.0", "model.midlayer")
-"""Names under which the decoder layer is found."""
+EAGLE_LAYER_ALIASES: Final = ("midlayer", "layers.0", "model.layers.0", "model.midlayer")
+"""Modules under which the decoder layer is found; the first is what published heads have."""
 FEATURE_NORM: Final = "hidden_norm"
 """Norm in the layer of the hidden state, beside that of the embedding (`input_layernorm`)."""
-EAGLE_NORM: Final = "norm"
-"""Norm before the head's LM head."""
-HEAD_EMBEDDING: Final = "embed_tokens"
-"""The head's own embedding `[vocab, hidden]`, if it does not use the target's."""
-LM_HEAD: Final = "lm_head"
-"""Module `[draft vocab, hidden]`."""
 TARGET_ID_OFFSETS: Final = "d2t"
 """Integers `[draft vocab]`: token i of the head is token `i + d2t[i]` of the target."""
 DRAFTED_TOKENS: Final = "t2d"
@@ -67,37 +59,6 @@ MEDUSA_FILE: Final = "medusa_lm_head.safetensors"
 """File of the weights, where it is not called like that of a model."""
 MEDUSA_PREFIX: Final = "medusa_head."
 """What the names of a head's tensors may begin with."""
-
-
-def eagle_tensors(
-    hidden: int, target_hidden: int, query: int, key_value: int, intermediate: int, draft_vocab: int
-) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the float tensors of an EAGLE-3 head; its embedding and its integers are optional.
-
-    Args:
-        hidden: the head's hidden size.
-        target_hidden: the target's.
-        query: channels of all query heads together.
-        key_value: channels of all key heads together.
-        intermediate: channels between the projections of the feed-forward.
-        draft_vocab: tokens of its LM head.
-    """
-    attention, mlp = f"{EAGLE_LAYER}.self_attn", f"{EAGLE_LAYER}.mlp"
-    return {
-        f"{FEATURE_PROJECTION}.weight": (hidden, EAGLE_FEATURE_LAYERS * target_hidden),
-        f"{EAGLE_LAYER}.input_layernorm.weight": (hidden,),
-        f"{EAGLE_LAYER}.{FEATURE_NORM}.weight": (hidden,),
-        f"{attention}.q_proj.weight": (query, 2 * hidden),
-        f"{attention}.k_proj.weight": (key_value, 2 * hidden),
-        f"{attention}.v_proj.weight": (key_value, 2 * hidden),
-        f"{attention}.o_proj.weight": (hidden, query),
-        f"{EAGLE_LAYER}.post_attention_layernorm.weight": (hidden,),
-        f"{mlp}.gate_proj.weight": (intermediate, hidden),
-        f"{mlp}.up_proj.weight": (intermediate, hidden),
-        f"{mlp}.down_proj.weight": (hidden, intermediate),
-        f"{EAGLE_NORM}.weight": (hidden,),
-        f"{LM_HEAD}.weight": (draft_vocab, hidden),
-    }
 
 
 def medusa_block(head: int, block: int) -> str:

@@ -177,21 +177,15 @@ def try_lock(file: IO[bytes]) -> bool:
     return True
 
 
-def is_at(file: IO[bytes], path: Path) -> bool:
-    """Whether an open file is still the one with this name."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
-
-
 def _locked_file(path: Path) -> IO[bytes] | None:
     """Open and lock a file; None if another holds it, or removed it meanwhile."""
     file = path.open("ab")
     try:
         file.seek(0)  # Windows locks a byte at the file's position
-        if try_lock(file) and is_at(file, path):
-            return file
+        if try_lock(file):
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    return file
     except BaseException:
         file.close()
         raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
@@ -44,12 +44,14 @@ def find_graph(path: Path, variant: str | None, kind: DeviceKind) -> tuple[Path,
         raise BundleError(f"{path} does not exist", _HINT) from error
     if stat.S_ISDIR(mode):
         files = files_below(path)
-        if "pipeline" in _decoder_of_genai(path):
+        if "pipeline" in genai_decoder(path / GENAI_CONFIG):
             raise BundleError(
                 f"{path} is a model cut into stages for an NPU ({GENAI_CONFIG} has a decoder.pipeline)",
                 "choose a variant of the model for the CPU",
             )
-        named = {folder: name for folder in _folders_of_genai(files) if (name := _named_by_genai(path / folder))}
+        folders = [PurePosixPath(file).parent.as_posix() for file in files if PurePosixPath(file).name == GENAI_CONFIG]
+        names = {folder: genai_decoder(path / folder / GENAI_CONFIG).get("filename") for folder in folders}
+        named = {folder: name for folder, name in names.items() if name and isinstance(name, str)}
         chosen = choose_graph(files, variant, kind=kind, named=named, where=str(path))
         graph = path / chosen.graph
         return graph, None if chosen.prefill is None else path / chosen.prefill, _configuration_folder(graph, path)
@@ -102,20 +104,13 @@ def _entries(folder: Path) -> Iterator[tuple[str, bool]]:
                 yield entry.name, is_folder
 
 
-def _folders_of_genai(files: Sequence[str]) -> list[str]:
-    return [PurePosixPath(file).parent.as_posix() for file in files if PurePosixPath(file).name == GENAI_CONFIG]
+def genai_decoder(path: Path, hint: str = "restore it or leave it out") -> dict[str, Any]:
+    """Read the decoder section of a genai_config.json; empty without one.
 
-
-def _named_by_genai(folder: Path) -> str | None:
-    """Return the file name of the decoder's graph in a folder's genai_config.json."""
-    name = _decoder_of_genai(folder).get("filename")
-    return name if isinstance(name, str) else None
-
-
-def _decoder_of_genai(folder: Path) -> dict[str, Any]:
-    """Read the decoder section of a folder's genai_config.json; empty without one."""
-    path = folder / GENAI_CONFIG
-    section: Any = read_json_object(path, BundleError, "restore it or leave it out") if path.is_file() else {}
+    Raises:
+        BundleError: the file cannot be read or is not a JSON object.
+    """
+    section: Any = read_json_object(path, BundleError, hint) if path.is_file() else {}
     for name in ("model", "decoder"):
         section = section.get(name) if isinstance(section, dict) else None
     return section if isinstance(section, dict) else {}

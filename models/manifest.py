@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from enum import Enum, StrEnum
+from enum import StrEnum
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Annotated, Any, Final
 
@@ -169,21 +169,21 @@ class Manifest:
     def to_json(self) -> str:
         """Return the text of `edge.json`."""
         data = asdict(self)
-        for name in ("calibration", "quality", "bits_per_weight_read"):
-            if not data[name]:
-                del data[name]
-        if self.draft is None:
-            del data["draft"]
-        else:
+        if self.draft is not None:
             data["draft"] = {name: value for name, value in data["draft"].items() if value}
-        if self.variants:
-            data["variants"] = [_variant_json(variant) for variant in self.variants]
-        else:
-            del data["variants"]
-        for weight_format in data["weights"].values():
-            for name in ("offsets", "zero_points", "half_scales", "rank", "method"):
-                if not weight_format[name]:
-                    del weight_format[name]
+        for variant in data["variants"]:
+            variant["device"] = variant["device"].value
+        # What has its default is left out.
+        data["variants"] = [
+            {name: value for name, value in variant.items() if value not in (None, (), False)}
+            for variant in data["variants"]
+        ]
+        optional = ("calibration", "quality", "bits_per_weight_read", "draft", "variants")
+        of_format = ("offsets", "zero_points", "half_scales", "rank", "method")
+        for section, names in ((data, optional), *((each, of_format) for each in data["weights"].values())):
+            for name in names:
+                if not section[name]:
+                    del section[name]
         return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
@@ -231,12 +231,12 @@ def _replace_former(data: dict[str, Any]) -> None:
 
 def _is_known(variant: dict[str, Any]) -> bool:
     """Whether this program knows a variant's device, precision and contract, or these are wrong."""
-    contract = variant.get("contract", VARIANT_CONTRACT)
-    if is_whole(contract, VARIANT_CONTRACT + 1):
-        return False
-    kinds: tuple[tuple[str, type[Enum]], ...] = (("device", DeviceKind), ("precision", Precision))
-    return all(
-        not isinstance(variant.get(name), str) or variant[name] in [each.value for each in kind] for name, kind in kinds
+    known: Mapping[str, list[str]] = {
+        "device": [each.value for each in DeviceKind],
+        "precision": list(Precision),
+    }
+    return not is_whole(variant.get("contract"), VARIANT_CONTRACT + 1) and all(
+        not isinstance(variant.get(name), str) or variant[name] in values for name, values in known.items()
     )
 
 
@@ -249,22 +249,10 @@ def _check(manifest: Manifest) -> None:
             raise ValueError(f"has variants.{index}.file {shown(variant.file)}, which files lacks")
     if (draft := manifest.draft) is None:
         return
-    path = draft.path
+    path, d2t, graph = draft.path, draft.d2t, draft.graph
     if not path or PurePosixPath(path).is_absolute() or PureWindowsPath(path).drive or "\\" in path:
         raise ValueError(f"has draft.path {shown(path)}, which must be a path from the bundle's folder")
-    if draft.d2t and _has_folder(draft.d2t):
-        raise ValueError(f"has draft.d2t {shown(draft.d2t)}, which must be the name of a file")
-    if draft.graph and (_has_folder(draft.graph) or path != "."):
-        raise ValueError(
-            f"has draft.graph {shown(draft.graph)}, which must be the name of a file in the bundle's own folder"
-        )
-
-
-def _variant_json(variant: VariantFile) -> dict[str, Any]:
-    """A variant as JSON; what has its default is left out, except the contract."""
-    data = {**asdict(variant), "device": variant.device.value}
-    return {name: value for name, value in data.items() if value not in (None, (), False)}
-
-
-def _has_folder(name: str) -> bool:
-    return PurePosixPath(name).name != name or PureWindowsPath(name).name != name
+    if d2t and PureWindowsPath(d2t).name != d2t:
+        raise ValueError(f"has draft.d2t {shown(d2t)}, which must be the name of a file")
+    if graph and (PureWindowsPath(graph).name != graph or path != "."):
+        raise ValueError(f"has draft.graph {shown(graph)}, which must be the name of a file in the bundle's own folder")

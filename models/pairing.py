@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -88,11 +88,8 @@ def find_draft(target: Bundle, draft: str | os.PathLike[str] | None = "auto") ->
     if draft == "auto":
         return pair(target, open_bundle(beside), named) if beside is not None and beside.is_dir() else None
     found = open_bundle(find_model(draft))
-    return pair(
-        target,
-        found,
-        named if Path(os.path.realpath(found.folder)) == beside and found.folder != target.folder else None,
-    )
+    is_named = Path(os.path.realpath(found.folder)) == beside and found.folder != target.folder
+    return pair(target, found, named if is_named else None)
 
 
 def _draft_in_bundle(target: Bundle, named: DraftPairing) -> DraftPair:
@@ -204,13 +201,11 @@ def _same_tokenizer_file(target: Bundle, draft: Bundle) -> bool:
     if own is None or other is None:
         return False
     try:
-        return own.stat().st_size == other.stat().st_size and _tokenizer_bytes(own) == _tokenizer_bytes(other)
+        return own.stat().st_size == other.stat().st_size and (
+            read_regular(own, MAX_TOKENIZER_BYTES) == read_regular(other, MAX_TOKENIZER_BYTES)
+        )
     except OSError as error:
         raise BundleError(f"{error.filename} cannot be read: {error.strerror}", "check its permissions") from error
-
-
-def _tokenizer_bytes(path: Path) -> bytes:
-    return read_regular(path, MAX_TOKENIZER_BYTES)
 
 
 def _read_vocabulary(bundle: Bundle) -> _Vocabulary:
@@ -220,22 +215,17 @@ def _read_vocabulary(bundle: Bundle) -> _Vocabulary:
         raise BundleError(f"{bundle.folder} holds no {TOKENIZER_NAME}", hint)
     data = read_json_object(path, BundleError, _DAMAGED, max_bytes=MAX_TOKENIZER_BYTES)
     try:
-        return _vocabulary(data)
+        model = data["model"]
+        listed = model["vocab"]  # ids by token (BPE, WordPiece), or tokens in order (Unigram)
+        ids = dict(listed) if isinstance(listed, dict) else {entry[0]: number for number, entry in enumerate(listed)}
+        ids.update({token["content"]: token["id"] for token in data.get("added_tokens") or ()})
+        if not all(is_whole(number, 0) for number in ids.values()):
+            raise ValueError("an id is not a number")
+        # Older programs write "a b", newer ones ["a", "b"].
+        merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model.get("merges") or ()]
+        return _Vocabulary(ids, merges)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise BundleError(f"{path} cannot be read: its vocabulary has an unknown format", _DAMAGED) from error
-
-
-def _vocabulary(data: dict[str, Any]) -> _Vocabulary:
-    """Read a parsed tokenizer.json, which has ids by token (BPE, WordPiece) or tokens in order (Unigram)."""
-    model = data["model"]
-    listed = model["vocab"]
-    ids = dict(listed) if isinstance(listed, dict) else {entry[0]: number for number, entry in enumerate(listed)}
-    ids.update({token["content"]: token["id"] for token in data.get("added_tokens") or ()})
-    if not all(is_whole(number, 0) for number in ids.values()):
-        raise ValueError("an id is not a number")
-    # Older programs write "a b", newer ones ["a", "b"].
-    merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model.get("merges") or ()]
-    return _Vocabulary(ids, merges)
 
 
 def _read_map(path: Path, *, offsets: bool) -> npt.NDArray[np.int32]:

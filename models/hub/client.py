@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import logging
 import os
 import sys
@@ -27,7 +28,7 @@ from .downloaded_model import HubId
 from .local_store import Listing, RepoFile, listing_of
 
 if TYPE_CHECKING:
-    from typing import IO
+    from _typeshed import ReadableBuffer as Buffer
 
 _TRUE: Final = frozenset({"1", "ON", "YES", "TRUE"})
 _LOG_IN: Final = "hf auth login, or the environment variable HF_TOKEN"
@@ -95,7 +96,10 @@ def list_repository(id_: HubId) -> Listing:
         api = HfApi(endpoint=endpoint(), library_name="edge-run", library_version=__version__)
         try:
             info = api.model_info(id_.repo, revision=id_.revision, files_metadata=True, timeout=_REQUEST_S)
-            files = [_repo_file(sibling) for sibling in info.siblings or ()]
+            files = []
+            for each in info.siblings or ():
+                sha256 = each.lfs["sha256"] if isinstance(each.lfs, dict) else getattr(each.lfs, "sha256", None)
+                files.append(RepoFile(each.rfilename, each.size, sha256, each.blob_id))
             commit = str(info.sha)
         except HfHubHTTPError:  # some kinds of it are ValueErrors too
             raise
@@ -142,12 +146,6 @@ def _invalid_answer() -> HubError:
     return HubError(f"{endpoint()} does not answer like the hub", "check HF_ENDPOINT, the proxy and the network log-in")
 
 
-def _repo_file(sibling: Any) -> RepoFile:
-    lfs = sibling.lfs
-    sha256 = lfs["sha256"] if isinstance(lfs, dict) else getattr(lfs, "sha256", None)
-    return RepoFile(sibling.rfilename, sibling.size, sha256, sibling.blob_id)
-
-
 def download(listing: Listing, file: RepoFile, path: Path, progress: Callable[[int], None]) -> None:
     """Download a file to `path`, resuming after the bytes that are there.
 
@@ -174,21 +172,19 @@ def download(listing: Listing, file: RepoFile, path: Path, progress: Callable[[i
     path.parent.mkdir(parents=True, exist_ok=True)
     url = hf_hub_url(listing.repo, file.path, revision=listing.commit, endpoint=endpoint())
     with (
-        path.open("ab") as target,
+        _CountingFile(path, progress) as target,
         _library_errors_explained(HubId(listing.repo), file.path),
         _library_silenced(),
-        _small_chunks(),
     ):
         headers = build_hf_headers(library_name="edge-run", library_version=__version__)
         # The offset for resuming counts uncompressed bytes.
         headers["Accept-Encoding"] = "identity"
         if target.tell() > file.bytes:
-            target.truncate(0)
+            target.raw.truncate(0)
             target.seek(0)
-        counting: Any = _CountingFile(target, progress)
         http_get(
             url,
-            counting,
+            target,
             resume_size=target.tell(),
             headers=headers,
             expected_size=file.bytes,
@@ -203,7 +199,13 @@ def check_download(listing: Listing, file: RepoFile, path: Path) -> FileDigest:
         HubError: the file differs.
     """
     digest = digest_file(path)
-    if digest.bytes == file.bytes and _matches_digest(path, digest, file):
+    matches = digest.bytes == file.bytes
+    if matches and file.sha256 is not None:
+        matches = digest.sha256 == file.sha256
+    elif matches and file.git_oid is not None:
+        blob = f"blob {file.bytes}\0".encode() + path.read_bytes()
+        matches = hashlib.sha1(blob, usedforsecurity=False).hexdigest() == file.git_oid
+    if matches:
         return digest
     remove(path)
     raise HubError(
@@ -212,43 +214,28 @@ def check_download(listing: Listing, file: RepoFile, path: Path) -> FileDigest:
     )
 
 
-def _matches_digest(path: Path, digest: FileDigest, file: RepoFile) -> bool:
-    if file.sha256 is not None:
-        return digest.sha256 == file.sha256
-    if file.git_oid is None:
-        return True
-    git = hashlib.sha1(f"blob {file.bytes}\0".encode(), usedforsecurity=False)
-    git.update(path.read_bytes())
-    return git.hexdigest() == file.git_oid
-
-
-class _CountingFile:
+class _CountingFile(io.BufferedWriter):
     """A file opened for appending that reports the number of written bytes."""
 
-    def __init__(self, file: IO[bytes], progress: Callable[[int], None]) -> None:
-        self._file = file
+    def __init__(self, path: Path, progress: Callable[[int], None]) -> None:
+        super().__init__(io.FileIO(path, "ab"))
         self._progress = progress
 
-    def write(self, data: bytes) -> int:
-        written = self._file.write(data)
+    def write(self, data: Buffer, /) -> int:
+        written = super().write(data)
         self._progress(written)
         return written
 
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
-
-    def truncate(self, size: int | None = None) -> int:
-        size = self._file.tell() if size is None else size
-        self._progress(size - self._file.seek(0, os.SEEK_END))
-        return self._file.truncate(size)
+    def truncate(self, size: int | None = None, /) -> int:
+        self.flush()
+        size = self.tell() if size is None else size
+        self._progress(size - self.seek(0, os.SEEK_END))
+        return super().truncate(size)
 
 
 @contextmanager
 def _library_silenced() -> Iterator[None]:
-    """Disable the library's progress bars, log messages and telemetry during the block.
+    """Disable the library's progress bars, log messages and telemetry during the block; files come in small pieces.
 
     edge-run shows its own progress bar and errors; the telemetry would send the name of the calling program.
     """
@@ -256,9 +243,10 @@ def _library_silenced() -> Iterator[None]:
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars  # noqa: PLC0415
 
     logger, bars = logging.getLogger(_LIBRARY), f"{_LIBRARY}.http_get"
-    level, telemetry_off = logger.level, constants.HF_HUB_DISABLE_TELEMETRY
+    level, telemetry_off, chunk = logger.level, constants.HF_HUB_DISABLE_TELEMETRY, constants.DOWNLOAD_CHUNK_SIZE
     logger.setLevel(logging.ERROR)
     constants.HF_HUB_DISABLE_TELEMETRY = True
+    constants.DOWNLOAD_CHUNK_SIZE = min(chunk, _CHUNK_BYTES)
     decided = constants.HF_HUB_DISABLE_PROGRESS_BARS is not None  # by the environment, which takes precedence
     if not decided:
         disable_progress_bars(bars)
@@ -266,22 +254,9 @@ def _library_silenced() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-        constants.HF_HUB_DISABLE_TELEMETRY = telemetry_off
+        constants.HF_HUB_DISABLE_TELEMETRY, constants.DOWNLOAD_CHUNK_SIZE = telemetry_off, chunk
         if not decided:
             enable_progress_bars(bars)
-
-
-@contextmanager
-def _small_chunks() -> Iterator[None]:
-    """Let the library write a file in pieces of `_CHUNK_BYTES` during the block."""
-    from huggingface_hub import constants  # noqa: PLC0415
-
-    usual = constants.DOWNLOAD_CHUNK_SIZE
-    constants.DOWNLOAD_CHUNK_SIZE = min(usual, _CHUNK_BYTES)
-    try:
-        yield
-    finally:
-        constants.DOWNLOAD_CHUNK_SIZE = usual
 
 
 @contextmanager

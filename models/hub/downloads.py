@@ -64,6 +64,7 @@ class PartialDownloads:
             raise HubError(what, "make room, or set HF_HOME to a folder on another disk")
 
     def _complete(self, file: RepoFile) -> FileDigest:
+        """Copy or download a file, with a new connection after each failure as long as attempts bring bytes."""
         partial = self._store.partial(file)
         if _size(partial) != file.bytes and not self._copied(file, partial):
             if hub_client.is_offline():
@@ -72,25 +73,20 @@ class PartialDownloads:
                     f"run edge-run pull {self.listing.repo} with a connection first",
                 )
             self._count(_size(partial))
-            self._download(file, partial)
+            empty_attempts = 0
+            while True:
+                before = _size(partial)
+                self._count(0)  # what the receiver of progress raises ends the download between two attempts too
+                try:
+                    hub_client.download(self.listing, file, partial, self._count)
+                    break
+                except hub_client.ConnectionFailedError:
+                    empty_attempts = 0 if _size(partial) > before else empty_attempts + 1
+                    if empty_attempts == _MAX_EMPTY_ATTEMPTS:
+                        raise
         else:
             self._count(file.bytes)
         return hub_client.check_download(self.listing, file, partial)
-
-    def _download(self, file: RepoFile, partial: Path) -> None:
-        """Download a file, with a new connection after each failure as long as attempts bring bytes."""
-        empty_attempts = 0
-        while True:
-            before = _size(partial)
-            self._count(0)  # what the receiver of progress raises ends the download between two attempts too
-            try:
-                hub_client.download(self.listing, file, partial, self._count)
-            except hub_client.ConnectionFailedError:
-                empty_attempts = 0 if _size(partial) > before else empty_attempts + 1
-                if empty_attempts == _MAX_EMPTY_ATTEMPTS:
-                    raise
-            else:
-                return
 
     def _copied(self, file: RepoFile, partial: Path) -> bool:
         """Copy the file from another commit or variant, or from the hub library's cache; return whether it was there.

@@ -7,7 +7,7 @@ A downloaded model is opened without a request: a run needs no network, and what
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -15,8 +15,8 @@ from typing import Final, TypeAlias
 
 from ...errors import BundleError
 from ..bundle import GRAPH_NAME, TOKENIZER_AND_CONFIG_FILES
+from ..graph_files import genai_decoder
 from ..graph_variant import DeviceKind
-from ..json_file import read_json_object
 from ..manifest import MANIFEST_NAME, Manifest
 from ..onnx_file.wire import external_files
 from ..progress import ProgressDisplay
@@ -65,9 +65,11 @@ def fetch_model(
     store = Store(id_.repo)
     files = set(listing.files)
     if id_.variant is None and not newest:
-        files = _without_missing_graphs(
-            files, [each for each in store.all_downloaded() if each.commit == listing.commit]
-        )
+        here = {each.source for each in store.all_downloaded() if each.commit == listing.commit}
+        here = {source for source in here if source.endswith(".onnx")}
+        here |= {source.replace("decoder_with_past_model", "decoder_model") for source in here}
+        if here:  # of a repository with downloaded graphs, one of them is meant
+            files = {file for file in files if file in here or not file.endswith(".onnx")}
     chosen = choose_graph(files, id_.variant, kind=kind, named=listing.decoders, where=id_.repo)
     variant = variant_of(listing.files, chosen.graph, listing.decoders)
     return _model_folder(
@@ -158,19 +160,10 @@ def _decoders(store: Store, listing: Listing) -> dict[str, str]:
     named = {}
     for path in paths:
         if path in listing.files:
-            file = downloads.get([path])[path][0]
-            config = read_json_object(file, BundleError, f"tell the authors of {listing.repo}")
-            decoder = config.get("model", {}).get("decoder", {}) if isinstance(config.get("model"), dict) else {}
-            if isinstance(decoder, dict) and isinstance(decoder.get("filename"), str):
+            decoder = genai_decoder(downloads.get([path])[path][0], f"tell the authors of {listing.repo}")
+            if isinstance(decoder.get("filename"), str):
                 named[str(PurePosixPath(path).parent)] = decoder["filename"]
     return named
-
-
-def _without_missing_graphs(files: set[str], downloaded: Sequence[DownloadedModel]) -> set[str]:
-    """Return the files of a repository; if some graphs are downloaded, without the other graphs."""
-    here = {model.source for model in downloaded if model.source.endswith(".onnx")}
-    here |= {source.replace("decoder_with_past_model", "decoder_model") for source in here}
-    return {file for file in files if file in here or not file.endswith(".onnx")} if here else files
 
 
 def _model_folder(

@@ -1,4 +1,4 @@
-"""Reads and rewrites ONNX files as protobuf wire format: external data, operators, and tensors of another file.
+"""Reads ONNX files as protobuf wire format: external data and operators.
 
 The runtime does not need the onnx package, and a model with inline weights may be as large as memory, so other fields
 are skipped without reading them. https://protobuf.dev/programming-guides/encoding/
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -27,9 +27,7 @@ _FIELDS: Final[Mapping[str, Mapping[int, str]]] = {
     "sparse": {1: "tensor", 2: "tensor"},
 }
 """Message fields that lead to nodes and tensors, by message and field number in onnx.proto."""
-_GRAPH: Final = 7  # of a model
-_TENSOR: Final = 5  # of a graph
-_NAME, _EXTERNAL_DATA = 8, 13  # of a tensor
+_EXTERNAL_DATA: Final = 13  # of a tensor
 _OPERATOR, _DOMAIN = 4, 7  # of a node
 _DOMAIN_OF_FUNCTION: Final = 10
 _MAX_DEPTH: Final = 64
@@ -103,34 +101,6 @@ def external_files(graph: Path) -> list[str]:
     return sorted(_required_sizes(graph))
 
 
-def with_tensors_of(graph: Path, other: Path) -> bytes:
-    """Return the model in `graph`, with each external tensor replaced by the tensor of that name in `other`.
-
-    The tensors of a prepacked graph refer to the packed weights in its data file. A second graph over the same weights
-    uses them through the same references. Everything else in the file stays the same byte for byte.
-
-    Raises:
-        BundleError: one of the files is not an ONNX model.
-        KeyError: `other` lacks a tensor.
-    """
-    with mapped_model(other) as data:
-        replacements = {
-            _texts(data, begin, stop, _NAME)[0]: data[begin:stop]
-            for first, last in _fields(data, 0, len(data), _GRAPH)
-            for begin, stop in _fields(data, first, last, _TENSOR)
-        }
-    with mapped_model(graph) as data:
-
-        def tensor(start: int, end: int) -> bytes:
-            external = any(True for _ in _fields(data, start, end, _EXTERNAL_DATA))
-            return replacements[_texts(data, start, end, _NAME)[0]] if external else data[start:end]
-
-        def tensors(start: int, end: int) -> bytes:
-            return _replace_fields(data, start, end, _TENSOR, tensor)
-
-        return _replace_fields(data, 0, len(data), _GRAPH, tensors)
-
-
 @contextmanager
 def mapped_model(graph: Path) -> Iterator[mmap.mmap]:
     """Map a model file into memory; errors of the block that reads it become a `BundleError`.
@@ -154,7 +124,11 @@ def _required_sizes(graph: Path) -> dict[str, int]:
         for kind, begin, stop in _messages(data, 0, len(data), "model", 0):
             if kind != "tensor":
                 continue
-            entries = dict(_texts(data, *entry, 1, 2) for entry in _fields(data, begin, stop, _EXTERNAL_DATA))
+            entries = dict(
+                _texts(data, first, last, 1, 2)
+                for number, first, last in _submessages(data, begin, stop)
+                if number == _EXTERNAL_DATA
+            )
             if (name := entries.get("location")) is not None:
                 numbers = [entries.get(key, "0") for key in ("offset", "length")]
                 end = sum(map(int, numbers)) if all(_NUMBER.fullmatch(each) for each in numbers) else 0
@@ -171,10 +145,6 @@ def _messages(data: mmap.mmap, start: int, end: int, kind: str, depth: int) -> I
             yield inner, begin, stop
             if inner in _FIELDS:
                 yield from _messages(data, begin, stop, inner, depth + 1)
-
-
-def _fields(data: mmap.mmap, start: int, end: int, wanted: int) -> Iterator[tuple[int, int]]:
-    return ((begin, stop) for number, begin, stop in _submessages(data, start, end) if number == wanted)
 
 
 def _texts(data: mmap.mmap, start: int, end: int, *wanted: int) -> list[str]:
@@ -221,32 +191,3 @@ def _read_varint(data: mmap.mmap, at: int, end: int) -> tuple[int, int]:
             return value, at
         shift += 7
     raise ValueError("it ends too early")
-
-
-def _replace_fields(
-    data: mmap.mmap, start: int, end: int, wanted: int, replacement: Callable[[int, int], bytes]
-) -> bytes:
-    """Return the message in `data[start:end]` with every field of one number replaced."""
-    pieces: list[bytes] = []
-    copied = start
-    for begin, stop in _fields(data, start, end, wanted):
-        header = _field_header(wanted, stop - begin)
-        if data[begin - len(header) : begin] != header:
-            raise ValueError("a length is not encoded in the shortest way")
-        body = replacement(begin, stop)
-        pieces += [data[copied : begin - len(header)], _field_header(wanted, len(body)), body]
-        copied = stop
-    return b"".join([*pieces, data[copied:end]])
-
-
-def _field_header(number: int, size: int) -> bytes:
-    """Encode the header of a length-delimited field."""
-    return _varint(number << 3 | 2) + _varint(size)
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value >= 0x80:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*encoded, value])

@@ -27,7 +27,7 @@ from ...errors import BundleError
 from ...models.atomic import discard_folder, folder_written_atomically, write_atomically
 from ...models.bundle import GRAPH_NAME, Bundle, digest_file
 from ...models.json_file import read_json_object
-from ...models.onnx_file.wire import with_tensors_of
+from ...models.onnx_file.model_messages import with_tensors_of
 from ...models.user_folders import cache_folder
 from ..devices.processor import processor
 from .ort import ORT_ERRORS, RUNTIME_BUILD, error_reason, load_session, session_options

@@ -15,7 +15,6 @@ from edgerun.models.draft_heads import (
     MEDUSA_HEADS,
     MEDUSA_LAYERS,
     MEDUSA_PREFIX,
-    eagle_tensors,
     medusa_block,
     medusa_output,
 )
@@ -42,6 +41,32 @@ def eagle_config(target: Mapping[str, Any], **overrides: Any) -> dict[str, Any]:
         **overrides,
     }
     return {name: value for name, value in config.items() if value is not None}
+
+
+def eagle_tensors(
+    hidden: int, target_hidden: int, query: int, key_value: int, intermediate: int, draft_vocab: int
+) -> dict[str, tuple[int, ...]]:
+    """Published names and shapes of the float tensors of an EAGLE-3 head; its embedding and its integers are optional.
+
+    `query` and `key_value` are the channels of all their heads together.
+    """
+    layers = {
+        "self_attn.q_proj": (query, 2 * hidden),
+        "self_attn.k_proj": (key_value, 2 * hidden),
+        "self_attn.v_proj": (key_value, 2 * hidden),
+        "self_attn.o_proj": (hidden, query),
+        "mlp.gate_proj": (intermediate, hidden),
+        "mlp.up_proj": (intermediate, hidden),
+        "mlp.down_proj": (hidden, intermediate),
+    }
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    return {
+        "fc.weight": (hidden, 3 * target_hidden),
+        **{f"midlayer.{name}.weight": (hidden,) for name in norms},
+        **{f"midlayer.{name}.weight": shape for name, shape in layers.items()},
+        "norm.weight": (hidden,),
+        "lm_head.weight": (draft_vocab, hidden),
+    }
 
 
 def eagle_weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:

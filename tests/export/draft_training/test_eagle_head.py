@@ -37,11 +37,11 @@ from edgerun.export.draft_training.training_batches import Example  # noqa: E402
 from edgerun.export.draft_training.training_loop import TrainOptions  # noqa: E402
 from edgerun.export.draft_training.training_run import train_draft  # noqa: E402
 from edgerun.models.bundle import open_bundle  # noqa: E402
-from edgerun.models.draft_heads import eagle_tensors  # noqa: E402
 from edgerun.models.manifest import Architecture  # noqa: E402
 from edgerun.runtime.engine_loading import load  # noqa: E402
 from edgerun.runtime.measure.draft_benefit import count_agreement  # noqa: E402
 from edgerun.runtime.speculation.choice import Speculation  # noqa: E402
+from support.tiny_heads import eagle_tensors  # noqa: E402
 from support.tiny_models import write_bundle  # noqa: E402
 
 Float64Array = npt.NDArray[np.float64]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from edgerun import BundleError
-from edgerun.models.onnx_file.wire import with_tensors_of
+from edgerun.models.onnx_file.model_messages import with_tensors_of
 
 NAMES = ("weight", "gewicht \u00e4", "w" * 200)
 
@@ -77,10 +77,3 @@ def test_invalid_models_are_errors(tmp_path: Path) -> None:
     for pair in (("good", "bad"), ("bad", "good")):
         with pytest.raises(BundleError, match="is not an ONNX model"):
             with_tensors_of(*(tmp_path / name for name in pair))
-
-
-def test_a_length_in_a_longer_encoding_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "odd").write_bytes(b"\x3a\x80\x00")
-    (tmp_path / "good").write_bytes(model([inline("a", 2)]).SerializeToString())
-    with pytest.raises(BundleError, match="shortest way"):
-        with_tensors_of(tmp_path / "odd", tmp_path / "good")
