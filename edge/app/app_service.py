@@ -11,7 +11,7 @@ from ..conversations.records import Change, ChangeKind, MessageState, as_object
 from ..server.endpoint import RequestService
 from .app_access import AppAccess
 from .app_context import AppContext
-from .background_answers import BackgroundAnswers
+from .generations import Generations
 from .models.model_endpoints import ModelServices
 
 _log: Final = logging.getLogger(__name__)
@@ -24,12 +24,12 @@ class ChangeEvents:
 
     Args:
         context: the store and the windows.
-        answers: answers in progress, whose text is newer than the store's.
+        generations: messages in progress, whose text is newer than the store's.
     """
 
-    def __init__(self, context: AppContext, answers: BackgroundAnswers) -> None:
+    def __init__(self, context: AppContext, generations: Generations) -> None:
         self._context: Final = context
-        self._answers: Final = answers
+        self._generations: Final = generations
         self._ending: Final = threading.Event()
         self._end_listening: Final = context.store.listen(self._publish)
         self._thread: Final = threading.Thread(target=self._watch, name="edge-run changes", daemon=True)
@@ -60,7 +60,7 @@ class ChangeEvents:
                 events.publish("conversation_deleted", id=change.conversation_id)
             case ChangeKind.MESSAGE if change.message_id is not None:
                 message = store.message(change.message_id)
-                live = self._answers.live(message.id)
+                live = self._generations.live(message.id)
                 if live is None or message.state is not MessageState.WRITING:
                     events.publish("message", message=as_object(message))
                 else:
@@ -92,24 +92,24 @@ class AppService:
     def __init__(self, context: AppContext, access: AppAccess) -> None:
         self.context: Final = context
         self.access: Final = access
-        self.answers: Final = BackgroundAnswers(context)
-        """Answers in conversations."""
+        self.generations: Final = Generations(context)
+        """Messages of conversations that are generated."""
         self.models: Final = ModelServices(context)
         """Downloads, exports, comparisons and exactness checks."""
-        self._changes: Final = ChangeEvents(context, self.answers)
+        self._changes: Final = ChangeEvents(context, self.generations)
         self.requests: Final = RequestService(context.pool, context.settings)
         """Requests of other programs to the OpenAI-compatible API."""
 
     @property
     def busy(self) -> bool:
         """Whether an answer is in progress."""
-        return self.requests.busy or self.answers.busy
+        return self.requests.busy or self.generations.busy
 
     def drain(self) -> None:
         """Begin no further answers, and end those in progress after their current pass, as interrupted."""
         self.requests.drain()
         self.requests.cancel_all()
-        self.answers.interrupt_all()
+        self.generations.interrupt_all()
 
     def cancel_all(self) -> None:
         """Let the windows go, which have been told how their answers ended."""
@@ -118,7 +118,7 @@ class AppService:
     def close(self) -> None:
         """End all answers, and unload all models."""
         self.drain()
-        self.answers.close()
+        self.generations.close()
         self.context.events.close()
         self._changes.close()
         self.models.close()

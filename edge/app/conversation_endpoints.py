@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from ...errors import ContextError
 from ...runtime.options import GenerateOptions
-from ..conversations.answering import fit_context, generate_options, takes_calls
+from ..conversations.answering import fit_context, takes_calls
 from ..conversations.records import (
     MAX_ATTACHMENTS,
     Attachment,
@@ -30,7 +30,7 @@ from ..conversations.records import (
 from ..service.strict_json import RequestLimits
 from .api_endpoint import api_route, invalid, query_number
 from .app_context import AppContext
-from .background_answers import BackgroundAnswers
+from .generations import Generations
 
 _MAX_HITS: Final = 200
 _IMPORT_LIMITS: Final = RequestLimits(characters=64_000_000)
@@ -64,13 +64,13 @@ def checked_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
         InputError: one is unknown, or its value is not valid.
     """
     given = {name: value for name, value in sampling.items() if value is not None}
-    generate_options(GenerateOptions(), given)
+    GenerateOptions().changed(given)
     return given
 
 
-def conversation_routes(context: AppContext, answers: BackgroundAnswers) -> list[Route]:
+def conversation_routes(context: AppContext, generations: Generations) -> list[Route]:
     """The routes of conversations."""
-    endpoints = _ConversationEndpoints(context, answers)
+    endpoints = _ConversationEndpoints(context, generations)
     conversation = "/api/conversations/{conversation_id}"
     table = (
         ("GET", "/api/conversations", endpoints.list),
@@ -96,16 +96,16 @@ def conversation_routes(context: AppContext, answers: BackgroundAnswers) -> list
 
 
 class _ConversationEndpoints:
-    def __init__(self, context: AppContext, answers: BackgroundAnswers) -> None:
+    def __init__(self, context: AppContext, generations: Generations) -> None:
         self._context: Final = context
         self._store: Final = context.store
-        self._answers: Final = answers
+        self._generations: Final = generations
 
     def list(self, query: Mapping[str, str]) -> dict[str, Any]:
         deleted = query.get("deleted", "0") not in {"0", "false", ""}
         return {
             "conversations": [as_object(each) for each in self._store.conversations(deleted)],
-            "writing": sorted({answer.conversation for answer in self._answers.all()}),
+            "writing": sorted({each.conversation for each in self._generations.all()}),
         }
 
     def create(
@@ -125,7 +125,7 @@ class _ConversationEndpoints:
         conversation = self._store.conversation(conversation_id)
         messages, writing = [], []
         # An answer that ends between the two lines is complete in the second.
-        live = {answer.id: answer for answer in self._answers.of_conversation(conversation.id)}
+        live = {each.id: each for each in self._generations.all(conversation.id)}
         for message in self._store.messages(conversation.id):
             if message.state is MessageState.WRITING and message.id in live:
                 with live[message.id].snapshot(message) as (shown, progress):
@@ -163,8 +163,8 @@ class _ConversationEndpoints:
 
     def delete(self, conversation_id: str) -> dict[str, Any]:
         self._store.delete(conversation_id)
-        for answer in self._answers.of_conversation(conversation_id):
-            answer.cancellation.cancel()
+        for each in self._generations.all(conversation_id):
+            each.cancellation.cancel()
         return {}
 
     def restore(self, conversation_id: str) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class _ConversationEndpoints:
         tools = [each.definition for each in self._context.tools.known(conversation.tools)]
         with self._context.pool.use(model) as engine:
             offered = GenerateOptions(tools=tools if takes_calls(engine) else ())
-            options = generate_options(offered, conversation.sampling)
+            options = offered.changed(conversation.sampling)
             if engine.template is None:
                 return {"tokens": None, "context": engine.context, "reserve": None, "trimmed": []}
             try:

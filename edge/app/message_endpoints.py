@@ -10,20 +10,19 @@ from starlette.routing import Route
 from ..conversations.records import MessageState, Role, StoredMessage, as_object
 from ..service.request_error import RequestError
 from ..service.token_objects import chosen_object
-from .answer_work import StoredStart, text_of
 from .api_endpoint import api_route, invalid
 from .app_context import AppContext
-from .background_answers import BackgroundAnswers, writing_error
 from .conversation_endpoints import Attachments
-from .live_answer import Decision
+from .generations import Generations, writing_error
+from .message_generation import Decision
 
 MAX_VARIANTS: Final = 8
 """Largest number of answers that one request asks for."""
 
 
-def message_routes(context: AppContext, answers: BackgroundAnswers) -> list[Route]:
+def message_routes(context: AppContext, generations: Generations) -> list[Route]:
     """The routes of messages."""
-    endpoints = _MessageEndpoints(context, answers)
+    endpoints = _MessageEndpoints(context, generations)
     message = "/api/messages/{message_id}"
     table = (
         ("POST", "/api/conversations/{conversation_id}/messages", endpoints.send),
@@ -41,19 +40,19 @@ def message_routes(context: AppContext, answers: BackgroundAnswers) -> list[Rout
 
 
 class _MessageEndpoints:
-    def __init__(self, context: AppContext, answers: BackgroundAnswers) -> None:
+    def __init__(self, context: AppContext, generations: Generations) -> None:
         self._store: Final = context.store
         self._pool: Final = context.pool
-        self._answers: Final = answers
+        self._generations: Final = generations
 
     def send(
         self, conversation_id: str, content: str, parent: str | None = None, attachments: Attachments = ()
     ) -> dict[str, Any]:
         if not content.strip() and not attachments:
             raise invalid("content", "the message is empty", "write something")
-        self._answers.check_room()
+        self._generations.check_room()
         message = self._store.add_message(conversation_id, parent, "user", content, attachments=attachments)
-        return {"message": as_object(message), "answer": as_object(self._answers.answer(message))}
+        return {"message": as_object(message), "answer": as_object(self._generations.begin(message)[0])}
 
     def edit(self, message_id: str, content: str, branch: bool = False) -> dict[str, Any]:
         """Replace the text of a message, or let it become that of another message beside it."""
@@ -61,7 +60,7 @@ class _MessageEndpoints:
         if not branch:
             return {"message": as_object(self._store.rewrite(message.id, content))}
         if message.role is Role.USER:
-            self._answers.check_room()
+            self._generations.check_room()
         beside = self._store.add_message(
             message.conversation,
             message.parent,
@@ -73,7 +72,7 @@ class _MessageEndpoints:
         )
         if message.role is Role.ASSISTANT:
             return {"message": as_object(beside)}
-        return {"message": as_object(beside), "answer": as_object(self._answers.answer(beside))}
+        return {"message": as_object(beside), "answer": as_object(self._generations.begin(beside)[0])}
 
     def regenerate(
         self, message_id: str, count: Annotated[int, Meta(ge=1, le=MAX_VARIANTS)] = 1, model: str | None = None
@@ -81,14 +80,13 @@ class _MessageEndpoints:
         """Write further answers to a message, or beside an answer; without a model, with that of the conversation."""
         message = self._store.message(message_id)
         question = message if message.role is Role.USER else self._question(message)
-        start = StoredStart(model=None if model is None else self._pool.find(model).id)
-        answers = [as_object(answer) for answer in self._answers.answers(question, count, start)]
+        chosen = None if model is None else self._pool.find(model).id
+        answers = [as_object(answer) for answer in self._generations.begin(question, chosen, count=count)]
         return {"answer": answers[0], "answers": answers}
 
     def resume(self, message_id: str) -> dict[str, Any]:
         message = self._ended(message_id)
-        self._question(message)
-        return {"answer": as_object(self._answers.resume(message))}
+        return {"answer": as_object(self._generations.resume(message, self._question(message)))}
 
     def branch(
         self, message_id: str, index: Annotated[int, Meta(ge=0)], alternative: Annotated[int, Meta(ge=0)]
@@ -103,28 +101,28 @@ class _MessageEndpoints:
                 "answers are recorded with their tokens where the setting is on",
             )
         kept = [*tokens[:index], chosen_object(tokens[index], alternative)]
-        start = StoredStart(text_of(kept), kept, message.model, message.rounds)
-        return {"answer": as_object(self._answers.answer(question, start))}
+        text = "".join(token["text"] for token in kept if not token.get("special"))
+        (answer,) = self._generations.begin(question, message.model, text, kept, message.rounds)
+        return {"answer": as_object(answer)}
 
     def stop(self, message_id: str) -> dict[str, Any]:
-        self._answers.stop(self._store.message(message_id).id)
+        self._generations.stop(self._store.message(message_id).id)
         return {}
 
     def decide(self, message_id: str, call: str, decision: Decision) -> dict[str, Any]:
         """Decide about a call of a tool that an answer waits with; one that has ended has none."""
-        live = self._answers.live(self._store.message(message_id).id)
-        if live is not None:
-            live.approvals.decide(call, decision)
+        if (generation := self._generations.live(self._store.message(message_id).id)) is not None:
+            generation.decide(call, decision)
         return {}
 
     def delete(self, message_id: str) -> dict[str, Any]:
         message = self._store.message(message_id)
         self._store.delete_message(message.id)
-        if live := self._answers.of_conversation(message.conversation):
+        if generations := self._generations.all(message.conversation):
             left = {each.id for each in self._store.messages(message.conversation)}
-            for answer in live:
-                if answer.id not in left:
-                    answer.cancellation.cancel()
+            for each in generations:
+                if each.id not in left:
+                    each.cancellation.cancel()
         return {}
 
     def restore(self, message_id: str) -> dict[str, Any]:

@@ -22,11 +22,12 @@ from .store import ConversationStore
 
 CHECKPOINT_S: Final = 1.0
 """Least time between two checkpoints, in seconds: what a killed process loses of an answer."""
-_STATES: Final = {
+END_STATES: Final = {
     FinishReason.STOP: MessageState.COMPLETE,
     FinishReason.LENGTH: MessageState.LENGTH,
     FinishReason.CANCELLED: MessageState.STOPPED,
 }
+"""States of answers by the reason for which they ended."""
 _SMALL_TALK: Final = re.compile(
     r"(hi+|hello|hey|yo|thanks?|thank you|good (morning|evening|night|day)|bye|ok(ay)?|please|help|test(ing)?|"
     r"(how|who|what) are you|what can you do|what is this|tell me .*|why .*|write .* (poem|story|essay).*)"
@@ -35,7 +36,7 @@ _SMALL_TALK: Final = re.compile(
 )
 
 
-class AnswerWriter:
+class MessageWriter:
     """Writes the pieces of an answer to the store, in checkpoints.
 
     Args:
@@ -107,11 +108,6 @@ class AnswerWriter:
         return self._store.finish_answer(self.message_id, self.content, state, tokens=tokens, stats=stats, error=error)
 
 
-def answer_state(reason: FinishReason) -> MessageState:
-    """The state of an answer that ended for this reason."""
-    return _STATES[reason]
-
-
 def stats_object(stats: Stats, trimmed: Sequence[str] = ()) -> dict[str, Any]:
     """Statistics of an answer as they are kept with it. Times are in seconds.
 
@@ -135,15 +131,6 @@ def stats_object(stats: Stats, trimmed: Sequence[str] = ()) -> dict[str, Any]:
         },
         "trimmed": list(trimmed),
     }
-
-
-def generate_options(base: GenerateOptions, sampling: Mapping[str, Any]) -> GenerateOptions:
-    """The options of an answer in a conversation: its sampling where it has one, else those given.
-
-    Raises:
-        InputError: an option is unknown, or its value is out of range.
-    """
-    return base.changed(sampling)
 
 
 def is_small_talk(text: str) -> bool:

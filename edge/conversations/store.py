@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from ...models.user_folders import data_folder
-from .answer_table import AnswerTable
+from .completion_table import CompletionTable
 from .conversation_table import reads, writes
 from .database import ConversationDatabase, MemoryDatabase
 from .message_search import search_messages, update_index
@@ -22,7 +22,7 @@ KEPT_DAYS: Final = 30
 """For how long deletions can be undone."""
 
 
-class ConversationStore(AnswerTable):
+class ConversationStore(CompletionTable):
     """Conversations in a file. Any thread may call any method; other processes may have the file open as well.
 
     Every change is one transaction, which is on the disk when the method returns. Ids that are not known, or of what is

@@ -27,7 +27,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from ...errors import ConversationError
-from .answer_table import AnswerTable
+from .completion_table import CompletionTable
 from .conversation_table import as_json, checked_fields, checked_line
 from .message_table import NO_QUESTION, checked_content, encoded_attachments, encoded_rounds
 from .records import (
@@ -139,7 +139,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     conversations: list[ImportedConversation]
 
 
-def as_json_file(store: AnswerTable, ids: Sequence[str], *, tokens: bool) -> str:
+def as_json_file(store: CompletionTable, ids: Sequence[str], *, tokens: bool) -> str:
     """Conversations with all their branches as a JSON text.
 
     Raises:
@@ -168,7 +168,7 @@ def read_json(text: str) -> Sequence[ImportedConversation]:
         raise ConversationError("the file is nested too deeply", hint) from error
 
 
-def _exported(store: AnswerTable, conversation_id: str, tokens: bool) -> dict[str, Any]:
+def _exported(store: CompletionTable, conversation_id: str, tokens: bool) -> dict[str, Any]:
     conversation = as_object(store.conversation(conversation_id))
     conversation["messages"] = []
     for message in store.messages(conversation_id):
@@ -185,7 +185,7 @@ def _without(fields: dict[str, Any], kind: str) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in left_out and value not in (None, (), {})}
 
 
-def insert_conversation(store: AnswerTable, conversation: ImportedConversation, where: str) -> str:
+def insert_conversation(store: CompletionTable, conversation: ImportedConversation, where: str) -> str:
     """Add a conversation with new ids, and return its own.
 
     Raises:
@@ -220,7 +220,7 @@ def insert_conversation(store: AnswerTable, conversation: ImportedConversation, 
     return str(values["id"])
 
 
-def _insert_message(store: AnswerTable, conversation_id: str, message: _Message, ids: dict[str, str]) -> str:
+def _insert_message(store: CompletionTable, conversation_id: str, message: _Message, ids: dict[str, str]) -> str:
     state = MessageState.INTERRUPTED if message.state is MessageState.WRITING else message.state
     values: dict[str, Any] = {
         "id": new_id(),

@@ -16,11 +16,10 @@ from ....runtime.conversation import Session
 from ....runtime.options import GenerateOptions
 from ....runtime.result import Stats
 from ...conversations.answering import (
-    AnswerWriter,
+    END_STATES,
     ContextFit,
-    answer_state,
+    MessageWriter,
     fit_context,
-    generate_options,
     is_small_talk,
     model_messages,
     stats_object,
@@ -148,7 +147,7 @@ class Chat:
         """
         fit = self._fit(self.store.branch(question.id), self.options())
         message = self.conversation.add_answer(question, model_name_of(self.model.engine))
-        writer = AnswerWriter(self.store, message.id, tokens=None)
+        writer = MessageWriter(self.store, message.id, tokens=None)
         try:
             self._generate(fit, writer, self.options())
         finally:
@@ -164,14 +163,14 @@ class Chat:
         options = self.options().changed({"answer_start": answer.content})
         fit = self._fit(self.store.branch(answer.id)[:-1], options)
         self.show_message(answer)
-        writer = AnswerWriter(self.store, answer.id, answer.content, tokens=None)
+        writer = MessageWriter(self.store, answer.id, answer.content, tokens=None)
         self._generate(fit, writer, options)
         if writer.content == answer.content:
             self.note("nothing follows: the model ends its answer here")
 
     def options(self) -> GenerateOptions:
         """The options of an answer in this conversation."""
-        return generate_options(self.settings.options, self.conversation.sampling)
+        return self.settings.options.changed(self.conversation.sampling)
 
     def open(self, conversation: ChatConversation) -> None:
         """Go on with a conversation, and show its last messages."""
@@ -321,7 +320,7 @@ class Chat:
         self._trimmed = len(fit.trimmed)
         return fit
 
-    def _generate(self, fit: ContextFit, writer: AnswerWriter, options: GenerateOptions) -> None:
+    def _generate(self, fit: ContextFit, writer: MessageWriter, options: GenerateOptions) -> None:
         """Generate an answer, show it, and keep it.
 
         Raises:
@@ -344,7 +343,7 @@ class Chat:
                     view.write(chunk.text)
                     writer.add(chunk)
                     if chunk.stats is not None and chunk.finish_reason is not None:
-                        stats, state = chunk.stats, answer_state(chunk.finish_reason)
+                        stats, state = chunk.stats, END_STATES[chunk.finish_reason]
                         described = stats_object(chunk.stats, fit.trimmed)
         except EdgeError as problem:
             state, error = MessageState.FAILED, str(problem)

@@ -14,8 +14,8 @@ import pytest
 
 from edgerun import load
 from edgerun.edge.app.app_context import AppContext
-from edgerun.edge.app.background_answers import BackgroundAnswers
 from edgerun.edge.app.event_channel import EventChannel
+from edgerun.edge.app.generations import Generations
 from edgerun.edge.conversations.records import Change, MessageState
 from edgerun.edge.conversations.store import ConversationStore
 from edgerun.edge.server.server_settings import ServerSettings
@@ -85,13 +85,13 @@ def test_an_answer_can_be_stopped_as_soon_as_it_is_told_of(tmp_path: Path, endle
         ConversationStore.open(tmp_path / "conversations.sqlite3") as store,
         ModelPool([str(endless_bundle)], lambda path, progress: load(path, progress=progress, draft=None)) as pool,
     ):
-        answers = BackgroundAnswers(AppContext(store, pool, EventChannel(), ServerSettings()))
+        generations = Generations(AppContext(store, pool, EventChannel(), ServerSettings()))
         stopping: list[threading.Thread] = []
 
         def stop(change: Change) -> None:
             message = None if change.message_id is None else store.message(change.message_id)
             if message is not None and message.state is MessageState.WRITING and not stopping:
-                stopping.append(threading.Thread(target=answers.stop, args=(message.id,)))
+                stopping.append(threading.Thread(target=generations.stop, args=(message.id,)))
                 stopping[0].start()
                 # It has to wait for the answer's beginning; without that it would be through here.
                 stopping[0].join(0.2)
@@ -99,11 +99,11 @@ def test_an_answer_can_be_stopped_as_soon_as_it_is_told_of(tmp_path: Path, endle
         store.listen(stop)
         # Without the stop, the answer ends by its length.
         question = store.add_message(store.create(sampling={"max_tokens": 20_000}).id, None, "user", "hello")
-        answer = answers.answer(question)
+        (answer,) = generations.begin(question)
         wait_until(lambda: store.message(answer.id).state is not MessageState.WRITING)
         assert store.message(answer.id).state is MessageState.STOPPED
         stopping[0].join()
-        answers.close()
+        generations.close()
 
 
 def test_two_windows_see_the_same(endless_app: RunningApp, cookies: httpx.Cookies) -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from edgerun.edge.conversations.answering import AnswerWriter, model_messages
+from edgerun.edge.conversations.answering import MessageWriter, model_messages
 from edgerun.edge.conversations.records import (
     MAX_TOOLS,
     CallRound,
@@ -74,7 +74,7 @@ def test_calls_are_kept_with_their_answer(tmp_path: Path) -> None:
         conversation = store.create(tools=["clock/now", "clock/now"])
         question = store.add_message(conversation.id, None, "user", "What time is it?")
         answer = store.add_message(conversation.id, question.id, "assistant", "", state=MessageState.WRITING)
-        writer = AnswerWriter(store, answer.id, "I look.", [{"text": "I look."}])
+        writer = MessageWriter(store, answer.id, "I look.", [{"text": "I look."}])
         writer.begin_round([ROUND])
         assert store.message(answer.id).rounds == (ROUND,)
         assert store.tokens(answer.id) == []

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import pytest
 
 import edgerun
-from edgerun.edge.conversations.answering import AnswerWriter
+from edgerun.edge.conversations.answering import MessageWriter
 from edgerun.edge.conversations.records import Attachment, Role
 from edgerun.edge.conversations.store import ConversationStore
 from edgerun.edge.terminal.chat.chat import Chat, ChatSettings
@@ -257,7 +257,7 @@ def test_a_message_that_cannot_be_answered_comes_back_with_its_attachments(
     def fail(*_arguments: Any, **_options: Any) -> Any:
         raise DeviceError("the device is gone", "start again")
 
-    def fail_after_text(writer: AnswerWriter, chunk: edgerun.Chunk) -> None:
+    def fail_after_text(writer: MessageWriter, chunk: edgerun.Chunk) -> None:
         writer.content += chunk.text
         if writer.content:
             fail()
@@ -274,7 +274,7 @@ def test_a_message_that_cannot_be_answered_comes_back_with_its_attachments(
         elif failing == "the model at once":
             monkeypatch.setattr(model.engine, "answer", fail)
         else:
-            monkeypatch.setattr(AnswerWriter, "add", fail_after_text)
+            monkeypatch.setattr(MessageWriter, "add", fail_after_text)
         chat.attachments.append(attached)
         with pytest.raises(EdgeError, match="the device is gone"):
             chat.say("the other")

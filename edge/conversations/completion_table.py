@@ -15,7 +15,7 @@ from .records import CallRound, ChangeKind, MessageState, ModelUsage, Role, Stor
 _COMPRESSION: Final = 1
 
 
-class AnswerTable(MessageTable):
+class CompletionTable(MessageTable):
     """Answers that are being written, and what they were written with."""
 
     @writes

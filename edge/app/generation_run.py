@@ -1,0 +1,228 @@
+"""The run that generates the messages that answer one question: the model, and the calls of tools between."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+from ...errors import CancelledError, EdgeError, InputError
+from ...models.find import BUNDLED_MODEL
+from ...runtime.decode import FinishReason
+from ...runtime.engine import Engine
+from ...runtime.options import GenerateOptions
+from ...runtime.result import Stats
+from ...runtime.scheduling.request_run import Cancellation, Run
+from ...runtime.tools.answer_parts import AnswerParts
+from ...runtime.tools.calls import joined_calls
+from ...runtime.tools.function_tools import MAX_ROUNDS
+from ..conversations.answering import END_STATES, fit_context, is_small_talk, stats_object, takes_calls
+from ..conversations.records import CallRound, MessageState, StoredCall, StoredMessage
+from .app_context import AppContext, read_settings
+from .message_generation import MessageGeneration
+from .tools.call_making import make_calls
+from .tools.tool_servers import OfferedTool
+
+_log: Final = logging.getLogger(__name__)
+_ALTERNATIVES: Final = 5
+"""Alternatives that are kept with each token."""
+
+
+class GenerationRun:
+    """Generates messages that answer one message of the user.
+
+    Args:
+        context: the store, the models, and the windows.
+        messages: the messages in the store, which all begin with the same.
+        question: the message that they answer.
+        tokens: stored tokens of what they begin with; none if they are not known.
+        own_tokens: whether these are tokens of the model that generates.
+        ended: called with each message when it is kept.
+    """
+
+    def __init__(
+        self,
+        context: AppContext,
+        messages: Sequence[StoredMessage],
+        question: StoredMessage,
+        tokens: Sequence[Mapping[str, Any]],
+        own_tokens: bool,
+        ended: Callable[[MessageGeneration], None],
+    ) -> None:
+        run = Run[None](self._work, "edge-run answer")
+        self.generations: Final = [
+            MessageGeneration(context.store, context.events, message, tokens, run) for message in messages
+        ]
+        self._context: Final = context
+        self._model: Final = messages[0].model
+        self._question: Final = question
+        self._own_tokens: Final = own_tokens
+        self._ended: Final = ended
+        self._tools: Sequence[OfferedTool] = ()
+
+    def _work(self, run: Run[None]) -> None:
+        """Generate the messages to their ends, whatever these are."""
+
+        def cancel_if_all_are() -> None:
+            if all(each.cancellation.cancelled for each in self.generations):
+                run.cancellation.cancel()
+
+        error = None
+        try:
+            with ExitStack() as watching:
+                for each in self.generations:
+                    watching.enter_context(each.cancellation.calling(cancel_if_all_are))
+                for each in self._all(run.cancellation):
+                    each.finish()
+                    self._ended(each)
+        except EdgeError as problem:
+            error = str(problem)
+        except Exception as problem:  # noqa: BLE001  what it is goes to the log
+            _log.error("an answer failed: %s", type(problem).__name__, exc_info=problem)
+            error = f"the app failed: {type(problem).__name__}"
+        try:
+            for each in self.generations:
+                if not each.ended:
+                    cancelled = each.cancellation.cancelled
+                    each.state, each.stats = each.state_if_cancelled if cancelled else MessageState.FAILED, None
+                    each.finish(None if cancelled else error)
+        finally:
+            for each in self.generations:
+                self._ended(each)
+
+    def _progress(self, stage: str, fraction: float | None) -> None:
+        """Tell the windows what the next message waits for; the others wait for that one."""
+        if (waiting := next((each for each in self.generations if not each.ended), None)) is not None:
+            waiting.progress(stage, fraction)
+
+    def _all(self, cancellation: Cancellation) -> Iterator[MessageGeneration]:
+        """Generate the messages; yields each when it ends.
+
+        Raises:
+            EdgeError: they cannot be generated, or were cancelled.
+        """
+        if chosen := self._context.store.conversation(self._question.conversation).tools:
+            self._progress("starting the tools", None)
+            self._tools = self._context.tools.offered(chosen, cancellation)
+        if self._tools or self.generations[0].writer.rounds:
+            for each in self.generations:
+                self._with_calls(each)
+                yield each
+        else:
+            with self._context.pool.use(self._model, self._progress, cancellation=cancellation) as engine:
+                yield from self._generate(engine, self.generations, cancellation)
+
+    def _with_calls(self, generation: MessageGeneration) -> None:
+        """Generate one message and make the calls of tools that it asks for, until it asks for none.
+
+        No model is in use while the user decides about a call.
+
+        Raises:
+            EdgeError: it cannot be generated.
+        """
+        cancellation = generation.cancellation
+        try:
+            for _ in range(MAX_ROUNDS):
+                writer = generation.writer
+                if writer.rounds and not writer.rounds[-1].decided and not writer.content:
+                    make_calls(self._context, generation, self._tools)
+                with self._context.pool.use(self._model, self._progress, cancellation=cancellation) as engine:
+                    for _ended in self._generate(engine, [generation], cancellation):
+                        pass
+                calls = tuple(StoredCall(call.id, call.name, call.arguments) for call in joined_calls(generation.calls))
+                if not calls:
+                    return
+                writer = generation.writer
+                generation.set_rounds([*writer.rounds, CallRound(writer.content.strip(), calls)])
+                if generation.state is not MessageState.COMPLETE:
+                    return
+        except CancelledError:
+            if not cancellation.cancelled:
+                raise
+            generation.state, generation.stats = generation.state_if_cancelled, None
+        else:
+            generation.state = MessageState.LENGTH
+
+    def _generate(
+        self, engine: Engine, generations: Sequence[MessageGeneration], cancellation: Cancellation
+    ) -> Iterator[MessageGeneration]:
+        """Generate messages with a model; yields each when it ends.
+
+        Args:
+            engine: the model.
+            generations: the messages, which all begin with the same.
+            cancellation: ends all of them.
+
+        Raises:
+            EdgeError: they cannot be generated, or were cancelled.
+        """
+        if engine.template is None:
+            raise InputError(f"{self._model} has no chat template, so it cannot chat", "choose another model")
+        first = generations[0]
+        text, tokens, rounds = first.writer.content, first.writer.tokens or [], first.writer.rounds
+        if self._own_tokens and tokens and tokens[-1].get("id") in engine.tokenizer.eos:  # the user has chosen the end
+            ended = engine.tokenizer.decode([token["id"] for token in tokens[:-1]])
+            first.begin(AnswerParts(ended), tokens[:-1])
+            first.state = MessageState.COMPLETE
+            yield first
+            return
+        conversation = self._context.store.conversation(first.conversation)
+        options = self._options(conversation.sampling, engine, generations)
+        messages = self._context.store.branch(self._question.id)
+        if rounds:
+            messages.append(replace(first.message, content="", rounds=rounds))
+        fit = fit_context(engine, conversation.system, messages, options)
+        known = tokens if options.logprobs is not None and (tokens or not text) else None
+        with ExitStack() as watching:
+            stream = watching.enter_context(cancellation.reading(engine.answer(fit.prompt, options)))
+            for number, each in enumerate(generations):
+                if fit.trimmed:
+                    self._context.events.publish(
+                        "trimmed", conversation=each.conversation, message=each.id, turns=fit.trimmed
+                    )
+                watching.enter_context(each.cancellation.calling(partial(stream.cancel, number)))
+                each.begin(stream.start_parts, known)
+            for chunk in stream:
+                each = generations[chunk.index]
+                each.add(chunk)
+                if chunk.finish_reason is not None and chunk.stats is not None:
+                    cancelled = chunk.finish_reason is FinishReason.CANCELLED
+                    each.state = each.state_if_cancelled if cancelled else END_STATES[chunk.finish_reason]
+                    each.stats = self._stats(chunk.stats, fit.trimmed, engine)
+                    yield each
+        if any(each.state is None for each in generations):
+            raise CancelledError("the answer has no end")
+
+    def _stats(self, stats: Stats, trimmed: Sequence[str], engine: Engine) -> dict[str, Any]:
+        shown = stats_object(stats, trimmed)
+        if self._tools and not takes_calls(engine):
+            shown["tools_ignored"] = True
+        if self._model == BUNDLED_MODEL and is_small_talk(self._question.content):
+            shown["small_talk"] = True  # the page says why the answer is a shell command
+        return shown
+
+    def _options(
+        self, sampling: Mapping[str, Any], engine: Engine, generations: Sequence[MessageGeneration]
+    ) -> GenerateOptions:
+        writer = generations[0].writer
+        options = GenerateOptions(
+            logprobs=_ALTERNATIVES if read_settings(self._context.store)["token_details"] else None,
+            answer_start=[token["id"] for token in writer.tokens]
+            if writer.tokens and self._own_tokens
+            else writer.content,
+            keep_prefix=True,
+            tools=[each.definition for each in self._tools] if takes_calls(engine) else (),
+        ).changed(sampling)
+        if len(self.generations) == 1:
+            return options
+        # Greedy answers would all be equal, so they are sampled, unless the user has set the temperature.
+        greedy = "temperature" not in sampling and options.sampling(engine.defaults).greedy
+        changes: dict[str, Any] = {"temperature": 1.0} if greedy else {}
+        if len(generations) > 1:
+            changes["n"] = len(generations)
+        elif options.seed is not None:  # as that of several answers at a time
+            changes["seed"] = options.seed + self.generations.index(generations[0])
+        return options.changed(changes)

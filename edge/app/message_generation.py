@@ -1,0 +1,210 @@
+"""A message that is being generated: its text so far, and what the windows have been told of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import StrEnum
+from typing import Any, Final
+
+from ...errors import EdgeError
+from ...runtime.result import Chunk
+from ...runtime.scheduling.request_run import Cancellation, Run
+from ...runtime.tools.answer_parts import AnswerParts
+from ...runtime.tools.calls import ToolCallDelta
+from ..conversations.answering import MessageWriter
+from ..conversations.records import CallRound, MessageState, ReasoningText, StoredMessage, as_object
+from ..conversations.store import ConversationStore
+from .event_channel import EventChannel
+
+_PROGRESS_S: Final = 0.1
+"""Least time between two events of progress of one stage, in seconds."""
+_PUBLISH_S: Final = 1 / 30
+"""Least time between two pieces of text for the windows, in seconds."""
+
+
+class Decision(StrEnum):
+    """What becomes of a call."""
+
+    RUN = "run"
+    ALWAYS = "always"
+    """It is made, and so are later ones of this tool in the conversation."""
+    REFUSE = "refuse"
+
+
+class MessageGeneration:
+    """A message that this process generates; its run writes it, and any thread may ask for it, or cancel it.
+
+    Args:
+        store: keeps it.
+        events: the windows, which get its text in numbered pieces.
+        message: the message in the store, with what it begins with.
+        tokens: stored tokens of what it begins with; none if they are not known.
+        run: the run that generates it.
+    """
+
+    def __init__(
+        self,
+        store: ConversationStore,
+        events: EventChannel,
+        message: StoredMessage,
+        tokens: Sequence[Mapping[str, Any]],
+        run: Run[None],
+    ) -> None:
+        self.message: Final = message
+        self.id: Final = message.id
+        self.conversation: Final = message.conversation
+        self.run: Final = run
+        self.cancellation: Final = Cancellation()
+        self.state_if_cancelled = MessageState.STOPPED
+        self.state: MessageState | None = None
+        """How it has ended; None while it is generated."""
+        self.stats: dict[str, Any] | None = None
+        self.ended = False
+        """Whether it is kept, and nothing more is written."""
+        self.calls: list[ToolCallDelta] = []
+        self.writer = MessageWriter(store, message.id, message.content, tokens, message.rounds)
+        self._store: Final = store
+        self._events: Final = events
+        self._written = ReasoningText()
+        self._lock: Final = threading.Condition()
+        """Guards all that follows, and the order of the events of this message."""
+        self._decisions: Final[dict[str, Decision]] = {}
+        self._published = message.content
+        self._rounds = message.rounds
+        self._pending = ""
+        self._sequence = 0
+        self._tokens = 0
+        self._started = self._published_at = time.monotonic()
+        self._first_token: float | None = None
+        self._stage: dict[str, Any] = {}
+        self._stage_at = 0.0
+
+    def begin(self, parts: AnswerParts, tokens: Sequence[Mapping[str, Any]] | None) -> None:
+        """Begin with these parts, before the first chunk; a character that is not complete is not among them.
+
+        Args:
+            parts: what the chunks continue.
+            tokens: the tokens of the parts; None to keep no tokens.
+        """
+        self._written, self.calls, self.state = ReasoningText(), [], None
+        content = self._written.push(parts.reasoning, parts.text)
+        self.writer = MessageWriter(self._store, self.id, content, tokens, self.writer.rounds)
+        with self._lock:
+            if content != self._published:
+                self._published = content
+                self._publish_message()
+
+    def add(self, chunk: Chunk) -> None:
+        """Add a chunk, keep it, and tell the windows now and then.
+
+        Raises:
+            ConversationError: the message was deleted, or the file cannot be written.
+        """
+        text = self._written.push(chunk.reasoning, chunk.text)
+        self.calls += chunk.tool_calls
+        self.writer.add(chunk, text)
+        now = time.monotonic()
+        with self._lock:
+            if self._first_token is None:
+                self._first_token = now
+            self._tokens, self._stage = chunk.completion_tokens, {}
+            self._pending += text
+            if now - self._published_at >= _PUBLISH_S:
+                self._publish_pending()
+
+    def set_rounds(self, rounds: Sequence[CallRound]) -> None:
+        """Keep calls of tools, and tell the windows of them; the content begins anew behind them.
+
+        Raises:
+            ConversationError: the message was deleted, or the file cannot be written.
+        """
+        self.writer.begin_round(rounds)
+        with self._lock:
+            self._rounds, self._published, self._pending, self._stage = tuple(rounds), "", "", {}
+            self._tokens, self._first_token = 0, None  # what it writes next has a rate of its own
+            self._publish_message()
+
+    def finish(self, error: str | None = None) -> None:
+        """Keep the whole message, and tell the windows of its end.
+
+        Args:
+            error: why it failed, in a sentence.
+        """
+        with self._lock:
+            self.ended = True
+            self._publish_pending()
+        try:
+            self.writer.finish(self.state or MessageState.FAILED, self.stats, error)
+        except EdgeError as problem:
+            # The disk is full, for example: the windows have the text, and are told that it is not kept.
+            message = replace(self.message, content=self.writer.content, rounds=self.writer.rounds)
+            message = replace(message, state=MessageState.FAILED, error=str(problem))
+            self._events.publish("message", message=as_object(message))
+
+    def progress(self, stage: str, fraction: float | None) -> None:
+        """Tell the windows what the message waits for; a `Progress`, and None where nobody knows how far it is."""
+        now = time.monotonic()
+        with self._lock:
+            if stage == self._stage.get("stage") and fraction != 1 and now - self._stage_at < _PROGRESS_S:
+                return
+            self._stage, self._stage_at = {"stage": stage, "fraction": fraction}, now
+            self._events.publish("progress", conversation=self.conversation, message=self.id, **self._stage)
+
+    @contextmanager
+    def snapshot(self, message: StoredMessage) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """The message as the windows know it, and how far that is; no further piece is published in the block."""
+        with self._lock:
+            progress = {"message": self.id, "sequence": self._sequence, "rate": self._rate(), **self._stage}
+            yield self._as_known(message), progress
+
+    def decide(self, call_id: str, decision: Decision) -> None:
+        """Decide about a call of a tool; the first decision holds."""
+        with self._lock:
+            self._decisions.setdefault(call_id, decision)
+            self._lock.notify_all()
+
+    def wait_for_decision(self, call_id: str) -> Decision:
+        """Wait until the user has decided about a call.
+
+        Raises:
+            CancelledError: the generation was cancelled.
+        """
+        with self.cancellation.calling(self._wake), self._lock:
+            while (decision := self._decisions.get(call_id)) is None:
+                self.cancellation.check()
+                self._lock.wait()
+        return decision
+
+    def _wake(self) -> None:
+        with self._lock:
+            self._lock.notify_all()
+
+    def _publish_message(self) -> None:
+        """Tell the windows all of it; the lock is held."""
+        self._events.publish("message", message=self._as_known(self.message))
+
+    def _publish_pending(self) -> None:
+        """Tell the windows what has been added; the lock is held."""
+        if self._pending:
+            self._sequence += 1
+            self._published_at = time.monotonic()
+            text, self._pending = self._pending, ""
+            self._published += text
+            fields = {"conversation": self.conversation, "message": self.id, "sequence": self._sequence}
+            self._events.publish("delta", **fields, text=text, rate=self._rate())
+
+    def _as_known(self, message: StoredMessage) -> dict[str, Any]:
+        return as_object(replace(message, content=self._published, rounds=self._rounds))
+
+    def _rate(self) -> dict[str, Any]:
+        first = self._first_token
+        seconds = 0.0 if first is None else time.monotonic() - first
+        return {
+            "tokens": self._tokens,
+            "tokens_per_second": (self._tokens - 1) / seconds if seconds > 0 and self._tokens > 1 else 0.0,
+            "first_token_s": None if first is None else first - self._started,
+        }
