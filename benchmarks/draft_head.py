@@ -30,7 +30,7 @@ from edgerun.models.pairing import find_draft
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.model_metadata import ModelMetadata, metadata_of
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
-from edgerun.runtime.measure.bundle_timing import BundleTimer, bind_filled, mean_of_fastest, take_turns
+from edgerun.runtime.measure.bundle_timing import BundleTimer, bind_filled, mean_of_fastest, time_in_turns
 from shapes import SHAPES
 
 
@@ -78,7 +78,7 @@ def measure_module(whole: Bundle, sizes: list[int], options: argparse.Namespace)
         read = [bytes_read(graph) for graph in (whole.graph, *graphs)]
         bound = [bind_filled(GraphSession(whole.graph, config, metadata_of(whole)), whole)]
         bound += [bind_filled(GraphSession(graph, config, as_head), whole) for graph in graphs]
-        times = [mean_of_fastest(each[1]) for each in take_turns(bound, (1,), options.rounds)]
+        times = [mean_of_fastest(each[1]) for each in time_in_turns(bound, (1,), options.rounds)]
     show(whole, ["model", *(f"module, {size} tokens" for size in sizes)], read, times)
 
 

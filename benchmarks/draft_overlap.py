@@ -47,7 +47,7 @@ from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.scheduling.work_thread import WorkThread
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.draft_ahead import DraftAhead
-from edgerun.runtime.speculation.draft_loading import PlacedDraft, load_draft, place_draft
+from edgerun.runtime.speculation.draft_loading import DraftTarget, PlacedDraft, load_separate_draft, place_draft
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
 from edgerun.runtime.speculation.drafters.model import ModelDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
@@ -359,7 +359,7 @@ def main() -> None:
     _, placed = place_draft(pair, SessionConfig(choose_device("cpu")))
     with edgerun.load(draft=None) as engine:
         graph_io, answers = engine.graph_io, record(engine, requests)
-    new_draft = load_draft(pair, placed.config, graph_io.vocab_size, _CONTEXT)
+    new_draft = load_separate_draft(pair, placed.config, DraftTarget(bundle, graph_io, _CONTEXT))
     step_ms = 1e3 * new_draft().cost.seconds(1, 64)
     draft_graph = open_graph(pair.draft, placed.config, cache=True)
 

@@ -107,7 +107,7 @@ def complete_bundle(
         speed=Speed(predicted, {width: 1e3 * seconds for width, seconds in measured.items()}),
         bandwidths=_TYPICAL_BANDWIDTHS if recipe.bandwidth is None else (recipe.bandwidth,),
         drafts=[] if made is None or made.figures is None else [made.figures],
-        budget="" if recipe.cost_limit is None else str(recipe.cost_limit),
+        budget="" if recipe.parsed_budget is None else str(recipe.parsed_budget),
         search=[] if model.allocation is None else search_steps(model.allocation.history),
         seconds=time.perf_counter() - started,
         machine=describe_machine(),

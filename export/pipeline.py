@@ -79,11 +79,11 @@ def requested_draft(recipe: ExportRecipe, target: Path) -> DraftRequest | None:
         InputError: there is no such checkpoint, or options have no effect on the draft.
         CheckpointError: the config.json of the draft's checkpoint is damaged.
     """
-    alone = recipe.layout is GraphLayout.EDGE and recipe.device is None
+    is_native = recipe.layout is GraphLayout.EDGE and recipe.device is None
     if recipe.draft_layers is not None:
         return DraftRequest()
     if recipe.draft is None:
-        if alone and has_mtp_module(target):
+        if is_native and has_mtp_module(target):
             return DraftRequest(None, HeadKind.MTP, optional=recipe.draft_vocab is None)
         for option, value in (("--draft-vocab", recipe.draft_vocab), ("--draft-weights", recipe.draft_weights)):
             if value is not None:
@@ -99,7 +99,7 @@ def requested_draft(recipe: ExportRecipe, target: Path) -> DraftRequest | None:
             f"--draft-vocab has no effect on the draft head {source}, whose size is that of its checkpoint",
             "leave it out",
         )
-    if not alone:
+    if not is_native:
         raise InputError(
             "a draft head needs edge-run's own layout, on the CPU", "leave --layout and --device out, or the head"
         )

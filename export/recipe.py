@@ -323,7 +323,7 @@ class ExportRecipe:
         return None if self.calibration in (None, Path("self")) else self.calibration
 
     @property
-    def cost_limit(self) -> Budget | None:
+    def parsed_budget(self) -> Budget | None:
         """What mixed weights may take; None where a plan is followed."""
         return parse_budget(self.budget) if isinstance(self.budget, str) else self.budget
 

@@ -63,10 +63,9 @@ def load(
     wanted = (options or LoadOptions()).changed(changes)
     cache, tokenizer, threads = wanted.cache, wanted.tokenizer, usable_threads(wanted.threads)
     chosen, mode = choose_device(wanted.device), choose_power(wanted.power)
-    tokenizer_path = (
-        None if tokenizer is None else path_of_user(tokenizer, "give a tokenizer.json, or a folder with one")
-    )
-    bundle = open_bundle(find_model(model, chosen.kind), kind=chosen.kind, tokenizer=tokenizer_path)
+    if tokenizer is not None:
+        tokenizer = path_of_user(tokenizer, "give a tokenizer.json, or a folder with one")
+    bundle = open_bundle(find_model(model, chosen.kind), kind=chosen.kind, tokenizer=tokenizer)
     # An int8 cache and an int8 prompt graph are the CPU's, so nothing else is chosen for them.
     automatic = wanted.device.lower() == "auto" and wanted.kv != KVFormat.INT8 and wanted.prefill != PrefillMode.INT8
     if automatic and cache:
@@ -78,11 +77,8 @@ def load(
         _log.warning("draft_device is %s, but %s has no draft model", wanted.draft_device, bundle.folder)
 
     def engine_on(where: Device) -> Engine:
-        count = threads
-        if not count and mode.saves:
-            count = saver_threads()
-        elif not count and cache:
-            count = chosen_threads(bundle, SessionConfig(where))
+        stored = chosen_threads(bundle, SessionConfig(where)) if cache else 0
+        count = threads or (saver_threads() if mode.saves else stored)
         config = SessionConfig(where, count, mode)
         if wanted.kv != KVFormat.FLOAT:
             from .measure.cache_calibration import with_kv_format  # noqa: PLC0415 -- importing protobuf takes 28 ms
@@ -91,11 +87,11 @@ def load(
         config, placed = _with_draft(bundle, config, pair, wanted.draft_device)
         return Engine(LoadedModel(bundle, config, wanted, placed, progress))
 
-    if not automatic or chosen.kind is DeviceKind.CPU:
-        return engine_on(chosen)
     try:
         return engine_on(chosen)
     except EdgeError as error:
+        if not automatic or chosen.kind is DeviceKind.CPU:
+            raise
         _log.warning("%s was fastest for %s, but %s; the CPU computes", chosen.name, bundle.folder.name, error.what)
         return engine_on(cpu_device())
 

@@ -71,7 +71,7 @@ def prepare(checkpoint: SourceModel, recipe: ExportRecipe, folder: Path, progres
         ExportError: A trial export failed.
         OSError: The disk refused a write.
     """
-    config, budget = checkpoint.config, recipe.cost_limit
+    config, budget = checkpoint.config, recipe.parsed_budget
     plan: QuantPlan | None = None if recipe.plan is None else read_plan(recipe.plan, config)
     if budget is not None and budget.measure is not Measure.MILLISECONDS:
         # A budget of bytes that no plan can meet is refused before anything is measured; times are not known yet.

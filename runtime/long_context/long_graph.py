@@ -24,7 +24,7 @@ from ..graph.graph_choice import PassRequest
 from ..graph.model_metadata import ModelMetadata
 from ..graph.session import GraphSession
 from ..measure.measurement_store import MeasurementStore, model_key
-from ..measure.system_load import LoadMeter
+from ..measure.system_load import take_turns
 from ..speculation.pass_cost import BUCKET_ENDS
 
 LEAST_CONTEXT: Final = 1024
@@ -204,23 +204,26 @@ class LongContextGraph:
         """
         arena = own.arena
         replayed = arena.replayed
-        meter, started = LoadMeter(self._config.threads), time.perf_counter()
-        seconds: tuple[list[float], list[float]] = ([], [])
-        for turn in range(_MAX_TURNS):
-            for each in (1, 0) if turn % 2 else (0, 1):
-                if each:
-                    time.sleep(_PAUSE_S)
-                seconds[each].append(_time_pass((own, long)[each], request))
-            elapsed = time.perf_counter() - started
-            # The first passes of a width bind its buffers, which is nothing beside a pass that takes so long.
-            if elapsed > (_SECONDS_BUDGET if turn >= _TURNS else _SLOW_TURN_S):
-                break
+
+        def long_pass() -> float:
+            time.sleep(_PAUSE_S)
+            return _time_pass(long, request)
+
+        # The first passes of a width bind its buffers, which is nothing beside a pass that takes so long.
+        seconds, busy = take_turns(
+            [lambda: _time_pass(own, request), long_pass],
+            self._config.threads,
+            least=_TURNS,
+            most=_MAX_TURNS,
+            seconds=_SECONDS_BUDGET,
+            longest=_SLOW_TURN_S,
+        )
         # Where states are recomputed, tokens ran once more in each of these passes, and will in the pass itself.
         arena.replayed = replayed
         place = _place(request.width, request.base)
         self._again.discard(place)
         # Also while a machine is busy some turns run undisturbed.
-        self.times.add(place, (min(seconds[0]), min(seconds[1])), busy=meter.is_busy)
+        self.times.add(place, (min(seconds[0]), min(seconds[1])), busy=busy)
         if self._stores:
             LONG_CONTEXT_TIMES.save(self._key, self.times)
 

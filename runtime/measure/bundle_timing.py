@@ -13,11 +13,13 @@ a few percent faster than another, whatever its weights are, and the machine is 
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, NamedTuple
@@ -33,6 +35,7 @@ from ..graph.ort import RUNTIME_VERSION
 from ..graph.packed_files import should_prepack, write_prepacked
 from ..graph.session import DecoderGraph, GraphSession, SessionConfig
 from .pass_timing import TYPICAL_CONTEXT, pad_cache, time_pass
+from .system_load import take_turns
 
 PASSES_PER_TURN: Final = 5
 """Timed passes of each width in a turn."""
@@ -118,7 +121,7 @@ class BundleTimer:
         target = open_bundle(bundle)
         metadata = ModelMetadata(input_vocab=target.input_vocab, draft_head=True)
         bound = [bind_filled(GraphSession(graph, self._config, metadata), target) for graph in graphs]
-        return [mean_of_fastest(times[1]) for times in take_turns(bound, (1,), rounds)]
+        return [mean_of_fastest(times[1]) for times in time_in_turns(bound, (1,), rounds)]
 
     def time_nodes(self, bundles: Sequence[Path], widths: Sequence[int], rounds: int) -> list[dict[int, PassNodeTimes]]:
         """Time passes and their graph nodes; arguments and errors are those of `time_passes`.
@@ -180,7 +183,7 @@ def _pass_seconds(
 ) -> list[dict[int, float]]:
     """Load the graphs and return the seconds of a pass by width, for each."""
     bound = [bind_filled(GraphSession(graph, config, metadata_of(bundle)), bundle) for bundle, graph in graphs]
-    times = take_turns(bound, widths, rounds)
+    times = time_in_turns(bound, widths, rounds)
     return [{width: mean_of_fastest(passes) for width, passes in by_width.items()} for by_width in times]
 
 
@@ -194,27 +197,38 @@ def _node_seconds(
             for number, (bundle, graph) in enumerate(graphs)
         ]
         bound = [bind_filled(session, bundle) for session, (bundle, _) in zip(sessions, graphs, strict=True)]
-        take_turns(bound, widths, rounds)
+        time_in_turns(bound, widths, rounds)
         return [_nodes_by_width(read_profile(session.end_profile()), widths) for session in sessions]
 
 
-def take_turns(bound: Sequence[BoundGraph], widths: Sequence[int], rounds: int) -> list[dict[int, list[float]]]:
-    """Run `rounds` turns of each session and return the seconds of their timed passes by width.
+def time_in_turns(
+    bound: Sequence[BoundGraph], widths: Sequence[int], rounds: int, most: int = 0, seconds: float = math.inf
+) -> list[dict[int, list[float]]]:
+    """Time passes of sessions in turns.
+
+    Args:
+        bound: the sessions.
+        widths: numbers of token positions of the passes.
+        rounds: number of turns of every session.
+        most: number of turns to take if they fit into `seconds`; 0 for `rounds`.
+        seconds: approximate seconds for all turns, if `rounds` of them take no longer.
+
+    Returns:
+        The seconds of the timed passes of each session by width.
 
     Raises:
         ContextError: a pass does not fit the context.
         EdgeError: ONNX Runtime failed.
     """
-    times: list[dict[int, list[float]]] = [{width: [] for width in widths} for _ in bound]
-    for number in range(rounds):
-        order = range(len(bound)) if number % 2 == 0 else reversed(range(len(bound)))
-        for which in order:
-            time.sleep(_PAUSE_S)
-            for _ in range(WARM_UP_PASSES):
-                time_pass(bound[which], widths[0])
-            for width in widths:
-                times[which][width] += [time_pass(bound[which], width) for _ in range(PASSES_PER_TURN)]
-    return times
+
+    def turn(session: BoundGraph) -> dict[int, list[float]]:
+        time.sleep(_PAUSE_S)
+        for _ in range(WARM_UP_PASSES):
+            time_pass(session, widths[0])
+        return {width: [time_pass(session, width) for _ in range(PASSES_PER_TURN)] for width in widths}
+
+    turns, _ = take_turns([partial(turn, each) for each in bound], least=rounds, most=most or rounds, seconds=seconds)
+    return [{width: [one for turn in each for one in turn[width]] for width in widths} for each in turns]
 
 
 def compare_pair(pair: Sequence[BoundGraph], widths: Sequence[int]) -> list[float]:
@@ -229,9 +243,8 @@ def compare_pair(pair: Sequence[BoundGraph], widths: Sequence[int]) -> list[floa
     first = [sum(min(time_pass(bound, width) for _ in range(_FIRST_PASSES)) for width in widths) for bound in pair]
     if first[1] > _HOPELESS * first[0]:
         return first
-    round_s = (WARM_UP_PASSES + PASSES_PER_TURN) * sum(first)
-    rounds = max(_MIN_ROUNDS, min(int(_SECONDS_BUDGET / round_s), _MAX_ROUNDS))
-    return [sum(map(mean_of_fastest, times.values())) for times in take_turns(pair, widths, rounds)]
+    times = time_in_turns(pair, widths, _MIN_ROUNDS, _MAX_ROUNDS, _SECONDS_BUDGET)
+    return [sum(map(mean_of_fastest, each.values())) for each in times]
 
 
 def _fastest(seconds: Sequence[float]) -> list[int]:
@@ -253,7 +266,7 @@ def _mean(loads: Sequence[PassNodeTimes]) -> PassNodeTimes:
 
 
 def _nodes_by_width(passes: Sequence[Mapping[str, float]], widths: Sequence[int]) -> dict[int, dict[str, float]]:
-    """Average the node times of the timed passes of `take_turns`, by width.
+    """Average the node times of the timed passes of `time_in_turns`, by width.
 
     All nodes are averaged over the same passes, so that they add up to the time of passes that occurred.
     """

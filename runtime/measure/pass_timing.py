@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -27,7 +27,7 @@ from ..graph.bound_graph import BoundGraph
 from ..graph.session import SessionConfig
 from ..speculation.pass_cost import POSITION_COST, Doubt, PassCost, is_plausible
 from .measurement_store import MeasurementStore, model_key
-from .system_load import LoadMeter
+from .system_load import LoadMeter, take_turns
 
 PASS_COSTS: Final = MeasurementStore("pass-cost", 2, PassCost.from_json, PassCost.to_json)
 """Measured pass costs of models on this machine."""
@@ -65,18 +65,6 @@ _OBSERVED_LOAD_S: Final = 0.25
 _FILLER: Final = 0.01
 
 
-@dataclass(frozen=True)
-class TimingExtent:
-    """How much is measured where an answer waits for it."""
-
-    stage: str = MEASURING_SPEED
-    """What is shown meanwhile."""
-    seconds_budget: float = SECONDS_BUDGET
-    """As for `measure_pass_cost`."""
-    widths: Sequence[int] = WIDTHS
-    """As for `measure_pass_cost`."""
-
-
 class MeasuringTime:
     """Adds up the seconds of measurements that an answer waits for, and reports their progress.
 
@@ -106,8 +94,12 @@ def load_or_measure_pass_cost(
     config: SessionConfig,
     bound: BoundGraph,
     measuring: MeasuringTime | None = None,
+    *,
+    cache: bool = True,
     meter: LoadMeter | None = None,
-    extent: TimingExtent = TimingExtent(),
+    stage: str = MEASURING_SPEED,
+    seconds_budget: float = SECONDS_BUDGET,
+    widths: Sequence[int] = WIDTHS,
 ) -> PassCost:
     """Return the stored pass cost of a model on a device, or measure it over `bound`'s arena and store it.
 
@@ -118,16 +110,19 @@ def load_or_measure_pass_cost(
         config: how its graph is run.
         bound: the session and the arena to run over.
         measuring: counts the time of a measurement and receives its progress.
+        cache: whether a cost that is on disk is used, and a measured one kept there.
         meter: has measured the load of other programs for some time; None to measure it now if necessary.
-        extent: how much to measure.
+        stage: what is shown during a measurement.
+        seconds_budget: as for `measure_pass_cost`.
+        widths: as for `measure_pass_cost`.
 
     Raises:
         ContextError: the pass cost must be measured and the arena is full.
         EdgeError: ONNX Runtime failed.
     """
     key = model_key(bundle, config)
-    stored = PASS_COSTS.load(key)
-    if stored is not None and stored.stairs != _stairs_of(bound, extent.widths):
+    stored = PASS_COSTS.load(key) if cache else None
+    if stored is not None and stored.stairs != _stairs_of(bound, widths):
         stored = None  # of graphs of other widths
     doubt = None
     if stored is not None:
@@ -138,11 +133,11 @@ def load_or_measure_pass_cost(
         meter.wait(_OBSERVED_LOAD_S)
         if meter.is_busy:
             return stored
-    with (measuring or MeasuringTime()).stage(extent.stage) as progress:
+    with (measuring or MeasuringTime()).stage(stage) as progress:
         cost = measure_pass_cost(
             bound,
-            seconds_budget=extent.seconds_budget,
-            widths=extent.widths,
+            seconds_budget=seconds_budget,
+            widths=widths,
             threads=config.threads,
             # What a second measurement finds again is true: a kernel may be that slow.
             accept_implausible=doubt is Doubt.IMPLAUSIBLE,
@@ -150,7 +145,8 @@ def load_or_measure_pass_cost(
         )
     if stored is not None:
         cost = _measured_again(stored, cost)
-    PASS_COSTS.save(key, cost)
+    if cache:
+        PASS_COSTS.save(key, cost)
     return cost
 
 
@@ -279,11 +275,10 @@ def _measure(
         def report(fraction: float, attempt: int = attempt) -> None:
             progress(0.9 + 0.1 * (attempt - 1 + fraction) / (_ATTEMPTS - 1) if attempt else 0.9 * fraction)
 
-        meter = LoadMeter(threads)
         if attempt == 1:
             budget = min(seconds_budget, time.perf_counter() - started) / (_ATTEMPTS - 1)
-        found = _take_turns(bound, widths, budget, _PAUSE_S if attempt else 0.0, report)
-        if meter.is_busy:
+        found, busy = _attempt(bound, widths, budget, threads, _PAUSE_S if attempt else 0.0, report)
+        if busy:
             doubt = Doubt.BUSY
         elif accept_implausible or is_plausible(found):
             times, doubt = found, None
@@ -297,56 +292,47 @@ def _measure(
     return times, doubt
 
 
-def _take_turns(
+def _attempt(
     bound: BoundGraph,
     widths: Sequence[int],
     seconds_budget: float,
+    threads: int,
     pause_s: float,
     progress: Callable[[float], None],
-) -> dict[int, float]:
-    """Return the seconds by width of one attempt."""
+) -> tuple[dict[int, float], bool]:
+    """Return the seconds by width of one attempt, and whether other programs disturbed it."""
     room = bound.arena.limit - bound.arena.length
-    is_fixed = bound.graph_io.widths is not None
     chosen = [width for width in sorted(widths) if width <= room]
-    if is_fixed:
-        for width in chosen:
-            time_pass(bound, width)  # loads its graph
-    started, passes_s = time.perf_counter(), 0.0
-
-    def run(width: int) -> float:
-        nonlocal passes_s
-        seconds = time_pass(bound, width)
-        passes_s += seconds
-        return seconds
-
-    single = run(1)
-    if single > _SLOW_PASS_S:  # once more: the device may have compiled
-        single = min(single, run(1))
+    # Where shapes are fixed, all widths are measured, and the first pass of each loads its graph.
+    is_fixed = bound.graph_io.widths is not None
+    for width in chosen if is_fixed else ():
+        time_pass(bound, width)
+    first = [time_pass(bound, 1)]
+    if first[0] > _SLOW_PASS_S:  # once more: the device may have compiled
+        first.append(time_pass(bound, 1))
     if not is_fixed:
-        chosen = _affordable(chosen, single, seconds_budget)
-    run(chosen[-1])  # the widest first, so that buffers are allocated once
-    if single <= _SLOW_PASS_S:
-        single = min(run(1) for _ in range(3))
+        chosen = _affordable(chosen, min(first), seconds_budget)
+    first.append(time_pass(bound, chosen[-1]))  # the widest first, so that buffers are allocated once
+    if min(first) <= _SLOW_PASS_S:
+        first += [time_pass(bound, 1) for _ in range(3)]
         if not is_fixed:
-            chosen = _affordable(chosen, single, seconds_budget)
-    turns: list[list[float]] = []
-    while len(turns) < _MAX_TURNS:
-        spent = max(time.perf_counter() - started, passes_s)
-        if len(turns) >= _MIN_TURNS and spent + _expected_turn_seconds(chosen, single) > seconds_budget:
-            break
-        if turns and spent > _LONGEST_S:
-            break
-        progress(max(len(turns) / _MAX_TURNS, min(spent / max(seconds_budget, 1e-9), 1.0)))
-        # Back and forth, so that no width always follows the same one.
-        order = chosen if len(turns) % 2 else chosen[::-1]
-        times = {}
-        for width in order:
-            if pause_s:
-                time.sleep(pause_s)
-            times[width] = run(width)
-        turns.append([times[width] for width in chosen])
-    progress(1.0)
-    return dict(zip(chosen, np.quantile(turns, _QUANTILE, axis=0).tolist(), strict=True))
+            chosen = _affordable(chosen, min(first), seconds_budget)
+
+    def paused_pass(width: int) -> float:
+        if pause_s:
+            time.sleep(pause_s)
+        return time_pass(bound, width)
+
+    turns, busy = take_turns(
+        [partial(paused_pass, width) for width in chosen],
+        threads,
+        least=_MIN_TURNS,
+        most=_MAX_TURNS,
+        seconds=seconds_budget - sum(first),
+        longest=_LONGEST_S - sum(first),
+        progress=progress,
+    )
+    return dict(zip(chosen, np.quantile(turns, _QUANTILE, axis=1).tolist(), strict=True)), busy
 
 
 def _affordable(widths: Sequence[int], single: float, seconds_budget: float) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -18,7 +19,7 @@ from ..graph.bound_graph import BoundGraph
 from ..prefill import PREFILL_TOKENS
 from .measurement_store import MeasurementStore
 from .pass_timing import pad_cache
-from .system_load import LoadMeter
+from .system_load import take_turns
 
 LEAST_WIDTH: Final = 64
 """Tokens of the narrowest pass that the int8 prompt graph may run."""
@@ -34,9 +35,8 @@ NOT_MADE: Final = "not made yet (edge-run tune makes it)"
 """Why there is no int8 prompt graph before it was made."""
 _WORTH: Final = 1.05
 """How many times as fast the int8 prompt graph must be: it takes memory, disk and a little quality."""
-_TURNS: Final = 2
-"""Turns to measure at least; further ones follow while the time lasts."""
-_MAX_TURNS: Final = 8
+_LEAST_TURNS, _MAX_TURNS = 1, 7
+"""Turns after the first passes; those beyond the least number are taken while the time lasts."""
 _SECONDS_BUDGET: Final = 3.0
 _SHORT, _LONG = 128, 2048
 """Numbers of cached tokens to measure after: attention takes longer after more."""
@@ -145,35 +145,36 @@ def measure_prompt_speed(
     Raises:
         EdgeError: ONNX Runtime failed.
     """
-    meter = LoadMeter(threads)
     limit = min(plain.arena.limit, int8.arena.limit)
     short = min(_SHORT, limit // 2)
-    passes = [(bound, width) for bound, widths in ((plain, PLAIN_WIDTHS), (int8, INT8_WIDTHS)) for width in widths]
-    passes = [each for each in passes if short + each[1] <= limit]
-    if not passes:
+    first: dict[tuple[BoundGraph, int], float] = {}
+    for bound, widths in ((plain, PLAIN_WIDTHS), (int8, INT8_WIDTHS)):
+        for width in widths:
+            # Passes wider than one that takes too long take longer still, and are not used.
+            if short + width <= limit and first.get((bound, width // 2), 0.0) <= LONGEST_PASS_S:
+                progress(0.0)
+                first[bound, width] = _pass_s(bound, width, short)
+    if not first:
         return PromptChoice(f"a context of {limit} tokens is too short"), False
-    times: dict[tuple[int, int], float] = {}
-    started, turns = time.perf_counter(), 0
-    while turns < _MAX_TURNS and (turns < _TURNS or time.perf_counter() - started < _SECONDS_BUDGET):
-        for number, (bound, width) in enumerate(passes):
-            progress(min((turns + number / len(passes)) / (_TURNS + 1), 1.0))
-            key = (id(bound), width)
-            if times.get((id(bound), width // 2), 0.0) > LONGEST_PASS_S:
-                continue  # wider ones take longer still, and are not used
-            times[key] = min(_pass_s(bound, width, short), times.get(key, np.inf))
-        turns += 1
+    turns, busy = take_turns(
+        [partial(_pass_s, bound, width, short) for bound, width in first],
+        threads,
+        least=_LEAST_TURNS,
+        most=_MAX_TURNS,
+        seconds=_SECONDS_BUDGET,
+        progress=progress,
+    )
+    times = {one: min(first[one], *seconds) for one, seconds in zip(first, turns, strict=True)}
     own, other = (
-        {width: times[id(graph), width] for bound, width in passes if bound is graph and (id(graph), width) in times}
-        for graph in (plain, int8)
+        {width: seconds for (each, width), seconds in times.items() if each is graph} for graph in (plain, int8)
     )
     width = min(other)
     attention_s = 0.0
     if _LONG + width <= limit:
-        progress(1.0)
-        long_s = min(_pass_s(int8, width, _LONG) for _ in range(_TURNS))
+        long_s = min(_pass_s(int8, width, _LONG) for _ in range(2))
         attention_s = max(long_s - other[width], 0.0) / (width * (_LONG - short))
     shortened = {each: seconds - attention_s * each * short for each, seconds in other.items()}
-    return PromptChoice(None, own, shortened, attention_s), meter.is_busy
+    return PromptChoice(None, own, shortened, attention_s), busy
 
 
 def _pass_s(bound: BoundGraph, width: int, context: int) -> float:

@@ -1,4 +1,4 @@
-"""Measures how many processors other programs use, for measurements that they would disturb.
+"""Measuring beside other programs: what is compared takes turns, and the load of the others is measured.
 
 The system counts the busy time of its processors, and the process its own; the difference belongs to other programs. On
 Linux it agrees within a few hundredths with the time that the kernel says the threads of a measurement waited.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple
+from math import inf
+from time import perf_counter
+from typing import Final, NamedTuple, TypeVar
 
 import psutil
 
@@ -23,6 +25,46 @@ _TICK_ERROR_S: Final = 0.02
 
 _NOT_BUSY: Final = frozenset({"idle", "iowait", "guest", "guest_nice", "interrupt", "dpc"})
 """Times that are idle, or part of another one (on Windows interrupts and deferred calls are part of the system's)."""
+
+_ResultT = TypeVar("_ResultT")
+
+
+def take_turns(
+    runs: Sequence[Callable[[], _ResultT]],
+    threads: int = 0,
+    *,
+    least: int,
+    most: int,
+    seconds: float = inf,
+    longest: float = inf,
+    progress: Callable[[float], None] = lambda _: None,
+) -> tuple[list[list[_ResultT]], bool]:
+    """Measure several things in turns, back and forth, so that a slow spell of the machine affects all of them.
+
+    Args:
+        runs: each measures one of them once.
+        threads: number of threads that they compute with; 0 for `default_threads`.
+        least: number of turns to take.
+        most: maximum number of turns.
+        seconds: approximate seconds for all turns, if `least` turns take no longer.
+        longest: seconds after which no further turn begins, even if fewer than `least` were taken.
+        progress: receives the fraction done, 0 to 1, before every run; it may wait, and what it raises ends the turns.
+
+    Returns:
+        What each run returned in every turn, and whether other programs took processors meanwhile.
+    """
+    meter, started = LoadMeter(threads), perf_counter()
+    results: list[list[_ResultT]] = [[] for _ in runs]
+    for turn in range(most):
+        spent = perf_counter() - started
+        if turn and (spent > longest or (turn >= least and spent * (1 + 1 / turn) > seconds)):
+            break
+        for number in range(len(runs)):
+            which = -1 - number if turn % 2 else number
+            progress(min(max((turn + number / len(runs)) / most, spent / max(seconds, 1e-9)), 1.0))
+            results[which].append(runs[which]())
+    progress(1.0)
+    return results, meter.is_busy
 
 
 class ProcessorTimes(NamedTuple):
@@ -80,7 +122,7 @@ class LoadMeter:
 def read_times() -> ProcessorTimes | None:
     """Read the times of the system and of this process; None where the system does not tell them."""
     busy = _busy_seconds()
-    return None if busy is None else ProcessorTimes(time.perf_counter(), busy, time.process_time())
+    return None if busy is None else ProcessorTimes(perf_counter(), busy, time.process_time())
 
 
 def busy_seconds(processors: Sequence[Mapping[str, float]], allowed: frozenset[int] | None) -> float:

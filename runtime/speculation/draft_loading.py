@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from ...errors import BundleError, InputError
 from ...models.bundle import Bundle
@@ -39,7 +39,7 @@ from ..graph.packed_files import prepacked_draft_graph
 from ..graph.session import DecoderGraph, GraphSession, SessionConfig
 from ..kv.borrowed import BorrowedArena
 from ..kv.prefix_cache import PrefixCache
-from ..measure.pass_timing import MeasuringTime, TimingExtent, load_or_measure_pass_cost, measure_pass_cost
+from ..measure.pass_timing import MeasuringTime, load_or_measure_pass_cost
 from .drafters.draft_model import DraftModel, Int32, check_target_ids
 from .drafters.model import PathModel
 from .drafters.target_drafts import HiddenStateHead, LayerSkipDraft, MedusaDraft
@@ -54,7 +54,6 @@ _HEAD_SOURCES: Final[Mapping[HeadKind | None, Source]] = {HeadKind.EAGLE: Source
 _ONE_THREAD_BELOW: Final = 16 << 20
 """Bytes of weights below which a draft runs on one thread: at 9.6 MB a pass takes 0.33 ms with one thread and 0.37 with
 two, at 270 MB 14 and 10."""
-_EXTENT: Final = TimingExtent("measuring the speed of the draft model", 0.3, (1, 2, 4, 8))
 _HINT: Final = "restore it or export the draft again"
 
 
@@ -66,6 +65,22 @@ class PlacedDraft:
     config: SessionConfig
     overlaps: bool = False
     """Whether it runs while the target does: on another device."""
+
+
+class DraftTarget(NamedTuple):
+    """The model that a draft is loaded for."""
+
+    bundle: Bundle
+    graph_io: GraphIO
+    """Inputs and outputs of its graph."""
+    context: int
+    """A separate draft with a shorter context stops drafting when a sequence outgrows it."""
+    cache: bool = True
+    """Whether packed weights and the pass cost of the draft are kept on disk."""
+    measuring: MeasuringTime | None = None
+    """Counts the time in which the draft's pass cost is measured, and receives its progress."""
+    prefixes: PrefixCache | None = None
+    """The budget of its prefix cache holds caches of a separate draft too; None to keep none of them."""
 
 
 def place_draft(pair: DraftPair, config: SessionConfig, device: str = "auto") -> tuple[SessionConfig, PlacedDraft]:
@@ -105,34 +120,34 @@ def share_cores(config: SessionConfig, draft: Bundle) -> tuple[SessionConfig, Se
     return shared, shared
 
 
-def load_draft(
-    pair: DraftPair,
-    config: SessionConfig,
-    target_vocab: int,
-    context: int,
-    *,
-    cache: bool = True,
-    measuring: MeasuringTime | None = None,
-    prefixes: PrefixCache | None = None,
-) -> Callable[[], DraftModel]:
-    """Load a draft model that is a separate model. All sequences share its pass cost and the caches of finished ones.
+def load_draft(pair: DraftPair, config: SessionConfig, target: DraftTarget) -> NewDraftModel:
+    """Load a draft model, as `find_draft` found it.
 
     Args:
-        pair: see `find_draft`.
+        pair: the draft, with its map to the target's tokens.
         config: configuration of the draft's session; see `share_cores`.
-        target_vocab: vocabulary size of the target's graph.
-        context: context of the target. A draft with a shorter one stops drafting when the sequence outgrows it.
-        cache: whether packed weights and the pass cost are kept on disk.
-        measuring: counts the time in which the draft's pass cost is measured, and receives its progress.
-        prefixes: the target's, whose budget holds the caches of finished sequences too; None to keep none of them.
+        target: what it drafts for.
+
+    Raises:
+        BundleError: the draft cannot be loaded, or does not match the target's cache, hidden states or vocabulary.
+    """
+    if pair.head is HeadKind.MEDUSA:
+        return load_medusa_heads(pair, config, target)
+    if pair.head is not None:
+        return load_head(pair, config, target)
+    return (load_layer_skip_draft if pair.layer_skip else load_separate_draft)(pair, config, target)
+
+
+def load_separate_draft(pair: DraftPair, config: SessionConfig, target: DraftTarget) -> Callable[[], DraftModel]:
+    """Load a separate model as a draft. All sequences share its pass cost and the caches of finished ones.
 
     Raises:
         BundleError: the draft is not a model that edge-run can decode with, or its LM head does not fit the map from
             its tokens to the target's.
     """
-    bundle = pair.draft
-    config = replace(config, kv_scales=None)  # the scales are those of the target's cache, and a draft's is small
-    session = open_graph(bundle, config, cache=cache)
+    bundle, target_vocab = pair.draft, target.graph_io.vocab_size
+    config = replace(config, kv_scales=None)  # the scales are for the target's cache, and a draft's is small
+    session = open_graph(bundle, config, cache=target.cache)
     head = session.graph_io.vocab_size
     if pair.target_ids is not None:
         _check_ids(pair, pair.target_ids, head, target_vocab)
@@ -142,42 +157,25 @@ def load_draft(
             "but no map to the target's",
             "put its d2t.npy beside the graph",
         )
-    limit = min(context, bundle.context or context)
-    own_prefixes = None if prefixes is None else prefixes.of_draft(lambda: session.arena(limit))
-    cost = _pass_cost(bundle, config, session.bind(session.arena(limit)), measuring, cache=cache)
+    limit = min(target.context, bundle.context or target.context)
+    own_prefixes = None if target.prefixes is None else target.prefixes.of_draft(lambda: session.arena(limit))
+    cost = _pass_cost(bundle, config, session.bind(session.arena(limit)), target)
     return lambda: DraftModel(session.bind(session.arena(limit)), cost, target_vocab, pair.target_ids, own_prefixes)
 
 
-def load_layer_skip_draft(
-    pair: DraftPair,
-    config: SessionConfig,
-    target: Bundle,
-    graph_io: GraphIO,
-    context: int,
-    *,
-    cache: bool = True,
-    measuring: MeasuringTime | None = None,
-) -> Callable[[], LayerSkipDraft]:
-    """Load a draft that is the target without some of its layers, to be attached to the arena of an answer.
-
-    Args:
-        pair: see `find_draft`.
-        config: configuration of the draft's session; see `share_cores`.
-        target: bundle of the target.
-        graph_io: inputs and outputs of the target's graph.
-        context: as for `load_draft`.
-        cache: as for `load_draft`.
-        measuring: as for `load_draft`.
+def load_layer_skip_draft(pair: DraftPair, config: SessionConfig, target: DraftTarget) -> Callable[[], LayerSkipDraft]:
+    """Load a draft that is the target without some of its layers, to be attached to the arena of a generation.
 
     Raises:
         BundleError: the graph cannot be loaded, or does not match the target's cache or vocabulary.
     """
-    metadata = ModelMetadata(input_vocab=target.input_vocab)
+    graph_io, context = target.graph_io, target.context
+    metadata = ModelMetadata(input_vocab=target.bundle.input_vocab)
     session: DecoderGraph
     if config.device.kind is DeviceKind.GPU:
-        session = open_gpu_form(pair.draft, config, metadata, cache=cache)
+        session = open_gpu_form(pair.draft, config, metadata, cache=target.cache)
     else:
-        graph = prepacked_draft_graph(pair.draft.graph, graph_to_load(target, config, cache=cache))
+        graph = prepacked_draft_graph(pair.draft.graph, graph_to_load(target.bundle, config, cache=target.cache))
         session = GraphSession(graph, config, metadata)
     own, target_places = session.graph_io, {tensor.past: place for place, tensor in enumerate(graph_io.cache)}
     places = [target_places.get(tensor.past, -1) for tensor in own.cache]
@@ -186,10 +184,9 @@ def load_layer_skip_draft(
         for place, tensor_type in zip(places, own.tensor_types, strict=True)
     )
     if not same or own.cache_mode is not CacheMode.IN_PLACE or graph_io.cache_mode is not CacheMode.IN_PLACE:
-        raise BundleError(f"{pair.draft.graph} does not run on the cache of {target.graph}", _HINT)
+        raise BundleError(f"{pair.draft.graph} does not run on the cache of {target.bundle.graph}", _HINT)
     _check_vocab(pair, own.vocab_size, graph_io.vocab_size)
-    timed = session.bind(session.arena(context))
-    cost = _pass_cost(pair.draft, config, timed, measuring, cache=cache)
+    cost = _pass_cost(pair.draft, config, session.bind(session.arena(context)), target)
 
     def new_model() -> LayerSkipDraft:
         bound = session.bind(BorrowedArena(own.tensor_types, places, context))
@@ -198,61 +195,50 @@ def load_layer_skip_draft(
     return new_model
 
 
-def load_head(
-    pair: DraftPair,
-    config: SessionConfig,
-    target: Bundle,
-    graph_io: GraphIO,
-    context: int,
-    *,
-    cache: bool = True,
-    measuring: MeasuringTime | None = None,
-) -> Callable[[], HiddenStateHead]:
-    """Load a draft head, to be attached to the arena of an answer; arguments as for `load_layer_skip_draft`.
+def load_head(pair: DraftPair, config: SessionConfig, target: DraftTarget) -> Callable[[], HiddenStateHead]:
+    """Load a draft head, to be attached to the arena of a generation.
 
     Raises:
         BundleError: the graph cannot be loaded, or does not fit the target's hidden states or vocabulary.
     """
-    graph = pair.draft.graph
-    metadata = ModelMetadata(input_vocab=target.input_vocab, draft_head=True)
+    graph, target_vocab = pair.draft.graph, target.graph_io.vocab_size
+    metadata = ModelMetadata(input_vocab=target.bundle.input_vocab, draft_head=True)
     session = GraphSession(graph, replace(config, kv_scales=None), metadata)
     own = session.graph_io
     if own.head is None or own.hidden_size != own.head.sizes[1]:
         raise BundleError(f"{graph} is not a draft head: it does not continue from its own states", _HINT)
-    _require_features(graph, own.head.sizes[0], target, graph_io)
-    _check_vocab(pair, own.vocab_size, graph_io.vocab_size)
+    _require_features(graph, own.head.sizes[0], target)
+    _check_vocab(pair, own.vocab_size, target_vocab)
 
     def bind() -> HeadSession:
-        bound = session.bind(session.arena(context))
+        bound = session.bind(session.arena(target.context))
         assert isinstance(bound, HeadSession)  # noqa: S101  the graph has the inputs of a head
         return bound
 
-    cost = _pass_cost(pair.draft, config, bind(), measuring, cache=cache)
-    return lambda: HiddenStateHead(bind(), cost, graph_io.vocab_size, pair.target_ids, _HEAD_SOURCES[pair.head])
+    cost = _pass_cost(pair.draft, config, bind(), target)
+    return lambda: HiddenStateHead(bind(), cost, target_vocab, pair.target_ids, _HEAD_SOURCES[pair.head])
 
 
-def load_medusa_heads(
-    pair: DraftPair, config: SessionConfig, target: Bundle, graph_io: GraphIO
-) -> Callable[[], MedusaDraft]:
-    """Load Medusa heads, to be attached to the arena of an answer; arguments as for `load_layer_skip_draft`.
+def load_medusa_heads(pair: DraftPair, config: SessionConfig, target: DraftTarget) -> Callable[[], MedusaDraft]:
+    """Load Medusa heads, to be attached to the arena of a generation.
 
     Raises:
         BundleError: the graph cannot be loaded, or does not fit the target's hidden states.
     """
     session = MedusaSession(pair.draft.graph, config)
-    _require_features(pair.draft.graph, session.feature_size, target, graph_io)
-    return lambda: MedusaDraft(session, graph_io.vocab_size)
+    _require_features(pair.draft.graph, session.feature_size, target)
+    return lambda: MedusaDraft(session, target.graph_io.vocab_size)
 
 
-def _require_features(graph: Path, size: int, target: Bundle, graph_io: GraphIO) -> None:
+def _require_features(graph: Path, size: int, target: DraftTarget) -> None:
     """Check that a target gives the features that a head reads.
 
     Raises:
         BundleError: it does not.
     """
-    if size != graph_io.feature_size:
-        given = "none" if graph_io.feature_size is None else graph_io.feature_size
-        raise BundleError(f"{graph} reads {size} features of each token, and {target.graph} gives {given}", _HINT)
+    if size != (given := target.graph_io.feature_size):
+        what = f"{graph} reads {size} features of each token, and {target.bundle.graph} gives {given or 'none'}"
+        raise BundleError(what, _HINT)
 
 
 def _check_vocab(pair: DraftPair, vocab: int, target_vocab: int) -> None:
@@ -280,17 +266,15 @@ def _check_ids(pair: DraftPair, target_ids: Int32, head: int, target_vocab: int)
         raise BundleError(what, _HINT) from error
 
 
-def _pass_cost(
-    bundle: Bundle, config: SessionConfig, bound: BoundGraph, measuring: MeasuringTime | None, *, cache: bool
-) -> PassCost:
+def _pass_cost(bundle: Bundle, config: SessionConfig, bound: BoundGraph, target: DraftTarget) -> PassCost:
     """Cost of the draft's passes, stored or measured now."""
-    if cache:
-        return load_or_measure_pass_cost(bundle, config, bound, measuring, extent=_EXTENT)
-    with (measuring or MeasuringTime()).stage(_EXTENT.stage) as progress:
-        return measure_pass_cost(
-            bound,
-            seconds_budget=_EXTENT.seconds_budget,
-            widths=_EXTENT.widths,
-            threads=config.threads,
-            progress=progress,
-        )
+    return load_or_measure_pass_cost(
+        bundle,
+        config,
+        bound,
+        target.measuring,
+        cache=target.cache,
+        stage="measuring the speed of the draft model",
+        seconds_budget=0.3,
+        widths=(1, 2, 4, 8),
+    )

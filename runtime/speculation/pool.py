@@ -16,7 +16,6 @@ from typing import Final
 
 from ...errors import EdgeError
 from ...models.bundle import Bundle
-from ...models.draft_heads import HeadKind
 from ...models.progress import Progress, silent
 from ...models.user_folders import cache_folder, make_private
 from ..arguments.load_options import LoadOptions
@@ -26,18 +25,12 @@ from ..kv.arena import KVArena
 from ..kv.prefix_cache import PrefixCache, shared_tokens
 from ..measure.exactness import EXACTNESS_REPORTS, ExactnessReport, measure_exactness
 from ..measure.measurement_store import model_key
-from ..measure.pass_timing import (
-    MEASURING_SPEED,
-    PASS_COSTS,
-    MeasuringTime,
-    load_or_measure_pass_cost,
-    measure_pass_cost,
-)
+from ..measure.pass_timing import PASS_COSTS, MeasuringTime, load_or_measure_pass_cost
 from ..measure.system_load import LoadMeter
 from ..options import Request
 from ..scheduling.work_thread import WorkThread
 from .choice import Speculation
-from .draft_loading import NewDraftModel, PlacedDraft, load_draft, load_head, load_layer_skip_draft, load_medusa_heads
+from .draft_loading import DraftTarget, NewDraftModel, PlacedDraft, load_draft
 from .drafter_set import DrafterSet, SharedDrafting
 from .drafters.edit import EditDrafter
 from .drafters.history import HistoryDrafter, HistoryIndexer
@@ -108,14 +101,9 @@ class DrafterPool:
         """Cost of target passes: stored by an earlier engine, or measured now."""
         if self._pass_cost is None:
             bound = self._bind()
-            config = self._graph.config
-            if self._options.cache:
-                self._pass_cost = load_or_measure_pass_cost(
-                    self._bundle, config, bound, self.measuring, meter=self._meter
-                )
-            else:
-                with self.measuring.stage(MEASURING_SPEED) as progress:
-                    self._pass_cost = measure_pass_cost(bound, threads=config.threads, progress=progress)
+            self._pass_cost = load_or_measure_pass_cost(
+                self._bundle, self._graph.config, bound, self.measuring, cache=self._options.cache, meter=self._meter
+            )
         return self._pass_cost
 
     def draft_model(self) -> PathModel | None:
@@ -266,7 +254,7 @@ class DrafterPool:
         if self._resources is None:
             cost, vocab_size = self.pass_cost(), self._graph.graph_io.vocab_size
             table = open_bundle_table(self._bundle, vocab_size, _log.warning) if self._options.cache else None
-            new_draft_model = None if self._draft is None else self._load_draft_model(self._draft)
+            new_draft_model = None if self._draft is None else self._load_draft(self._draft)
             recycled = RecycledTable(vocab_size)
             if self._keeps_learned:
                 make_private(self._recycled_file.parent)
@@ -274,17 +262,7 @@ class DrafterPool:
             self._resources = SharedDrafting(cost, recycled, table, new_draft_model)
         return self._resources
 
-    def _load_draft_model(self, draft: PlacedDraft) -> NewDraftModel:
-        graph_io, pair, config = self._graph.graph_io, draft.pair, draft.config
-        cache, measuring, context = self._options.cache, self.measuring, self._context
-        if pair.head is HeadKind.MEDUSA:
-            return load_medusa_heads(pair, config, self._bundle, graph_io)
-        if pair.head is not None:
-            return load_head(pair, config, self._bundle, graph_io, context, cache=cache, measuring=measuring)
-        if pair.layer_skip:
-            return load_layer_skip_draft(
-                pair, config, self._bundle, graph_io, context, cache=cache, measuring=measuring
-            )
-        return load_draft(
-            pair, config, graph_io.vocab_size, context, cache=cache, measuring=measuring, prefixes=self._prefixes
-        )
+    def _load_draft(self, draft: PlacedDraft) -> NewDraftModel:
+        graph_io, cache = self._graph.graph_io, self._options.cache
+        target = DraftTarget(self._bundle, graph_io, self._context, cache, self.measuring, self._prefixes)
+        return load_draft(draft.pair, draft.config, target)

@@ -30,7 +30,7 @@ from edgerun.models.draft_heads import HeadKind
 from edgerun.models.pairing import find_draft
 from edgerun.runtime.graph.session import GraphSession
 from edgerun.runtime.speculation.choice import Speculation
-from edgerun.runtime.speculation.draft_loading import load_head
+from edgerun.runtime.speculation.draft_loading import DraftTarget, load_head
 from edgerun.runtime.speculation.drafters.target_drafts import HiddenStateHead
 from edgerun.runtime.speculation.tree import Source
 
@@ -105,7 +105,7 @@ class TargetWithHead:
         pair = find_draft(bundle)
         assert pair is not None
         assert pair.head is self.kind
-        return load_head(pair, CPU, bundle, target.graph_io, CONTEXT, cache=False)()
+        return load_head(pair, CPU, DraftTarget(bundle, target.graph_io, CONTEXT, cache=False))()
 
 
 def export_with_eagle_head(

@@ -35,7 +35,7 @@ from edgerun.runtime.graph.session import GraphSession as RuntimeSession
 from edgerun.runtime.graph.session import SessionConfig
 from edgerun.runtime.measure.bundle_timing import BundleTimer
 from edgerun.runtime.measure.draft_benefit import count_agreement
-from edgerun.runtime.speculation.draft_loading import load_layer_skip_draft
+from edgerun.runtime.speculation.draft_loading import DraftTarget, load_layer_skip_draft
 from edgerun.runtime.text.turn_markers import TokenArray
 from support.tiny_models import tiny_config, tiny_weights, write_bundle, write_checkpoint, write_weights
 
@@ -225,7 +225,7 @@ def test_a_draft_is_chosen_measured_and_added_to_the_bundle(vocabulary: int | No
     target = RuntimeSession(bundle / "model.onnx", config)
     pair = find_draft(opened)
     assert pair is not None
-    draft = load_layer_skip_draft(pair, config, opened, target.graph_io, 100, cache=False)()
+    draft = load_layer_skip_draft(pair, config, DraftTarget(opened, target.graph_io, 100, cache=False))()
     bound = target.bind(target.arena(100))
     same = sum(count_agreement(bound, draft, text[:-1].tolist(), 1) for text in held_out)
     assert same / sum(len(text) - 2 for text in held_out) == pytest.approx(report.agreement, abs=0.08)

@@ -25,7 +25,7 @@ from edgerun.runtime.measure.bundle_timing import (
     mean_of_fastest,
     packed_graphs,
     read_profile,
-    take_turns,
+    time_in_turns,
 )
 from support.tiny_models import write_bundle
 
@@ -75,7 +75,7 @@ def test_turns_alternate_in_order_and_start_with_warm_up_passes(
     with packed_graphs(bundles) as graphs:
         config = SessionConfig(choose_device("cpu"), 1)
         one, other = (bind_filled(GraphSession(graph, config), bundle) for bundle, graph in graphs)
-        times = take_turns([one, other], (1, 4), 2)
+        times = time_in_turns([one, other], (1, 4), 2)
     turn = [1] * WARM_UP_PASSES + [1] * PASSES_PER_TURN + [4] * PASSES_PER_TURN
     assert passes == [(bound, width) for bound in (one, other, other, one) for width in turn]
     assert [{width: len(seconds) for width, seconds in by_width.items()} for by_width in times] == [

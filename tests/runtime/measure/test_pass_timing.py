@@ -14,7 +14,7 @@ from edgerun.models.bundle import open_bundle
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
-from edgerun.runtime.measure import measurement_store, pass_timing
+from edgerun.runtime.measure import measurement_store, pass_timing, system_load
 from edgerun.runtime.measure.measurement_store import model_key
 from edgerun.runtime.measure.pass_timing import PASS_COSTS, WIDTHS, load_or_measure_pass_cost, measure_pass_cost
 from edgerun.runtime.speculation.pass_cost import Doubt, PassCost
@@ -190,7 +190,9 @@ class SyntheticMachine:
         self.passes: list[tuple[int, float]] = []
         """Width and seconds of every pass."""
         monkeypatch.setattr(pass_timing, "time_pass", self._time_pass)
-        monkeypatch.setattr(pass_timing, "LoadMeter", lambda _threads: self)
+        for module in (pass_timing, system_load):
+            monkeypatch.setattr(module, "LoadMeter", lambda _threads: self)
+        monkeypatch.setattr(system_load, "perf_counter", lambda: sum(seconds for _, seconds in self.passes))
 
     @property
     def _is_busy_now(self) -> bool:

@@ -18,16 +18,28 @@ from edgerun.runtime.devices.providers import Device, choose_device
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.measure.measurement_store import model_key
 from edgerun.runtime.measure.pass_timing import PASS_COSTS
-from edgerun.runtime.speculation.draft_loading import PlacedDraft, load_draft, place_draft, share_cores
+from edgerun.runtime.speculation.draft_loading import (
+    DraftTarget,
+    PlacedDraft,
+    load_separate_draft,
+    place_draft,
+    share_cores,
+)
+from edgerun.runtime.speculation.drafters.draft_model import DraftModel
 from support.tiny_models import write_bundle
 
 CONFIG = SessionConfig(choose_device("cpu"), 1)
 KEPT = np.arange(20, 120)
 
 
-def refusal(found: DraftPair) -> str:
+def loaded(target: Bundle, draft: Bundle, context: int = 256, *, cache: bool = True) -> DraftModel:
+    graph_io = GraphSession(target.graph, CONFIG).graph_io
+    return load_separate_draft(pair(target, draft), CONFIG, DraftTarget(target, graph_io, context, cache))()
+
+
+def refusal(target: Bundle, draft: Bundle) -> str:
     with pytest.raises(BundleError) as caught:
-        load_draft(found, CONFIG, 300, 256)
+        loaded(target, draft)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -51,7 +63,7 @@ def trimmed(tmp_path: Path) -> Path:
 
 def test_a_pair_drafts(tiny_bundle: Path) -> None:
     target = open_bundle(tiny_bundle)
-    model = load_draft(pair(target, target), CONFIG, 300, 256)()
+    model = loaded(target, target)
     model.reset([20, 21, 22])
     bound = (session := GraphSession(target.graph, CONFIG)).bind(session.arena(10))
     assert model.top_tokens((), 1).tokens[0] == bound.forward([20, 21, 22])[2].argmax()
@@ -60,7 +72,7 @@ def test_a_pair_drafts(tiny_bundle: Path) -> None:
 def test_the_shorter_context_counts(tiny_bundle: Path) -> None:
     target = open_bundle(tiny_bundle)
     for context, longest in ((10, 10), (1000, 256)):
-        model = load_draft(pair(target, target), CONFIG, 300, context)()
+        model = loaded(target, target, context)
         model.reset([20] * longest)
         assert model.top_tokens((), 1).tokens
         model.append(20)
@@ -69,11 +81,11 @@ def test_the_shorter_context_counts(tiny_bundle: Path) -> None:
 
 def test_the_pass_cost_is_stored_unless_caching_is_off(tmp_path: Path) -> None:
     draft = open_bundle(write_bundle(tmp_path, seed=5))
-    load_draft(pair(draft, draft), CONFIG, 300, 256, cache=False)
+    loaded(draft, draft, cache=False)
     assert PASS_COSTS.load(model_key(draft, CONFIG)) is None
-    first = load_draft(pair(draft, draft), CONFIG, 300, 256)()
+    first = loaded(draft, draft)
     assert PASS_COSTS.load(model_key(draft, CONFIG)) is not None
-    assert load_draft(pair(draft, draft), CONFIG, 300, 256)().cost.measured == first.cost.measured
+    assert loaded(draft, draft).cost.measured == first.cost.measured
 
 
 def test_padding_of_another_size_does_not_matter(tiny_bundle: Path, tmp_path: Path) -> None:
@@ -81,13 +93,13 @@ def test_padding_of_another_size_does_not_matter(tiny_bundle: Path, tmp_path: Pa
     (padded / "edge.json").unlink()
     shutil.copy(tiny_bundle / "tokenizer.json", padded)
     small, large = open_bundle(tiny_bundle), open_bundle(padded)
-    model = load_draft(pair(small, large), CONFIG, 300, 256)()
+    model = loaded(small, large)
     model.reset([20, 21])
     everything = model.top_tokens((), 400)
     assert sorted(everything.tokens) == list(range(300))
     assert sum(everything.probabilities) == pytest.approx(1, abs=1e-5)
     # Conversely, the target's padding tokens are not in the draft's embedding; they never occur.
-    model = load_draft(pair(large, small), CONFIG, 320, 256)()
+    model = loaded(large, small)
     model.reset([20, 21])
     assert sorted(model.top_tokens((), 400).tokens) == list(range(300))
     assert model.top_tokens((310,), 1).tokens == ()
@@ -95,12 +107,12 @@ def test_padding_of_another_size_does_not_matter(tiny_bundle: Path, tmp_path: Pa
 
 def test_a_trimmed_head_needs_its_map(tiny_bundle: Path, trimmed: Path) -> None:
     target, draft = open_bundle(tiny_bundle), open_bundle(trimmed)
-    assert refusal(pair(target, draft)) == (
+    assert refusal(target, draft) == (
         f"the draft {trimmed} has 300 tokens and an LM head of 100, but no map to the target's; "
         "put its d2t.npy beside the graph"
     )
     np.save(trimmed / "d2t.npy", KEPT)
-    model = load_draft(pair(target, draft), CONFIG, 300, 256)()
+    model = loaded(target, draft)
     model.reset([5, 299])
     assert sorted(model.top_tokens((), 300).tokens) == KEPT.tolist()
 
@@ -114,7 +126,7 @@ def test_a_trimmed_head_needs_its_map(tiny_bundle: Path, trimmed: Path) -> None:
 )
 def test_a_map_of_another_head_is_refused(tiny_bundle: Path, trimmed: Path, ids: np.ndarray, message: str) -> None:
     np.save(trimmed / "d2t.npy", ids)
-    assert refusal(pair(open_bundle(tiny_bundle), open_bundle(trimmed))) == (
+    assert refusal(open_bundle(tiny_bundle), open_bundle(trimmed)) == (
         f"the draft {trimmed} cannot be used: its map to the target's ids {message}; "
         "restore it or export the draft again"
     )

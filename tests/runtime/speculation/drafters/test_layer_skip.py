@@ -23,7 +23,7 @@ from edgerun.runtime.graph import packed_files
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.speculation.choice import DraftSampling, Speculation
-from edgerun.runtime.speculation.draft_loading import load_layer_skip_draft
+from edgerun.runtime.speculation.draft_loading import DraftTarget, load_layer_skip_draft
 from edgerun.runtime.speculation.drafters.target_drafts import LayerSkipDraft
 from edgerun.runtime.speculation.tree import Source
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
@@ -76,7 +76,7 @@ def own_draft(bundle: Path, target: GraphSession) -> LayerSkipDraft:
     pair = find_draft(opened)
     assert pair is not None
     assert pair.layer_skip
-    return load_layer_skip_draft(pair, CONFIG, opened, target.graph_io, 600, cache=False)()
+    return load_layer_skip_draft(pair, CONFIG, DraftTarget(opened, target.graph_io, 600, cache=False))()
 
 
 def read(target: GraphSession, tokens: list[int]) -> BoundSession:

@@ -17,7 +17,7 @@ from edgerun.models.bundle import holds_only_bundle_files, open_bundle
 from edgerun.models.pairing import find_draft, name_draft
 from edgerun.runtime.graph.session import SessionConfig
 from edgerun.runtime.speculation.choice import Speculation
-from edgerun.runtime.speculation.draft_loading import load_layer_skip_draft
+from edgerun.runtime.speculation.draft_loading import DraftTarget, load_layer_skip_draft
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.nightly import some_nightly
 
@@ -131,7 +131,8 @@ def own_logits(folder: Path) -> np.ndarray:
     with edgerun.load(folder, cache=False) as llm:
         found = find_draft(llm.bundle)
         assert found is not None
-        draft = load_layer_skip_draft(found, SessionConfig(llm.device, 1), llm.bundle, llm.graph_io, 64, cache=False)()
+        target = DraftTarget(llm.bundle, llm.graph_io, 64, cache=False)
+        draft = load_layer_skip_draft(found, SessionConfig(llm.device, 1), target)()
         arena = llm.model._graph.arena(64)
         llm.model._graph.bind(arena).forward(text)
         arena.commit(text.size)
