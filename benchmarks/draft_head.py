@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from artifacts import bundle
-from edgerun.export.drafts.trimmed_head import head_tokens, trim_module, write_trimmed
+from edgerun.export.drafts.trimmed_head import head_tokens, trim_own_draft, write_trimmed
 from edgerun.export.upgrade.editable import EditableGraph
 from edgerun.models.bundle import Bundle, open_bundle
 from edgerun.models.draft_heads import HeadKind
@@ -73,7 +73,7 @@ def measure_module(whole: Bundle, sizes: list[int], options: argparse.Namespace)
         graphs = [whole.folder / "draft.onnx"]
         for size in sizes[1:]:
             copied = Path(shutil.copytree(whole.folder, Path(folder) / str(size)))
-            trim_module(copied, np.arange(size))
+            trim_own_draft(copied, np.arange(size))
             graphs.append(copied / "draft.onnx")
         read = [bytes_read(graph) for graph in (whole.graph, *graphs)]
         bound = [bind_filled(GraphSession(whole.graph, config, metadata_of(whole)), whole)]

@@ -125,7 +125,7 @@ def chosen(bundle: Path, options: argparse.Namespace) -> dict[str, Any]:
     text = split_texts(texts, origin, MAX_LENGTH)
     report = adopt_layer_skip_draft(bundle, None, text, silent, max_seconds=options.seconds)
     found = measure_draft_benefit(bundle, text.held_out)
-    print(f"chosen on {origin}, {report.measured} candidates compared: without {', '.join(report.skips)}")
+    print(f"chosen on {origin}: without {', '.join(report.skips)}")
     print(
         f"  agreement {report.agreement:.3f}, step {report.step_ms:.3f} of {report.target_ms:.3f} ms, expected "
         f"{report.tokens_per_second / report.plain_tokens_per_second:.2f} times plain; replayed: agreement "
@@ -133,7 +133,7 @@ def chosen(bundle: Path, options: argparse.Namespace) -> dict[str, Any]:
         f"{found.plain_seconds / found.speculative_seconds:.2f} times plain",
         flush=True,
     )
-    return {**dataclasses.asdict(report), "replayed": dataclasses.asdict(found)}
+    return {**report._asdict(), "replayed": dataclasses.asdict(found)}
 
 
 if __name__ == "__main__":

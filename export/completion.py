@@ -90,7 +90,7 @@ def complete_bundle(
     cache_note = store_cache_scales(folder, text)
     (measured,) = BundleTimer().time_passes([folder], _WIDTHS, _ROUNDS)
     progress(_STAGE, 1.0)
-    made = None if draft is None else make_draft(folder, content, text, draft, recipe, progress)
+    figures, draft_note = (None, "") if draft is None else make_draft(folder, content, text, draft, recipe, progress)
     sensitivities = _sensitivities(config, model, progress)
     predicted = {} if times is None else {width: times.milliseconds(plan, width) for width in _WIDTHS}
     report = ModelReport(
@@ -106,12 +106,12 @@ def complete_bundle(
         shipped=shipped,
         speed=Speed(predicted, {width: 1e3 * seconds for width, seconds in measured.items()}),
         bandwidths=_TYPICAL_BANDWIDTHS if recipe.bandwidth is None else (recipe.bandwidth,),
-        drafts=[] if made is None or made.figures is None else [made.figures],
+        drafts=[] if figures is None else [figures],
         budget="" if recipe.parsed_budget is None else str(recipe.parsed_budget),
         search=[] if model.allocation is None else search_steps(model.allocation.history),
         seconds=time.perf_counter() - started,
         machine=describe_machine(),
-        notes=[*filter(None, (*_notes(plan), *model.notes, cache_note, "" if made is None else made.note))],
+        notes=[*filter(None, (*_notes(plan), *model.notes, cache_note, draft_note))],
     )
     if recipe.mixed:
         write_atomically(folder / PLAN_NAME, _plan_text(content, sensitivities, quality).encode())

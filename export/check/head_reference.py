@@ -67,26 +67,22 @@ def reference_head(
         given.append(states[-1])
 
 
-def reference_medusa(
-    weights: WeightSource, blocks: Sequence[Sequence[str]], outputs: Sequence[str], state: Float64Array
-) -> Float64Array:
+def reference_medusa(weights: WeightSource, heads: Sequence[Sequence[str]], state: Float64Array) -> Float64Array:
     """Run Medusa heads.
 
     Args:
         weights: the tensors of the heads.
-        blocks: modules of the residual blocks of each head.
-        outputs: module of the LM head of each head.
+        heads: modules of each head: its residual blocks, and its LM head.
         state: the target's last hidden state, float64 [hidden].
 
     Returns:
         Logits of every head, float64 [heads, vocabulary].
     """
     logits = []
-    for own_blocks, output in zip(blocks, outputs, strict=True):
+    for *blocks, output in heads:
         hidden = state
-        for block in own_blocks:
-            product = linear(weights, block, hidden, biased=True)
-            hidden = hidden + silu(product)
+        for block in blocks:
+            hidden = hidden + silu(linear(weights, block, hidden, biased=True))
         logits.append(linear(weights, output, hidden, biased=False))
     return np.array(logits)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -287,28 +287,27 @@ def fused_linears(config: DecoderConfig) -> Iterator[FusedLinear]:
 
 def expected_tensors(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield name and shape of each tensor that the graph needs, lazily: config.json may claim any number of layers."""
-    yield from _tensors_of(embedding_layout(config))
+    yield from tensors_of([embedding_layout(config)])
     if (inputs := per_layer_inputs_layout(config)) is not None:
-        yield from (*_tensors_of(inputs.table), *_tensors_of(inputs.projection))
-        yield inputs.norm.weight, (inputs.norm.width,)
+        yield from tensors_of((inputs.table, inputs.projection), [inputs.norm])
     for index in range(config.layers):
         layer = layer_layout(config, index)
-        for linear in layer.linears:
-            yield from _tensors_of(linear)
-        for norm in layer.norms:
-            yield norm.weight, (norm.width,)
+        yield from tensors_of(layer.linears, layer.norms)
         if layer.sinks is not None:
             yield layer.sinks, (config.heads,)
         if layer.scale is not None:
             yield layer.scale, (1,)
         if layer.states is not None:
             yield from layer.states.tensors
-    yield from _tensors_of(head_layout(config))
-    yield final_norm(config).weight, (config.hidden_size,)
+    yield from tensors_of([head_layout(config)], [final_norm(config)])
 
 
-def _tensors_of(linear: FusedLinear) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for name, rows in zip(linear.weights, linear.rows, strict=True):
-        yield name, (rows, linear.columns)
-    for name, rows in zip(linear.biases, linear.rows, strict=linear.biased):
-        yield name, (linear.experts, rows // linear.experts) if linear.stacked else (rows,)
+def tensors_of(linears: Iterable[FusedLinear], norms: Iterable[Norm] = ()) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield name and shape of each tensor of linears and norms."""
+    for linear in linears:
+        for name, rows in zip(linear.weights, linear.rows, strict=True):
+            yield name, (rows, linear.columns)
+        for name, rows in zip(linear.biases, linear.rows, strict=linear.biased):
+            yield name, (linear.experts, rows // linear.experts) if linear.stacked else (rows,)
+    for norm in norms:
+        yield norm.weight, (norm.width,)

@@ -33,7 +33,6 @@ from ..check.parity import TOLERANCE, RoundedLinears, log_softmax, quantized_wei
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import QuantPlan
 from ..checkpoint.layout import final_norm
-from ..checkpoint.source import Float32Array, ModelSource
 from ..graph import inputs_outputs
 from ..graph.initializers import Initializers, WeightFile
 from ..graph.inputs_outputs import DraftFeatures
@@ -49,7 +48,6 @@ _STAGE: Final = "draft"
 _CHECKED_TOKENS: Final = 12
 _CHECKED_FEATURES: Final = 8
 """Number of those tokens that have features of the target; the others continue from the head's own states."""
-_KINDS: Final = {EagleHead: HeadKind.EAGLE, MedusaHeads: HeadKind.MEDUSA, MtpModule: HeadKind.MTP}
 
 Head: TypeAlias = EagleHead | MedusaHeads | MtpModule
 
@@ -98,8 +96,7 @@ class DraftHead:
             graph = _build_graph(folder, target, head, plan, weights)
             digests = {DRAFT_WEIGHTS_NAME: data.digest()}
         (folder / DRAFT_GRAPH_NAME).write_bytes(graph.SerializeToString())
-        kind = next(kind for of, kind in _KINDS.items() if isinstance(head, of))
-        _name_head(folder, kind, head.target_ids if isinstance(head, EagleHead) else None, digests)
+        _name_head(folder, head.kind, head.target_ids if isinstance(head, EagleHead) else None, digests)
         if isinstance(head, MedusaHeads):
             _check_medusa(folder, head, plan, graph)
             return ""
@@ -147,21 +144,17 @@ def _build_graph(
     weights: Initializers,
 ) -> onnx.ModelProto:
     if isinstance(head, MedusaHeads):
-        return build_medusa_heads(target.config, head.blocks, head.outputs, plan, weights)
+        return build_medusa_heads(head, plan, weights)
     graph = onnx.load(folder / GRAPH_NAME, load_external_data=False).graph
     if isinstance(head, EagleHead):
         return build_eagle_head(head, target.context, plan, weights, None if head.has_embedding else graph)
-    used, original = (_norm_factors(source, target.config) for source in (target.source, target.original))
+    name, added = final_norm(target.config).weight, np.float32(target.config.traits.norms_add_one)
+    used, original = (source.read(name) + added for source in (target.source, target.original))
     # Where calibration multiplied the columns of the LM head, it divided the norm before it.
     factors = None
     if not np.array_equal(used, original):
         factors = (used / np.where(original == 0, 1, original)).astype(np.float32)
     return build_mtp_module(head, target.context, plan, weights, graph, original, factors)
-
-
-def _norm_factors(source: ModelSource, config: DecoderConfig) -> Float32Array:
-    """The factors of a model's last norm, float32 [hidden]."""
-    return source.read(final_norm(config).weight) + np.float32(config.traits.norms_add_one)
 
 
 def _check_medusa(folder: Path, heads: MedusaHeads, plan: Mapping[str, WeightFormat], graph: onnx.ModelProto) -> None:
@@ -175,8 +168,7 @@ def _check_medusa(folder: Path, heads: MedusaHeads, plan: Mapping[str, WeightFor
     found, ids = session.run((TOP_PROBABILITIES, TOP_IDS), {inputs_outputs.DRAFT_FEATURES: features})
     logits = reference_medusa(
         RoundedLinears(heads.checkpoint, heads.linears, plan),
-        [[each.modules[0] for each in blocks] for blocks in heads.blocks],
-        [each.modules[0] for each in heads.outputs],
+        [[each.modules[0] for each in head] for head in heads.heads],
         features[0].astype(np.float64),
     )
     expected = np.exp(log_softmax(logits))

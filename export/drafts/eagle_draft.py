@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from ...models.json_file import is_whole, shown
 from ..checkpoint.config import DecoderConfig, parse_config
 from ..checkpoint.json_fields import count, read_json
 from ..checkpoint.layer_weights import FusedLinear, Layer, Norm, QuantPlan
-from ..checkpoint.layout import EMBEDDING, embedding_layout, final_norm, head_layout, layer_layout
+from ..checkpoint.layout import EMBEDDING, embedding_layout, final_norm, head_layout, layer_layout, tensors_of
 from ..checkpoint.safetensors_files import Checkpoint
 from ..graph import inputs_outputs
 from ..graph.attention import Attention
@@ -53,6 +53,7 @@ _OTHER_VARIANTS: Final = ("fc_norm", "norm_output", "norm_before_residual")
 class EagleHead:
     """An EAGLE-3 head for a target; its tensors are named like those of a decoder of one layer."""
 
+    kind: ClassVar = HeadKind.EAGLE
     checkpoint: Checkpoint
     settings: Mapping[str, Any]
     """The parsed config.json."""
@@ -98,14 +99,6 @@ class EagleHead:
         embedding = (embedding_layout(self.config),) if self.has_embedding else ()
         return (*embedding, self.projection, *self.layer.linears, self.lm_head)
 
-    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Name and shape of each float tensor that the graph needs."""
-        for linear in self.linears:
-            yield from ((name, (rows, linear.columns)) for name, rows in zip(linear.weights, linear.rows, strict=True))
-            yield from ((name, (rows,)) for name, rows in zip(linear.biases, linear.rows, strict=linear.biased))
-        for norm in (*self.layer.norms, self.feature_norm, final_norm(self.config)):
-            yield norm.weight, (norm.width,)
-
 
 def read_head_kind(source: Path) -> HeadKind | None:
     """The kind of draft head in a folder; None for something else, such as a whole language model."""
@@ -126,15 +119,16 @@ def open_eagle_head(folder: Path, target: DecoderConfig) -> EagleHead:
     if config.layers != 1:
         raise CheckpointError(f"{folder} has {config.layers} layers", "only EAGLE-3 heads of one layer are supported")
     config = replace(config, tied_head=False)
-    _require_target(folder, settings, config, target)
+    hidden = count(settings, TARGET_HIDDEN_SIZE, default=config.hidden_size)
+    require_target(f"the head {folder} was", hidden, config.vocab_size, target, _OTHER_MODEL)
     features = eagle_features(target, _listed_layers(settings))
     draft_vocab = count(settings, DRAFT_VOCAB_SIZE, default=config.vocab_size, maximum=config.vocab_size)
     checkpoint = _open_layer(folder)
     feature_size = EAGLE_FEATURE_LAYERS * target.hidden_size
     target_ids = _read_target_ids(folder, checkpoint, draft_vocab, config.vocab_size)
     head = EagleHead(checkpoint, settings, config, features, feature_size, draft_vocab, target_ids)
-    for name, shape in head.tensors():
-        checkpoint.require(name, shape)
+    for tensor in tensors_of(head.linears, (*head.layer.norms, head.feature_norm, final_norm(config))):
+        checkpoint.require(*tensor)
     if not head.has_embedding and config.hidden_size != target.hidden_size:
         raise InputError(
             f"the head {folder} has a hidden size of {config.hidden_size}, the model of {target.hidden_size}, and the "
@@ -161,23 +155,24 @@ def _require_supported(folder: Path, settings: Mapping[str, Any]) -> None:
         )
 
 
-def _require_target(folder: Path, settings: Mapping[str, Any], config: DecoderConfig, target: DecoderConfig) -> None:
-    """Check the sizes that a head states of its target.
+def require_target(made: str, hidden: int, vocabulary: int, target: DecoderConfig, hint: str) -> None:
+    """Check the sizes that a head was made for.
+
+    Args:
+        made: subject and verb of the message, such as "the head PATH was".
+        hidden: hidden size of the model that it was made for.
+        vocabulary: number of tokens of that model.
+        target: the target.
+        hint: what to do about another model.
 
     Raises:
         InputError: they are not the target's.
     """
-    hidden = count(settings, TARGET_HIDDEN_SIZE, default=config.hidden_size)
     if hidden != target.hidden_size:
+        raise InputError(f"{made} made for a hidden size of {hidden}, and the model has {target.hidden_size}", hint)
+    if vocabulary != target.vocab_size:
         raise InputError(
-            f"the head {folder} was made for a hidden size of {hidden}, and the model has {target.hidden_size}",
-            _OTHER_MODEL,
-        )
-    if config.vocab_size != target.vocab_size:
-        raise InputError(
-            f"the head {folder} was made for a vocabulary of {config.vocab_size} tokens, and the model has "
-            f"{target.vocab_size}",
-            _OTHER_MODEL,
+            f"{made} made for a vocabulary of {vocabulary} tokens, and the model has {target.vocab_size}", hint
         )
 
 
@@ -268,14 +263,10 @@ def build_eagle_head(
     both = nodes.add("Concat", normed, "both", axis=-1)
     rows, residual = append_head_layer(nodes, attention, head.layer, both, hidden)
     nodes.add("Identity", [residual], inputs_outputs.NEXT_STATES)
-    _append_lm_head(nodes, head.lm_head, rows)
-    return head_model(nodes, head.projection.columns, head.lm_head.shape[0], shared)
-
-
-def _append_lm_head(nodes: Nodes, lm_head: FusedLinear, rows: str) -> None:
-    weight_format = nodes.plan[lm_head.name]
+    weight_format = plan[head.lm_head.name]
     if weight_format.bits == 32:
-        nodes.add("Gemm", [rows, nodes.weights.float32(lm_head)], inputs_outputs.LOGITS, transB=1)
-        return
-    stored = nodes.weights.quantized(lm_head, weight_format)
-    nodes.matmul_nbits(lm_head.shape, weight_format, [rows, *stored.inputs()], inputs_outputs.LOGITS)
+        nodes.add("Gemm", [rows, weights.float32(head.lm_head)], inputs_outputs.LOGITS, transB=1)
+    else:
+        stored = weights.quantized(head.lm_head, weight_format).inputs()
+        nodes.matmul_nbits(head.lm_head.shape, weight_format, [rows, *stored], inputs_outputs.LOGITS)
+    return head_model(nodes, head.projection.columns, head.lm_head.shape[0], shared)

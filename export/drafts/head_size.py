@@ -18,20 +18,17 @@ do not occur come last, in the order of their ids, since earlier ids are more fr
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import InputError
-from ...models.manifest import MANIFEST_NAME, Architecture, Manifest
+from ...models.manifest import MANIFEST_NAME, Manifest
 from ...runtime.text.turn_markers import TokenArray
 from ..check.contract_session import ContractSession
 
-FASTEST_SIZE: Final = 0
-"""Stands for the number of tokens with the highest speed."""
 _MAX_CHAIN: Final = 7
 TARGET_WIDTHS: Final = tuple(range(1, _MAX_CHAIN + 2))
 """Widths of the target's passes that have to be timed."""
@@ -48,16 +45,13 @@ Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True)
-class TokenRanking:
+class TokenRanking(NamedTuple):
     """A vocabulary in descending order of importance."""
 
-    order: npt.NDArray[np.int64]
+    order: Int64Array
     """Token ids, int64 [vocabulary]."""
     min_tokens: int
     """Number of tokens at the beginning of the order that are always kept."""
-    counts: npt.NDArray[np.int64]
-    """Number of occurrences of each token, by id."""
 
     def kept(self, tokens: int) -> TokenArray:
         """Ids of the first `tokens` tokens, in ascending order.
@@ -71,12 +65,6 @@ class TokenRanking:
                 f"give {self.min_tokens} to {self.order.size}: {self.min_tokens} are always kept",
             )
         return np.sort(self.order[:tokens])
-
-    def places(self) -> npt.NDArray[np.int64]:
-        """Index of each token in the order, by id, int64 [vocabulary]."""
-        places = np.empty(self.order.size, np.int64)
-        places[self.order] = np.arange(self.order.size)
-        return places
 
 
 def rank_tokens(texts: Sequence[TokenArray], vocabulary: int, always: Collection[int]) -> TokenRanking:
@@ -99,7 +87,7 @@ def rank_tokens(texts: Sequence[TokenArray], vocabulary: int, always: Collection
     kept[[token for token in forced if 0 <= token < vocabulary]] = True
     order = np.lexsort((np.arange(vocabulary), -counts, ~kept))
     # A head has at least one row.
-    return TokenRanking(order.astype(np.int64), max(1, int(kept.sum())), counts.astype(np.int64))
+    return TokenRanking(order.astype(np.int64), max(1, int(kept.sum())))
 
 
 def _common_prefix(texts: Sequence[TokenArray]) -> list[int]:
@@ -111,8 +99,7 @@ def _common_prefix(texts: Sequence[TokenArray]) -> list[int]:
     return [int(token) for token in texts[0][: int(np.argmin(np.append(same, False)))]]
 
 
-@dataclass(frozen=True)
-class StepTimes:
+class StepTimes(NamedTuple):
     """Seconds of passes."""
 
     target: Mapping[int, float]
@@ -152,12 +139,10 @@ def agreement_by_size(
     Raises:
         ExportError: A graph does not run.
     """
-    architectures = [_architecture(bundle) for bundle in (target, draft)]
-    longest = min(max(map(len, texts)), *(each.context for each in architectures))
-    sessions = [
-        ContractSession(bundle, each, longest) for bundle, each in zip((target, draft), architectures, strict=True)
-    ]
-    vocabulary = ranking.order.size
+    manifests = [Manifest.from_json((bundle / MANIFEST_NAME).read_bytes()) for bundle in (target, draft)]
+    target_shape, draft_shape = (each.architecture for each in manifests)
+    longest = min(max(map(len, texts)), target_shape.context, draft_shape.context)
+    sessions = (ContractSession(target, target_shape, longest), ContractSession(draft, draft_shape, longest))
 
     def pairs() -> Iterable[tuple[Int64Array, Float32Array]]:
         for done, (text, begin) in enumerate(zip(texts, starts, strict=True), 1):
@@ -168,7 +153,7 @@ def agreement_by_size(
                 tokens = read[start : start + _LOGITS_BATCH]
                 prompt = max(0, begin - 1 - start)
                 wanted, logits = (session.forward(tokens, np.arange(len(tokens)))[prompt:] for session in sessions)
-                yield wanted.argmax(axis=1), logits[:, :vocabulary]
+                yield wanted.argmax(axis=1), logits[:, : ranking.order.size]
             progress(done / len(texts))
 
     return count_agreement(pairs(), ranking)
@@ -181,35 +166,20 @@ def count_agreement(pairs: Iterable[tuple[Int64Array, Float32Array]], ranking: T
         pairs: Preferred tokens of the target, int64 [m], and logits of the draft, float32 [m, vocabulary].
         ranking: Ranking of the head's tokens.
     """
-    places = ranking.places()
-    changes = np.zeros(places.size + 2, np.int64)
+    size = ranking.order.size
+    places = np.argsort(ranking.order)
+    changes = np.zeros(size + 2, np.int64)
     positions = 0
     for preferred, logits in pairs:
-        first, last = agreeing_sizes(preferred, logits, places)
+        known = preferred < size  # a draft never agrees on a token that its head lacks
+        wanted = np.where(known, preferred, 0)
+        better = logits > logits[np.arange(len(logits)), wanted][:, None]
+        first = np.where(known, places[wanted] + 1, size + 1)
+        last = np.maximum(np.where(better, places, size).min(axis=1), first - 1)
         np.add.at(changes, first, 1)
         np.add.at(changes, last + 1, -1)
         positions += len(preferred)
     return np.cumsum(changes)[:-1] / max(1, positions)
-
-
-def agreeing_sizes(preferred: Int64Array, logits: Float32Array, places: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """The sizes of a draft's head with which it agrees with its target.
-
-    Args:
-        preferred: The target's likeliest tokens, int64 [m]; a draft never agrees on those that its head lacks.
-        logits: The draft's logits, float32 [m, V].
-        places: Index of each token in the order in which tokens are kept, int64 [V].
-
-    Returns:
-        The smallest and the largest size, int64 [m] each; the largest is one less where no size agrees.
-    """
-    size = places.size
-    known = preferred < size
-    wanted = np.where(known, preferred, 0)
-    better = logits > logits[np.arange(len(logits)), wanted][:, None]
-    last = np.where(better, places, size).min(axis=1)
-    first = np.where(known, places[wanted] + 1, size + 1)
-    return first, np.maximum(last, first - 1)
 
 
 def best_size(ranking: TokenRanking, agreement: Agreement, times: StepTimes) -> int:
@@ -234,7 +204,3 @@ def tokens_per_second(agreement: float, step: float, target: Mapping[int, float]
         sum(agreement**accepted for accepted in range(chain + 1)) / (chain * step + target[chain + 1])
         for chain in range(1, _MAX_CHAIN + 1)
     )
-
-
-def _architecture(bundle: Path) -> Architecture:
-    return Manifest.from_json((bundle / MANIFEST_NAME).read_bytes()).architecture

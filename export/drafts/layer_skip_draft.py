@@ -9,11 +9,12 @@ SWIFT, Xia et al. 2025; exchange as in EvoPress, Sieberling et al. 2025).
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import onnx
@@ -26,14 +27,11 @@ from ...models.progress import Progress
 from ...runtime.measure.bundle_timing import BundleTimer
 from ...runtime.text.turn_markers import Markers, TokenArray, answer_start, read_markers
 from ..calibration.calibration_text import CalibrationText
-from ..upgrade.editable import EditableGraph
+from ..recipe import DraftTokens
 from ..upgrade.graph_parts import in_place
 from .head_size import (
-    FASTEST_SIZE,
     TARGET_WIDTHS,
     Agreement,
-    Float32Array,
-    Int64Array,
     StepTimes,
     TokenRanking,
     best_size,
@@ -52,18 +50,14 @@ from .skipped_layers import (
     without,
     write_layer_skip_draft,
 )
-from .trimmed_head import trim_head, trim_layer_skip_draft
+from .trimmed_head import trim_own_draft, trimmed_own_draft
 
 _STAGE: Final = "draft"
 _ROUNDS: Final = 8
 """Number of turns in which passes are timed."""
 _MAX_POSITIONS: Final = 192
 """Number of positions in that text at which the draft predicts."""
-_MAX_SECONDS: Final = 180.0
-"""Time limit of the search."""
 _MIN_LAYERS: Final = 3
-
-
 _MAX_PREFIXES: Final = 16
 """Largest number of prefixes of the order that are measured."""
 _PATIENCE: Final = 2
@@ -72,8 +66,7 @@ _EXCHANGE_SHARE: Final = 0.5
 """Share of changes that exchange a sub-layer for another."""
 
 
-@dataclass(frozen=True)
-class SubLayerTimes:
+class SubLayerTimes(NamedTuple):
     """Seconds of passes and sub-layers."""
 
     target: Mapping[int, float]
@@ -86,8 +79,7 @@ class SubLayerTimes:
         return max(self.target[1] - sum(self.saved[each] for each in skipped), self.target[1] / 1000)
 
 
-@dataclass(frozen=True)
-class SkipChoice:
+class SkipChoice(NamedTuple):
     """Sub-layers to skip, and the expected result."""
 
     skipped: frozenset[SubLayer]
@@ -104,7 +96,7 @@ class SkipSearch:
         times: Times of the sub-layers that may be skipped, at least one.
         seed: Seed of the changes that are tried.
         deadline: Value of `time.monotonic` at which the search ends, but not before one choice was measured.
-        progress: Receives the number of measured choices.
+        progress: Called after each measured choice.
     """
 
     def __init__(
@@ -113,8 +105,8 @@ class SkipSearch:
         times: SubLayerTimes,
         *,
         seed: int = 0,
-        deadline: float = float("inf"),
-        progress: Callable[[int], None] = lambda _: None,
+        deadline: float = math.inf,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._agreement = agreement
         self._times = times
@@ -123,11 +115,6 @@ class SkipSearch:
         self._deadline = deadline
         self._progress = progress
         self._measured: dict[frozenset[SubLayer], SkipChoice] = {}
-
-    @property
-    def measured(self) -> int:
-        """Number of measured choices."""
-        return len(self._measured)
 
     def best(self) -> SkipChoice:
         """Run the search; the result skips at least one sub-layer."""
@@ -159,13 +146,10 @@ class SkipSearch:
         removes = bool(self._generator.integers(2))
         changed = set(skipped)
         if kept and (exchange or not removes or len(out) == 1):
-            changed.add(self._random(kept))
+            changed.add(kept[int(self._generator.integers(len(kept)))])
         if len(out) > 1 - exchange and (exchange or removes):
-            changed.discard(self._random(out))
+            changed.discard(out[int(self._generator.integers(len(out)))])
         return frozenset(changed) or skipped
-
-    def _random(self, sub_layers: Sequence[SubLayer]) -> SubLayer:
-        return sub_layers[int(self._generator.integers(len(sub_layers)))]
 
     def _better(self, choices: Sequence[frozenset[SubLayer]], best: SkipChoice | None) -> SkipChoice:
         """Measure choices; the best of them, if it is better than the best so far."""
@@ -176,7 +160,7 @@ class SkipSearch:
                 agreement = self._agreement(skipped)
                 speed = tokens_per_second(agreement, self._times.step(skipped), self._times.target)
                 self._measured[skipped] = SkipChoice(skipped, agreement, speed)
-                self._progress(len(self._measured))
+                self._progress()
             found = self._measured[skipped]
             if best is None or found.tokens_per_second > best.tokens_per_second:
                 best = found
@@ -188,14 +172,11 @@ class SkipSearch:
         return time.monotonic() > self._deadline
 
 
-@dataclass(frozen=True)
-class LayerSkipReport:
+class LayerSkipReport(NamedTuple):
     """Figures of a layer-skip draft."""
 
     skips: tuple[str, ...]
     """Skipped sub-layers."""
-    sub_layers: int
-    """Number of sub-layers that may be skipped."""
     tokens: int
     """Number of tokens of the draft's head."""
     agreement: float
@@ -206,34 +187,23 @@ class LayerSkipReport:
     """Milliseconds of the target's pass over one token."""
     tokens_per_second: float
     """Expected tokens per second of draft chains of the best length."""
-    plain_tokens_per_second: float
-    """Tokens per second without speculation."""
-    measured: int
-    """Number of choices of sub-layers that were measured."""
 
     @property
-    def pays(self) -> bool:
-        """Whether the draft is expected to be faster than plain decoding on this machine."""
-        return self.tokens_per_second > self.plain_tokens_per_second
+    def plain_tokens_per_second(self) -> float:
+        """Tokens per second without speculation."""
+        return 1e3 / self.target_ms
 
 
 def adopt_layer_skip_draft(
-    target: Path,
-    vocabulary_size: int | None,
-    text: CalibrationText,
-    progress: Progress,
-    *,
-    seed: int = 0,
-    max_seconds: float = _MAX_SECONDS,
+    target: Path, wanted: DraftTokens, text: CalibrationText, progress: Progress, max_seconds: float = 180.0
 ) -> LayerSkipReport:
     """Add to a bundle a draft that is its own graph without some sub-layers, and name it in the manifest.
 
     Args:
         target: The bundle.
-        vocabulary_size: Number of tokens of the draft's head; `FASTEST_SIZE` for the fastest, None for all.
+        wanted: Number of tokens of the draft's head; `auto` for the fastest, None or `all` for all.
         text: Text of the target: its calibration part chooses the sub-layers, its held-out part measures the draft.
         progress: Receives the stage "draft".
-        seed: Seed of the search.
         max_seconds: Time limit of the search.
 
     Returns:
@@ -250,33 +220,27 @@ def adopt_layer_skip_draft(
     progress(_STAGE, 0.0)
     markers = read_markers(target)
     chosen_on, measured_on = (beginning_of(texts) for texts in (text.calibration, text.held_out))
-    ranking = _ranking(vocabulary_size, text, manifest.architecture.vocab_size, markers)  # raises before measurements
+    ranking = rank_tokens(text.calibration, manifest.architecture.vocab_size, markers.special | markers.ending)
+    if isinstance(wanted, int):
+        ranking.kept(wanted)  # raises before measurements
     times = _sub_layer_times(target, manifest, onnx.load(target / GRAPH_NAME, load_external_data=False))
     progress(_STAGE, 0.1)
-    skipped, measured = _search(_agreement_on(target, manifest, chosen_on, markers), times, seed, max_seconds, progress)
+    skipped = _search(_agreement_on(target, manifest, chosen_on, markers), times, max_seconds, progress)
     progress(_STAGE, 0.8)
-    agreement, by_size = _measured(_agreement_on(target, manifest, measured_on, markers), skipped, ranking)
-    tokens = manifest.architecture.vocab_size
+    by_size = _agreement_by_size(_agreement_on(target, manifest, measured_on, markers), skipped, ranking)
     write_layer_skip_draft(target, skipped)
-    if ranking is not None and by_size is not None:
-        tokens = vocabulary_size or _best_head(target, manifest, ranking, by_size, times)
-        agreement = float(by_size[tokens])
-        if tokens < ranking.order.size:
-            trim_layer_skip_draft(target, ranking.kept(tokens))
+    tokens = wanted if isinstance(wanted, int) else ranking.order.size
+    if wanted == "auto":
+        tokens = _best_head(target, manifest, ranking, by_size, times)
+    if tokens < ranking.order.size:
+        trim_own_draft(target, ranking.kept(tokens))
     with as_bundle(target, manifest, _draft_graph(target)) as draft:
         on_target, on_draft = BundleTimer().time_passes([target, draft], (1,), _ROUNDS)
     progress(_STAGE, 1.0)
-    return LayerSkipReport(
-        skips=tuple(map(str, sorted(skipped))),
-        sub_layers=len(times.saved),
-        tokens=tokens,
-        agreement=agreement,
-        step_ms=1e3 * on_draft[1],
-        target_ms=1e3 * on_target[1],
-        tokens_per_second=tokens_per_second(agreement, on_draft[1], _rescaled(times.target, on_target[1])),
-        plain_tokens_per_second=1 / on_target[1],
-        measured=measured,
-    )
+    agreement = float(by_size[tokens])
+    expected = tokens_per_second(agreement, on_draft[1], _rescaled(times.target, on_target[1]))
+    skips = tuple(map(str, sorted(skipped)))
+    return LayerSkipReport(skips, tokens, agreement, 1e3 * on_draft[1], 1e3 * on_target[1], expected)
 
 
 def _agreement_on(target: Path, manifest: Manifest, texts: Sequence[TokenArray], markers: Markers) -> SkipAgreement:
@@ -284,37 +248,20 @@ def _agreement_on(target: Path, manifest: Manifest, texts: Sequence[TokenArray],
     return SkipAgreement(target, manifest.architecture, texts, starts, _MAX_POSITIONS)
 
 
-def _measured(
-    held_out: SkipAgreement, skipped: Collection[SubLayer], ranking: TokenRanking | None
-) -> tuple[float, Agreement | None]:
-    """Measure a draft with its whole head, and by the size of its head if that has a ranking.
+def _agreement_by_size(held_out: SkipAgreement, skipped: Collection[SubLayer], ranking: TokenRanking) -> Agreement:
+    """Measure a draft by the size of its head.
 
     `held_out` has a session that maps the weights, and should end with the measurement.
     """
-    by_size = None if ranking is None else count_agreement(_predictions(held_out, skipped), ranking)
-    return held_out.agreement(skipped), by_size
-
-
-def _ranking(
-    vocabulary_size: int | None, text: CalibrationText, all_tokens: int, markers: Markers
-) -> TokenRanking | None:
-    """Rank the tokens of the draft's head; None if it keeps all of them.
-
-    Raises:
-        InputError: The head cannot have that size.
-    """
-    if vocabulary_size is None:
-        return None
-    ranking = rank_tokens(text.calibration, all_tokens, markers.special | markers.ending)
-    if vocabulary_size != FASTEST_SIZE:
-        ranking.kept(vocabulary_size)
-    return ranking
+    preferred = iter(held_out.preferred)
+    pairs = ((np.array([*islice(preferred, len(logits))]), logits) for logits in held_out.logits(skipped))
+    return count_agreement(pairs, ranking)
 
 
 def _search(
-    agreement: SkipAgreement, times: SubLayerTimes, seed: int, max_seconds: float, progress: Progress
-) -> tuple[frozenset[SubLayer], int]:
-    """Search for the sub-layers to skip; returns them and the number of choices that were measured.
+    agreement: SkipAgreement, times: SubLayerTimes, max_seconds: float, progress: Progress
+) -> frozenset[SubLayer]:
+    """Search for the sub-layers to skip.
 
     `agreement` has a session as large as the model, which should end with the search.
     """
@@ -322,11 +269,10 @@ def _search(
     search = SkipSearch(
         agreement.agreement,
         times,
-        seed=seed,
         deadline=started + max_seconds,
-        progress=lambda _: progress(_STAGE, 0.1 + 0.7 * min(1.0, (time.monotonic() - started) / max_seconds)),
+        progress=lambda: progress(_STAGE, 0.1 + 0.7 * min(1.0, (time.monotonic() - started) / max_seconds)),
     )
-    return search.best().skipped, search.measured
+    return search.best().skipped
 
 
 def _manifest(target: Path) -> Manifest:
@@ -371,22 +317,11 @@ def _rescaled(by_width: Mapping[int, float], seconds: float) -> dict[int, float]
     return {width: each * seconds / by_width[1] for width, each in by_width.items()}
 
 
-def _predictions(
-    skip_agreement: SkipAgreement, skipped: Collection[SubLayer]
-) -> Iterable[tuple[Int64Array, Float32Array]]:
-    """Preferred tokens of the target and logits of the draft, some positions at a time."""
-    start = 0
-    for logits in skip_agreement.logits(skipped):
-        yield skip_agreement.preferred[start : start + len(logits)], logits
-        start += len(logits)
-
-
 def _best_head(
     target: Path, manifest: Manifest, ranking: TokenRanking, agreement: Agreement, times: SubLayerTimes
 ) -> int:
     """The fastest size of the draft's head."""
-    trimmed = EditableGraph(_draft_graph(target), target)
-    trim_head(trimmed, ranking.kept(ranking.min_tokens))
+    trimmed = trimmed_own_draft(target, ranking.kept(ranking.min_tokens))
     with (
         as_bundle(target, manifest, _draft_graph(target)) as whole,
         as_bundle(target, manifest, trimmed.model(in_place)) as smallest,

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from ...errors import BundleError, EdgeError, InputError
-from ...models.bundle import DRAFT_FOLDER, Bundle, open_bundle
+from ...models.bundle import DRAFT_FOLDER, open_bundle
 from ...models.draft_heads import HeadKind
 from ...models.file_system import move, remove
 from ...models.manifest import MANIFEST_NAME, GraphLayout
@@ -23,18 +23,10 @@ from ..bundle_writer import write_bundle
 from ..calibration.calibration_text import CalibrationText
 from ..checkpoint.open import open_source
 from ..quantization.methods import FP32, with_methods
-from ..recipe import ExportRecipe
+from ..recipe import DraftTokens, ExportRecipe
 from ..report.figures import DraftFigures
 from ..upgrade.editable import EditableGraph
-from .head_size import (
-    FASTEST_SIZE,
-    TARGET_WIDTHS,
-    StepTimes,
-    agreement_by_size,
-    best_size,
-    rank_tokens,
-    tokens_per_second,
-)
+from .head_size import TARGET_WIDTHS, StepTimes, agreement_by_size, best_size, rank_tokens
 from .layer_skip_draft import adopt_layer_skip_draft
 from .trimmed_head import head_tokens, write_trimmed
 
@@ -53,16 +45,6 @@ class DraftRequest:
     """The kind of draft head; None for a draft model."""
     optional: bool = False
     """Whether the target is exported without it, with a note, where it cannot be used."""
-
-
-@dataclass(frozen=True)
-class MadeDraft:
-    """A draft in its target's bundle."""
-
-    figures: DraftFigures | None
-    """None where no text is long enough to measure the draft on."""
-    note: str = ""
-    """Something that the user should know."""
 
 
 def require_draft(target: Path, request: DraftRequest) -> None:
@@ -94,7 +76,7 @@ def make_draft(
     request: DraftRequest,
     recipe: ExportRecipe,
     progress: Progress,
-) -> MadeDraft:
+) -> tuple[DraftFigures | None, str]:
     """Make a draft model in the bundle of its target.
 
     Args:
@@ -105,36 +87,31 @@ def make_draft(
         recipe: The recipe of the target.
         progress: Receives the stage "draft".
 
+    Returns:
+        Figures of the draft, None where no text is long enough to measure it on; and a note for the user, or "".
+
     Raises:
         EdgeError: The draft cannot be made.
         OSError: The disk refused a write.
     """
-    tokens = recipe.draft_tokens
-    size = tokens if isinstance(tokens, int) else FASTEST_SIZE if tokens == "auto" else None
+    note, coverage = "", None
     if request.source is None:
-        own = adopt_layer_skip_draft(folder, size, text, progress)
-        made_of = f"the model without {', '.join(own.skips)}" if own.skips else "the model itself"
-        note = (
-            f"the draft does not pay on this machine: {own.tokens_per_second:.0f} tokens per second are expected "
-            f"with it, {own.plain_tokens_per_second:.0f} without; it is used only on machines where it pays"
-        )
-        return MadeDraft(
-            _figures(folder, text, made_of, None if size is None else own.tokens, None), "" if own.pays else note
-        )
-    _write_bundle(folder / DRAFT_FOLDER, request.source, target, recipe)
-    trimming = adopt_draft(folder, size, text, progress)
-    kept, coverage = (None, None) if trimming is None else (trimming.tokens, trimming.coverage)
-    return MadeDraft(_figures(folder, text, request.source.resolve().name, kept, coverage))
-
-
-def _figures(
-    folder: Path, text: CalibrationText, made_of: str, tokens: int | None, coverage: float | None
-) -> DraftFigures | None:
+        own = adopt_layer_skip_draft(folder, recipe.draft_tokens, text, progress)
+        made_of = f"the model without {', '.join(own.skips)}"
+        kept = None if recipe.draft_tokens in (None, "all") else own.tokens
+        if own.tokens_per_second <= own.plain_tokens_per_second:
+            note = (
+                f"the draft does not pay on this machine: {own.tokens_per_second:.0f} tokens per second are expected "
+                f"with it, {own.plain_tokens_per_second:.0f} without; it is used only on machines where it pays"
+            )
+    else:
+        made_of = request.source.resolve().name
+        _write_bundle(folder / DRAFT_FOLDER, request.source, target, recipe)
+        kept, coverage = adopt_draft(folder, recipe.draft_tokens, text, progress)
     try:
-        benefit = measure_draft_benefit(folder, text.held_out)
+        return DraftFigures(made_of, measure_draft_benefit(folder, text.held_out), kept, coverage), note
     except EdgeError:
-        return None
-    return DraftFigures(made_of, benefit, tokens, coverage)
+        return None, note
 
 
 def _write_bundle(folder: Path, source: Path, target: BundleContent, recipe: ExportRecipe) -> None:
@@ -154,32 +131,6 @@ def _write_bundle(folder: Path, source: Path, target: BundleContent, recipe: Exp
         write_bundle(folder, content)
 
 
-@dataclass(frozen=True)
-class TrimmingReport:
-    """Effect of trimming a draft's LM head."""
-
-    tokens: int
-    """Number of tokens of the trimmed head."""
-    all_tokens: int
-    """Number of tokens of the whole head."""
-    min_tokens: int
-    """Number of tokens that are always kept."""
-    coverage: float
-    """Share of the tokens of held-out answers that the trimmed head has."""
-    agreement: float
-    """Share of positions of held-out answers where draft and target prefer the same token."""
-    whole_agreement: float
-    """Agreement with the whole head."""
-    step_ms: float
-    """Milliseconds of the draft's step."""
-    whole_step_ms: float
-    """Milliseconds of the draft's step with the whole head."""
-    tokens_per_second: float
-    """Expected tokens per second of draft chains of the best length."""
-    whole_tokens_per_second: float
-    """Expected tokens per second with the whole head."""
-
-
 def require_fitting(target: Path, draft: Path) -> None:
     """Check that a bundle can be the draft of another as it is.
 
@@ -196,18 +147,19 @@ def require_fitting(target: Path, draft: Path) -> None:
 
 
 def adopt_draft(
-    target: Path, vocabulary_size: int | None, text: CalibrationText, progress: Progress
-) -> TrimmingReport | None:
+    target: Path, wanted: DraftTokens, text: CalibrationText, progress: Progress
+) -> tuple[int | None, float | None]:
     """Name the bundle in a target's `DRAFT_FOLDER` as its draft, and trim its head if a size is given.
 
     Args:
         target: The target's bundle, with the draft's bundle inside.
-        vocabulary_size: Number of tokens of the draft's head; `FASTEST_SIZE` for the fastest, None for all.
+        wanted: Number of tokens of the draft's head; `auto` for the fastest, None or `all` for all.
         text: Text of the target: tokens are counted in its calibration part, agreement is measured on the held-out one.
         progress: Receives the stage "draft".
 
     Returns:
-        The effect of trimming; None where no size is given.
+        The number of tokens of the head, and the share of the tokens of held-out answers that it has; None for both
+        where no size is given.
 
     Raises:
         BundleError: The draft has another vocabulary.
@@ -217,61 +169,43 @@ def adopt_draft(
     """
     draft = target / DRAFT_FOLDER
     require_fitting(target, draft)
-    report = None
-    if vocabulary_size is not None:
+    tokens = coverage = None
+    if wanted not in (None, "all"):
         progress(_STAGE, 0.0)
-        report = _trim(target, draft, vocabulary_size, text, progress)
+        tokens, coverage = _trim(target, draft, wanted, text, progress)
     name_draft(target, draft)
     progress(_STAGE, 1.0)
-    return report
+    return tokens, coverage
 
 
-def _trim(target: Path, draft: Path, vocabulary_size: int, text: CalibrationText, progress: Progress) -> TrimmingReport:
-    whole = open_bundle(draft)
+def _trim(
+    target: Path, draft: Path, wanted: DraftTokens, text: CalibrationText, progress: Progress
+) -> tuple[int, float]:
+    whole, target_manifest = open_bundle(draft), open_bundle(target).manifest
+    shared = head_tokens(EditableGraph.open(whole.graph))
+    if target_manifest is not None:  # tokens beyond those of the target are padding
+        shared = min(shared, target_manifest.architecture.vocab_size)
     markers = read_markers(target)
-    ranking = rank_tokens(text.calibration, _shared_tokens(target, whole), markers.special | markers.ending)
-    if vocabulary_size != FASTEST_SIZE:
-        ranking.kept(vocabulary_size)  # raises before the measurements
-    held_out = text.held_out
-    starts = [answer_start(each, markers) for each in held_out]
-    agreement = agreement_by_size(target, draft, ranking, held_out, starts, lambda done: progress(_STAGE, 0.5 * done))
-    answers = np.concatenate([each[start:] for each, start in zip(held_out, starts, strict=True)])
-    smallest = draft.with_name(f".{draft.name}.smallest")
+    ranking = rank_tokens(text.calibration, shared, markers.special | markers.ending)
+    starts = [answer_start(each, markers) for each in text.held_out]
     trimmed = draft.with_name(f".{draft.name}.trimmed")
-    timer = BundleTimer()
     try:
-        write_trimmed(whole, smallest, ranking.kept(ranking.min_tokens))
-        on_target, on_whole, on_smallest = timer.time_passes([target, draft, smallest], TARGET_WIDTHS, _ROUNDS)
-        progress(_STAGE, 0.8)
-        times = StepTimes(on_target, on_whole[1], on_smallest[1])
-        tokens = best_size(ranking, agreement, times) if vocabulary_size == FASTEST_SIZE else vocabulary_size
+        if isinstance(wanted, int):
+            tokens = wanted
+        else:
+            agreement = agreement_by_size(
+                target, draft, ranking, text.held_out, starts, lambda done: progress(_STAGE, 0.5 * done)
+            )
+            write_trimmed(whole, trimmed, ranking.kept(ranking.min_tokens))
+            times = BundleTimer().time_passes([target, draft, trimmed], TARGET_WIDTHS, _ROUNDS)
+            remove(trimmed)
+            tokens = best_size(ranking, agreement, StepTimes(times[0], times[1][1], times[2][1]))
+        kept = ranking.kept(tokens)
         if tokens < ranking.order.size:
-            write_trimmed(whole, trimmed, ranking.kept(tokens))
-            whole_again, on_trimmed = timer.time_passes([draft, trimmed], (1,), _ROUNDS)
+            write_trimmed(whole, trimmed, kept)
             remove(draft)
             move(trimmed, draft)
-        else:
-            whole_again = on_trimmed = on_whole
     finally:
-        for folder in (smallest, trimmed):
-            remove(folder)
-    trimmed_agreement, whole_agreement = float(agreement[tokens]), float(agreement[-1])
-    return TrimmingReport(
-        tokens=tokens,
-        all_tokens=ranking.order.size,
-        min_tokens=ranking.min_tokens,
-        coverage=float(np.isin(answers, ranking.kept(tokens)).mean()),
-        agreement=trimmed_agreement,
-        whole_agreement=whole_agreement,
-        step_ms=1e3 * on_trimmed[1],
-        whole_step_ms=1e3 * whole_again[1],
-        tokens_per_second=tokens_per_second(trimmed_agreement, on_trimmed[1], on_target),
-        whole_tokens_per_second=tokens_per_second(whole_agreement, whole_again[1], on_target),
-    )
-
-
-def _shared_tokens(target: Path, draft: Bundle) -> int:
-    """Number of tokens that both the draft's head and the target have; the others are padding."""
-    manifest = open_bundle(target).manifest
-    own = head_tokens(EditableGraph.open(draft.graph))
-    return own if manifest is None else min(own, manifest.architecture.vocab_size)
+        remove(trimmed)
+    answers = np.concatenate([each[start:] for each, start in zip(text.held_out, starts, strict=True)])
+    return tokens, float(np.isin(answers, kept).mean())

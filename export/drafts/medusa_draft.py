@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 from onnx import GraphProto, ModelProto, TensorProto, helper
 
-from ...errors import InputError
-from ...models.draft_heads import MEDUSA_FILE, MEDUSA_HEADS, MEDUSA_LAYERS, MEDUSA_PREFIX, medusa_block, medusa_output
+from ...models.draft_heads import (
+    MEDUSA_FILE,
+    MEDUSA_HEADS,
+    MEDUSA_LAYERS,
+    MEDUSA_PREFIX,
+    HeadKind,
+    medusa_block,
+    medusa_output,
+)
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.json_fields import count, read_json
 from ..checkpoint.layer_weights import FusedLinear, QuantPlan
+from ..checkpoint.layout import tensors_of
 from ..checkpoint.safetensors_files import SINGLE_FILE, Checkpoint
 from ..graph import inputs_outputs
 from ..graph.decoder import as_model
 from ..graph.initializers import Initializers
 from ..graph.inputs_outputs import DraftFeatures
 from ..graph.nodes import MICROSOFT, Nodes
+from .eagle_draft import require_target
 
 _MAX_HEADS: Final = 16
 _MAX_BLOCKS: Final = 16
@@ -34,13 +43,12 @@ TOP_COUNT: Final = 8
 class MedusaHeads:
     """Medusa heads for a target."""
 
+    kind: ClassVar = HeadKind.MEDUSA
     checkpoint: Checkpoint
     config: DecoderConfig
     """The target, whose hidden size and vocabulary the heads have."""
-    blocks: tuple[tuple[FusedLinear, ...], ...]
-    """The residual blocks of each head."""
-    outputs: tuple[FusedLinear, ...]
-    """The LM head of each head."""
+    heads: tuple[tuple[FusedLinear, ...], ...]
+    """The residual blocks of each head, and its LM head."""
 
     @property
     def features(self) -> DraftFeatures:
@@ -50,9 +58,7 @@ class MedusaHeads:
     @property
     def linears(self) -> tuple[FusedLinear, ...]:
         """All linears, in the order of the graph."""
-        return tuple(
-            linear for blocks, output in zip(self.blocks, self.outputs, strict=True) for linear in (*blocks, output)
-        )
+        return tuple(chain.from_iterable(self.heads))
 
 
 def open_medusa_heads(folder: Path, target: DecoderConfig) -> MedusaHeads:
@@ -71,55 +77,33 @@ def open_medusa_heads(folder: Path, target: DecoderConfig) -> MedusaHeads:
     if not checkpoint.has(first):
         checkpoint = Checkpoint(folder, (), file)
     hidden, vocab = target.hidden_size, target.vocab_size
-    found = checkpoint.shape(first)
-    if found != (hidden, hidden):
-        raise InputError(
-            f"the heads {folder} were made for a hidden size of {found[0] if found else 0}, and the model has {hidden}",
-            _OTHER_MODEL,
-        )
-    output = checkpoint.shape(f"{medusa_output(0, blocks)}.weight")
-    if output != (vocab, hidden):
-        raise InputError(
-            f"the heads {folder} were made for a vocabulary of {output[0] if output else 0} tokens, and the model has "
-            f"{vocab}",
-            _OTHER_MODEL,
-        )
+    sizes = (checkpoint.shape(first), checkpoint.shape(f"{medusa_output(0, blocks)}.weight"))
+    made_for, vocabulary = (shape[0] if shape else 0 for shape in sizes)
+    require_target(f"the heads {folder} were", made_for, vocabulary, target, _OTHER_MODEL)
     opened = MedusaHeads(
         checkpoint,
         target,
         tuple(
-            tuple(
-                FusedLinear(f"medusa.{head}.{block}", (medusa_block(head, block),), (hidden,), hidden, biased=True)
-                for block in range(blocks)
+            (
+                *(
+                    FusedLinear(f"medusa.{head}.{block}", (medusa_block(head, block),), (hidden,), hidden, biased=True)
+                    for block in range(blocks)
+                ),
+                FusedLinear(f"medusa.{head}.head", (medusa_output(head, blocks),), (vocab,), hidden),
             )
             for head in range(heads)
         ),
-        tuple(
-            FusedLinear(f"medusa.{head}.head", (medusa_output(head, blocks),), (vocab,), hidden)
-            for head in range(heads)
-        ),
     )
-    for linear in opened.linears:
-        for name, rows in zip(linear.weights, linear.rows, strict=True):
-            checkpoint.require(name, (rows, linear.columns))
-        for name, rows in zip(linear.biases, linear.rows, strict=linear.biased):
-            checkpoint.require(name, (rows,))
+    for tensor in tensors_of(opened.linears):
+        checkpoint.require(*tensor)
     return opened
 
 
-def build_medusa_heads(
-    config: DecoderConfig,
-    blocks: Sequence[Sequence[FusedLinear]],
-    outputs: Sequence[FusedLinear],
-    plan: QuantPlan,
-    weights: Initializers,
-) -> ModelProto:
+def build_medusa_heads(opened: MedusaHeads, plan: QuantPlan, weights: Initializers) -> ModelProto:
     """Build the graph and write its weights to the external data file.
 
     Args:
-        config: the target.
-        blocks: the residual blocks of each head.
-        outputs: the LM head of each head.
+        opened: the heads.
         plan: the quantization plan of the heads.
         weights: creates and stores the initializers.
 
@@ -127,11 +111,12 @@ def build_medusa_heads(
         CheckpointError: a tensor cannot be read.
         OSError: the disk refused a write.
     """
+    config = opened.config
     nodes = Nodes(config, plan, weights)
     logits = []
-    for head, (own_blocks, output) in enumerate(zip(blocks, outputs, strict=True)):
+    for head, (*blocks, output) in enumerate(opened.heads):
         hidden = inputs_outputs.DRAFT_FEATURES
-        for block, linear in enumerate(own_blocks):
+        for block, linear in enumerate(blocks):
             name = f"heads.{head}.{block}"
             activated = nodes.add("QuickGelu", [nodes.linear(linear, hidden)], f"{name}.silu", MICROSOFT, alpha=1.0)
             hidden = nodes.add("Add", [hidden, activated], f"{name}.sum")
@@ -142,7 +127,7 @@ def build_medusa_heads(
     nodes.add_multi_output(
         "TopK", [probabilities, nodes.integers("top.count", top)], [TOP_PROBABILITIES, TOP_IDS], "top", axis=-1
     )
-    declare, heads = helper.make_tensor_value_info, len(outputs)
+    declare, heads = helper.make_tensor_value_info, len(opened.heads)
     graph = GraphProto(
         name="medusa_heads",
         node=[*weights.conversions, *nodes.protos],

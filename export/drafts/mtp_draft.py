@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from onnx import GraphProto, ModelProto
 
 from ...errors import CheckpointError
+from ...models.draft_heads import HeadKind
 from ..architectures import find_family
 from ..architectures.family import MultiTokenPrediction
 from ..checkpoint.config import DecoderConfig, text_settings
 from ..checkpoint.json_fields import count, read_json
 from ..checkpoint.layer_weights import FusedLinear, Layer, Norm, QuantPlan
-from ..checkpoint.layout import final_norm, layer_layout
+from ..checkpoint.layout import final_norm, layer_layout, tensors_of
 from ..checkpoint.safetensors_files import Checkpoint
 from ..checkpoint.source import Float32Array
 from ..graph import inputs_outputs
@@ -33,6 +34,7 @@ WITHOUT: Final = "export it without, with --draft none"
 class MtpModule:
     """The multi-token-prediction module of a checkpoint."""
 
+    kind: ClassVar = HeadKind.MTP
     checkpoint: Checkpoint
     """The tensors of its layer and of its last norm are named like those of a decoder of one layer."""
     names: MultiTokenPrediction
@@ -73,14 +75,6 @@ class MtpModule:
     def linears(self) -> tuple[FusedLinear, ...]:
         """All linears, in the order of the graph."""
         return (self.projection, *self.layer.linears)
-
-    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Name and shape of each tensor that the graph needs."""
-        for linear in self.linears:
-            yield from ((name, (rows, linear.columns)) for name, rows in zip(linear.weights, linear.rows, strict=True))
-            yield from ((name, (rows,)) for name, rows in zip(linear.biases, linear.rows, strict=linear.biased))
-        for norm in (self.embedding_norm, self.state_norm, *self.layer.norms, final_norm(self.config)):
-            yield norm.weight, (norm.width,)
 
 
 def has_mtp_module(source: Path) -> bool:
@@ -124,23 +118,21 @@ def open_mtp_module(folder: Path, model: DecoderConfig) -> MtpModule:
         )
     prefixes = (("model.layers.0.", f"{names.layer}."), (f"model.{model.traits.final_norm}.", f"{names.last_norm}."))
     checkpoint = Checkpoint(folder, prefixes)
-    module = MtpModule(checkpoint, names, _one_layer(model), whole, DraftFeatures((model.layers,)))
-    for name, shape in module.tensors():
-        checkpoint.require(name, shape)
-    return module
-
-
-def _one_layer(model: DecoderConfig) -> DecoderConfig:
-    """The configuration of a decoder whose only layer has attention, and experts if the model has any."""
-    layer, experts = model.attention_layers[0], model.experts
-    return replace(
+    # The module's only layer has attention, and experts if the model has any.
+    first = model.attention_layers[0]
+    config = replace(
         model,
         traits=replace(model.traits, state_layers=None),
         layers=1,
-        attention=(model.attention[layer],),
+        attention=(model.attention[first],),
         state_layers=None,
-        experts=None if experts is None else replace(experts, layers=(True,)),
+        experts=None if model.experts is None else replace(model.experts, layers=(True,)),
     )
+    module = MtpModule(checkpoint, names, config, whole, DraftFeatures((model.layers,)))
+    norms = (module.embedding_norm, module.state_norm, *module.layer.norms, final_norm(module.config))
+    for tensor in tensors_of(module.linears, norms):
+        checkpoint.require(*tensor)
+    return module
 
 
 def build_mtp_module(

@@ -30,7 +30,6 @@ from ...models.bundle import (
     Bundle,
     digest_file,
 )
-from ...models.draft_heads import HeadKind
 from ...models.file_system import move
 from ...models.manifest import MANIFEST_NAME, Architecture, Manifest
 from ...models.progress import Progress
@@ -46,7 +45,7 @@ from ..recipe import DraftTokens
 from ..upgrade.decoder_io import find_lm_head
 from ..upgrade.describe import bits_per_weight, weight_matrices
 from ..upgrade.editable import EditableGraph, Node
-from ..upgrade.graph_parts import FileRange, Store, in_place, to_file
+from ..upgrade.graph_parts import FileRange, in_place, to_file
 from .head_size import (
     TARGET_WIDTHS,
     Float32Array,
@@ -70,7 +69,6 @@ DEFAULT_TOKENS: Final = 65536
 """Number of tokens that are kept by default, in vocabularies of at least `_LARGE` tokens."""
 _LARGE: Final = 2 * DEFAULT_TOKENS
 """Smallest vocabulary that is trimmed by default: below, a pass gets little shorter."""
-_SMALLEST_GRAPH: Final = ".draft.smallest.onnx"
 _MAX_TEXT_TOKENS: Final = 2048
 """Number of tokens of text on which the agreement is measured."""
 _ROUNDS: Final = 12
@@ -178,29 +176,11 @@ def write_trimmed(whole: Bundle, folder: Path, kept: TokenIds) -> None:
     (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
 
 
-def trim_layer_skip_draft(folder: Path, kept: TokenIds) -> None:
-    """Trim the head of a bundle's layer-skip draft.
+def trim_own_draft(folder: Path, kept: TokenIds) -> None:
+    """Trim the head of a draft whose graph is in its target's bundle.
 
-    The kept rows are stored in the draft's graph; all other weights stay in the file that it shares with the target.
-
-    Args:
-        folder: The bundle's folder.
-        kept: Token ids to keep, int64 [n], ascending.
-
-    Raises:
-        ExportError: The head cannot be trimmed.
-        InputError: The bundle has no layer-skip draft with a whole head, or the ids are not ascending ids of it.
-        OSError: The disk refused a write.
-    """
-    graph = _trimmed_graph(folder, None, "layer-skip draft", kept)
-    write_atomically(folder / DRAFT_GRAPH_NAME, graph.model(in_place).SerializeToString())
-    _name_trimmed(folder, kept, DRAFT_GRAPH_NAME)
-
-
-def trim_module(folder: Path, kept: TokenIds) -> None:
-    """Trim the LM head of a bundle's multi-token-prediction module.
-
-    The kept rows join the module's own weights in `draft.onnx.data`; the embedding stays in the file of the target.
+    The kept rows of a multi-token-prediction module join its own weights in `draft.onnx.data`. A layer-skip draft has
+    no such file, so they are stored in its graph. All other weights stay in the file of the target.
 
     Args:
         folder: The bundle's folder.
@@ -208,54 +188,43 @@ def trim_module(folder: Path, kept: TokenIds) -> None:
 
     Raises:
         ExportError: The head cannot be trimmed.
-        InputError: The bundle has no module with a whole head, or the ids are not ascending ids of it.
+        InputError: The bundle has no draft of its own with a whole head, or the ids are not ascending ids of it.
         OSError: The disk refused a write.
     """
-    graph = trimmed_module_graph(folder, kept)
-    with temporary_folder(folder, "trimmed") as new:
-        with WeightFile(new / DRAFT_WEIGHTS_NAME) as data:
-            model = graph.model(_keeping(WEIGHTS_NAME, to_file(data)))
-        move(new / DRAFT_WEIGHTS_NAME, folder / DRAFT_WEIGHTS_NAME)
+    graph, changed = trimmed_own_draft(folder, kept), [DRAFT_GRAPH_NAME, TARGET_IDS_NAME]
+    if (folder / DRAFT_WEIGHTS_NAME).is_file():
+        changed.append(DRAFT_WEIGHTS_NAME)
+        with temporary_folder(folder, "trimmed") as new:
+            with WeightFile(new / DRAFT_WEIGHTS_NAME) as data:
+                added = to_file(data)
+                model = graph.model(
+                    lambda name, tensor: (
+                        in_place
+                        if isinstance(tensor.source, FileRange) and tensor.source.location == WEIGHTS_NAME
+                        else added
+                    )(name, tensor)
+                )
+            move(new / DRAFT_WEIGHTS_NAME, folder / DRAFT_WEIGHTS_NAME)
+    else:
+        model = graph.model(in_place)
     write_atomically(folder / DRAFT_GRAPH_NAME, model.SerializeToString())
-    _name_trimmed(folder, kept, DRAFT_GRAPH_NAME, DRAFT_WEIGHTS_NAME)
+    np.save(folder / TARGET_IDS_NAME, kept)
+    manifest = _manifest(folder)
+    assert manifest.draft is not None  # noqa: S101 -- it has just been trimmed
+    files = {**manifest.files, **{name: digest_file(folder / name) for name in changed}}
+    renamed = replace(manifest, draft=replace(manifest.draft, d2t=TARGET_IDS_NAME), files=files)
+    write_atomically(folder / MANIFEST_NAME, renamed.to_json().encode())
 
 
-def trimmed_module_graph(folder: Path, kept: TokenIds) -> EditableGraph:
-    """The graph of a bundle's multi-token-prediction module with a trimmed head; arguments and errors as above."""
-    return _trimmed_graph(folder, HeadKind.MTP, "multi-token-prediction module", kept)
-
-
-def _trimmed_graph(folder: Path, head: HeadKind | None, called: str, kept: TokenIds) -> EditableGraph:
-    """The graph of a bundle's draft of that kind with a trimmed head.
-
-    Raises:
-        ExportError: The head cannot be trimmed.
-        InputError: The bundle has no such draft with a whole head, or the ids are not ascending ids of it.
-    """
+def trimmed_own_draft(folder: Path, kept: TokenIds) -> EditableGraph:
+    """The graph of a bundle's own draft with a trimmed head; arguments and errors as for `trim_own_draft`."""
     draft = _manifest(folder).draft
-    if draft is None or not draft.graph or draft.d2t or draft.head is not head:
-        raise InputError(f"{folder} has no {called} with a whole head", "make one first")
+    if draft is None or not draft.graph or draft.d2t:
+        raise InputError(f"{folder} has no draft of its own with a whole head", "make one first")
     graph = EditableGraph.open(folder / draft.graph)
     _require_ascending(kept, head_tokens(graph))
     trim_head(graph, kept)
     return graph
-
-
-def _keeping(location: str, others: Store) -> Store:
-    """Refer to tensors in the source's file of that path, and have `others` store all others."""
-    return lambda name, tensor: (
-        in_place if isinstance(tensor.source, FileRange) and tensor.source.location == location else others
-    )(name, tensor)
-
-
-def _name_trimmed(folder: Path, kept: TokenIds, *changed: str) -> None:
-    """Write the map of token ids, and name it and the changed files in the manifest."""
-    np.save(folder / TARGET_IDS_NAME, kept)
-    manifest = _manifest(folder)
-    assert manifest.draft is not None  # noqa: S101 -- it has just been trimmed
-    files = {**manifest.files, **{name: digest_file(folder / name) for name in (*changed, TARGET_IDS_NAME)}}
-    renamed = replace(manifest, draft=replace(manifest.draft, d2t=TARGET_IDS_NAME), files=files)
-    write_atomically(folder / MANIFEST_NAME, renamed.to_json().encode())
 
 
 def _manifest(folder: Path) -> Manifest:
@@ -303,23 +272,20 @@ def trim_vocabulary(folder: Path, wanted: DraftTokens, text: CalibrationText | N
         EdgeError: The bundle cannot be loaded.
         OSError: The disk refused a write.
     """
-    vocabulary = Manifest.from_json((folder / MANIFEST_NAME).read_bytes()).architecture.vocab_size
-    too_small = wanted is None and vocabulary < _LARGE
-    if text is None or wanted == "all" or too_small:
+    vocabulary = _manifest(folder).architecture.vocab_size
+    if text is None or wanted == "all" or (wanted is None and vocabulary < _LARGE):
         return ""
     markers = read_markers(folder)
     ranking = rank_tokens(text.calibration, vocabulary, markers.special | markers.ending)
     starts = [answer_start(each, markers) for each in text.held_out]
-    if isinstance(wanted, int):
-        tokens = wanted
-    elif wanted is None:
-        tokens = max(DEFAULT_TOKENS, ranking.min_tokens)
-    else:
+    if wanted == "auto":
         tokens = _fastest(folder, ranking, text.held_out, starts, progress)
+    else:
+        tokens = int(wanted or max(DEFAULT_TOKENS, ranking.min_tokens))
     kept = ranking.kept(tokens)
     if tokens == vocabulary:
         return ""
-    trim_module(folder, kept)
+    trim_own_draft(folder, kept)
     answers = np.concatenate([each[start:] for each, start in zip(text.held_out, starts, strict=True)])
     return (
         f"The multi-token-prediction module drafts {tokens} of {vocabulary} tokens, "
@@ -332,10 +298,10 @@ def _fastest(
 ) -> int:
     """The number of tokens with the most expected tokens per second."""
     agreement = count_agreement(_predictions(folder, texts, starts, progress), ranking)
-    smallest = folder / _SMALLEST_GRAPH
+    smallest = folder / ".draft.smallest.onnx"
     timer = BundleTimer()
     try:
-        trimmed = trimmed_module_graph(folder, ranking.kept(ranking.min_tokens))
+        trimmed = trimmed_own_draft(folder, ranking.kept(ranking.min_tokens))
         smallest.write_bytes(trimmed.model(in_place).SerializeToString())
         on_whole, on_smallest = timer.time_heads(folder, [folder / DRAFT_GRAPH_NAME, smallest], _ROUNDS)
     finally:

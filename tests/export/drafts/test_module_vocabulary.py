@@ -20,7 +20,7 @@ from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, export_check
 from edgerun.export.calibration.calibration_text import CalibrationText
 from edgerun.export.drafts import trimmed_head
 from edgerun.export.drafts.draft_head import DraftHead
-from edgerun.export.drafts.trimmed_head import trim_layer_skip_draft, trim_module, trim_vocabulary
+from edgerun.export.drafts.trimmed_head import trim_own_draft, trim_vocabulary
 from edgerun.export.recipe import OWN_MODULE
 from edgerun.models.bundle import open_bundle
 from edgerun.models.draft_heads import HeadKind
@@ -243,11 +243,9 @@ def test_a_head_with_a_vocabulary_of_its_own_is_not_trimmed(tmp_path: Path, caps
 
 
 def test_a_head_is_trimmed_once(bundle: Path) -> None:
-    with pytest.raises(InputError, match="has no layer-skip draft with a whole head"):
-        trim_layer_skip_draft(bundle, np.arange(40))
-    trim_module(bundle, np.arange(40))
-    with pytest.raises(InputError, match="has no multi-token-prediction module with a whole head"):
-        trim_module(bundle, np.arange(30))
+    trim_own_draft(bundle, np.arange(40))
+    with pytest.raises(InputError, match="has no draft of its own with a whole head"):
+        trim_own_draft(bundle, np.arange(30))
 
 
 def test_a_bundle_without_the_map_still_opens(bundle: Path) -> None:
@@ -259,7 +257,7 @@ def test_a_bundle_without_the_map_still_opens(bundle: Path) -> None:
 
 
 def test_a_map_that_does_not_fit_the_lm_head_is_refused(bundle: Path) -> None:
-    trim_module(bundle, np.arange(40))
+    trim_own_draft(bundle, np.arange(40))
     np.save(bundle / "d2t.npy", np.arange(39))
     manifest = json.loads((bundle / "edge.json").read_text(encoding="utf-8"))
     del manifest["files"]["d2t.npy"]

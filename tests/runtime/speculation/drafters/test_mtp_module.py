@@ -16,7 +16,7 @@ import edgerun
 from edgerun import GenerateOptions
 from edgerun.errors import InputError
 from edgerun.export import INT4
-from edgerun.export.drafts.trimmed_head import trim_module
+from edgerun.export.drafts.trimmed_head import trim_own_draft
 from edgerun.runtime.kv.hybrid_arena import HybridArena
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.drafters.target_drafts import HiddenStateHead
@@ -46,7 +46,7 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def trimmed(whole: TargetWithHead, tmp_path_factory: pytest.TempPathFactory) -> TargetWithHead:
     """The same, whose module has a third of the tokens."""
     bundle = Path(shutil.copytree(whole.bundle, tmp_path_factory.mktemp("trimmed") / "bundle"))
-    trim_module(bundle, KEPT)
+    trim_own_draft(bundle, KEPT)
     return replace(whole, bundle=bundle)
 
 

@@ -24,7 +24,7 @@ from support.nightly import some_nightly
 pytest.importorskip("onnx", reason="needs the export extra")
 from edgerun.export import WeightFormat
 from edgerun.export.drafts.skipped_layers import SubLayer, SubLayerKind, write_layer_skip_draft
-from edgerun.export.drafts.trimmed_head import trim_layer_skip_draft, write_trimmed
+from edgerun.export.drafts.trimmed_head import trim_own_draft, write_trimmed
 from support.tiny_models import write_bundle
 
 HEAD = 60
@@ -109,7 +109,7 @@ def test_a_draft_of_the_targets_own_layers_may_have_a_trimmed_head(tmp_path: Pat
     kept = np.load(pair / "draft" / "d2t.npy")
     weights = (folder / "model.onnx.data").read_bytes()
     whole = own_logits(folder)
-    trim_layer_skip_draft(folder, kept)
+    trim_own_draft(folder, kept)
     assert (folder / "model.onnx.data").read_bytes() == weights
     assert holds_only_bundle_files(folder)
     np.testing.assert_allclose(own_logits(folder), whole[:, kept], atol=1e-5)
@@ -121,8 +121,8 @@ def test_a_draft_of_the_targets_own_layers_may_have_a_trimmed_head(tmp_path: Pat
                 for each in (OFF, Speculation.parse("model"))
             }
             assert len(texts) == 1
-    with pytest.raises(InputError, match="has no layer-skip draft with a whole head"):
-        trim_layer_skip_draft(folder, kept)
+    with pytest.raises(InputError, match="has no draft of its own with a whole head"):
+        trim_own_draft(folder, kept)
 
 
 def own_logits(folder: Path) -> np.ndarray:
