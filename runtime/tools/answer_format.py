@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import InputError
 from ...models.json_file import shown
@@ -15,6 +15,7 @@ from .answer_parts import AUTO, AnswerParts, ReasoningTags, in_reasoning, reason
 from .calls import OfferedTools, required_tools
 
 if TYPE_CHECKING:
+    from ..options import GenerateOptions
     from ..structure.response_format import ResponseFormat
     from .answer_parts import AnswerParser
     from .formats import ToolFormat
@@ -84,13 +85,14 @@ class AnswerFormat:
         texts += () if self.tags is None else (self.tags.opening.strip(), self.tags.closing)
         tokenizer = self._tokenizer
         # A tag may be written with several tokens, of which the first is special.
-        marks = {token: text for text in _with_parts(texts) if (token := tokenizer.special_id(text)) is not None}
+        texts += tuple(text[: text.index(">") + 1] for text in texts if ">" in text)
+        marks = {token: text for text in texts if (token := tokenizer.special_id(text)) is not None}
         prompt_end = self._prompt_end(prompt_ids)
         decoder = StreamDecoder(tokenizer, marks)
         start_text = "".join([decoder.push((token,)) for token in start_ids])
         return AnswerReading(tool_format, OfferedTools.of(tools), self.tags, marks, prompt_end, start_text, several)
 
-    def required_calls(self, options: CallOptions, prompt_ids: Sequence[int]) -> ResponseFormat | None:
+    def required_calls(self, options: GenerateOptions, prompt_ids: Sequence[int]) -> ResponseFormat | None:
         """The format of an answer that has to call a function; None where none has to.
 
         Args:
@@ -114,41 +116,12 @@ class AnswerFormat:
         from .call_grammar import CallGrammar  # noqa: PLC0415 -- few answers have to call
 
         reasoning = in_reasoning(self.tags, self._prompt_end(prompt_ids))
-        grammar = CallGrammar(self.tool_format, self.tags, self._tokenizer.special_id, reasoning, self._template)
-        return ResponseFormat.grammar(grammar.lark(required, several=options.parallel_tool_calls))
+        grammar = CallGrammar(required, self.tool_format, self.tags, self._tokenizer.special_id, reasoning)
+        return ResponseFormat.grammar(grammar.lark(self._template, several=options.parallel_tool_calls))
 
     def _prompt_end(self, prompt_ids: Sequence[int]) -> str:
         """The last characters of a prompt, with its special tokens."""
         return "".join(map(self._tokenizer.token_bytes.shown, prompt_ids[-_PROMPT_END:]))
-
-
-class CallOptions(Protocol):
-    """What the options of an answer say of calls."""
-
-    @property
-    def tools(self) -> Sequence[Mapping[str, Any]]:
-        """Definitions of the functions that may be called."""
-
-    @property
-    def tool_choice(self) -> str | Mapping[str, Any]:
-        """Which of them has to be called, if one has to."""
-
-    @property
-    def parallel_tool_calls(self) -> bool:
-        """Whether there may be several calls."""
-
-    @property
-    def response_format(self) -> ResponseFormat | None:
-        """Another format of the answer."""
-
-    @property
-    def raw(self) -> bool:
-        """Whether the prompt is a text without a template."""
-
-
-def _with_parts(texts: Sequence[str]) -> Sequence[str]:
-    """The texts, and the special tokens that may begin one."""
-    return (*texts, *(text[: text.index(">") + 1] for text in texts if ">" in text))
 
 
 @dataclass(frozen=True)

@@ -60,11 +60,11 @@ class TaggedParser(AnswerParser):
         self._skip_space()
         before, tag, self._held = self._held.partition(self._tags.closing)
         if tag:
-            self._parts.add_reasoning(before.rstrip(_SPACE))
+            self._reasoning += before.rstrip(_SPACE)
             self._state, self._after_sign = self._read_text, True
             return
         shown = before.rstrip(_SPACE) if ended else _without_beginnings(before, (self._tags.closing,))
-        self._parts.add_reasoning(shown)
+        self._reasoning += shown
         self._held = "" if ended else before[len(shown) :]
 
     def _read_text(self, *, ended: bool) -> None:
@@ -103,7 +103,7 @@ class TaggedParser(AnswerParser):
             text = self._gap + text if self._has_text else text
             self._gap = ""
         self._has_text |= bool(text)
-        self._parts.add_text(text)
+        self._text += text
 
     def _begin_region(self, sign: str, text: str, at: int) -> None:
         """Begin to read what may be a call, at `text[at]`, where `sign` stands."""
@@ -132,13 +132,13 @@ class TaggedParser(AnswerParser):
         self._held = region.text[end.end :]
         self._region = None
         if end.calls:
-            self._parts.add_calls(end.calls)
+            self._add_calls(end.calls)
             self._gap = self._gap or self._space
             self._state, self._after_sign = self._read_text, True
             return
         self._add_text(self._space + region.text[: end.end])
         if not end.is_plain:
-            self._parts.add_unparsed()
+            self._unparsed = True
         self._state = self._read_text if end.closed else self._read_unparsed
 
     def _read_unparsed(self, *, ended: bool) -> None:
@@ -147,13 +147,13 @@ class TaggedParser(AnswerParser):
         at = self._held.find(closing) if closing else -1
         if at >= 0:
             end = at + len(closing)
-            self._parts.add_text(self._held[:end])
+            self._text += self._held[:end]
             self._held = self._held[end:]
             self._state = self._read_text
             return
         keep = 0 if ended or not closing else beginning_at_end(self._held, closing)
         end = len(self._held) - keep
-        self._parts.add_text(self._held[:end])
+        self._text += self._held[:end]
         self._held = self._held[end:]
 
     def _skip_space(self) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from ...errors import InputError
@@ -17,152 +16,122 @@ _LAYOUT: Final = {"x-guidance": {"whitespace_flexible": False, "item_separator":
 _ANY_TEXT: Final = r"/(.|\n)*/"
 _LINE_ENDS: Final = r"/\n{0,2}/"
 """What models write after their reasoning; white space without a limit could go on for ever."""
-_TEXT_TYPES: Final = ("string",)
 
 
-@dataclass(frozen=True)
 class CallGrammar:
     """Makes the grammar of an answer that has to call.
 
     Args:
+        tools: the functions of which one has to be called.
         tool_format: how the model writes calls.
         tags: what stands around its reasoning, which may come first; None for nothing.
         special_id: the id of a special token by its text, or None.
         in_reasoning: whether the prompt ended with the opening tag of reasoning.
-        template: text of the chat template, which decides between older and newer forms.
     """
 
-    tool_format: ToolFormat
-    tags: ReasoningTags | None
-    special_id: Callable[[str], int | None]
-    in_reasoning: bool = False
-    template: str = ""
+    def __init__(
+        self,
+        tools: OfferedTools,
+        tool_format: ToolFormat,
+        tags: ReasoningTags | None,
+        special_id: Callable[[str], int | None],
+        in_reasoning: bool = False,
+    ) -> None:
+        self._tools: Final = tools
+        self._format: Final = tool_format
+        self._tags: Final = tags
+        self._special_id: Final = special_id
+        self._in_reasoning: Final = in_reasoning
+        self._rules: Final[dict[str, str]] = {}
 
-    def lark(self, tools: OfferedTools, *, several: bool) -> str:
+    def lark(self, template: str, *, several: bool) -> str:
         """The grammar.
 
         Args:
-            tools: the functions of which one has to be called.
+            template: text of the chat template, which decides between older and newer forms.
             several: whether further calls may follow.
 
         Raises:
             InputError: calls in this format cannot be enforced.
         """
-        rules = _Rules(self.special_id)
-        names = list(tools.schemas)
-        calls = self._calls(rules, tools, names, several=several)
-        rules.add("start", f"{self._reasoning(rules)} {calls}")
-        return rules.text()
+        calls = self._calls(template, several)
+        self._rules["start"] = f"{self._reasoning()} {calls}"
+        return "%llguidance {}\n" + "\n".join(f"{name}: {rule}" for name, rule in self._rules.items()) + "\n"
 
-    def _reasoning(self, rules: _Rules) -> str:
+    def _reasoning(self) -> str:
         """What may come before the calls."""
-        if self.tool_format.is_harmony:
-            rules.add_until("thought", "<|end|>")
-            begin = rules.texts("<|channel|>", "analysis", "<|message|>")
-            return f"({begin} thought {rules.texts('<|start|>', 'assistant')})?"
-        if self.tags is None:
+        if self._format.is_harmony:
+            self._add_until("thought", "<|end|>")
+            begin = self._texts("<|channel|>", "analysis", "<|message|>")
+            return f"({begin} thought {self._texts('<|start|>', 'assistant')})?"
+        if self._tags is None:
             return ""
-        rules.add_until("thought", self.tags.closing)
-        if self.in_reasoning:
+        self._add_until("thought", self._tags.closing)
+        if self._in_reasoning:
             return f"thought {_LINE_ENDS}"
-        return f"({rules.texts(self.tags.opening)} thought {_LINE_ENDS})?"
+        return f"({self._texts(self._tags.opening)} thought {_LINE_ENDS})?"
 
-    def _calls(self, rules: _Rules, tools: OfferedTools, names: Sequence[str], *, several: bool) -> str:
+    def _calls(self, template: str, several: bool) -> str:
         """The expression of all calls."""
-        name = self.tool_format.name
+        name, tools, texts = self._format.name, self._tools, self._texts
         if name == "harmony":
             end = ("<|constrain|>", "json", "<|message|>")
-            heads = {each: rules.texts("<|channel|>", f"commentary to=functions.{each} ", *end) for each in names}
-            return rules.one_of(f"{head} {rules.json(tools.schemas[each])}" for each, head in heads.items())
+            heads = {each: texts("<|channel|>", f"commentary to=functions.{each} ", *end) for each in tools}
+            return _one_of(f"{head} {self._json(tools[each])}" for each, head in heads.items())
         if name == "qwen3-coder":
-            call = rules.one_of(_xml_call(rules, tools, each) for each in names)
-            return _repeated(f"{rules.texts('<tool_call>')} {call} {rules.texts('</tool_call>')}", r'"\n"', several)
+            call = _one_of(map(self._xml_call, tools))
+            return _repeated(f"{texts('<tool_call>')} {call} {texts('</tool_call>')}", r'"\n"', several)
         if name == "llama3":
-            return rules.one_of(_json_call(rules, tools, each, "parameters") for each in names)
-        call = rules.one_of(_json_call(rules, tools, each, "arguments") for each in names)
+            return _one_of(self._json_call(each, "parameters") for each in tools)
+        call = _one_of(self._json_call(each, "arguments") for each in tools)
         if name == "hermes":
-            whole = f'{rules.texts("<tool_call>")} "\\n" {call} "\\n" {rules.texts("</tool_call>")}'
+            whole = f'{texts("<tool_call>")} "\\n" {call} "\\n" {texts("</tool_call>")}'
             return _repeated(whole, r'"\n"', several)
-        if name == "mistral" and "[ARGS]" in self.template:
-            named = rules.one_of(f"{rules.texts(each, '[ARGS]')} {rules.json(tools.schemas[each])}" for each in names)
-            return _repeated(f"{rules.texts('[TOOL_CALLS]')} {named}", '""', several)
+        if name == "mistral" and "[ARGS]" in template:
+            named = _one_of(f"{texts(each, '[ARGS]')} {self._json(tools[each])}" for each in tools)
+            return _repeated(f"{texts('[TOOL_CALLS]')} {named}", '""', several)
         if name in {"mistral", "granite", "phi4"}:
-            opening = self.tool_format.openings[0]
-            closing = rules.texts(self.tool_format.closing) if name == "phi4" else ""
-            return f'{rules.texts(opening)} "[" {_repeated(call, json.dumps(", "), several)} "]" {closing}'
+            closing = texts(self._format.closing) if name == "phi4" else ""
+            return f'{texts(self._format.openings[0])} "[" {_repeated(call, _quoted(", "), several)} "]" {closing}'
         raise InputError(
             f"calls in the format {name} cannot be required", "leave tool_choice at auto, or name another --tool-format"
         )
 
+    def _json_call(self, name: str, key: str) -> str:
+        head = f'{{"name": {_quoted(name)}, "{key}": '
+        return f'{_quoted(head)} {self._json(self._tools[name])} "}}"'
 
-def _json_call(rules: _Rules, tools: OfferedTools, name: str, key: str) -> str:
-    head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
-    return f'{_quoted(head)} {rules.json(tools.schemas[name])} "}}"'
+    def _xml_call(self, name: str) -> str:
+        """A function element: its required parameters, and any of the others, in the order of the schema."""
+        required = self._tools[name].get("required", ())
+        parts = []
+        for key, schema in self._tools.properties(name).items():
+            end = "\n</parameter>\n"
+            if isinstance(schema, Mapping) and schema.get("type") == "string" and "enum" not in schema:
+                value = f"text_{len(self._rules)}"
+                self._add_until(value, end)
+            else:
+                value = f"{self._json(schema)} {_quoted(end)}"
+            part = f"{_quoted(f'<parameter={key}>' + chr(10))} {value}"
+            parts.append(part if key in required else f"({part})?")
+        return f"{_quoted(f'{chr(10)}<function={name}>{chr(10)}')} {' '.join(parts)} {_quoted(f'</function>{chr(10)}')}"
 
-
-def _xml_call(rules: _Rules, tools: OfferedTools, name: str) -> str:
-    """A function element: its required parameters, and any of the others, in the order of the schema."""
-    required = tools.schemas[name].get("required", ())
-    parts = []
-    for key, schema in tools.properties(name).items():
-        is_text = isinstance(schema, Mapping) and schema.get("type") in _TEXT_TYPES and "enum" not in schema
-        end = "\n</parameter>\n"
-        value = rules.until(end) if is_text else f"{rules.json(schema)} {_quoted(end)}"
-        part = f"{_quoted(f'<parameter={key}>' + chr(10))} {value}"
-        parts.append(part if key in required else f"({part})?")
-    return f"{_quoted(f'{chr(10)}<function={name}>{chr(10)}')} {' '.join(parts)} {_quoted(f'</function>{chr(10)}')}"
-
-
-def _repeated(expression: str, separator: str, several: bool) -> str:
-    return f"{expression} ({separator} {expression})*" if several else expression
-
-
-def _quoted(text: str) -> str:
-    """A text as Lark writes it."""
-    return json.dumps(text, ensure_ascii=False)
-
-
-class _Rules:
-    """The rules of a grammar that is being made.
-
-    Args:
-        special_id: the id of a special token by its text, or None.
-    """
-
-    def __init__(self, special_id: Callable[[str], int | None]) -> None:
-        self._special_id = special_id
-        self._rules: dict[str, str] = {}
-
-    def add(self, name: str, expression: str) -> None:
-        """Add a rule."""
-        self._rules[name] = expression
-
-    def texts(self, *texts: str) -> str:
+    def _texts(self, *texts: str) -> str:
         """Texts that follow each other; those of special tokens stand for the tokens."""
         return " ".join(
             _quoted(text) if (token := self._special_id(text)) is None else f"<[{token}]>" for text in texts
         )
 
-    def one_of(self, expressions: Any) -> str:
-        """One of several expressions."""
-        return f"({' | '.join(expressions)})"
-
-    def json(self, schema: Any) -> str:
+    def _json(self, schema: Any) -> str:
         """A JSON value of a schema, as a rule of its own."""
         name = f"json_{len(self._rules)}"
         described = {**schema, **_LAYOUT} if isinstance(schema, Mapping) else schema
         if isinstance(described, dict) and len(described) == len(_LAYOUT):
             described["type"] = "object"  # a function without a schema takes any arguments
-        self._rules[name] = f"%json {json.dumps(described, ensure_ascii=False)}"
+        self._rules[name] = f"%json {_quoted(described)}"
         return name
 
-    def until(self, end: str) -> str:
-        """Any text up to `end`, which is read too, as a rule of its own."""
-        name = f"text_{len(self._rules)}"
-        self.add_until(name, end)
-        return name
-
-    def add_until(self, name: str, end: str) -> None:
+    def _add_until(self, name: str, end: str) -> None:
         """Add a rule of any text up to `end`, which is read too."""
         token = self._special_id(end)
         if token is None:
@@ -171,6 +140,15 @@ class _Rules:
             self._rules[f"{name}_body"] = _ANY_TEXT
             self._rules[name] = f"{name}_body <[{token}]>"
 
-    def text(self) -> str:
-        """The grammar."""
-        return "%llguidance {}\n" + "\n".join(f"{name}: {rule}" for name, rule in self._rules.items()) + "\n"
+
+def _one_of(expressions: Iterable[str]) -> str:
+    return f"({' | '.join(expressions)})"
+
+
+def _repeated(expression: str, separator: str, several: bool) -> str:
+    return f"{expression} ({separator} {expression})*" if several else expression
+
+
+def _quoted(value: Any) -> str:
+    """A value as JSON, which is how Lark writes texts."""
+    return json.dumps(value, ensure_ascii=False)

@@ -35,8 +35,7 @@ class Quote:
     """Whether a backslash has a meaning in the string."""
 
 
-JSON_QUOTE: Final = Quote('"', escapes=True)
-PYTHON_QUOTES: Final = (*(Quote(mark * 3, escapes=True) for mark in "\"'"), JSON_QUOTE, Quote("'", escapes=True))
+PYTHON_QUOTES: Final = tuple(Quote(mark, escapes=True) for mark in ('"""', "'''", '"', "'"))
 
 
 class LiteralReader:
@@ -56,7 +55,8 @@ class LiteralReader:
 
     def take(self, sign: str) -> bool:
         """Skip white space, and `sign` where it comes next; whether it did."""
-        self.at = _end(_SPACE, self.text, self.at)
+        space = _SPACE.match(self.text, self.at)
+        self.at = self.at if space is None else space.end()
         if not self.text.startswith(sign, self.at):
             return False
         self.at += len(sign)
@@ -167,8 +167,3 @@ class LiteralReader:
 def _unescaped(found: re.Match[str]) -> str:
     code = found[1] or found[2]
     return chr(int(code, 16)) if code else _ESCAPED.get(found[3], found[3])
-
-
-def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
-    found = pattern.match(text, at)
-    return at if found is None else found.end()

@@ -103,6 +103,22 @@ class Region(ABC):
             return True
         return None if not ended and sign.startswith(self.text[self.at :]) else False
 
+    def end_after(self, sign: str, end: int, *, optional: bool, ended: bool) -> int | None:
+        """Where the region ends: after a sign and white space behind `end`, or there; None while that is open.
+
+        Raises:
+            NotACallError: something else comes next, and the sign is not optional.
+        """
+        more = self.skip_space()
+        found = self.comes_next(sign, ended=ended) if more else (False if ended else None)
+        if found:
+            return self.at
+        if found is None:
+            self.at = end
+        elif more and not optional:
+            raise NotACallError
+        return None if found is None else end
+
     def require(self, sign: str, *, ended: bool) -> bool:
         """Skip a sign; False while it may still come.
 
@@ -167,7 +183,7 @@ class JsonRegion(Region):
         self._values: list[Any] = []
 
     def read(self, *, ended: bool) -> RegionEnd | None:
-        """See `Region.read`."""
+        """Read on in the calls of this form."""
         while True:
             if not self._scanner.ended:
                 if not self.scan(self._scanner, self._begin):
@@ -175,38 +191,27 @@ class JsonRegion(Region):
                 self._values.append(read_json(self.text[self._begin : self.at]))
             end = self.at
             if not self._alone:
-                return self._closed(end, ended=ended)
+                closed = (
+                    self.end_after(self._closing, end, optional=self._optional, ended=ended) if self._closing else end
+                )
+                return None if closed is None else self._calls(closed)
             while self.skip_space() and self.text[self.at] == ";":
                 self.at += 1
             if self.at == len(self.text):
                 return self._calls(end) if ended else None
             self._scanner, self._begin = JsonScanner(), self.at
 
-    def _closed(self, end: int, *, ended: bool) -> RegionEnd | None:
-        if not self._closing:
-            return self._calls(end)
-        more = self.skip_space()
-        found = self.comes_next(self._closing, ended=ended) if more else (False if ended else None)
-        if found is None:
-            self.at = end
-            return None
-        if found:
-            return self._calls(self.at)
-        if (ended and not more) or self._optional:
-            return self._calls(end)
-        raise NotACallError
-
     def _calls(self, end: int) -> RegionEnd:
         try:
             calls = [call for value in self._values for call in calls_of_json(value, self.tools)]
         except NotACallError:
             calls = []
-        if calls and self._alone and not all(map(_is_only_a_call, self._values)):
+        if self._alone and not all(map(_is_only_a_call, self._values)):
             calls = []
         return RegionEnd(calls, end, is_plain=not self.looks_like_call(end), closed=True)
 
     def looks_like_call(self, end: int) -> bool:
-        """See `Region.looks_like_call`: JSON without a sign before it is most often just that."""
+        """Whether it has a sign or begins like a call: JSON without a sign before it is most often just JSON."""
         return bool(self.text[: self._first].strip()) or bool(_BARE_CALL.match(self.text, 0, end))
 
 
@@ -238,7 +243,7 @@ class EitherRegion(Region):
         self._chosen: Region | None = None
 
     def read(self, *, ended: bool) -> RegionEnd | None:
-        """See `Region.read`."""
+        """Read on in the calls of this form."""
         if self._chosen is None:
             if not self.skip_space():
                 return None
@@ -251,7 +256,7 @@ class EitherRegion(Region):
             self.at = self._chosen.at
 
     def looks_like_call(self, end: int) -> bool:
-        """See `Region.looks_like_call`."""
+        """Whether the form that was chosen looks like a call."""
         return self._chosen is None or self._chosen.looks_like_call(end)
 
 
@@ -266,7 +271,7 @@ class NamedJsonRegion(Region):
         self._begin = 0
 
     def read(self, *, ended: bool) -> RegionEnd | None:  # noqa: ARG002  the arguments end by themselves
-        """See `Region.read`."""
+        """Read on in the calls of this form."""
         if self._name is None:
             name = self.name("[ARGS]", "[CALL_ID]")
             if name is None:

@@ -6,7 +6,7 @@ import json
 import secrets
 import string
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ...errors import InputError
@@ -57,12 +57,12 @@ class ToolCallDelta:
 
 def joined_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
     """The calls that pieces, in their order, are of."""
-    heads: dict[int, ToolCallDelta] = {}
-    arguments: dict[int, list[str]] = {}
+    pieces: dict[int, list[ToolCallDelta]] = {}
     for delta in deltas:
-        heads.setdefault(delta.index, delta)
-        arguments.setdefault(delta.index, []).append(delta.arguments)
-    return tuple(ToolCall(head.id, head.name, "".join(arguments[index])) for index, head in sorted(heads.items()))
+        pieces.setdefault(delta.index, []).append(delta)
+    return tuple(
+        ToolCall(of[0].id, of[0].name, "".join(each.arguments for each in of)) for _, of in sorted(pieces.items())
+    )
 
 
 def assistant_message(text: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
@@ -80,11 +80,8 @@ def new_call_id() -> str:
     return "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH))
 
 
-@dataclass(frozen=True)
-class OfferedTools:
-    """The functions that a model may call, by name, with the JSON schemas of their arguments."""
-
-    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+class OfferedTools(dict[str, Mapping[str, Any]]):
+    """The JSON schemas of the arguments of the functions that a model may call, by the functions' names."""
 
     @classmethod
     def of(cls, tools: Sequence[Mapping[str, Any]]) -> OfferedTools:
@@ -100,14 +97,8 @@ class OfferedTools:
 
     def properties(self, name: str) -> Mapping[str, Any]:
         """Schemas of the arguments of a function, by their names."""
-        found = self.schemas.get(name, {}).get("properties")
+        found = self.get(name, {}).get("properties")
         return found if isinstance(found, Mapping) else {}
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name in self.schemas
-
-    def __bool__(self) -> bool:
-        return bool(self.schemas)
 
 
 def check_tool_choice(choice: str | Mapping[str, Any]) -> None:
@@ -137,8 +128,8 @@ def required_tools(choice: str | Mapping[str, Any], tools: OfferedTools) -> Offe
     if name is None:
         return tools
     if name not in tools:
-        raise InputError(f"tool_choice names {shown(name)}", f"the tools are {', '.join(tools.schemas)}")
-    return OfferedTools({name: tools.schemas[name]})
+        raise InputError(f"tool_choice names {shown(name)}", f"the tools are {', '.join(tools)}")
+    return OfferedTools({name: tools[name]})
 
 
 def _chosen_name(choice: str | Mapping[str, Any]) -> str | None:
@@ -160,7 +151,7 @@ def written_call(name: Any, arguments: Any, tools: OfferedTools, call_id: Any = 
     Raises:
         NotACallError: the function was not offered, or the arguments are not an object that JSON can hold.
     """
-    if name not in tools or not isinstance(arguments, dict):
+    if not isinstance(name, str) or name not in tools or not isinstance(arguments, dict):
         raise NotACallError
     try:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
@@ -193,18 +184,15 @@ def calls_of_json(value: Any, tools: OfferedTools) -> list[ToolCall]:
         NotACallError: one of them is not a call.
     """
     items = value if isinstance(value, list) else [value]
-    if not items:
+    calls = []
+    for item in items:
+        if not isinstance(item, dict):
+            raise NotACallError
+        fields = item["function"] if isinstance(item.get("function"), dict) else item
+        arguments = fields.get("arguments", fields.get("parameters", {}))
+        if isinstance(arguments, str):  # some models write the object as text once more
+            arguments = read_json(arguments or "{}")
+        calls.append(written_call(fields.get("name"), arguments, tools, item.get("id")))
+    if not calls:
         raise NotACallError
-    return [_call_of_json(item, tools) for item in items]
-
-
-def _call_of_json(item: Any, tools: OfferedTools) -> ToolCall:
-    if not isinstance(item, dict):
-        raise NotACallError
-    function = item.get("function")
-    fields = function if isinstance(function, dict) else item
-    name = fields.get("name")
-    arguments = fields.get("arguments", fields.get("parameters", {}))
-    if isinstance(arguments, str):  # some models write the object as text once more
-        arguments = read_json(arguments or "{}")
-    return written_call(name, arguments, tools, item.get("id"))
+    return calls

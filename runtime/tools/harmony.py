@@ -78,7 +78,7 @@ class HarmonyParser(AnswerParser):
             self._add(_CHANNEL)
             self._held = begun.removeprefix(_CHANNEL)
         if _RECIPIENT.search(header[:_MAX_HEADER]):
-            self._parts.add_unparsed()
+            self._unparsed = True
 
     def _begin_body(self, header: str) -> None:
         self._header, self._state, self._body = header, self._read_body, ""
@@ -88,10 +88,8 @@ class HarmonyParser(AnswerParser):
             self._name = recipient[1].removeprefix("functions.")
             self._part = "call"
         else:
-            self._begin_part("reasoning" if channel is not None and channel[1] == "analysis" else "text")
-
-    def _begin_part(self, part: str) -> None:
-        self._part, self._begins_part = part, True
+            self._part = "reasoning" if channel is not None and channel[1] == "analysis" else "text"
+            self._begins_part = True
 
     def _read_body(self, *, ended: bool) -> None:
         """Read a body up to the sign that ends it."""
@@ -119,21 +117,21 @@ class HarmonyParser(AnswerParser):
             self._begins_part = False
             self._written.add(self._part)
             if self._part == "reasoning":
-                self._parts.add_reasoning(text)
+                self._reasoning += text
             else:
-                self._parts.add_text(text)
+                self._text += text
 
     def _end_body(self) -> None:
         if self._part != "call":
             return
         try:
-            self._parts.add_calls([written_call(self._name, read_json(self._body or "{}"), self._tools)])
+            self._add_calls([written_call(self._name, read_json(self._body or "{}"), self._tools)])
         except NotACallError:
             body = f"{self._header.lstrip()}{_MESSAGE}{self._body}"
-            self._begin_part("text")
+            self._part, self._begins_part = "text", True
             self._add(body)
-            self._parts.add_unparsed()
-        self._begin_part("text")
+            self._unparsed = True
+        self._part, self._begins_part = "text", True
 
     def _read_between(self, *, ended: bool) -> None:
         """Read on to the beginning of the next message."""

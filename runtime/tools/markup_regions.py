@@ -42,21 +42,20 @@ class XmlRegion(Region):
         """Where the function element ends; 0 while it has not."""
 
     def read(self, *, ended: bool) -> RegionEnd | None:
-        """See `Region.read`."""
+        """Read on in the calls of this form."""
         if self._function is None and not self._read_head(ended=ended):
             return None
         while not self._end:
             more = self._read_value() if self._parameter is not None else self._read_tag(ended=ended)
             if not more:
                 return None
-        return self._closed(ended=ended)
+        end = self.end_after(self._CLOSING, self._end, optional=not self._is_wrapped, ended=ended)
+        return None if end is None else RegionEnd([written_call(self._function, self._values, self.tools)], end)
 
     def _read_head(self, *, ended: bool) -> bool:
         """Read up to the function's name; whether it is complete."""
         if not self._in_function:
-            if not self.skip_space():
-                return False
-            if not self.require(_FUNCTION, ended=ended):
+            if not self.skip_space() or not self.require(_FUNCTION, ended=ended):
                 return False
             self._in_function = True
         name = self.name(">")
@@ -104,16 +103,6 @@ class XmlRegion(Region):
         self._search = max(self._search, len(self.text) - len(_PARAMETER_END) + 1, self._begin)
         return False
 
-    def _closed(self, *, ended: bool) -> RegionEnd | None:
-        more = self.skip_space()
-        found = self.comes_next(self._CLOSING, ended=ended) if more else (False if ended else None)
-        if found is None:
-            self.at = self._end
-            return None
-        if not found and more and self._is_wrapped:
-            raise NotACallError
-        return RegionEnd([written_call(self._function, self._values, self.tools)], self.at if found else self._end)
-
 
 def typed_value(text: str, schema: Any) -> Any:
     """The value that a parameter's text stands for: text where the schema says so, else JSON if it is JSON."""
@@ -150,11 +139,9 @@ class BracedRegion(Region):
         self._in_string = False
 
     def read(self, *, ended: bool) -> RegionEnd | None:
-        """See `Region.read`."""
+        """Read on in the calls of this form."""
         if not self._body:
-            if not self.skip_space():
-                return None
-            if not self.require("call:", ended=ended):
+            if not self.skip_space() or not self.require("call:", ended=ended):
                 return None
             self._body = self._search = self.at
         if self._name is None:
@@ -192,7 +179,7 @@ class PythonRegion(Region):
         self._closing = closing
 
     def read(self, *, ended: bool) -> RegionEnd | None:
-        """See `Region.read`."""
+        """Read on in the calls of this form."""
         end = self.text.find(self._closing, self.at) if self._closing else -1
         if end < 0:
             if not ended or self._closing:
