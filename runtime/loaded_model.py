@@ -205,7 +205,14 @@ class LoadedModel:
             start_tokens=0 if start is None else len(start.token_ids),
             max_tokens=options.max_tokens,
         )
-        required = self.answer_format.required_calls(options, prompt_ids)
+        required = self.answer_format.required_calls(
+            options.tools,
+            options.tool_choice,
+            prompt_ids,
+            options.response_format,
+            several=options.parallel_tool_calls,
+            raw=options.raw,
+        )
         grammar = self._formats.compile(options.response_format if required is None else required)
         if grammar is not None and start is not None:
             grammar.start(start.token_ids).end()

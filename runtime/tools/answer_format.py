@@ -15,7 +15,6 @@ from .answer_parts import AUTO, AnswerParts, ReasoningTags, in_reasoning, reason
 from .calls import OfferedTools, required_tools
 
 if TYPE_CHECKING:
-    from ..options import GenerateOptions
     from ..structure.response_format import ResponseFormat
     from .answer_parts import AnswerParser
     from .formats import ToolFormat
@@ -92,32 +91,45 @@ class AnswerFormat:
         start_text = "".join([decoder.push((token,)) for token in start_ids])
         return AnswerReading(tool_format, OfferedTools.of(tools), self.tags, marks, prompt_end, start_text, several)
 
-    def required_calls(self, options: GenerateOptions, prompt_ids: Sequence[int]) -> ResponseFormat | None:
+    def required_calls(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        tool_choice: str | Mapping[str, Any],
+        prompt_ids: Sequence[int],
+        other: ResponseFormat | None,
+        *,
+        several: bool,
+        raw: bool,
+    ) -> ResponseFormat | None:
         """The format of an answer that has to call a function; None where none has to.
 
         Args:
-            options: options of the answer.
+            tools: definitions of the functions that may be called.
+            tool_choice: which of them has to be called, if one has to.
             prompt_ids: the prompt.
+            other: another format of the answer.
+            several: whether there may be several calls.
+            raw: whether the prompt is a text without a template.
 
         Raises:
             InputError: there is no such function, calls cannot be enforced, or the answer has another format.
         """
-        required = required_tools(options.tool_choice, OfferedTools.of(options.tools))
+        required = required_tools(tool_choice, OfferedTools.of(tools))
         if required is None:
             return None
-        if self.tool_format is None or options.raw:
+        if self.tool_format is None or raw:
             raise InputError(
-                f"tool_choice is {shown(options.tool_choice)}, but the model has no format for calls",
+                f"tool_choice is {shown(tool_choice)}, but the model has no format for calls",
                 "name one with tool_format (--tool-format), or leave tool_choice out",
             )
-        if options.response_format is not None:
+        if other is not None:
             raise InputError("response_format and tool_choice are both given", "leave one of them out")
         from ..structure.response_format import ResponseFormat  # noqa: PLC0415 -- options import this module
         from .call_grammar import CallGrammar  # noqa: PLC0415 -- few answers have to call
 
         reasoning = in_reasoning(self.tags, self._prompt_end(prompt_ids))
         grammar = CallGrammar(required, self.tool_format, self.tags, self._tokenizer.special_id, reasoning)
-        return ResponseFormat.grammar(grammar.lark(self._template, several=options.parallel_tool_calls))
+        return ResponseFormat.grammar(grammar.lark(self._template, several=several))
 
     def _prompt_end(self, prompt_ids: Sequence[int]) -> str:
         """The last characters of a prompt, with its special tokens."""
