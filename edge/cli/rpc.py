@@ -44,7 +44,7 @@ def rpc(
         return
     from ...runtime.devices.providers import choose_device
     from ..rpc.line_transport import binary, take_over_stdout
-    from ..rpc.stdio_service import MAX_REQUESTS, RpcSettings, serve
+    from ..rpc.stdio_service import MAX_REQUESTS, serve
 
     if sys.stdin is None:
         raise InputError("standard input is closed", "start edge-run rpc from a program that writes requests to it")
@@ -54,5 +54,12 @@ def rpc(
     each = replace(load, max_waiting=MAX_REQUESTS)
     with offered.open(each) as pool:
         binary(_STDIN)
-        settings = RpcSettings(choose_device(load.device).kind, Power(load.power), max_line_bytes, debug)
-        serve(pool, settings, _STDIN, take_over_stdout())
+        serve(
+            pool,
+            _STDIN,
+            take_over_stdout(),
+            kind=choose_device(load.device).kind,
+            power=Power(load.power),
+            max_line_bytes=max_line_bytes,
+            debug=debug,
+        )

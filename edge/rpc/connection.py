@@ -9,15 +9,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
 from ...errors import CancelledError, EdgeError
-from ...runtime.scheduling.request_run import Cancellation, Run
+from ...runtime.scheduling.request_run import Run
 from ..service.body_decoder import decode_body
 from ..service.request_error import ErrorCode, RequestError
 from ..service.strict_json import MAX_DEPTH, described
+from .line_transport import LineWriter
 from .protocol import (
     CLIENT_NOTIFICATIONS,
     METHODS,
@@ -37,7 +38,6 @@ _MAX_EXACT: Final = 2**53
 """Largest integer that JSON parsers of all languages read exactly."""
 _PROGRESS_S: Final = 0.1
 """Seconds between progress notifications of one stage."""
-_NO_PARAMS: Final = b"{}"
 _STRUCTURE: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"(\s*:)?|[\[\]{}]')
 """A string, which is a name if a colon follows, or an end of an object or a list."""
 _LINE_ENDS: Final = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\x85\u2028\u2029"}
@@ -55,19 +55,6 @@ def encode_line(message: Mapping[str, Any]) -> bytes:
     return line
 
 
-class Output(Protocol):
-    """Where lines go."""
-
-    def notify(self, line: bytes, cancellation: Cancellation) -> None:
-        """Write a notification of a request, unless it is cancelled."""
-
-    def respond(self, line: bytes) -> None:
-        """Write a response."""
-
-    def end(self) -> None:
-        """Let nobody wait any more."""
-
-
 class Call(Run[None]):
     """A request in progress; a notification of the client runs in its reader's thread.
 
@@ -78,7 +65,7 @@ class Call(Run[None]):
         work: answers the request.
     """
 
-    def __init__(self, id_: RequestId, method: str, output: Output, work: Callable[[Run[None]], None]) -> None:
+    def __init__(self, id_: RequestId, method: str, output: LineWriter, work: Callable[[Run[None]], None]) -> None:
         super().__init__(work, f"edge-run {method}")
         self.id: Final = id_
         self.method: Final = method
@@ -92,18 +79,9 @@ class Call(Run[None]):
         message = {"jsonrpc": _VERSION, "method": method, "params": params}
         self._output.notify(encode_line(message), self.cancellation)
 
-    def progress(self, stage: str, fraction: float) -> None:
-        """Report progress to the client, not more often than a person can follow."""
-        self._show(ProgressParams(request_id=self.id, stage=stage, fraction=min(max(fraction, 0.0), 1.0)))
-
-    def progress_bytes(self, stage: str, done: int, total: int) -> None:
-        """Report the progress of a download."""
-        fraction = min(done / total, 1.0) if total else 0.0
-        self._show(
-            ProgressParams(request_id=self.id, stage=stage, fraction=fraction, done_bytes=done, total_bytes=total)
-        )
-
-    def _show(self, params: ProgressParams) -> None:
+    def progress(self, stage: str, fraction: float, **counted: int) -> None:
+        """Report progress to the client, not more often than a person can follow; `counted` are further fields."""
+        params = ProgressParams(request_id=self.id, stage=stage, fraction=min(max(fraction, 0.0), 1.0), **counted)
         now = time.monotonic()
         shown = self._shown
         if shown is None or shown[0] != params.stage or params.fraction >= 1 or now - shown[1] >= _PROGRESS_S:
@@ -130,7 +108,13 @@ class Connection:
     """
 
     def __init__(
-        self, output: Output, handlers: Mapping[str, Handler], at_once: Iterable[str], max_requests: int, *, debug: bool
+        self,
+        output: LineWriter,
+        handlers: Mapping[str, Handler],
+        at_once: Iterable[str],
+        max_requests: int,
+        *,
+        debug: bool,
     ) -> None:
         self._output: Final = output
         self._handlers: Final = handlers
@@ -199,14 +183,19 @@ class Connection:
                 self._take_request(id_, method, params)
         except _SilentError as error:
             _log.warning("%s", error)
-        except _IdInUseError as error:
-            self._output.respond(self._failure(None, error))
         except Exception as error:  # noqa: BLE001  the client is told
-            self._output.respond(self._failure(id_, error))
+            # A response with the id of another request would be taken for its response.
+            duplicate = isinstance(error, ProtocolError) and error.code is ProtocolCode.DUPLICATE_ID
+            self._output.respond(self._failure(None if duplicate else id_, error))
 
     def _take_request(self, id_: RequestId, method: str, params: bytes) -> None:
         if method not in METHODS:
-            raise _unknown_method(method)
+            raise ProtocolError(
+                f"there is no method {method!r:.200}",
+                f"methods are {', '.join(METHODS)}",
+                code=ProtocolCode.METHOD_NOT_FOUND,
+                param="method",
+            )
         if not self._initialized and method != "initialize":
             raise ProtocolError(
                 f"{method} comes before initialize",
@@ -214,11 +203,16 @@ class Connection:
                 code=ProtocolCode.NOT_INITIALIZED,
             )
         if self._initialized and method == "initialize":
-            raise ProtocolError("initialize was sent before", "send it once", code=ProtocolCode.INVALID_MESSAGE)
+            raise _invalid("initialize was sent before", "send it once")
         call = Call(id_, method, self._output, lambda _: self._answer(call, params))
         with self._lock:
             if id_ in self._running:
-                raise _IdInUseError(id_)
+                raise ProtocolError(
+                    f"a request with the id {id_!r} is in progress",
+                    "give every request an id of its own",
+                    code=ProtocolCode.DUPLICATE_ID,
+                    param="id",
+                )
             if method not in self._at_once:
                 if len(self._running) >= self._max_requests:
                     raise RequestError(
@@ -257,8 +251,7 @@ class Connection:
             if method == "$/cancelRequest":
                 self.cancel(decode_body(params, CancelParams).id)
             else:
-                call = Call("", method, self._output, lambda _: None)
-                self._handlers[method](call, params)
+                self._handlers[method](Call("", method, self._output, lambda _: None), params)
         except EdgeError as error:
             raise _SilentError(f"the notification {method} was ignored: {error}") from error
 
@@ -272,18 +265,6 @@ class Connection:
 
 class _SilentError(Exception):
     """A notification is wrong, which JSON-RPC does not answer."""
-
-
-class _IdInUseError(ProtocolError):
-    """A request has the id of another one; a response with that id would be taken for the other's."""
-
-    def __init__(self, id_: RequestId) -> None:
-        super().__init__(
-            f"a request with the id {id_!r} is in progress",
-            "give every request an id of its own",
-            code=ProtocolCode.DUPLICATE_ID,
-            param="id",
-        )
 
 
 def _fields(line: bytes | None) -> dict[str, msgspec.Raw]:
@@ -362,7 +343,7 @@ def _method(fields: Mapping[str, msgspec.Raw]) -> str:
 
 
 def _params(fields: Mapping[str, msgspec.Raw]) -> bytes:
-    params = bytes(fields["params"]) if "params" in fields else _NO_PARAMS
+    params = bytes(fields["params"]) if "params" in fields else b"{}"
     if not params.startswith(b"{"):
         raise RequestError(
             f"params is {described(_value(fields['params']))}",
@@ -375,12 +356,3 @@ def _params(fields: Mapping[str, msgspec.Raw]) -> bytes:
 
 def _invalid(what: str, hint: str, param: str | None = None) -> ProtocolError:
     return ProtocolError(what, hint, code=ProtocolCode.INVALID_MESSAGE, param=param)
-
-
-def _unknown_method(method: str) -> ProtocolError:
-    return ProtocolError(
-        f"there is no method {method!r:.200}",
-        f"methods are {', '.join(METHODS)}",
-        code=ProtocolCode.METHOD_NOT_FOUND,
-        param="method",
-    )

@@ -160,24 +160,16 @@ class LineWriter:
                     return
                 line = self._lines.popleft()
             try:
-                _write_all(self._descriptor, line)
+                rest = memoryview(line)
+                while rest:
+                    rest = rest[os.write(self._descriptor, rest[:_READ_BYTES]) :]
             except OSError:
-                self._break()
-                return
+                self._broken = True
             with self._changed:
-                self._bytes -= len(line)
+                if self._broken:
+                    self._lines.clear()
+                self._bytes = 0 if self._broken else self._bytes - len(line)
                 self._changed.notify_all()
-
-    def _break(self) -> None:
-        with self._changed:
-            self._broken = True
-            self._lines.clear()
-            self._bytes = 0
-            self._changed.notify_all()
-        self._on_broken()
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(descriptor, rest[:_READ_BYTES]) :]
+            if self._broken:
+                self._on_broken()
+                return

@@ -91,7 +91,7 @@ class ModelMethods:
 
         def progress(stage: str, done: int, total: int) -> None:
             call.cancellation.check()
-            call.progress_bytes(stage, done, total)
+            call.progress(stage, done / total if total else 0.0, done_bytes=done, total_bytes=total)
 
         found = _downloaded(lambda: fetch_model(id_, self._kind, newest=True, progress=progress), call.cancellation)
         offered = any(found.id in (entry.id, *entry.aliases) for entry in self._pool.names())
@@ -124,14 +124,9 @@ class ModelMethods:
         request = TokenizeRequest.parse(params, self._limits)
         with self._pool.use(request.model, call.progress, cancellation=call.cancellation) as engine:
             tokens = request.encode(engine)
-            return TokenizeResult(
-                tokens=tokens,
-                pieces=[engine.tokenizer.token_bytes.shown(token) for token in tokens]
-                if request.with_pieces
-                else UNSET,
-                count=len(tokens),
-                context=engine.context,
-            )
+            shown = engine.tokenizer.token_bytes.shown
+            pieces = list(map(shown, tokens)) if request.with_pieces else UNSET
+            return TokenizeResult(tokens=tokens, pieces=pieces, count=len(tokens), context=engine.context)
 
     def _detokenize(self, call: Call, params: bytes) -> DetokenizeResult:
         request = decode_body(params, DetokenizeBody, self._limits)
@@ -168,35 +163,31 @@ def _downloaded(fetch: Callable[[], DownloadedModel], cancellation: Cancellation
     """
     changed: Future[DownloadedModel] = Future()
 
-    def cancel() -> None:
+    def fail(error: Exception) -> None:
         with suppress(InvalidStateError):
-            changed.set_exception(CancelledError("the request was cancelled"))
+            changed.set_exception(error)
 
     def download(_run: Run[None]) -> None:
         try:
             found = fetch()
-        except Exception as error:  # noqa: BLE001  who waits raises it
-            with suppress(InvalidStateError):
-                changed.set_exception(error)
-        else:
             with suppress(InvalidStateError):
                 changed.set_result(found)
+        except Exception as error:  # noqa: BLE001  who waits raises it
+            fail(error)
 
     Run(download, "edge-run download").start()
-    with cancellation.calling(cancel):
+    with cancellation.calling(lambda: fail(CancelledError("the request was cancelled"))):
         return changed.result()
 
 
 def _power_state(power: Power) -> PowerState:
     """What the operating system says of the battery, and what follows from it."""
-    sensor = getattr(psutil, "sensors_battery", None)  # some systems have none
     try:
-        battery = None if sensor is None else sensor()
-    except (OSError, RuntimeError, ValueError):  # a sandbox
+        battery = psutil.sensors_battery()
+    except (AttributeError, OSError, RuntimeError, ValueError):  # a system without sensors, a sandbox
         battery = None
-    plugged = None if battery is None else battery.power_plugged
     return PowerState(
-        on_battery=None if plugged is None else not plugged,
+        on_battery=None if battery is None or battery.power_plugged is None else not battery.power_plugged,
         battery_percent=None if battery is None else float(battery.percent),
         mode=choose_power(power).value,
     )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
 from .protocol import CLIENT_NOTIFICATIONS, METHODS, NOTIFICATIONS, PROTOCOL_VERSION, RequestId
 from .rpc_errors import ErrorObject
-
-_REF: Final = "#/$defs/{name}"
 
 
 def protocol_schema() -> dict[str, Any]:
@@ -26,14 +24,19 @@ def protocol_schema() -> dict[str, Any]:
         RequestId,
     ]
     types = list(dict.fromkeys(types))
-    schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
+    schemas, components = msgspec.json.schema_components(types, ref_template="#/$defs/{name}")
     by_type = dict(zip(types, schemas, strict=True))
     id_ = by_type[RequestId]
-    requests = [_message(name, by_type[method.params], id_) for name, method in METHODS.items()]
-    sent = [_message(name, by_type[kind]) for name, kind in CLIENT_NOTIFICATIONS.items()]
-    received = [_message(name, by_type[kind]) for name, kind in NOTIFICATIONS.items()]
+    requests = [_call(name, by_type[method.params], id_) for name, method in METHODS.items()]
+    sent = [_call(name, by_type[kind]) for name, kind in CLIENT_NOTIFICATIONS.items()]
+    received = [_call(name, by_type[kind]) for name, kind in NOTIFICATIONS.items()]
     results = list({str(by_type[method.result]): by_type[method.result] for method in METHODS.values()}.values())
-    responses = [_response(id_, "result", {"anyOf": results}), _nullable_error(id_, by_type[ErrorObject])]
+    # The id of an error is null where the request's could not be read, or is that of another one.
+    nullable_id = {"anyOf": [*id_.get("anyOf", [id_]), {"type": "null"}]}
+    responses = [
+        _message({"id": id_, "result": {"anyOf": results}}),
+        _message({"id": nullable_id, "error": by_type[ErrorObject]}),
+    ]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"edge-run rpc, protocol version {PROTOCOL_VERSION}",
@@ -55,20 +58,14 @@ def protocol_schema() -> dict[str, Any]:
     }
 
 
-def _message(method: str, params: dict[str, Any], id_: dict[str, Any] | None = None) -> dict[str, Any]:
+def _call(method: str, params: dict[str, Any], id_: dict[str, Any] | None = None) -> dict[str, Any]:
     """The schema of a request, or of a notification if it has no id."""
     optional = not params.get("required") and method in METHODS and METHODS[method].params.__struct_fields__ == ()
-    named = {} if id_ is None else {"id": id_}
-    properties = {"jsonrpc": {"const": "2.0"}, **named, "method": {"const": method}, "params": params}
-    required = [name for name in properties if name != "params" or not optional]
+    members = {**({} if id_ is None else {"id": id_}), "method": {"const": method}, "params": params}
+    return _message(members, optional="params" if optional else "")
+
+
+def _message(members: dict[str, Any], optional: str = "") -> dict[str, Any]:
+    properties = {"jsonrpc": {"const": "2.0"}, **members}
+    required = [name for name in properties if name != optional]
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-
-
-def _response(id_: dict[str, Any], member: str, value: dict[str, Any]) -> dict[str, Any]:
-    properties = {"jsonrpc": {"const": "2.0"}, "id": id_, member: value}
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-
-
-def _nullable_error(id_: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
-    """An error; its id is null where the request's could not be read, or is that of another one."""
-    return _response({"anyOf": [*id_.get("anyOf", [id_]), {"type": "null"}]}, "error", error)

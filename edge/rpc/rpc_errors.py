@@ -26,23 +26,17 @@ class ProtocolCode(StrEnum):
     """A saved session cannot be written or read."""
 
 
-PARSE_ERROR: Final = -32700
-INVALID_REQUEST: Final = -32600
-METHOD_NOT_FOUND: Final = -32601
-INVALID_PARAMS: Final = -32602
-INTERNAL_ERROR: Final = -32603
-
+_INTERNAL_ERROR: Final = -32603
+_INVALID_PARAMS: Final = (
+    *(ErrorCode.INVALID_REQUEST, ErrorCode.MISSING_FIELD, ErrorCode.UNKNOWN_FIELD, ErrorCode.UNSUPPORTED_FIELD),
+    *(ErrorCode.INVALID_TYPE, ErrorCode.INVALID_VALUE),
+)
 NUMBERS: Final[dict[ErrorCode | ProtocolCode, int]] = {
-    ErrorCode.INVALID_JSON: PARSE_ERROR,
-    ProtocolCode.INVALID_MESSAGE: INVALID_REQUEST,
-    ProtocolCode.METHOD_NOT_FOUND: METHOD_NOT_FOUND,
-    ErrorCode.INVALID_REQUEST: INVALID_PARAMS,
-    ErrorCode.MISSING_FIELD: INVALID_PARAMS,
-    ErrorCode.UNKNOWN_FIELD: INVALID_PARAMS,
-    ErrorCode.UNSUPPORTED_FIELD: INVALID_PARAMS,
-    ErrorCode.INVALID_TYPE: INVALID_PARAMS,
-    ErrorCode.INVALID_VALUE: INVALID_PARAMS,
-    ErrorCode.INTERNAL: INTERNAL_ERROR,
+    ErrorCode.INVALID_JSON: -32700,
+    ProtocolCode.INVALID_MESSAGE: -32600,
+    ProtocolCode.METHOD_NOT_FOUND: -32601,
+    **dict.fromkeys(_INVALID_PARAMS, -32602),
+    ErrorCode.INTERNAL: _INTERNAL_ERROR,
     ProtocolCode.CANCELLED: -32000,
     ProtocolCode.NOT_INITIALIZED: -32001,
     ProtocolCode.LINE_TOO_LONG: -32002,
@@ -109,4 +103,4 @@ def response_error(error: Exception) -> ErrorObject:
         )
     found = error if isinstance(error, ProtocolError) else describe(error)
     data = ErrorData(code=found.code.value, param=found.param, hint=found.hint or None)
-    return ErrorObject(code=NUMBERS.get(found.code, INTERNAL_ERROR), message=found.what, data=data)
+    return ErrorObject(code=NUMBERS.get(found.code, _INTERNAL_ERROR), message=found.what, data=data)

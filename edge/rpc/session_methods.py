@@ -135,7 +135,24 @@ class SessionMethods:
                         )
                         call.notify("session/update", update)
             call.cancellation.check()
-        return _result(Reply.of(chunks))
+        reply = Reply.of(chunks)
+        stats = reply.stats
+        return PromptResult(
+            text=reply.text,
+            finish_reason=reply.finish_reason.value,
+            usage=Usage(
+                prompt_tokens=stats.prompt_tokens,
+                completion_tokens=stats.completion_tokens,
+                total_tokens=stats.prompt_tokens + stats.completion_tokens,
+                cached_tokens=stats.reused_tokens,
+            ),
+            timing=Timing(
+                first_token_s=stats.first_token_s,
+                total_s=stats.total_s,
+                tokens_per_second=stats.decode_tokens_per_second,
+            ),
+            reasoning=reply.reasoning or UNSET,
+        )
 
     def _cancel(self, _call: Call, params: bytes) -> CancelResult:
         session = self._find(decode_body(params, SessionIdParams).session_id)
@@ -216,23 +233,3 @@ class _OpenSession:
 
 def _file(path: str) -> Path:
     return path_of_user(path, "give the path of a file")
-
-
-def _result(reply: Reply) -> PromptResult:
-    stats = reply.stats
-    return PromptResult(
-        text=reply.text,
-        finish_reason=reply.finish_reason.value,
-        usage=Usage(
-            prompt_tokens=stats.prompt_tokens,
-            completion_tokens=stats.completion_tokens,
-            total_tokens=stats.prompt_tokens + stats.completion_tokens,
-            cached_tokens=stats.reused_tokens,
-        ),
-        timing=Timing(
-            first_token_s=stats.first_token_s,
-            total_s=stats.total_s,
-            tokens_per_second=stats.decode_tokens_per_second,
-        ),
-        reasoning=reply.reasoning or UNSET,
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 from ...models.graph_variant import DeviceKind
@@ -35,70 +34,54 @@ _LAST_LINES_S: Final = 5.0
 _AT_ONCE: Final = ("initialize", "session/cancel", "shutdown")
 
 
-@dataclass(frozen=True)
-class RpcSettings:
-    """How the service runs."""
-
-    kind: DeviceKind = DeviceKind.CPU
-    """Kind of device that models run on."""
-    power: Power = Power.AUTO
-    """How models run."""
-    max_line_bytes: int = MAX_LINE_BYTES
-    debug: bool = False
-    """Whether to write tracebacks of unexpected errors to standard error."""
-
-
-def serve(pool: ModelPool, settings: RpcSettings, input_: int, output: int) -> None:
+def serve(
+    pool: ModelPool,
+    input_: int,
+    output: int,
+    *,
+    kind: DeviceKind = DeviceKind.CPU,
+    power: Power = Power.AUTO,
+    max_line_bytes: int = MAX_LINE_BYTES,
+    debug: bool = False,
+) -> None:
     """Answer the client until the input ends, the client closes the output, or it asks to shut down.
 
     Args:
         pool: the models; closed at the end.
-        settings: how the service runs.
         input_: descriptor to read.
         output: descriptor to write, which is closed at the end.
+        kind: kind of device that models run on.
+        power: how models run.
+        max_line_bytes: largest line of the client.
+        debug: whether to write tracebacks of unexpected errors to standard error.
     """
-    service = _Service(pool, settings, output)
-    service.connection.serve(LineReader(input_, settings.max_line_bytes))
-    pool.close()
-    service.writer.close(_LAST_LINES_S)
 
-
-class _Service:
-    """Connects the parts."""
-
-    def __init__(self, pool: ModelPool, settings: RpcSettings, output: int) -> None:
-        self._settings = settings
-        self._sessions = SessionMethods(pool)
-        self.writer = LineWriter(output, self._end)
-        models = ModelMethods(pool, settings.kind, settings.power, self._requests)
-        handlers = {
-            "initialize": self._initialize,
-            "shutdown": self._shutdown,
-            **models.handlers(),
-            **self._sessions.handlers(),
-        }
-        self.connection = Connection(self.writer, handlers, _AT_ONCE, MAX_REQUESTS, debug=settings.debug)
-
-    def _end(self) -> None:
-        self.connection.end()
-
-    def _requests(self) -> Requests:
-        return Requests(running=self.connection.running, sessions=len(self._sessions))
-
-    def _initialize(self, _call: Call, params: bytes) -> InitializeResult:
+    def initialize(_call: Call, params: bytes) -> InitializeResult:
         decode_body(params, InitializeParams)
         return InitializeResult(
             protocol_version=PROTOCOL_VERSION,
             server_info=ServerInfo(name="edge-run", version=__version__),
             capabilities=Capabilities(methods=list(METHODS), notifications=list(NOTIFICATIONS)),
             limits=Limits(
-                max_line_bytes=self._settings.max_line_bytes,
+                max_line_bytes=max_line_bytes,
                 max_requests=MAX_REQUESTS,
                 max_sessions=MAX_SESSIONS,
                 max_unread_bytes=MAX_UNREAD_BYTES,
             ),
         )
 
-    def _shutdown(self, _call: Call, params: bytes) -> Done:
+    def shutdown(_call: Call, params: bytes) -> Done:
         decode_body(params, NoParams)
         return Done()
+
+    def requests() -> Requests:
+        return Requests(running=connection.running, sessions=len(sessions))
+
+    sessions = SessionMethods(pool)
+    handlers = {**ModelMethods(pool, kind, power, requests).handlers(), **sessions.handlers()}
+    writer = LineWriter(output, lambda: connection.end())  # noqa: PLW0108  the connection is made after it
+    handlers |= {"initialize": initialize, "shutdown": shutdown}
+    connection = Connection(writer, handlers, _AT_ONCE, MAX_REQUESTS, debug=debug)
+    connection.serve(LineReader(input_, max_line_bytes))
+    pool.close()
+    writer.close(_LAST_LINES_S)
