@@ -48,7 +48,7 @@ class _StateEndpoints:
             "settings": read_settings(self._store),
             "presets": [as_object(preset) for preset in self._store.presets()],
             "folders": self._store.folders(),
-            "models": self._models.models(),
+            "models": self._models.catalog.objects(),
             "default_model": self._context.default_model(),
             "kept_days": KEPT_DAYS,
             "machine": {

@@ -13,7 +13,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -24,7 +24,7 @@ from ....models.hub.downloaded_model import HubId, parse_hub_id
 from ....models.hub.fetch import fetch_model
 from ....models.hub.local_store import Store, stores
 from ...conversations.store import ConversationStore
-from .work_queue import Publish, QueuedWork, WorkQueue, WorkState, outcome
+from .work_queue import QueuedWork, WorkQueue, WorkState, outcome
 
 _SETTING: Final = "downloads"
 _MAX_DOWNLOADS: Final = 50
@@ -54,27 +54,18 @@ class _Download(QueuedWork):
     samples: deque[tuple[float, int]] = field(default_factory=deque)
     """Times and received bytes of the last seconds."""
 
-    def rate(self) -> float | None:
-        """Bytes per second over the last seconds; None where there is too little to say."""
-        if self.state is not WorkState.DOWNLOADING or len(self.samples) < 2:
-            return None
-        (begin, first), (end, last) = self.samples[0], self.samples[-1]
-        return max(0.0, (last - first) / (end - begin)) if end > begin else None
-
     def as_object(self) -> dict[str, Any]:
-        """The download as a JSON object."""
-        rate = self.rate()
-        left = None if not rate else (self.total - self.received) / rate
+        """The download as a JSON object; the rate is None where there is too little to say."""
+        rate = None
+        if self.state is WorkState.DOWNLOADING and len(self.samples) > 1:
+            (begin, first), (end, last) = self.samples[0], self.samples[-1]
+            rate = max(0.0, (last - first) / (end - begin)) if end > begin else None
+        names = ("key", "state", "received", "total", "error", "model")
         return {
-            "key": self.key,
+            **{name: getattr(self, name) for name in names},
             "id": str(self.id),
-            "state": self.state.value,
-            "received": self.received,
-            "total": self.total,
             "bytes_per_second": rate,
-            "seconds_left": left,
-            "error": self.error,
-            "model": self.model,
+            "seconds_left": (self.total - self.received) / rate if rate else None,
         }
 
 
@@ -92,13 +83,12 @@ class DownloadQueue(WorkQueue[_Download]):
         self,
         store: ConversationStore,
         kind: DeviceKind,
-        publish: Publish,
+        publish: Callable[[dict[str, Any]], None],
         finished: Callable[[], None],
     ) -> None:
-        super().__init__("download", publish)
+        super().__init__("download", publish, finished)
         self._store: Final = store
         self._kind: Final = kind
-        self._finished: Final = finished
         self._items.update({each.key: each for each in self._restored()})
         self._current: _Download | None = None
         """The download that the thread works on, also while it is ending one that was paused or cancelled."""
@@ -118,7 +108,8 @@ class DownloadQueue(WorkQueue[_Download]):
         with self._changed:
             known = next((each for each in self._items.values() if each.id == id_), None)
             if known is None:
-                self._forget_ended()
+                for key in [key for key, each in self._items.items() if each.state is WorkState.DONE]:
+                    del self._items[key]
                 if len(self._items) >= _MAX_DOWNLOADS:
                     raise InputError(f"{len(self._items)} downloads are in the list", "cancel some of them first")
                 known = _Download(secrets.token_hex(8), id_)
@@ -160,13 +151,11 @@ class DownloadQueue(WorkQueue[_Download]):
             download = self._of(key)
             del self._items[key]
             self._save()
-            running = download is self._current
-            removed = {**download.as_object(), "state": "removed"}
-            done = download.state is WorkState.DONE
-        if not running and not done:
+            kept = download is self._current or download.state is WorkState.DONE
+        if not kept:
             self._remove_partial(download)
-        self._publish(removed)
-        return removed
+        with self._changed:
+            return self._told(download, "removed")
 
     def close(self) -> None:
         """End the download in progress, which is paused when the app starts again."""
@@ -222,7 +211,8 @@ class DownloadQueue(WorkQueue[_Download]):
             nonlocal reported
             now = time.monotonic()
             with self._changed:
-                self._check_wanted(download)
+                if self._closed or download.key not in self._items or download.state is WorkState.PAUSED:
+                    raise _StoppedError
                 download.received, download.total = received, total
                 download.samples.append((now, received))
                 while now - download.samples[0][0] > _RATE_S:
@@ -232,10 +222,6 @@ class DownloadQueue(WorkQueue[_Download]):
                     self._told(download)
 
         return progress
-
-    def _check_wanted(self, download: _Download) -> None:
-        if self._closed or download.key not in self._items or download.state is WorkState.PAUSED:
-            raise _StoppedError
 
     def _remove_partial(self, download: _Download) -> None:
         """Remove partial files, unless another download of the repository may need them."""
@@ -252,10 +238,6 @@ class DownloadQueue(WorkQueue[_Download]):
         self._save()
         self._told(download)
 
-    def _forget_ended(self) -> None:
-        for key in [key for key, each in self._items.items() if each.state is WorkState.DONE]:
-            del self._items[key]
-
     def _save(self) -> None:
         kept = [
             {"key": each.key, "id": str(each.id), "received": each.received, "total": each.total}
@@ -266,22 +248,11 @@ class DownloadQueue(WorkQueue[_Download]):
 
     def _restored(self) -> list[_Download]:
         """What an earlier run left unfinished, and partial files of downloads by other commands."""
-        found: list[_Download] = []
-        stored = self._store.setting(_SETTING, [])
-        for each in stored if isinstance(stored, list) else []:
-            try:
-                found.append(_restored_download(each))
-            except (EdgeError, LookupError, TypeError, ValueError):
-                continue  # of another version
+        found = [_Download(**{**each, "id": parse_hub_id(each["id"])}) for each in self._store.setting(_SETTING, [])]
         known = {each.id.repo for each in found}
-        for store in stores():
-            if store.repo not in known and (received := store.unfinished_bytes()):
-                key = secrets.token_hex(8)
-                found.append(_Download(key, HubId(store.repo), received=received))
+        found += [
+            _Download(secrets.token_hex(8), HubId(store.repo), received=received)
+            for store in stores()
+            if store.repo not in known and (received := store.unfinished_bytes())
+        ]
         return found[:_MAX_DOWNLOADS]
-
-
-def _restored_download(stored: Mapping[str, Any]) -> _Download:
-    id_ = parse_hub_id(str(stored["id"]))
-    received, total = int(stored["received"]), int(stored["total"])
-    return _Download(str(stored["key"]), id_, received=received, total=total)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
 from ....errors import InputError
 from ....models.find import BUNDLED_MODEL
 from ....models.json_file import record_from_json
-from ....runtime.measure.exactness import ComparisonCounts, ExactnessReport
-from ....runtime.scheduling.request_run import Cancellation
-from ...conversations.store import ConversationStore
-from ...service.model_pool import ModelPool
-from .job_process import JobKind, run_job
-from .work_queue import Publish, WorkState, outcome
+from ....runtime.measure.exactness import ExactnessReport
+from ....runtime.scheduling.request_run import Run
+from ..app_context import AppContext
+from .job_process import run_job
+from .work_queue import WorkState, outcome
 
 _SETTING: Final = "exactness"
 _MAX_REPORTS: Final = 50
@@ -30,32 +30,19 @@ class ExactnessChecks:
     """Checks whether drafting changes what a model writes on this machine, one model at a time.
 
     Args:
-        pool: the models.
-        store: keeps the last report of each model.
-        publish: called with the JSON object of the check when it has changed.
-        load_options: further arguments of `edgerun.load`, as the app opens its models.
+        context: the models, the store, which keeps the last report of each model, and the windows.
     """
 
-    def __init__(
-        self,
-        pool: ModelPool,
-        store: ConversationStore,
-        publish: Publish,
-        load_options: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._pool: Final = pool
-        self._store: Final = store
-        self._publish: Final = publish
-        self._load_options: Final = dict(load_options or {})
+    def __init__(self, context: AppContext) -> None:
+        self._context: Final = context
         self._lock: Final = threading.Lock()
-        self._check: dict[str, Any] | None = None
-        self._cancellation = Cancellation()
-        self._thread: threading.Thread | None = None
+        self._check: dict[str, Any] = {}
+        """The check that runs or ran last, as a JSON object, which is not changed in place."""
+        self._run: Run[None] | None = None
 
     def describe(self) -> dict[str, Any]:
         """The check that runs or ran last, and the last report of each model."""
-        with self._lock:
-            return {"check": None if self._check is None else dict(self._check), "reports": self._reports()}
+        return {"check": self._check or None, "reports": self._context.store.setting(_SETTING, {})}
 
     def start(self, model: str | None, limit: int = 1, max_tokens: int = 48) -> dict[str, Any]:
         """Begin a check.
@@ -71,86 +58,59 @@ class ExactnessChecks:
         """
         if not (1 <= limit <= 20 and 2 <= max_tokens <= 512):
             raise InputError(f"limit is {limit} and max_tokens {max_tokens}", "give 1 to 20, and 2 to 512")
-        entry = self._pool.find(model)
+        entry = self._context.pool.find(model)
+        arguments = {
+            "model": entry.source,
+            "shell": entry.id == BUNDLED_MODEL,
+            "limit": limit,
+            "max_tokens": max_tokens,
+            "load": dict(self._context.load_options),
+        }
         with self._lock:
-            if self._thread is not None and self._thread.is_alive():
+            if self._run is not None and not self._run.ended:
                 raise InputError("an exactness check is running", "cancel it, or wait for its end")
-            self._cancellation = Cancellation()
-            self._check = {
-                "model": entry.id,
-                "state": WorkState.RUNNING.value,
-                "stage": "",
-                "fraction": 0.0,
-                "error": "",
-            }
-            arguments = {
-                "model": entry.source,
-                "shell": entry.id == BUNDLED_MODEL,
-                "limit": limit,
-                "max_tokens": max_tokens,
-                "load": self._load_options,
-            }
-            shown = dict(self._check)
-            self._thread = threading.Thread(
-                target=self._run, args=(entry.id, arguments, self._cancellation), name="edge-run exactness", daemon=True
-            )
-            self._thread.start()
+            self._check = {"model": entry.id, "state": WorkState.RUNNING, "stage": "", "fraction": 0.0, "error": ""}
+            shown = self._check
+            self._run = Run(partial(self._work, entry.id, arguments), "edge-run exactness")
+            self._run.start()
         return shown
 
     def cancel(self) -> dict[str, Any]:
         """End the check that runs."""
-        self._cancellation.cancel()
+        if (run := self._run) is not None:
+            run.cancellation.cancel()
         return self.describe()
 
     def close(self) -> None:
         """End the check, and wait for its process."""
-        self._cancellation.cancel()
-        with self._lock:
-            thread = self._thread
-        if thread is not None:
-            thread.join()
+        self.cancel()
+        if (run := self._run) is not None:
+            run.join()
 
-    def _run(self, model: str, arguments: Mapping[str, Any], cancellation: Cancellation) -> None:
-        def progress(stage: str, fraction: float) -> None:
-            self._update(stage=stage, fraction=fraction)
+    def _work(self, model: str, arguments: Mapping[str, Any], run: Run[None]) -> None:
+        def update(stage: str, fraction: float, **changes: Any) -> None:
+            self._check = {**self._check, "stage": stage, "fraction": fraction, **changes}
+            self._context.events.publish("exactness", check=self._check)
 
         def check() -> None:
-            found = run_job(JobKind.EXACTNESS, arguments, progress, cancellation)
-            report = {
-                "report": explained(record_from_json(ExactnessReport, found["report"])),
-                "measured": time.time(),
-                "device": found["device"],
-                "prompts": found["prompts"],
-            }
-            with self._lock:
-                kept = self._reports()
-                kept.pop(model, None)
-                self._store.set_setting(_SETTING, dict([*kept.items(), (model, report)][-_MAX_REPORTS:]))
+            found = run_job("exactness", arguments, update, run.cancellation)
+            report = explained(record_from_json(ExactnessReport, found.pop("report")))
+            kept = self._context.store.setting(_SETTING, {})
+            kept.pop(model, None)
+            kept[model] = {"report": report, "measured": time.time(), **found}
+            self._context.store.set_setting(_SETTING, dict(list(kept.items())[-_MAX_REPORTS:]))
 
         state, error = outcome("the check", check)
-        if state is WorkState.DONE:
-            self._update(state=state.value, fraction=1.0)
-        else:
-            self._update(state=state.value, error=error)
-
-    def _reports(self) -> dict[str, Any]:
-        stored = self._store.setting(_SETTING, {})
-        return dict(stored) if isinstance(stored, Mapping) else {}
-
-    def _update(self, **changes: Any) -> None:
-        with self._lock:
-            assert self._check is not None  # noqa: S101  set before the thread begins
-            self._check.update(changes)
-            shown = dict(self._check)
-        self._publish(shown)
+        fraction = 1.0 if state is WorkState.DONE else self._check["fraction"]
+        update(self._check["stage"], fraction, state=state, error=error)
 
 
 def explained(report: ExactnessReport) -> dict[str, Any]:
     """An exactness report in plain words: a result, what it means, and the counts it rests on."""
     counts = {kind: count for kind in _KINDS if (count := getattr(report, kind)) is not None}
-    texts = sum(count.texts for count in counts.values())
-    ties = sum(count.near_ties for count in counts.values())
-    failed = sum(count.failed for count in counts.values())
+    texts, ties, failed = (
+        sum(getattr(count, name) for count in counts.values()) for name in ("texts", "near_ties", "failed")
+    )
     if not report.noise.sound:
         result = "Drafting is not exact here: passes over several tokens compute something else."
         meaning = (
@@ -171,13 +131,21 @@ def explained(report: ExactnessReport) -> dict[str, Any]:
         )
     else:
         result = f"Identical up to near ties below {report.epsilon:.3g} logits."
-        seen = f"which happened in {ties} of {texts} texts" if ties else f"which happened in none of {texts} texts"
         meaning = (
             "Wide passes differ from narrow ones in the last bits, because activations have 8 bits. A text can only "
-            f"change where the two best tokens are that close, {seen}. Either text is then as good an answer of the "
-            "model as the other. With the option exact they never differ."
+            f"change where the two best tokens are that close, which happened in {ties or 'none'} of {texts} texts. "
+            "Either text is then as good an answer of the model as the other. With the option exact they never differ."
         )
-    rows = [_row(kind, count) for kind, count in counts.items()]
+    rows = [
+        {
+            "kind": kind,
+            "name": _KINDS[kind],
+            **{name: getattr(count, name) for name in ("texts", "identical", "near_ties", "failed", "recomputed")},
+            "drafted": count.drafts.drafted,
+            "accepted": count.drafts.accepted,
+        }
+        for kind, count in counts.items()
+    ]
     return {
         "passed": report.passed,
         "result": result,
@@ -187,18 +155,4 @@ def explained(report: ExactnessReport) -> dict[str, Any]:
         "widths": {str(width): value for width, value in report.noise.chains.items()},
         "trees": report.noise.trees,
         "texts": texts,
-    }
-
-
-def _row(kind: str, count: ComparisonCounts) -> dict[str, Any]:
-    return {
-        "kind": kind,
-        "name": _KINDS[kind],
-        "texts": count.texts,
-        "identical": count.identical,
-        "near_ties": count.near_ties,
-        "failed": count.failed,
-        "drafted": count.drafts.drafted,
-        "accepted": count.drafts.accepted,
-        "recomputed": count.recomputed,
     }

@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import secrets
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,13 +22,12 @@ from ....models.file_system import remove
 from ....models.find import BUNDLED_MODEL, exports_folder
 from ....models.user_folders import cache_folder
 from ....runtime.scheduling.request_run import Cancellation
-from .job_process import JobKind, run_job
-from .work_queue import ENDED, Publish, QueuedWork, WorkQueue, WorkState, outcome
+from .job_process import INSTALL, run_job
+from .work_queue import ENDED, QueuedWork, WorkQueue, WorkState, outcome
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,62}[A-Za-z0-9]|[A-Za-z0-9]")
 _PACKAGES: Final = ("onnx", "threadpoolctl")
 """Packages of the extra that a test of the environment looks for."""
-_INSTALL: Final = 'pip install "edge-run[export]"'
 _MAX_JOBS: Final = 20
 _MAX_TOKENS: Final = 1_000_000
 _BITS: Final = (2, 4, 8)
@@ -62,39 +60,26 @@ class _ExportJob(QueuedWork):
     def work(self) -> Path:
         return cache_folder() / "app-exports" / self.key
 
+    def remove_work(self) -> None:
+        """Remove intermediate results; what the system keeps from being removed is left in the cache."""
+        for path in (self.work, self.work.with_suffix(".toml")):
+            with suppress(OSError):
+                remove(path)
+
     def as_object(self) -> dict[str, Any]:
         """The job as a JSON object; the texts of its plans stay here."""
-        return {
-            "key": self.key,
-            "source": self.source,
-            "name": self.name,
-            "bits": self.bits,
-            "state": self.state.value,
-            "stage": self.stage,
-            "fraction": self.fraction,
-            "plans": [{name: plan[name] for name in ("bytes_read", "bits_per_weight", "kl")} for plan in self.plans],
-            "chosen": self.chosen,
-            "error": self.error,
-            "result": self.result,
-        }
+        names = ("key", "source", "name", "bits", "state", "stage", "fraction", "chosen", "error", "result")
+        plans = [{name: plan[name] for name in ("bytes_read", "bits_per_weight", "kl")} for plan in self.plans]
+        return {**{name: getattr(self, name) for name in names}, "plans": plans}
 
 
 class ExportJobs(WorkQueue[_ExportJob]):
-    """The exports of the app, one of which works at a time.
-
-    Args:
-        publish: called with the JSON object of a job that has changed, or one with a state of `removed`.
-        finished: called when a model was exported.
-    """
-
-    def __init__(self, publish: Publish, finished: Callable[[], None]) -> None:
-        super().__init__("export", publish)
-        self._finished: Final = finished
+    """The exports of the app, one of which works at a time."""
 
     def describe(self) -> dict[str, Any]:
         """All jobs, where their models go, and what is missing to export anything."""
         missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-        return {"jobs": self.objects(), "folder": str(exports_folder()), "missing": missing, "install": _INSTALL}
+        return {"jobs": self.objects(), "folder": str(exports_folder()), "missing": missing, "install": INSTALL}
 
     def add(
         self, source: str, name: str | None = None, bits: int | None = None, calibration_tokens: int | None = None
@@ -111,7 +96,7 @@ class ExportJobs(WorkQueue[_ExportJob]):
             InputError: a package is missing, a value cannot be used, or a model has the name.
         """
         if missing := self.describe()["missing"]:
-            raise InputError(f"export needs the package {missing[0]}", _INSTALL)
+            raise InputError(f"export needs the package {missing[0]}", INSTALL)
         source = source.strip()
         if not source:
             raise InputError("the source is empty", "give a checkpoint folder, or org/name on the hub")
@@ -119,7 +104,8 @@ class ExportJobs(WorkQueue[_ExportJob]):
             raise InputError(f"bits is {bits}", "give 2, 4 or 8")
         if calibration_tokens is not None and not 1 <= calibration_tokens <= _MAX_TOKENS:
             raise InputError(f"calibration_tokens is {calibration_tokens}", f"give 1 to {_MAX_TOKENS}")
-        chosen = (name or "").strip() or _name_of(source)
+        last = re.split(r"[\\/]", source.rstrip("\\/"))[-1].partition(":")[0]
+        chosen = (name or "").strip() or last.removesuffix(".gguf").removesuffix(".onnx")
         job = _ExportJob(secrets.token_hex(8), source, chosen, bits, calibration_tokens)
         with self._changed:
             self._require_free(job)
@@ -161,11 +147,8 @@ class ExportJobs(WorkQueue[_ExportJob]):
             job = self._of(key)
             if job.state in ENDED:
                 del self._items[key]
-                removed = {**job.as_object(), "state": "removed"}
-                self._publish(removed)
-                return removed
-            working = job.state in {WorkState.MEASURING, WorkState.EXPORTING}
-            if not working:
+                return self._told(job, "removed")
+            if job.state not in {WorkState.MEASURING, WorkState.EXPORTING}:
                 self._end(job, WorkState.CANCELLED)
         # It reads a flag and closes a pipe; the thread of the job sets its state.
         job.cancellation.cancel()
@@ -179,7 +162,7 @@ class ExportJobs(WorkQueue[_ExportJob]):
         if thread is not None:
             thread.join()
         for job in self._items.values():
-            _remove_work(job)
+            job.remove_work()
 
     def _begin(self, work: _ExportJob) -> None:
         work.state = WorkState.MEASURING if work.bits is None and work.chosen is None else WorkState.EXPORTING
@@ -203,7 +186,7 @@ class ExportJobs(WorkQueue[_ExportJob]):
 
         if job.state is WorkState.MEASURING:
             arguments["work"] = str(job.work)
-            found = run_job(JobKind.FRONTIER, arguments, progress, job.cancellation)
+            found = run_job("frontier", arguments, progress, job.cancellation)
             with self._changed:
                 job.plans, job.state = list(found["plans"]), WorkState.CHOOSING
                 self._told(job)
@@ -215,12 +198,12 @@ class ExportJobs(WorkQueue[_ExportJob]):
             plan = job.work.with_suffix(".toml")
             write_atomically(plan, str(job.plans[job.chosen]["plan"]).encode())
             arguments |= {"work": str(job.work), "plan": str(plan)}
-        result = run_job(JobKind.EXPORT, arguments, progress, job.cancellation)
+        result = run_job("export", arguments, progress, job.cancellation)
         with self._changed:
             job.result = result
 
     def _end(self, job: _ExportJob, state: WorkState, error: str = "") -> None:
-        _remove_work(job)
+        job.remove_work()
         with self._changed:
             job.state, job.error = state, error
             self._told(job)
@@ -236,16 +219,3 @@ class ExportJobs(WorkQueue[_ExportJob]):
             raise InputError(f"there is a model with the name {job.name}", "choose another name, or remove that one")
         if sum(each.state not in ENDED for each in self._items.values()) >= _MAX_JOBS:
             raise InputError(f"{_MAX_JOBS} exports wait already", "cancel some of them")
-
-
-def _name_of(source: str) -> str:
-    """The name that a model gets if the user gives none: the last part of a path or id, without a variant."""
-    last = re.split(r"[\\/]", source.rstrip("\\/"))[-1].partition(":")[0]
-    return last.removesuffix(".gguf").removesuffix(".onnx")
-
-
-def _remove_work(job: _ExportJob) -> None:
-    """Remove intermediate results; what the system keeps from being removed is left in the cache."""
-    for path in (job.work, job.work.with_suffix(".toml")):
-        with suppress(OSError):
-            remove(path)

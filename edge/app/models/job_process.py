@@ -15,51 +15,34 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ....errors import EdgeError, InputError
+from ....errors import EdgeError
+from ....models.progress import Progress
 from ....runtime.scheduling.request_run import Cancellation
 
 if TYPE_CHECKING:
     from ....export import ExportRequest
 
+INSTALL: Final = 'pip install "edge-run[export]"'
 _PATIENCE_S: Final = 20.0
 """Seconds that a cancelled process has to remove what it wrote; the passes of large models end within them."""
-_KEPT_LINES: Final = 20
-"""Lines of standard error that are kept for the message about a process that failed."""
 _MODULE: Final = "edgerun.edge.app.models.job_process"
-JobProgress = Callable[[str, float], None]
-"""Receives the stage of the work, and the fraction of that stage that is done."""
 _INTERRUPTED: Final = 130
-_INSTALL: Final = 'pip install "edge-run[export]"'
 _LEAST_REPORT: Final = 0.002
 """Smallest advance of a fraction that is reported: some stages report every linear of a large model."""
-_cancelled = threading.Event()
 
 
-class JobKind(StrEnum):
-    """What a process does; the functions in `_WORK` say what each takes and returns."""
-
-    FRONTIER = "frontier"
-    EXPORT = "export"
-    EXACTNESS = "exactness"
-
-
-class JobError(EdgeError):
-    """The work failed, for the reason that its process gave, or without one."""
-
-
-def run_job(
-    kind: JobKind, arguments: Mapping[str, Any], progress: JobProgress, cancellation: Cancellation
-) -> dict[str, Any]:
+def run_job(kind: str, arguments: Mapping[str, Any], progress: Progress, cancellation: Cancellation) -> dict[str, Any]:
     """Do some work in a process of its own, and wait for its end.
 
     Args:
-        kind: what to do.
+        kind: what to do: a name in `_WORK`.
         arguments: JSON values; see the functions in `_WORK`.
         progress: called in this thread.
         cancellation: ends the work.
@@ -69,90 +52,63 @@ def run_job(
 
     Raises:
         CancelledError: it was cancelled.
-        JobError: it failed, for a reason that the process gave or because the process ended without one.
+        EdgeError: it failed, for a reason that the process gave or because the process ended without one.
     """
     cancellation.check()
-    last_lines: list[str] = []
-    flags = getattr(subprocess, "CREATE_NO_WINDOW", 0)
+    last_line: deque[str] = deque(maxlen=1)
     with subprocess.Popen(  # noqa: S603  this interpreter, and a module of this package
         [sys.executable, "-m", _MODULE],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         encoding="utf-8",
-        creationflags=flags,
+        creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
     ) as process:
-        assert process.stdin is not None  # noqa: S101  see above
-        assert process.stdout is not None  # noqa: S101
-        assert process.stderr is not None  # noqa: S101
-        errors = threading.Thread(target=_keep_last, args=(process.stderr, last_lines), daemon=True)
+        stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
+        assert stdin is not None and stdout is not None and stderr is not None  # noqa: PT018, S101  see above
+        errors = threading.Thread(target=lambda: last_line.extend(filter(str.strip, stderr)), daemon=True)
         errors.start()
+
+        def stop() -> None:
+            """Ask the process to end by closing its standard input, and kill it if it does not."""
+            with suppress(OSError):  # it has ended already
+                stdin.close()
+            if process.poll() is None:
+                killer = threading.Timer(_PATIENCE_S, process.kill)
+                killer.daemon = True
+                killer.start()
+
         try:
-            _write(process, json.dumps({"kind": kind.value, "arguments": dict(arguments)}) + "\n")
-            with cancellation.calling(lambda: _stop(process)):
-                outcome = _outcome(process, progress)
+            with suppress(OSError):  # it ended before; what it wrote to standard error says why
+                stdin.write(json.dumps({"kind": kind, "arguments": dict(arguments)}) + "\n")
+                stdin.flush()
+            with cancellation.calling(stop):
+                outcome = _outcome(stdout, progress)
         finally:
-            _stop(process)
+            stop()
             process.wait()
             errors.join()
     cancellation.check()
     if outcome is None:
-        reason = last_lines[-1] if last_lines else f"its exit code is {process.returncode}"
-        raise JobError(f"the process that did the work ended: {reason}", "it may have run out of memory")
+        reason = last_line[0].strip() if last_line else f"its exit code is {process.returncode}"
+        raise EdgeError(f"the process that did the work ended: {reason}", "it may have run out of memory")
     if "error" in outcome:
-        error = outcome["error"]
-        raise JobError(str(error["what"]), str(error["hint"]))
+        raise EdgeError(**outcome["error"])
     return dict(outcome["result"])
 
 
-def _outcome(process: subprocess.Popen[str], progress: JobProgress) -> dict[str, Any] | None:
+def _outcome(lines: Iterable[str], progress: Progress) -> dict[str, Any] | None:
     """Read what the process writes until its result or error; None if it ends without either."""
-    assert process.stdout is not None  # noqa: S101  see `run_job`
-    for line in process.stdout:
+    for line in lines:
         try:
             message = json.loads(line)
         except ValueError:
             continue  # a library printed something
         if "stage" in message:
-            progress(str(message["stage"]), float(message["fraction"]))
-        elif "result" in message or "error" in message:
+            progress(message["stage"], message["fraction"])
+        else:
             return dict(message)
     return None
-
-
-def _stop(process: subprocess.Popen[str]) -> None:
-    """Ask the process to end by closing its standard input, and kill it if it does not."""
-    try:
-        if process.stdin is not None:
-            process.stdin.close()
-    except OSError:  # it has ended already
-        pass
-    if process.poll() is None:
-        killer = threading.Timer(_PATIENCE_S, process.kill)
-        killer.daemon = True
-        killer.start()
-        threading.Thread(target=_disarm, args=(process, killer), daemon=True).start()
-
-
-def _disarm(process: subprocess.Popen[str], killer: threading.Timer) -> None:
-    process.wait()
-    killer.cancel()
-
-
-def _write(process: subprocess.Popen[str], text: str) -> None:
-    assert process.stdin is not None  # noqa: S101  see `run_job`
-    try:
-        process.stdin.write(text)
-        process.stdin.flush()
-    except OSError:
-        return  # it ended before; what it wrote to standard error says why
-
-
-def _keep_last(stream: Any, lines: list[str]) -> None:
-    for line in stream:
-        if text := line.strip():
-            lines.append(text)
-            del lines[:-_KEPT_LINES]
 
 
 def main() -> int:
@@ -160,76 +116,61 @@ def main() -> int:
     # What libraries print must not come between the messages.
     messages = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    cancelled = threading.Event()
+    last = ("", -1.0)
 
     def write(**message: Any) -> None:
         messages.write(json.dumps(message) + "\n")
         messages.flush()
 
+    def report(stage: str, fraction: float) -> None:
+        nonlocal last
+        if cancelled.is_set():
+            raise KeyboardInterrupt
+        if stage != last[0] or fraction >= 1 or fraction - last[1] >= _LEAST_REPORT:
+            last = stage, fraction
+            write(stage=stage, fraction=fraction)
+
     # Not through sys.stdin: its lock would be held by the waiting thread when the interpreter ends.
     with open(0, "rb", buffering=0, closefd=False) as standard_input:
-        request = json.loads(_first_line(standard_input.read))
-        threading.Thread(target=_interrupt_at_end, args=(standard_input.read,), daemon=True).start()
+
+        def interrupt_at_end() -> None:
+            """Interrupt the main thread when standard input is closed, as Ctrl-C does."""
+            standard_input.read()
+            cancelled.set()
+            _thread.interrupt_main()
+
+        request = json.loads(standard_input.readline())
+        threading.Thread(target=interrupt_at_end, daemon=True).start()
         try:
-            result = _WORK[JobKind(request["kind"])](request["arguments"], _Report(write))
+            result = _WORK[request["kind"]](request["arguments"], report)
         except KeyboardInterrupt:
             return _INTERRUPTED
         except EdgeError as error:
-            write(error={"what": error.what, "hint": error.hint})
-            return 1
-        write(result=result)
-        return 0
+            failure = error
+        except ModuleNotFoundError as error:
+            failure = EdgeError(f"export needs the package {error.name}", INSTALL)
+        else:
+            write(result=result)
+            return 0
+        write(error={"what": failure.what, "hint": failure.hint})
+        return 1
 
 
-def _first_line(read: Callable[[int], bytes]) -> bytes:
-    line = b""
-    while not line.endswith(b"\n") and (piece := read(1)):
-        line += piece
-    return line
-
-
-def _interrupt_at_end(read: Callable[[int], bytes]) -> None:
-    """Interrupt the main thread when standard input is closed, as Ctrl-C does."""
-    while read(1):
-        pass
-    _cancelled.set()
-    _thread.interrupt_main()
-
-
-class _Report:
-    """A `Progress` that writes messages, fewer than it receives."""
-
-    def __init__(self, write: Callable[..., None]) -> None:
-        self._write = write
-        self._last = ("", -1.0)
-
-    def __call__(self, stage: str, fraction: float) -> None:
-        if _cancelled.is_set():
-            raise KeyboardInterrupt
-        last_stage, last_fraction = self._last
-        if stage != last_stage or fraction >= 1 or fraction - last_fraction >= _LEAST_REPORT:
-            self._last = stage, fraction
-            self._write(stage=stage, fraction=fraction)
-
-    def bytes_of(self, name: str, done: int, total: int) -> None:
-        """Report a download."""
-        self(f"downloading {name}", done / max(total, 1))
-
-
-def _frontier(arguments: Mapping[str, Any], report: _Report) -> dict[str, Any]:
+def _frontier(arguments: Mapping[str, Any], report: Progress) -> dict[str, Any]:
     """Measure plans.
 
     Args:
         arguments: `source`, `work` and `calibration_tokens`, as for `_export`.
         report: receives the progress.
     """
-    _require_export_packages()
     from ....export import measure_frontier  # noqa: PLC0415
 
     request = _request(arguments, report, weights="mixed", budget="4bpw")
     return {"plans": [asdict(plan) for plan in measure_frontier(request, report)]}
 
 
-def _export(arguments: Mapping[str, Any], report: _Report) -> dict[str, Any]:
+def _export(arguments: Mapping[str, Any], report: Progress) -> dict[str, Any]:
     """Export a checkpoint.
 
     Args:
@@ -237,7 +178,6 @@ def _export(arguments: Mapping[str, Any], report: _Report) -> dict[str, Any]:
             file, with the `work` folder and `calibration_tokens` it was measured with, or `bits` of all weights.
         report: receives the progress.
     """
-    _require_export_packages()
     from ....export import export_model  # noqa: PLC0415
 
     plan = arguments.get("plan")
@@ -255,16 +195,19 @@ def _export(arguments: Mapping[str, Any], report: _Report) -> dict[str, Any]:
     }
 
 
-def _request(arguments: Mapping[str, Any], report: _Report, **choices: Any) -> ExportRequest:
+def _request(arguments: Mapping[str, Any], report: Progress, **choices: Any) -> ExportRequest:
     from ....export import ExportRecipe, ExportRequest, find_source  # noqa: PLC0415
     from ....export.recipe import NO_DRAFT  # noqa: PLC0415
     from ....models.find import is_on_hub, path_of_user  # noqa: PLC0415
     from ....models.hub.downloaded_model import parse_hub_id  # noqa: PLC0415
     from ....models.hub.fetch import fetch_checkpoint  # noqa: PLC0415
 
+    def downloading(name: str, done: int, total: int) -> None:
+        report(f"downloading {name}", done / max(total, 1))
+
     named = str(arguments["source"])
     if is_on_hub(named):
-        source = fetch_checkpoint(parse_hub_id(named), progress=report.bytes_of)
+        source = fetch_checkpoint(parse_hub_id(named), progress=downloading)
     else:
         source = path_of_user(named, "give a checkpoint folder")
     work = arguments.get("work")
@@ -275,19 +218,7 @@ def _request(arguments: Mapping[str, Any], report: _Report, **choices: Any) -> E
     return ExportRequest(find_source(source), destination, recipe, "edge-run app")
 
 
-def _require_export_packages() -> None:
-    """Check that the extra packages of the exporter are installed.
-
-    Raises:
-        InputError: one is missing; the hint has the command that installs them.
-    """
-    try:
-        from ....export import pipeline  # noqa: F401, PLC0415
-    except ModuleNotFoundError as error:
-        raise InputError(f"export needs the package {error.name}", _INSTALL) from error
-
-
-def _exactness(arguments: Mapping[str, Any], report: _Report) -> dict[str, Any]:
+def _exactness(arguments: Mapping[str, Any], report: Progress) -> dict[str, Any]:
     """Compare speculative texts with plain ones, as `edge-run verify` does.
 
     Args:
@@ -304,7 +235,7 @@ def _exactness(arguments: Mapping[str, Any], report: _Report) -> dict[str, Any]:
     max_tokens = int(arguments["max_tokens"])
     conversations = limit_per_category(bundled_prompts(for_shell=bool(arguments["shell"])), int(arguments["limit"]))
     report("loading the model", 0.0)
-    with load(str(arguments["model"]), **arguments.get("load", {})) as engine:
+    with load(str(arguments["model"]), **arguments["load"]) as engine:
         report("loading the model", 1.0)
         encoder = PromptEncoder(engine, BenchSettings(max_tokens))
         prompts = [encoder.encode((), each.exchanges[0]).prompt for each in conversations]
@@ -313,10 +244,10 @@ def _exactness(arguments: Mapping[str, Any], report: _Report) -> dict[str, Any]:
         return {"report": found.to_json(), "device": str(engine.device), "prompts": len(prompts)}
 
 
-_WORK: Final[Mapping[JobKind, Callable[[Mapping[str, Any], _Report], dict[str, Any]]]] = {
-    JobKind.FRONTIER: _frontier,
-    JobKind.EXPORT: _export,
-    JobKind.EXACTNESS: _exactness,
+_WORK: Final[Mapping[str, Callable[[Mapping[str, Any], Progress], dict[str, Any]]]] = {
+    "frontier": _frontier,
+    "export": _export,
+    "exactness": _exactness,
 }
 
 

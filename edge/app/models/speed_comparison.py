@@ -14,19 +14,20 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile
 from typing import Any, Final
 
 from ....errors import InputError
 from ....runtime.options import GenerateOptions
 from ....runtime.result import Chunk, Stats
-from ....runtime.scheduling.answer_stream import AnswerStream
-from ....runtime.scheduling.request_run import Cancellation
+from ....runtime.scheduling.request_run import Run
 from ....runtime.speculation.choice import Speculation
-from ...service.model_pool import ModelPool
-from .work_queue import Publish, WorkState, outcome
+from ..app_context import AppContext
+from .work_queue import WorkState, outcome
 
 _SLICE_S: Final = 0.1
 """Seconds that an answer has the processor before the other one has it."""
@@ -43,46 +44,32 @@ class _Side:
     """One of the two answers."""
 
     speculation: Speculation
-    stream: AnswerStream | None = None
     text: str = ""
     seconds: float = 0.0
-    """Time that the answer has used, without the one until its first token."""
+    """Time that the answer has used, without the time until its first token."""
     begun: bool = False
     """Whether its first token has come."""
-    chunks: int = 0
-    stats: Stats | None = None
     tokens: int = 0
     """Number of tokens after the first one."""
+    stats: Stats | None = None
+    """Statistics of an answer that has ended."""
 
-    @property
-    def ended(self) -> bool:
-        return self.stats is not None
-
-    def advance(self) -> None:
-        """Generate for a slice of time, or up to the end."""
-        assert self.stream is not None  # noqa: S101  set before the answers begin
+    def advance(self, stream: Iterator[Chunk]) -> None:
+        """Generate for a slice of time, or up to the end; the first time, the first chunk, which is not timed."""
         used = 0.0
-        while not self.ended and used < _SLICE_S:
+        while self.stats is None and used < _SLICE_S:
             started = time.perf_counter()
-            chunk = next(self.stream)
+            chunk = next(stream)
             took = time.perf_counter() - started
-            self._take(chunk)
+            self.text += chunk.text
+            self.stats = chunk.stats if chunk.finish_reason is not None else None
             if not self.begun:
                 # The first chunk waits for the prompt, and for measurements of a new model.
-                self.begun = True
+                self.begun, self.tokens = True, max(len(chunk.logprobs) - 1, 0)
                 return
+            self.tokens += len(chunk.logprobs)
             used += took
             self.seconds += took
-
-    def _take(self, chunk: Chunk) -> None:
-        self.text += chunk.text
-        listed = len(chunk.logprobs)
-        if self.begun:
-            self.tokens += listed
-        elif listed:
-            self.tokens += listed - 1
-        if chunk.finish_reason is not None:
-            self.stats = chunk.stats
 
     def rate(self) -> float | None:
         return self.tokens / self.seconds if self.tokens > 0 and self.seconds > 0 else None
@@ -93,7 +80,7 @@ class _Side:
             "text": self.text,
             "tokens": self.tokens + self.begun,
             "tokens_per_second": self.rate(),
-            "ended": self.ended,
+            "ended": stats is not None,
             "drafted": 0 if stats is None else stats.drafted,
             "accepted": 0 if stats is None else stats.accepted,
             "passes": None if stats is None else stats.target_passes,
@@ -112,40 +99,29 @@ class _Race:
     plain: _Side = field(default_factory=lambda: _Side(Speculation.OFF))
     drafted: _Side = field(default_factory=lambda: _Side(Speculation.AUTO))
     error: str = ""
-    cancellation: Cancellation = field(default_factory=Cancellation)
-
-    def ratio(self) -> float | None:
-        """Rate with drafting divided by the rate without; None before both are known."""
-        plain, drafted = self.plain.rate(), self.drafted.rate()
-        return None if plain is None or drafted is None else drafted / plain
 
     def as_object(self) -> dict[str, Any]:
-        ended = self.state is WorkState.DONE
+        plain, drafted, ended = self.plain, self.drafted, self.state is WorkState.DONE
+        slow, fast = plain.rate(), drafted.rate()
+        ratio = None if slow is None or fast is None else fast / slow
+        pairs = zip(plain.text, drafted.text, strict=False)
+        identical, at = plain.text == drafted.text, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return {
             "key": self.key,
             "model": self.model,
             "prompt": self.prompt,
             "max_tokens": self.max_tokens,
-            "state": self.state.value,
-            "plain": self.plain.as_object(),
-            "drafted": self.drafted.as_object(),
-            "ratio": self.ratio(),
-            "identical": self.plain.text == self.drafted.text if ended else None,
-            "differs_at": self._first_difference() if ended else None,
-            "summary": self._summary() if ended else "",
+            "state": self.state,
+            "plain": plain.as_object(),
+            "drafted": drafted.as_object(),
+            "ratio": ratio,
+            "identical": identical if ended else None,
+            "differs_at": at if ended and not identical else None,
+            "summary": self._summary(ratio, None if identical else at) if ended else "",
             "error": self.error,
         }
 
-    def _first_difference(self) -> int | None:
-        """Index of the first character that differs; None for equal texts."""
-        one, other = self.plain.text, self.drafted.text
-        if one == other:
-            return None
-        pairs = enumerate(zip(one, other, strict=False))
-        return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
-
-    def _summary(self) -> str:
-        ratio = self.ratio()
+    def _summary(self, ratio: float | None, differs_at: int | None) -> str:
         if ratio is None:
             speed = "The answer is too short to compare speeds."
         elif abs(ratio - 1) < _EQUAL:
@@ -156,11 +132,10 @@ class _Race:
             speed = f"Drafting slowed this answer down, to {ratio:.0%} of the speed without."
         if min(self.plain.tokens, self.drafted.tokens) < _FEW_TOKENS:
             speed += " It is short, so another one may come out differently."
-        at = self._first_difference()
-        if at is None:
+        if differs_at is None:
             return f"{speed} Both texts are identical."
         return (
-            f"{speed} The texts differ from character {at + 1} on: there the two best tokens were nearly tied. "
+            f"{speed} The texts differ from character {differs_at + 1} on: there the two best tokens were nearly tied. "
             "The exactness report says how often that can happen with this model."
         )
 
@@ -169,17 +144,14 @@ class SpeedComparisons:
     """The comparison that runs, or ran last; only one runs at a time.
 
     Args:
-        pool: the models.
-        publish: called with the JSON object of the comparison when it has changed.
+        context: the models and the windows.
     """
 
-    def __init__(self, pool: ModelPool, publish: Publish) -> None:
-        self._pool: Final = pool
-        self._publish: Final = publish
+    def __init__(self, context: AppContext) -> None:
+        self._context: Final = context
         self._lock: Final = threading.Lock()
         self._race: _Race | None = None
-        self._thread: threading.Thread | None = None
-        self._reported = 0.0
+        self._run: Run[None] | None = None
 
     def current(self) -> dict[str, Any] | None:
         """The comparison as a JSON object; None before the first one."""
@@ -209,70 +181,60 @@ class SpeedComparisons:
             raise InputError("the prompt is empty", "write one")
         if not 2 <= max_tokens <= MAX_TOKENS:
             raise InputError(f"max_tokens is {max_tokens}", f"give 2 to {MAX_TOKENS}")
-        entry = self._pool.find(model)
-        options = GenerateOptions(max_tokens=max_tokens, logprobs=0).changed(
-            {name: value for name, value in (sampling or {}).items() if name != "max_tokens"}
-        )
-        if options.seed is None:
-            options = options.changed({"seed": secrets.randbits(31)})
+        entry = self._context.pool.find(model)
+        changes = {"seed": secrets.randbits(31), **(sampling or {}), "max_tokens": max_tokens}
+        options = GenerateOptions(logprobs=0).changed(changes)
         with self._lock:
-            if self._thread is not None and self._thread.is_alive():
+            if self._run is not None and not self._run.ended:
                 raise InputError("a comparison is running", "stop it, or wait for its end")
             self._race = race = _Race(secrets.token_hex(8), entry.id, str(messages[-1]["content"]), max_tokens)
-            self._thread = threading.Thread(
-                target=self._run, args=(race, list(messages), options), name="edge-run comparison", daemon=True
-            )
             shown = race.as_object()
-            self._thread.start()
+            self._run = Run(partial(self._work, race, messages, options), "edge-run comparison")
+            self._run.start()
         return shown
 
     def stop(self) -> dict[str, Any] | None:
         """End the comparison that runs after its current pass."""
-        with self._lock:
-            race = self._race
-        if race is not None:
-            race.cancellation.cancel()
+        if (run := self._run) is not None:
+            run.cancellation.cancel()
         return self.current()
 
     def close(self) -> None:
         """End the comparison, and wait for it."""
         self.stop()
-        with self._lock:
-            thread = self._thread
-        if thread is not None:
-            thread.join()
+        if (run := self._run) is not None:
+            run.join()
 
-    def _run(self, race: _Race, messages: list[Mapping[str, Any]], options: GenerateOptions) -> None:
+    def _work(
+        self, race: _Race, messages: Sequence[Mapping[str, Any]], options: GenerateOptions, run: Run[None]
+    ) -> None:
+        sides = (race.plain, race.drafted)
+        reported = 0.0
+
+        def report(state: WorkState, error: str = "") -> None:
+            nonlocal reported
+            reported = time.monotonic()
+            with self._lock:
+                race.state, race.error = state, error
+                shown = race.as_object()
+            self._context.events.publish("comparison", comparison=shown)
+
         def write() -> None:
-            with self._pool.use(race.model, cancellation=race.cancellation) as engine, ExitStack() as streams:
-                for side in (race.plain, race.drafted):
-                    stream = engine.stream(messages, options, speculation=side.speculation, parse_answer=False)
-                    side.stream = streams.enter_context(closing(stream))
-                self._set(race, WorkState.RUNNING)
-                # Each answer's prompt and first token, which are not timed.
-                for side in (race.plain, race.drafted):
-                    race.cancellation.check()
-                    side.advance()
-                self._generate(race)
+            with self._context.pool.use(race.model, cancellation=run.cancellation) as engine, ExitStack() as opened:
+                streams = [
+                    opened.enter_context(
+                        closing(engine.stream(messages, options, speculation=side.speculation, parse_answer=False))
+                    )
+                    for side in sides
+                ]
+                report(WorkState.RUNNING)
+                # A side that has not begun has used no time, so both begin before either goes on.
+                while running := [number for number, side in enumerate(sides) if side.stats is None]:
+                    run.cancellation.check()
+                    chosen = min(running, key=lambda number: (sides[number].begun, sides[number].seconds))
+                    sides[chosen].advance(streams[chosen])
+                    if time.monotonic() - reported >= _REPORT_S:
+                        report(WorkState.RUNNING)
 
         state, error = outcome("the comparison", write)
-        self._set(race, WorkState.STOPPED if state is WorkState.CANCELLED else state, error)
-
-    def _generate(self, race: _Race) -> None:
-        sides = (race.plain, race.drafted)
-        while running := [side for side in sides if not side.ended]:
-            race.cancellation.check()
-            min(running, key=lambda side: side.seconds).advance()
-            if time.monotonic() - self._reported >= _REPORT_S:
-                self._report(race)
-
-    def _set(self, race: _Race, state: WorkState, error: str = "") -> None:
-        with self._lock:
-            race.state, race.error = state, error
-        self._report(race)
-
-    def _report(self, race: _Race) -> None:
-        self._reported = time.monotonic()
-        with self._lock:
-            shown = race.as_object()
-        self._publish(shown)
+        report(WorkState.STOPPED if state is WorkState.CANCELLED else state, error)

@@ -33,8 +33,6 @@ class WorkState(StrEnum):
 
 
 ENDED: Final = frozenset((WorkState.DONE, WorkState.FAILED, WorkState.CANCELLED))
-Publish = Callable[[dict[str, Any]], None]
-"""Called with the JSON object of some work when it has changed."""
 
 
 def outcome(what: str, work: Callable[[], object]) -> tuple[WorkState, str]:
@@ -76,11 +74,13 @@ class WorkQueue(Generic[_Work]):
     Args:
         what: what a piece is called, such as `export`.
         publish: called with the JSON object of one that has changed, or one with a state of `removed`.
+        finished: called when a model has arrived.
     """
 
-    def __init__(self, what: str, publish: Publish) -> None:
+    def __init__(self, what: str, publish: Callable[[dict[str, Any]], None], finished: Callable[[], None]) -> None:
         self._what: Final = what
         self._publish: Final = publish
+        self._finished: Final = finished
         self._changed: Final = threading.Condition()
         self._items: Final[dict[str, _Work]] = {}
         self._thread: threading.Thread | None = None
@@ -114,21 +114,20 @@ class WorkQueue(Generic[_Work]):
             self._thread.start()
 
     def _run(self) -> None:
+        def next_work() -> _Work | None:
+            return next((each for each in self._items.values() if each.state is WorkState.QUEUED), None)
+
         while True:
             with self._changed:
-                while (work := self._next()) is None and not self._closed:
-                    self._changed.wait()
-                if work is None or self._closed:
+                self._changed.wait_for(lambda: self._closed or next_work() is not None)
+                if self._closed or (work := next_work()) is None:
                     return
                 self._begin(work)
             self._do(work)
 
-    def _next(self) -> _Work | None:
-        return next((each for each in self._items.values() if each.state is WorkState.QUEUED), None)
-
-    def _told(self, work: _Work) -> dict[str, Any]:
-        """Tell the page of a piece; the lock is held."""
-        shown = work.as_object()
+    def _told(self, work: _Work, state: str | None = None) -> dict[str, Any]:
+        """Tell the page of a piece, in its state or another; the lock is held."""
+        shown = {**work.as_object(), **({} if state is None else {"state": state})}
         self._publish(shown)
         return shown
 

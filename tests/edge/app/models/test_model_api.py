@@ -228,7 +228,7 @@ def test_the_sampling_that_a_model_asks_for_is_told(tmp_path: Path, tiny_bundle:
         ModelPool([str(folder) for folder in models], lambda path, progress: load(path, progress=progress)) as pool,
         ConversationStore.in_memory() as store,
     ):
-        told = [model.sampling_defaults for model in ModelCatalog(pool, store).models()]
+        told = [model["sampling_defaults"] for model in ModelCatalog(pool, store).objects()]
     assert told == [{"temperature": 0.0}, {"temperature": 0.7, "top_k": 20}]
 
 
