@@ -24,7 +24,7 @@ from .arguments.option_keywords import GenerateKeywords
 from .devices.providers import CPU_PROVIDER
 from .kv.arena import KVArena
 from .kv.cache_scales import KVFormat, convert_snapshot
-from .kv.hybrid_arena import largest_state_snapshot
+from .kv.layer_states import largest_state_snapshot
 from .loaded_model import LoadedModel
 from .options import GenerateOptions
 from .result import Chunk, Reply

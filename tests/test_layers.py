@@ -17,10 +17,7 @@ from support.source_tree import ROOMS, ROOT, imports, modules_imported, name_of,
 
 GROUND = ("errors", "telemetry", "version")
 ONLY_IN = {
-    "onnxruntime": (
-        *("runtime/graph/", "runtime/devices/", "export/check/"),
-        *("runtime/kv/slot_graphs.py", "runtime/kv/device_arena.py"),
-    ),
+    "onnxruntime": ("runtime/graph/", "runtime/devices/", "export/check/", "runtime/kv/device_buffers.py"),
     "onnx": ("export/",),
     "huggingface_hub": ("models/hub/client.py",),
     "matplotlib": ("edge/bench/",),

@@ -13,33 +13,27 @@ import numpy as np
 import numpy.typing as npt
 
 from ..kv.arena import KVArena
-from .graph_io import Floats, GraphIO
+from .graph_io import BASE_GRAPH, Floats, GraphIO
 
 
 class BoundGraph(Protocol):
     """A graph bound to a KV arena: passes that read and extend its cache.
 
     Attributes:
+        graph_io: the graph's inputs and outputs.
+        arena: the cache that passes read and extend; see `use`.
         whole_logits: whether passes return the logits of the whole vocabulary. False allows a device to return those of
             a few best tokens only, and a number far below them for all others.
         base_only: whether the model's own graph runs every pass that it can, as exact answers need: further graphs
             round differently.
+        last_graph: name of the graph that ran the last pass: `BASE_GRAPH`, or that of a further graph.
     """
 
-    whole_logits: bool
-    base_only: bool
-
-    @property
-    def last_graph(self) -> str:
-        """Name of the graph that ran the last pass: `BASE_GRAPH`, or that of a further graph."""
-
-    @property
-    def graph_io(self) -> GraphIO:
-        """The graph's inputs and outputs."""
-
-    @property
-    def arena(self) -> KVArena:
-        """The cache that passes read and extend; see `use`."""
+    graph_io: GraphIO
+    arena: KVArena
+    whole_logits: bool = True
+    base_only: bool = False
+    last_graph: str = BASE_GRAPH
 
     def use(self, arena: KVArena) -> None:
         """Run over another arena of the same tensor types from now on."""

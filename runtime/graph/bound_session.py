@@ -8,7 +8,7 @@ logits, some let new tokens after a cache attend to each other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,8 @@ from ..kv.arena import InPlaceArena, KVArena
 from ..kv.borrowed import BorrowedArena
 from ..kv.buffers import CacheBuffers, NumpyBuffers
 from ..kv.growing import GrowingArena
-from .graph_io import BASE_GRAPH, Floats, GraphIO, LogitsMode
+from .bound_graph import BoundGraph
+from .graph_io import Floats, GraphIO, LogitsMode
 from .ort import ORT_ERRORS, error_reason, run_options
 from .pass_inputs import PassInputs, wrapped
 from .pass_outputs import FeaturesOutput, HiddenStatesOutput, LogitsOutput
@@ -32,7 +33,17 @@ _FIRST_PASS_WIDTH: Final = 512
 """Width of the first prefill pass if later tokens run one by one; it may return as many rows of logits."""
 
 
-class BoundSession:
+class NewTokens(NamedTuple):
+    """The tokens of a pass; see `BoundGraph.forward`."""
+
+    ids: list[int]
+    wanted: npt.NDArray[np.int64]
+    """Indices of the tokens whose logits to return."""
+    positions: npt.ArrayLike | None = None
+    tree_mask: npt.NDArray[np.bool_] | None = None
+
+
+class BoundSession(BoundGraph):
     """Runs passes that read and extend one arena.
 
     Args:
@@ -55,32 +66,24 @@ class BoundSession:
         self._session = session
         self._first_session = first_session
         self._io = session.io_binding()
-        self._first_io = None if first_session is None else first_session.io_binding()
         self._run_options = run_options()
         # No graph capture. Without this entry, every pass throws and catches an exception looking for it: 29 us.
         self._run_options.add_run_config_entry("gpu_graph_id", "-1")
-        self.graph_io: Final = graph_io
+        self.graph_io = graph_io
         self._vocab: Final = graph_io.input_vocab
         self._indices = np.arange(_FIRST_INDICES)
         self._indices.flags.writeable = False
         self.use(arena)
-        self.base_only = False
-        """See `BoundGraph`; there is no other graph."""
-        self.last_graph: Final = BASE_GRAPH
-        """See `BoundGraph`."""
         self._inputs: Final = PassInputs(self._io, graph_io)
         self._logits: LogitsOutput = self._logits_output()
         self._hidden: Final = HiddenStatesOutput(self._io, graph_io) if hidden_states else None
         self._features: Final = None if graph_io.feature_size is None else FeaturesOutput(self._io, graph_io)
-        self.whole_logits = True
-        """Whether all logits are wanted. A session in this process's memory gives them in any case."""
         self.host_bytes = 0
         """Bytes of logits and hidden states that were copied from a device; 0 in this process's memory."""
 
     def use(self, arena: KVArena) -> None:
         """Run over another arena of the same tensor types from now on."""
         self.arena = arena
-        """The cache that passes read and extend."""
         # Between two passes, asking for the class of an object with an abstract base takes 20 us.
         self._growing = arena if isinstance(arena, GrowingArena) else None
         self._in_place = arena if isinstance(arena, _IN_PLACE) else None
@@ -110,23 +113,9 @@ class BoundSession:
         positions: npt.ArrayLike | None = None,
         tree_mask: npt.NDArray[np.bool_] | None = None,
     ) -> Floats:
-        """Run a pass over `n` new tokens after the committed slots. It writes their slots but does not commit them.
+        """Run a pass over new tokens after the committed slots; see `BoundGraph.forward`.
 
-        Args:
-            tokens: token ids, int `[n]`.
-            logits_for: indices of the new tokens whose logits to return, int `[r]`; all when None.
-            positions: rotary positions, int `[n]`; consecutive when None. Without committed slots they must be
-                consecutive, because the operator takes such a pass for the beginning of a prompt and ignores them.
-            tree_mask: bool `[n, h + n]`, usually `[n, n]`: whether new token i attends to token j of the last `h`
-                committed and the new ones; causal when None. Every token attends to all tokens before those, and none
-                to a later one.
-
-        Returns:
-            Logits float32 `[r, V]`, valid until the next call.
-
-        Raises:
-            ContextError: the tokens do not fit the context.
-            EdgeError: ONNX Runtime failed; the arena is unchanged.
+        The operator takes a pass without committed slots for the beginning of a prompt, and ignores its positions.
         """
         # Between two passes, the first call of each NumPy function takes many times as long as in a loop.
         ids: list[int] = list(tokens) if isinstance(tokens, _SEQUENCES) else np.asarray(tokens, np.int64).tolist()
@@ -137,31 +126,23 @@ class BoundSession:
         if tree_mask is not None and not self.graph_io.supports_trees:
             raise ValueError("this graph cannot verify trees")
         width = len(ids)
-        wanted = self._all_of(width) if logits_for is None else np.asarray(logits_for, np.int64)
+        if logits_for is not None:
+            wanted = np.asarray(logits_for, np.int64)
+        else:
+            wanted = self._indices[:width] if width <= _FIRST_INDICES else np.arange(width)
         self.arena.reserve(width)
+        new = NewTokens(ids, wanted, positions, tree_mask)
         if width > 1 and (part := self._part_width(width, wanted)) < width:
-            return self._run_in_parts(ids, wanted, positions, tree_mask, part)
-        return self._run_pass(ids, wanted, positions, tree_mask)
+            return self._run_in_parts(new, part)
+        return self._run_pass(new)
 
     def hidden_states(self, tokens: npt.ArrayLike, wanted: Sequence[int]) -> Floats:
-        """Run a pass like `forward`, and return the hidden states of the tokens with the indices `wanted`.
-
-        Returns:
-            float32 `[r, d]`, in a new array.
-
-        Raises:
-            ContextError: as `forward`.
-            EdgeError: as `forward`.
-        """
+        """Run a pass, and return hidden states float32 `[r, d]` of the `wanted` tokens, in a new array."""
         if self._hidden is None:
             raise ValueError("this session was bound without hidden states")
         selected = self.graph_io.logits_mode is LogitsMode.SELECTED
         self.forward(tokens, logits_for=wanted if selected else (np.size(tokens) - 1,))
         return self._hidden.select(wanted, selected=selected)
-
-    def _all_of(self, width: int) -> npt.NDArray[np.int64]:
-        """The indices of all tokens of a pass, read-only."""
-        return self._indices[:width] if width <= _FIRST_INDICES else np.arange(width)
 
     def _part_width(self, width: int, wanted: npt.NDArray[np.int64]) -> int:
         """Number of tokens of a pass over `width` ones that can run at a time and return the wanted logits."""
@@ -172,15 +153,9 @@ class BoundSession:
             return 1
         return width if graph_io.widest_pass is None else min(width, graph_io.widest_pass)
 
-    def _run_in_parts(
-        self,
-        ids: list[int],
-        wanted: npt.NDArray[np.int64],
-        positions: npt.ArrayLike | None,
-        tree_mask: npt.NDArray[np.bool_] | None,
-        width: int,
-    ) -> Floats:
+    def _run_in_parts(self, new: NewTokens, width: int) -> Floats:
         """Run passes over `width` tokens, each of which sees those before as committed."""
+        ids, wanted, positions, tree_mask = new
         arena, base = self.arena, self.arena.length
         plain_length = arena.plain_length
         places = None if positions is None else np.broadcast_to(np.asarray(positions, np.int64), len(ids))
@@ -194,7 +169,8 @@ class BoundSession:
                     mask = tree_mask[start:stop, : tree_mask.shape[1] - len(ids) + stop]
                 # A pass gives at least one row of logits.
                 rows = inside - start if inside.size else np.array([stop - start - 1])
-                logits = self._run_pass(ids[start:stop], rows, None if places is None else places[start:stop], mask)
+                part = NewTokens(ids[start:stop], rows, None if places is None else places[start:stop], mask)
+                logits = self._run_pass(part)
                 arena.commit(stop - start)
                 logits_by_index.update((int(index), logits[row].copy()) for row, index in enumerate(inside))
         finally:
@@ -202,13 +178,8 @@ class BoundSession:
             arena.plain_length = plain_length
         return np.stack([logits_by_index[index] for index in wanted.tolist()])
 
-    def _run_pass(
-        self,
-        ids: list[int],
-        wanted: npt.NDArray[np.int64],
-        positions: npt.ArrayLike | None,
-        tree_mask: npt.NDArray[np.bool_] | None,
-    ) -> Floats:
+    def _run_pass(self, new: NewTokens) -> Floats:
+        ids, wanted, positions, tree_mask = new
         arena, inputs = self.arena, self._inputs
         base, width = arena.length, len(ids)
         self._bind_cache(width)
@@ -223,7 +194,7 @@ class BoundSession:
             if base or self._first_session is None:
                 self._run_session()
             else:
-                self._run_first_session(width)
+                self._run_first_session(self._first_session, width)
         except ORT_ERRORS as error:
             raise EdgeError(
                 f"the model failed to run: {error_reason(error)}", "run again with --debug and report it"
@@ -240,16 +211,12 @@ class BoundSession:
     def _run_session(self) -> None:
         self._session.run_with_iobinding(self._io, self._run_options)
 
-    def _run_first_session(self, width: int) -> None:
+    def _run_first_session(self, session: ort.InferenceSession, width: int) -> None:
         """Run the graph without cache inputs: the same inputs except the past."""
-        if self._first_session is None or self._first_io is None:
-            raise ValueError("there is no graph for the first pass")
-        names = {node.name for node in self._first_session.get_inputs()}
-        self._first_io.clear_binding_inputs()
-        self._first_io.clear_binding_outputs()
-        self._inputs.bind_without_cache(self._first_io, names)
-        self._bind_first_outputs(self._first_io, width)
-        self._first_session.run_with_iobinding(self._first_io, self._run_options)
+        io = session.io_binding()
+        self._inputs.bind_without_cache(io, {node.name for node in session.get_inputs()})
+        self._bind_first_outputs(io, width)
+        session.run_with_iobinding(io, self._run_options)
 
     def _bind_first_outputs(self, io: Any, width: int) -> None:
         """Bind what the graph without cache inputs returns of a pass over `width` tokens."""

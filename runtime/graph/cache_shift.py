@@ -21,7 +21,6 @@ from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor, at
 from ...models.onnx_file.model_messages import Message
 from ..kv.arena import KVArena
 from ..kv.buffers import NumpyBuffers
-from ..kv.hybrid_arena import HybridArena
 from .bound_graph import BoundGraph
 from .graph_io import GraphIO
 
@@ -83,7 +82,7 @@ class CacheShift:
     def _is_possible(self, arena: KVArena) -> bool:
         """Whether the slots lie in this process's memory as they were computed."""
         # States of convolutions would have to be computed anew, and with them all that they led to.
-        kept = isinstance(arena.buffers, NumpyBuffers) and not isinstance(arena, HybridArena)
+        kept = isinstance(arena.buffers, NumpyBuffers) and arena.states is None
         return kept and all(
             each.dtype == np.float32 and len(each.shape) == 4 and each.axis == 2 for each in arena.tensor_types
         )

@@ -1,7 +1,7 @@
 """Passes on a device: inputs are copied to it, and few numbers come back.
 
 Binding copies an input to the device at once, so nothing can be rewritten in place: what changes is bound for every
-pass. The cache stays on the device (`kv/device_arena.py`). Where the graph ranks its logits itself and a request needs
+pass. The cache stays on the device (`device_buffers.py`). Where the graph ranks its logits itself and a request needs
 only the best ones, those are all that is copied back.
 """
 
@@ -16,8 +16,8 @@ import onnxruntime as ort
 from ..devices.device_lock import DeviceLock
 from ..kv.arena import KVArena
 from ..kv.buffers import CacheBuffers
-from ..kv.device_arena import DeviceBuffers
-from .bound_session import BoundSession
+from ..kv.device_buffers import DeviceBuffers
+from .bound_session import BoundSession, NewTokens
 from .graph_io import Floats, GraphIO, InputRole, LogitsMode, TopOutputs
 from .pass_inputs import PassInputs, value_dtype, wrapped
 from .pass_outputs import KEPT_LOGIT_ROWS, LogitsOutput
@@ -126,13 +126,7 @@ class DeviceSession(BoundSession):
         names = ("_io", "_first_io", "_inputs", "_logits", "_hidden", "_session", "_first_session", "arena")
         self._lock.free([self.__dict__.pop(name, None) for name in names])
 
-    def _run_pass(
-        self,
-        ids: list[int],
-        wanted: npt.NDArray[np.int64],
-        positions: npt.ArrayLike | None,
-        tree_mask: npt.NDArray[np.bool_] | None,
-    ) -> Floats:
+    def _run_pass(self, new: NewTokens) -> Floats:
         with self._lock:
             top = None if self.whole_logits else self.graph_io.top
             if top is not self._logits.top:
@@ -140,7 +134,7 @@ class DeviceSession(BoundSession):
                 self._bound_generation = -1
                 self._logits.top = top
                 self._logits.forget()
-            logits = super()._run_pass(ids, wanted, positions, tree_mask)
+            logits = super()._run_pass(new)
             self.host_bytes += self._logits.nbytes + (0 if self._hidden is None else self._hidden.nbytes)
             return logits
 

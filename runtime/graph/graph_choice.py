@@ -10,21 +10,20 @@ the next one (`HybridSession`), so any graph may follow any other.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from threading import Lock
-from typing import Final, NamedTuple, Protocol
+from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import EdgeError
 from ..kv.arena import KVArena
+from .bound_graph import BoundGraph
 from .bound_session import BoundSession
-from .device_loading import Assignments
 from .graph_io import BASE_GRAPH, Floats, GraphIO
-from .probe import ProbeResult
-from .session import GraphSession, SessionConfig
+from .session import DecoderGraph, GraphSession
 
 _SEQUENCES: Final = (tuple, list)
 _log: Final = logging.getLogger(__name__)
@@ -62,17 +61,18 @@ class PassRequest(NamedTuple):
         return np.size(wanted) == 1 and np.asarray(wanted).item() == self.width - 1
 
 
-class FurtherGraph(Protocol):
-    """A graph beside the base graph, which is loaded when a pass first needs it."""
+class FurtherGraph(ABC):
+    """A graph beside the base graph, which is loaded when a pass first needs it.
 
-    @property
-    def name(self) -> str:
-        """What statistics call it; unique among the graphs of a model."""
+    Attributes:
+        name: what statistics call it; unique among the graphs of a model.
+        required: whether the base graph cannot run the passes that this one takes, which are those of token trees.
+    """
 
-    @property
-    def required(self) -> bool:
-        """Whether the base graph cannot run the passes that this one takes, which are those of token trees."""
+    name: ClassVar[str]
+    required: ClassVar[bool] = False
 
+    @abstractmethod
     def takes(self, request: PassRequest) -> bool | None:
         """Whether this graph runs a pass; None if `measure` has to find out.
 
@@ -87,7 +87,10 @@ class FurtherGraph(Protocol):
             base: number of cached tokens before them.
             remaining: number of tokens of the prompt that are left, those of the next pass among them.
         """
+        del base, remaining
+        return preferred
 
+    @abstractmethod
     def load(self) -> GraphSession | None:
         """Load the graph; None if it is not to be used now, which the next pass that it takes asks again.
 
@@ -96,7 +99,7 @@ class FurtherGraph(Protocol):
         """
 
     def measure(self, request: PassRequest, own: BoundSession, further: BoundSession) -> None:
-        """Find out whether this graph runs a pass.
+        """Find out whether this graph runs a pass, where `takes` does not know.
 
         Args:
             request: the pass; afterwards `takes` knows whether it takes it.
@@ -107,15 +110,13 @@ class FurtherGraph(Protocol):
             ContextError: the tokens do not fit the context.
             EdgeError: ONNX Runtime failed.
         """
+        raise NotImplementedError
 
 
-class ChosenGraphs:
-    """A `DecoderGraph` of a base graph and further ones.
+class ChosenGraphs(DecoderGraph):
+    """A base graph and further ones; inputs and outputs are those of all together, the rest is the base graph's.
 
     Attributes:
-        config: how the graphs are run.
-        graph_io: inputs and outputs that callers may use.
-        probe_result: see `DecoderGraph`; that of the base graph.
         further: the further graphs; the first that takes a pass runs it.
         failures: why further graphs are not used after all, by name: what was wrong when they were loaded.
     """
@@ -128,40 +129,30 @@ class ChosenGraphs:
             further: the other graphs.
             graph_io: inputs and outputs of all graphs together; those of the base graph when None.
         """
-        self.config: Final[SessionConfig] = base.config
+        self.config, self.probe_result, self.assignments = base.config, base.probe_result, base.assignments
         self.graph_io = base.graph_io if graph_io is None else graph_io
-        self.probe_result: Final[ProbeResult | None] = base.probe_result
         self.further: Final = tuple(further)
         self.failures: Final[dict[str, str]] = {}
         self._base: Final = base
         self._loaded: Final[dict[str, GraphSession]] = {}
         self._loading: Final = Lock()
 
-    @property
-    def assignments(self) -> Assignments:
-        """Which provider runs the nodes of the base graph."""
-        return self._base.assignments
-
     def holds(self, name: str) -> bool:
         """Whether the further graph of that name is loaded."""
         return name in self._loaded
 
-    def disable_trees(self) -> None:
-        """See `DecoderGraph.disable_trees`."""
-        self.graph_io = replace(self.graph_io, trees_correct=False)
-
     def limit_width(self, tokens: int) -> None:
-        """See `DecoderGraph.limit_width`."""
-        self.graph_io = replace(self.graph_io, widest_pass=tokens)
+        """Run passes over at most that many tokens from now on, in every graph."""
+        super().limit_width(tokens)
         for graph in (self._base, *self._loaded.values()):
             graph.limit_width(tokens)
 
     def arena(self, limit: int) -> KVArena:
-        """See `DecoderGraph.arena`."""
+        """An empty KV cache, which all graphs extend."""
         return self._base.arena(limit)
 
     def bind(self, arena: KVArena, *, hidden_states: bool = False) -> ChosenSession:
-        """See `DecoderGraph.bind`. With hidden states, which only the base graph gives, it runs all it can."""
+        """Bind to `arena`. With hidden states, which only the base graph gives, it runs all it can."""
         return ChosenSession(self, self._base.bind(arena, hidden_states=hidden_states), base_only=hidden_states)
 
     def bind_further(self, graph: FurtherGraph, arena: KVArena) -> BoundSession | None:
@@ -215,56 +206,36 @@ class ChosenGraphs:
         return session
 
 
-class ChosenSession:
-    """A `BoundGraph` over several graphs, which extend the same cache.
+class ChosenSession(BoundGraph):
+    """Several graphs bound to one arena, which extend the same cache.
 
     Args:
         graphs: the graphs.
         base: the base graph, bound to the arena.
-        base_only: see `BoundGraph`.
-
-    Attributes:
-        graph_io: inputs and outputs that callers may use.
-        whole_logits: see `BoundGraph`.
-        last_graph: see `BoundGraph`.
+        base_only: whether the base graph always runs every pass that it can.
     """
 
     def __init__(self, graphs: ChosenGraphs, base: BoundSession, *, base_only: bool = False) -> None:
-        self.graph_io: Final[GraphIO] = graphs.graph_io
-        self.whole_logits = True
-        self.last_graph = BASE_GRAPH
+        self.graph_io = graphs.graph_io
+        self.arena = base.arena
         self._graphs: Final = graphs
         self._base: Final = base
         self._base_has_bias: Final = base.graph_io.has_bias_input or not graphs.graph_io.has_bias_input
         self._bound: Final[dict[str, BoundSession]] = {}
         """Bindings of further graphs by name."""
-        self._always_base: Final = base_only
-        self.base_only = base_only
-
-    @property
-    def base_only(self) -> bool:
-        """See `BoundGraph`."""
-        return self._base_only
-
-    @base_only.setter
-    def base_only(self, base_only: bool) -> None:
-        self._base_only = base_only = base_only or self._always_base
-        self._asked = tuple(graph for graph in self._graphs.further if graph.required or not base_only)
-
-    @property
-    def arena(self) -> KVArena:
-        """See `BoundGraph.arena`."""
-        return self._base.arena
+        required = tuple(graph for graph in graphs.further if graph.required)
+        self._asked: Final = (required if base_only else graphs.further, required)
+        """The graphs that are asked whether they take a pass, and those that are with `base_only`."""
 
     def use(self, arena: KVArena) -> None:
-        """See `BoundGraph.use`."""
-        self._base.use(arena)
-        for bound in self._bound.values():
+        """Run over another arena, in all graphs, from now on."""
+        self.arena = arena
+        for bound in (self._base, *self._bound.values()):
             bound.use(arena)
 
     def prefill_width(self, preferred: int, remaining: int) -> int:
-        """See `BoundGraph.prefill_width`."""
-        for graph in self._asked:
+        """Number of prompt tokens to run in the next pass, as the graphs want that may run it."""
+        for graph in self._asked[self.base_only]:
             preferred = graph.prefill_width(preferred, self.arena.length, remaining)
         return self._base.prefill_width(preferred, remaining)
 
@@ -276,16 +247,16 @@ class ChosenSession:
         positions: npt.ArrayLike | None = None,
         tree_mask: npt.NDArray[np.bool_] | None = None,
     ) -> Floats:
-        """See `BoundGraph.forward`."""
+        """Run a pass in the first graph that takes it; see `BoundGraph.forward`."""
         if tree_mask is not None and not self.graph_io.supports_trees:
             raise ValueError("this graph cannot verify trees")
         bound = self._base
         self.last_graph = BASE_GRAPH
-        if self._asked:
+        if asked := self._asked[self.base_only]:
             # NumPy would make an array of the tokens to count them, which takes longer than all the rest.
             width = len(tokens) if isinstance(tokens, _SEQUENCES) else np.size(tokens)
-            request = PassRequest(width, bound.arena.length, logits_for, positions, tree_mask)
-            for graph in self._asked:
+            request = PassRequest(width, self.arena.length, logits_for, positions, tree_mask)
+            for graph in asked:
                 takes = graph.takes(request)
                 if takes is not False and (chosen := self._bound_to(graph)) is not None:
                     if takes is None:
@@ -297,14 +268,14 @@ class ChosenSession:
                     break
         bound.whole_logits = self.whole_logits
         # What another graph computes differs in rounding, so exact answers compute these slots again.
-        bound.arena.is_plain = bound is self._base
+        self.arena.is_plain = bound is self._base
         if not self._base_has_bias and bound is self._base:
             # What the base graph is asked for has no other positions and mask than consecutive tokens have.
             return bound.forward(tokens, logits_for=logits_for)
         return bound.forward(tokens, logits_for=logits_for, positions=positions, tree_mask=tree_mask)
 
     def hidden_states(self, tokens: npt.ArrayLike, wanted: Sequence[int]) -> Floats:
-        """See `BoundGraph.hidden_states`."""
+        """Run a pass of the base graph, and return hidden states of the `wanted` tokens."""
         return self._base.hidden_states(tokens, wanted)
 
     def further(self, name: str) -> BoundSession | None:
@@ -318,9 +289,7 @@ class ChosenSession:
 
     def _bound_to(self, graph: FurtherGraph) -> BoundSession | None:
         """A further graph over the arena; None if it cannot be loaded."""
-        bound = self._bound.get(graph.name)
-        if bound is None:
-            bound = self._graphs.bind_further(graph, self.arena)
-            if bound is not None:
-                self._bound[graph.name] = bound
+        bound = self._bound.get(graph.name) or self._graphs.bind_further(graph, self.arena)
+        if bound is not None:
+            self._bound[graph.name] = bound
         return bound

@@ -1,18 +1,30 @@
-"""Passes of a draft head, which reads hidden states beside its tokens (docs/graph-contract.md)."""
+"""Passes of draft heads: of one that reads hidden states beside its tokens, and of Medusa heads.
+
+The graph of Medusa heads gives the likeliest tokens of the next few positions from one hidden state; for the other, see
+docs/graph-contract.md.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+import time
+from pathlib import Path
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
+from ...errors import BundleError, EdgeError
 from ..kv.arena import KVArena
-from .bound_session import BoundSession
+from .bound_session import BoundSession, NewTokens
 from .graph_io import Floats, GraphIO
+from .introspection import DRAFT_FEATURES
+from .ort import ORT_ERRORS, error_reason, load_session
 from .pass_inputs import wrapped
 
+_MEDUSA_OUTPUTS: Final = ("top_ids", "top_probabilities")
+_TIMED_RUNS: Final = 3
+_HINT: Final = "restore it or export the model with its heads again"
 _ZERO_ROWS: Final = 32
 """Number of zero states that are kept for passes that are only timed."""
 
@@ -70,22 +82,76 @@ class HeadSession(BoundSession):
         assert self._hidden is not None  # noqa: S101  bound in the constructor
         return logits[0], self._hidden.select(last, selected=True)[0]
 
-    def _run_pass(
-        self,
-        ids: list[int],
-        wanted: npt.NDArray[np.int64],
-        positions: npt.ArrayLike | None,
-        tree_mask: npt.NDArray[np.bool_] | None,
-    ) -> Floats:
-        features, states = self._fed or (self._no_features, self._zero_states(len(ids)))
-        if len(features) + len(states) != len(ids):
-            raise ValueError(f"{len(features)} features and {len(states)} states for {len(ids)} tokens")
+    def _run_pass(self, new: NewTokens) -> Floats:
+        features, states = self._fed or (self._no_features, self._zero_states(len(new.ids)))
+        if len(features) + len(states) != len(new.ids):
+            raise ValueError(f"{len(features)} features and {len(states)} states for {len(new.ids)} tokens")
         self._io.bind_ortvalue_input(self._head.features.name, wrapped(np.ascontiguousarray(features)))
         self._io.bind_ortvalue_input(self._head.states.name, wrapped(np.ascontiguousarray(states)))
-        return super()._run_pass(ids, wanted, positions, tree_mask)
+        return super()._run_pass(new)
 
     def _zero_states(self, width: int) -> Floats:
         """States for a pass that is only timed."""
         if width > len(self._zeros):
             self._zeros = np.zeros((width, self._zeros.shape[1]), np.float32)
         return self._zeros[:width]
+
+
+class HeadTokens(NamedTuple):
+    """The likeliest tokens of every head, best first."""
+
+    ids: npt.NDArray[np.int64]
+    """int64 `[heads, count]`."""
+    probabilities: Floats
+    """float32 `[heads, count]`."""
+
+
+class MedusaSession:
+    """Loaded Medusa heads.
+
+    Args:
+        graph: their file.
+        options: how to run it.
+
+    Raises:
+        BundleError: the file cannot be loaded, or has other inputs and outputs.
+    """
+
+    def __init__(self, graph: Path, options: ort.SessionOptions) -> None:
+        try:
+            self._session = load_session(str(graph), options)
+        except ORT_ERRORS as error:
+            raise BundleError(f"{graph} cannot be loaded: {error_reason(error)}", _HINT) from error
+        inputs = {value.name: value.shape for value in self._session.get_inputs()}
+        outputs = {value.name: value.shape for value in self._session.get_outputs()}
+        shape = inputs.get(DRAFT_FEATURES, ())
+        size = shape[-1] if shape else None
+        heads = outputs.get(_MEDUSA_OUTPUTS[0], (None,))[0]
+        if list(inputs) != [DRAFT_FEATURES] or set(outputs) != set(_MEDUSA_OUTPUTS):
+            raise BundleError(f"{graph} does not hold Medusa heads", _HINT)
+        if not isinstance(size, int) or not isinstance(heads, int):
+            raise BundleError(f"{graph} does not state the number of its heads and features", _HINT)
+        self.feature_size: Final = size
+        """Number of features of a token."""
+        self.heads: Final = heads
+        """Number of heads."""
+        self.seconds: Final = min(self._timed_run() for _ in range(_TIMED_RUNS))
+        """Seconds of a run, measured now."""
+
+    def _timed_run(self) -> float:
+        started = time.perf_counter()
+        self.run(np.zeros(self.feature_size, np.float32))
+        return time.perf_counter() - started
+
+    def run(self, features: Floats) -> HeadTokens:
+        """Run all heads on the target's hidden state float32 `[f]`.
+
+        Raises:
+            EdgeError: ONNX Runtime failed.
+        """
+        try:
+            ids, probabilities = self._session.run(list(_MEDUSA_OUTPUTS), {DRAFT_FEATURES: features[None]})
+        except ORT_ERRORS as error:
+            what = f"the Medusa heads failed to run: {error_reason(error)}"
+            raise EdgeError(what, "run again with --debug and report it") from error
+        return HeadTokens(ids, probabilities)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime as ort
 
 from ...errors import EdgeError
 from ..kv.arena import KVArena
-from ..kv.hybrid_arena import HybridArena
 from ..kv.state_buffers import StateCheckpoint, States, StateView
-from .bound_session import BoundSession
+from .bound_session import BoundSession, NewTokens
 from .graph_io import Floats
 from .pass_inputs import wrapped
 
@@ -24,87 +23,70 @@ memory of a pass grows with its width."""
 
 
 class HybridSession(BoundSession):
-    """Runs passes that read and extend a `HybridArena`.
+    """Runs passes that read and extend an arena with states.
 
     Tokens whose states the arena no longer has run again before the new ones, in the same pass.
     """
 
     def use(self, arena: KVArena) -> None:
-        """See `BoundSession.use`; the arena must be of a hybrid model."""
-        if not isinstance(arena, HybridArena):
-            raise TypeError(f"the graph keeps states, which {type(arena).__name__} does not have")
+        """Run over another arena, of a hybrid model too, from now on."""
+        if arena.states is None:
+            raise TypeError("the graph keeps states, which the arena does not have")
         super().use(arena)
-        self._hybrid = arena
+        self._states = arena.states
         self._values: dict[tuple[int, int], tuple[States, list[ort.OrtValue]]] = {}
         """By address of a buffer and number of its tokens before the states, or -1 for the whole of it: the buffer, and
         OrtValues of its layers."""
         self._bound_outputs: list[tuple[str, ort.OrtValue]] = []
         """Names of the outputs with states, and the values bound to them."""
 
-    def _run_pass(
-        self,
-        ids: list[int],
-        wanted: npt.NDArray[np.int64],
-        positions: npt.ArrayLike | None,
-        tree_mask: npt.NDArray[np.bool_] | None,
-    ) -> Floats:
-        try:
-            return self._run_from_states(ids, wanted, positions, tree_mask)
-        except EdgeError:
-            self._hybrid.forget_states()
-            raise
-
-    def _run_from_states(
-        self,
-        ids: list[int],
-        wanted: npt.NDArray[np.int64],
-        positions: npt.ArrayLike | None,
-        tree_mask: npt.NDArray[np.bool_] | None,
-    ) -> Floats:
+    def _run_pass(self, new: NewTokens) -> Floats:
         """Run a pass that begins where the states are known, at the committed length or before it."""
-        arena = self._hybrid
-        replayed = arena.move_states()
-        while len(replayed) > _WIDEST_REPLAY:
-            part, replayed = replayed[:_WIDEST_REPLAY], replayed[_WIDEST_REPLAY:]
-            outputs = self._bind_states(len(part))
-            self._run_behind(len(part) + len(replayed), part, np.zeros(1, np.int64), None)
-            arena.end_replay(part, outputs)
-        outputs = self._bind_states(len(replayed) + len(ids))
+        arena, states = self.arena, self._states
+        replayed = states.move_to(arena.length, arena.anchors)
+        start = arena.length - len(replayed)
         if replayed:
-            if positions is not None:
-                start, new = arena.length - len(replayed), np.broadcast_to(np.asarray(positions, np.int64), len(ids))
-                positions = np.concatenate([np.arange(start, arena.length), new])
-            logits = self._run_behind(len(replayed), [*replayed, *ids], wanted + len(replayed), positions)
-        else:
-            logits = super()._run_pass(ids, wanted, positions, tree_mask)
-        arena.end_pass(ids, outputs)
-        return logits
-
-    def _run_in_parts(
-        self,
-        ids: list[int],
-        wanted: npt.NDArray[np.int64],
-        positions: npt.ArrayLike | None,
-        tree_mask: npt.NDArray[np.bool_] | None,
-        width: int,
-    ) -> Floats:
-        logits = super()._run_in_parts(ids, wanted, positions, tree_mask, width)
-        self._hybrid.join_passes(ids)
-        return logits
-
-    def _run_behind(
-        self, back: int, ids: list[int], wanted: npt.NDArray[np.int64], positions: npt.ArrayLike | None
-    ) -> Floats:
-        """Run a pass that begins `back` tokens before the committed length, where it writes slots again."""
-        arena, length = self._hybrid, self._hybrid.length
-        arena.length = length - back
+            # Slots that run once more, in a wide pass, may differ in the last bits.
+            arena.plain_length = min(arena.plain_length, start)
+            arena.replayed += len(replayed)
         try:
-            logits = super()._run_pass(ids, wanted, positions, None)
+            while len(replayed) > _WIDEST_REPLAY:
+                part, replayed = replayed[:_WIDEST_REPLAY], replayed[_WIDEST_REPLAY:]
+                outputs = self._bind_states(len(part))
+                self._run_from(start, NewTokens(part, np.zeros(1, np.int64)))
+                states.end_replay(len(part), outputs)
+                start += len(part)
+            outputs = self._bind_states(len(replayed) + len(new.ids))
+            if not replayed:
+                logits = super()._run_pass(new)
+            else:
+                positions = None
+                if new.positions is not None:
+                    own = np.broadcast_to(np.asarray(new.positions, np.int64), len(new.ids))
+                    positions = np.concatenate([np.arange(start, arena.length), own])
+                logits = self._run_from(start, NewTokens([*replayed, *new.ids], new.wanted + len(replayed), positions))
+        except EdgeError:
+            states.forget_states()
+            raise
+        states.end_pass(new.ids, outputs)
+        return logits
+
+    def _run_in_parts(self, new: NewTokens, width: int) -> Floats:
+        logits = super()._run_in_parts(new, width)
+        self._states.join_passes(new.ids)
+        return logits
+
+    def _run_from(self, start: int, new: NewTokens) -> Floats:
+        """Run a pass that begins at a slot before the committed length, and writes slots again."""
+        arena, length = self.arena, self.arena.length
+        arena.length = start
+        try:
+            logits = super()._run_pass(new)
         except EdgeError:
             arena.length = length
             if self._growing is not None:
                 # The slots to be written again were dropped from the tensors that grow.
-                arena.rewind_to(length - back)
+                arena.rewind_to(start)
             raise
         arena.length = length
         return logits
@@ -116,24 +98,19 @@ class HybridSession(BoundSession):
 
     def _bind_states(self, width: int) -> StateCheckpoint:
         """Bind the states before and after a pass over `width` tokens; returns the buffers of those after it."""
-        arena, tensors = self._hybrid, self.graph_io.states
-        outputs, first = arena.new_outputs(width), 0
+        outputs, tensors = self._states.new_outputs(width), iter(self.graph_io.states)
         self._bound_outputs.clear()
-        for buffers, output in zip(arena.states, outputs, strict=True):
-            members = tensors[first : first + buffers.state_type.layers]
-            first += len(members)
-            for tensor, value in zip(members, self._wrapped(buffers.past), strict=True):
+        for buffers, output in zip(self._states.buffers, outputs, strict=True):
+            whole = StateView(output, -1, output)
+            after = self._wrapped(whole) if buffers.keeps(width) else [wrapped(each[None]) for each in output]
+            members = islice(tensors, buffers.state_type.layers)
+            for value, returned, tensor in zip(self._wrapped(buffers.past), after, members, strict=True):
                 self._io.bind_ortvalue_input(tensor.past, value)
                 if tensor.advanced is not None:
-                    self._io.bind_ortvalue_output(tensor.advanced, value)
                     self._bound_outputs.append((tensor.advanced, value))
-            if buffers.keeps(width):
-                values = self._wrapped(StateView(output, -1, output))
-            else:
-                values = [wrapped(each[None]) for each in output]
-            for tensor, value in zip(members, values, strict=True):
-                self._io.bind_ortvalue_output(tensor.present, value)
-                self._bound_outputs.append((tensor.present, value))
+                self._bound_outputs.append((tensor.present, returned))
+        for name, value in self._bound_outputs:
+            self._io.bind_ortvalue_output(name, value)
         return outputs
 
     def _wrapped(self, view: StateView) -> list[ort.OrtValue]:

@@ -177,14 +177,14 @@ def open_gpu_form(bundle: Bundle, config: SessionConfig, metadata: ModelMetadata
 
     if not has_plain_form(config):
         return load(*form())
-    from .plain_passes import plain_and_tree_graphs, read_graph_io, runs_trees_beside  # noqa: PLC0415 -- see above
+    from .plain_passes import TreeGraph, read_graph_io, runs_trees_beside  # noqa: PLC0415 -- see above
 
     trees, plain = form(), form(plain=True)
     tree_io = read_graph_io(*trees, metadata)
     if not runs_trees_beside(read_graph_io(*plain, metadata), tree_io):
         return load(*trees)
     # The form is looked up again for the first tree: until then, one with its weights inside would take memory.
-    return plain_and_tree_graphs(load(*plain), tree_io, lambda: load(*form()))
+    return ChosenGraphs(load(*plain), (TreeGraph(lambda: load(*form())),), tree_io)
 
 
 def graph_to_load(bundle: Bundle, config: SessionConfig, *, cache: bool) -> Path:

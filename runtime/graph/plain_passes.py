@@ -12,15 +12,12 @@ from pathlib import Path
 from typing import Final
 
 from ...models.onnx_file.model_messages import ELEMENT_TYPES, Message, ModelProto, read_model, shape_of
-from .bound_session import BoundSession
-from .graph_choice import ChosenGraphs, PassRequest
+from .graph_choice import FurtherGraph, PassRequest
 from .graph_io import GraphIO, GraphValue, InputRole
 from .introspection import introspect
 from .model_metadata import ModelMetadata
 from .session import GraphSession
 
-TREE_GRAPH: Final = "trees"
-"""Name of the graph for token trees."""
 _TYPE_NAMES: Final = {
     number: f"tensor({({'float32': 'float', 'float64': 'double'}).get(dtype.name, dtype.name)})"
     for dtype, number in ELEMENT_TYPES.items()
@@ -28,43 +25,26 @@ _TYPE_NAMES: Final = {
 """ONNX Runtime's name of a tensor type, by ONNX's number of its element type."""
 
 
-class TreeGraph:
-    """The graph for token trees, as a `FurtherGraph` beside one without a bias.
+class TreeGraph(FurtherGraph):
+    """The graph for token trees, beside one without a bias.
 
     Args:
         load: loads it.
     """
 
-    name: Final = TREE_GRAPH
-    required: Final = True
+    name = "trees"
+    required = True
 
     def __init__(self, load: Callable[[], GraphSession]) -> None:
-        self.load: Final = load
+        self._load: Final = load
 
     def takes(self, request: PassRequest) -> bool:
         """Whether a pass is over a tree. Mask and positions of consecutive tokens are those of a pass without them."""
         return not request.is_consecutive
 
-    def prefill_width(self, preferred: int, base: int, remaining: int) -> int:
-        """See `FurtherGraph.prefill_width`."""
-        del base, remaining
-        return preferred
-
-    def measure(self, request: PassRequest, own: BoundSession, further: BoundSession) -> None:
-        """See `FurtherGraph.measure`; `takes` always knows."""
-
-
-def plain_and_tree_graphs(
-    plain: GraphSession, graph_io: GraphIO, load_trees: Callable[[], GraphSession]
-) -> ChosenGraphs:
-    """Join two graphs.
-
-    Args:
-        plain: the graph without a bias.
-        graph_io: inputs and outputs of the graph for trees, which has all of them; see `runs_trees_beside`.
-        load_trees: loads that graph.
-    """
-    return ChosenGraphs(plain, (TreeGraph(load_trees),), graph_io)
+    def load(self) -> GraphSession:
+        """Load the graph."""
+        return self._load()
 
 
 def runs_trees_beside(plain: GraphIO, trees: GraphIO) -> bool:

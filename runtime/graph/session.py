@@ -16,11 +16,10 @@ from ..devices.device_lock import device_lock
 from ..devices.processor import Power
 from ..devices.providers import CPU_PROVIDER, Device, add_device
 from ..kv.arena import InPlaceArena, KVArena
+from ..kv.buffers import StackedBuffers
 from ..kv.cache_scales import CacheScales, KVFormat
-from ..kv.device_arena import DeviceArena
+from ..kv.device_buffers import SlotGraphs
 from ..kv.growing import GrowingArena
-from ..kv.hybrid_arena import GrowingHybridArena, InPlaceHybridArena
-from ..kv.slot_graphs import SlotGraphs
 from .bound_graph import BoundGraph
 from .bound_session import BoundSession
 from .device_loading import Assignments, load_on_device
@@ -61,31 +60,36 @@ class SessionConfig:
         """Element type of the KV cache."""
         return KVFormat.FLOAT if self.kv_scales is None else KVFormat.INT8
 
+    def options(self) -> ort.SessionOptions:
+        """New session options with these threads."""
+        options = session_options(self.threads)
+        if self.shares_cores or self.power.saves:
+            options.add_session_config_entry("session.force_spinning_stop", "1")
+        return options
+
 
 class DecoderGraph(Protocol):
-    """A loaded decoder, whose sequences each have an arena and a binding."""
+    """A loaded decoder, whose sequences each have an arena and a binding.
 
-    @property
-    def config(self) -> SessionConfig:
-        """How the graph is run."""
+    Attributes:
+        config: how the graph is run.
+        graph_io: its inputs and outputs, as far as callers may use them.
+        probe_result: what probing the graph showed; None if its inputs and outputs say everything.
+        assignments: which provider runs its nodes.
+    """
 
-    @property
-    def graph_io(self) -> GraphIO:
-        """The graph's inputs and outputs."""
-
-    @property
-    def probe_result(self) -> ProbeResult | None:
-        """What probing the graph showed; None if its inputs and outputs say everything."""
-
-    @property
-    def assignments(self) -> Assignments:
-        """Which provider runs the nodes."""
+    config: SessionConfig
+    graph_io: GraphIO
+    probe_result: ProbeResult | None
+    assignments: Assignments
 
     def disable_trees(self) -> None:
         """Let drafts be chains from now on, because the device computes trees wrongly."""
+        self.graph_io = replace(self.graph_io, trees_correct=False)
 
     def limit_width(self, tokens: int) -> None:
         """Run passes over at most that many tokens from now on, because the device computes wider ones wrongly."""
+        self.graph_io = replace(self.graph_io, widest_pass=tokens)
 
     def arena(self, limit: int) -> KVArena:
         """An empty KV cache of this graph's tensor types, for a context of `limit` tokens."""
@@ -94,15 +98,8 @@ class DecoderGraph(Protocol):
         """Bind to `arena`, over which passes then run, with `hidden_states` if the graph gives them."""
 
 
-class GraphSession:
-    """A loaded decoder graph.
-
-    Attributes:
-        config: how the graph is run.
-        graph_io: its inputs and outputs.
-        assignments: which provider runs its nodes.
-        probe_result: what probing the graph showed; None if its inputs and outputs say everything.
-    """
+class GraphSession(DecoderGraph):
+    """A loaded decoder graph; see `DecoderGraph`."""
 
     def __init__(
         self,
@@ -130,7 +127,7 @@ class GraphSession:
         self._session, self.assignments = _load(graph, config, model)
         first = metadata.first_pass_graph
         self._first_session = None if first is None else _load(first, config)[0]
-        self.config: Final = config
+        self.config = config
         device = config.device
         self._lock: Final = device_lock(device.memory)
         self._slot_graphs: Final = (
@@ -146,7 +143,7 @@ class GraphSession:
         _require_cpu_for_states(graph_io, device, graph)
         stored = metadata.probe_result
         is_current = stored is not None and stored.key == graph_io_key(graph_io)
-        self.probe_result: Final = stored if is_current else self._probe(graph_io, metadata, str(graph))
+        self.probe_result = stored if is_current else self._probe(graph_io, metadata, str(graph))
         self.graph_io = graph_io if self.probe_result is None else self.probe_result.apply_to(graph_io)
         _require_format(self.graph_io, config.kv, graph)
 
@@ -163,14 +160,6 @@ class GraphSession:
     def bind(self, arena: KVArena, *, hidden_states: bool = False) -> BoundSession:
         """Bind the session to `arena`, over which it then runs passes, with `hidden_states` if the graph gives them."""
         return self._bind(self.graph_io, arena, hidden_states=hidden_states)
-
-    def disable_trees(self) -> None:
-        """Let drafts be chains from now on, because the device computes trees wrongly."""
-        self.graph_io = replace(self.graph_io, trees_correct=False)
-
-    def limit_width(self, tokens: int) -> None:
-        """Run passes over at most that many tokens from now on, because the device computes wider ones wrongly."""
-        self.graph_io = replace(self.graph_io, widest_pass=tokens)
 
     def end_profile(self) -> Path:
         """Write the node times since the graph was loaded (see `SessionConfig.profile`) and return the file."""
@@ -193,15 +182,12 @@ class GraphSession:
         )
 
     def _arena(self, graph_io: GraphIO, limit: int) -> KVArena:
+        types, state_types = graph_io.tensor_types, graph_io.state_types
         if graph_io.cache_mode is CacheMode.GROWING:
-            if graph_io.states:
-                return GrowingHybridArena(graph_io.tensor_types, limit, graph_io.state_types)
-            return GrowingArena(graph_io.tensor_types, limit)
-        if graph_io.states:
-            return InPlaceHybridArena(graph_io.tensor_types, limit, graph_io.state_types, graph_io.capacity)
-        if self._slot_graphs is None:
-            return InPlaceArena(graph_io.tensor_types, limit, graph_io.capacity)
-        return DeviceArena(graph_io.tensor_types, limit, graph_io.capacity, self._slot_graphs)
+            return GrowingArena(types, limit, state_types)
+        capacities = () if graph_io.capacity is None else (graph_io.capacity,)
+        new_buffers = StackedBuffers if self._slot_graphs is None else self._slot_graphs.new_buffers
+        return InPlaceArena(types, limit, state_types, capacities=capacities, new_buffers=new_buffers)
 
     def _bind(self, graph_io: GraphIO, arena: KVArena, *, hidden_states: bool = False) -> BoundSession:
         session, first = self._session, self._first_session
@@ -245,12 +231,10 @@ def _require_cpu_for_states(graph_io: GraphIO, device: Device, graph: Path) -> N
 
 
 def _load(graph: Path, config: SessionConfig, model: bytes | None = None) -> tuple[ort.InferenceSession, Assignments]:
-    options = session_options(config.threads)
+    options = config.options()
     options.inter_op_num_threads = 1
     # The bias changes shape with every token; remembering an allocation plan per shape would only grow.
     options.enable_mem_pattern = False
-    if config.shares_cores or config.power.saves:
-        options.add_session_config_entry("session.force_spinning_stop", "1")
     if config.profile is not None:
         options.enable_profiling = True
         options.profile_file_prefix = str(config.profile)

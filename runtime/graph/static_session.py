@@ -11,7 +11,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from ...errors import EdgeError
-from ..kv.static_arena import StaticArena
+from ..kv.buffers import NumpyBuffers
 from .graph_io import CacheTensor, GraphIO, InputRole, element_type
 from .ort import ORT_ERRORS, error_reason, run_options
 
@@ -80,7 +80,7 @@ class StaticSession:
 
     def run(
         self,
-        arena: StaticArena,
+        buffers: NumpyBuffers,
         slot: int,
         tokens: Ids,
         positions: Ids,
@@ -90,10 +90,10 @@ class StaticSession:
         *,
         logits: bool,
     ) -> tuple[Array, npt.NDArray[np.int32]]:
-        """Run a pass over `n` tokens, at most as many as the width, and write their slots to the arena.
+        """Run a pass over `n` tokens, at most as many as the width, and write their slots to the cache.
 
         Args:
-            arena: the cache, of this capacity.
+            buffers: the cache, of this capacity.
             slot: number of slots before those of the tokens.
             tokens: token ids `[n]`.
             positions: rotary positions `[n]`.
@@ -121,14 +121,14 @@ class StaticSession:
         if logits not in self._bindings:
             self._bindings[logits] = self._new_binding(logits)
         binding = self._bindings[logits]
-        binding.bind_cache(arena)
+        binding.bind_cache(buffers)
         try:
             self._session.run_with_iobinding(binding.io, self._run_options)
         except ORT_ERRORS as error:
             raise EdgeError(
                 f"the model failed to run: {error_reason(error)}", "run again with --debug and report it"
             ) from error
-        arena.write(slot, self._new_slots, count)
+        buffers.write_new(slot, self._new_slots, count)
         return self._logits[rows], self._next_ids[rows]
 
     def _fill_masks(self, slot: int, positions: Ids, visible: npt.NDArray[np.bool_], earlier: Ids) -> None:
@@ -167,17 +167,15 @@ class _Binding:
     ) -> None:
         self.io = session.io_binding()
         self._cache = cache
-        self._arena: weakref.ref[StaticArena] | None = None
-        self._generation = -1
+        self._bound: weakref.ref[NumpyBuffers] | None = None
         for name, array in inputs.items():
             self.io.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
         for name, array in outputs.items():
             self.io.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
 
-    def bind_cache(self, arena: StaticArena) -> None:
-        """Bind the tensors of `arena`, unless they are bound already."""
-        if self._arena is not None and self._arena() is arena and self._generation == arena.generation:
-            return
-        for tensor, array in zip(self._cache, arena.buffers.arrays, strict=True):
-            self.io.bind_ortvalue_input(tensor.past, ort.OrtValue.ortvalue_from_numpy(array))
-        self._arena, self._generation = weakref.ref(arena), arena.generation
+    def bind_cache(self, buffers: NumpyBuffers) -> None:
+        """Bind the tensors of a cache, unless they are bound already."""
+        if self._bound is None or self._bound() is not buffers:
+            for tensor, array in zip(self._cache, buffers.arrays, strict=True):
+                self.io.bind_ortvalue_input(tensor.past, ort.OrtValue.ortvalue_from_numpy(array))
+            self._bound = weakref.ref(buffers)

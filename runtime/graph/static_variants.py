@@ -20,13 +20,13 @@ from ...errors import BundleError
 from ...models.bundle import Bundle
 from ...models.graph_variant import DeviceKind
 from ...models.onnx_file.model_messages import read_model
-from ..kv.arena import KVArena
-from ..kv.static_arena import StaticArena
+from ..kv.arena import InPlaceArena, KVArena
+from ..kv.buffers import NumpyBuffers
+from .bound_graph import BoundGraph
 from .cache_io import cache_part, find_cache
 from .compiled import CompiledGraphs
-from .device_loading import Assignments
-from .graph_io import BASE_GRAPH, CacheMode, Floats, GraphIO, InputRole, LogitsMode
-from .session import SessionConfig, graph_values
+from .graph_io import CacheMode, Floats, GraphIO, InputRole, LogitsMode
+from .session import DecoderGraph, SessionConfig, graph_values
 from .static_session import LOGIT_ROWS, MASK, StaticSession
 
 EXPORT_HINT: Final = "write them with edge-run export MODEL --device npu, or run with --device cpu"
@@ -39,14 +39,14 @@ _UNLIKELY: Final = np.float32(-1e30)
 """Logit of every token but the most probable one, where a pass returned ids only."""
 
 
-class StaticGraphs:
+class StaticGraphs(DecoderGraph):
     """The graphs of fixed shapes of one model, each loaded when it is first needed.
 
     Attributes:
-        config: how the graphs are run.
         graph_io: their common inputs and outputs. The capacity is the largest; the widths are those of graphs that give
             the logits of every position, so that they can verify drafts.
-        probe_result: None; their inputs and outputs say everything.
+        assignments: which provider runs the nodes of the smallest graph.
+        compiled: loads the graphs.
         widths: numbers of token positions for which there are graphs, ascending.
         capacities: numbers of cache slots for which there are graphs, ascending.
     """
@@ -63,14 +63,14 @@ class StaticGraphs:
             BundleError: the model lacks such graphs.
             DeviceError: the device cannot run them.
         """
-        self.config: Final = config
-        self.probe_result: Final = None
+        self.config, self.probe_result = config, None
         self.compiled: Final = CompiledGraphs(bundle, config, cache=cache)
         self._files = _files_by_shape(bundle)
         self.widths: Final = tuple(sorted({width for width, _ in self._files}))
         self.capacities: Final = tuple(sorted({capacity for _, capacity in self._files}))
         first = self.widths[0], self.capacities[0]
         session = self.compiled.load(self._files[first])
+        self.assignments = self.compiled.assignments
         self.graph_io = replace(
             _graph_io(session, bundle, str(bundle.graph.with_name(self._files[first]))),
             capacity=self.capacities[-1],
@@ -78,22 +78,9 @@ class StaticGraphs:
         )
         self._sessions = {first: StaticSession(session, self.graph_io, *first)}
 
-    @property
-    def assignments(self) -> Assignments:
-        """Which provider runs the nodes of the smallest graph."""
-        return self.compiled.assignments
-
-    def disable_trees(self) -> None:
-        """Let drafts be chains from now on, because the device computes trees wrongly."""
-        self.graph_io = replace(self.graph_io, trees_correct=False)
-
-    def limit_width(self, tokens: int) -> None:
-        """Run passes over at most that many tokens from now on, because the device computes wider ones wrongly."""
-        self.graph_io = replace(self.graph_io, widest_pass=tokens)
-
     def arena(self, limit: int) -> KVArena:
         """An empty KV cache of these graphs' tensor types, for a context of `limit` tokens."""
-        return StaticArena(self.graph_io.tensor_types, limit, self.capacities)
+        return InPlaceArena(self.graph_io.tensor_types, limit, capacities=self.capacities)
 
     def bind(self, arena: KVArena, *, hidden_states: bool = False) -> BoundStaticGraphs:
         """Bind to `arena`, over which passes then run."""
@@ -118,37 +105,23 @@ class StaticGraphs:
         return all(value.name != LOGIT_ROWS for value in graph.input)
 
 
-class BoundStaticGraphs:
-    """Static graphs bound to a KV arena.
+class BoundStaticGraphs(BoundGraph):
+    """Static graphs bound to a KV arena, which all compute the same.
 
-    Attributes:
-        graph_io: the graphs' inputs and outputs.
-        whole_logits: whether passes return logits. If not, only the most probable token of each position is copied from
-            the device, and the row that `forward` returns holds 0 for it and -1e30 for all others: enough for greedy
-            decoding, but not to find near ties or further candidates.
+    Without `whole_logits`, only the most probable token of each position is copied from the device, and the row that
+    `forward` returns holds 0 for it and -1e30 for all others: enough for greedy decoding, but not to find near ties or
+    further candidates.
     """
 
     def __init__(self, graphs: StaticGraphs, arena: KVArena) -> None:
-        self._graphs = graphs
-        self.graph_io: Final = graphs.graph_io
-        self.whole_logits = True
-        self.base_only = False
-        """See `BoundGraph`; all graphs compute the same."""
-        self.last_graph: Final = BASE_GRAPH
-        """See `BoundGraph`."""
+        self._graphs: Final = graphs
+        self.graph_io = graphs.graph_io
         self._logits: Floats = np.empty((0, graphs.graph_io.vocab_size), np.float32)
         self.use(arena)
 
-    @property
-    def arena(self) -> KVArena:
-        """The cache that passes read and extend; see `use`."""
-        return self._arena
-
     def use(self, arena: KVArena) -> None:
-        """Run over another arena of the same tensor types from now on."""
-        if not isinstance(arena, StaticArena):
-            raise TypeError(f"graphs of fixed shapes run over a StaticArena, not {type(arena).__name__}")
-        self._arena = arena
+        """Run over another arena of `StaticGraphs.arena` from now on."""
+        self.arena = arena
 
     def prefill_width(self, preferred: int, remaining: int) -> int:
         """Number of prompt tokens to run in the next pass: the largest width of a graph."""
@@ -163,14 +136,16 @@ class BoundStaticGraphs:
         positions: npt.ArrayLike | None = None,
         tree_mask: npt.NDArray[np.bool_] | None = None,
     ) -> Floats:
-        """See `BoundGraph.forward`. More tokens than the largest width run in several passes, trees too."""
+        """Run passes as `BoundGraph.forward`: more tokens than the largest width run in several, trees too."""
         ids = np.asarray(tokens, np.int64)
         if ids.min() < 0 or ids.max() >= self.graph_io.input_vocab:
             raise ValueError(
                 f"token ids must lie between 0 and {self.graph_io.input_vocab - 1}, found {ids.min()} to {ids.max()}"
             )
-        arena, base = self._arena, self._arena.length
+        arena, base = self.arena, self.arena.length
         arena.reserve(ids.size)
+        buffers = arena.buffers
+        assert isinstance(buffers, NumpyBuffers)  # noqa: S101  `StaticGraphs.arena`
         wanted = np.arange(ids.size) if logits_for is None else np.asarray(logits_for, np.int64)
         at = base + np.arange(ids.size) if positions is None else np.asarray(positions, np.int64)
         visible = np.tri(ids.size, dtype=np.bool_) if tree_mask is None else tree_mask
@@ -184,7 +159,7 @@ class BoundStaticGraphs:
             end = min(start + width, ids.size)
             rows = np.flatnonzero((wanted >= start) & (wanted < end))
             logits, next_ids = self._graphs.session(width, arena.capacity).run(
-                arena,
+                buffers,
                 base + start,
                 ids[start:end],
                 at[start:end],

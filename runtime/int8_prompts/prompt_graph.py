@@ -19,8 +19,7 @@ import psutil
 from ...models.bundle import Bundle
 from ...models.onnx_file.wire import external_files
 from ...models.user_text import format_bytes
-from ..graph.bound_session import BoundSession
-from ..graph.graph_choice import PassRequest
+from ..graph.graph_choice import FurtherGraph, PassRequest
 from ..graph.memory import drop_file_pages
 from ..graph.model_metadata import ModelMetadata
 from ..graph.session import GraphSession, SessionConfig
@@ -33,8 +32,8 @@ _PASSES_TO_REST: Final = 8
 _NEVER: Final = sys.maxsize
 
 
-class PromptGraph:
-    """A `FurtherGraph` that reads prompts with int8 weights.
+class PromptGraph(FurtherGraph):
+    """The graph that reads prompts with int8 weights.
 
     Args:
         bundle: the model.
@@ -46,8 +45,7 @@ class PromptGraph:
         mode: whether it was asked for by name.
     """
 
-    name: Final = INT8_GRAPH
-    required: Final = False
+    name = INT8_GRAPH
 
     def __init__(self, bundle: Bundle, config: SessionConfig, metadata: ModelMetadata, mode: PrefillMode) -> None:
         self.mode: Final = mode
@@ -142,7 +140,7 @@ class PromptGraph:
         self._missed_enough, self._make = tokens, make
 
     def prefill_width(self, preferred: int, base: int, remaining: int) -> int:
-        """See `FurtherGraph.prefill_width`; as measured, so that no pass takes long."""
+        """Number of prompt tokens to run in the next pass: as measured, so that no pass takes long."""
         if self._least_width == _NEVER:
             return preferred
         choice = self._choice or _UNMEASURED
@@ -170,9 +168,6 @@ class PromptGraph:
         self._weights = tuple(path.parent / name for name in external_files(path))
         self._is_loaded = True
         return session
-
-    def measure(self, request: PassRequest, own: BoundSession, further: BoundSession) -> None:
-        """See `FurtherGraph.measure`; `takes` always knows."""
 
     def give_back(self) -> int:
         """Return the memory of the mapped weights to the system, which reads them again for the next prompt.

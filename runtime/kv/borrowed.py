@@ -58,21 +58,16 @@ class BorrowedArena(KVArena):
 
     @property
     def buffers(self) -> CacheBuffers:
-        """See `KVArena.buffers`."""
+        """The owner's buffers of these tensors."""
         return self._current_owner().buffers.select(self._indices)
 
     @property
     def capacity(self) -> int:
-        """See `KVArena.capacity`."""
+        """Number of slots of the owner's buffers."""
         return self._current_owner().capacity
 
-    @property
-    def written(self) -> int:
-        """See `KVArena.written`."""
-        return self.capacity
-
     def reserve(self, tokens: int) -> None:
-        """See `KVArena.reserve`; grows the owner."""
+        """Make room for `tokens` more slots in the owner's buffers."""
         owner = self._current_owner()
         owner.reserve(self.check_fits(tokens) - owner.length)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,7 @@ class CacheTensorType:
 
     def stacked_index(self, slots: slice | Slots) -> tuple[slice | Slots, ...]:
         """Index of `slots` in a stack of such tensors, `[tensors, *shape]`."""
-        return (*[slice(None)] * (self.axis + 1), slots)
+        return (slice(None), *self.index(slots))
 
 
 def grouped(tensor_types: Sequence[CacheTensorType]) -> dict[CacheTensorType, list[int]]:
@@ -61,16 +61,14 @@ class CacheBuffers(ABC):
     Attributes:
         tensor_types: types of the tensors.
         groups: indices into `tensor_types` by type, see `grouped`.
+        doubled_up_to: number of slots up to which an arena doubles them when it grows; beyond, it grows by an eighth.
     """
+
+    doubled_up_to: ClassVar[int]
 
     def __init__(self, tensor_types: Sequence[CacheTensorType]) -> None:
         self.tensor_types: Final = tuple(tensor_types)
         self.groups: Final = grouped(tensor_types)
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of the buffers."""
 
     @abstractmethod
     def select(self, indices: Sequence[int]) -> CacheBuffers:
@@ -78,7 +76,7 @@ class CacheBuffers(ABC):
 
     @abstractmethod
     def resized(self, slots: int) -> CacheBuffers:
-        """New buffers of more slots that begin with these slots; the others hold zeros."""
+        """New buffers of another number of slots that begin with these slots; further ones hold zeros."""
 
     @abstractmethod
     def move(self, sources: Slots, targets: Slots) -> None:
@@ -109,58 +107,59 @@ class NumpyBuffers(CacheBuffers):
         arrays: the array of each tensor, with any number of slots.
     """
 
+    doubled_up_to = 2048
+    """Memory is not held for a context twice as long, and attention that runs over the whole capacity has little to
+    skip (runtime/long_context)."""
+
     def __init__(self, tensor_types: Sequence[CacheTensorType], arrays: Sequence[Array]) -> None:
         super().__init__(tensor_types)
         self.arrays: Final = tuple(arrays)
 
-    @property
-    def nbytes(self) -> int:
-        """See `CacheBuffers.nbytes`."""
-        return sum(array.nbytes for array in self.arrays)
-
     def select(self, indices: Sequence[int]) -> NumpyBuffers:
-        """See `CacheBuffers.select`."""
+        """Some of the arrays themselves."""
         return NumpyBuffers([self.tensor_types[index] for index in indices], [self.arrays[index] for index in indices])
 
     def resized(self, slots: int) -> NumpyBuffers:
-        """See `CacheBuffers.resized`."""
-        larger = StackedBuffers(self.tensor_types, slots)
-        first = self.tensor_types[0]
-        larger.copy(self, self.arrays[0].shape[first.axis])
-        return larger
+        """New arrays that begin with these slots."""
+        changed = StackedBuffers(self.tensor_types, slots)
+        changed.copy(self, min(slots, self.arrays[0].shape[self.tensor_types[0].axis]))
+        return changed
 
     def move(self, sources: Slots, targets: Slots) -> None:
-        """See `CacheBuffers.move`."""
+        """Copy slots to other slots of the same arrays."""
         for array, tensor_type in zip(self.arrays, self.tensor_types, strict=True):
             # The right-hand side is gathered before anything is written, so overlapping slots are safe.
             array[tensor_type.index(targets)] = array[tensor_type.index(sources)]
 
     def fill(self, start: int, stop: int, value: float) -> None:
-        """See `CacheBuffers.fill`."""
+        """Set slots to one value; later slots stay as they are."""
         for array, tensor_type in zip(self.arrays, self.tensor_types, strict=True):
             array[tensor_type.index(slice(start, stop))] = value
 
     def read(self, slots: int) -> CacheSnapshot:
-        """See `CacheBuffers.read`."""
+        """Copy the first slots to one array for each type."""
         return tuple(
             np.stack([self.arrays[member][tensor_type.index(slice(slots))] for member in members])
             for tensor_type, members in self.groups.items()
         )
 
     def write(self, snapshot: CacheSnapshot, slots: int) -> None:
-        """See `CacheBuffers.write`."""
+        """Set the first slots to those of a snapshot."""
         for stack, (tensor_type, members) in zip(snapshot, self.groups.items(), strict=True):
             for member, new in zip(members, stack, strict=True):
                 self.arrays[member][tensor_type.index(slice(slots))] = new
 
+    def write_new(self, slot: int, new: Sequence[Array], count: int) -> None:
+        """Set `count` slots from `slot` on to the first slots of `new`, an array for every tensor."""
+        for array, added, tensor_type in zip(self.arrays, new, self.tensor_types, strict=True):
+            array[tensor_type.index(slice(slot, slot + count))] = added[tensor_type.index(slice(count))]
+
     def copy(self, source: CacheBuffers, slots: int) -> None:
-        """See `CacheBuffers.copy`."""
-        if not isinstance(source, NumpyBuffers):
+        """Set the first slots to those of other buffers, without a snapshot in between where these are arrays too."""
+        if isinstance(source, NumpyBuffers):
+            self.write_new(0, source.arrays, slots)
+        else:
             super().copy(source, slots)
-            return
-        for array, other, tensor_type in zip(self.arrays, source.arrays, self.tensor_types, strict=True):
-            index = tensor_type.index(slice(slots))
-            array[index] = other[index]
 
 
 class StackedBuffers(NumpyBuffers):
@@ -168,18 +167,13 @@ class StackedBuffers(NumpyBuffers):
 
     def __init__(self, tensor_types: Sequence[CacheTensorType], slots: int) -> None:
         groups = grouped(tensor_types)
-        stacks = [
-            np.zeros((len(members), *tensor_type.shape_of(slots)), tensor_type.dtype)
-            for tensor_type, members in groups.items()
-        ]
+        self._stacks: Final = tuple(np.zeros((len(groups[each]), *each.shape_of(slots)), each.dtype) for each in groups)
         arrays: dict[int, Array] = {}
-        for stack, members in zip(stacks, groups.values(), strict=True):
+        for stack, members in zip(self._stacks, groups.values(), strict=True):
             arrays.update(zip(members, stack, strict=True))
         super().__init__(tensor_types, [arrays[index] for index in range(len(arrays))])
-        self._stacks: Final = tuple(stacks)
 
     def move(self, sources: Slots, targets: Slots) -> None:
-        """See `CacheBuffers.move`."""
-        # One indexed copy per type is faster than one per tensor.
+        """Copy slots to other slots: one indexed copy for each type is faster than one for each tensor."""
         for stack, tensor_type in zip(self._stacks, self.groups, strict=True):
             stack[tensor_type.stacked_index(targets)] = stack[tensor_type.stacked_index(sources)]

@@ -14,6 +14,7 @@ import numpy as np
 
 from .arena import KVArena
 from .buffers import Array, CacheTensorType, NumpyBuffers
+from .state_buffers import StateType
 
 _FIRST_CAPACITY: Final = 64
 
@@ -21,8 +22,10 @@ _FIRST_CAPACITY: Final = 64
 class GrowingArena(KVArena):
     """An arena with two buffers per tensor; `past` and `present` are the arrays of the next pass."""
 
-    def __init__(self, tensor_types: Sequence[CacheTensorType], limit: int) -> None:
-        super().__init__(tensor_types, limit)
+    def __init__(
+        self, tensor_types: Sequence[CacheTensorType], limit: int, state_types: Sequence[StateType] = ()
+    ) -> None:
+        super().__init__(tensor_types, limit, state_types)
         self._capacity = min(_FIRST_CAPACITY, limit)
         self._slots = 0
         """Number of slots of the tensors in their current layout."""
@@ -30,34 +33,33 @@ class GrowingArena(KVArena):
 
     @property
     def capacity(self) -> int:
-        """See `KVArena.capacity`."""
+        """Number of slots that fit the buffers."""
         return self._capacity
 
     @property
-    def written(self) -> int:
-        """See `KVArena.written`."""
-        return self._slots
+    def committable(self) -> int:
+        """Number of slots up to which slots may be committed: there are no others."""
+        return self._slots if self.states is None else super().committable
 
     @property
     def nbytes(self) -> int:
-        """See `KVArena.nbytes`."""
-        return sum(buffer.nbytes for buffers in (self._past, self._spare) for buffer in buffers)
+        """Bytes of the slots, of the spare buffers, and of the features and states beside them."""
+        return super().nbytes + self._capacity * self.slot_bytes
 
     @property
     def buffers(self) -> NumpyBuffers:
-        """See `KVArena.buffers`; without the spare ones."""
+        """The past of every tensor, without the spare buffers."""
         return NumpyBuffers(self.tensor_types, self._views(self._past, self._slots))
 
     def reserve(self, tokens: int) -> None:
-        """See `KVArena.reserve`. The capacity doubles up to the limit."""
+        """Make room for `tokens` more slots; the capacity doubles up to the limit."""
         needed = self.check_fits(tokens)
         if needed <= self._capacity:
             return
+        kept = self.buffers
         while self._capacity < needed:
             self._capacity *= 2
         self._capacity = min(self._capacity, self.limit)
-        self._slots = min(self._slots, self._capacity)
-        kept = self.buffers
         self._past = self._new_buffers()
         self.buffers.copy(kept, self._slots)
         self._spare = self._new_buffers()

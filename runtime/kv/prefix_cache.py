@@ -2,7 +2,7 @@
 
 A stateless request repeats its whole conversation, and conversations often share a system prompt. The slots of a token
 depend on the tokens before it only, so a new sequence takes over those of the longest prefix that it shares with an
-earlier one, and only the rest of its prompt is computed. Chosen prefixes are also kept on disk (`PrefixFiles`).
+earlier one, and only the rest of its prompt is computed. Chosen prefixes are also kept on disk (`prefix_files.py`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from .arena import KVArena
-from .prefix_files import PrefixFiles, TokenIds, common_prefix
+
+TokenIds: TypeAlias = npt.NDArray[np.int64]
 
 MIN_SHARED: Final = 8
 """Number of shared tokens below which a sequence starts afresh: computing so few takes one pass in any case."""
@@ -33,6 +35,26 @@ class OpenSequence(Protocol):
     @property
     def arena(self) -> KVArena:
         """The KV cache of the tokens; it may have fewer slots than there are tokens."""
+
+
+class PrefixStore:
+    """Where prefixes are kept besides memory: nowhere."""
+
+    def restored(self, wanted: TokenIds, known: int, new_arena: Callable[[], KVArena]) -> KVArena | None:
+        """A new arena with many more slots of a sequence than the `known` in memory; None if there are none."""
+        del wanted, known, new_arena
+        return None
+
+    def keep(self, arena: KVArena, token_ids: TokenIds) -> None:
+        """Keep the slots of `token_ids`, the first of an arena, which nobody may change while `reads` is true of it."""
+
+    def reads(self, arena: KVArena) -> bool:
+        """Whether slots of an arena are being written."""
+        del arena
+        return False
+
+    def wait(self) -> None:
+        """Wait until everything is written."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,12 +78,12 @@ class PrefixCache:
         new_arena: makes an empty arena.
         max_bytes: maximum size of the buffers of all kept sequences together, those of a draft model included; 0 keeps
             none.
-        files: the prefixes on disk; None for none.
+        store: where chosen prefixes are kept besides memory; None for nowhere.
     """
 
-    def __init__(self, new_arena: Callable[[], KVArena], max_bytes: int, files: PrefixFiles | None = None) -> None:
+    def __init__(self, new_arena: Callable[[], KVArena], max_bytes: int, store: PrefixStore | None = None) -> None:
         self.max_bytes: Final = max_bytes
-        self._files: Final = files
+        self._store: Final = store or PrefixStore()
         self._new_arena = new_arena
         self._kept: list[_Kept] = []
         """The least recently used first; those of all caches with one budget."""
@@ -118,16 +140,15 @@ class PrefixCache:
             cached = np.asarray(sequence.token_ids[: sequence.arena.length], np.int64)
             if (length := common_prefix(cached, wanted)) > owned_shared:
                 owned_shared, owner = length, sequence.arena
-        if (stored := self._from_disk(wanted, max(shared, owned_shared))) is not None:
+        if (stored := self._store.restored(wanted, max(shared, owned_shared), self._new_arena)) is not None:
             return stored
         if owner is not None and owned_shared > shared and owned_shared >= MIN_SHARED:
             return self._copy(owner, _reusable(owner, owned_shared, wanted))
         if source is None:
             return self._new_arena()
         shared = _reusable(source.arena, shared, wanted)
-        if self._files is not None and self._files.reads(source.arena):
-            return self._copy(source.arena, shared)
-        if source.arena.length - shared > _KEPT_BRANCH and self._has_room_beside(source):
+        branches = source.arena.length - shared > _KEPT_BRANCH
+        if self._store.reads(source.arena) or (branches and self._has_room_beside(source)):
             return self._copy(source.arena, shared)
         self._kept.remove(source)
         source.arena.rewind_to(shared)
@@ -150,8 +171,8 @@ class PrefixCache:
         """
         kept_ids = np.array(token_ids[: arena.length], np.int64)
         new = _Kept(arena, kept_ids, kept_ids.tobytes(), self)
-        if on_disk and self._files is not None:
-            self._files.keep(arena, new.token_ids[:on_disk])
+        if on_disk:
+            self._store.keep(arena, kept_ids[:on_disk])
         mine = [kept for kept in self._kept if kept.owner is self]
         if any(kept.content.startswith(new.content) for kept in mine):
             return
@@ -163,24 +184,11 @@ class PrefixCache:
 
     def wait(self) -> None:
         """Wait until the prefixes that are being kept on disk are written."""
-        if self._files is not None:
-            self._files.wait()
+        self._store.wait()
 
     def clear(self) -> None:
         """Drop all kept sequences in memory, those of a draft model included."""
         self._kept.clear()
-
-    def _from_disk(self, wanted: TokenIds, known: int) -> KVArena | None:
-        """A new arena with slots from a file that has more of them than the `known` in memory; None if none has."""
-        if self._files is None or wanted.size - known < MIN_SHARED:
-            return None
-        while True:
-            shared, stored = self._files.find(wanted)
-            if stored is None or shared - known < MIN_SHARED:
-                return None
-            arena = self._new_arena()
-            if self._files.restore(stored, shared, arena):
-                return arena
 
     def _copy(self, source: KVArena, slots: int) -> KVArena:
         arena = self._new_arena()
@@ -207,6 +215,13 @@ def _reusable(arena: KVArena, shared: int, wanted: TokenIds) -> int:
     """Number of slots to reuse of the `shared` ones: not those of the last prefill pass of the same prompt."""
     start, end = arena.last_prefill
     return start if shared == end == wanted.size else shared
+
+
+def common_prefix(first: TokenIds, second: TokenIds) -> int:
+    """Number of equal tokens at the beginning of both arrays."""
+    size = min(first.size, second.size)
+    different = np.flatnonzero(first[:size] != second[:size])
+    return int(different[0]) if different.size else size
 
 
 def shared_tokens(first: Sequence[int], second: Sequence[int]) -> int:

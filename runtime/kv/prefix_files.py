@@ -17,13 +17,11 @@ import shutil
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Final, TypeAlias
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ...errors import ContextError
 from ...models.array_file import map_arrays
@@ -32,8 +30,7 @@ from ...models.user_folders import cache_folder
 from ...models.user_text import format_bytes
 from .arena import KVArena
 from .buffers import NumpyBuffers, StackedBuffers
-
-TokenIds: TypeAlias = npt.NDArray[np.int64]
+from .prefix_cache import MIN_SHARED, PrefixStore, TokenIds, common_prefix
 
 DEFAULT_DISK_BYTES: Final = 4 << 30
 """Largest size of all files together: the caches of 170,000 tokens of a model of half a billion parameters."""
@@ -57,38 +54,30 @@ def prefix_folder() -> Path:
     return cache_folder() / "prefixes"
 
 
-def common_prefix(first: TokenIds, second: TokenIds) -> int:
-    """Number of equal tokens at the beginning of both sequences."""
-    size = min(first.size, second.size)
-    different = np.flatnonzero(first[:size] != second[:size])
-    return int(different[0]) if different.size else size
-
-
-@dataclass(frozen=True, eq=False)
-class StoredPrefix:
+class StoredPrefix(NamedTuple):
     """A prefix on disk; only `PrefixFiles.restore` compares its checksum."""
 
     path: Path
     token_ids: TokenIds
     plain_length: int
-    """See `KVArena.plain_length`."""
+    """Number of its slots that equal those of plain decoding bit for bit."""
 
 
-class PrefixFiles:
+class PrefixFiles(PrefixStore):
     """The prefixes of one model on disk, and the size of those of all models.
 
     Args:
         key: gives what the slots of a token depend on besides the tokens before it; called when it is needed first.
         max_bytes: largest size of the files of all models together; the least recently used are removed first.
         plain_only: says whether only slots that the model's own graph computed may be used now, because no other graph
-            reads its prompts; None if always all may be.
+            reads its prompts.
     """
 
     def __init__(
         self,
         key: Callable[[], str],
         max_bytes: int = DEFAULT_DISK_BYTES,
-        plain_only: Callable[[], bool] | None = None,
+        plain_only: Callable[[], bool] = lambda: False,
     ) -> None:
         self.max_bytes: Final = max_bytes
         self._plain_only = plain_only
@@ -118,26 +107,31 @@ class PrefixFiles:
                 best = shared, stored
         return best
 
+    def restored(self, wanted: TokenIds, known: int, new_arena: Callable[[], KVArena]) -> KVArena | None:
+        """A new arena with slots from a file that has more of them than the `known` in memory; None if none has."""
+        while wanted.size - known >= MIN_SHARED:
+            shared, stored = self.find(wanted)
+            if stored is None or shared - known < MIN_SHARED:
+                break
+            arena = new_arena()
+            if self.restore(stored, shared, arena):
+                return arena
+        return None
+
     def restore(self, stored: StoredPrefix, slots: int, arena: KVArena) -> bool:
         """Replace the slots of an arena by the first `slots` of a file; False if it is damaged, and now removed."""
         try:
-            self._restore(stored, slots, arena)
-            restored = True
-        except (OSError, ValueError, ContextError):
-            restored = False
-        if restored:
-            with suppress(OSError):
-                os.utime(stored.path)
-        else:
+            _copy_slots(stored, slots, arena)
+        except (OSError, ValueError, IndexError, ContextError):
             arena.rewind_to(0)
             self._discard(stored.path)
-        return restored
+            return False
+        with suppress(OSError):
+            os.utime(stored.path)
+        return True
 
     def keep(self, arena: KVArena, token_ids: TokenIds) -> None:
-        """Write the slots of `token_ids`, the first of an arena, to a file, in a thread of its own.
-
-        Nobody may change the slots while `reads` is true of the arena.
-        """
+        """Write the slots of `token_ids`, the first of an arena, to a file, in a thread of its own."""
         slots = token_ids.size
         plain_length = min(arena.plain_length, slots)
         if slots < MIN_STORED or self.max_bytes <= 0 or self._is_stored(token_ids, plain_length):
@@ -147,8 +141,8 @@ class PrefixFiles:
             host = StackedBuffers(arena.tensor_types, slots)
             host.write(buffers.read(slots), slots)
             buffers = host
-        prefix = _NewPrefix(token_ids, buffers, plain_length)
-        writer = threading.Thread(target=self._write, args=(prefix,), name="edge-run prefixes", daemon=True)
+        prefix = token_ids, buffers, plain_length
+        writer = threading.Thread(target=self._write, args=prefix, name="edge-run prefixes", daemon=True)
         with suppress(RuntimeError):  # no thread can be started: it is written after another answer
             writer.start()
             self._writers = [(thread, each) for thread, each in self._writers if thread.is_alive()]
@@ -188,38 +182,9 @@ class PrefixFiles:
         self._known = found
         return [stored for _, stored in found.values()]
 
-    def _restore(self, stored: StoredPrefix, slots: int, arena: KVArena) -> None:
-        """Copy the slots of a file while another thread computes its checksum.
-
-        Raises:
-            OSError: the file cannot be read.
-            ValueError: it is damaged, or of another cache.
-            ContextError: the slots do not fit the arena.
-        """
-        *arrays, digest = map_arrays(stored.path)
-        content = np.memmap(stored.path, np.uint8, "r")[: -len(_digest_block(b"\0" * 32))]
-        found: list[bytes] = []
-        hashing = threading.Thread(target=lambda: found.append(hashlib.sha256(content.data).digest()))
-        hashing.start()
-        try:
-            cache = tuple(
-                array[tensor_type.stacked_index(slice(slots))]
-                for array, tensor_type in zip(arrays[_HEADERS:], arena.groups, strict=True)
-            )
-            if any(array.dtype != tensor_type.dtype for array, tensor_type in zip(cache, arena.groups, strict=True)):
-                raise ValueError("the cache has another type")
-            arena.restore(cache)
-        except IndexError as error:
-            raise ValueError("the cache has another shape") from error
-        finally:
-            hashing.join()
-        if found != [digest.tobytes()] or arena.length != slots:
-            raise ValueError("its checksum is not the one recorded")
-        arena.plain_length = min(stored.plain_length, slots)
-
     def _is_stored(self, token_ids: TokenIds, plain_length: int) -> bool:
         """Whether a file has as many slots of a prefix that may be used; if so, it counts as used."""
-        wanted = plain_length if self._uses_plain_only else token_ids.size
+        wanted = plain_length if self._plain_only() else token_ids.size
         for stored in self._stored():
             size = stored.token_ids.size
             whole = common_prefix(stored.token_ids, token_ids) == token_ids.size
@@ -231,19 +196,19 @@ class PrefixFiles:
 
     def _usable(self, stored: StoredPrefix) -> int:
         """Number of slots of a file that this model may use."""
-        return stored.plain_length if self._uses_plain_only else stored.token_ids.size
+        return stored.plain_length if self._plain_only() else stored.token_ids.size
 
-    @property
-    def _uses_plain_only(self) -> bool:
-        return self._plain_only is not None and self._plain_only()
-
-    def _write(self, prefix: _NewPrefix) -> None:
+    def _write(self, token_ids: TokenIds, buffers: NumpyBuffers, plain_length: int) -> None:
+        slot_bytes = sum(each.slot_bytes for each in buffers.tensor_types)
+        about = {"format": _FORMAT, "key": self.folder.name, "plain": plain_length}
         try:
             self.folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.folder.mkdir(exist_ok=True, mode=0o700)
-            _make_room(self.folder.parent, prefix.nbytes, self.max_bytes)
-            name = f"{hashlib.sha256(prefix.token_ids.tobytes()).hexdigest()[:32]}{_SUFFIX}"
-            write_atomically(self.folder / name, lambda file: prefix.write(file, self.folder.name), private=True)
+            _make_room(self.folder.parent, token_ids.size * slot_bytes, self.max_bytes)
+            name = f"{hashlib.sha256(token_ids.tobytes()).hexdigest()[:32]}{_SUFFIX}"
+            write_atomically(
+                self.folder / name, lambda file: _write_prefix(file, about, token_ids, buffers), private=True
+            )
             self._refused.discard(name)
         except OSError as error:
             if not self._noticed:
@@ -259,37 +224,48 @@ class PrefixFiles:
             path.unlink()
 
 
-@dataclass(frozen=True, eq=False)
-class _NewPrefix:
-    """A prefix to be written."""
+def _copy_slots(stored: StoredPrefix, slots: int, arena: KVArena) -> None:
+    """Copy the first slots of a file to an arena while another thread computes the file's checksum.
 
-    token_ids: TokenIds
-    buffers: NumpyBuffers
-    plain_length: int
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is damaged, or of another cache.
+        IndexError: its arrays have too few dimensions.
+        ContextError: the slots do not fit the arena.
+    """
+    *arrays, digest = map_arrays(stored.path)
+    content = np.memmap(stored.path, np.uint8, "r")[: -len(_digest_block(b"\0" * 32))]
+    found: list[bytes] = []
+    hashing = threading.Thread(target=lambda: found.append(hashlib.sha256(content.data).digest()))
+    hashing.start()
+    try:
+        pairs = list(zip(arrays[_HEADERS:], arena.groups, strict=True))
+        if any(array.dtype != tensor_type.dtype for array, tensor_type in pairs):
+            raise ValueError("the cache has another type")
+        arena.restore(tuple(array[tensor_type.stacked_index(slice(slots))] for array, tensor_type in pairs))
+    finally:
+        hashing.join()
+    if found != [digest.tobytes()] or arena.length != slots:
+        raise ValueError("its checksum is not the one recorded")
+    arena.plain_length = min(stored.plain_length, slots)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its slots."""
-        return self.token_ids.size * sum(each.slot_bytes for each in self.buffers.tensor_types)
 
-    def write(self, file: BinaryIO, key: str) -> None:
-        """Write the description, the token ids, the slots, and a checksum of all that."""
-        sha = hashlib.sha256()
+def _write_prefix(file: BinaryIO, about: dict[str, Any], token_ids: TokenIds, buffers: NumpyBuffers) -> None:
+    """Write a description, the token ids, their slots, and a checksum of all that."""
+    sha = hashlib.sha256()
 
-        def write(data: Any) -> None:
-            sha.update(data)
-            file.write(data)
+    def write(data: Any) -> None:
+        sha.update(data)
+        file.write(data)
 
-        about = {"format": _FORMAT, "key": key, "plain": self.plain_length}
-        for header in (np.frombuffer(json.dumps(about).encode(), np.uint8), self.token_ids):
-            write(_array_header(header.shape, header.dtype))
-            write(header.tobytes())
-        slots = self.token_ids.size
-        for tensor_type, members in self.buffers.groups.items():
-            write(_array_header((len(members), *tensor_type.shape_of(slots)), tensor_type.dtype))
-            for member in members:
-                write(np.ascontiguousarray(self.buffers.arrays[member][tensor_type.index(slice(slots))]).data)
-        file.write(_digest_block(sha.digest()))
+    for header in (np.frombuffer(json.dumps(about).encode(), np.uint8), token_ids):
+        write(_array_header(header.shape, header.dtype))
+        write(header.tobytes())
+    for tensor_type, members in buffers.groups.items():
+        write(_array_header((len(members), *tensor_type.shape_of(token_ids.size)), tensor_type.dtype))
+        for member in members:
+            write(np.ascontiguousarray(buffers.arrays[member][tensor_type.index(slice(token_ids.size))]).data)
+    file.write(_digest_block(sha.digest()))
 
 
 def _array_header(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:

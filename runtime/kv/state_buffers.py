@@ -110,11 +110,6 @@ class StateBuffers:
         kept = [self._own, *(each for buffers in self._returned.values() for each in buffers)]
         return sum({id(each): each.nbytes for each in kept}.values())
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the states at one position."""
-        return (self.state_type.layers, *self.state_type.shape)
-
     def new_output(self, width: int) -> States:
         """A buffer for what a pass over `width` tokens returns, in which no states lie that are needed."""
         key = self.state_type.returned(width)

@@ -20,7 +20,7 @@ import numpy as np
 from ...models.bundle import Bundle
 from ...models.json_file import is_finite, is_whole
 from ..graph.bound_session import BoundSession
-from ..graph.graph_choice import PassRequest
+from ..graph.graph_choice import FurtherGraph, PassRequest
 from ..graph.model_metadata import ModelMetadata
 from ..graph.session import GraphSession
 from ..measure.measurement_store import MeasurementStore, model_key
@@ -123,8 +123,8 @@ LONG_CONTEXT_TIMES: Final = MeasurementStore("long-context", 2, MeasuredPasses.f
 """Which graph runs passes over long contexts, by model, machine and number of threads."""
 
 
-class LongContextGraph:
-    """A `FurtherGraph` for passes over long contexts.
+class LongContextGraph(FurtherGraph):
+    """The graph for passes over long contexts.
 
     Args:
         bundle: the model.
@@ -138,8 +138,7 @@ class LongContextGraph:
         times: what was measured.
     """
 
-    name: Final = "long context"
-    required: Final = False
+    name = "long context"
 
     def __init__(self, bundle: Bundle, graph: Path, own: GraphSession, metadata: ModelMetadata, *, cache: bool) -> None:
         self.obstacle: str | None = None
@@ -164,11 +163,6 @@ class LongContextGraph:
             return False
         place = _place(width, base)
         return None if place in self._again else self.times.is_faster(place)
-
-    def prefill_width(self, preferred: int, base: int = 0, remaining: int = 0) -> int:
-        """See `FurtherGraph.prefill_width`."""
-        del base, remaining
-        return preferred
 
     def load(self) -> GraphSession | None:
         """Make the graph and load it; None if the model's attention cannot be expressed so.

@@ -31,8 +31,7 @@ from ...models.pairing import DraftPair
 from ..devices.providers import choose_device, cpu_device
 from ..graph.bound_graph import BoundGraph
 from ..graph.graph_io import CacheMode, GraphIO
-from ..graph.head_session import HeadSession
-from ..graph.medusa_session import MedusaSession
+from ..graph.head_session import HeadSession, MedusaSession
 from ..graph.model_metadata import ModelMetadata
 from ..graph.open_graph import graph_to_load, open_gpu_form, open_graph
 from ..graph.packed_files import prepacked_draft_graph
@@ -225,7 +224,7 @@ def load_medusa_heads(pair: DraftPair, config: SessionConfig, target: DraftTarge
     Raises:
         BundleError: the graph cannot be loaded, or does not fit the target's hidden states.
     """
-    session = MedusaSession(pair.draft.graph, config)
+    session = MedusaSession(pair.draft.graph, config.options())
     _require_features(pair.draft.graph, session.feature_size, target)
     return lambda: MedusaDraft(session, target.graph_io.vocab_size)
 

@@ -13,7 +13,7 @@ import edgerun
 from edgerun import GenerateOptions, Speculation
 from edgerun.edge.cli.main import main
 from edgerun.errors import InputError
-from edgerun.runtime.kv.hybrid_arena import HybridArena
+from edgerun.runtime.kv.arena import KVArena
 from edgerun.runtime.measure.cache_calibration import measure_cache_quality
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.layouts import HYBRID_LAYOUTS, write_layout
@@ -40,11 +40,11 @@ def engine(bundle: Path) -> Iterator[edgerun.Engine]:
         yield loaded
 
 
-def arena_of(engine: edgerun.Engine, session: edgerun.Session) -> HybridArena:
+def arena_of(engine: edgerun.Engine, session: edgerun.Session) -> KVArena:
     """What the prefix cache has of a conversation."""
     found = engine.model.prefixes.longest(session._token_ids())
     assert found is not None
-    assert isinstance(found[0], HybridArena)
+    assert found[0].states is not None
     return found[0]
 
 

@@ -23,7 +23,6 @@ from edgerun.runtime.decode import DecodeLimits, decode
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.model_metadata import metadata_of
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
-from edgerun.runtime.kv.hybrid_arena import HybridArena
 from edgerun.runtime.result import StatsRecorder
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
@@ -53,9 +52,9 @@ def test_adversarial_chains_do_not_change_the_text(bundle: Path, exact: bool) ->
         speculator = None if name is None else speculator_of(adversaries(text, 300, 0)[name], trees=False)
         steps = list(decode(bound, prompt, sampler, limits, speculator, near_ties))
         arena = bound.arena
-        assert isinstance(arena, HybridArena)
+        assert arena.states is not None
         tokens = [token for step in steps for token in step.tokens]
-        assert arena.token_ids == [*prompt, *tokens][: arena.length]
+        assert arena.states.token_ids == [*prompt, *tokens][: arena.length]
         recorder = StatsRecorder(len(prompt))
         for step in steps:
             recorder.add(step)

@@ -25,7 +25,7 @@ from edgerun.runtime.graph.model_metadata import metadata_of
 from edgerun.runtime.graph.open_graph import open_graph
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.kv import arena as arena_module
-from edgerun.runtime.kv.device_arena import DeviceArena
+from edgerun.runtime.kv.device_buffers import DeviceBuffers
 from edgerun.runtime.speculation.tree import Source, Tree
 
 
@@ -86,7 +86,7 @@ def main(bundle_path: str, rounds: str, device_name: str) -> None:
     moves, slots, logits, capacities = 0, 0.0, 0.0, {bound.arena.capacity}
     for number in range(int(rounds)):
         arena = bound.arena
-        assert isinstance(arena, DeviceArena)
+        assert isinstance(arena.buffers, DeviceBuffers)
         if arena.length + 10 > limit:
             arena.rewind_to(int(random.integers(1, 20)))
             del tokens[arena.length :]

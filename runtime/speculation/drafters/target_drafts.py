@@ -28,8 +28,7 @@ from typing import Final
 import numpy as np
 
 from ...graph.bound_graph import BoundGraph
-from ...graph.head_session import HeadSession
-from ...graph.medusa_session import HeadTokens, MedusaSession
+from ...graph.head_session import HeadSession, HeadTokens, MedusaSession
 from ...kv.arena import InPlaceArena, KVArena
 from ...kv.borrowed import BorrowedArena
 from ...kv.features import FeatureSlots

@@ -28,7 +28,8 @@ from edgerun.runtime.graph import session
 from edgerun.runtime.graph.model_metadata import metadata_of
 from edgerun.runtime.graph.open_graph import open_graph
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
-from edgerun.runtime.kv.hybrid_arena import GrowingHybridArena, HybridArena, InPlaceHybridArena
+from edgerun.runtime.kv.arena import InPlaceArena
+from edgerun.runtime.kv.growing import GrowingArena
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.layout_kinds import CONTEXT, VOCABULARY, Weights
 from support.layout_reference import Decoder, layout_weights
@@ -96,7 +97,7 @@ def test_any_order_of_passes_and_rewinds_gives_the_reference_logits(
         bound, text = graph.bind(graph.arena(CONTEXT)), []
         for kind, *values in actions:
             arena = bound.arena
-            assert isinstance(arena, HybridArena)
+            assert arena.states is not None
             if kind == "read":
                 width, share = values
                 new = random.integers(5, VOCABULARY, width).tolist()
@@ -126,10 +127,11 @@ def test_any_order_of_passes_and_rewinds_gives_the_reference_logits(
 
 
 def test_the_arena_fits_the_cache(graph_of: Callable[[str], GraphSession]) -> None:
-    assert isinstance(graph_of("genai-qwen3.5").arena(CONTEXT), InPlaceHybridArena)
-    arena = graph_of("community-qwen3.5").arena(CONTEXT)
-    assert isinstance(arena, GrowingHybridArena)
-    assert arena.nbytes > sum(each.nbytes for each in arena.state_types)
+    for name, kind in (("genai-qwen3.5", InPlaceArena), ("community-qwen3.5", GrowingArena)):
+        arena = graph_of(name).arena(CONTEXT)
+        assert isinstance(arena, kind)
+        assert arena.states is not None
+        assert arena.nbytes > sum(each.nbytes for each in arena.states.types)
 
 
 def test_a_failed_pass_over_a_growing_cache_can_be_repeated(

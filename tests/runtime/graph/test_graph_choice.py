@@ -14,8 +14,7 @@ from edgerun.errors import BundleError
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.devices.providers import cpu_device
 from edgerun.runtime.graph.bound_graph import BoundGraph
-from edgerun.runtime.graph.bound_session import BoundSession
-from edgerun.runtime.graph.graph_choice import ChosenGraphs, PassRequest
+from edgerun.runtime.graph.graph_choice import ChosenGraphs, FurtherGraph, PassRequest
 from edgerun.runtime.graph.graph_io import BASE_GRAPH
 from edgerun.runtime.graph.model_metadata import metadata_of
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
@@ -25,11 +24,10 @@ CONFIG = SessionConfig(cpu_device(), 1)
 PROMPT = list(range(20, 50))
 
 
-class WidePasses:
+class WidePasses(FurtherGraph):
     """A further graph for the last logits of eight tokens and more, 12 at a time."""
 
     name = "wide"
-    required = False
 
     def __init__(self, load: Callable[[], GraphSession]) -> None:
         self._load = load
@@ -41,9 +39,6 @@ class WidePasses:
     def prefill_width(self, preferred: int, base: int, remaining: int) -> int:
         del base, remaining
         return min(preferred, 12)
-
-    def measure(self, request: PassRequest, own: BoundSession, further: BoundSession) -> None:
-        raise AssertionError("takes knows")
 
     def load(self) -> GraphSession:
         self.loaded += 1

@@ -12,11 +12,10 @@ import pytest
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.devices.providers import cpu_device
 from edgerun.runtime.graph.bound_session import BoundSession
-from edgerun.runtime.graph.graph_choice import ChosenGraphs, ChosenSession, PassRequest
+from edgerun.runtime.graph.graph_choice import ChosenGraphs, ChosenSession, FurtherGraph, PassRequest
 from edgerun.runtime.graph.graph_io import BASE_GRAPH
 from edgerun.runtime.graph.model_metadata import metadata_of
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
-from edgerun.runtime.kv.hybrid_arena import HybridArena
 from edgerun.runtime.long_context.dense_attention import long_context_graph
 from support.hybrid_graphs import with_end_states
 from support.nightly import some_nightly
@@ -29,25 +28,20 @@ TOLERANCE = 2e-4
 """Wide passes and narrow ones differ by float rounding."""
 
 
-class RandomPasses:
+class RandomPasses(FurtherGraph):
     """A further graph that takes passes at random."""
 
     name = "further"
-    required = False
 
     def __init__(self, load: Callable[[], GraphSession], seed: int) -> None:
-        self.load = load
+        self._load = load
         self._random = np.random.default_rng(seed)
 
     def takes(self, request: PassRequest) -> bool:
         return bool(self._random.random() < 0.5)
 
-    def prefill_width(self, preferred: int, base: int, remaining: int) -> int:
-        del base, remaining
-        return preferred
-
-    def measure(self, request: PassRequest, own: BoundSession, further: BoundSession) -> None:
-        raise AssertionError("takes knows")
+    def load(self) -> GraphSession:
+        return self._load()
 
 
 class AllPasses(RandomPasses):
@@ -96,7 +90,7 @@ def test_random_rejections_and_rewinds_across_graphs_equal_sequential_decoding(
     other = load if seed < 2 else load_for_long_contexts
     graphs = ChosenGraphs(load(graph), (RandomPasses(lambda: other(graph), seed),))
     arena = graphs.arena(CONTEXT)
-    assert isinstance(arena, HybridArena)
+    assert arena.states is not None
     bound = graphs.bind(arena)
     switches, last, rewinds = 0, BASE_GRAPH, 0
     for _ in range(300):
@@ -111,7 +105,7 @@ def test_random_rejections_and_rewinds_across_graphs_equal_sequential_decoding(
         arena.commit(accepted)
         switches += bound.last_graph != last
         last = bound.last_graph
-    assert arena.token_ids == TEXT[: arena.length]
+    assert arena.states.token_ids == TEXT[: arena.length]
     assert switches > 100
     assert rewinds > 40
 

@@ -20,7 +20,7 @@ from edgerun.runtime.graph.bound_graph import BoundGraph
 from edgerun.runtime.graph.graph_choice import ChosenGraphs
 from edgerun.runtime.graph.model_metadata import metadata_of
 from edgerun.runtime.graph.open_graph import open_graph
-from edgerun.runtime.graph.plain_passes import TREE_GRAPH, plain_and_tree_graphs, read_graph_io, runs_trees_beside
+from edgerun.runtime.graph.plain_passes import TreeGraph, read_graph_io, runs_trees_beside
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from support.devices import require_webgpu, run_json_script
 
@@ -44,7 +44,7 @@ from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.gpu_graph import rewriting
 from edgerun.runtime.graph.open_graph import open_graph
 from edgerun.runtime.graph.session import SessionConfig
-from edgerun.runtime.kv.device_arena import DeviceArena
+from edgerun.runtime.kv.device_buffers import DeviceBuffers
 
 rewriting.FORMS = {"WebGpuExecutionProvider": replace(rewriting.WEBGPU, has_plain_form=True)}
 bundle, config = open_bundle(Path(sys.argv[1])), SessionConfig(choose_device("webgpu"), 1)
@@ -61,7 +61,7 @@ logits = bound.forward([7, 8, 6], positions=[5, 6, 6], tree_mask=np.array([[1, 0
 print(json.dumps({
     "trees_correct": graph.graph_io.supports_trees,
     "holds_trees": [after_load, after_chain, graph.holds("trees")],
-    "on_device": isinstance(bound.arena, DeviceArena),
+    "on_device": isinstance(bound.arena.buffers, DeviceBuffers),
     "best": [np.sort(row)[::-1][:64].tolist() for row in logits],
 }))
 """
@@ -76,7 +76,7 @@ def load(folder: Path, form: GpuForm, *, plain: bool = False) -> GraphSession:
 def joined(folder: Path, form: GpuForm) -> ChosenGraphs:
     bundle = open_bundle(folder)
     graph_io = read_graph_io(bundle.graph, gpu_graph(bundle.graph, form), metadata_of(bundle))
-    return plain_and_tree_graphs(load(folder, form, plain=True), graph_io, lambda: load(folder, form))
+    return ChosenGraphs(load(folder, form, plain=True), (TreeGraph(lambda: load(folder, form)),), graph_io)
 
 
 def run(bound: BoundGraph, tokens: list[int]) -> npt.NDArray[np.float32]:
@@ -119,7 +119,7 @@ def test_plain_passes_and_trees_share_a_cache(tmp_path: Path, family: str, form:
         for found, wanted in zip(passes(bound), passes(expected), strict=True):
             limit = TOLERANCE[form] * max(1.0, float(np.abs(wanted).max()))
             np.testing.assert_allclose(found, wanted, atol=limit, rtol=0)
-        assert graph.holds(TREE_GRAPH) is holds_trees
+        assert graph.holds(TreeGraph.name) is holds_trees
 
 
 def test_another_arena_is_used_by_both(tiny_bundle: Path) -> None:
@@ -146,8 +146,8 @@ def test_a_graph_for_trees_that_was_released_is_loaded_again(tiny_bundle: Path) 
         return bound.forward(TREE, positions=20 + DEPTHS, tree_mask=TREE_MASK).copy()
 
     before = tree_logits()
-    graph.release(TREE_GRAPH)
-    assert not graph.holds(TREE_GRAPH)
+    graph.release(TreeGraph.name)
+    assert not graph.holds(TreeGraph.name)
     np.testing.assert_array_equal(tree_logits(), before)
     graph.disable_trees()
     with pytest.raises(ValueError, match="this graph cannot verify trees"):
@@ -175,9 +175,9 @@ def test_a_gpu_whose_form_has_a_plain_form_gets_both_graphs(
     bound = graph.bind(graph.arena(64))
     assert run(bound, PROMPT).shape[0] == len(PROMPT)
     if isinstance(graph, ChosenGraphs):
-        assert not graph.holds(TREE_GRAPH)
+        assert not graph.holds(TreeGraph.name)
         bound.forward(TREE, positions=20 + DEPTHS, tree_mask=TREE_MASK)
-        assert graph.holds(TREE_GRAPH)
+        assert graph.holds(TreeGraph.name)
 
 
 def test_a_device_without_room_for_the_graph_for_trees_gets_chains(
@@ -187,7 +187,7 @@ def test_a_device_without_room_for_the_graph_for_trees_gets_chains(
         raise DeviceError("cuda cannot run model.onnx: out of memory", "run the model on the CPU: --device cpu")
 
     complete = joined(tiny_bundle, WEBGPU)
-    graph = plain_and_tree_graphs(load(tiny_bundle, WEBGPU, plain=True), complete.graph_io, no_room)
+    graph = ChosenGraphs(load(tiny_bundle, WEBGPU, plain=True), (TreeGraph(no_room),), complete.graph_io)
     with caplog.at_level(logging.WARNING):
         check = check_device(graph, open_bundle(tiny_bundle), CONFIG, cache=False)
     assert "out of memory" in caplog.text

@@ -31,7 +31,6 @@ from edgerun.runtime.int8_prompts.int8_graph_files import (
     int8_graph_path,
     verify_int8_graph,
 )
-from edgerun.runtime.kv.hybrid_arena import HybridArena
 from edgerun.runtime.prefill import prefill
 from support.tiny_models import HYBRID_FAMILIES, write_bundle
 
@@ -67,9 +66,9 @@ def read(bound: BoundSession, width: int = 64) -> tuple[np.ndarray, dict[str, np
     logits -= logits.max()
     tensors = zip(bound.graph_io.cache, arena.buffers.arrays, strict=True)
     kept = {each.past: array[0, :, : len(PROMPT)].copy() for each, array in tensors}
-    if isinstance(arena, HybridArena):
-        assert arena.move_states() == []
-        states = [layer.copy() for buffers in arena.states for layer in buffers.past.states]
+    if arena.states is not None:
+        assert arena.states.move_to(arena.length, arena.anchors) == []
+        states = [layer.copy() for buffers in arena.states.buffers for layer in buffers.past.states]
         kept |= {each.past: state for each, state in zip(bound.graph_io.states, states, strict=True)}
     return logits - np.log(np.exp(logits).sum()), {name: values for name, values in kept.items() if values.size}
 

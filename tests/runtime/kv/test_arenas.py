@@ -14,10 +14,8 @@ from edgerun import ContextError
 from edgerun.runtime.kv.arena import InPlaceArena, KVArena
 from edgerun.runtime.kv.borrowed import BorrowedArena
 from edgerun.runtime.kv.buffers import CacheTensorType, NumpyBuffers
-from edgerun.runtime.kv.device_arena import DeviceArena, DeviceBuffers
+from edgerun.runtime.kv.device_buffers import DeviceBuffers, SlotGraphs
 from edgerun.runtime.kv.growing import GrowingArena
-from edgerun.runtime.kv.slot_graphs import SlotGraphs
-from edgerun.runtime.kv.static_arena import StaticArena
 
 FLOAT32_4D = CacheTensorType(np.dtype(np.float32), (1, 3, 0, 4), 2)
 FLOAT16_5D = CacheTensorType(np.dtype(np.float16), (2, 1, 3, 0, 4), 3)
@@ -37,52 +35,44 @@ class WithOwner(BorrowedArena):
         return InPlaceArena(tensor_types, limit)
 
 
-class OnDevice(DeviceArena):
-    """A device arena whose device is the CPU: its slots are moved and copied by graphs."""
+GRAPHS = SlotGraphs(("cpu", 0), lambda _: ["CPUExecutionProvider"])
 
-    graphs = SlotGraphs(("cpu", 0), lambda _: ["CPUExecutionProvider"])
 
-    def __init__(self, tensor_types: tuple[CacheTensorType, ...], limit: int) -> None:
-        super().__init__(tensor_types, limit, None, self.graphs)
+def on_device(tensor_types: tuple[CacheTensorType, ...], limit: int) -> InPlaceArena:
+    """A device's arena whose device is the CPU: its slots are moved and copied by graphs."""
+    return InPlaceArena(tensor_types, limit, new_buffers=GRAPHS.new_buffers)
 
 
 class WithDeviceOwner(WithOwner):
     """A borrowed arena over some tensors of a device arena."""
 
     def new_owner(self, tensor_types: tuple[CacheTensorType, ...], limit: int) -> InPlaceArena:
-        return OnDevice(tensor_types, limit)
+        return on_device(tensor_types, limit)
 
 
-class Static(StaticArena):
+def static(tensor_types: tuple[CacheTensorType, ...], limit: int) -> InPlaceArena:
     """An arena of the graphs of three capacities."""
-
-    def __init__(self, tensor_types: tuple[CacheTensorType, ...], limit: int) -> None:
-        super().__init__(tensor_types, limit, (16, 100, 1000))
+    return InPlaceArena(tensor_types, limit, capacities=(16, 100, 1000))
 
 
 ARENAS: tuple[Callable[[tuple[CacheTensorType, ...], int], KVArena], ...] = (
     *(InPlaceArena, GrowingArena, WithOwner),
-    *(OnDevice, WithDeviceOwner, Static),
+    *(on_device, WithDeviceOwner, static),
 )
 
 
 def write(arena: KVArena, numbers: npt.NDArray[np.int64]) -> None:
     """Write uncommitted slots that hold these numbers everywhere, as a pass would."""
     arena.reserve(numbers.size)
-    if isinstance(arena, StaticArena):
-        new = [np.zeros(each.shape_of(numbers.size + 3), each.dtype) for each in arena.tensor_types]
-        for array, tensor_type in zip(new, arena.tensor_types, strict=True):
-            np.moveaxis(array, tensor_type.axis, -1)[..., : numbers.size] = numbers
-        arena.write(arena.length, new, numbers.size)
-    elif isinstance(arena, InPlaceArena | BorrowedArena):
+    if isinstance(arena, InPlaceArena | BorrowedArena):
         buffers = arena.buffers
         assert isinstance(buffers, NumpyBuffers | DeviceBuffers)
-        on_device = isinstance(buffers, DeviceBuffers)
-        tensors = [value.numpy() for value in buffers.values] if on_device else buffers.arrays
+        copied = isinstance(buffers, DeviceBuffers)
+        tensors = [value.numpy() for value in buffers.values] if copied else buffers.arrays
         for index, (tensor, tensor_type) in enumerate(zip(tensors, arena.tensor_types, strict=True)):
             slots = np.moveaxis(tensor, tensor_type.axis, -1)
             slots[..., arena.length : arena.length + numbers.size] = numbers
-            if on_device:
+            if copied:
                 buffers.values[index].update_inplace(tensor)
     elif isinstance(arena, GrowingArena):
         for past, present, tensor_type in zip(
@@ -150,7 +140,7 @@ def test_compact_rejects_invalid_paths(kind: Callable[..., KVArena], path: list[
     assert arena.length == 5
 
 
-@pytest.mark.parametrize("kind", [InPlaceArena, OnDevice])
+@pytest.mark.parametrize("kind", [InPlaceArena, on_device])
 def test_growth_doubles_the_capacity_up_to_the_limit(kind: Callable[..., InPlaceArena]) -> None:
     arena = kind(TENSOR_TYPES, 700)
     assert arena.capacity == 256
@@ -180,11 +170,11 @@ def test_a_large_arena_grows_in_small_steps() -> None:
 
 
 def test_a_fixed_capacity_limits_the_context() -> None:
-    arena = InPlaceArena(TENSOR_TYPES, 1000, 64)
+    arena = InPlaceArena(TENSOR_TYPES, 1000, capacities=(64,))
     assert (arena.capacity, arena.limit) == (64, 64)
     with pytest.raises(ContextError, match="context full: 65 of 64 tokens"):
         arena.reserve(65)
-    short = InPlaceArena(TENSOR_TYPES, 10, 64)
+    short = InPlaceArena(TENSOR_TYPES, 10, capacities=(64,))
     assert (short.capacity, short.limit) == (64, 10)
     with pytest.raises(ContextError):
         short.reserve(11)
@@ -287,7 +277,7 @@ def test_floats_of_another_type_are_converted(kind: Callable[..., KVArena]) -> N
 
 
 def test_a_static_arena_has_the_smallest_capacity_that_fits() -> None:
-    arena = Static(TENSOR_TYPES, 500)
+    arena = static(TENSOR_TYPES, 500)
     assert (arena.capacity, arena.limit) == (16, 500)
     write(arena, np.arange(90))
     arena.commit(90)
@@ -305,4 +295,4 @@ def test_a_static_arena_has_the_smallest_capacity_that_fits() -> None:
     assert (arena.capacity, contents(arena)) == (100, list(range(49)))
     with pytest.raises(ContextError, match="context full: 501 of 500 tokens"):
         arena.reserve(452)
-    assert Static(TENSOR_TYPES, 5000).limit == 1000
+    assert static(TENSOR_TYPES, 5000).limit == 1000

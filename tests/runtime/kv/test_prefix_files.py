@@ -168,7 +168,7 @@ def test_a_full_disk_loses_the_file_and_says_so_once(
     usage = shutil.disk_usage(tiny_bundle)
     with caplog.at_level(logging.WARNING, "edgerun"), loaded(tiny_bundle) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(prefix_files._NewPrefix, "write", failing)
+            patch.setattr(prefix_files, "_write_prefix", failing)
             text = asked(engine, "in the").text
             engine.model.prefixes.wait()
         with monkeypatch.context() as patch:
@@ -245,13 +245,13 @@ def test_slots_of_another_graph_are_used_only_where_it_may_read_prompts() -> Non
 
 def test_a_cache_that_is_being_written_is_copied_and_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = threading.Event()
-    write = prefix_files._NewPrefix.write
+    write = prefix_files._write_prefix
 
-    def waiting(self: prefix_files._NewPrefix, *arguments: object) -> None:
+    def waiting(*arguments: object) -> None:
         begin.wait()
-        write(self, *arguments)  # type: ignore[arg-type]
+        write(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(prefix_files._NewPrefix, "write", waiting)
+    monkeypatch.setattr(prefix_files, "_write_prefix", waiting)
     prefixes = PrefixFiles(lambda: "a model")
     memory = PrefixCache(lambda: arena_of(0), 1 << 20, prefixes)
     arena = arena_of(100, 5.0)

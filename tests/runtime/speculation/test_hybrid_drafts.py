@@ -18,7 +18,6 @@ from edgerun.models.pairing import find_draft
 from edgerun.runtime.decode import DecodeLimits, decode
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
-from edgerun.runtime.kv.hybrid_arena import HybridArena
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel, Floats, TopTokens
@@ -95,8 +94,8 @@ def test_no_draft_changes_the_text(graph_of: Callable[..., GraphSession], famili
         own = graph_of(family, seed, int4=int4)
         model = kind(own.bind(own.arena(CONTEXT)), FREE, VOCABULARY)
         arena = model._arena
-        assert isinstance(arena, HybridArena)
-        arena._most_held = 3
+        assert arena.states is not None
+        arena.states._most_held = 3
         speculator = eager(SuffixDrafter(), model=ModelDrafter(model), trees=trees)
         for params in (SamplingParams(), SamplingParams(0.8, top_k=40, seed=3)):
             prompt = random.integers(5, VOCABULARY, 9).tolist()

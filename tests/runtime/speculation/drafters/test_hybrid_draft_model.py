@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from edgerun.errors import EdgeError
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
-from edgerun.runtime.kv import hybrid_arena
-from edgerun.runtime.kv.hybrid_arena import HybridArena
+from edgerun.runtime.kv import layer_states
+from edgerun.runtime.kv.layer_states import LayerStates, StateCheckpoints
 from edgerun.runtime.kv.prefix_cache import PrefixCache
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel, TopTokens
 from support.adversarial_drafters import FixedCost
@@ -42,10 +42,10 @@ def draft(graph: GraphSession, limit: int = LIMIT, prefixes: PrefixCache | None 
     return DraftModel(graph.bind(graph.arena(limit)), cost, VOCABULARY, prefixes=prefixes)
 
 
-def arena_of(model: DraftModel) -> HybridArena:
-    arena = model._arena
-    assert isinstance(arena, HybridArena)
-    return arena
+def states_of(model: DraftModel) -> LayerStates:
+    states = model._arena.states
+    assert states is not None
+    return states
 
 
 def assert_as_fresh(graph: GraphSession, tokens: list[int], likely: TopTokens) -> None:
@@ -81,7 +81,7 @@ def width_of_pass(model: DraftModel, path: tuple[int, ...]) -> tuple[int, TopTok
 @given(data=st.data(), most_held=st.sampled_from([1, 2, 100]))
 def test_probabilities_are_those_of_a_fresh_pass(graph: GraphSession, most_held: int, data: st.DataObject) -> None:
     model = draft(graph)
-    arena_of(model)._most_held = most_held
+    states_of(model)._most_held = most_held
     text = data.draw(TEXTS)
     model.reset(text)
     for _ in range(data.draw(st.integers(1, 8))):
@@ -90,13 +90,13 @@ def test_probabilities_are_those_of_a_fresh_pass(graph: GraphSession, most_held:
                 path = data.draw(st.one_of(PATHS, st.sampled_from([*model._scratch, ()]).map(lambda each: (*each, 22))))
                 known = model.has_logits(path)
                 announced = model.width(path)
-                runs_last_again = not path and not known and len(text) == arena_of(model).length
+                runs_last_again = not path and not known and len(text) == model._arena.length
                 width, likely = width_of_pass(model, path)
                 assert_as_fresh(graph, [*text, *path], likely)
                 if not runs_last_again:  # which may need states from before it
                     assert width == (0 if known else announced)
-                assert arena_of(model).token_ids == text
-                assert len(arena_of(model)._held) <= most_held
+                assert states_of(model).token_ids == text
+                assert len(states_of(model)._held) <= most_held
             case "append":
                 # Often draft tokens, with or without another token after them.
                 drafted = st.sampled_from(model._scratch) if model._scratch else PATHS
@@ -129,22 +129,22 @@ def test_a_rejection_anywhere_in_a_chain_runs_nothing_again(
     graph: GraphSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, text = draft(graph, 256), [20, 30, 40]
-    arena_of(model).spacing = 1 << 12  # of linear attention, which is that large
+    states_of(model).checkpoints = StateCheckpoints(1 << 12)  # of linear attention, which is that large
     copies: list[int] = []
-    monkeypatch.setattr(arena_of(model), "_copy_at", copies.append)
+    monkeypatch.setattr(states_of(model), "_copy_at", copies.append)
     model.reset(text)
     passes = 0
     for length, accepted in [(4, 0), (4, 1), (4, 2), (4, 3), (4, 4), (1, 0), (6, 5), (3, 3), (2, 1)]:
         text = rejected_after(model, graph, text, length, accepted)
         passes += length
         assert model.passes == passes + 1  # one for the target's own token, which begins the next chain
-    assert arena_of(model).replayed == 0
+    assert model._arena.replayed == 0
     assert copies == [3]  # the end of the prompt, for a later one
 
 
 def test_tokens_behind_the_last_held_states_run_once_more_and_are_charged(graph: GraphSession) -> None:
     model, text = draft(graph, 256), [20, 30, 40]
-    arena_of(model)._most_held = 2
+    states_of(model)._most_held = 2
     model.reset(text)
     chain: list[int] = []
     for _ in range(6):
@@ -155,14 +155,14 @@ def test_tokens_behind_the_last_held_states_run_once_more_and_are_charged(graph:
     assert model.width(()) == 1 + 2
     assert model.seconds(()) == model.cost.seconds(3, 0)
     width, likely = width_of_pass(model, ())
-    assert (width, arena_of(model).replayed) == (3, 2)
+    assert (width, model._arena.replayed) == (3, 2)
     assert_as_fresh(graph, [*text, *chain[:3], 50], likely)
 
 
 def test_what_replays_cost_is_learned_by_the_width_of_the_pass(graph: GraphSession) -> None:
     model = draft(graph, 256)
     model.reset([20, 30, 40])
-    arena_of(model)._most_held = 1
+    states_of(model)._most_held = 1
     for path in ((), (21,), (21, 22), (21, 22, 23), (21, 22, 23, 24)):
         model.top_tokens(path, 1)
     model._timings.clear()
@@ -170,7 +170,7 @@ def test_what_replays_cost_is_learned_by_the_width_of_the_pass(graph: GraphSessi
     for token in (21, 22, 9):
         model.append(token)
     model.top_tokens((), 1)
-    assert arena_of(model).replayed == 2
+    assert model._arena.replayed == 2
     assert [timing[0] for timing in model._timings] == [1 + 2]
 
 
@@ -181,27 +181,27 @@ def test_buffers_are_reused_and_released(graph: GraphSession) -> None:
     sizes = []
     for _ in range(8):
         text = rejected_after(model, graph, text, 5, 2)
-        sizes.append(sum(each.nbytes for each in arena_of(model).states))
+        sizes.append(sum(each.nbytes for each in states_of(model).buffers))
     assert len(set(sizes[2:])) == 1
-    arena = arena_of(model)
+    arena = model._arena
     model.reset([5, 6, 7])
-    assert not arena._held
-    assert sum(each.nbytes for each in arena.states) < sizes[-1]
+    assert not arena.states._held
+    assert sum(each.nbytes for each in arena.states.buffers) < sizes[-1]
     assert_as_fresh(graph, [5, 6, 7], model.top_tokens((), 3))
     # The first sequence is taken from the cache again.
     model.reset([*text[:40], 9])
-    assert arena_of(model) is arena
+    assert model._arena is arena
     assert_as_fresh(graph, [*text[:40], 9], model.top_tokens((), 3))
 
 
 def test_a_new_prompt_that_continues_the_last_one_begins_at_its_last_prefill(graph: GraphSession) -> None:
     model, prompt = draft(graph, 512), np.random.default_rng(2).integers(20, 290, 300).tolist()
-    arena_of(model).spacing = 1 << 12  # of linear attention, which is that large
+    states_of(model).checkpoints = StateCheckpoints(1 << 12)  # of linear attention, which is that large
     model.reset(prompt)
     text = rejected_after(model, graph, prompt, 4, 2)
     model.reset([*text[:-2], 7, 8])
     assert_as_fresh(graph, [*text[:-2], 7, 8], model.top_tokens((), 3))
-    assert arena_of(model).replayed <= 300 - 256 + 3
+    assert model._arena.replayed <= 300 - 256 + 3
 
 
 def test_a_failed_pass_costs_the_draft_alone(graph: GraphSession, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,10 +226,10 @@ def _fail() -> None:
 
 
 def test_states_that_are_held_have_a_limit(graph: GraphSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    nbytes = sum(each.nbytes for each in graph.arena(64).state_types)
-    monkeypatch.setattr(hybrid_arena, "_HELD_BYTES", 3 * nbytes)
+    nbytes = sum(each.nbytes for each in graph.arena(64).states.types)
+    monkeypatch.setattr(layer_states, "_HELD_BYTES", 3 * nbytes)
     model = draft(graph)
     model.reset([20, 21])
     for depth in range(6):
         model.top_tokens(tuple(range(30, 30 + depth)), 1)
-    assert len(arena_of(model)._held) == 3
+    assert len(states_of(model)._held) == 3

@@ -17,7 +17,6 @@ from edgerun import GenerateOptions
 from edgerun.errors import InputError
 from edgerun.export import INT4
 from edgerun.export.drafts.trimmed_head import trim_own_draft
-from edgerun.runtime.kv.hybrid_arena import HybridArena
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.drafters.target_drafts import HiddenStateHead
 from edgerun.runtime.speculation.tree import Source
@@ -105,7 +104,7 @@ def test_features_survive_tokens_that_run_once_more(tmp_path: Path) -> None:
     tokens = np.random.default_rng(3).integers(5, 300, 50).tolist()
     bound = bind_with_features(headed.open_target(), CONTEXT)
     arena = bound.arena
-    assert isinstance(arena, HybridArena)
+    assert arena.states is not None
     for start in range(0, 40, 4):  # of every chain of four draft tokens, two are accepted
         bound.forward([*tokens[arena.length : arena.length + 2], 7, 8])
         arena.compact(arena.length, [0, 1])

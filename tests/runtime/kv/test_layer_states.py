@@ -13,7 +13,7 @@ import pytest
 from edgerun.errors import EdgeError
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
-from edgerun.runtime.kv.hybrid_arena import HybridArena
+from edgerun.runtime.kv.arena import KVArena
 from support.hybrid_graphs import with_end_states
 from support.nightly import some_nightly
 from support.tiny_models import write_bundle
@@ -65,9 +65,8 @@ def expected(graph: GraphSession) -> npt.NDArray[np.float32]:
     return np.array(rows)
 
 
-def new(graph: GraphSession) -> tuple[Any, HybridArena]:
+def new(graph: GraphSession) -> tuple[Any, Any]:
     arena = graph.arena(CONTEXT)
-    assert isinstance(arena, HybridArena)
     return graph.bind(arena), arena
 
 
@@ -79,9 +78,15 @@ def read(bound: Any, stop: int, width: int = 100) -> None:
         bound.arena.commit(len(tokens))
 
 
-def has_strips(arena: HybridArena) -> bool:
+def spacing_of(arena: KVArena) -> int:
+    assert arena.states is not None
+    return arena.states.checkpoints.spacing
+
+
+def has_strips(arena: KVArena) -> bool:
     """Whether states after every token of a pass are known, also of a wide one."""
-    return all(each.of_every_token for each in arena.state_types)
+    assert arena.states is not None
+    return all(each.of_every_token for each in arena.states.types)
 
 
 def check_next(bound: Any, expected: npt.NDArray[np.float32], width: int = 3) -> None:
@@ -114,11 +119,11 @@ def test_random_rewinds_and_replays_equal_sequential_decoding(
         else:
             arena.commit(accepted)
         assert arena.length == base + accepted
-    assert arena.token_ids == TEXT[: arena.length]
+    assert arena.states.token_ids == TEXT[: arena.length]
     assert rewinds > 100
     assert arena.replayed > 0
     if has_strips(arena):
-        assert arena.replayed <= rewinds * (arena.spacing - 1)
+        assert arena.replayed <= rewinds * (spacing_of(arena) - 1)
 
 
 @pytest.mark.parametrize("seed", some_nightly(range(6), 6))
@@ -129,7 +134,7 @@ def test_chains_of_short_passes_equal_sequential_decoding_wherever_they_are_cut(
     random = np.random.default_rng(seed)
     bound, arena = new(graph)
     read(bound, 30)
-    arena._most_held = (2, 4, 1)[seed // 2]
+    arena.states._most_held = (2, 4, 1)[seed // 2]
     for _ in range(60):
         if random.random() < 0.1 or arena.length > 400:
             arena.rewind_to(int(random.integers(0, min(arena.length, 400) + 1)))
@@ -154,9 +159,9 @@ def test_chains_of_short_passes_equal_sequential_decoding_wherever_they_are_cut(
                 arena.rewind_to(base)
             if random.random() < 0.4:
                 drafted = int(random.integers(0, drafted + 1))
-            assert len(arena._held) <= arena._most_held
+            assert len(arena.states._held) <= arena.states._most_held
         arena.commit(int(random.integers(0, drafted + 1)))
-        assert arena.token_ids == TEXT[: arena.length]
+        assert arena.states.token_ids == TEXT[: arena.length]
     check_next(bound, expected)
     assert arena.replayed > 0 or arena.replay is None
 
@@ -173,7 +178,7 @@ def test_rewinding_within_the_last_pass_replays_what_has_no_state(
     if position >= 60 and arena.replay is None:
         assert arena.replayed == 0
     else:
-        assert arena.replayed == position % (arena.spacing if has_strips(arena) else 60)
+        assert arena.replayed == position % (spacing_of(arena) if has_strips(arena) else 60)
 
 
 def test_accepted_tokens_run_once_more_until_a_pass_is_accepted_as_a_whole(
@@ -199,7 +204,7 @@ def test_many_tokens_run_again_in_several_passes(graph: GraphSession, expected: 
     arena.commit(1)
     arena.rewind_to(399)
     check_next(bound, expected)
-    assert arena.replayed == (399 % arena.spacing if has_strips(arena) else 399)
+    assert arena.replayed == (399 % spacing_of(arena) if has_strips(arena) else 399)
     arena.commit(3)
     check_next(bound, expected)
 
@@ -211,13 +216,14 @@ def test_a_replay_is_part_of_the_next_pass_and_no_longer_than_the_spacing(
     if not has_strips(arena):
         pytest.skip("these states are not known at multiples of the spacing")
     read(bound, 300)
-    arena.rewind_to(arena.spacing * 3)
+    arena.rewind_to(spacing_of(arena) * 3)
     check_next(bound, expected)
     assert arena.replayed == 0
-    arena.rewind_to(arena.spacing * 2 + 5)
+    arena.rewind_to(spacing_of(arena) * 2 + 5)
     check_next(bound, expected, width=1)
     assert arena.replayed == 5
-    assert arena.plain_length == arena.spacing * 2  # slots that ran once more, in a wide pass, are not plain decoding's
+    # Slots that ran once more, in a wide pass, are not plain decoding's.
+    assert arena.plain_length == spacing_of(arena) * 2
 
 
 def test_states_of_the_last_prefill_pass_are_kept(graph: GraphSession) -> None:
@@ -249,7 +255,7 @@ def test_copies_and_snapshots_continue_as_the_original(
     read(copied_bound, 30)
     copied.copy_from(arena, slots)
     check_next(copied_bound, expected)
-    assert copied.token_ids == TEXT[:slots]
+    assert copied.states.token_ids == TEXT[:slots]
     restored_bound, restored = new(graph)
     arena.rewind_to(slots)
     restored.restore(arena.snapshot())
@@ -276,15 +282,15 @@ def damaged_states(snapshot: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
 def test_wide_passes_do_not_keep_what_earlier_ones_returned(graph: GraphSession) -> None:
     bound = graph.bind(graph.arena(CONTEXT))
     arena = bound.arena
-    assert isinstance(arena, HybridArena)
+    assert arena.states is not None
     returned = []
     for start in range(0, 500, 50):
         bound.forward(TEXT[start : start + 50])
         arena.commit(50)
-        assert arena._outputs is not None
-        returned += [weakref.ref(each) for each in arena._outputs]
-    assert len(returned) == 10 * len(arena.states)
-    assert len({id(each()) for each in returned if each() is not None}) <= 2 * len(arena.states)
+        assert arena.states._outputs is not None
+        returned += [weakref.ref(each) for each in arena.states._outputs]
+    assert len(returned) == 10 * len(arena.states.buffers)
+    assert len({id(each()) for each in returned if each() is not None}) <= 2 * len(arena.states.buffers)
 
 
 def test_damaged_snapshots_are_refused(strips: GraphSession) -> None:
