@@ -37,7 +37,7 @@ from edgerun.runtime.arguments.load_options import MEASURING_OPTIONS
 from edgerun.runtime.decode import DecodeLimits, FinishReason, decode
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.bound_graph import BoundGraph
-from edgerun.runtime.graph.graph_io import BASE_GRAPH, GraphIO
+from edgerun.runtime.graph.graph_io import GraphIO
 from edgerun.runtime.graph.open_graph import open_graph
 from edgerun.runtime.graph.session import SessionConfig
 from edgerun.runtime.kv.arena import InPlaceArena, KVArena
@@ -71,8 +71,8 @@ class Recorded:
     answer_ids: list[int]
 
 
-class EmulatedTarget:
-    """A `BoundGraph` that knows the answer; its passes take the time of a device, and no processor.
+class EmulatedTarget(BoundGraph):
+    """A graph that knows the answer; its passes take the time of a device, and no processor.
 
     Args:
         graph_io: inputs and outputs of the model that gave the answer.
@@ -80,28 +80,11 @@ class EmulatedTarget:
         seconds: seconds of a pass by width, from width 1.
     """
 
-    whole_logits = True
-    base_only = False
-    last_graph = BASE_GRAPH
-
     def __init__(self, graph_io: GraphIO, text: Sequence[int], seconds: Sequence[float]) -> None:
-        self.graph_io: Final = graph_io
-        self.arena: KVArena = InPlaceArena(graph_io.tensor_types, _CONTEXT)
+        self.graph_io = graph_io
+        self.arena = InPlaceArena(graph_io.tensor_types, _CONTEXT)
         self._text = np.array(text)
         self._seconds = seconds
-
-    def use(self, arena: KVArena) -> None:
-        """See `BoundGraph`."""
-        self.arena = arena
-
-    def prefill_width(self, preferred: int, remaining: int) -> int:
-        """See `BoundGraph`."""
-        del remaining
-        return preferred
-
-    def hidden_states(self, tokens: npt.ArrayLike, wanted: Sequence[int]) -> npt.NDArray[np.float32]:
-        """See `BoundGraph`."""
-        raise NotImplementedError
 
     def forward(
         self,
@@ -111,7 +94,7 @@ class EmulatedTarget:
         positions: npt.ArrayLike | None = None,
         tree_mask: npt.NDArray[np.bool_] | None = None,
     ) -> npt.NDArray[np.float32]:
-        """See `BoundGraph`: the recorded next token after every path that is recorded, and token 0 after others."""
+        """Give the recorded next token after every path that is recorded, and token 0 after others."""
         started = time.perf_counter()
         ids, base = np.asarray(tokens), self.arena.length
         self.arena.reserve(ids.size)
@@ -128,42 +111,26 @@ class EmulatedTarget:
         return logits
 
 
-class SlowedDraft:
-    """A `BoundGraph` whose passes take at least a given time: the logits of one graph, the speed of a device.
+class SlowedDraft(BoundGraph):
+    """A graph whose passes take at least a given time: the logits of one graph, the speed of a device.
 
     Args:
         bound: the graph.
         seconds: least seconds of a pass.
     """
 
-    whole_logits = True
-    base_only = False
-    last_graph = BASE_GRAPH
-
     def __init__(self, bound: BoundGraph, seconds: float) -> None:
         self._bound = bound
         self._seconds = seconds
-        self.graph_io: Final = bound.graph_io
-
-    @property
-    def arena(self) -> KVArena:
-        """See `BoundGraph`."""
-        return self._bound.arena
+        self.graph_io, self.arena = bound.graph_io, bound.arena
 
     def use(self, arena: KVArena) -> None:
-        """See `BoundGraph`."""
+        """Run over another arena from now on."""
+        super().use(arena)
         self._bound.use(arena)
 
-    def prefill_width(self, preferred: int, remaining: int) -> int:
-        """See `BoundGraph`."""
-        return self._bound.prefill_width(preferred, remaining)
-
-    def hidden_states(self, tokens: npt.ArrayLike, wanted: Sequence[int]) -> npt.NDArray[np.float32]:
-        """See `BoundGraph`."""
-        return self._bound.hidden_states(tokens, wanted)
-
     def forward(self, tokens: npt.ArrayLike, **options: Any) -> npt.NDArray[np.float32]:
-        """See `BoundGraph`."""
+        """Run a pass, and wait until it has taken long enough."""
         started = time.perf_counter()
         logits = self._bound.forward(tokens, **options)
         time.sleep(max(self._seconds - (time.perf_counter() - started), 0.0))

@@ -37,9 +37,12 @@ class BoundGraph(Protocol):
 
     def use(self, arena: KVArena) -> None:
         """Run over another arena of the same tensor types from now on."""
+        self.arena = arena
 
     def prefill_width(self, preferred: int, remaining: int) -> int:
         """Number of prompt tokens to run in the next pass, given the `preferred` number and those that are left."""
+        del remaining
+        return preferred
 
     def forward(
         self,
@@ -67,6 +70,7 @@ class BoundGraph(Protocol):
             ContextError: the tokens do not fit the context.
             EdgeError: ONNX Runtime failed; the arena is unchanged.
         """
+        raise NotImplementedError
 
     def hidden_states(self, tokens: npt.ArrayLike, wanted: Sequence[int]) -> Floats:
         """Run a pass like `forward`, and return the hidden states of the tokens with the indices `wanted`.
@@ -78,3 +82,5 @@ class BoundGraph(Protocol):
             ContextError: as `forward`.
             EdgeError: as `forward`.
         """
+        del tokens, wanted
+        raise ValueError("this graph does not give hidden states")

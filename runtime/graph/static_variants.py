@@ -8,7 +8,7 @@ the graph contract offers follows from the mask and the positions, which are inp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -117,10 +117,6 @@ class BoundStaticGraphs(BoundGraph):
         self._graphs: Final = graphs
         self.graph_io = graphs.graph_io
         self._logits: Floats = np.empty((0, graphs.graph_io.vocab_size), np.float32)
-        self.use(arena)
-
-    def use(self, arena: KVArena) -> None:
-        """Run over another arena of `StaticGraphs.arena` from now on."""
         self.arena = arena
 
     def prefill_width(self, preferred: int, remaining: int) -> int:
@@ -175,11 +171,6 @@ class BoundStaticGraphs(BoundGraph):
                 self._logits[rows, next_ids] = 0
             start = end
         return self._logits[: wanted.size]
-
-    def hidden_states(self, tokens: npt.ArrayLike, wanted: Sequence[int]) -> Floats:
-        """Raise ValueError: these graphs do not give hidden states."""
-        del tokens, wanted
-        raise ValueError("graphs of fixed shapes do not give hidden states")
 
     def _width_for(self, tokens: int, wanted: npt.NDArray[np.int64]) -> int:
         """Width of the next pass: the smallest that holds a number of tokens, else the largest.

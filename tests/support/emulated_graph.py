@@ -7,14 +7,14 @@ text without gaps. So a lost or doubled slot is an error, whatever the function 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from edgerun.runtime.graph.bound_graph import BoundGraph
 from edgerun.runtime.graph.graph_io import (
-    BASE_GRAPH,
     CacheMode,
     CacheTensor,
     GraphIO,
@@ -22,7 +22,7 @@ from edgerun.runtime.graph.graph_io import (
     InputRole,
     LogitsMode,
 )
-from edgerun.runtime.kv.arena import InPlaceArena, KVArena
+from edgerun.runtime.kv.arena import InPlaceArena
 from edgerun.runtime.kv.buffers import CacheTensorType, NumpyBuffers
 
 Text: TypeAlias = tuple[int, ...]
@@ -33,8 +33,8 @@ _SLOTS: Final = CacheTensorType(np.dtype(np.float64), (1, 1, 0, 2), 2)
 """A slot: token id and position."""
 
 
-class EmulatedGraph:
-    """A `BoundGraph` that computes the logits after every token with a function of the text up to it.
+class EmulatedGraph(BoundGraph):
+    """A graph that computes the logits after every token with a function of the text up to it.
 
     Args:
         logits_after: logits float32 `[V]` after a text.
@@ -52,7 +52,7 @@ class EmulatedGraph:
     ) -> None:
         value = GraphValue("logits", "tensor(float)", ("R", vocab))
         roles = (InputRole.TOKENS, InputRole.POSITIONS, InputRole.BIAS, InputRole.LOGIT_POSITIONS)
-        self.graph_io: Final = GraphIO(
+        self.graph_io = GraphIO(
             vocab,
             vocab,
             (CacheTensor("past", "present", _SLOTS),),
@@ -64,26 +64,10 @@ class EmulatedGraph:
             LogitsMode.SELECTED,
             causal=True,
         )
-        self.arena: KVArena = InPlaceArena([_SLOTS], limit)
-        self.whole_logits = True
-        self.base_only = False
-        self.last_graph: Final = BASE_GRAPH
+        self.arena = InPlaceArena([_SLOTS], limit)
         self.passes = 0
         self._logits_after = logits_after
         self._seconds = seconds
-
-    def use(self, arena: KVArena) -> None:
-        """See `BoundGraph`."""
-        self.arena = arena
-
-    def prefill_width(self, preferred: int, remaining: int) -> int:
-        """See `BoundGraph`."""
-        del remaining
-        return preferred
-
-    def hidden_states(self, tokens: npt.ArrayLike, wanted: Sequence[int]) -> Floats:
-        """See `BoundGraph`."""
-        raise NotImplementedError
 
     def forward(
         self,
@@ -93,7 +77,7 @@ class EmulatedGraph:
         positions: npt.ArrayLike | None = None,
         tree_mask: npt.NDArray[np.bool_] | None = None,
     ) -> Floats:
-        """See `BoundGraph`."""
+        """Check the text that each token attends to, and compute the wanted logits."""
         started = time.perf_counter()
         self.passes += 1
         ids, arena = np.asarray(tokens, np.int64), self.arena
