@@ -31,7 +31,7 @@ from artifacts import bundle
 from edgerun import Engine
 from edgerun.models.json_file import record_to_json
 from edgerun.runtime.graph.bound_graph import BoundGraph
-from edgerun.runtime.measure.cache_calibration import CacheQuality, measure_cache_quality
+from edgerun.runtime.measure.logit_quality import LogitQuality, measure_cache_quality
 from edgerun.runtime.measure.self_text import sample_texts
 from edgerun.runtime.measure.system_load import LoadMeter
 from edgerun.runtime.prefill import prefill
@@ -124,7 +124,7 @@ def memory(engine: Engine, context: int) -> CacheMemory:
     return CacheMemory(context, arena.nbytes, process.memory_full_info().uss - before)
 
 
-def trained(path: Path, tokens: int) -> CacheQuality:
+def trained(path: Path, tokens: int) -> LogitQuality:
     """Compare the caches of a trained model over texts that it writes."""
     with edgerun.load(path, kv="int8", draft=None) as engine:
         texts = [text.tolist() for text in sample_texts(path, tokens, min(512, engine.context - 1), 99)]

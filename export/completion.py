@@ -17,7 +17,8 @@ from ..runtime.devices.providers import choose_device
 from ..runtime.graph.int8_cache import rotated_pairs
 from ..runtime.graph.session import GraphSession, SessionConfig
 from ..runtime.measure.bundle_timing import BundleTimer
-from ..runtime.measure.cache_calibration import calibrated_scales, measure_cache_quality
+from ..runtime.measure.cache_calibration import calibrated_scales
+from ..runtime.measure.logit_quality import measure_cache_quality
 from ..runtime.measure.measurement_store import describe_machine
 from ..runtime.text.turn_markers import TokenArray
 from .allocation.allocate import SENSITIVITY_WORK, measured_tokens

@@ -17,8 +17,8 @@ from ...runtime.devices.processor import Power
 from ...runtime.engine import Engine
 from ...runtime.engine_loading import load as open_model
 from ...runtime.kv.cache_scales import KVFormat
-from ...runtime.measure.cache_calibration import CacheQuality, measure_cache_quality
 from ...runtime.measure.exactness import ComparisonCounts, Counterexample, ExactnessReport
+from ...runtime.measure.logit_quality import LogitQuality, measure_cache_quality
 from ...runtime.prefill import PrefillMode
 from ..terminal.output import SafeConsole, write_json
 from .shared_options import AsJson, Debug, ModelArgument, OptionsOf, Prompts, takes_options
@@ -89,7 +89,7 @@ def verify(
     return 0 if report.passed else 1
 
 
-def _facts(engine: Engine, report: ExactnessReport, quality: CacheQuality | None, packed: bool) -> dict[str, Any]:
+def _facts(engine: Engine, report: ExactnessReport, quality: LogitQuality | None, packed: bool) -> dict[str, Any]:
     """What was found, as plain values."""
     return {
         "model": str(engine.bundle.folder),
@@ -119,7 +119,7 @@ def exactness_summary(report: ExactnessReport) -> str:
 
 
 def _show(
-    engine: Engine, report: ExactnessReport, quality: CacheQuality | None, packed: bool, prompts: Sequence[str]
+    engine: Engine, report: ExactnessReport, quality: LogitQuality | None, packed: bool, prompts: Sequence[str]
 ) -> None:
     noise = report.noise
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -149,7 +149,7 @@ def _show(
     console.print(exactness_summary(report), style="bold")
 
 
-def _cache_quality(quality: CacheQuality) -> str:
+def _cache_quality(quality: LogitQuality) -> str:
     return (
         f"mean KL {quality.mean_kl:.2g} from a float cache (99 % of positions below {quality.p99_kl:.2g}), the same "
         f"most likely token at {quality.top1_agreement:.1%} of {quality.positions} positions of texts of up to "

@@ -175,7 +175,7 @@ class PromptReading:
             BundleError: the model is damaged.
             EdgeError: ONNX Runtime failed.
         """
-        from ..measure.int8_prompt_quality import measure_int8_quality, quality_prompts  # noqa: PLC0415 -- see `_write`
+        from ..measure.logit_quality import KL_LIMIT, measure_int8_quality, quality_prompts  # noqa: PLC0415 -- see `_write`
         from .int8_graph_files import int8_graph_obstacle  # noqa: PLC0415 -- see `_write`
 
         prompt, graphs = self._prompt, self._graphs
@@ -200,7 +200,7 @@ class PromptReading:
         choice, busy = measure_prompt_speed(
             plain, int8, self._config.threads, lambda fraction: progress(TIMING, fraction)
         )
-        choice = replace(choice, mean_kl=quality.mean_kl, kl_limit=quality.limit, load_s=load_s)
+        choice = replace(choice, mean_kl=quality.mean_kl, kl_limit=KL_LIMIT, load_s=load_s)
         prompt.adopt(choice, store=not busy)
         if prompt.refusal is not None:
             graphs.release(prompt.name)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ...models.atomic import temporary_folder
 from ...models.bundle import GRAPH_NAME, Bundle, open_bundle
@@ -55,7 +55,6 @@ _FIRST_PASSES: Final = 4
 _HOPELESS: Final = 2.0
 """A session whose fastest first passes take so many times the other's is not timed further."""
 _NODE_SUFFIX: Final = "_kernel_time"
-_RUN_EVENT: Final = "model_run"
 
 
 @dataclass(frozen=True)
@@ -280,11 +279,6 @@ def _nodes_by_width(passes: Sequence[Mapping[str, float]], widths: Sequence[int]
     return found
 
 
-class _Event(NamedTuple):
-    name: str
-    seconds: float
-
-
 def read_profile(profile: Path) -> list[dict[str, float]]:
     """Read the seconds by node of each pass from a profile that ONNX Runtime wrote, in the order of the passes.
 
@@ -297,19 +291,16 @@ def read_profile(profile: Path) -> list[dict[str, float]]:
     passes: list[dict[str, float]] = []
     nodes: dict[str, float] = {}
     # The profile takes a kilobyte per node and pass; the hook keeps two values of it while the file is parsed.
-    for event in json.loads(profile.read_text(encoding="utf-8"), object_hook=_event):
-        if not isinstance(event, _Event):
-            continue
-        if event.name.endswith(_NODE_SUFFIX):
-            nodes[event.name.removesuffix(_NODE_SUFFIX)] = event.seconds
-        elif event.name == _RUN_EVENT:
+    for event in filter(None, json.loads(profile.read_text(encoding="utf-8"), object_hook=_event)):
+        name, seconds = event
+        if name.endswith(_NODE_SUFFIX):
+            nodes[name.removesuffix(_NODE_SUFFIX)] = seconds
+        elif name == "model_run":
             passes.append(nodes)
             nodes = {}
     return passes
 
 
-def _event(fields: dict[str, Any]) -> _Event | None:
-    """Convert a JSON object to an event; None for the objects nested in one."""
-    if "cat" not in fields:
-        return None
-    return _Event(str(fields["name"]), float(fields["dur"]) * 1e-6)
+def _event(fields: dict[str, Any]) -> tuple[str, float] | None:
+    """Name and seconds of an event of a profile; None for the objects nested in one."""
+    return (str(fields["name"]), float(fields["dur"]) * 1e-6) if "cat" in fields else None

@@ -61,19 +61,6 @@ class Answer:
     """Number of positions that were recomputed."""
 
 
-@dataclass(frozen=True)
-class _Case:
-    """A speculative answer to compare with the plain one."""
-
-    kind: str
-    """`greedy`, `sampled` or `exact`."""
-    drafter: str
-    prompt_index: int
-    prompt: Sequence[int]
-    sampling: SamplingParams
-    plain: Answer
-
-
 class _ConstantPassCost(PassCost):
     """A pass cost that does not change with observed passes."""
 
@@ -172,14 +159,14 @@ class Comparison:
     def _compare_prompt(self, index: int, prompt: Sequence[int], greedy: Answer, epsilon: float) -> None:
         for sampling in (self._greedy, *self._sampled):
             plain = greedy if sampling.greedy else self.plain(prompt, sampling)
-            kind = "greedy" if sampling.greedy else "sampled"
-            for drafter, speculator in self._speculators(prompt, plain, sampling):
-                found = self._decode(prompt, sampling, speculator, None)
-                self._compare(_Case(kind, drafter, index, prompt, sampling, plain), found, epsilon)
-            if sampling.greedy:
+            # Kinds of answers, the margin below which they recompute near ties, and below which they may differ.
+            kinds = [("greedy", None, epsilon), ("exact", epsilon, 0.0)] if sampling.greedy else []
+            for kind, recomputed, allowed in kinds or [("sampled", None, epsilon)]:
                 for drafter, speculator in self._speculators(prompt, plain, sampling):
-                    found = self._decode(prompt, sampling, speculator, epsilon)
-                    self._compare(_Case("exact", drafter, index, prompt, sampling, plain), found, 0.0)
+                    found = self._decode(prompt, sampling, speculator, recomputed)
+                    difference = self._count(kind, prompt, sampling, plain, found, allowed)
+                    if difference is not None and self._counterexample is None:
+                        self._counterexample = Counterexample(kind, drafter, index, sampling.seed, *difference)
 
     def _speculators(
         self, prompt: Sequence[int], plain: Answer, sampling: SamplingParams
@@ -224,30 +211,30 @@ class Comparison:
             self._cached_prompt = tuple(prompt)
         arena.rewind_to(len(prompt) - 1)
 
-    def _compare(self, case: _Case, found: Answer, epsilon: float) -> None:
-        """Count an answer, and keep it if it is the first that differs where it must not."""
-        plain = case.plain
+    def _count(
+        self,
+        kind: str,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        plain: Answer,
+        found: Answer,
+        epsilon: float,
+    ) -> tuple[int, int, int, float] | None:
+        """Count an answer; returns where and how it differs if it does so where it must not."""
         identical = (plain.token_ids, plain.ended) == (found.token_ids, found.ended)
-        near_tie, gap = False, 0.0
+        near_tie, gap, difference = False, 0.0, None
         if not identical:
-            index = next(
-                (
-                    at
-                    for at, both in enumerate(zip(plain.token_ids, found.token_ids, strict=False))
-                    if both[0] != both[1]
-                ),
-                min(len(plain.token_ids), len(found.token_ids)),
-            )
-            expected, other, gap = self._gap(case.prompt, case.sampling, plain, found, index)
+            pairs = enumerate(zip(plain.token_ids, found.token_ids, strict=False))
+            shorter = min(len(plain.token_ids), len(found.token_ids))
+            index = next((at for at, (one, other) in pairs if one != other), shorter)
+            expected, other, gap = self._gap(prompt, sampling, plain, found, index)
             near_tie = gap < epsilon
-            if not near_tie and self._counterexample is None:
-                self._counterexample = Counterexample(
-                    case.kind, case.drafter, case.prompt_index, case.sampling.seed, index, expected, other, gap
-                )
+            difference = None if near_tie else (index, expected, other, gap)
         counts = ComparisonCounts(
             1, int(identical), int(near_tie), gap if near_tie else 0.0, found.drafts, found.recomputed
         )
-        self._counts[case.kind] = self._counts.get(case.kind, ComparisonCounts()) + counts
+        self._counts[kind] = self._counts.get(kind, ComparisonCounts()) + counts
+        return difference
 
     def _gap(
         self, prompt: Sequence[int], sampling: SamplingParams, plain: Answer, found: Answer, index: int
@@ -266,31 +253,11 @@ class Comparison:
 
     def _plain_logits(self, text: Sequence[int], prompt_tokens: int) -> Logits:
         """Return the logits `[V]` after `text`, of which the first tokens are prefilled and the others decoded."""
-        sampler = _ForcedSampler(text[prompt_tokens:])
         self._rewind(text[:prompt_tokens])
-        for _ in decode(self._bound, text[:prompt_tokens], sampler, DecodeLimits(len(text) - prompt_tokens + 1)):
-            pass
-        return sampler.logits
-
-
-class _ForcedSampler:
-    """A `TokenSampler` that chooses given tokens and keeps the logits of the choice after them."""
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens = iter(tokens)
-        self.logits: Logits = np.empty(0, np.float32)
-
-    def choose(self, logits: Logits, position: int, /) -> int:
-        """Return the next given token."""
-        del position
-        self.logits = logits.copy()
-        return next(self._tokens, 0)
-
-    def observe_prompt(self, tokens: Sequence[int], /) -> None:
-        """Ignore the tokens; the choices do not depend on them."""
-
-    def observe(self, tokens: Sequence[int], /) -> None:
-        """Ignore the tokens; the choices do not depend on them."""
+        for token in text[prompt_tokens - 1 :]:
+            logits: Logits = self._bound.forward((token,))[0]
+            self._bound.arena.commit(1)
+        return logits.copy()
 
 
 def _distance(logits: Logits, sampling: SamplingParams, position: int, expected: int, other: int) -> float:

@@ -66,18 +66,13 @@ def measured_device(bundle: Bundle) -> Device:
         return cpu
     try:
         device = choose_device(choice.device)
+        if device_identity(device) == choice.identity:
+            return device
+        problem = "it has another driver or plugin since; the CPU computes until edge-run tune measures again"
     except DeviceError as error:
-        _log.warning("%s was fastest for %s, but %s; the CPU computes", choice.device, bundle.folder.name, error.what)
-        return cpu
-    if device_identity(device) != choice.identity:
-        _log.warning(
-            "%s was fastest for %s, but it has another driver or plugin since; the CPU computes until edge-run tune "
-            "measures again",
-            choice.device,
-            bundle.folder.name,
-        )
-        return cpu
-    return device
+        problem = f"{error.what}; the CPU computes"
+    _log.warning("%s was fastest for %s, but %s", choice.device, bundle.folder.name, problem)
+    return cpu
 
 
 def measure_fastest_device(bundle: Bundle, config: SessionConfig, progress: Progress = silent) -> FastestDevice:
@@ -95,7 +90,12 @@ def measure_fastest_device(bundle: Bundle, config: SessionConfig, progress: Prog
         ContextError: the model's context is too short for a pass.
         EdgeError: ONNX Runtime failed on the CPU.
     """
-    others = [device for device in available_devices() if worth_measuring(device)]
+    # A simulator of an NPU is never faster than the CPU that it runs on.
+    others = [
+        device
+        for device in available_devices()
+        if device.kind is DeviceKind.GPU or (device.kind is DeviceKind.NPU and not device.simulated)
+    ]
     cpu = config.device
     if not others:
         return FastestDevice(cpu.name, {})
@@ -124,11 +124,6 @@ def measure_fastest_device(bundle: Bundle, config: SessionConfig, progress: Prog
     if not choice.busy:
         FASTEST_DEVICES.save(fastest_device_key(bundle), choice)
     return choice
-
-
-def worth_measuring(device: Device) -> bool:
-    """Whether a device may be faster than the CPU: not the CPU itself, and not the simulator of an NPU."""
-    return device.kind is not DeviceKind.CPU and not (device.simulated and device.kind is DeviceKind.NPU)
 
 
 def _open(bundle: Bundle, config: SessionConfig) -> BoundGraph:

@@ -106,28 +106,29 @@ class SelfTextSampler:
 
     def _conversations(self) -> Iterator[list[int] | None]:
         """Yield a request and its answer each, endlessly; None where one of the two is empty."""
-        frame = _TemplateFrame.of(self._model)
+        frame = _template_frame(self._model)
         first = [] if frame is None else self._requests(frame, _TRIAL_REQUESTS)
         if frame is None or 2 * len(first) < _TRIAL_REQUESTS:
             yield from self._neutral_conversations()
             return
-        yield from self._answered([[*request, *frame.after] for request in first])
+        yield from self._answered(first)
         while True:
             requests = self._requests(frame, self._batched.batch_size)
-            yield from self._answered([[*request, *frame.after] for request in requests])
+            yield from self._answered(requests)
             if not requests:
                 yield None
 
-    def _requests(self, frame: _TemplateFrame, number: int) -> list[list[int]]:
-        """Sample `number` conversations up to the end of the user's request; return those whose request ends."""
-        max_tokens = len(frame.before) + min(_MAX_REQUEST_TOKENS, self._max_text_tokens // 2)
-        texts = self._sample([frame.before] * number, max_tokens, self._end_tokens | {frame.after[0]})
+    def _requests(self, frame: tuple[list[int], list[int]], number: int) -> list[list[int]]:
+        """Sample `number` users' requests; return the beginnings of an answer to each request that ends."""
+        before, after = frame
+        max_tokens = len(before) + min(_MAX_REQUEST_TOKENS, self._max_text_tokens // 2)
+        texts = self._sample([before] * number, max_tokens, self._end_tokens | {after[0]})
+        decode = self._model.tokenizer.decode
         return [
-            text.tokens for text in texts if text.end is not None and self._has_text(text.tokens[len(frame.before) :])
+            [*text.tokens, *after]
+            for text in texts
+            if text.end is not None and decode(text.tokens[len(before) :]).strip()
         ]
-
-    def _has_text(self, tokens: list[int]) -> bool:
-        return bool(self._model.tokenizer.decode(tokens).strip())
 
     def _neutral_conversations(self) -> Iterator[list[int] | None]:
         options = GenerateOptions()
@@ -153,22 +154,14 @@ class SelfTextSampler:
             yield from self._batched.sample(prompts[start : start + size], max_tokens, end_tokens, self._seeds)
 
 
-@dataclass(frozen=True)
-class _TemplateFrame:
-    """Token ids that a chat template writes around a user's request."""
-
-    before: list[int]
-    after: list[int]
-
-    @classmethod
-    def of(cls, model: LoadedModel) -> _TemplateFrame | None:
-        """Find the frame of a model's template; None if the template does more than copy the request."""
-        rendered = model.require_template().render([{"role": "user", "content": _PLACEHOLDER}])
-        before, found, after = rendered.partition(_PLACEHOLDER)
-        if not found or not after or not before or _PLACEHOLDER in after:
-            return None
-        frame = [model.tokenizer.encode(part, add_special_tokens=False) for part in (before, after)]
-        return cls(*frame) if all(frame) else None
+def _template_frame(model: LoadedModel) -> tuple[list[int], list[int]] | None:
+    """Token ids that a chat template writes before and after a user's request; None if it does more than copy it."""
+    rendered = model.require_template().render([{"role": "user", "content": _PLACEHOLDER}])
+    before, found, after = rendered.partition(_PLACEHOLDER)
+    if not found or _PLACEHOLDER in after:
+        return None
+    frame = [model.tokenizer.encode(part, add_special_tokens=False) for part in (before, after)]
+    return (frame[0], frame[1]) if all(frame) else None
 
 
 @dataclass

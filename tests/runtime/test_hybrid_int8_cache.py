@@ -14,7 +14,7 @@ from edgerun import GenerateOptions, Speculation
 from edgerun.edge.cli.main import main
 from edgerun.errors import InputError
 from edgerun.runtime.kv.arena import KVArena
-from edgerun.runtime.measure.cache_calibration import measure_cache_quality
+from edgerun.runtime.measure.logit_quality import measure_cache_quality
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.layouts import HYBRID_LAYOUTS, write_layout
 from support.tiny_models import HYBRID_FAMILIES, write_bundle

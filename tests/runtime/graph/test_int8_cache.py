@@ -26,9 +26,9 @@ from edgerun.runtime.kv.cache_scales import CacheScales, dequantize_slots, quant
 from edgerun.runtime.measure.cache_calibration import (
     CACHE_SCALES,
     calibrated_scales,
-    measure_cache_quality,
     with_kv_format,
 )
+from edgerun.runtime.measure.logit_quality import measure_cache_quality
 from edgerun.runtime.speculation.choice import Speculation
 from support.shared_data import data_path
 from support.tiny_models import HYBRID_FAMILIES, write_bundle

@@ -26,7 +26,7 @@ from edgerun.runtime.int8_prompts.int8_graph import Int8Products, find_products
 from edgerun.runtime.int8_prompts.int8_graph_files import int8_graph_path
 from edgerun.runtime.int8_prompts.integer_weights import FULL_RANGE, NARROW_RANGE
 from edgerun.runtime.int8_prompts.outlier_channels import InputSample, sample_inputs, too_coarse
-from edgerun.runtime.measure.int8_prompt_quality import KL_LIMIT, measure_int8_quality
+from edgerun.runtime.measure.logit_quality import KL_LIMIT, measure_int8_quality
 from support.tiny_models import write_bundle, write_checkpoint
 
 CPU = SessionConfig(choose_device("cpu"), 1)

@@ -1,15 +1,16 @@
-"""What an int8 prompt graph costs in quality: logits after prompts that it read, and after plain prefill.
+"""What an int8 KV cache and an int8 prompt graph cost in quality: logits compared with those of the model without.
 
-The int8 graph reads a prompt, and the model's own graph goes on from there, as in an answer. The next tokens are those
-of the text, so that both see the same ones.
+Of two caches, the logits at every position of some texts are compared. After a prompt that the int8 graph read, the
+model's own graph goes on from there, as in an answer. The next tokens are those of the text, so that both see the same
+ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -26,14 +27,14 @@ PROMPTS: Final = 20
 _PROMPT_TOKENS: Final = 96
 _NEXT_TOKENS: Final = 64
 _WIDTH: Final = 32
-"""Tokens per pass after a prompt. Their logits are compared at once: 20 MB of them for a vocabulary of 152,000."""
+"""Tokens per pass. Their logits are compared at once: 20 MB of them for a vocabulary of 152,000."""
 _SOURCES: Final = ("conversation", "decode", "embedding", "engine", "generation", "loaded_model", "options", "result")
 """Modules of the runtime whose source is read as text: half English prose, half code."""
 
 
 @dataclass(frozen=True)
-class Int8Quality:
-    """Next-token distributions after prompts that an int8 graph read, compared with those after plain prefill."""
+class LogitQuality:
+    """Next-token distributions compared with those of the model as it is."""
 
     mean_kl: float
     """Mean KL divergence, in nats."""
@@ -43,13 +44,67 @@ class Int8Quality:
     """Share of the positions with the same most likely token."""
     positions: int
     """Number of positions that were compared."""
-    limit: float = field(default=KL_LIMIT)
-    """Mean KL divergence up to which an int8 graph is used."""
+    longest: int
+    """Number of tokens of the longest text."""
 
-    @property
-    def acceptable(self) -> bool:
-        """Whether the int8 graph may read prompts; NaN is not acceptable."""
-        return self.mean_kl <= self.limit
+
+class _Comparison:
+    """Adds up how far log-probabilities `[n, V]` differ from the expected ones."""
+
+    def __init__(self) -> None:
+        self._kl: list[npt.NDArray[np.float64]] = []
+        self._agrees: list[npt.NDArray[np.bool_]] = []
+
+    def add(self, expected: npt.NDArray[Any], found: npt.NDArray[Any]) -> None:
+        self._kl.append(np.sum(np.exp(expected) * (expected - found), axis=-1, dtype=np.float64))
+        self._agrees.append(expected.argmax(axis=-1) == found.argmax(axis=-1))
+
+    def result(self, texts: Sequence[Sequence[int]]) -> LogitQuality:
+        kl = np.concatenate(self._kl)
+        agreement = float(np.concatenate(self._agrees).mean())
+        return LogitQuality(float(kl.mean()), float(np.quantile(kl, 0.99)), agreement, kl.size, max(map(len, texts)))
+
+
+def measure_cache_quality(
+    quantized: BoundGraph,
+    reference: BoundGraph,
+    texts: Sequence[Sequence[int]],
+    progress: Callable[[float], None] = lambda _: None,
+) -> LogitQuality:
+    """Compare the logits of two graphs, which differ in their caches, at every position of texts.
+
+    Args:
+        quantized: the graph with an int8 cache, whose contents are lost.
+        reference: the same with a float cache, whose contents are lost.
+        texts: token ids, at least one text; those longer than the context are cut.
+        progress: receives the fraction done, 0 to 1.
+
+    Raises:
+        EdgeError: ONNX Runtime failed.
+        ValueError: there is no text.
+    """
+    limit = min(quantized.arena.limit, reference.arena.limit)
+    cut = [list(text[:limit]) for text in texts if len(text)]
+    if not cut:
+        raise ValueError("there is no text to compare caches on")
+    comparison = _Comparison()
+    for number, text in enumerate(cut):
+        for each in (quantized, reference):
+            each.arena.rewind_to(0)
+        for start in range(0, len(text), _WIDTH):
+            tokens, log_probs = text[start : start + _WIDTH], []
+            for each in (reference, quantized):
+                log_probs.append(_log_softmax(each.forward(tokens).astype(np.float64)))
+                each.arena.commit(len(tokens))
+            comparison.add(*log_probs)
+        progress((number + 1) / len(cut))
+    return comparison.result(cut)
+
+
+def _log_softmax(logits: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    log_probs: npt.NDArray[Any] = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    return log_probs
 
 
 def quality_prompts(tokenizer: TextTokenizer) -> list[list[int]]:
@@ -77,7 +132,7 @@ def measure_int8_quality(
     plain: BoundGraph,
     prompts: Sequence[Sequence[int]],
     progress: Callable[[float], None] = lambda _: None,
-) -> Int8Quality:
+) -> LogitQuality:
     """Compare an int8 graph with the model's own graph.
 
     Args:
@@ -93,11 +148,10 @@ def measure_int8_quality(
     """
     arena, int8_arena = plain.arena, int8.arena
     limit = min(arena.limit, int8_arena.limit)
-    texts = [list(text[:limit]) for text in prompts]
-    texts = [text for text in texts if len(text) > 1]
+    texts = [list(text[:limit]) for text in prompts if len(text[:limit]) > 1]
     if not texts:
         raise ValueError("there is no prompt to compare on")
-    kl, agrees = [], []
+    comparison = _Comparison()
     try:
         for number, text in enumerate(texts):
 
@@ -110,20 +164,13 @@ def measure_int8_quality(
             plain.use(int8_arena)
             found = _next_distributions(int8, plain, text, next_tokens, lambda done: report((1 + done) / 2))
             for right, wrong in zip(expected, found, strict=True):
-                kl.append(np.sum(np.exp(right) * (right - wrong), axis=-1, dtype=np.float64))
-                agrees.append(right.argmax(axis=-1) == wrong.argmax(axis=-1))
+                comparison.add(right, wrong)
     finally:
         plain.use(arena)
         arena.rewind_to(0)
         int8_arena.rewind_to(0)
     progress(1.0)
-    values = np.concatenate(kl)
-    return Int8Quality(
-        mean_kl=float(values.mean()),
-        p99_kl=float(np.quantile(values, 0.99)),
-        top1_agreement=float(np.concatenate(agrees).mean()),
-        positions=values.size,
-    )
+    return comparison.result(texts)
 
 
 def _next_distributions(
@@ -149,5 +196,4 @@ def _next_distributions(
         tokens = text[begin : min(begin + _WIDTH, len(text) - 1)]
         logits = plain.forward(tokens)
         arena.commit(len(tokens))
-        logits = logits - logits.max(axis=-1, keepdims=True)
-        yield logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        yield _log_softmax(logits)
