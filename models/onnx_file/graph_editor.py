@@ -90,6 +90,11 @@ class GraphEditor:
         self.graph.initializer.append(initializer)
         self.initializers[initializer.name] = self.graph.initializer[-1]
 
+    def declare_microsoft(self) -> None:
+        """Declare the operators of com.microsoft, which the graph may not have used before."""
+        if all(each.domain != MICROSOFT for each in self.model.opset_import):
+            self.model.opset_import.add(domain=MICROSOFT, version=1)
+
     def integers(self, name: str, *values: int) -> str:
         """Add a constant vector of int64, once per name; returns its name in the graph."""
         return self.constant(name, np.array(values, np.int64))
@@ -173,6 +178,27 @@ class GraphEditor:
         del self.graph.value_info[:]
         data: bytes = self.model.SerializeToString(deterministic=True)
         return data
+
+
+class NodeList:
+    """Nodes that take the place of one node; values are named after it.
+
+    Args:
+        name: the beginning of the names.
+
+    Attributes:
+        nodes: the nodes, in order.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.nodes: list[Message] = []
+        self._name = name
+
+    def add(self, operator: str, inputs: Sequence[str], output: str = "", **attributes: Any) -> str:
+        """Append a node of one of ONNX's own operators; returns the name of its output."""
+        output = output or f"{self._name}.{len(self.nodes)}.{operator.lower()}"
+        self.nodes.append(onnx_node(operator, inputs, output, **attributes))
+        return output
 
 
 def onnx_node(operator: str, inputs: Sequence[str], output: str, **attributes: Any) -> Message:

@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor, attributes_of, onnx_node
+from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor, NodeList, attributes_of
 from ...models.onnx_file.model_messages import ELEMENT_TYPES, Message, set_attribute
 
 _UINT8: Final = ELEMENT_TYPES[np.dtype(np.uint8)]
@@ -139,19 +139,12 @@ def _all_in_the_middle(editor: GraphEditor, name: str, bits: int) -> bool:
     return bool(np.isin(points, (middle, full)).all())
 
 
-class _Expansion:
-    """Nodes that take the place of one node; values are named after its output."""
+class _Expansion(NodeList):
+    """Nodes that compute codes in place of an operator."""
 
     def __init__(self, editor: GraphEditor, name: str) -> None:
-        self.nodes: list[Message] = []
+        super().__init__(name)
         self._editor = editor
-        self._name = name
-
-    def add(self, operator: str, inputs: list[str], output: str = "", **attributes: object) -> str:
-        """Append a node; returns the name of its output."""
-        output = output or f"{self._name}.{len(self.nodes)}.{operator.lower()}"
-        self.nodes.append(onnx_node(operator, inputs, output, **attributes))
-        return output
 
     def unpacked(self, packed: str, bits: int, rank: int) -> str:
         """Append the codes of bytes along the last of `rank` axes, the lowest bits first; as floats."""

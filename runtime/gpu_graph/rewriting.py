@@ -67,7 +67,7 @@ def gpu_graph(graph: Path, form: GpuForm, *, plain: bool = False) -> bytes:
         use_half_precision(editor, cache)
     _return_best_tokens(editor)
     editor.drop_unused(keep_inputs=not plain)
-    _check_domain(editor)
+    editor.declare_microsoft()
     if form.only_operators_of and (missing := operators_outside(editor, form.only_operators_of)):
         raise CannotRewriteError(f"the provider has no kernel for {', '.join(missing)}")
     return editor.serialized()
@@ -111,13 +111,6 @@ def _return_best_tokens(editor: GraphEditor) -> None:
     rows = shape[0] if shape[0] is not None else "rows"
     editor.graph.output.append(value_info(TOP_IDS, np.int64, (rows, count)))
     editor.graph.output.append(value_info(TOP_LOGITS, np.float32, (rows, count)))
-
-
-def _check_domain(editor: GraphEditor) -> None:
-    """Declare the operators of com.microsoft, which the graph may not have used before."""
-    domains = {each.domain for each in editor.model.opset_import}
-    if MICROSOFT not in domains:
-        editor.model.opset_import.add(domain=MICROSOFT, version=1)
 
 
 def _take_window_biases(editor: GraphEditor) -> None:

@@ -9,35 +9,29 @@ itself is loaded.
 
 from __future__ import annotations
 
-import hashlib
-import os
 from pathlib import Path
 from typing import Final
 
 import onnxruntime as ort
 
 from ...errors import BundleError, EdgeError
-from ...models.atomic import discard_folder, folder_written_atomically
+from ...models.atomic import discard_folder
 from ...models.bundle import Bundle
 from ...models.graph_variant import DeviceKind
 from ...models.onnx_file.wire import external_files
-from ...models.user_folders import cache_folder
 from ..devices.processor import machine
 from ..devices.providers import add_device
 from .device_loading import Assignments, load_on_device
 from .ort import ORT_ERRORS, RUNTIME_BUILD, error_reason, session_options
-from .packed_files import RECORD_NAME, check_samples, make_room, write_record
+from .packed_files import is_intact, packed_folder, written_folder
 from .session import SessionConfig
 
 _FORMAT: Final = 1
 _CONTEXT_NAME: Final = "context.onnx"
 _KEY_NAME: Final = "key.txt"
+_COMPILER_ERRORS: Final[tuple[type[Exception], ...]] = (OSError, *ORT_ERRORS)
 _SIZE_RATIO: Final = 1.5
 """Upper estimate of the size of a context, relative to its graph and weights."""
-_MAX_CACHE_BYTES: Final = 16 << 30
-"""Largest size of all contexts together; the least recently used are removed first."""
-
-_COMPILER_ERRORS: Final[tuple[type[Exception], ...]] = (OSError, *ORT_ERRORS)
 
 
 class CompiledGraphs:
@@ -73,13 +67,22 @@ class CompiledGraphs:
             self.loaded[name] = False
             return session
         key = self._key(graph)
-        folder = cache_folder() / "compiled" / hashlib.sha256(key.encode()).hexdigest()[:32]
+        folder = packed_folder("compiled", key)
         session = self._open_context(folder, key)
         if session is not None:
             self.loaded[name] = True
             return session
         discard_folder(folder)
-        self._compile(graph, folder, key)
+        try:
+            with written_folder(folder, int(_graph_bytes(graph) * _SIZE_RATIO)) as staging:
+                options = self._options()
+                add_device(options, self._config.device)
+                compiler = ort.ModelCompiler(options, str(graph), embed_compiled_data_into_model=False)
+                compiler.compile_to_file(str(staging / _CONTEXT_NAME))
+                (staging / _KEY_NAME).write_text(key, encoding="utf-8")
+        except _COMPILER_ERRORS:
+            # The device cannot make one, or the disk has no room. Loading the graph itself says what is wrong with it.
+            discard_folder(folder)
         session = self._open_context(folder, key) or self._open(graph)
         self.loaded[name] = False
         return session
@@ -87,29 +90,11 @@ class CompiledGraphs:
     def _open_context(self, folder: Path, key: str) -> ort.InferenceSession | None:
         """The session of a context; None if there is none that can be used."""
         try:
-            if (folder / _KEY_NAME).read_text(encoding="utf-8") != key:
-                return None
-            check_samples(folder)
-            os.utime(folder)
-            return self._open(folder / _CONTEXT_NAME)
+            if (folder / _KEY_NAME).read_text(encoding="utf-8") == key and is_intact(folder):
+                return self._open(folder / _CONTEXT_NAME)
         except (OSError, UnicodeDecodeError, EdgeError):
-            return None
-
-    def _compile(self, graph: Path, folder: Path, key: str) -> None:
-        """Write the context of a graph, if the device can make one and the disk has room for it."""
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            make_room(folder.parent, int(_graph_bytes(graph) * _SIZE_RATIO), _MAX_CACHE_BYTES)
-            with folder_written_atomically(folder, lambda _: True) as staging:
-                options = self._options()
-                add_device(options, self._config.device)
-                compiler = ort.ModelCompiler(options, str(graph), embed_compiled_data_into_model=False)
-                compiler.compile_to_file(str(staging / _CONTEXT_NAME))
-                (staging / _KEY_NAME).write_text(key, encoding="utf-8")
-                write_record(staging, staging / RECORD_NAME)
-        except _COMPILER_ERRORS:
-            # Loading the graph itself says what is wrong with it.
-            discard_folder(folder)
+            pass
+        return None
 
     def _open(self, graph: Path) -> ort.InferenceSession:
         options, device = self._options(), self._config.device

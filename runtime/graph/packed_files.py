@@ -17,9 +17,8 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -29,6 +28,7 @@ from ...models.bundle import GRAPH_NAME, Bundle, digest_file
 from ...models.json_file import read_json_object
 from ...models.onnx_file.model_messages import with_tensors_of
 from ...models.user_folders import cache_folder
+from ...models.user_text import format_bytes
 from ..devices.processor import processor
 from .ort import ORT_ERRORS, RUNTIME_BUILD, error_reason, load_session, session_options
 
@@ -47,61 +47,83 @@ _MIN_WEIGHT_BYTES: Final = 64 << 20
 _SIZE_RATIO: Final = 2.5
 """Upper estimate of the size of packed and original weights together, relative to the original."""
 _MAX_CACHE_BYTES: Final = 16 << 30
-"""Largest size of all prepacked models together; the least recently used are removed first."""
+"""Largest size of all folders of one kind together; the least recently used are removed first."""
 
 
-@dataclass(frozen=True)
-class PackedFile:
-    """Size and digests of one file."""
-
-    bytes: int
-    sha256: str
-    """SHA-256 (hexadecimal) of the file."""
-    sample: str
-    """SHA-256 (hexadecimal) of its sample."""
-
-    @staticmethod
-    def of(path: Path) -> PackedFile:
-        """Compute the digests of a file."""
-        digest = digest_file(path)
-        return PackedFile(digest.bytes, digest.sha256, sample_digest(path))
+def packed_folder(kind: str, *key: object) -> Path:
+    """The folder of packed files in the cache, which exists if they were written, by everything they depend on."""
+    return cache_folder() / kind / hashlib.sha256("\0".join(map(str, key)).encode()).hexdigest()[:32]
 
 
-def write_record(folder: Path, record: Path) -> None:
-    """Write the digests of all files of a folder.
+def is_intact(folder: Path) -> bool:
+    """Whether a folder of packed files is there and not damaged, by its samples; it counts as used then.
+
+    A damaged one is removed, to be written again.
+    """
+    try:
+        if folder.is_dir():
+            check_folder(folder)
+            os.utime(folder)
+            return True
+    except (OSError, BundleError):
+        discard_folder(folder)
+    return False
+
+
+@contextmanager
+def written_folder(folder: Path, needed: int, spare: int = 0) -> Iterator[Path]:
+    """Yield an empty folder that becomes `folder` with a record of its files, once the block has written them.
+
+    Args:
+        folder: a folder that `packed_folder` gave; those least recently used of its kind are removed to make room.
+        needed: bytes of the files.
+        spare: bytes that have to stay free on the disk besides.
+
+    Raises:
+        OSError: the disk has no room.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _make_room(folder.parent, needed)
+    if (free := shutil.disk_usage(folder.parent).free) < needed + spare:
+        wanted = f"{format_bytes(needed + spare)} of disk space are needed in {folder.parent}"
+        raise OSError(f"{wanted}, {format_bytes(free)} are free")
+    with folder_written_atomically(folder, lambda _: True) as staging:
+        yield staging
+        write_record(staging)
+
+
+def write_record(folder: Path) -> None:
+    """Write the digests of all files of a folder beside them.
 
     Raises:
         OSError: a file cannot be read or written.
     """
-    files = {path.name: asdict(PackedFile.of(path)) for path in sorted(folder.iterdir())}
+    record = folder / RECORD_NAME
+    files = {path.name: _digests(path) for path in sorted(folder.iterdir()) if path != record}
     record.write_text(json.dumps({"format": _FORMAT, "files": files}), encoding="utf-8")
 
 
-def read_record(record: Path) -> Mapping[str, PackedFile]:
-    """Read what `write_record` wrote.
+def check_folder(folder: Path, *, whole: bool = False) -> None:
+    """Compare sizes and samples of a folder's files with its record, or all bytes if `whole`.
 
     Raises:
-        BundleError: the record is missing, damaged, or of another version.
-    """
-    try:
-        data = read_json_object(record, BundleError, _HINT)
-        if data["format"] == _FORMAT:
-            files = data["files"].items()
-            return {name: PackedFile(each["bytes"], each["sha256"], each["sample"]) for name, each in files}
-    except (OSError, LookupError, TypeError, AttributeError) as error:
-        raise BundleError(f"{record} is missing or damaged", _HINT) from error
-    raise BundleError(f"{record} was written by another version of edge-run", _HINT)
-
-
-def check_samples(folder: Path) -> None:
-    """Compare the sizes and the samples of a folder's files with its record.
-
-    Raises:
-        BundleError: one of them differs, or the record is missing or damaged.
+        BundleError: one of them differs, or the record is missing, damaged, or of another version.
         OSError: a file cannot be read.
     """
-    for name, expected in read_record(folder / RECORD_NAME).items():
-        check_sample(folder / name, expected)
+    record = folder / RECORD_NAME
+    data = read_json_object(record, BundleError, _HINT)
+    if data.get("format") != _FORMAT:
+        raise BundleError(f"{record} was written by another version of edge-run", _HINT)
+    try:
+        files = data["files"].items()
+        expected = {folder / name: (each["bytes"], each["sha256"], each["sample"]) for name, each in files}
+    except (LookupError, TypeError, AttributeError) as error:
+        raise BundleError(f"{record} is missing or damaged", _HINT) from error
+    for path, (size, sha256, sample) in expected.items():
+        if whole and digest_file(path).sha256 != sha256:
+            raise BundleError(f"{path} is damaged: its checksum is not the one recorded", _HINT)
+        if not whole and (path.stat().st_size != size or sample_digest(path) != sample):
+            raise BundleError(f"{path} is damaged", _HINT)
 
 
 def verify_folder(folder: Path) -> bool:
@@ -118,8 +140,7 @@ def verify_folder(folder: Path) -> bool:
     if not record.is_file():
         return False
     try:
-        for name, expected in read_record(record).items():
-            check_whole(folder / name, expected)
+        check_folder(folder, whole=True)
     except (OSError, BundleError):
         # Windows keeps files that this process maps, but without a record the next one removes them.
         with suppress(OSError):
@@ -129,27 +150,9 @@ def verify_folder(folder: Path) -> bool:
     return True
 
 
-def check_sample(path: Path, expected: PackedFile) -> None:
-    """Compare the size and the sample of a file.
-
-    Raises:
-        BundleError: one of them differs.
-        OSError: the file cannot be read.
-    """
-    if path.stat().st_size != expected.bytes or sample_digest(path) != expected.sample:
-        raise BundleError(f"{path} is damaged", _HINT)
-
-
-def check_whole(path: Path, expected: PackedFile) -> None:
-    """Compare all bytes of a file.
-
-    Raises:
-        BundleError: they differ.
-        OSError: the file cannot be read.
-    """
-    found = digest_file(path)
-    if (found.bytes, found.sha256) != (expected.bytes, expected.sha256):
-        raise BundleError(f"{path} is damaged: its checksum is not the one recorded", _HINT)
+def _digests(path: Path) -> dict[str, int | str]:
+    digest = digest_file(path)
+    return {"bytes": digest.bytes, "sha256": digest.sha256, "sample": sample_digest(path)}
 
 
 def sample_digest(path: Path) -> str:
@@ -171,13 +174,8 @@ def sample_digest(path: Path) -> str:
     return sha.hexdigest()
 
 
-def make_room(parent: Path, needed: int, most: int) -> None:
-    """Remove folders without a record, and then the least recently used ones until `needed` bytes fit.
-
-    Args:
-        parent: a folder of folders that each have a record.
-        needed: bytes that are about to be written.
-        most: largest number of bytes of all folders together.
+def _make_room(parent: Path, needed: int) -> None:
+    """Remove folders without a record, and then the least recently used ones until `needed` bytes fit the cache.
 
     Raises:
         OSError: a folder cannot be read.
@@ -187,7 +185,7 @@ def make_room(parent: Path, needed: int, most: int) -> None:
     sizes = {entry: sum(file.stat().st_size for file in entry.iterdir()) for entry in kept}
     total = sum(sizes.values())
     for entry in sorted(kept, key=lambda entry: entry.stat().st_mtime):
-        if total + needed <= most:
+        if total + needed <= _MAX_CACHE_BYTES:
             return
         if discard_folder(entry):
             total -= sizes[entry]
@@ -220,12 +218,11 @@ def prepacked_graph(bundle: Bundle) -> Path:
         return bundle.graph
     folder = _folder_of(bundle)
     try:
-        if not folder.is_dir():
-            _write(folder, bundle)
-        check_samples(folder)
-        os.utime(folder)
+        if not is_intact(folder):
+            needed = int(bundle.weight_bytes * _SIZE_RATIO)
+            with written_folder(folder, needed, spare=needed) as staging:
+                write_prepacked(bundle.graph, staging / GRAPH_NAME)
     except (OSError, BundleError):
-        discard_folder(folder)
         return bundle.graph
     return folder / GRAPH_NAME
 
@@ -270,16 +267,4 @@ def prepacked_draft_graph(draft: Path, target: Path) -> Path:
 
 
 def _folder_of(bundle: Bundle) -> Path:
-    key = f"{_WEIGHTS_FORMAT}\0{bundle.fingerprint}\0{RUNTIME_BUILD}\0{processor()}"
-    return cache_folder() / "prepacked" / hashlib.sha256(key.encode()).hexdigest()[:32]
-
-
-def _write(folder: Path, bundle: Bundle) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    needed = int(bundle.weight_bytes * _SIZE_RATIO)
-    make_room(folder.parent, needed, _MAX_CACHE_BYTES)
-    if shutil.disk_usage(folder.parent).free < 2 * needed:
-        raise OSError("too little free space on the disk")
-    with folder_written_atomically(folder, lambda _: True) as staging:
-        write_prepacked(bundle.graph, staging / GRAPH_NAME)
-        write_record(staging, staging / RECORD_NAME)
+    return packed_folder("prepacked", _WEIGHTS_FORMAT, bundle.fingerprint, RUNTIME_BUILD, processor())

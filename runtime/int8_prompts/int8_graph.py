@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
-from ...models.onnx_file.graph_editor import MICROSOFT, CannotRewriteError, GraphEditor, attributes_of, onnx_node
+from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor, NodeList, attributes_of
 from ...models.onnx_file.model_messages import Message
 from ..graph.attention_edits import OPERATOR as ATTENTION
 from .integer_weights import OPERATOR, BlockMatrix, Floats, IntegerRange, quantized_product
@@ -31,7 +31,6 @@ _OLDEST_OPSET: Final = 13
 """Version of ONNX's operators since which QuantizeLinear takes a scale for each token."""
 _AXES_AS_INPUT: Final = 18
 """Version since which ReduceMax and ReduceMin take axes as an input."""
-_UINT8: Final = 2
 
 
 @dataclass
@@ -124,8 +123,7 @@ def use_integers(editor: GraphEditor, found: Int8Products, limits: IntegerRange)
     """
     rewriting = _Rewriting(editor, found, limits)
     editor.rewrite(rewriting.replaced)
-    if all(each.domain != MICROSOFT for each in editor.model.opset_import):
-        editor.model.opset_import.add(domain=MICROSOFT, version=1)
+    editor.declare_microsoft()
 
 
 class _Rewriting:
@@ -133,17 +131,13 @@ class _Rewriting:
         self._editor = editor
         self._found = found
         self._axes_as_input = _opset(editor) >= _AXES_AS_INPUT
-        self._products: dict[str, list[Product]] = defaultdict(list)
-        for each in found.products:
-            self._products[each.name].append(each)
+        self._products = {each.name: each for each in found.products}
         self._steps: dict[str, str] = {}
         """Steps `[tokens, 1]` of quantized inputs, by name."""
         self._zeros = ""
         """Zero points of all tokens, `[tokens]`."""
-        self._constants = {
-            "one": editor.constant("one", np.array(1, np.float32)),
-            "zero": editor.constant("zero", np.array(limits.activation, np.uint8)),
-        }
+        self._one = editor.constant("one", np.array(1, np.float32))
+        self._zero = editor.constant("zero", np.array(limits.activation, np.uint8))
         self._inverse_limit = editor.constant("inverse.limit", np.array(1 / limits.activation, np.float32))
         self._fill = np.array([limits.activation], np.uint8)
 
@@ -153,9 +147,11 @@ class _Rewriting:
             return []
         if each.op_type != OPERATOR:
             return [each]
-        fused = each.output[0] in self._found.splits
-        names = self._split_outputs(each.output[0]) if fused else list(each.output[:1])
-        products = [product for name in names for product in self._products.get(name, ())]
+        names = list(each.output[:1])
+        if each.output[0] in self._found.splits:
+            (split,) = (user for user in self._editor.graph.node if each.output[0] in user.input)
+            names = list(split.output)
+        products = [self._products[name] for name in names if name in self._products]
         if not products:
             return [each]
         nodes = self._quantized(each.input[0])
@@ -163,17 +159,18 @@ class _Rewriting:
             nodes += self._computed(product)
         return nodes
 
-    def _split_outputs(self, fused: str) -> list[str]:
-        split = next(each for each in self._editor.graph.node if each.op_type == "Split" and each.input[0] == fused)
-        return list(split.output)
-
     def _quantized(self, inputs: str) -> list[Message]:
         """Nodes that quantize the inputs of products, unless they are quantized already."""
         if inputs in self._steps:
             return []
-        code = _Nodes(f"{inputs}.int8.step")
-        high = code.add("ReduceMax", *self._reduction(inputs))
-        low = code.add("ReduceMin", *self._reduction(inputs))
+        code = NodeList(f"{inputs}.int8.step")
+        reduced, attributes = [inputs], dict[str, Any](keepdims=0)
+        if self._axes_as_input:
+            reduced.append(self._editor.integers("all.but.tokens", 0, 2))
+        else:
+            attributes["axes"] = [0, 2]
+        high = code.add("ReduceMax", reduced, **attributes)
+        low = code.add("ReduceMin", reduced, **attributes)
         largest = code.add("Max", [high, code.add("Neg", [low])])
         step = code.add("Mul", [largest, self._inverse_limit])
         if not self._zeros:
@@ -186,17 +183,12 @@ class _Rewriting:
         self._steps[inputs] = column
         return code.nodes
 
-    def _reduction(self, inputs: str) -> tuple[list[str], str, dict[str, object]]:
-        if self._axes_as_input:
-            return [inputs, self._editor.integers("all.but.tokens", 0, 2)], "", {"keepdims": 0}
-        return [inputs], "", {"axes": [0, 2], "keepdims": 0}
-
     def _computed(self, product: Product) -> list[Message]:
-        code = _Nodes(f"{product.name}.int8.step")
+        code = NodeList(f"{product.name}.int8.step")
         bias = product.matrix.bias
         raw = product.name if not product.keeps_step else f"{product.name}.int8.raw"
-        constants = {**self._constants, "scales": f"{product.name}.int8.scales"}
-        code.nodes.append(quantized_product(_codes(product.inputs), f"{product.name}.int8", raw, constants))
+        names = [_codes(product.inputs), f"{product.name}.int8", self._one, f"{product.name}.int8.scales", self._zero]
+        code.nodes.append(quantized_product(names, raw))
         if product.keeps_step:
             step = self._steps[product.inputs]
             scaled = code.add("Mul", [raw, step], "" if bias is not None else product.name)
@@ -204,27 +196,6 @@ class _Rewriting:
                 added = self._editor.constant(f"{product.name}.int8.bias", np.array(bias[product.rows]))
                 code.add("Add", [scaled, added], product.name)
         return code.nodes
-
-
-class _Nodes:
-    """Nodes that take the place of one; values are named after it."""
-
-    def __init__(self, name: str) -> None:
-        self.nodes: list[Message] = []
-        self._name = name
-
-    def add(
-        self,
-        operator: str,
-        inputs: Sequence[str],
-        output: str = "",
-        attributes: dict[str, object] | None = None,
-        **more: object,
-    ) -> str:
-        """Append a node; returns the name of its output."""
-        output = output or f"{self._name}.{len(self.nodes)}.{operator.lower()}"
-        self.nodes.append(onnx_node(operator, inputs, output, **(attributes or {}), **more))
-        return output
 
 
 def _codes(inputs: str) -> str:

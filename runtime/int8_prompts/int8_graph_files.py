@@ -7,30 +7,32 @@ time. Everything can be made again: a model whose int8 graph is stale or damaged
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from ...errors import BundleError, EdgeError
-from ...models.atomic import discard_folder, folder_written_atomically
+from ...errors import EdgeError
 from ...models.bundle import GRAPH_NAME, Bundle
 from ...models.graph_variant import DeviceKind
 from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor
 from ...models.onnx_file.model_messages import EXTERNAL, Message, read_model
 from ...models.progress import Progress, silent
-from ...models.user_folders import cache_folder
-from ...models.user_text import format_bytes
 from ..devices.processor import processor
 from ..graph.attention_edits import serve_plain_passes
 from ..graph.ort import RUNTIME_BUILD
-from ..graph.packed_files import RECORD_NAME, check_samples, make_room, prepacked_graph, verify_folder, write_record
+from ..graph.packed_files import (
+    RECORD_NAME,
+    is_intact,
+    packed_folder,
+    prepacked_graph,
+    verify_folder,
+    written_folder,
+)
 from ..graph.session import SessionConfig
 from ..kv.cache_scales import KVFormat
-from .int8_graph import Int8Products, Product, find_products, use_integers
+from .int8_graph import Int8Products, find_products, use_integers
 from .integer_weights import FULL_RANGE, NARROW_RANGE, IntegerRange, PackedWeightsWriter, products_overflow, to_integers
 from .outlier_channels import InputSample, sample_inputs, too_coarse
 
@@ -43,8 +45,6 @@ _CHOOSING: Final = 0.1
 _FORMAT: Final = 2
 """Version of the int8 graphs that are made here; those of other versions are not used."""
 _WEIGHTS: Final = "int8.data"
-_MAX_CACHE_BYTES: Final = 16 << 30
-"""Largest size of all int8 graphs together; the least recently used are removed first."""
 _BYTES_PER_WEIGHT: Final = 2
 """On disk: the integers, and the same packed."""
 _SPARE_BYTES: Final = 64 << 20
@@ -69,20 +69,17 @@ def int8_graph_path(
     if config.device.kind is not DeviceKind.CPU or config.kv is not KVFormat.FLOAT:
         return None
     folder = _folder_of(bundle)
-    with suppress(OSError, BundleError):
-        if folder.is_dir():
-            check_samples(folder)
-            os.utime(folder)
-            return folder / GRAPH_NAME
+    if is_intact(folder):
+        return folder / GRAPH_NAME
     if not make:
         return None
-    discard_folder(folder)
     try:
         _write(folder, bundle, config, progress)
     except CannotRewriteError:
         return None
     except (OSError, EdgeError, MemoryError) as error:
-        _log.warning("%s reads prompts without 8-bit products: %s", bundle.folder.name, _reason(error))
+        reason = "there is too little memory" if isinstance(error, MemoryError) else str(error)
+        _log.warning("%s reads prompts without 8-bit products: %s", bundle.folder.name, reason)
         return None
     return folder / GRAPH_NAME
 
@@ -120,8 +117,7 @@ def int8_graph_bytes(graph: Path) -> int:
 
 
 def _folder_of(bundle: Bundle) -> Path:
-    key = f"{_FORMAT}\0{bundle.fingerprint}\0{RUNTIME_BUILD}\0{processor()}"
-    return cache_folder() / "prompt-int8" / hashlib.sha256(key.encode()).hexdigest()[:32]
+    return packed_folder("prompt-int8", _FORMAT, bundle.fingerprint, RUNTIME_BUILD, processor())
 
 
 def _write(folder: Path, bundle: Bundle, config: SessionConfig, progress: Progress) -> None:
@@ -138,23 +134,20 @@ def _write(folder: Path, bundle: Bundle, config: SessionConfig, progress: Progre
     progress(STAGE, _CHOOSING)
     weights = sum((each.rows.stop - each.rows.start) * each.matrix.columns for each in found.products)
     needed = _BYTES_PER_WEIGHT * weights + editor.model.ByteSize() + _SPARE_BYTES
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    make_room(folder.parent, needed, _MAX_CACHE_BYTES)
-    if (free := shutil.disk_usage(folder.parent).free) < needed:
-        raise OSError(
-            f"{format_bytes(needed)} of disk space are needed in {folder.parent}, {format_bytes(free)} are free"
-        )
-    with folder_written_atomically(folder, lambda _: True) as staging:
-        with PackedWeightsWriter(staging / _WEIGHTS, staging) as writer:
-            done = 0
-            for product in found.products:
-                done += _write_product(editor, product, writer, limits.weight, limits.activation)
+    with written_folder(folder, needed) as staging:
+        with (staging / _WEIGHTS).open("xb") as file:
+            writer, done = PackedWeightsWriter(file, staging), 0
+            for each in found.products:
+                factors = {"column_factors": each.column_factors, "row_factors": each.row_factors}
+                integers, scales = to_integers(each.matrix, limits.weight, rows=each.rows, **factors)
+                editor.add(writer.add_packed(f"{each.name}.int8", integers, limits.activation))
+                editor.add(writer.add(f"{each.name}.int8.scales", scales))
+                done += integers.size
                 progress(STAGE, _CHOOSING + (0.95 - _CHOOSING) * done / weights)
         use_integers(editor, found, limits)
         editor.drop_unused(keep_inputs=False)
         _share_weights(editor, bundle, staging)
         (staging / GRAPH_NAME).write_bytes(editor.serialized())
-        write_record(staging, staging / RECORD_NAME)
     progress(STAGE, 1.0)
 
 
@@ -182,20 +175,6 @@ def _chosen_products(bundle: Bundle, config: SessionConfig, limits: IntegerRange
         coarse |= more
 
 
-def _write_product(editor: GraphEditor, product: Product, writer: PackedWeightsWriter, limit: int, zero: int) -> int:
-    """Write the weights of a product, and add them to the graph; returns their number."""
-    converted = to_integers(
-        product.matrix,
-        limit,
-        rows=product.rows,
-        column_factors=product.column_factors,
-        row_factors=product.row_factors,
-    )
-    editor.add(writer.add_packed(f"{product.name}.int8", converted.integers, zero))
-    editor.add(writer.add(f"{product.name}.int8.scales", converted.scales))
-    return converted.integers.size
-
-
 def _share_weights(editor: GraphEditor, bundle: Bundle, folder: Path) -> None:
     """Link the model's own data files into a folder, and refer to them; where there are no links, copy the weights.
 
@@ -208,7 +187,11 @@ def _share_weights(editor: GraphEditor, bundle: Bundle, folder: Path) -> None:
             continue
         if location.value not in names:
             names[location.value] = f"shared-{len(names)}.data"
-            _link(source.parent / location.value, folder / names[location.value])
+            data, link = source.parent / location.value, folder / names[location.value]
+            try:
+                os.link(data, link)
+            except OSError:  # this file system, or one of two, has no second names of files
+                shutil.copyfile(data, link)
         location.value = names[location.value]
 
 
@@ -227,17 +210,5 @@ def _use_packed(editor: GraphEditor, bundle: Bundle) -> Path:
     return source
 
 
-def _link(source: Path, destination: Path) -> None:
-    """Give a file a second name, or copy it where its file system or another one has no such names."""
-    try:
-        os.link(source, destination)
-    except OSError:
-        shutil.copyfile(source, destination)
-
-
 def _location(tensor: Message) -> Message:
     return next(each for each in tensor.external_data if each.key == "location")
-
-
-def _reason(error: Exception) -> str:
-    return "there is too little memory" if isinstance(error, MemoryError) else str(error)

@@ -6,11 +6,11 @@ integers, which have one scale for each output, for this machine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,6 @@ OPERATOR: Final = "MatMulNBits"
 _CODES, _SCALES, _ZEROS, _ORDER, _BIAS = 1, 2, 3, 4, 5
 """Indices of the operator's inputs."""
 _BITS: Final = (2, 4, 8)
-PRODUCT: Final = "MatMulIntegerToFloat"
 _OPSET: Final = 21
 _WEIGHTS: Final = "weights"
 _ALIGNMENT: Final = 4096
@@ -61,16 +60,6 @@ NARROW_RANGE: Final = IntegerRange(90, 91)
 and 2 * 180 * 91 = 32,760. The two ranges are of one size because the errors of both add up."""
 
 
-@dataclass(frozen=True)
-class IntegerMatrix:
-    """A matrix of weights, (integers * scales).T of what `BlockMatrix` decodes to."""
-
-    integers: npt.NDArray[np.int8]
-    """`[columns, rows]`."""
-    scales: Floats
-    """`[rows]`."""
-
-
 def to_integers(
     matrix: BlockMatrix,
     limit: int,
@@ -78,7 +67,7 @@ def to_integers(
     rows: slice = slice(None),
     column_factors: Floats | None = None,
     row_factors: Floats | None = None,
-) -> IntegerMatrix:
+) -> tuple[npt.NDArray[np.int8], Floats]:
     """Round a matrix to integers from `-limit` to `limit`, the largest weight of each output becoming the largest.
 
     Args:
@@ -88,6 +77,9 @@ def to_integers(
         column_factors: what the weights of each input are multiplied with, `[columns]`; those of SmoothQuant (Xiao et
             al., 2023), by which the inputs are divided.
         row_factors: what the weights of each output are multiplied with, `[rows taken]`.
+
+    Returns:
+        int8 `[columns, rows]` and one scale of each row; (integers * scales).T is what `BlockMatrix` decodes to.
     """
     first, last, _ = rows.indices(matrix.rows)
     integers = np.empty((matrix.columns, last - first), np.int8)
@@ -103,7 +95,7 @@ def to_integers(
         np.rint(weights / scale[:, None], out=weights)
         integers[:, part] = weights.T
         scales[part] = scale
-    return IntegerMatrix(integers, scales if row_factors is None else scales * row_factors)
+    return integers, scales if row_factors is None else scales * row_factors
 
 
 @dataclass(frozen=True)
@@ -212,20 +204,14 @@ class PackedWeightsWriter:
     One matrix is packed at a time, by loading a model of one product, so that memory holds one at a time.
 
     Args:
-        path: the data file, which is created.
+        file: the new data file.
         scratch: an existing folder for files that are removed again.
     """
 
-    def __init__(self, path: Path, scratch: Path) -> None:
-        self._file: Final = path.open("xb")
-        self._path: Final = path
+    def __init__(self, file: BinaryIO, scratch: Path) -> None:
+        self._file: Final = file
+        self._name: Final = Path(file.name).name
         self._scratch: Final = scratch
-
-    def __enter__(self) -> PackedWeightsWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
     def add_packed(self, name: str, integers: npt.NDArray[np.int8], zero: int) -> Message:
         """Append the matrix of a product of bytes.
@@ -257,7 +243,7 @@ class PackedWeightsWriter:
         found.name = name
         for entry in found.external_data:
             if entry.key == "location":
-                entry.value = self._path.name
+                entry.value = self._name
             elif entry.key == "offset":
                 entry.value = str(start + int(entry.value))
             elif entry.key.startswith(_PACKED):
@@ -268,7 +254,7 @@ class PackedWeightsWriter:
         """Append an array as it is; returns the tensor, which refers to it in the file."""
         data = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
         start = self._append(data)
-        return external_tensor(name, array.dtype, array.shape, location=self._path.name, offset=start, length=len(data))
+        return external_tensor(name, array.dtype, array.shape, location=self._name, offset=start, length=len(data))
 
     def _append(self, data: bytes) -> int:
         start = -(-self._file.tell() // _ALIGNMENT) * _ALIGNMENT
@@ -277,34 +263,32 @@ class PackedWeightsWriter:
         return start
 
 
-def quantized_product(inputs: str, weights: str, output: str, constants: Mapping[str, str]) -> Message:
+def quantized_product(inputs: Sequence[str], output: str) -> Message:
     """A node that multiplies bytes with a matrix: (inputs - zero) @ weights * scales.
 
     Args:
-        inputs: uint8 `[..., inputs]`.
-        weights: int8 `[inputs, outputs]`.
+        inputs: names of the bytes (uint8 `[..., inputs]`), the weights (int8 `[inputs, outputs]`), `one` (float32
+            scalar), the scales (float32 `[outputs]`) and `zero` (uint8 scalar).
         output: float32 `[..., outputs]`.
-        constants: names of `one` (float32 scalar), `scales` (float32 `[outputs]`) and `zero` (uint8 scalar).
     """
-    names = [inputs, weights, constants["one"], constants["scales"], constants["zero"]]
-    return node(PRODUCT, names, [output], name=f"{output}.product", domain="com.microsoft")
+    return node("MatMulIntegerToFloat", inputs, [output], name=f"{output}.product", domain="com.microsoft")
 
 
 def _product(integers: npt.NDArray[np.int8], zero: int) -> Message:
     """A graph of one product."""
     size, outputs = integers.shape
-    constants = {"one": "one", "scales": "scales", "zero": "zero"}
+    constants: dict[str, npt.NDArray[Any]] = {
+        _WEIGHTS: integers,
+        "one": np.array(1, np.float32),
+        "scales": np.ones(outputs, np.float32),
+        "zero": np.array(zero, np.uint8),
+    }
     return GraphProto(
         name="product",
-        node=[quantized_product("inputs", _WEIGHTS, "outputs", constants)],
+        node=[quantized_product(["inputs", *constants], "outputs")],
         input=[value_info("inputs", np.uint8, (1, "tokens", size))],
         output=[value_info("outputs", np.float32, (1, "tokens", outputs))],
-        initializer=[
-            tensor(_WEIGHTS, integers),
-            tensor("one", np.array(1, np.float32)),
-            tensor("scales", np.ones(outputs, np.float32)),
-            tensor("zero", np.array(zero, np.uint8)),
-        ],
+        initializer=[tensor(name, value) for name, value in constants.items()],
     )
 
 

@@ -10,6 +10,7 @@ written yet are masked, so the graph suits contexts that fill their cache (docs/
 from __future__ import annotations
 
 from collections.abc import Iterable
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,7 +38,6 @@ _HIDDEN: Final = np.array(np.finfo(np.float32).min)
 """Score of a slot that a token must not see."""
 _LEAST_OPSET: Final = 15
 """First version of ONNX's operators in which Shape returns a part of the dimensions."""
-_PREFIX: Final = "long"
 
 
 def long_context_graph(graph: Path) -> bytes:
@@ -61,10 +61,10 @@ def long_context_graph(graph: Path) -> bytes:
     places = _Places(editor, attentions[0])
     for each in attentions:
         if attributes_of(each).get("do_rotary") and not input_at(each, POSITIONS):
-            _set_input(each, POSITIONS, places.positions())
+            each.input.extend([""] * (POSITIONS + 1 - len(each.input)))
+            each.input[POSITIONS] = places.positions()
     rotate_outside(editor)
     editor.rewrite(lambda each: _dense(editor, places, each) if each.op_type == OPERATOR else [each])
-    # What the attentions share comes first: it depends on the graph's inputs alone, and on their biases.
     places.insert()
     return editor.serialized()
 
@@ -77,16 +77,16 @@ def _check(editor: GraphEditor, attention: Message) -> None:
     """
     attributes = attributes_of(attention)
     known = {
-        "softcap": 0.0,
-        "smooth_softmax": (0, -1),
+        "softcap": 0,
+        "smooth_softmax": 0,
         WINDOW: -1,
         "k_quant_type": "NONE",
         "v_quant_type": "NONE",
         "qk_output": 0,
     }
     for name, allowed in known.items():
-        value = attributes.get(name)
-        if value is not None and value not in (allowed if isinstance(allowed, tuple) else (allowed,)):
+        value = attributes.get(name, allowed)
+        if value != allowed and (name, value) != ("smooth_softmax", -1):
             raise CannotRewriteError(f"its attention has {name} {value}")
     if any(attention.input[place] for place in range(BIAS + 1, len(attention.input))):
         raise CannotRewriteError("its attention has sinks, norms or scales")
@@ -107,55 +107,38 @@ class _Places:
 
     Args:
         editor: the graph.
-        attention: one of its operators, whose lengths are those of all.
+        attention: one of its operators, whose lengths are the same in all.
     """
 
     def __init__(self, editor: GraphEditor, attention: Message) -> None:
         self._editor: Final = editor
-        self._nodes: Final[list[Message]] = []
-        self._made: Final[set[str]] = set()
-        self._lengths_from: Final = (
-            attention.input[_TOTAL],
-            attention.input[_QUERY],
-            attention.input[_PAST_KEY],
-        )
+        self._nodes: Final[dict[tuple[Any, ...], Message]] = {}
+        """The nodes that compute them, by operator, inputs and attributes."""
+        self._query: Final = attention.input[_QUERY]
+        self._past: Final = attention.input[_PAST_KEY]
+        self._total_input: Final = attention.input[_TOTAL]
 
     def insert(self) -> None:
-        """Add the nodes to the graph, in front of their first use."""
-        if not self._nodes:
-            return
-        available = set(self._editor.input_names) | set(self._editor.initializers)
-        waiting, nodes = list(self._nodes), []
-        for each in list(self._editor.graph.node):
-            ready = True
-            while ready:
-                ready = False
-                for own in list(waiting):
-                    if all(not name or name in available for name in own.input):
-                        waiting.remove(own)
-                        nodes.append(own)
-                        available.update(own.output)
-                        ready = True
-            nodes.append(each)
-            available.update(each.output)
+        """Add the nodes to the graph, and sort all nodes by what they depend on."""
+        nodes = [*self._nodes.values(), *self._editor.graph.node]
+        producers = {name: index for index, each in enumerate(nodes) for name in each.output if name}
+        inputs = {
+            index: [producers[name] for name in each.input if name in producers] for index, each in enumerate(nodes)
+        }
         self._editor.rewrite(lambda _: ())
-        self._editor.graph.node.extend(nodes)
+        self._editor.graph.node.extend(nodes[index] for index in TopologicalSorter(inputs).static_order())
+
+    def integers(self, *values: int) -> str:
+        """A constant vector of int64."""
+        return self._editor.integers(f"long.{'.'.join(map(str, values))}", *values)
 
     def slots(self, kv_heads: int) -> str:
         """Where ScatterND writes the new slots: int64 `[M, kv_heads, 3]`."""
-        name = f"{_PREFIX}.places.{kv_heads}"
-        editor = self._editor
         heads = np.zeros((1, kv_heads, 3), np.int64)
         heads[0, :, 1] = np.arange(kv_heads)
-        self._add("Reshape", [self._new_slots(), editor.integers(f"{_PREFIX}.rows", -1, 1, 1)], f"{_PREFIX}.rows.slots")
-        self._add(
-            "Mul",
-            [f"{_PREFIX}.rows.slots", editor.integers(f"{_PREFIX}.slot_axis", 0, 0, 1)],
-            f"{_PREFIX}.slot_indices",
-        )
-        return self._add(
-            "Add", [f"{_PREFIX}.slot_indices", editor.constant(f"{_PREFIX}.heads.{kv_heads}", heads)], name
-        )
+        rows = self._add("Reshape", [self._new_slots(), self.integers(-1, 1, 1)])
+        indices = self._add("Mul", [rows, self.integers(0, 0, 1)])
+        return self._add("Add", [indices, self._editor.constant(f"long.heads.{kv_heads}", heads)])
 
     def bias(self, bias: str, group: int) -> str:
         """The bias of the queries of a group: float32 `[1, 1, M * group, capacity]`.
@@ -164,66 +147,47 @@ class _Places:
             bias: that of the new tokens, float32 `[1, 1, M, T]`; empty where only later slots are hidden.
             group: number of query heads that share a key and value head.
         """
-        editor, name = self._editor, f"{_PREFIX}.bias.{bias}.{group}"
         capacity = self._capacity()
-        hidden = editor.constant(f"{_PREFIX}.hidden", _HIDDEN)
-        seen = editor.constant(f"{_PREFIX}.seen", np.array(0, np.float32))
+        hidden = self._editor.constant("long.hidden", _HIDDEN)
+        seen = self._editor.constant("long.seen", np.array(0, np.float32))
         if bias:
-            self._add("Sub", [capacity, self._total()], f"{_PREFIX}.free")
-            before = editor.integers(f"{_PREFIX}.pads", *[0] * 7)
-            self._add("Concat", [before, f"{_PREFIX}.free"], f"{_PREFIX}.all_pads", axis=0)
-            seen = self._add("Pad", [bias, f"{_PREFIX}.all_pads"], f"{name}.padded")
-        masked = self._add("Where", [self._later(), hidden, seen], f"{name}.masked")
-        rows = editor.integers(f"{_PREFIX}.bias_rows", 1, 1, -1)
-        self._add("Concat", [rows, capacity], f"{_PREFIX}.bias_shape", axis=0)
+            free = self._add("Sub", [capacity, self._total()])
+            seen = self._add("Pad", [bias, self._add("Concat", [self.integers(*[0] * 7), free], axis=0)])
+        columns = self._range(self.integers(0), capacity)
+        later = self._add("Greater", [columns, self._add("Reshape", [self._new_slots(), self.integers(-1, 1)])])
+        masked = self._add("Where", [later, hidden, seen])
+        shape = self._add("Concat", [self.integers(1, 1, -1), capacity], axis=0)
         # A copy for every query head of the group, one after another: rows are ordered by token, then by query head.
-        copies = self._add("Concat", [masked] * group, f"{name}.copies", axis=-1)
-        return self._add("Reshape", [copies, f"{_PREFIX}.bias_shape"], name)
+        return self._add("Reshape", [self._add("Concat", [masked] * group, axis=-1), shape])
 
     def positions(self) -> str:
         """Positions of consecutive tokens, which are their slots: int64 `[1, M]`."""
-        row = self._editor.integers(f"{_PREFIX}.row", 1, -1)
-        return self._add("Reshape", [self._new_slots(), row], f"{_PREFIX}.positions")
+        return self._add("Reshape", [self._new_slots(), self.integers(1, -1)])
 
     def _total(self) -> str:
         """Number of slots after the pass: int64 `[1]`."""
-        self._add("Cast", [self._lengths_from[0]], f"{_PREFIX}.total64", to=_INT64)
-        one = self._editor.integers(f"{_PREFIX}.one", -1)
-        return self._add("Reshape", [f"{_PREFIX}.total64", one], f"{_PREFIX}.total")
+        return self._add("Reshape", [self._add("Cast", [self._total_input], to=_INT64), self.integers(-1)])
 
     def _capacity(self) -> str:
         """Number of slots of the buffers: int64 `[1]`."""
-        return self._add("Shape", [self._lengths_from[2]], f"{_PREFIX}.capacity", start=2, end=3)
+        return self._add("Shape", [self._past], start=2, end=3)
 
     def _new_slots(self) -> str:
         """The new slots: int64 `[M]`."""
-        total = self._total()
-        self._add("Shape", [self._lengths_from[1]], f"{_PREFIX}.width", start=1, end=2)
-        self._add("Sub", [total, f"{_PREFIX}.width"], f"{_PREFIX}.base")
-        return self._range(f"{_PREFIX}.base", total, f"{_PREFIX}.slots")
+        width = self._add("Shape", [self._query], start=1, end=2)
+        return self._range(self._add("Sub", [self._total(), width]), self._total())
 
-    def _later(self) -> str:
-        """Which slots lie after a new token's own: bool `[M, capacity]`."""
-        editor = self._editor
-        zero = editor.integers(f"{_PREFIX}.zero", 0)
-        columns = self._range(zero, self._capacity(), f"{_PREFIX}.columns")
-        self._add("Reshape", [self._new_slots(), editor.integers(f"{_PREFIX}.column", -1, 1)], f"{_PREFIX}.own_slots")
-        return self._add("Greater", [columns, f"{_PREFIX}.own_slots"], f"{_PREFIX}.later")
+    def _range(self, start: str, stop: str) -> str:
+        scalar = self._editor.constant("long.scalar", np.zeros(0, np.int64))
+        step = self._editor.constant("long.step", np.array(1, np.int64))
+        return self._add("Range", [*(self._add("Reshape", [end, scalar]) for end in (start, stop)), step])
 
-    def _range(self, start: str, stop: str, name: str) -> str:
-        scalar = self._editor.constant(f"{_PREFIX}.scalar", np.zeros(0, np.int64))
-        ends = []
-        for which, value in (("start", start), ("stop", stop)):
-            ends.append(self._add("Reshape", [value, scalar], f"{name}.{which}"))
-        step = self._editor.constant(f"{_PREFIX}.step", np.array(1, np.int64))
-        return self._add("Range", [*ends, step], name)
-
-    def _add(self, operator: str, inputs: list[str], name: str, **attributes: Any) -> str:
-        """Add a node once."""
-        if name not in self._made:
-            self._made.add(name)
-            self._nodes.append(node(operator, inputs, [name], **attributes))
-        return name
+    def _add(self, operator: str, inputs: list[str], **attributes: Any) -> str:
+        """Add a node, once for the same inputs and attributes; returns the name of its output."""
+        key = (operator, *inputs, *attributes.items())
+        if key not in self._nodes:
+            self._nodes[key] = node(operator, inputs, [f"long.value.{len(self._nodes)}"], **attributes)
+        return str(self._nodes[key].output[0])
 
 
 def _dense(editor: GraphEditor, places: _Places, attention: Message) -> Iterable[Message]:
@@ -233,30 +197,21 @@ def _dense(editor: GraphEditor, places: _Places, attention: Message) -> Iterable
     group = heads // kv_heads
     output, present = attention.output[0], attention.output[1:3]
     nodes = unpacked(editor, attention)
-    slot_shape = editor.integers(f"{_PREFIX}.slot.{kv_heads}.{size}", -1, kv_heads, size)
     caches = zip((_KEY, _VALUE), (_PAST_KEY, _PAST_VALUE), present, strict=True)
     for new, past, after in caches:
-        nodes.append(node("Reshape", [attention.input[new], slot_shape], [f"{after}.new"]))
+        nodes.append(node("Reshape", [attention.input[new], places.integers(-1, kv_heads, size)], [f"{after}.new"]))
         nodes.append(node("ScatterND", [attention.input[past], places.slots(kv_heads), f"{after}.new"], [after]))
     query, result = attention.input[_QUERY], output
     if group > 1:
-        by_head = editor.integers(f"{_PREFIX}.by_head.{kv_heads}.{group}.{size}", 1, -1, kv_heads, group, size)
-        rows = editor.integers(f"{_PREFIX}.rows.{kv_heads}.{size}", 1, -1, kv_heads * size)
+        by_head, rows = places.integers(1, -1, kv_heads, group, size), places.integers(1, -1, kv_heads * size)
         nodes += _regrouped(query, by_head, rows, f"{output}.rows")
         query, result = f"{output}.rows", f"{output}.grouped"
-    nodes.append(
-        node(
-            "MultiHeadAttention",
-            [query, *present, "", "", places.bias(input_at(attention, BIAS), group)],
-            [result],
-            domain=MICROSOFT,
-            num_heads=kv_heads,
-            scale=float(attributes.get("scale") or size**-0.5),
-        )
-    )
+    bias = places.bias(input_at(attention, BIAS), group)
+    scale = float(attributes.get("scale") or size**-0.5)
+    inputs = [query, *present, "", "", bias]
+    nodes.append(node("MultiHeadAttention", inputs, [result], domain=MICROSOFT, num_heads=kv_heads, scale=scale))
     if group > 1:
-        by_row = editor.integers(f"{_PREFIX}.by_row.{kv_heads}.{group}.{size}", 1, -1, group, kv_heads, size)
-        flat = editor.integers(f"{_PREFIX}.flat.{heads}.{size}", 1, -1, heads * size)
+        by_row, flat = places.integers(1, -1, group, kv_heads, size), places.integers(1, -1, heads * size)
         nodes += _regrouped(result, by_row, flat, output)
     return nodes
 
@@ -268,9 +223,3 @@ def _regrouped(value: str, apart: str, together: str, result: str) -> list[Messa
         node("Transpose", [f"{result}.apart"], [f"{result}.swapped"], perm=[0, 1, 3, 2, 4]),
         node("Reshape", [f"{result}.swapped", together], [result]),
     ]
-
-
-def _set_input(of: Message, place: int, name: str) -> None:
-    while len(of.input) <= place:
-        of.input.append("")
-    of.input[place] = name

@@ -14,7 +14,7 @@ from edgerun.models.bundle import open_bundle
 from edgerun.models.user_folders import cache_folder
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.compiled import CompiledGraphs
-from edgerun.runtime.graph.packed_files import RECORD_NAME, write_record
+from edgerun.runtime.graph.packed_files import write_record
 from edgerun.runtime.graph.session import SessionConfig
 from edgerun.runtime.graph.static_variants import StaticGraphs
 from edgerun.runtime.kv.arena import KVArena
@@ -91,10 +91,6 @@ def load_contexts(bundle: str) -> list[tuple[str, bool]]:
         (only,) = (each for each in (cache_folder() / "compiled").iterdir() if not each.name.startswith("."))
         return only
 
-    def rewrite_record() -> None:
-        (folder() / RECORD_NAME).unlink()
-        write_record(folder(), folder() / RECORD_NAME)
-
     load("new")
     load("compiled")
     binary = next(folder().glob("*.bin"))
@@ -103,11 +99,11 @@ def load_contexts(bundle: str) -> list[tuple[str, bool]]:
     load("compiled again")
     key = folder() / "key.txt"
     key.write_text(key.read_text(encoding="utf-8").replace("plugin ", "plugin 1."), encoding="utf-8")
-    rewrite_record()
+    write_record(folder())
     load("of another plugin")
     binary = next(folder().glob("*.bin"))
     binary.write_bytes(bytes(len(binary.read_bytes())))
-    rewrite_record()
+    write_record(folder())
     load("refused by the plugin")
     load("compiled once more")
     (folder() / "context.onnx").unlink()

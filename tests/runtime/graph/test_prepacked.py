@@ -79,9 +79,8 @@ def test_damaged_copy_is_removed_and_written_again(bundle: Path, cache: Path, na
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
-    assert graph_to_load(bundle) == bundle / "model.onnx"
-    assert list(cache.iterdir()) == []
     assert graph_to_load(bundle).parent.parent == cache
+    assert verify_prepacked(open_bundle(bundle))
 
 
 def test_full_disk_or_failed_packing_loads_the_original(
