@@ -180,27 +180,6 @@ class GraphEditor:
         return data
 
 
-class NodeList:
-    """Nodes that take the place of one node; values are named after it.
-
-    Args:
-        name: the beginning of the names.
-
-    Attributes:
-        nodes: the nodes, in order.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.nodes: list[Message] = []
-        self._name = name
-
-    def add(self, operator: str, inputs: Sequence[str], output: str = "", **attributes: Any) -> str:
-        """Append a node of one of ONNX's own operators; returns the name of its output."""
-        output = output or f"{self._name}.{len(self.nodes)}.{operator.lower()}"
-        self.nodes.append(onnx_node(operator, inputs, output, **attributes))
-        return output
-
-
 def onnx_node(operator: str, inputs: Sequence[str], output: str, **attributes: Any) -> Message:
     """A node of one of ONNX's own operators with one output, after which the node is named."""
     return node(operator, inputs, [output], name=f"edited.{output}", **attributes)

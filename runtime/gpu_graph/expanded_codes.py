@@ -12,8 +12,9 @@ from typing import Final
 
 import numpy as np
 
-from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor, NodeList, attributes_of
+from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor, attributes_of
 from ...models.onnx_file.model_messages import ELEMENT_TYPES, Message, set_attribute
+from ..graph.attention_edits import NodeList
 
 _UINT8: Final = ELEMENT_TYPES[np.dtype(np.uint8)]
 _FLOAT: Final = ELEMENT_TYPES[np.dtype(np.float32)]

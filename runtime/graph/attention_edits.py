@@ -1,4 +1,4 @@
-"""Changes of GroupQueryAttention in a graph: for passes of consecutive tokens, and with the rotation in front of it.
+"""Changes of a graph: its GroupQueryAttention for consecutive tokens, or with the rotation in front; lists of nodes.
 
 Passes of consecutive tokens need neither bias nor positions: the operator rotates by slot and hides later slots itself.
 Providers have faster kernels for it then, or skip work that a bias would make necessary.
@@ -10,10 +10,10 @@ need the rotation outside, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
-from ...models.onnx_file.graph_editor import MICROSOFT, CannotRewriteError, GraphEditor, attributes_of
+from ...models.onnx_file.graph_editor import MICROSOFT, CannotRewriteError, GraphEditor, attributes_of, onnx_node
 from ...models.onnx_file.model_messages import Message, node, set_attribute
 
 OPERATOR: Final = "GroupQueryAttention"
@@ -23,6 +23,27 @@ WINDOW: Final = "local_window_size"
 _QUERY, _KEY, _VALUE, _PAST_KEY = 0, 1, 2, 3
 _COSINES, _SINES = 7, 8
 """Places of the operator's inputs."""
+
+
+class NodeList:
+    """Nodes that take the place of one node; values are named after it.
+
+    Args:
+        name: the beginning of the names.
+
+    Attributes:
+        nodes: the nodes, in order.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.nodes: list[Message] = []
+        self._name = name
+
+    def add(self, operator: str, inputs: Sequence[str], output: str = "", **attributes: Any) -> str:
+        """Append a node of one of ONNX's own operators; returns the name of its output."""
+        output = output or f"{self._name}.{len(self.nodes)}.{operator.lower()}"
+        self.nodes.append(onnx_node(operator, inputs, output, **attributes))
+        return output
 
 
 def serve_plain_passes(editor: GraphEditor, *, keep_computed: bool = False) -> None:

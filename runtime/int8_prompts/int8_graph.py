@@ -21,9 +21,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor, NodeList, attributes_of
+from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor, attributes_of
 from ...models.onnx_file.model_messages import Message
 from ..graph.attention_edits import OPERATOR as ATTENTION
+from ..graph.attention_edits import NodeList
 from .integer_weights import OPERATOR, BlockMatrix, Floats, IntegerRange, quantized_product
 
 SELECTED: Final = "logit_rows"
