@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import Final
 
 _CPU_INFO: Final = Path("/proc/cpuinfo")
-_LINUX_NAMES: Final = ("model name", "CPU implementer", "CPU variant", "CPU part", "cpu", "uarch")
-"""Lines of /proc/cpuinfo that name the chip; an ARM chip has numbers for its designer and its kinds of cores."""
-_LINUX_FEATURES: Final = ("flags", "Features", "isa")
-_APPLE_NAME: Final = "machdep.cpu.brand_string"
+_LINUX_NAMES: Final = ("CPU implementer", "CPU variant", "CPU part", "cpu", "uarch")
+"""Lines of /proc/cpuinfo of a chip without a name; an ARM chip has numbers for its designer and its kinds of cores."""
 _APPLE_FEATURES: Final = (
     *(f"hw.optional.arm.FEAT_{name}" for name in ("DotProd", "FP16", "I8MM", "BF16", "SME", "SME2")),
     *(f"hw.optional.{name}" for name in ("avx1_0", "avx2_0", "fma", "avx512f", "avx512vnni")),
@@ -37,12 +35,7 @@ def build_platform() -> str:
     An x64 Python that an ARM machine emulates differs from a native one. One file of Python for macOS holds both
     architectures, so the platform alone does not tell them apart.
     """
-    return platform_of(sysconfig.get_platform(), running_architecture())
-
-
-def platform_of(built_for: str, architecture: str) -> str:
-    """Join the platform of a build and the architecture it runs as."""
-    return f"{built_for} {architecture}".strip()
+    return f"{sysconfig.get_platform()} {running_architecture()}".strip()
 
 
 @cache
@@ -61,9 +54,9 @@ def chip_name() -> str:
     if sys.platform == "win32":
         name = windows_name(_windows_registry(), os.environ)
     elif sys.platform == "darwin":
-        name = _sysctl(_APPLE_NAME).rstrip(b"\0").decode(errors="replace")
+        name = sysctl("machdep.cpu.brand_string").rstrip(b"\0").decode(errors="replace")
     else:
-        name = linux_name(_cpu_info())
+        name = linux_name(system_text(_CPU_INFO))
     return name
 
 
@@ -73,34 +66,28 @@ def chip_features() -> str:
     if sys.platform == "win32":
         features = windows_features(ctypes.WinDLL("kernel32").IsProcessorFeaturePresent)
     elif sys.platform == "darwin":
-        features = " ".join(name for name in _APPLE_FEATURES if any(_sysctl(name)))
+        features = " ".join(name for name in _APPLE_FEATURES if any(sysctl(name)))
     else:
-        features = linux_features(_cpu_info())
+        features = linux_features(system_text(_CPU_INFO))
     return features
 
 
 def linux_name(cpu_info: str) -> str:
     """Read the name from the text of /proc/cpuinfo; of a chip with several kinds of cores, all of them."""
-    lines = cpu_info.splitlines()
-    for wanted in _LINUX_NAMES[:1], _LINUX_NAMES[1:]:
-        found = dict.fromkeys(
-            f"{name.strip()} {value.strip()}" if len(wanted) > 1 else value.strip()
-            for name, colon, value in (line.partition(":") for line in lines)
-            if colon and name.strip() in wanted
-        )
-        if found:
-            return ", ".join(found)
-    return ""
+    fields = _fields(cpu_info)
+    names = [value for name, value in fields if name == "model name"]
+    return ", ".join(dict.fromkeys(names or [f"{name} {value}" for name, value in fields if name in _LINUX_NAMES]))
 
 
 def linux_features(cpu_info: str) -> str:
     """Read the instruction sets from the text of /proc/cpuinfo: those that all cores have, in one order."""
-    cores = [
-        set(value.split())
-        for name, colon, value in (line.partition(":") for line in cpu_info.splitlines())
-        if colon and name.strip() in _LINUX_FEATURES
-    ]
+    cores = [set(value.split()) for name, value in _fields(cpu_info) if name in ("flags", "Features", "isa")]
     return " ".join(sorted(set.intersection(*cores))) if cores else ""
+
+
+def _fields(cpu_info: str) -> list[tuple[str, str]]:
+    parts = (line.partition(":") for line in cpu_info.splitlines())
+    return [(name.strip(), value.strip()) for name, colon, value in parts if colon]
 
 
 def windows_name(registry: str, environment: Mapping[str, str]) -> str:
@@ -113,14 +100,15 @@ def windows_features(is_present: Callable[[int], int]) -> str:
     return f"{sum(1 << number for number in range(_WINDOWS_FEATURES) if is_present(number)):x}"
 
 
-def _cpu_info() -> str:
+def system_text(file: Path) -> str:
+    """The text of a file of the system, without space around it; empty if it cannot be read."""
     try:
-        return _CPU_INFO.read_text(encoding="utf-8", errors="replace")
+        return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
 
 
-def _sysctl(name: str) -> bytes:
+def sysctl(name: str) -> bytes:
     """The value of macOS's `sysctl`; empty if there is none of this name."""
     buffer, size = ctypes.create_string_buffer(256), ctypes.c_size_t(256)
     try:

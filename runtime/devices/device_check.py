@@ -132,26 +132,31 @@ def compare_with_cpu(graph: DecoderGraph, bundle: Bundle, config: SessionConfig)
         cause = error.__cause__
         raise device_failure(cause if isinstance(cause, Exception) else error, config.device, bundle.graph) from error
     # The trees of the CPU: the right one, one whose positions count slots, one without a mask.
-    reference = _run(_reference(bundle, config), limit, trees=3 if tree else 0)
-    tolerance = _HALF_TOLERANCE if _is_half(graph) else _FLOAT_TOLERANCE
-    plain = max(_distance(one, other) for one, other in zip(found[:2], reference[:2], strict=True))
-    # Comparisons with NaN are false.
-    plain_correct = plain <= tolerance
-    wide = _distance(found[-1], reference[-1])
-    wide_correct = wide <= tolerance
-    found.pop()
-    reference.pop()
-    if not tree:
-        return DeviceCheck(_figure(plain), None, plain_correct, True, wide_correct, graph.assignments.on_cpu)
-    distance = _distance(found[2], reference[2])
-    # What a small difference means depends on the model: ignoring the positions may change little. So the device must
-    # also be nearer to the right tree than to a wrong one, unless rounding hides which it is.
-    nearer = all(
-        distance < _distance(found[2], wrong) or _distance(reference[2], wrong) <= 2 * plain for wrong in reference[3:]
+    plain_passes, one_more, *trees, wide_pass = found
+    expected_plain, expected_more, *expected_trees, expected_wide = _run(
+        _reference(bundle, config), limit, trees=3 if tree else 0
     )
-    tree_correct = distance <= tolerance and nearer
+    dtypes = {tensor.tensor_type.dtype for tensor in graph.graph_io.cache} | {element_type(graph.graph_io.logits)}
+    is_half = np.dtype(np.float16) in dtypes or config.device.kind is DeviceKind.NPU
+    tolerance = _HALF_TOLERANCE if is_half else _FLOAT_TOLERANCE
+    plain = max(_distance(plain_passes, expected_plain), _distance(one_more, expected_more))
+    distance, nearer = None, True
+    if tree:
+        distance = _distance(trees[0], expected_trees[0])
+        # What a small difference means depends on the model: ignoring the positions may change little. So the device
+        # must also be nearer to the right tree than to a wrong one, unless rounding hides which it is.
+        nearer = all(
+            distance < _distance(trees[0], wrong) or _distance(expected_trees[0], wrong) <= 2 * plain
+            for wrong in expected_trees[1:]
+        )
+    # Comparisons with NaN, which JSON cannot hold, are false.
     return DeviceCheck(
-        _figure(plain), _figure(distance), plain_correct, tree_correct, wide_correct, graph.assignments.on_cpu
+        None if np.isnan(plain) else plain,
+        None if distance is None or np.isnan(distance) else distance,
+        plain_correct=plain <= tolerance,
+        tree_correct=nearer and (distance is None or distance <= tolerance),
+        wide_correct=_distance(wide_pass, expected_wide) <= tolerance,
+        on_cpu=graph.assignments.on_cpu,
     )
 
 
@@ -206,15 +211,3 @@ def _distance(first: Floats, second: Floats) -> float:
         rms = np.sqrt(np.mean(np.square(first.astype(np.float64) - second), axis=1))
         spread = second.std(axis=1, dtype=np.float64)
         return float((rms / np.maximum(spread, np.finfo(np.float64).tiny)).max())
-
-
-def _figure(distance: float) -> float | None:
-    """A distance as JSON can hold it: None for NaN."""
-    return None if np.isnan(distance) else distance
-
-
-def _is_half(graph: DecoderGraph) -> bool:
-    """Whether a graph computes with 16-bit floats."""
-    graph_io = graph.graph_io
-    dtypes = {tensor.tensor_type.dtype for tensor in graph_io.cache} | {element_type(graph_io.logits)}
-    return np.dtype(np.float16) in dtypes or graph.config.device.kind is DeviceKind.NPU

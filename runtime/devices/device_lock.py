@@ -8,48 +8,33 @@ lock: loading, binding (which copies to the device), running, and freeing. Sessi
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 from typing import Any, Final, TypeAlias
 
 DeviceMemory: TypeAlias = tuple[str, int]
 """ONNX Runtime's name of a device's memory, such as `webgpu`, and the number of the device."""
 
-_ONE_THREAD: Final = frozenset({"webgpu"})
-"""Names of memory whose devices one thread may use at a time."""
-
 
 class DeviceLock:
-    """A context in which the calling thread may use a device; one thread may enter it several times.
+    """A context in which the calling thread may use a device; one thread may enter it several times."""
 
-    Args:
-        exclusive: whether one thread may use the device at a time. If not, entering the context does nothing.
-    """
-
-    def __init__(self, *, exclusive: bool) -> None:
-        self._lock: Final = threading.RLock() if exclusive else None
+    def __init__(self) -> None:
+        self._lock: Final = threading.RLock()
         self._unused: Final[list[Any]] = []
 
     def __enter__(self) -> None:
-        if self._lock is not None:
-            self._lock.acquire()
-            self._unused.clear()
+        self._lock.acquire()
+        self._unused.clear()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None:
-        if self._lock is not None:
-            self._lock.release()
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
     def free(self, values: list[Any]) -> None:
         """Empty a list of values of the device: they are freed now, or when the device is used next.
 
         It never waits: the garbage collector calls it in any thread, whatever locks that thread holds.
         """
-        if self._lock is not None:
-            self._unused.extend(values)
+        self._unused.extend(values)
         values.clear()
-        if self._lock is None:
-            return
         if self._lock.acquire(blocking=False):
             try:
                 self._unused.clear()
@@ -62,8 +47,8 @@ _registry: Final = threading.Lock()
 
 
 def device_lock(memory: DeviceMemory | None) -> DeviceLock:
-    """The lock of a device, by its memory; None for the CPU's."""
-    if memory is None or memory[0] not in _ONE_THREAD:
-        return DeviceLock(exclusive=False)
+    """The lock of a device by its memory, None for the CPU's: one for all who use a WebGPU device, else a new one."""
+    if memory is None or memory[0] != "webgpu":
+        return DeviceLock()
     with _registry:
-        return _locks.setdefault(memory, DeviceLock(exclusive=True))
+        return _locks.setdefault(memory, DeviceLock())

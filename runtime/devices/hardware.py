@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from ...models.graph_variant import DeviceKind
-from .chip import running_architecture
+from .chip import running_architecture, system_text
 from .packages import package_of
 from .providers import COMPUTE_ACCELERATORS, DISPLAY_ADAPTERS, Device, windows_adapters
 
@@ -58,8 +58,8 @@ class Hardware:
 def seen_hardware() -> list[Hardware]:
     """The GPUs and NPUs of this machine, as far as its system shows them."""
     if sys.platform == "win32":
-        gpus = _of_windows(DISPLAY_ADAPTERS, DeviceKind.GPU)
-        found = [*gpus, *_of_windows(COMPUTE_ACCELERATORS, DeviceKind.NPU)]
+        gpus = windows_hardware(windows_adapters(DISPLAY_ADAPTERS), DeviceKind.GPU)
+        found = [*gpus, *windows_hardware(windows_adapters(COMPUTE_ACCELERATORS), DeviceKind.NPU)]
     elif sys.platform == "darwin":
         # Every Mac with an Apple chip has a GPU; those with Intel's differ.
         is_apple = running_architecture() == "arm64"
@@ -103,31 +103,14 @@ def _of_class(root: Path, name: str, pattern: str, kind: DeviceKind, makers: dic
     for entry in sorted((root / "sys" / "class" / name).glob(pattern)):
         if not entry.name.removeprefix(name if name == "accel" else "card").isdecimal():
             continue
-        vendor = makers.get(_hexadecimal(entry / "device" / "vendor")) or _soc_maker(entry / "device" / "uevent", kind)
-        if vendor:
+        number = system_text(entry / "device" / "vendor").removeprefix("0x")
+        vendor = makers.get(int(number, 16)) if re.fullmatch("[0-9a-fA-F]+", number) else None
+        if vendor is None and kind is DeviceKind.GPU:
+            lines = system_text(entry / "device" / "uevent").splitlines()
+            driver = next((line.partition("=")[2] for line in lines if line.startswith("DRIVER=")), "")
+            vendor = _SOC_DRIVERS.get(driver.removesuffix("_dpu").removesuffix("-gpu"))
+        if vendor is not None:
             yield Hardware(kind, vendor, f"/sys/class/{name}/{entry.name}")
-
-
-def _hexadecimal(file: Path) -> int:
-    """The number in a file, such as 0x8086; 0 if there is none."""
-    try:
-        return int(file.read_text(encoding="ascii").strip(), 16)
-    except (OSError, ValueError):
-        return 0
-
-
-def _soc_maker(uevent: Path, kind: DeviceKind) -> str:
-    """The maker of a GPU that is part of a chip; empty if the driver is none of the known ones."""
-    try:
-        lines = uevent.read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return ""
-    driver = next((line.partition("=")[2] for line in lines if line.startswith("DRIVER=")), "")
-    return _SOC_DRIVERS.get(driver.removesuffix("_dpu").removesuffix("-gpu"), "") if kind is DeviceKind.GPU else ""
-
-
-def _of_windows(key: str, kind: DeviceKind) -> list[Hardware]:
-    return windows_hardware(windows_adapters(key), kind)
 
 
 def windows_hardware(adapters: list[dict[str, str]], kind: DeviceKind) -> list[Hardware]:

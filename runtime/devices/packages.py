@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Final
+from typing import Final
 
 import onnxruntime as ort
 
@@ -36,7 +36,6 @@ _MODULES: Final = (
     "onnxruntime_ep_nv_tensorrt_rtx_cu13",
 )
 """Modules of plugins, each with a function `get_library_path`."""
-_REGISTERED_BEFORE: Final = "already registered"
 _PLUGIN_ERRORS: Final[tuple[type[Exception], ...]] = (*ORT_ERRORS, ImportError, OSError, AttributeError)
 """What a package that is damaged or made for another system raises; it must not keep others from being found."""
 _LOCK: Final = threading.Lock()
@@ -154,18 +153,12 @@ def _of_modules(known: set[str]) -> Iterator[Plugin]:
                 continue
             module = importlib.import_module(name)
             library = str(module.get_library_path())
-            providers = _provider_names(module)
+            names = module.get_ep_names() if hasattr(module, "get_ep_names") else [module.get_ep_name()]
         except _PLUGIN_ERRORS as error:
             yield Plugin("", name, _version(name), error_reason(error))
             continue
-        for provider in providers:
+        for provider in map(str, names):
             yield Plugin(provider, name, _version(name), _register(provider, library, known))
-
-
-def _provider_names(module: Any) -> list[str]:
-    """The names of the execution providers of a plugin's module."""
-    several = getattr(module, "get_ep_names", None)
-    return [str(name) for name in (several() if several is not None else [module.get_ep_name()])]
 
 
 def _of_windows(known: set[str]) -> Iterator[Plugin]:
@@ -191,7 +184,7 @@ def _register(provider: str, library: str, known: set[str]) -> str:
     try:
         ort.register_execution_provider_library(provider, library)
     except ORT_ERRORS as error:
-        return "" if _REGISTERED_BEFORE in str(error) else error_reason(error)
+        return "" if "already registered" in str(error) else error_reason(error)
     return ""
 
 

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 
 import psutil
 
-from .chip import build_platform, chip_features, chip_name
+from .chip import build_platform, chip_features, chip_name, sysctl, system_text
 
 _SLOW_BELOW: Final = 0.6
 """Share of the fastest core's capacity below which a core of an ARM processor counts as slow."""
@@ -84,14 +84,9 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     Args:
         root: the folder with `proc` and `sys`.
     """
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return None
     quotas: list[float] = []
-    for line in lines:
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+    for line in system_text(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = (*line.split(":", 2), "", "")[:3]
         if number == "0":
             mounts = [root / "sys/fs/cgroup"]
         elif "cpu" in controllers.split(","):
@@ -108,14 +103,11 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 def _quota(group: Path) -> float | None:
     """The quota of one control group, in processors."""
+    second = " ".join(system_text(group / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
     try:
-        if (group / "cpu.max").is_file():
-            quota, period = (group / "cpu.max").read_text(encoding="ascii").split()
-        else:
-            quota = (group / "cpu.cfs_quota_us").read_text(encoding="ascii")
-            period = (group / "cpu.cfs_period_us").read_text(encoding="ascii")
+        quota, period = (system_text(group / "cpu.max") or second).split()
         processors = int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):
+    except (ValueError, ZeroDivisionError):
         return None
     return processors if processors > 0 else None
 
@@ -141,7 +133,19 @@ class Core(NamedTuple):
 @cache
 def physical_cores() -> tuple[Core, ...]:
     """The cores of this machine; empty where the system does not tell them."""
-    return _read_cores()
+    if sys.platform == "win32":
+        function = ctypes.WinDLL("kernel32").GetLogicalProcessorInformationEx
+        size = ctypes.c_uint32(0)
+        function(_PROCESSOR_CORE, None, ctypes.byref(size))
+        records = ctypes.create_string_buffer(max(size.value, 1))
+        read = function(_PROCESSOR_CORE, records, ctypes.byref(size))
+        cores = windows_cores(records.raw[: size.value]) if read else ()
+    elif sys.platform == "darwin":
+        # Apple's processors store the lower bytes of a number first.
+        cores = apple_cores(lambda name: int.from_bytes(sysctl(name), "little"))
+    else:
+        cores = linux_cores(Path("/sys/devices"))
+    return cores
 
 
 def linux_cores(devices: Path) -> tuple[Core, ...]:
@@ -153,11 +157,11 @@ def linux_cores(devices: Path) -> tuple[Core, ...]:
     siblings: dict[frozenset[int], int] = {}
     for folder in (devices / "system" / "cpu").glob("cpu[0-9]*"):
         topology = folder / "topology"
-        cpus = cpu_list(_text(topology / "core_cpus_list") or _text(topology / "thread_siblings_list"))
+        cpus = cpu_list(system_text(topology / "core_cpus_list") or system_text(topology / "thread_siblings_list"))
         if cpus:
-            capacity = _text(folder / "cpu_capacity")
+            capacity = system_text(folder / "cpu_capacity")
             siblings[cpus] = int(capacity) if capacity.isdecimal() else 0
-    fast = cpu_list(_text(devices / "cpu_core" / "cpus"))
+    fast = cpu_list(system_text(devices / "cpu_core" / "cpus"))
     least = _SLOW_BELOW * max(siblings.values(), default=0)
     return tuple(
         Core(cpus, bool(cpus & fast) if fast else capacity >= least)
@@ -177,14 +181,14 @@ def cpu_list(text: str) -> frozenset[int]:
     return frozenset(numbers)
 
 
-def apple_cores(sysctl: Callable[[str], int | None]) -> tuple[Core, ...]:
-    """Read the cores from the values of macOS's `sysctl`; `hw.perflevel0` is the fastest kind.
+def apple_cores(number: Callable[[str], int]) -> tuple[Core, ...]:
+    """Read the cores from the values of macOS's `sysctl`, 0 for unknown names; `hw.perflevel0` is the fastest kind.
 
     macOS numbers no cores and lets no program choose among them, so the numbers are only an enumeration.
     """
-    physical = sysctl("hw.physicalcpu") or 0
-    fast = sysctl("hw.perflevel0.physicalcpu") or physical
-    each = max((sysctl("hw.logicalcpu") or 0) // max(physical, 1), 1)
+    physical = number("hw.physicalcpu")
+    fast = number("hw.perflevel0.physicalcpu") or physical
+    each = max(number("hw.logicalcpu") // max(physical, 1), 1)
     return tuple(Core(frozenset(range(core * each, (core + 1) * each)), core < fast) for core in range(physical))
 
 
@@ -212,46 +216,6 @@ def windows_cores(records: bytes) -> tuple[Core, ...]:
         start += size
     fastest = max((efficiency_class for _, efficiency_class in cores), default=0)
     return tuple(Core(cpus, efficiency_class == fastest) for cpus, efficiency_class in cores)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def _sysctl(name: str) -> int | None:
-    """The value of a whole number of `sysctl`; None if there is none of this name."""
-    value, size = ctypes.c_int64(0), ctypes.c_size_t(8)
-    try:
-        function = ctypes.CDLL(None).sysctlbyname
-    except (OSError, AttributeError):
-        return None
-    failed = function(name.encode(), ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0))
-    # The upper half of a value of 4 bytes stays zero, and Apple's processors store the lower half first.
-    return None if failed else value.value
-
-
-if sys.platform == "win32":
-
-    def _read_cores() -> tuple[Core, ...]:
-        function = ctypes.WinDLL("kernel32").GetLogicalProcessorInformationEx
-        size = ctypes.c_uint32(0)
-        function(_PROCESSOR_CORE, None, ctypes.byref(size))
-        records = ctypes.create_string_buffer(max(size.value, 1))
-        read = function(_PROCESSOR_CORE, records, ctypes.byref(size))
-        return windows_cores(records.raw[: size.value]) if read else ()
-
-elif sys.platform == "darwin":
-
-    def _read_cores() -> tuple[Core, ...]:
-        return apple_cores(_sysctl)
-
-else:
-
-    def _read_cores() -> tuple[Core, ...]:
-        return linux_cores(Path("/sys/devices"))
 
 
 class Power(StrEnum):

@@ -78,7 +78,7 @@ def test_one_kind_of_cores_on_linux(tmp_path: Path) -> None:
     ids=["M1", "M4 Pro", "Intel", "none"],
 )
 def test_apple(values: Mapping[str, int], fast: int, slow: int) -> None:
-    cores = apple_cores(values.get)
+    cores = apple_cores(lambda name: values.get(name, 0))
     assert [core.fast for core in cores] == [True] * fast + [False] * slow
     assert len({cpu for core in cores for cpu in core.cpus}) == values.get("hw.logicalcpu", 0)
 
