@@ -113,53 +113,41 @@ def record_to_json(record: Any) -> dict[str, Any]:
 def _converted(kind: Any, value: Any, path: str) -> Any:
     """Convert a JSON value to the type of a field; `path` leads to it."""
     origin, arguments = get_origin(kind), get_args(kind)
-    converted = value
-    if origin is Annotated:
-        converted = _bounded(arguments[0], arguments[1], value, path)
-    elif origin in (Union, UnionType):
+    if origin in (Union, UnionType):
         converted = None if value is None else _converted(arguments[0], value, path)
     elif origin is Mapping:
         if not isinstance(value, dict):
             raise _wrong(path, value, "an object")
-        key_type, each_type = arguments
-        places = {key: f"{path}.{key}" for key in value}
-        converted = {_converted_key(key_type, key): _converted(each_type, value[key], places[key]) for key in value}
+        number = int in (arguments[0], *get_args(arguments[0]))
+        keys = {key: _converted(arguments[0], int(key) if number else key, key) for key in value}
+        converted = {keys[key]: _converted(arguments[1], each, f"{path}.{key}") for key, each in value.items()}
     elif origin is tuple:
-        of_objects = is_dataclass(arguments[0])
-        element, kinds = (
-            (dict, "objects") if of_objects else (str, "texts") if arguments[0] is str else (object, "values")
-        )
+        element, kinds = (str, "texts") if arguments[0] is str else (object, "values")
+        if is_dataclass(arguments[0]):
+            element, kinds = dict, "objects"
         if not isinstance(value, list) or not all(isinstance(each, element) for each in value):
             raise _wrong(path, value, f"a list of {kinds}")
         converted = tuple(_converted(arguments[0], each, f"{path}.{index}") for index, each in enumerate(value))
     elif isinstance(kind, type) and is_dataclass(kind):
         converted = typed_record(kind, value, path)
-    elif issubclass(kind, Enum):
+    elif isinstance(kind, type) and issubclass(kind, Enum):
         known = [each.value for each in kind]
         if not isinstance(value, str) or value not in known:
             raise _wrong(path, value, f"one of {', '.join(known)}" if isinstance(value, str) else "text")
         converted = kind(value)
     else:
-        converted = _bounded(kind, Bound(), value, path)
+        kind, bound = arguments if origin is Annotated else (kind, Bound())
+        fits = is_finite(value) if kind is float else type(value) is kind
+        if not fits or (kind in (int, float) and not (value >= bound.least and value > bound.above)):
+            least = f" of at least {bound.least}" if bound.least > -math.inf else ""
+            above = f" above {bound.above}" if bound.above > -math.inf else ""
+            raise _wrong(path, value, _KINDS[kind] + least + above)
+        converted = kind(value)
     return converted
-
-
-def _bounded(kind: Any, bound: Bound, value: Any, path: str) -> Any:
-    """Check a number, a text or a boolean, and the bounds of a number."""
-    fits = is_finite(value) if kind is float else type(value) is kind
-    if not fits or (kind in (int, float) and not (value >= bound.least and value > bound.above)):
-        least = f" of at least {bound.least}" if bound.least > -math.inf else ""
-        raise _wrong(path, value, _KINDS[kind] + least + (f" above {bound.above}" if bound.above > -math.inf else ""))
-    return kind(value)
 
 
 def _wrong(path: str, value: object, expected: str) -> ValueError:
     return ValueError(f"has {path} {shown(value)}, which must be {expected}" if path else "is not an object")
-
-
-def _converted_key(kind: Any, key: str) -> Any:
-    number = kind is int or int in get_args(kind)
-    return _converted(kind, int(key) if number else key, key)
 
 
 def is_whole(value: object, minimum: int) -> bool:

@@ -8,6 +8,7 @@ import numbers
 import os
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from functools import cache, wraps
@@ -70,12 +71,12 @@ def converted(name: str, value: Any, hint: Any) -> Any:
     Raises:
         InputError: the value has another type; the error names it.
     """
-    if type(value) in _classes(hint):
+    if type(value) in _options(hint):
         return value
-    for option in _options(hint):
-        if _fits(value, option):
-            return _as_type(value, option)
-    raise InputError(f"{name} is {shown(value)}", f"it must be {' or '.join(map(_described, _named(hint)))}")
+    try:
+        return _as_type(value, hint)
+    except TypeError:
+        raise InputError(f"{name} is {shown(value)}", f"it must be {_described_options(hint)}") from None
 
 
 @cache
@@ -88,27 +89,24 @@ def _options(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-@cache
-def _classes(hint: Any) -> frozenset[Any]:
-    """The types of a hint whose direct instances need no further check."""
-    return frozenset(option for option in _options(hint) if isinstance(option, type) and get_origin(option) is None)
-
-
-def _named(hint: Any) -> list[Any]:
-    """The types that an error names: None is left out where there are others."""
+def _described_options(hint: Any) -> str:
+    """The types of a union as an error names them: None is left out where there are others."""
     options = [option for option in _options(hint) if option is not types.NoneType]
-    return options or [types.NoneType]
+    return " or ".join(map(_described, options or [types.NoneType]))
 
 
 def _as_type(value: Any, kind: Any) -> Any:
-    """Convert a value to one type.
+    """Convert a value to a type, or to the first of a union that it has.
 
     Raises:
         TypeError: it has another.
     """
+    if len(options := _options(kind)) > 1:
+        for option in options:
+            with suppress(TypeError):
+                return _as_type(value, option)
+        raise TypeError
     origin = get_origin(kind) or kind
-    if kind is Any:
-        return value
     if origin in (int, float):
         return _as_number(value, origin)
     if origin is Sequence:
@@ -116,19 +114,20 @@ def _as_type(value: Any, kind: Any) -> Any:
             raise TypeError
         (element,) = get_args(kind) or (Any,)
         for each in value:
-            if not any(_fits(each, option) for option in _options(element)):
-                raise TypeError
+            _as_type(each, element)
         return value
     if origin is Mapping:
         if not isinstance(value, Mapping):
             raise TypeError
         key, element = get_args(kind) or (Any, Any)
         return {_as_type(each, key): _as_type(item, element) for each, item in value.items()}
-    if _is_callback(origin):
-        if not callable(value):
-            raise TypeError
-        return value
-    if not isinstance(value, origin) or (origin is os.PathLike and not isinstance(os.fspath(value), str)):
+    if kind is Any:
+        fits = True
+    elif _is_callback(origin):
+        fits = callable(value)
+    else:
+        fits = isinstance(value, origin) and (origin is not os.PathLike or isinstance(os.fspath(value), str))
+    if not fits:
         raise TypeError
     return value
 
@@ -145,14 +144,6 @@ def _as_number(value: Any, kind: type[int] | type[float]) -> int | float:
         raise TypeError from error
 
 
-def _fits(value: Any, kind: Any) -> bool:
-    try:
-        _as_type(value, kind)
-    except TypeError:
-        return False
-    return True
-
-
 def _is_callback(kind: Any) -> bool:
     """Whether a type is a protocol of functions, against which `isinstance` cannot check."""
     return getattr(kind, "_is_protocol", False) and "__call__" in vars(kind)
@@ -162,7 +153,7 @@ def _described(kind: Any) -> str:
     origin = get_origin(kind) or kind
     if origin is Sequence:
         (element,) = get_args(kind) or (Any,)
-        return f"a list, each item {' or '.join(map(_described, _named(element)))}"
+        return f"a list, each item {_described_options(element)}"
     if origin is Mapping:
         key, element = get_args(kind) or (Any, Any)
         return "a mapping" + (
@@ -213,14 +204,14 @@ class Option:
             if value not in list(self.choices):
                 expected = self.range or f"one of {', '.join(self.choices)}"
                 raise InputError(f"{name} is {value!r:.60}", f"it must be {expected}")
-        elif not (self._is_within(value) if self.accepts is None else self.accepts(value)):
-            raise InputError(f"{self.label or name} is {value}", f"it must be {self.range or self._bounds()}")
-
-    def _is_within(self, value: Any) -> bool:
-        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
-
-    def _bounds(self) -> str:
-        return f"{self.least:g} or more" if self.most is None else f"between {self.least:g} and {self.most:g}"
+            return
+        if self.accepts is not None:
+            fits = self.accepts(value)
+        else:
+            fits = (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+        if not fits:
+            bounds = f"{self.least} or more" if self.most is None else f"between {self.least} and {self.most}"
+            raise InputError(f"{self.label or name} is {value}", f"it must be {self.range or bounds}")
 
 
 def option(default: Any, text: str, **declared: Any) -> Any:

@@ -11,7 +11,7 @@ from ..structure.response_format import ResponseFormat
 
 
 class LoadKeywords(TypedDict, total=False):
-    """See `LoadOptions`."""
+    """The options of `LoadOptions` by name."""
 
     device: str
     threads: int | None
@@ -34,7 +34,7 @@ class LoadKeywords(TypedDict, total=False):
 
 
 class GenerateKeywords(TypedDict, total=False):
-    """See `GenerateOptions`."""
+    """The options of `GenerateOptions` by name."""
 
     max_tokens: int | None
     stop: str | Sequence[str] | None

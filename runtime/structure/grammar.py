@@ -47,14 +47,6 @@ them."""
 _WHITE_SPACE: Final = ("\n", "\n\n", "\n\n\n", " ", "  ", "\r\n", "\r\n\r\n", " \n", "\t")
 
 
-def parser_limits() -> llguidance.LLParserLimits:
-    """Limits of memory and time for compiling a grammar and for each of its masks: llguidance's defaults.
-
-    Errors leave out what the grammar has matched, because it is the text of an answer.
-    """
-    return llguidance.LLParserLimits(verbose_errors=False)
-
-
 class Grammar:
     """A compiled response format.
 
@@ -82,15 +74,14 @@ class Grammar:
             InputError: the grammar does not allow them.
         """
         described, after = self.response_format.described, self.response_format.after
-        own = GrammarMatcher(self._fresh, described)
-        matcher: Matcher = self._engine.after_text(own, after) if after else own
+        engine, own = self._engine, GrammarMatcher(self._fresh, described)
+        matcher: Matcher = engine.after_text(own, after) if after else own
         for token in token_ids:
             if not matcher.consume(token):
                 raise InputError(
                     f"the {described} of the answer does not allow what the answer begins with",
                     "change answer_start, or leave it out",
                 )
-        engine = self._engine
         return GrammarState(
             matcher, engine.vocab_size, engine.ends, engine.thread.submit, lambda: self._ended(own.matcher)
         )
@@ -124,7 +115,8 @@ class Grammars:
         self.ends: Final = tokenizer.eos
         self._text_tokenizer: Final = tokenizer
         self._tokenizer: Final = _matcher_tokenizer(tokenizer)
-        self._limits: Final = parser_limits()
+        # Errors leave out what the grammar has matched, because it is the text of an answer.
+        self._limits: Final = llguidance.LLParserLimits(verbose_errors=False)
         self._kept: OrderedDict[ResponseFormat, Grammar] = OrderedDict()
         self._compiling: dict[ResponseFormat, Future[Grammar]] = {}
         self._places: Final[list[tuple[bool, str]]] = []
@@ -223,8 +215,7 @@ class Grammars:
     def after_text(self, matcher: Matcher, text: str) -> Matcher:
         """A matcher that begins after a text of the answer."""
         tokenizer = self._text_tokenizer
-        not_end = np.zeros(self.vocab_size, np.uint8)
-        not_end[:] = 1
+        not_end = np.ones(self.vocab_size, np.uint8)
         not_end[sorted(tokenizer.eos)] = 0
         spaces = [tokenizer.encode_plain(each) for each in _WHITE_SPACE]
         return MatcherAfterText(

@@ -46,13 +46,13 @@ class AlignedSampler(Sampler):
         self._futures.observe(np.asarray(tokens, np.intp).ravel().tolist())
 
     def choose(self, logits: Logits, position: int) -> int:
-        """See `Sampler.choose`."""
+        """Choose a token, and note its probability under the model."""
         token = super().choose(logits, position)
         self._futures.chosen(token, float(self._own[token]))
         return token
 
     def probabilities(self, logits: Logits) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
-        """See `Sampler.probabilities`."""
+        """The tokens that may come, and their weighed probabilities."""
         own = self._own
         scores = self._adjusted(logits)
         np.subtract(scores, scores.max(), out=own)

@@ -54,19 +54,19 @@ class GrammarState:
 
     @property
     def size(self) -> int:
-        """See `TokenConstraint`."""
+        """Number of tokens observed."""
         return self._base + len(self._observed)
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """See `TokenConstraint`."""
+        """Add tokens to the answer, which may come there."""
         self._observed += tuple(tokens)
 
     def shorten(self, size: int) -> None:
-        """See `TokenConstraint`."""
+        """Forget the tokens after the first `size`, of those observed since `prepare`."""
         self._observed = self._observed[: size - self._base]
 
     def mask(self, path: Sequence[int] = ()) -> TokenMask | None:
-        """See `TokenConstraint`."""
+        """The tokens that may come after a path; None if all may."""
         whole = (*self._observed, *path)
         with self._lock:
             if whole not in self._masks:
@@ -74,7 +74,7 @@ class GrammarState:
             return self._masks[whole]
 
     def forced(self, path: Sequence[int] = ()) -> Sequence[int]:
-        """See `TokenConstraint`."""
+        """The tokens that have to come after a path, without one that ends the answer."""
         with self._lock:
             whole = (*self._observed, *path)
             self._seek(whole)
@@ -85,7 +85,7 @@ class GrammarState:
             return forced
 
     def allows(self, path: Sequence[int], tokens: Sequence[int]) -> Sequence[bool]:
-        """See `TokenConstraint`."""
+        """Whether each of some tokens may come after a path and does not end the answer."""
         whole = (*self._observed, *path)
         with self._lock:
             mask = self._masks.get(whole)
@@ -94,7 +94,7 @@ class GrammarState:
             return [token in good for token in tokens]
 
     def ends_with(self, token: int) -> bool:
-        """See `TokenConstraint`."""
+        """Whether the answer is complete with one more token, and nothing but its end may follow."""
         with self._lock:
             self._seek((*self._observed, token))
             return self._matcher.at_end()
@@ -107,7 +107,7 @@ class GrammarState:
             ended()
 
     def prepare(self, tokens: Sequence[int] = (), parents: Sequence[int] = ()) -> None:
-        """See `TokenConstraint`."""
+        """Begin to compute the masks of a pass over a tree of tokens in another thread."""
         with self._lock:
             self._seek(self._observed)
             done = len(self._observed)

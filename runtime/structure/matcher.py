@@ -74,7 +74,7 @@ class GrammarMatcher:
         """llguidance's matcher."""
 
     def consume(self, token: int) -> bool:
-        """See `Matcher`."""
+        """Go on by a token; False if it may not come."""
         if self.matcher.try_consume_tokens([token]) == 1:
             forced = self._rest_of_run(1)
             if forced and token != forced[0]:
@@ -88,7 +88,7 @@ class GrammarMatcher:
         return False
 
     def rollback(self, count: int) -> None:
-        """See `Matcher`."""
+        """Go back by some tokens."""
         del self._tokens[len(self._tokens) - count :]
         if len(self._tokens) < self._run_at:
             self._run = ()
@@ -96,7 +96,7 @@ class GrammarMatcher:
             self._recover()
 
     def bits(self) -> Bits | None:
-        """See `Matcher`."""
+        """The tokens that may come, a bit each; None if all may."""
         if forced := self._rest_of_run(1):
             only = np.zeros(self._size, np.uint8)
             only[forced[0] // 8] = 1 << forced[0] % 8
@@ -119,11 +119,11 @@ class GrammarMatcher:
         )
 
     def forced(self) -> Sequence[int]:
-        """See `Matcher`."""
+        """The tokens that have to come now, as far as they are known."""
         return self._rest_of_run(_MOST_FORCED) or self.matcher.compute_ff_tokens()[:_MOST_FORCED]
 
     def at_end(self) -> bool:
-        """See `Matcher`."""
+        """Whether the answer is complete, and nothing but its end may follow."""
         return self.matcher.is_stopped() and self.matcher.is_accepting()
 
     def _rest_of_run(self, count: int) -> Sequence[int]:
@@ -180,7 +180,7 @@ class MatcherAfterText:
         return self._text in self._tails[-1]
 
     def consume(self, token: int) -> bool:
-        """See `Matcher`."""
+        """Go on by a token; False if it may not come."""
         if not self._began:
             kept = self._tails[-1][-(len(self._text) - 1) :] if len(self._text) > 1 else b""
             self._tails.append(kept + self._token_bytes(token))
@@ -193,7 +193,7 @@ class MatcherAfterText:
         return True
 
     def rollback(self, count: int) -> None:
-        """See `Matcher`."""
+        """Go back by some tokens."""
         matched = min(count, self._matched)
         if matched:
             self._matcher.rollback(matched)
@@ -204,7 +204,7 @@ class MatcherAfterText:
             del self._tails[-before:]
 
     def bits(self) -> Bits | None:
-        """See `Matcher`."""
+        """The tokens that may come, a bit each; None if all may."""
         if not self._began:
             return self._not_end
         bits = self._matcher.bits()
@@ -216,11 +216,11 @@ class MatcherAfterText:
         return bits
 
     def forced(self) -> Sequence[int]:
-        """See `Matcher`; where white space may come, nothing is forced."""
+        """The tokens that have to come now; none where white space may come."""
         return self._matcher.forced() if self._matched else ()
 
     def at_end(self) -> bool:
-        """See `Matcher`."""
+        """Whether the answer is complete, and nothing but its end may follow."""
         return self._began and self._matcher.at_end()
 
 

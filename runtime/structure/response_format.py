@@ -146,26 +146,6 @@ class ResponseFormat:
             raise InputError(f"there are {len(texts)} choices", f"at most {_MAX_CHOICES} are allowed")
         return cls(FormatKind.CHOICE, json.dumps(list(texts)), after)
 
-    @classmethod
-    def of_openai(cls, value: Mapping[str, Any]) -> ResponseFormat | None:
-        """The format of OpenAI's `response_format`; None for plain text.
-
-        Raises:
-            InputError: the value is something else.
-        """
-        kind = value.get("type")
-        if kind == "text":
-            return None
-        if kind == "json_object":
-            schema = value.get("schema")  # llama.cpp has a schema here too
-            return cls.json_object() if schema is None else cls.json_schema(schema)
-        if kind == "json_schema":
-            inner = value.get("json_schema", value)
-            if isinstance(inner, Mapping) and isinstance(inner.get("schema"), Mapping | bool):
-                return cls.json_schema(inner["schema"])
-            raise InputError("response_format has no schema", "give json_schema: {name, schema}")
-        raise InputError(f"response_format has the type {shown(kind)}", "it must be text, json_object or json_schema")
-
 
 def is_gbnf(text: str) -> bool:
     """Whether a grammar is GBNF, whose rules are written with `::=`, and not Lark."""

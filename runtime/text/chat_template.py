@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from io import StringIO
-from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from jinja2 import TemplateError as JinjaError
@@ -143,18 +142,14 @@ def load_template(bundle: Bundle, tokenizer: TextTokenizer) -> ChatTemplate | No
     named = _named_sources(tokenizer.config.get("chat_template"))
     for name, file in (("default", "chat_template.jinja"), ("tool_use", "additional_chat_templates/tool_use.jinja")):
         if (path := bundle.file(file)) is not None:
-            named[name] = _read(path)
+            try:
+                named[name] = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise TemplateError(f"{path} cannot be read: {error}", _HINT) from error
     if "default" not in named:
         return None
     special = {name: text for name in SPECIAL_TOKENS if (text := tokenizer.token_text(name))}
     return ChatTemplate(named["default"], special, with_tools=named.get("tool_use"))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TemplateError(f"{path} cannot be read: {error}", _HINT) from error
 
 
 def _named_sources(value: Any) -> dict[str, str]:

@@ -42,19 +42,18 @@ class StreamDecoder:
 
     def push(self, tokens: Iterable[int]) -> str:
         """Add tokens and return the text that they complete; empty while a character is incomplete."""
-        if self._marks:
-            return "".join(map(self._push_marked, tokens))
-        return self._push(tokens)
-
-    def _push_marked(self, token: int) -> str:
-        """Add a token that may be one of the marks."""
-        mark = self._marks.get(token)
-        if mark is None:
-            return self._push((token,))
-        window, text = self._shown, self.flush()
-        if not text.endswith(_REPLACEMENT):
-            self._start = window  # the next word keeps its leading space
-        return text + mark
+        if not self._marks:
+            return self._push(tokens)
+        pieces = []
+        for token in tokens:
+            if (mark := self._marks.get(token)) is None:
+                pieces.append(self._push((token,)))
+                continue
+            window, text = self._shown, self.flush()
+            if not text.endswith(_REPLACEMENT):
+                self._start = window  # the next word keeps its leading space
+            pieces.append(text + mark)
+        return "".join(pieces)
 
     def _push(self, tokens: Iterable[int]) -> str:
         # Special tokens are left out here, not by the tokenizer: a window of nothing else would lose the leading space
@@ -89,6 +88,11 @@ class StreamDecoder:
         return self._tokenizer.decode(self._ids[self._start :])[len(before) :]
 
 
+def beginning_at_end(text: str, sign: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `sign`, and not all of it."""
+    return next((n for n in range(min(len(text), len(sign) - 1), 0, -1) if text.endswith(sign[:n])), 0)
+
+
 class StopMatcher:
     """Passes text through up to the first stop sequence; holds back text that may be the beginning of one.
 
@@ -113,7 +117,9 @@ class StopMatcher:
         if self.stopped or not self._stop_sequences:
             return "" if self.stopped else text
         text = self._held + text
-        found = [(index + len(stop), index) for stop in self._stop_sequences if (index := self._find(stop, text)) >= 0]
+        # A stop sequence that ends in what comes before was found there, or is none.
+        places = [(stop, text.find(stop, max(self._unreturned - len(stop) + 1, 0))) for stop in self._stop_sequences]
+        found = [(at + len(stop), at) for stop, at in places if at >= 0]
         if found:
             self.stopped, self._held = True, ""
             _, start = min(found)
@@ -130,10 +136,6 @@ class StopMatcher:
         text, self._held = self._held, ""
         return self._returned(text)
 
-    def _find(self, stop: str, text: str) -> int:
-        """Index of the first `stop` in `text` that ends behind what comes before; negative if there is none."""
-        return text.find(stop, max(self._unreturned - len(stop) + 1, 0))
-
     def _returned(self, text: str) -> str:
         """What to return of the beginning of the text: that without what comes before."""
         skipped = min(self._unreturned, len(text))
@@ -142,13 +144,8 @@ class StopMatcher:
 
     def _end_to_hold(self, text: str) -> str:
         """The end of `text` that may be the beginning of a stop sequence."""
-        held = max((self._overlap(text, stop) for stop in self._stop_sequences), default=0)
+        held = max((beginning_at_end(text, stop) for stop in self._stop_sequences), default=0)
         return text[len(text) - held :]
-
-    @staticmethod
-    def _overlap(text: str, stop: str) -> int:
-        """Length of the longest suffix of `text` that is a prefix of `stop`."""
-        return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
 
@@ -33,14 +32,6 @@ _FIRST_STAND_IN: Final = 0xF0000
 _PLANE: Final = 0x8000
 
 
-@dataclass(frozen=True)
-class MarkedInputs:
-    """Inputs of a template with marks."""
-
-    values: dict[str, Any]
-    mark: str
-
-
 class MessageMarks:
     """Puts marks into the messages for one tokenizer.
 
@@ -60,8 +51,8 @@ class MessageMarks:
         self._beginnings: Final = {token[:size] for token in self._tokens for size in (1, 2) if size < len(token)}
         self._ends: Final = {token[-size:] for token in self._tokens for size in (1, 2) if size < len(token)}
 
-    def mark(self, inputs: Mapping[str, Any], written: str) -> MarkedInputs | None:
-        """Return a copy of the inputs with marks, or None if nothing in them is part of a special token.
+    def mark(self, inputs: Mapping[str, Any], written: str) -> tuple[dict[str, Any], str] | None:
+        """Return a copy of the inputs with marks, and the mark; None if nothing in them is part of a special token.
 
         Args:
             inputs: values by name: messages, tools and whatever else the template reads.
@@ -80,7 +71,7 @@ class MessageMarks:
         while any(chr(number) in text for text in (written, *texts)):
             number += 1
         mark = chr(number)
-        return MarkedInputs({name: self._marked(value, mark) for name, value in inputs.items()}, mark)
+        return {name: self._marked(value, mark) for name, value in inputs.items()}, mark
 
     def own_tokens(self, text: str, mark: str = "") -> list[str]:
         """Return the special tokens in a text that have no mark, in order."""
@@ -109,17 +100,16 @@ class MessageMarks:
         if isinstance(value, str):
             return self._marked_text(value, mark, borders) if self._has_parts(value) else value
         if isinstance(value, Mapping):
-            return {
-                self._marked_key(key, mark): self._marked(part, mark, borders=key not in _JOINED_KEYS)
-                for key, part in value.items()
-            }
+            # A key that is a name stays as it is: a template may look it up.
+            marked = {}
+            for key, part in value.items():
+                is_name = not isinstance(key, str) or key.isidentifier()
+                name = key if is_name else self._marked(key, mark)
+                marked[name] = self._marked(part, mark, borders=key not in _JOINED_KEYS)
+            return marked
         if isinstance(value, (list, tuple)):
             return [self._marked(part, mark) for part in value]
         return value
-
-    def _marked_key(self, key: Any, mark: str) -> Any:
-        """Mark a key unless a template may look it up by name."""
-        return key if not isinstance(key, str) or key.isidentifier() else self._marked(key, mark)
 
     def _marked_text(self, text: str, mark: str, borders: bool) -> str:
         """Split off the first character of each beginning and the last of each end, and what is open at the borders."""
@@ -194,7 +184,12 @@ class PlainEncoding:
             content = token.content
             if token.special:
                 content = self.stand_ins[token.content] = chr(first + 1 + number)
-            self._ids[self._add(content, token)] = token_id
+            flags = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip")}
+            normalized = token.normalized and not token.special
+            self._plain.add_tokens([AddedToken(content, normalized=normalized, **flags)])
+            added_id: int | None = self._plain.token_to_id(content)
+            assert added_id is not None  # noqa: S101  it has just been added
+            self._ids[added_id] = token_id
         self.border: Final = chr(first)
         """A character that no token spans, and that has no token."""
         self._plain.add_tokens([AddedToken(self.border, normalized=False)])
@@ -208,17 +203,3 @@ class PlainEncoding:
         """Token ids of a text in which characters stand for special tokens."""
         ids = encode_text(self._plain, text, add_special_tokens=False)
         return [self._ids.get(token, token) for token in ids if token != self._border_id]
-
-    def _add(self, content: str, token: AddedToken) -> int:
-        """Add a token like another one, and return its id."""
-        same = AddedToken(
-            content,
-            single_word=token.single_word,
-            lstrip=token.lstrip,
-            rstrip=token.rstrip,
-            normalized=token.normalized and not token.special,
-        )
-        self._plain.add_tokens([same])
-        added: int | None = self._plain.token_to_id(content)
-        assert added is not None  # noqa: S101  it has just been added
-        return added

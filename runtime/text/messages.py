@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, Final
 
 from ...errors import InputError
@@ -18,7 +19,6 @@ _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 _PART_SEPARATOR: Final = "\n"
 """Between the text parts of a message: servers of other runtimes join them by line ends, too."""
-_SYSTEM_ROLES = ("system", "developer")
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -54,7 +54,10 @@ def _message(message: Any, where: str) -> Message:
     if "tool_calls" in fields:
         if role != "assistant":
             raise InputError(f"{where} is of the role {role} and has tool_calls", "only an assistant calls tools")
-        fields["tool_calls"] = _tool_calls(fields["tool_calls"], f"{where}.tool_calls")
+        calls, where_calls = fields["tool_calls"], f"{where}.tool_calls"
+        if not isinstance(calls, Sequence) or isinstance(calls, (str, bytes)) or not calls:
+            raise InputError(f"{where_calls} is {shown(calls)}", "it must be a list of calls")
+        fields["tool_calls"] = [_tool_call(call, f"{where_calls}[{index}]") for index, call in enumerate(calls)]
     elif "content" not in fields:
         raise InputError(f"{where} has no content", "give text, or a list of text parts")
     fields["content"] = _text(fields.get("content", ""), f"{where}.content")
@@ -74,12 +77,6 @@ def _text(content: Any, where: str) -> str:
             raise InputError(f"{where}[{index}] is {what}", 'models here read text: {"type": "text", "text": ...}')
         texts.append(part["text"])
     return _PART_SEPARATOR.join(texts)
-
-
-def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, Sequence) or isinstance(calls, (str, bytes)) or not calls:
-        raise InputError(f"{where} is {shown(calls)}", "it must be a list of calls")
-    return [_tool_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
@@ -132,17 +129,13 @@ class ChatPrompt:
         if marked is None:
             text = self.template.render(messages, **self.variables)
             return self.tokenizer.encode(text, add_special_tokens=False)
-        values = dict(marked.values)
-        text = self.template.render(values.pop("messages"), **values, **own, mark=marked.mark)
-        return self.tokenizer.encode_marked(text, marked.mark)
+        values, mark = marked
+        text = self.template.render(values.pop("messages"), **values, **own, mark=mark)
+        return self.tokenizer.encode_marked(text, mark)
 
     def system(self) -> list[Message]:
         """The messages before the conversation proper, which always stay."""
-        count = next(
-            (index for index, message in enumerate(self.messages) if message.get("role") not in _SYSTEM_ROLES),
-            len(self.messages),
-        )
-        return list(self.messages[:count])
+        return list(takewhile(lambda message: message.get("role") in ("system", "developer"), self.messages))
 
     def beginning(self) -> list[int]:
         """Token ids of what every conversation with these system messages and tools begins with.

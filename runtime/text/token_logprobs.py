@@ -44,17 +44,6 @@ class _Position(NamedTuple):
     origin: DraftOrigin | None = None
 
 
-@dataclass(frozen=True)
-class _Placed:
-    """A token of the answer and the place of its text."""
-
-    token: TokenLogprob | None
-    """None for a token of the answer's start."""
-    start: int
-    """Byte of the answer's text at which the token's text begins."""
-    end: int
-
-
 class AnswerTokens:
     """The tokens of an answer, listed as soon as all of their text has been shown.
 
@@ -70,7 +59,8 @@ class AnswerTokens:
     def __init__(self, token_bytes: TokenBytes, before: Sequence[int] = ()) -> None:
         self._token_bytes: Final = token_bytes
         self._undecoded = [_Position(token) for token in before]
-        self._placed: deque[_Placed] = deque()
+        self._placed: deque[tuple[TokenLogprob, int, int]] = deque()
+        """Tokens, and the bytes of the answer's text at which the text of each begins and ends."""
         self._decoded = 0
         """Bytes of text that the tokens have decoded to."""
         self._shown = 0
@@ -86,15 +76,15 @@ class AnswerTokens:
         """The tokens whose text is complete with the next piece of shown text."""
         self._shown += len(shown.encode())
         complete = []
-        while self._placed and self._placed[0].end <= self._shown:
-            complete.append(self._placed.popleft().token)
-        return _listed(complete)
+        while self._placed and self._placed[0][2] <= self._shown:
+            complete.append(self._placed.popleft()[0])
+        return tuple(complete)
 
     def finish(self, decoded: str, shown: str) -> tuple[TokenLogprob, ...]:
         """The rest of the tokens, given the last text of the detokenizer and the last piece of shown text."""
         self._place(decoded)
         complete = self.take(shown)
-        return (*complete, *_listed([placed.token for placed in self._placed if placed.start < self._shown]))
+        return (*complete, *(token for token, start, _ in self._placed if start < self._shown))
 
     def _place(self, decoded: str) -> None:
         """Give every token that was held back its part of their text."""
@@ -105,7 +95,8 @@ class AnswerTokens:
         start, whole = self._decoded, (self._decoded, self._decoded + len(text))
         for position, part in zip(self._undecoded, parts, strict=True):
             begin, end = (start, start + len(part)) if exact else whole
-            self._placed.append(_Placed(self._token(position, part), begin, end))
+            if position.logprobs is not None:
+                self._placed.append((self._token(position.logprobs, position.origin, part), begin, end))
             start = end
         self._decoded += len(text)
         self._undecoded.clear()
@@ -123,10 +114,8 @@ class AnswerTokens:
         # A tokenizer whose words depend on their neighbours: the last token has completed the text.
         return [text if index == (texts or [0])[-1] else b"" for index in range(len(parts))]
 
-    def _token(self, position: _Position, part: bytes) -> TokenLogprob | None:
-        token_id, logprobs, drafted = position
-        if logprobs is None:
-            return None
+    def _token(self, logprobs: PositionLogprobs, drafted: DraftOrigin | None, part: bytes) -> TokenLogprob:
+        token_id = logprobs.token_id
         names = self._token_bytes
         shown = part.decode("utf-8", "replace") if part else names.shown(token_id)
         top = tuple(
@@ -137,8 +126,3 @@ class AnswerTokens:
             rejected = None if drafted.rejected is None else names.shown(drafted.rejected)
             origin = TokenOrigin(drafted.kind, drafted.drafter, rejected)
         return TokenLogprob(token_id, shown, part, logprobs.logprob, top, origin)
-
-
-def _listed(tokens: Sequence[TokenLogprob | None]) -> tuple[TokenLogprob, ...]:
-    """The tokens without those of the answer's start."""
-    return tuple(token for token in tokens if token is not None)

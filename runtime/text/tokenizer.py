@@ -11,7 +11,7 @@ from ...errors import BundleError, InputError
 from ...models.bundle import Bundle
 from ...models.json_file import is_whole, shown
 from ...models.variants import GENAI_CONFIG
-from .message_marks import MarkedInputs, MessageMarks, PlainEncoding
+from .message_marks import MessageMarks, PlainEncoding
 from .tokenizer_library import decode_ids, encode_text, failures_as, is_failure, read_tokenizer, reason
 
 _PROBE: Final = "The 2 a-b.\n"
@@ -82,10 +82,11 @@ class TextTokenizer:
         marked = self.mark({"text": text}, "")
         if marked is None:
             return self.encode(text, add_special_tokens=False)
-        return self.encode_marked(marked.values["text"], marked.mark)
+        values, mark = marked
+        return self.encode_marked(values["text"], mark)
 
-    def mark(self, inputs: Mapping[str, Any], written: str) -> MarkedInputs | None:
-        """Mark what looks like a special token in the inputs of a chat template; see `MessageMarks.mark`."""
+    def mark(self, inputs: Mapping[str, Any], written: str) -> tuple[dict[str, Any], str] | None:
+        """Mark what looks like a special token in the inputs of a chat template, as `MessageMarks.mark` does."""
         return self._marks.mark(inputs, written)
 
     def encode_marked(self, marked: str, mark: str) -> list[int]:
@@ -188,32 +189,21 @@ class TextTokenizer:
 
     def _find_eos(self, bundle: Bundle, vocab_size: int) -> frozenset[int]:
         """End-of-sequence ids: those of the first configuration file that has some, and the tokenizer's eos_token."""
-        configs = {
-            "generation_config.json": bundle.json_file("generation_config.json"),
-            "config.json": bundle.config,
-            GENAI_CONFIG: bundle.genai,
-        }
-        name, value = next(
-            (
-                (name, config["eos_token_id"])
-                for name, config in configs.items()
-                if config.get("eos_token_id") is not None
-            ),
-            ("config.json", None),
-        )
+        generation = bundle.json_file("generation_config.json")
+        configs = {"generation_config.json": generation, "config.json": bundle.config, GENAI_CONFIG: bundle.genai}
+        found = {name: config.get("eos_token_id") for name, config in configs.items()}
+        name = next((name for name, value in found.items() if value is not None), "config.json")
+        value = found[name]
         listed = value if isinstance(value, list) else [] if value is None else [value]
         if not all(is_whole(token, 0) and token < vocab_size for token in listed):
             raise BundleError(
                 f"{bundle.folder / name}: eos_token_id is {shown(value)}",
                 f"it must be an id, or a list of ids, below {vocab_size}",
             )
-        ids = set(listed)
         text = self.token_text("eos_token")
         with failures_as(self._failure):
             named = self._tokenizer.token_to_id(text) if text else None
-        if named is not None:
-            ids.add(named)
-        return frozenset(ids)
+        return frozenset(listed if named is None else (*listed, named))
 
 
 class TokenBytes:
@@ -254,11 +244,10 @@ class TokenBytes:
         return text.encode()
 
 
-def _byte_characters() -> dict[str, int]:
-    """The characters that byte-level vocabularies write for bytes (GPT-2's): printable ones stand for themselves."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-_BYTE_OF_CHARACTER: Final = _byte_characters()
+_PRINTABLE: Final = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS: Final = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTE_OF_CHARACTER: Final = {
+    **{chr(byte): byte for byte in _PRINTABLE},
+    **{chr(256 + number): byte for number, byte in enumerate(_OTHERS)},
+}
+"""The bytes that characters of byte-level vocabularies (GPT-2's) stand for: printable ones stand for themselves."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from .answer_parts import AnswerParser, ReasoningTags, beginning_at_end, in_reasoning
+from ..text.detokenizer import beginning_at_end
+from .answer_parts import AnswerParser, ReasoningTags, in_reasoning
 from .call_regions import Region, RegionEnd
 from .calls import OfferedTools
 from .formats import ToolFormat

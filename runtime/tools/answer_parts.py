@@ -76,11 +76,6 @@ class AnswerParser:
                 self._count += 1
 
 
-def beginning_at_end(text: str, sign: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `sign`, and not all of it."""
-    return next((n for n in range(min(len(text), len(sign) - 1), 0, -1) if text.endswith(sign[:n])), 0)
-
-
 @dataclass(frozen=True)
 class ReasoningTags:
     """What stands around the part of an answer in which the model thinks."""

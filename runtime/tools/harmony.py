@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from .answer_parts import AnswerParser, beginning_at_end
+from ..text.detokenizer import beginning_at_end
+from .answer_parts import AnswerParser
 from .calls import NotACallError, OfferedTools, read_json, written_call
 
 _START: Final = "<|start|>"

@@ -27,9 +27,8 @@ from ..structure.response_format import ResponseFormat
 def keywords(name: str, record: type[Any]) -> str:
     """The class of the keywords of a record's options."""
     lines = [f"    {each.name}: {each.type}" for each in dataclasses.fields(record)]
-    return (
-        f'\n\nclass {name}(TypedDict, total=False):\n    """See `{record.__name__}`."""\n\n' + "\n".join(lines) + "\n"
-    )
+    head = f'class {name}(TypedDict, total=False):\n    """The options of `{record.__name__}` by name."""'
+    return f"\n\n{head}\n\n" + "\n".join(lines) + "\n"
 
 
 def module_text() -> str:
