@@ -27,7 +27,6 @@ from .regular_file import require_replaceable
 _TOKEN_BYTES: Final = 6
 _TOKEN: Final = f"[0-9a-f]{{{2 * _TOKEN_BYTES}}}"
 _FOLDER: Final = re.compile(rf"\.(.+)\.({_TOKEN})\.(?:new|old|lock)", re.DOTALL)
-_FOLDER_SUFFIXES: Final = ("new", "old")
 _ATTEMPTS: Final = 3
 _OWN_LOCK_WAIT_S: Final = 10.0
 """Another process may hold a new lock for a moment, to find out whether it is abandoned."""
@@ -84,7 +83,18 @@ def folder_written_atomically(destination: Path, replaceable: Callable[[Path], b
         yield staging
         _require_replaceable(destination, replaceable)
         sync_tree(staging)
-        _swap_in(staging, destination)
+        if not destination.exists():
+            move(staging, destination)
+        elif not exchange(staging, destination):
+            old = staging.with_suffix(".old")
+            move(destination, old)
+            try:
+                move(staging, destination)
+            except BaseException:
+                move(old, destination)
+                raise
+            move(old, staging)
+        sync_names(destination.parent)
 
 
 @contextmanager
@@ -138,14 +148,14 @@ def restore_folder(destination: Path) -> None:
     with suppress(OSError, ValueError):  # names that no file can have
         for name, hidden in _hidden_folders(destination.parent):
             if name == destination.name:
-                _if_abandoned(destination.parent, hidden, _restore)
+                _complete_abandoned(destination.parent, hidden, clean=False)
 
 
 def remove_abandoned(parent: Path) -> None:
     """Remove from a folder what killed processes left there, and complete the replacements that they began."""
     with suppress(OSError):
         for _, hidden in _hidden_folders(parent):
-            _if_abandoned(parent, hidden, _restore, _remove_leftovers)
+            _complete_abandoned(parent, hidden, clean=True)
 
 
 def _write(temporary: Path, content: bytes | Callable[[BinaryIO], object], private: bool) -> None:
@@ -182,52 +192,23 @@ def _require_replaceable(destination: Path, replaceable: Callable[[Path], bool])
         raise FileExistsError(str(destination))
 
 
-def _swap_in(staging: Path, destination: Path) -> None:
-    """Move `staging` to `destination`, whose old folder becomes `staging`."""
-    if not destination.exists():
-        move(staging, destination)
-    elif not exchange(staging, destination):
-        _exchange_by_renames(staging, destination)
-    sync_names(destination.parent)
-
-
-def _exchange_by_renames(staging: Path, destination: Path) -> None:
-    """Exchange two folders in several steps; the old folder is restored if one fails."""
-    old = staging.with_suffix(".old")
-    move(destination, old)
-    try:
-        move(staging, destination)
-    except BaseException:
-        move(old, destination)
-        raise
-    move(old, staging)
-
-
 def _hidden_folders(parent: Path) -> list[tuple[str, str]]:
     """List the folders that are being written in `parent`: destination, and hidden name without suffix."""
     matches = filter(None, map(_FOLDER.fullmatch, os.listdir(parent)))
     return list(dict.fromkeys((match[1], f".{match[1]}.{match[2]}") for match in matches))
 
 
-def _if_abandoned(parent: Path, hidden: str, *actions: Callable[[Path, str], None]) -> None:
-    """Apply actions to a hidden folder unless the process that writes it is alive."""
-    lock = parent / f"{hidden}.lock"
+def _complete_abandoned(parent: Path, hidden: str, *, clean: bool) -> None:
+    """Complete a replacement unless the process that writes the folder is alive; with `clean`, remove what it left."""
+    lock, new, old = (parent / f"{hidden}.{suffix}" for suffix in ("lock", "new", "old"))
     with suppress(OSError), locked(lock, 0.0, remove=True):
-        if not any((parent / f"{hidden}.{suffix}").exists() for suffix in _FOLDER_SUFFIXES):
+        if not new.exists() and not old.exists():
             # Its process may be about to lock it, which fails if the file is gone first. Windows keeps it then.
             with suppress(OSError):
                 lock.unlink()
             return
-        for action in actions:
-            action(parent, hidden)
-
-
-def _restore(parent: Path, hidden: str) -> None:
-    old, destination = parent / f"{hidden}.old", parent / hidden[1:].rpartition(".")[0]
-    if old.is_dir() and not os.path.lexists(destination):
-        move(old, destination)
-
-
-def _remove_leftovers(parent: Path, hidden: str) -> None:
-    for suffix in _FOLDER_SUFFIXES:
-        remove(parent / f"{hidden}.{suffix}")
+        destination = parent / hidden[1:].rpartition(".")[0]
+        if old.is_dir() and not os.path.lexists(destination):
+            move(old, destination)
+        for folder in (new, old) if clean else ():
+            remove(folder)

@@ -120,9 +120,9 @@ class ProgressDisplay:
             self._write_line(stage, amount)
         if not self._shown:
             return
-        if self._bars is None and not self._is_due(done, total):
-            return
         if self._bars is None:
+            if not self._is_due(done, total):
+                return
             self._bars = _bars(transient=self._transient)
             self._bars.start()
         if stage not in self._stages:

@@ -45,11 +45,10 @@ _PRECISION_WORDS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("fp16", "float16", "bf16"), "fp16"),
     **dict.fromkeys(("fp32", "float32"), _NO_SUFFIX),
 }
-_GRAPH_NAME: Final = re.compile(
-    rf"(model|decoder_model_merged|decoder_with_past_model|decoder_model)(?:_({'|'.join(_PRECISIONS)}))?$"
-)
-_COMPLETE: Final = ("model", "decoder_model_merged")
-"""Names of graphs for passes with and without a cache, the preferred one first."""
+_WITH_PAST, _WITHOUT_PAST = "decoder_with_past_model", "decoder_model"
+_GRAPHS: Final = ("model", "decoder_model_merged", _WITH_PAST, _WITHOUT_PAST)
+"""Names of graphs, the preferred one first."""
+_GRAPH_NAME: Final = re.compile(rf"({'|'.join(_GRAPHS)})(?:_({'|'.join(_PRECISIONS)}))?$")
 _DECODER_PART: Final = "decoder_model_merged"
 _EMBEDDING_PART: Final = "embed_tokens"
 _COMPONENTS: Final[Mapping[str, str]] = {
@@ -184,19 +183,15 @@ def _in_folder(folder: PurePosixPath, paths: Sequence[PurePosixPath], named: str
         if match := _GRAPH_NAME.fullmatch(path.stem):
             by_precision.setdefault(match[2] or "", {})[match[1]] = str(path)
     if by_precision:
-        return [_candidate(_best_of_precision(names), precision) for precision, names in by_precision.items()]
+        candidates = []
+        for precision, names in by_precision.items():
+            best = next(name for name in _GRAPHS if name in names)
+            prefill = names.get(_WITHOUT_PAST) if best == _WITH_PAST else None
+            candidates.append(_candidate(GraphFiles(names[best], prefill), precision))
+        return candidates
     return [
         _candidate(GraphFiles(str(path)), _precision_of(path.stem)) for path in graphs if not _find_component([path])
     ]
-
-
-def _best_of_precision(names: Mapping[str, str]) -> GraphFiles:
-    for name in _COMPLETE:
-        if name in names:
-            return GraphFiles(names[name])
-    if "decoder_with_past_model" in names:
-        return GraphFiles(names["decoder_with_past_model"], names.get("decoder_model"))
-    return GraphFiles(names["decoder_model"])
 
 
 def _precision_of(stem: str) -> str:
@@ -259,7 +254,7 @@ def _by_file_name(variant: str, paths: Sequence[PurePosixPath]) -> list[_Candida
     found = []
     for path in paths:
         if path.suffix == ".onnx" and wanted in (path.stem.lower(), str(path.with_suffix("")).lower()):
-            first = path.with_name(path.name.replace("decoder_with_past_model", "decoder_model"))
+            first = path.with_name(path.name.replace(_WITH_PAST, _WITHOUT_PAST))
             files = GraphFiles(str(path), str(first) if first != path and first in paths else None)
             found.append(_candidate(files, _precision_of(path.stem)))
     return found

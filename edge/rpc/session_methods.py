@@ -55,14 +55,13 @@ class SessionMethods:
     def __init__(self, pool: ModelPool) -> None:
         self._pool: Final = pool
         self._lock: Final = threading.Lock()
-        self._sessions: Final[dict[str, _OpenSession]] = {}
-        self._opening = 0
-        """Number of sessions for which a request waits."""
+        self._sessions: Final[dict[str, _OpenSession | None]] = {}
+        """The sessions by id; None for one that is being opened."""
         self._numbers: Final = count(1)
 
     def __len__(self) -> int:
         """Number of open sessions."""
-        return len(self._sessions)
+        return sum(each is not None for each in list(self._sessions.values()))
 
     def handlers(self) -> dict[str, Handler]:
         """The methods by name."""
@@ -86,35 +85,25 @@ class SessionMethods:
 
     def _open(self, call: Call, name: str | None, begin: Callable[[Engine], Session]) -> SessionInfo:
         model = self._pool.find(name).id
-        with self._counted(), ExitStack() as opening:
-            use = self._pool.use(model, call.progress, cancellation=call.cancellation, kept=True)
-            engine = opening.enter_context(use)
-            session = opening.enter_context(begin(engine))
-            call.cancellation.check()
-            with self._lock:
-                id_ = f"session-{next(self._numbers)}"
-                self._sessions[id_] = _OpenSession(model, session, opening.pop_all())
-        messages = [SessionMessage(role=each["role"], content=each["content"]) for each in session.messages]
-        return SessionInfo(session_id=id_, model=model, context=engine.context, messages=messages)
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Count a session that is being opened.
-
-        Raises:
-            RequestError: as many are open as may be.
-        """
         with self._lock:
-            if len(self._sessions) + self._opening >= MAX_SESSIONS:
+            if len(self._sessions) >= MAX_SESSIONS:
                 raise RequestError(
                     f"{MAX_SESSIONS} sessions are open, which is the limit", "close one", code=ErrorCode.BUSY
                 )
-            self._opening += 1
+            id_ = f"session-{next(self._numbers)}"
+            self._sessions[id_] = None
         try:
-            yield
-        finally:
-            with self._lock:
-                self._opening -= 1
+            with ExitStack() as opening:
+                use = self._pool.use(model, call.progress, cancellation=call.cancellation, kept=True)
+                engine = opening.enter_context(use)
+                session = opening.enter_context(begin(engine))
+                call.cancellation.check()
+                self._sessions[id_] = _OpenSession(model, session, opening.pop_all())
+        except BaseException:
+            del self._sessions[id_]
+            raise
+        messages = [SessionMessage(role=each["role"], content=each["content"]) for each in session.messages]
+        return SessionInfo(session_id=id_, model=model, context=engine.context, messages=messages)
 
     def _prompt(self, call: Call, params: bytes) -> PromptResult:
         fields = decode_body(params, SessionPromptParams)

@@ -9,7 +9,7 @@ https://github.com/onnx/onnx/blob/main/onnx/onnx.proto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -96,23 +96,17 @@ ValueInfoProto: Final[Any] = _CLASSES["ValueInfoProto"]
 
 EXTERNAL: Final = 1
 """`data_location` of a tensor that lies in another file."""
+_NUMBERED: Final = (np.float32, np.uint8, np.int8, np.uint16, np.int16, np.int32, np.int64)
+_FURTHER: Final = {np.bool_: 9, np.float16: 10, np.float64: 11, np.uint32: 12, np.uint64: 13}
 ELEMENT_TYPES: Final[Mapping[np.dtype[Any], int]] = {
-    np.dtype(np.float32): 1,
-    np.dtype(np.uint8): 2,
-    np.dtype(np.int8): 3,
-    np.dtype(np.uint16): 4,
-    np.dtype(np.int16): 5,
-    np.dtype(np.int32): 6,
-    np.dtype(np.int64): 7,
-    np.dtype(np.bool_): 9,
-    np.dtype(np.float16): 10,
-    np.dtype(np.float64): 11,
-    np.dtype(np.uint32): 12,
-    np.dtype(np.uint64): 13,
+    **{np.dtype(kind): number for number, kind in enumerate(_NUMBERED, 1)},
+    **{np.dtype(kind): number for kind, number in _FURTHER.items()},
 }
 """ONNX's number of an element type, by NumPy dtype."""
 _FLOAT, _INT, _STRING, _TENSOR, _FLOATS, _INTS = 1, 2, 3, 4, 6, 7
 """`type` of an attribute."""
+_FIELDS: Final = {_FLOAT: "f", _INT: "i", _STRING: "s", _TENSOR: "t", _FLOATS: "floats", _INTS: "ints"}
+"""The field with the value of an attribute, by its type."""
 
 
 def read_model(graph: Path) -> Message:
@@ -190,15 +184,14 @@ def attribute_values(of: Message) -> dict[str, Any]:
 
     Attributes of other types, such as graphs, are left out.
     """
-    readers: dict[int, Callable[[Message], Any]] = {
-        _FLOAT: lambda each: each.f,
-        _INT: lambda each: each.i,
-        _STRING: lambda each: each.s.decode("utf-8"),
-        _TENSOR: lambda each: each.t,
-        _FLOATS: lambda each: list(each.floats),
-        _INTS: lambda each: list(each.ints),
-    }
-    return {each.name: readers[each.type](each) for each in of.attribute if each.type in readers}
+    values = {}
+    for each in of.attribute:
+        if each.type in _FIELDS:
+            value = getattr(each, _FIELDS[each.type])
+            values[each.name] = value.decode("utf-8") if each.type == _STRING else value
+            if each.type in (_FLOATS, _INTS):
+                values[each.name] = list(value)
+    return values
 
 
 def set_attribute(of: Message, name: str, value: Any) -> None:

@@ -167,7 +167,11 @@ class Grammars:
         def work() -> None:
             try:
                 grammar = Grammar(self._matcher(response_format), response_format, self)
-                self._keep(grammar)
+                with self._lock:  # keep it, and drop those that were used longest ago
+                    self._kept[response_format] = grammar
+                    characters = sum(len(each.text) for each in self._kept)
+                    while len(self._kept) > _KEPT or (characters > _KEPT_CHARACTERS and len(self._kept) > 1):
+                        characters -= len(self._kept.popitem(last=False)[0].text)
                 compiled.set_result(grammar)
             except Exception as error:  # noqa: BLE001  raised where the grammar is waited for
                 compiled.set_exception(error)
@@ -203,14 +207,6 @@ class Grammars:
         if matcher.is_error():
             raise _refused(response_format, matcher.get_error())
         return matcher
-
-    def _keep(self, grammar: Grammar) -> None:
-        """Keep a grammar, and drop those that were used longest ago."""
-        with self._lock:
-            self._kept[grammar.response_format] = grammar
-            characters = sum(len(each.text) for each in self._kept)
-            while len(self._kept) > _KEPT or (characters > _KEPT_CHARACTERS and len(self._kept) > 1):
-                characters -= len(self._kept.popitem(last=False)[0].text)
 
     def after_text(self, matcher: Matcher, text: str) -> Matcher:
         """A matcher that begins after a text of the answer."""

@@ -7,7 +7,7 @@ from typing import Final
 
 from ..text.detokenizer import beginning_at_end
 from .answer_parts import AnswerParser, ReasoningTags, in_reasoning
-from .call_regions import Region, RegionEnd
+from .call_regions import Region
 from .calls import OfferedTools
 from .formats import ToolFormat
 from .harmony import HarmonyParser
@@ -126,10 +126,8 @@ class TaggedParser(AnswerParser):
         end = region.push(text)
         if end is None and ended:
             end = region.finish()
-        if end is not None:
-            self._end_region(region, end)
-
-    def _end_region(self, region: Region, end: RegionEnd) -> None:
+        if end is None:
+            return
         self._held = region.text[end.end :]
         self._region = None
         if end.calls:
@@ -148,12 +146,9 @@ class TaggedParser(AnswerParser):
         at = self._held.find(closing) if closing else -1
         if at >= 0:
             end = at + len(closing)
-            self._text += self._held[:end]
-            self._held = self._held[end:]
             self._state = self._read_text
-            return
-        keep = 0 if ended or not closing else beginning_at_end(self._held, closing)
-        end = len(self._held) - keep
+        else:
+            end = len(self._held) - (0 if ended or not closing else beginning_at_end(self._held, closing))
         self._text += self._held[:end]
         self._held = self._held[end:]
 

@@ -49,16 +49,13 @@ def _any(*tests: Callable[[str], bool]) -> Callable[[str], bool]:
     return lambda template: any(test(template) for test in tests)
 
 
-_GEMMA4: Final = ("<|tool_call>", "<tool_call|>", '<|"|>')
-_FUNCTION_GEMMA: Final = ("<start_function_call>", "<end_function_call>", "<escape>")
 _HARMONY_MARKS: Final = (
     *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"),
     *("<|end|>", "<|return|>", "<|call|>"),
 )
 
 
-def _braced(name: str, signs: tuple[str, str, str]) -> ToolFormat:
-    opening, closing, quote = signs
+def _braced(name: str, opening: str, closing: str, quote: str) -> ToolFormat:
     return ToolFormat(
         name,
         f"{opening}call:name{{key:value}}{closing}",
@@ -79,8 +76,8 @@ FORMATS: Final = (
         marks=_HARMONY_MARKS,
         is_harmony=True,
     ),
-    _braced("gemma", _GEMMA4),
-    _braced("function-gemma", _FUNCTION_GEMMA),
+    _braced("gemma", "<|tool_call>", "<tool_call|>", '<|"|>'),
+    _braced("function-gemma", "<start_function_call>", "<end_function_call>", "<escape>"),
     ToolFormat(
         "tool-code",
         "```tool_code, and name(key=value) in the lines after it",
@@ -143,8 +140,6 @@ FORMATS: Final = (
 )
 """All formats; the first one that a template is made for is taken."""
 
-FORMAT_NAMES: Final = tuple(tool_format.name for tool_format in FORMATS)
-
 
 def choose_format(wanted: str, template: str) -> ToolFormat | None:
     """The format in which a model writes calls.
@@ -160,8 +155,7 @@ def choose_format(wanted: str, template: str) -> ToolFormat | None:
         return None
     if wanted == AUTO:
         return next((each for each in FORMATS if each.is_for(template)), None)
-    found = next((each for each in FORMATS if each.name == wanted), None)
-    if found is None:
-        names = ", ".join((AUTO, NONE, *FORMAT_NAMES))
-        raise InputError(f"tool_format is {wanted!r:.60}", f"it must be one of {names}")
-    return found
+    by_name = {each.name: each for each in FORMATS}
+    if wanted not in by_name:
+        raise InputError(f"tool_format is {wanted!r:.60}", f"it must be one of {', '.join((AUTO, NONE, *by_name))}")
+    return by_name[wanted]

@@ -19,25 +19,16 @@ if TYPE_CHECKING:
     from .calls import ToolCall
 
 Schema: TypeAlias = dict[str, Any]
-_SIMPLE: Final[Mapping[Any, Schema]] = {
-    str: {"type": "string"},
-    bool: {"type": "boolean"},
-    int: {"type": "integer"},
-    float: {"type": "number"},
-    type(None): {"type": "null"},
-    Any: {},
-    list: {"type": "array"},
-    dict: {"type": "object"},
+_TYPES: Final[Mapping[str, type]] = {
+    "string": str,
+    "boolean": bool,
+    "integer": int,
+    "number": float,
+    "null": type(None),
+    "array": list,
+    "object": dict,
 }
-_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
-    "string": (str,),
-    "boolean": (bool,),
-    "integer": (int,),
-    "number": (int, float),
-    "null": (type(None),),
-    "array": (list,),
-    "object": (dict,),
-}
+_SIMPLE: Final[Mapping[Any, Schema]] = {Any: {}, **{kind: {"type": name} for name, kind in _TYPES.items()}}
 _NAMED: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _ARGUMENT: Final = re.compile(r"\s+(\w+)(?: \([^)]*\))?:\s*(.+)")
 MAX_ROUNDS: Final = 8
@@ -123,8 +114,8 @@ def _mismatches(value: Any, schema: Mapping[str, Any], where: str) -> Iterator[s
         yield f"{where}: {value!r:.60} has none of the types that it may have"
     wanted = schema.get("type")
     if isinstance(wanted, str) and wanted in _TYPES:
-        is_number = wanted in {"integer", "number"}
-        if not isinstance(value, _TYPES[wanted]) or (is_number and isinstance(value, bool)):
+        kinds = (int, float) if wanted == "number" else (_TYPES[wanted],)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and wanted != "boolean"):
             yield f"{where}: {value!r:.60} is not of the type {wanted}"
     if isinstance(value, list) and isinstance(schema.get("items"), Mapping):
         for index, each in enumerate(value):

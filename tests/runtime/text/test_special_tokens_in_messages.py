@@ -113,10 +113,10 @@ def test_templates_of_well_known_families_write_the_same_with_marks() -> None:
         template = ChatTemplate(path.read_text(encoding="utf-8"), {"bos_token": "<s>", "eos_token": "</s>"})
         marked = MessageMarks(tokens).mark({"messages": messages}, template.written)
         assert marked is not None
-        values = dict(marked.values)
-        text = template.render(values.pop("messages"), **values, mark=marked.mark)
-        assert text.replace(marked.mark, "") == template.render(messages), path.stem
-        assert text.count(marked.mark) > len(tokens)
+        values, mark = marked
+        text = template.render(values.pop("messages"), **values, mark=mark)
+        assert text.replace(mark, "") == template.render(messages), path.stem
+        assert text.count(mark) > len(tokens)
 
 
 @pytest.mark.parametrize(
