@@ -75,7 +75,7 @@ class Engine:
         self.assignments: Final = model.assignments
         """Which provider runs the nodes of the graph."""
         self.drafters: Final = model.drafters
-        self.prompts: Final = model.prompts
+        self.prefill_choice: Final = model.prefill_choice
         """Which graph reads prompts."""
         self.answer_start: Final = model.answer_start
         self.new_sequence: Final = model.new_sequence

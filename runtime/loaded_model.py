@@ -24,7 +24,7 @@ from .graph.memory import trim_heap
 from .graph.open_graph import open_graph
 from .graph.ort import RUNTIME_BUILD
 from .graph.session import DecoderGraph, SessionConfig
-from .int8_prompts.prompt_reading import PromptReading
+from .int8_prompts.prefill_choice import PrefillChoice
 from .kv.arena import KVArena
 from .kv.prefix_cache import PrefixCache
 from .kv.prefix_files import PrefixFiles
@@ -112,9 +112,9 @@ class LoadedModel:
         self.prefixes: Final = PrefixCache(self.new_arena, options.prefix_cache or 0, files)
         """KV caches of finished answers and conversations, and of chosen prefixes on disk."""
         self.drafters: Final = DrafterPool(graph, bundle, self.context, draft, options, self.prefixes, progress)
-        self.prompts: Final = PromptReading(graph, bundle, self.tokenizer, self.context, self.queue, options)
+        self.prefill_choice: Final = PrefillChoice(graph, bundle, self.tokenizer, self.context, self.queue, options)
         """Which graph reads prompts."""
-        self.prompts.prepare(progress)
+        self.prefill_choice.prepare(progress)
         trim_heap()
 
     @property
@@ -125,7 +125,7 @@ class LoadedModel:
     def close(self) -> None:
         """End the answers being generated and free the memory; calling it again does nothing."""
         self.queue.close()
-        self.prompts.close()
+        self.prefill_choice.close()
         self.drafters.close()
         self._formats.close()
         self._graph = None
@@ -348,7 +348,7 @@ class LoadedModel:
 
     def _reads_plainly(self) -> bool:
         """Whether the model's own graph reads all prompts now."""
-        return self.prompts.refusal is not None
+        return self.prefill_choice.refusal is not None
 
     def new_arena(self) -> KVArena:
         """Make an empty KV cache.

@@ -124,9 +124,9 @@ def _measure(engine: Engine, *, limited: bool) -> tuple[PassCost, dict[str, Any]
             threads=engine.threads,
             progress=lambda fraction: progress("timing passes", fraction),
         )
-        choice = engine.prompts.tune(progress)
+        choice = engine.prefill_choice.tune(progress)
     key = model_key(engine.bundle, SessionConfig(engine.device, engine.threads))
-    return cost, prompt_facts(choice, engine.prompts.refusal), PASS_COSTS.save(key, cost)
+    return cost, prompt_facts(choice, engine.prefill_choice.refusal), PASS_COSTS.save(key, cost)
 
 
 def _write_table(engine: Engine, texts: Sequence[str]) -> int:

@@ -34,7 +34,7 @@ def stats_line(stats: Stats, engine: Engine, load_s: float | None = None) -> str
     """
     parts = [
         f"prompt {stats.prompt_tokens} tokens" + (f" ({stats.reused_tokens} reused)" if stats.reused_tokens else ""),
-        *([] if (reader := engine.prompts.described(stats.prompt_readers)) is None else [reader]),
+        *([] if (reader := engine.prefill_choice.described(stats.prompt_readers)) is None else [reader]),
         f"first token after {_ms(stats.first_token_s)}{_before_first_token(stats)}",
         f"{stats.completion_tokens} tokens at {stats.decode_tokens_per_second:.1f} tokens/s",
         f"{stats.tokens_per_pass:.2f} tokens per pass",
@@ -95,7 +95,7 @@ def reply_json(
     described |= {
         "prompt_graphs": {
             "tokens": dict(stats.prompt_readers),
-            "int8_refusal": engine.prompts.refusal_of(stats.prompt_readers),
+            "int8_refusal": engine.prefill_choice.refusal_of(stats.prompt_readers),
         },
         "model": str(engine.bundle.folder),
         "device": str(engine.device),

@@ -8,7 +8,7 @@ graph to find out what neither says.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -24,6 +24,7 @@ from .graph_io import (
     HeadInputs,
     InputRole,
     LogitsMode,
+    StateTensor,
     TopOutputs,
     element_type,
 )
@@ -105,8 +106,7 @@ def introspect(
     head = _head_inputs(inputs) if metadata.draft_head else None
     head_names = set() if head is None else {head.features.name, head.states.name}
     reject_inputs([value for value in inputs if value.name not in head_names], where)
-    decoder = metadata.genai.get("decoder")
-    states = find_states(inputs, outputs, where, decoder if isinstance(decoder, Mapping) else {})
+    states = find_states(inputs, outputs, where, _decoder_section(metadata.genai))
     state_inputs = {tensor.past for tensor in states.tensors}
     state_outputs = {tensor.present for tensor in states.tensors}
     renamed, known_parts = _names_in_genai(metadata.genai, inputs, outputs)
@@ -118,27 +118,15 @@ def introspect(
         sizes_in_config(metadata.config, metadata.genai),
     )
     window_biases = _window_biases(inputs)
-    windows = {value.name for value in window_biases.values()}
-    known = {*(tensor.past for tensor in cache), *windows, *state_inputs, *head_names}
-    roles = _roles(inputs, where, renamed, known)
-    if not cache and states.tensors:
-        raise BundleError(
-            f"{where} keeps states alone ({states.tensors[0].past}), no keys and values: no layer has attention",
-            "choose a model with attention in some of its layers",
-        )
+    others = {*(tensor.past for tensor in cache), *state_inputs, *head_names}
+    roles = _roles(inputs, where, renamed, others | {value.name for value in window_biases.values()})
     if not cache:
-        raise BundleError(
-            f"{where} has no key/value cache among its inputs: it processes the whole text for every token, or keeps "
-            "its cache where it cannot be rewound",
-            "export it with a cache (Optimum's task text-generation-with-past), or choose another variant of it",
-        )
-    if InputRole.TOKENS not in roles:
-        raise BundleError(f"{where} has no input for token ids (input_ids)", EXPORT_HINT)
+        raise _no_cache(where, states.tensors)
     _check_inputs(roles, where)
     logits = _logits(outputs, where, renamed, {tensor.present for tensor in cache} | state_outputs)
     vocab_size = _vocab_size(logits, where, metadata)
     capacity = _capacity(cache, inputs, outputs, where)
-    hidden_names = _HIDDEN_STATES if head is None else (_NEXT_STATES,)
+    selects = InputRole.LOGIT_POSITIONS in roles
     # Only GroupQueryAttention, which works in place, takes lengths as inputs.
     has_lengths = InputRole.LAST_SLOT in roles and InputRole.TOTAL_LENGTH in roles
     is_fused = metadata.operators is not None and "GroupQueryAttention" in metadata.operators
@@ -154,22 +142,39 @@ def introspect(
         logits_mode=_logits_mode(roles, logits),
         causal=has_lengths or is_fused,
         window_biases=window_biases,
-        hidden_states=_float_output(outputs, hidden_names, 2 if InputRole.LOGIT_POSITIONS in roles else 3),
+        hidden_states=_float_output(outputs, (_NEXT_STATES,) if head else _HIDDEN_STATES, 2 if selects else 3),
         draft_features=_float_output(outputs, (DRAFT_FEATURES,), 2),
         head=head,
         states=states.tensors,
         state_types=states.types,
-        top=_top_outputs(outputs) if InputRole.LOGIT_POSITIONS in roles else None,
+        top=_top_outputs(outputs) if selects else None,
     )
+
+
+def _no_cache(where: str, states: Sequence[StateTensor]) -> BundleError:
+    """The error about a graph without keys and values."""
+    if states:
+        return BundleError(
+            f"{where} keeps states alone ({states[0].past}), no keys and values: no layer has attention",
+            "choose a model with attention in some of its layers",
+        )
+    return BundleError(
+        f"{where} has no key/value cache among its inputs: it processes the whole text for every token, or keeps "
+        "its cache where it cannot be rewound",
+        "export it with a cache (Optimum's task text-generation-with-past), or choose another variant of it",
+    )
+
+
+def _decoder_section(genai: Mapping[str, Any]) -> Mapping[str, Any]:
+    decoder = genai.get("decoder")
+    return decoder if isinstance(decoder, Mapping) else {}
 
 
 def _names_in_genai(
     genai: Mapping[str, Any], inputs: Sequence[GraphValue], outputs: Sequence[GraphValue]
 ) -> tuple[dict[str, InputRole | None], dict[str, CachePart]]:
     """Inputs and outputs that genai_config.json names: their roles (None for the logits), and parts of the cache."""
-    decoder = genai.get("decoder")
-    if not isinstance(decoder, Mapping):
-        return {}, {}
+    decoder = _decoder_section(genai)
     roles: dict[str, InputRole | None] = {}
     parts: dict[str, CachePart] = {}
     for section, values in (("inputs", inputs), ("outputs", outputs)):
@@ -226,9 +231,10 @@ def _window_biases(inputs: Sequence[GraphValue]) -> dict[int, GraphValue]:
 
 
 def _check_inputs(roles: Mapping[InputRole, GraphValue], where: str) -> None:
+    if InputRole.TOKENS not in roles:
+        raise BundleError(f"{where} has no input for token ids (input_ids)", EXPORT_HINT)
     for role, value in roles.items():
-        dtype = element_type(value)
-        if dtype is None or dtype.kind not in _DTYPE_KINDS[role] or len(value.shape) not in _RANKS[role]:
+        if _kind(value) not in _DTYPE_KINDS[role] or len(value.shape) not in _RANKS[role]:
             raise BundleError(
                 f"{where} takes {value.name} as {value.type} of {len(value.shape)} dimensions, which is not supported",
                 EXPORT_HINT,
@@ -252,12 +258,7 @@ def _logits(
         value for value in outputs if value.name == "logits" or (value.name in renamed and renamed[value.name] is None)
     ]
     by_type = [
-        value
-        for value in outputs
-        if value.name not in cache
-        and len(value.shape) in (2, 3)
-        and (dtype := element_type(value)) is not None
-        and dtype.kind == "f"
+        value for value in outputs if value.name not in cache and len(value.shape) in (2, 3) and _kind(value) == "f"
     ]
     candidates = by_name or by_type
     if len(candidates) != 1 or candidates[0] not in by_type:
@@ -266,6 +267,12 @@ def _logits(
             f"{where} has no output for logits of 2 or 3 dimensions; beside its cache it gives {others}", EXPORT_HINT
         )
     return candidates[0]
+
+
+def _kind(value: GraphValue) -> str:
+    """NumPy's letter of the kind of a value's elements; "?" if NumPy has no such type."""
+    dtype = element_type(value)
+    return "?" if dtype is None else dtype.kind
 
 
 def _head_inputs(inputs: Sequence[GraphValue]) -> HeadInputs | None:
@@ -282,10 +289,8 @@ def _float_output(outputs: Sequence[GraphValue], names: Sequence[str], rank: int
             value
             for value in outputs
             if value.name in names
-            and len(value.shape) == rank
+            and (len(value.shape), _kind(value)) == (rank, "f")
             and isinstance(value.shape[-1], int)
-            and (dtype := element_type(value)) is not None
-            and dtype.kind == "f"
         ),
         None,
     )
@@ -297,16 +302,13 @@ def _top_outputs(outputs: Sequence[GraphValue]) -> TopOutputs | None:
     ids, values = by_name.get("top_ids"), by_name.get("top_logits")
     if ids is None or values is None or len(ids.shape) != 2 or ids.shape != values.shape:
         return None
-    count = ids.shape[1]
-    dtypes = element_type(ids), element_type(values)
-    if not isinstance(count, int) or any(dtype is None for dtype in dtypes):
-        return None
-    return TopOutputs(ids, values, count) if [dtype.kind for dtype in dtypes if dtype] == ["i", "f"] else None
+    count, kinds = ids.shape[1], (_kind(ids), _kind(values))
+    return TopOutputs(ids, values, count) if isinstance(count, int) and kinds == ("i", "f") else None
 
 
 def _vocab_size(logits: GraphValue, where: str, metadata: ModelMetadata) -> int:
-    sizes: Iterator[Any] = iter((logits.shape[-1], metadata.config.get("vocab_size"), metadata.genai.get("vocab_size")))
-    size = next((size for size in sizes if is_whole(size, 1)), None)
+    sizes = (logits.shape[-1], metadata.config.get("vocab_size"), metadata.genai.get("vocab_size"))
+    size: Any = next((size for size in sizes if is_whole(size, 1)), None)
     if size is None:
         raise BundleError(f"{where} leaves the size of its vocabulary open", "put the model's config.json beside it")
     return int(size)
@@ -314,8 +316,7 @@ def _vocab_size(logits: GraphValue, where: str, metadata: ModelMetadata) -> int:
 
 def sizes_in_config(config: Mapping[str, Any], genai: Mapping[str, Any]) -> dict[int, int]:
     """Sizes of the head (1) and channel (3) dimensions of the cache, from genai_config.json or config.json."""
-    decoder = genai.get("decoder")
-    decoder = decoder if isinstance(decoder, Mapping) else {}
+    decoder = _decoder_section(genai)
     query_heads = config.get("num_attention_heads", config.get("n_head"))
     hidden_size = config.get("hidden_size", config.get("n_embd"))
     kv_heads = decoder.get("num_key_value_heads", config.get("num_key_value_heads", query_heads))

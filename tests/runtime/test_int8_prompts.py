@@ -25,7 +25,7 @@ from edgerun.runtime.graph import open_graph, session
 from edgerun.runtime.graph.graph_choice import ChosenGraphs
 from edgerun.runtime.graph.probe import probe
 from edgerun.runtime.graph.session import SessionConfig
-from edgerun.runtime.int8_prompts import int8_graph_files, prompt_reading
+from edgerun.runtime.int8_prompts import int8_graph_files, prefill_choice
 from edgerun.runtime.int8_prompts.prompt_graph import PromptGraph
 from edgerun.runtime.measure import prompt_choice
 from edgerun.runtime.measure.measurement_store import model_key
@@ -81,17 +81,17 @@ def test_asked_for_by_name_it_reads_long_prompts_alone(bundle: Path, files: Call
     stages: list[tuple[str, float]] = []
     with loaded(bundle, prefill="int8", progress=lambda *each: stages.append(each)) as engine:
         assert files(), "it is made when the model is loaded"
-        assert stages[0][0] == prompt_reading.MAKING
-        assert engine.model.prompts.refusal is None
+        assert stages[0][0] == prefill_choice.MAKING
+        assert engine.model.prefill_choice.refusal is None
         reply = answer(engine)
         assert reply.stats.prompt_readers == {"int8": 200}
         assert answer(engine, PROMPT[:40]).stats.prompt_readers.keys() == {"base"}
         assert answer(engine, exact=True).stats.prompt_readers == {"base": 200}
-        note = engine.model.prompts.described(reply.stats.prompt_readers)
+        note = engine.model.prefill_choice.described(reply.stats.prompt_readers)
         assert note == "int8 prompt graph: 200 of 200 tokens read"
     with loaded(bundle, prefill="plain") as plain:
         assert answer(plain).stats.prompt_readers == {"base": 200}
-        assert plain.model.prompts.described({"base": 200}) is None
+        assert plain.model.prefill_choice.described({"base": 200}) is None
 
 
 @FAMILIES
@@ -160,8 +160,8 @@ def test_speculation_and_the_prefix_cache_leave_the_text_as_it_is(bundle: Path) 
 
 def test_auto_follows_what_was_measured(bundle: Path) -> None:
     with loaded(bundle) as engine:
-        assert engine.model.prompts.refusal == prompt_choice.NOT_MADE
-        assert engine.model.prompts.described(answer(engine, PROMPT[:100]).stats.prompt_readers) == (
+        assert engine.model.prefill_choice.refusal == prompt_choice.NOT_MADE
+        assert engine.model.prefill_choice.described(answer(engine, PROMPT[:100]).stats.prompt_readers) == (
             "int8 prompt graph: not made yet (edge-run tune makes it)"
         )
     loaded(bundle, prefill="int8").close()
@@ -175,7 +175,7 @@ def test_auto_follows_what_was_measured(bundle: Path) -> None:
     for choice, refusal in results:
         store(bundle, choice)
         with loaded(bundle) as engine:
-            assert engine.model.prompts.refusal == refusal
+            assert engine.model.prefill_choice.refusal == refusal
             assert answer(engine).stats.prompt_readers.keys() == ({"base"} if refusal else {"int8"})
 
 
@@ -236,11 +236,11 @@ def test_it_is_loaded_for_prompts_that_it_saves_more_time_of(bundle: Path) -> No
     with loaded(bundle, prefix_cache=0) as engine:
         first = answer(engine)
         assert first.stats.prompt_readers == {"base": 200}
-        note = engine.model.prompts.described(first.stats.prompt_readers)
+        note = engine.model.prefill_choice.described(first.stats.prompt_readers)
         assert note == "int8 prompt graph: not loaded, which would take longer than it saves"
         # The time that was lost with the first prompt counts.
         assert answer(engine).stats.prompt_readers == {"int8": 200}
-        assert engine.model.prompts.described({"base": 40}) is None
+        assert engine.model.prefill_choice.described({"base": 40}) is None
     older = {name: value for name, value in record_to_json(choice).items() if name != "load_s"}
     assert prompt_choice.choice_from_json(older) == FASTER
 
@@ -250,9 +250,9 @@ def test_it_is_loaded_while_the_engine_is_idle_after_such_a_prompt(bundle: Path)
     store(bundle, replace(FASTER, load_s=1000.0))
     with loaded(bundle, prefix_cache=0) as engine:
         answer(engine, PROMPT[:40])
-        assert engine.model.prompts._preloading._thread is None, "the prompt was short"
+        assert engine.model.prefill_choice._preloading._thread is None, "the prompt was short"
         assert answer(engine).stats.prompt_readers == {"base": 200}
-        wait_until(lambda: engine.model.prompts.refusal_of({"base": 200}) is None)
+        wait_until(lambda: engine.model.prefill_choice.refusal_of({"base": 200}) is None)
         assert answer(engine).stats.prompt_readers == {"int8": 200}
 
 
@@ -265,7 +265,7 @@ def test_a_damaged_graph_is_made_again(bundle: Path, files: Callable[[], list[Pa
     data.write_bytes(bytes(len(whole)))
     with loaded(bundle) as engine:
         assert answer(engine).stats.prompt_readers == {"base": 200}
-        assert engine.model.prompts.refusal == prompt_choice.NOT_MADE
+        assert engine.model.prefill_choice.refusal == prompt_choice.NOT_MADE
     with loaded(bundle, prefill="int8") as engine:
         reply = answer(engine)
         assert (reply.text, reply.stats.prompt_readers) == (expected, {"int8": 200})
@@ -278,7 +278,7 @@ def test_a_full_disk_costs_a_line_and_the_speed(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with caplog.at_level(logging.WARNING), loaded(bundle, prefill="int8") as engine:
         assert answer(engine).stats.prompt_readers == {"base": 200}
-        assert engine.model.prompts.refusal is not None
+        assert engine.model.prefill_choice.refusal is not None
     assert len(caplog.records) == 1
     assert not files()
 
@@ -290,7 +290,7 @@ def test_without_memory_for_its_weights_it_is_not_loaded(bundle: Path, monkeypat
         memory = psutil.virtual_memory()
         monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=1000))
         assert answer(engine).stats.prompt_readers == {"base": 200}
-        assert str(engine.model.prompts.refusal).startswith("too little memory: 1 kB are free")
+        assert str(engine.model.prefill_choice.refusal).startswith("too little memory: 1 kB are free")
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_asked_for_by_name_where_it_cannot_run(bundle: Path, options: dict[str, 
     with pytest.raises(InputError, match=reason):
         loaded(bundle, prefill="int8", **options)
     with loaded(bundle, **options) as engine:
-        assert reason in str(engine.model.prompts.refusal)
+        assert reason in str(engine.model.prefill_choice.refusal)
         assert answer(engine).stats.prompt_readers == {"base": 200}
 
 
@@ -359,7 +359,7 @@ def test_a_prompt_is_cancelled_between_two_passes(bundle: Path) -> None:
 def test_it_is_made_in_the_background_after_a_long_prompt(
     bundle: Path, monkeypatch: pytest.MonkeyPatch, files: Callable[[], list[Path]]
 ) -> None:
-    monkeypatch.setattr(prompt_reading, "_WORTH_MAKING", 150)
+    monkeypatch.setattr(prefill_choice, "_WORTH_MAKING", 150)
     monkeypatch.setattr(prompt_choice, "_WORTH", 0.0)
     monkeypatch.setattr(PromptChoice, "tokens_to_load", 0)
     monkeypatch.setattr(prompt_choice, "_SECONDS_BUDGET", 0.0)
@@ -374,18 +374,18 @@ def test_it_is_made_in_the_background_after_a_long_prompt(
 
     with loaded(bundle, prefix_cache=0) as engine:
         answer(engine, PROMPT[:100])
-        assert engine.model.prompts._background._thread is None, "the prompt was short"
+        assert engine.model.prefill_choice._background._thread is None, "the prompt was short"
         with monkeypatch.context() as broken:
             broken.setattr(int8_graph_files, "int8_graph_obstacle", fails)
             assert answer(engine).stats.prompt_readers == {"base": 200}
-            thread = engine.model.prompts._background._thread
+            thread = engine.model.prefill_choice._background._thread
             assert thread is not None
             thread.join()
             assert failed == [thread.name]
         first = answer(engine)
         assert first.stats.prompt_readers == {"base": 200}
-        wait_until(lambda: engine.model.prompts.refusal != prompt_choice.NOT_MADE)
-        assert engine.model.prompts.refusal is None
+        wait_until(lambda: engine.model.prefill_choice.refusal != prompt_choice.NOT_MADE)
+        assert engine.model.prefill_choice.refusal is None
         assert files()
         assert "int8" in answer(engine).stats.prompt_readers
     with loaded(bundle) as engine:
@@ -395,7 +395,7 @@ def test_it_is_made_in_the_background_after_a_long_prompt(
 def test_closing_an_engine_ends_work_in_the_background(
     bundle: Path, monkeypatch: pytest.MonkeyPatch, files: Callable[[], list[Path]]
 ) -> None:
-    monkeypatch.setattr(prompt_reading, "_WORTH_MAKING", 150)
+    monkeypatch.setattr(prefill_choice, "_WORTH_MAKING", 150)
     with loaded(bundle) as engine:
         answer(engine)
     names = {thread.name for thread in threading.enumerate()}

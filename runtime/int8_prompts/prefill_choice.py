@@ -34,7 +34,7 @@ _CONTEXT: Final = 2304
 """Tokens of the caches to measure with."""
 
 
-class PromptReading:
+class PrefillChoice:
     """Which graph reads the prompts of one engine, and the int8 prompt graph if there may be one.
 
     Args:
