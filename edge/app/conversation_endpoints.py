@@ -180,7 +180,7 @@ class _ConversationEndpoints:
         if content or attachments or not branch:
             parent, files = conversation.leaf, tuple(attachments)
             branch.append(StoredMessage("draft", conversation.id, parent, Role.USER, content, files))
-        tools = [each.definition for each in self._context.tools.known(conversation.tools)]
+        tools = [tool.definition(name) for name, tool in self._context.tools.known(conversation.tools).items()]
         with self._context.pool.use(model) as engine:
             offered = GenerateOptions(tools=tools if takes_calls(engine) else ())
             options = offered.changed(conversation.sampling)

@@ -24,7 +24,7 @@ from ..conversations.records import CallRound, MessageState, StoredCall, StoredM
 from .app_context import AppContext, read_settings
 from .message_generation import MessageGeneration
 from .tools.call_making import make_calls
-from .tools.tool_servers import OfferedTool
+from .tools.mcp_connection import ServerTool
 
 _log: Final = logging.getLogger(__name__)
 _ALTERNATIVES: Final = 5
@@ -61,7 +61,7 @@ class GenerationRun:
         self._question: Final = question
         self._own_tokens: Final = own_tokens
         self._ended: Final = ended
-        self._tools: Sequence[OfferedTool] = ()
+        self._tools: Mapping[str, ServerTool] = {}
 
     def _work(self, run: Run[None]) -> None:
         """Generate the messages to their ends, whatever these are."""
@@ -214,7 +214,7 @@ class GenerationRun:
             if writer.tokens and self._own_tokens
             else writer.content,
             keep_prefix=True,
-            tools=[each.definition for each in self._tools] if takes_calls(engine) else (),
+            tools=[tool.definition(name) for name, tool in self._tools.items()] if takes_calls(engine) else (),
         ).changed(sampling)
         if len(self.generations) == 1:
             return options

@@ -59,7 +59,7 @@ class _StateEndpoints:
         }
 
     def usage(self) -> dict[str, Any]:
-        return {"usage": [as_object(each) for each in self._store.usage()]}
+        return {"usage": self._store.usage()}
 
     def change(self, body: SettingsBody) -> dict[str, Any]:
         change_settings(self._store, body)

@@ -10,7 +10,7 @@ from typing import Any, Final
 from ...errors import ConversationError
 from .conversation_table import as_json, reads, writes
 from .message_table import MessageTable, checked_content, encoded_rounds, is_running
-from .records import CallRound, ChangeKind, MessageState, ModelUsage, Role, StoredMessage, valid_text
+from .records import CallRound, ChangeKind, MessageState, Role, StoredMessage, valid_text
 
 _COMPRESSION: Final = 1
 
@@ -49,13 +49,12 @@ class CompletionTable(MessageTable):
         if rounds is not None:
             self.sql("UPDATE message SET rounds = ? WHERE id = ?", encoded_rounds(rounds), message_id)
         if tokens is not None:
-            (stored,) = self.sql(
-                "SELECT ifnull(sum(count), 0) FROM token_part WHERE message = ?", message_id
-            ).fetchone()
+            counted = "SELECT ifnull(sum(count), 0) FROM token_part WHERE message = ?"
+            (stored,) = self.sql(counted, message_id).fetchone()
             if stored > len(tokens):
                 self.sql("DELETE FROM token_part WHERE message = ?", message_id)
                 stored = 0
-            self.insert_tokens(message_id, stored, tokens[stored:])
+            self._insert_tokens(message_id, stored, tokens[stored:])
 
     @writes
     def finish_answer(
@@ -94,7 +93,7 @@ class CompletionTable(MessageTable):
         )
         if tokens is not None:
             self.sql("DELETE FROM token_part WHERE message = ?", message_id)
-            self.insert_tokens(message_id, 0, tokens)
+            self._insert_tokens(message_id, 0, tokens)
         self.touch(message.conversation)
         self.note(ChangeKind.MESSAGE, message.conversation, message_id)
         self.note(ChangeKind.CONVERSATION, message.conversation)
@@ -113,8 +112,13 @@ class CompletionTable(MessageTable):
         return tokens
 
     @reads
-    def usage(self) -> list[ModelUsage]:
-        """What each model has done in the answers that are kept, also in deleted ones; most tokens first."""
+    def usage(self) -> list[dict[str, Any]]:
+        """What each model has done in the answers that are kept, also in deleted ones; most tokens first.
+
+        Returns:
+            JSON objects: the `model`, its `answers`, the tokens of prompts that were `read`, without those that were in
+            the KV cache already, and the `generated` ones.
+        """
         rows = self.sql(
             """
             SELECT model, count(*),
@@ -127,9 +131,9 @@ class CompletionTable(MessageTable):
             GROUP BY model ORDER BY generated DESC, model
             """
         )
-        return [ModelUsage(*row) for row in rows]
+        return [dict(zip(("model", "answers", "read", "generated"), row, strict=True)) for row in rows]
 
-    def insert_tokens(self, message_id: str, start: int, tokens: Sequence[Mapping[str, Any]]) -> None:
+    def _insert_tokens(self, message_id: str, start: int, tokens: Sequence[Mapping[str, Any]]) -> None:
         """Store tokens of an answer, the first of which is its token number `start`."""
         if tokens:
             data = zlib.compress(as_json([dict(each) for each in tokens], "tokens").encode(), _COMPRESSION)

@@ -7,7 +7,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import wraps
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
@@ -23,6 +23,7 @@ from .records import (
     Conversation,
     Preset,
     new_id,
+    require_length,
     title_of,
     valid_text,
 )
@@ -31,12 +32,11 @@ _Table = TypeVar("_Table", bound="ConversationTable")
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
-_COLUMNS: Final = (
-    "id, title, titled_by_user, folder, pinned, system, sampling, tools, allowed_tools, model, leaf, created, updated, "
-    "deleted"
+_COLUMNS: Final = ", ".join(each.name for each in fields(Conversation))
+_FIRST: Final = (
+    "SELECT content FROM message WHERE conversation = ? AND role = 'user' AND deleted IS NULL ORDER BY number"
 )
-_FIELDS: Final = ("title", "folder", "pinned", "system", "sampling", "model", "tools", "allowed_tools")
-"""Fields that users set."""
+"""The first message of the user, which titles the conversation."""
 _MAX_SETTING: Final = 1_000_000
 
 
@@ -168,13 +168,8 @@ class ConversationTable:
             **fields: any of `title` (without one, the first message of the user gives it), `folder`, `pinned`,
                 `system`, `sampling`, `model`, `tools`, `allowed_tools`.
         """
-        values: dict[str, Any] = {
-            "title": "",
-            "pinned": False,
-            "system": "",
-            "sampling": "{}",
-            **checked_fields(fields),
-        }
+        values: dict[str, Any] = {"title": "", "pinned": False, "system": "", "sampling": "{}"}
+        values |= checked_fields(fields)
         now = time.time()
         values |= {"id": new_id(), "titled_by_user": bool(values["title"]), "created": now, "updated": now}
         self.insert_row("conversation", values)
@@ -188,14 +183,12 @@ class ConversationTable:
         values = checked_fields(fields)
         if "title" in values:
             values["titled_by_user"] = bool(values["title"])
-            values["title"] = values["title"] or self._automatic_title(conversation_id)
+            if not values["title"] and (first := self.sql(_FIRST, conversation_id).fetchone()) is not None:
+                values["title"] = title_of(first[0])
         if values:
             assignments = ", ".join(f"{name} = ?" for name in values)
-            self.sql(
-                f"UPDATE conversation SET {assignments} WHERE id = ?",  # noqa: S608
-                *values.values(),
-                conversation_id,
-            )
+            statement = f"UPDATE conversation SET {assignments} WHERE id = ?"  # noqa: S608
+            self.sql(statement, *values.values(), conversation_id)
         self.note(ChangeKind.CONVERSATION, conversation_id)
         return self.conversation(conversation_id)
 
@@ -249,19 +242,9 @@ class ConversationTable:
     def set_setting(self, name: str, value: Any) -> None:
         """Set a JSON value."""
         encoded = as_json(value, f"the setting {name}")
-        if len(encoded) > _MAX_SETTING:
-            raise ConversationError(
-                f"the setting {name} has {len(encoded)} characters", f"at most {_MAX_SETTING} are kept"
-            )
+        require_length(len(encoded), _MAX_SETTING, f"the setting {name}")
         self.sql("INSERT OR REPLACE INTO setting (name, value) VALUES (?, ?)", name, encoded)
         self.note(ChangeKind.SETTINGS)
-
-    def _automatic_title(self, conversation_id: str) -> str:
-        row = self.sql(
-            "SELECT content FROM message WHERE conversation = ? AND role = 'user' AND deleted IS NULL ORDER BY number",
-            conversation_id,
-        ).fetchone()
-        return "" if row is None else title_of(row[0])
 
 
 def parsed(text: str | None, default: Any) -> Any:
@@ -292,23 +275,9 @@ def checked_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConversationError: a field is unknown, or its value is not valid.
     """
-    if unknown := sorted(set(fields) - set(_FIELDS)):
-        raise ConversationError(f"a conversation has no field {unknown[0]!r} to set", f"fields: {', '.join(_FIELDS)}")
-    values: dict[str, Any] = {}
-    for name, value in fields.items():
-        if name == "sampling":
-            values[name] = _sampling(value)
-        elif name == "pinned":
-            if not isinstance(value, bool):
-                raise ConversationError(f"pinned is {value!r}", "it must be true or false")
-            values[name] = value
-        elif name in {"tools", "allowed_tools"}:
-            values[name] = _tools(value, name)
-        elif name in {"folder", "model"}:
-            values[name] = None if value is None else checked_line(value, name) or None
-        else:
-            values[name] = checked_line(value, name) if name == "title" else _text(value, name)
-    return values
+    if unknown := sorted(set(fields) - set(_CHECKS)):
+        raise ConversationError(f"a conversation has no field {unknown[0]!r} to set", f"fields: {', '.join(_CHECKS)}")
+    return {name: _CHECKS[name](value, name) for name, value in fields.items()}
 
 
 def checked_line(value: Any, name: str) -> str:
@@ -318,23 +287,31 @@ def checked_line(value: Any, name: str) -> str:
         ConversationError: it is not text, or too long.
     """
     line = " ".join(_text(value, name).split())
-    if len(line) > MAX_TITLE:
-        raise ConversationError(f"{name} has {len(line)} characters", f"at most {MAX_TITLE} are kept")
+    require_length(len(line), MAX_TITLE, name)
     return line
 
 
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise ConversationError(f"{name} is {type(value).__name__}", "it must be text")
-    if len(value) > MAX_TEXT:
-        raise ConversationError(f"{name} has {len(value)} characters", f"at most {MAX_TEXT} are kept")
+    require_length(len(value), MAX_TEXT, name)
     return valid_text(value)
 
 
-def _sampling(value: Any) -> str:
+def _line_or_none(value: Any, name: str) -> str | None:
+    return None if value is None else checked_line(value, name) or None
+
+
+def _flag(value: Any, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise ConversationError(f"{name} is {value!r}", "it must be true or false")
+    return value
+
+
+def _sampling(value: Any, name: str = "sampling") -> str:
     """Sampling options as JSON text; those that are None are left out."""
     if not isinstance(value, Mapping):
-        raise ConversationError(f"sampling is {type(value).__name__}", "it must be an object of options")
+        raise ConversationError(f"{name} is {type(value).__name__}", "it must be an object of options")
     given = {name: each for name, each in value.items() if each is not None}
     if unknown := sorted(str(name) for name in given if name not in SAMPLING_FIELDS):
         raise ConversationError(f"sampling has no {unknown[0]!r}", f"it has {', '.join(SAMPLING_FIELDS)}")
@@ -360,9 +337,27 @@ def _tools(value: Any, name: str) -> str:
     return as_json(ids, name)
 
 
+_CHECKS: Final[Mapping[str, Callable[[Any, str], Any]]] = {
+    "title": checked_line,
+    "folder": _line_or_none,
+    "pinned": _flag,
+    "system": _text,
+    "sampling": _sampling,
+    "model": _line_or_none,
+    "tools": _tools,
+    "allowed_tools": _tools,
+}
+"""Checks of the fields that users set, which return their columns."""
+
+
 def _conversation(row: tuple[Any, ...]) -> Conversation:
-    ident, title, titled, folder, pinned, system, sampling, tools, allowed, *rest = row
-    conversation = Conversation(ident, title, bool(titled), folder, bool(pinned), system, parsed(sampling, {}), *rest)
-    if not tools:
-        return conversation
-    return replace(conversation, tools=tuple(parsed(tools, ())), allowed_tools=tuple(parsed(allowed, ())))
+    """The conversation of a row of `_COLUMNS`."""
+    stored = Conversation(*row)
+    return replace(
+        stored,
+        titled_by_user=bool(stored.titled_by_user),
+        pinned=bool(stored.pinned),
+        sampling=parsed(row[6], {}),
+        tools=tuple(parsed(row[-2], ())),
+        allowed_tools=tuple(parsed(row[-1], ())),
+    )

@@ -6,7 +6,8 @@ import json
 import secrets
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any, Final
 
 import msgspec
@@ -27,14 +28,14 @@ from .records import (
     Role,
     StoredMessage,
     new_id,
+    require_length,
     rounds_of,
     title_of,
     valid_text,
 )
 
-COLUMNS: Final = (
-    "id, conversation, parent, role, content, attachments, created, model, state, error, stats, rounds, "
-    "EXISTS (SELECT 1 FROM token_part WHERE token_part.message = message.id)"
+_COLUMNS: Final = ", ".join(each.name for each in fields(StoredMessage)).replace(
+    "has_tokens", "EXISTS (SELECT 1 FROM token_part WHERE token_part.message = message.id)"
 )
 _BRANCH: Final = f"""
     WITH RECURSIVE branch (ancestor, depth) AS (
@@ -42,7 +43,7 @@ _BRANCH: Final = f"""
         UNION ALL
         SELECT parent, depth + 1 FROM message JOIN branch ON id = ancestor WHERE parent IS NOT NULL
     )
-    SELECT {COLUMNS} FROM message JOIN branch ON id = ancestor ORDER BY depth DESC
+    SELECT {_COLUMNS} FROM message JOIN branch ON id = ancestor ORDER BY depth DESC
 """  # noqa: S608
 _BELOW: Final = """
     WITH RECURSIVE below (id) AS (
@@ -72,10 +73,10 @@ class MessageTable(ConversationTable):
     @reads
     def message(self, message_id: str) -> StoredMessage:
         """The message with an id, also a deleted one."""
-        row = self.sql(f"SELECT {COLUMNS} FROM message WHERE id = ?", message_id).fetchone()  # noqa: S608
+        row = self.sql(f"SELECT {_COLUMNS} FROM message WHERE id = ?", message_id).fetchone()  # noqa: S608
         if row is None:
             raise UnknownIdError("message", message_id, "it may have been deleted")
-        return as_message(row)
+        return _message(row)
 
     def live_message(self, message_id: str) -> StoredMessage:
         """The message with an id.
@@ -84,8 +85,7 @@ class MessageTable(ConversationTable):
             ConversationError: there is none; or it or its conversation is deleted.
         """
         message = self.message(message_id)
-        (deleted,) = self.sql("SELECT deleted FROM message WHERE id = ?", message_id).fetchone()
-        if deleted is not None or self.conversation(message.conversation).deleted is not None:
+        if self._deletion(message_id)[0] is not None or self.conversation(message.conversation).deleted is not None:
             raise ConversationError(f"the message {message_id!r} is deleted", "restore it first")
         return message
 
@@ -94,16 +94,16 @@ class MessageTable(ConversationTable):
         """All messages of a conversation, in the order in which they were added; their parents make them a tree."""
         self.conversation(conversation_id)
         rows = self.sql(
-            f"SELECT {COLUMNS} FROM message WHERE conversation = ? AND deleted IS NULL ORDER BY number",  # noqa: S608
+            f"SELECT {_COLUMNS} FROM message WHERE conversation = ? AND deleted IS NULL ORDER BY number",  # noqa: S608
             conversation_id,
         )
-        return [as_message(row) for row in rows]
+        return [_message(row) for row in rows]
 
     @reads
     def branch(self, leaf_id: str) -> list[StoredMessage]:
         """The messages from the first one to a given one."""
         self.live_message(leaf_id)
-        return [as_message(row) for row in self.sql(_BRANCH, leaf_id)]
+        return [_message(row) for row in self.sql(_BRANCH, leaf_id)]
 
     @writes
     def add_message(
@@ -176,7 +176,7 @@ class MessageTable(ConversationTable):
         """Show the branch of a message, down to the newest leaf below it."""
         if self.live_message(message_id).conversation != conversation_id:
             raise ConversationError(f"the message {message_id!r} is of another conversation")
-        self.show(conversation_id, self.newest_leaf(message_id))
+        self.show(conversation_id, self.newest_leaf(conversation_id, message_id))
         self.note(ChangeKind.CONVERSATION, conversation_id)
         return self.conversation(conversation_id)
 
@@ -184,8 +184,7 @@ class MessageTable(ConversationTable):
     def delete_message(self, message_id: str) -> None:
         """Delete a message with all that follows it; `restore_message` undoes it for 30 days."""
         message = self.message(message_id)
-        (deleted,) = self.sql("SELECT deleted FROM message WHERE id = ?", message_id).fetchone()
-        if deleted is None:
+        if self._deletion(message_id)[0] is None:
             leaf = self.live_conversation(message.conversation).leaf
             shown = leaf is not None and any(each.id == message_id for each in self.branch(leaf))
             self.sql(
@@ -195,7 +194,8 @@ class MessageTable(ConversationTable):
                 message_id,
             )
             if shown:
-                self.show(message.conversation, self._nearest_leaf(message))
+                # The newest message beside the deleted one, or the message before it if there is none.
+                self.show(message.conversation, self.newest_leaf(message.conversation, message.parent))
         self.note(ChangeKind.MESSAGE_DELETED, message.conversation, message_id)
         self.note(ChangeKind.CONVERSATION, message.conversation)
 
@@ -203,14 +203,12 @@ class MessageTable(ConversationTable):
     def restore_message(self, message_id: str) -> StoredMessage:
         """Undo the deletion of a message; what was deleted with it is there again, and its branch is shown."""
         message = self.message(message_id)
-        (group,) = self.sql("SELECT deleted_with FROM message WHERE id = ?", message_id).fetchone()
-        if group is not None:
+        if (group := self._deletion(message_id)[1]) is not None:
             self.live_conversation(message.conversation)
-            parent = self.message(group).parent
-            if parent is not None:
+            if (parent := self.message(group).parent) is not None:
                 self.live_message(parent)
             self.sql("UPDATE message SET deleted = NULL, deleted_with = NULL WHERE deleted_with = ?", group)
-            self.show(message.conversation, self.newest_leaf(message_id))
+            self.show(message.conversation, self.newest_leaf(message.conversation, message_id))
         self.note(ChangeKind.MESSAGE, message.conversation, message_id)
         self.note(ChangeKind.CONVERSATION, message.conversation)
         return message
@@ -223,24 +221,20 @@ class MessageTable(ConversationTable):
         """Note that a message of the conversation was written now."""
         self.sql("UPDATE conversation SET updated = ? WHERE id = ?", time.time(), conversation_id)
 
-    def newest_leaf(self, message_id: str) -> str:
-        """The message that is reached by following the newest message from each one on."""
-        leaf = message_id
-        while row := self.sql(
-            "SELECT id FROM message WHERE parent = ? AND deleted IS NULL ORDER BY number DESC LIMIT 1", leaf
-        ).fetchone():
-            leaf = row[0]
-        return leaf
+    def newest_leaf(self, conversation_id: str, message_id: str | None) -> str | None:
+        """The message that is reached by following the newest message from each one on; None is before the first."""
+        # The plus sign keeps SQLite from using the index of conversations, with which it would read all messages.
+        below = "parent IS ? AND +conversation = ? AND deleted IS NULL"
+        newest = f"SELECT id FROM message WHERE {below} ORDER BY number DESC LIMIT 1"  # noqa: S608
+        while row := self.sql(newest, message_id, conversation_id).fetchone():
+            message_id = row[0]
+        return message_id
 
-    def _nearest_leaf(self, message: StoredMessage) -> str | None:
-        """The newest leaf beside a deleted message, or the message before it if there is none."""
-        if message.parent is not None:
-            return self.newest_leaf(message.parent)
-        row = self.sql(
-            "SELECT id FROM message WHERE conversation = ? AND parent IS NULL AND deleted IS NULL ORDER BY number DESC",
-            message.conversation,
-        ).fetchone()
-        return None if row is None else self.newest_leaf(row[0])
+    def _deletion(self, message_id: str) -> tuple[float | None, str | None]:
+        """When a message was deleted, and the message that it was deleted with; None if it was not."""
+        found: tuple[float | None, str | None]
+        found = self.sql("SELECT deleted, deleted_with FROM message WHERE id = ?", message_id).fetchone()
+        return found
 
 
 def is_running(writer: str) -> bool:
@@ -265,25 +259,17 @@ def _started(process: psutil.Process) -> float:
     return started - psutil.boot_time() if sys.platform == "linux" else started
 
 
-def as_message(row: Sequence[Any]) -> StoredMessage:
-    """The message of a row of `COLUMNS`."""
-    ident, conversation, parent, role, content, attachments, created, model, state, error, stats, rounds, has_tokens = (
-        row
-    )
-    return StoredMessage(
-        ident,
-        conversation,
-        parent,
-        Role(role),
-        content,
-        tuple(Attachment(str(each[0]), str(each[1])) for each in parsed(attachments, [])),
-        created,
-        model,
-        MessageState(state),
-        error,
-        parsed(stats, None),
-        bool(has_tokens),
-        rounds_of(parsed(rounds, ())),
+def _message(row: Sequence[Any]) -> StoredMessage:
+    """The message of a row of `_COLUMNS`."""
+    stored = StoredMessage(*row)
+    return replace(
+        stored,
+        role=Role(stored.role),
+        attachments=tuple(Attachment(*each) for each in parsed(row[5], [])),
+        state=MessageState(stored.state),
+        stats=parsed(row[10], None),
+        has_tokens=bool(stored.has_tokens),
+        rounds=rounds_of(parsed(row[-1], ())),
     )
 
 
@@ -293,8 +279,7 @@ def checked_content(content: str) -> str:
     Raises:
         ConversationError: it is too long.
     """
-    if len(content) > MAX_TEXT:
-        raise ConversationError(f"the message has {len(content)} characters", f"at most {MAX_TEXT} are kept")
+    require_length(len(content), MAX_TEXT, "the message")
     return valid_text(content)
 
 
@@ -307,24 +292,19 @@ def encoded_rounds(rounds: Sequence[CallRound]) -> str | None:
     if not rounds:
         return None
     text = as_json(msgspec.to_builtins(rounds), "the calls of tools")
-    if len(text) > MAX_TEXT:
-        raise ConversationError(
-            f"the calls of tools and their results have {len(text)} characters", f"at most {MAX_TEXT} are kept"
-        )
+    require_length(len(text), MAX_TEXT, "the calls of tools and their results", have="have")
     return text
 
 
-def encoded_attachments(attachments: Iterable[Attachment]) -> str | None:
+def encoded_attachments(attachments: Sequence[Attachment]) -> str | None:
     """Attachments as they are stored.
 
     Raises:
         ConversationError: there are too many, or they are too long.
     """
     pairs = [(valid_text(" ".join(each.name.split())), valid_text(each.text)) for each in attachments]
-    if len(pairs) > MAX_ATTACHMENTS:
-        raise ConversationError(f"the message has {len(pairs)} attachments", f"at most {MAX_ATTACHMENTS} are kept")
+    require_length(len(pairs), MAX_ATTACHMENTS, "the message", unit="attachments")
     if long := next((name for name, _ in pairs if len(name) > MAX_TITLE), None):
         raise ConversationError(f"the name of an attachment has {len(long)} characters", f"at most {MAX_TITLE}")
-    if (size := sum(len(text) for _, text in pairs)) > MAX_TEXT:
-        raise ConversationError(f"the attachments have {size} characters", f"at most {MAX_TEXT} are kept")
+    require_length(sum(len(text) for _, text in pairs), MAX_TEXT, "the attachments", have="have")
     return json.dumps(pairs, ensure_ascii=False) if pairs else None

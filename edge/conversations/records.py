@@ -13,6 +13,8 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
+from ...errors import ConversationError
+
 NOT_MADE: Final = "error: this call was not made"
 """Result of a call that nobody has decided about, as the model reads it."""
 _OPENING: Final = "<think>\n"
@@ -75,11 +77,6 @@ class StoredCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     result: Text | None = None
     """What the model reads; None while there is no result."""
 
-    @property
-    def decided(self) -> bool:
-        """Whether it has a result."""
-        return self.result is not None
-
 
 class CallRound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an answer wrote, and the calls that it ended with then."""
@@ -91,7 +88,7 @@ class CallRound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def decided(self) -> bool:
         """Whether all calls have results."""
-        return all(call.decided for call in self.calls)
+        return all(call.result is not None for call in self.calls)
 
     def with_call(self, call: StoredCall) -> CallRound:
         """The round with another state of one of its calls."""
@@ -99,7 +96,7 @@ class CallRound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def undecided(self) -> CallRound:
         """The round with the calls that have no result waiting: a tool that was running has ended with its process."""
-        calls = tuple(each if each.decided else replace(each, state=CallState.WAITING) for each in self.calls)
+        calls = tuple(replace(each, state=CallState.WAITING) if each.result is None else each for each in self.calls)
         return replace(self, calls=calls)
 
     def messages(self) -> list[dict[str, Any]]:
@@ -260,17 +257,6 @@ class SearchHit:
     """The words around the first place, on one line."""
 
 
-@dataclass(frozen=True)
-class ModelUsage:
-    """What a model has done in the answers that are kept, also in deleted ones."""
-
-    model: str | None
-    answers: int
-    read: int
-    """Tokens of prompts, without those that were in the KV cache already."""
-    generated: int
-
-
 class ChangeKind(StrEnum):
     """What a change was made to."""
 
@@ -291,16 +277,27 @@ class Change:
     message_id: str | None = None
 
 
-def as_object(record: Conversation | StoredMessage | Preset | SearchHit | ModelUsage) -> dict[str, Any]:
+def as_object(record: Conversation | StoredMessage | Preset | SearchHit) -> dict[str, Any]:
     """Return a record as a JSON object."""
-    fields: dict[str, Any] = msgspec.to_builtins(record)
-    return fields
+    return dict(msgspec.to_builtins(record))
 
 
 def message_text(message: StoredMessage) -> str:
     """The text of a message as the model reads it: its attachments, each in a fence with its name, then the content."""
     parts = [f"{each.name}\n{fenced(each.text)}" for each in message.attachments]
     return "\n\n".join([*parts, message.content] if message.content or not parts else parts)
+
+
+def require_length(
+    size: int, most: int, what: str, have: str = "has", unit: str = "characters", done: str = "kept"
+) -> None:
+    """Raise if something is too long to be kept, or read.
+
+    Raises:
+        ConversationError: it is.
+    """
+    if size > most:
+        raise ConversationError(f"{what} {have} {size} {unit}", f"at most {most} are {done}")
 
 
 def new_id() -> str:
@@ -310,13 +307,7 @@ def new_id() -> str:
 
 def valid_text(text: str) -> str:
     """The text with halves of surrogate pairs replaced by U+FFFD: they have no UTF-8 form."""
-    if text.isascii():
-        return text
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def title_of(text: str) -> str:
@@ -331,9 +322,5 @@ def title_of(text: str) -> str:
 
 def fenced(text: str, language: str = "") -> str:
     """A text in a fence that is longer than any in it."""
-    longest, run = 0, 0
-    for character in text:
-        run = run + 1 if character == "`" else 0
-        longest = max(longest, run)
-    fence = "`" * max(3, longest + 1)
+    fence = "`" * max(len(run) + 1 for run in ["``", *re.findall("`+", text)])
     return f"{fence}{language}\n{text.removesuffix(chr(10))}\n{fence}"

@@ -15,6 +15,7 @@ from .conversation_table import reads, writes
 from .database import ConversationDatabase, MemoryDatabase
 from .message_search import search_messages, update_index
 from .records import ChangeKind, Conversation, MessageState, SearchHit, StoredMessage
+from .transfer import as_json_file, as_markdown, insert_conversation, read_json, read_markdown
 
 _log: Final = logging.getLogger(__name__)
 FILE_NAME: Final = "conversations.sqlite3"
@@ -88,28 +89,17 @@ class ConversationStore(CompletionTable):
     @reads
     def export_markdown(self, conversation_id: str) -> str:
         """The branch that is shown, as Markdown; attachments are part of their messages."""
-        from .transfer import as_markdown  # noqa: PLC0415  msgspec is needed for transfers alone
-
         conversation = self.conversation(conversation_id)
         return as_markdown(conversation, () if conversation.leaf is None else self.branch(conversation.leaf))
 
     @reads
-    def export_json(self, ids: Sequence[str] | None = None, *, tokens: bool = False) -> str:
-        """Conversations with all their branches, as JSON.
-
-        Args:
-            ids: the conversations; None for all that are not deleted.
-            tokens: whether to write the tokens of answers, too; they are many times larger than the text.
-        """
-        from .transfer import as_json_file  # noqa: PLC0415
-
-        return as_json_file(self, [each.id for each in self.conversations()] if ids is None else ids, tokens=tokens)
+    def export_json(self, ids: Sequence[str] | None = None) -> str:
+        """Conversations, or all that are not deleted, with all their branches but without tokens, as JSON."""
+        return as_json_file(self, [each.id for each in self.conversations()] if ids is None else ids)
 
     @writes
     def import_json(self, text: str) -> list[Conversation]:
         """Add the conversations of a text that `export_json` wrote: all of them or, if one is not valid, none."""
-        from .transfer import insert_conversation, read_json  # noqa: PLC0415
-
         return [
             self._imported(insert_conversation(self, each, f"conversations[{index}]"))
             for index, each in enumerate(read_json(text))
@@ -123,8 +113,6 @@ class ConversationStore(CompletionTable):
             text: the text.
             name: name of the file, which is the title if the text has none.
         """
-        from .transfer import insert_conversation, read_markdown  # noqa: PLC0415
-
         return self._imported(insert_conversation(self, read_markdown(text, name), name))
 
     def changed_elsewhere(self) -> bool:

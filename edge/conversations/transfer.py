@@ -19,7 +19,8 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -44,6 +45,7 @@ from .records import (
     fenced,
     message_text,
     new_id,
+    require_length,
     valid_text,
 )
 
@@ -54,27 +56,12 @@ _Id = Annotated[str, Meta(min_length=1, max_length=100)]
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
 _Measure = Annotated[float, Meta(ge=0)]
 _Time = Annotated[float, Meta(ge=0, le=1e11)]
-_NOT_EXPORTED: Final = {"conversation": ("id", "deleted", "allowed_tools"), "message": ("conversation", "has_tokens")}
 _FLAGS: Final = re.IGNORECASE | re.MULTILINE | re.ASCII
 _HEADING: Final = re.compile(r"^## (System|User|Assistant)(?: \((.{1,200})\))?[ \t]*$", _FLAGS)
 _LOOKS_LIKE_HEADING: Final = re.compile(r"^(?=\\*## (?:System|User|Assistant)\b)", _FLAGS)
 _ESCAPED: Final = re.compile(r"^\\(?=\\*## (?:System|User|Assistant)\b)", _FLAGS)
 _TITLE: Final = re.compile(r"^# (.+)$", re.MULTILINE)
 _MAX_MARKDOWN: Final = 50_000_000
-
-
-class _Alternative(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    id: _Count
-    text: Text
-    logprob: float
-    special: bool = False
-
-
-class _Token(_Alternative, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    top: list[_Alternative]
-    kind: Line
-    drafter: Line | None
-    rejected: Text | None
 
 
 class _DraftCounts(msgspec.Struct, forbid_unknown_fields=True):
@@ -112,7 +99,8 @@ class _Message(msgspec.Struct, forbid_unknown_fields=True):
     state: MessageState = MessageState.COMPLETE
     error: Text | None = None
     stats: _Stats | None = None
-    tokens: list[_Token] = []
+    tokens: list[Any] = []
+    """What files may have, and is not kept."""
     rounds: list[CallRound] = []
 
 
@@ -139,13 +127,23 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     conversations: list[ImportedConversation]
 
 
-def as_json_file(store: CompletionTable, ids: Sequence[str], *, tokens: bool) -> str:
+def as_json_file(store: CompletionTable, ids: Sequence[str]) -> str:
     """Conversations with all their branches as a JSON text.
 
     Raises:
         ConversationError: there is no such conversation.
     """
-    conversations = [_exported(store, conversation_id, tokens) for conversation_id in ids]
+
+    def exported(record: Conversation | StoredMessage, *left_out: str) -> dict[str, Any]:
+        """A record without ids that say nothing elsewhere, and without what is empty."""
+        fields = as_object(record).items()
+        return {name: value for name, value in fields if name not in left_out and value not in (None, (), {})}
+
+    conversations = [
+        exported(store.conversation(conversation_id), "id", "deleted", "allowed_tools")
+        | {"messages": [exported(each, "conversation", "has_tokens") for each in store.messages(conversation_id)]}
+        for conversation_id in ids
+    ]
     return json.dumps({"format": _FORMAT, "version": _VERSION, "conversations": conversations}, ensure_ascii=False)
 
 
@@ -155,8 +153,7 @@ def read_json(text: str) -> Sequence[ImportedConversation]:
     Raises:
         ConversationError: the text is not such a file, or something in it is not valid.
     """
-    if len(text) > _MAX_CHARACTERS:
-        raise ConversationError(f"the file has {len(text)} characters", f"at most {_MAX_CHARACTERS} are read")
+    require_length(len(text), _MAX_CHARACTERS, "the file", done="read")
     hint = "import a file that edge-run exported"
     try:
         return msgspec.json.decode(valid_text(text).encode(), type=_File).conversations
@@ -166,23 +163,6 @@ def read_json(text: str) -> Sequence[ImportedConversation]:
         raise ConversationError(f"the file {what}: {reason}", hint) from error
     except RecursionError as error:
         raise ConversationError("the file is nested too deeply", hint) from error
-
-
-def _exported(store: CompletionTable, conversation_id: str, tokens: bool) -> dict[str, Any]:
-    conversation = as_object(store.conversation(conversation_id))
-    conversation["messages"] = []
-    for message in store.messages(conversation_id):
-        fields = as_object(message)
-        if tokens and message.has_tokens:
-            fields["tokens"] = store.tokens(message.id)
-        conversation["messages"].append(_without(fields, "message"))
-    return _without(conversation, "conversation")
-
-
-def _without(fields: dict[str, Any], kind: str) -> dict[str, Any]:
-    """An exported object without ids that say nothing elsewhere, and without what is empty."""
-    left_out = _NOT_EXPORTED[kind]
-    return {name: value for name, value in fields.items() if name not in left_out and value not in (None, (), {})}
 
 
 def insert_conversation(store: CompletionTable, conversation: ImportedConversation, where: str) -> str:
@@ -216,12 +196,14 @@ def insert_conversation(store: CompletionTable, conversation: ImportedConversati
         raise ConversationError(f"{where}: leaf is {conversation.leaf!r}", "it must be the id of one of its messages")
     leaf = ids.get(conversation.leaf or "") or next(reversed(ids.values()), None)
     if leaf is not None:
-        store.show(values["id"], store.newest_leaf(leaf))
+        store.show(values["id"], store.newest_leaf(values["id"], leaf))
     return str(values["id"])
 
 
 def _insert_message(store: CompletionTable, conversation_id: str, message: _Message, ids: dict[str, str]) -> str:
     state = MessageState.INTERRUPTED if message.state is MessageState.WRITING else message.state
+    if message.stats is not None and message.stats.trimmed is not UNSET:
+        message.stats.trimmed = [ids[each] for each in message.stats.trimmed if each in ids]
     values: dict[str, Any] = {
         "id": new_id(),
         "conversation": conversation_id,
@@ -233,20 +215,11 @@ def _insert_message(store: CompletionTable, conversation_id: str, message: _Mess
         "model": None if message.model is None else checked_line(message.model, "model"),
         "state": state.value,
         "error": message.error,
-        "stats": None if message.stats is None else as_json(_stats(message.stats, ids), "stats"),
+        "stats": None if message.stats is None else as_json(msgspec.to_builtins(message.stats), "stats"),
         "rounds": encoded_rounds([each.undecided() for each in message.rounds]),
     }
     store.insert_row("message", values)
-    store.insert_tokens(values["id"], 0, msgspec.to_builtins(message.tokens))
     return str(values["id"])
-
-
-def _stats(stats: _Stats, ids: Mapping[str, str]) -> dict[str, Any]:
-    """Statistics with the new ids of messages."""
-    if stats.trimmed is not UNSET:
-        stats.trimmed = [ids[message] for message in stats.trimmed if message in ids]
-    built: dict[str, Any] = msgspec.to_builtins(stats)
-    return built
 
 
 def as_markdown(conversation: Conversation, branch: Sequence[StoredMessage]) -> str:
@@ -257,7 +230,8 @@ def as_markdown(conversation: Conversation, branch: Sequence[StoredMessage]) -> 
     for message in branch:
         heading = f"## {message.role.value.capitalize()}"
         if message.model:
-            heading += f" ({_shown_model(message.model)})"
+            # Without the folders of a path: such a text is given to others.
+            heading += f" ({Path(message.model).name if Path(message.model).is_absolute() else message.model})"
         parts += [heading, *(_escaped(_shown_round(each)) for each in message.rounds)]
         if message.content or not message.rounds:
             parts.append(_escaped(message_text(message)))
@@ -268,22 +242,13 @@ def _shown_round(round_of_calls: CallRound) -> str:
     """What an answer wrote and the calls that it made then, as Markdown."""
     parts = [round_of_calls.text.strip()] if round_of_calls.text.strip() else []
     for call in round_of_calls.calls:
-        parts += [f"**Call of {call.name}** ({call.state.value})", fenced(_pretty(call.arguments), "json")]
+        arguments = call.arguments
+        with suppress(ValueError):
+            arguments = json.dumps(json.loads(arguments), ensure_ascii=False, indent=2)
+        parts += [f"**Call of {call.name}** ({call.state.value})", fenced(arguments, "json")]
         if call.result is not None:
             parts += ["**Result**", fenced(call.result)]
     return "\n\n".join(parts)
-
-
-def _pretty(arguments: str) -> str:
-    try:
-        return json.dumps(json.loads(arguments), ensure_ascii=False, indent=2)
-    except ValueError:
-        return arguments
-
-
-def _shown_model(model: str) -> str:
-    """The name of a model, without the folders of a path: such a text is given to others."""
-    return Path(model).name if Path(model).is_absolute() else model
 
 
 def read_markdown(text: str, name: str) -> ImportedConversation:
@@ -296,8 +261,7 @@ def read_markdown(text: str, name: str) -> ImportedConversation:
     Raises:
         ConversationError: the text has no message of a user, an answer that follows none, or is too long.
     """
-    if len(text) > _MAX_MARKDOWN:
-        raise ConversationError(f"{name} has {len(text)} characters", f"at most {_MAX_MARKDOWN} are read")
+    require_length(len(text), _MAX_MARKDOWN, name, done="read")
     text = valid_text(text).replace("\r\n", "\n").removeprefix("\ufeff")
     headings = list(_HEADING.finditer(text))
     starts = [*(heading.start() for heading in headings), len(text)]

@@ -21,7 +21,7 @@ class Cancellation:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._cancelled = False
-        self._actions: dict[object, Callable[[], None]] = {}
+        self._actions: dict[object, Callable[[], object]] = {}
 
     @property
     def cancelled(self) -> bool:
@@ -37,7 +37,7 @@ class Cancellation:
             action()
 
     @contextmanager
-    def calling(self, action: Callable[[], None]) -> Iterator[None]:
+    def calling(self, action: Callable[[], object]) -> Iterator[None]:
         """Call `action` if the request is cancelled within the block; at once if it is cancelled already.
 
         Args:

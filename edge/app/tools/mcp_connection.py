@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from ....errors import EdgeError
+from ....runtime.tools.function_tools import mismatch
 from .tool_settings import ToolServer
 
 if TYPE_CHECKING:
     from mcp import ClientSession
     from mcp_types import CallToolResult, PaginatedRequestParams
 
+_log: Final = logging.getLogger(__name__)
 START_S: Final = 60.0
 """Seconds within which a server has to list its tools: some are downloaded by their first start."""
 CALL_S: Final = 600.0
@@ -43,163 +47,184 @@ class ServerTool:
         """What conversations keep."""
         return f"{self.server}/{self.name}"
 
+    def definition(self, name: str) -> dict[str, Any]:
+        """What the chat template reads, with the name that the model gives it."""
+        function: dict[str, Any] = {"name": name, "parameters": dict(self.parameters)}
+        if self.description:
+            function["description"] = self.description
+        return {"type": "function", "function": function}
 
-@dataclass(frozen=True)
-class ToolResult:
-    """What a call gave."""
+    def problem(self, values: Mapping[str, Any]) -> str:
+        """What is wrong with arguments; empty where they may fit."""
+        try:
+            return mismatch(dict(values), self.parameters, "the arguments")
+        except Exception:  # noqa: BLE001  a server may send any schema, and checks the arguments itself
+            return ""
 
-    text: str
-    """For the model to read."""
-    failed: bool = False
 
+class ServerState(StrEnum):
+    """How far a server is."""
 
-class ServerFailedError(EdgeError):
-    """A server could not be started, or has ended."""
+    OFF = "off"
+    STARTING = "starting"
+    RUNNING = "running"
+    FAILED = "failed"
 
 
 class McpConnection:
-    """A server that runs; made and used on one event loop.
+    """A server that was started, and how that went; used on one event loop, on which its fields are set.
 
     Args:
-        session: the session with it.
-        tools: its tools.
+        server: what to start.
+        changed: told of every change of the state.
+        start_s: seconds within which it has to list its tools.
     """
 
-    def __init__(self, session: ClientSession, tools: Sequence[ServerTool]) -> None:
-        self._session: Final = session
-        self.tools: Final = tuple(tools)
+    def __init__(self, server: ToolServer, changed: Callable[[], None], start_s: float) -> None:
+        self.server: Final = server
+        self.state = ServerState.STARTING
+        self.error: str | None = None
+        self.tools: tuple[ServerTool, ...] = ()
+        """The tools of a server that runs."""
+        self.known: Final = threading.Event()
+        """Set when it runs, or has failed."""
+        self.ended: Final = threading.Event()
+        """Set when its process has ended."""
+        self._changed: Final = changed
+        self._start_s: Final = start_s
+        self._stop: Final = asyncio.Event()
+        self._session: ClientSession | None = None
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Call a tool; whatever goes wrong is its result.
+    async def run(self) -> None:
+        """Run it until it is stopped or fails; its process has ended when this returns."""
+        try:
+            await self._run()
+            self.state = ServerState.OFF if self.error is None else ServerState.FAILED
+        except EdgeError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001  what it is goes to the log; chats go on without the server
+            _log.error("the server %s failed", self.server.name, exc_info=error)
+            self._fail(EdgeError(f"it failed: {type(error).__name__}"))
+        finally:
+            self._session, self.tools = None, ()
+            self.known.set()
+            self.ended.set()
+            self._changed()
 
-        Raises:
-            ServerFailedError: the server has ended.
-        """
+    def stop(self) -> None:
+        """End it."""
+        self._stop.set()
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
+        """Call a tool; returns a text for the model, also where something goes wrong, and whether the call failed."""
         from mcp import MCPError  # noqa: PLC0415  an extra, and slow to import
 
+        if self._session is None:
+            return f"error: the server {self.server.name} does not run", True
         try:
             async with asyncio.timeout(CALL_S):
                 return _read_result(await self._session.call_tool(name, dict(arguments)))
         except TimeoutError:
-            return ToolResult(f"error: the tool has not answered within {CALL_S:.0f} seconds", failed=True)
+            return f"error: the tool has not answered within {CALL_S:.0f} seconds", True
         except MCPError as error:
-            if "closed" in str(error).lower():
-                raise ServerFailedError("the server has ended", "start it again in the settings") from error
-            return ToolResult(f"error: {error}", failed=True)
+            if "closed" not in str(error).lower():
+                return f"error: {error}", True
+            self._fail(EdgeError("the server has ended", "start it again in the settings"))
+            return "error: the server has ended", True
         except Exception as error:  # noqa: BLE001  servers send what they like; the model may do better
-            return ToolResult(f"error: {type(error).__name__}: {error}"[:_MOST_CHARACTERS], failed=True)
+            return f"error: {type(error).__name__}: {error}"[:_MOST_CHARACTERS], True
 
+    def _fail(self, error: EdgeError) -> None:
+        """Note that it has failed, and end it."""
+        self.state, self.error, self._session, self.tools = ServerState.FAILED, str(error), None, ()
+        self.stop()
 
-async def run_server(
-    server: ToolServer, opened: Callable[[McpConnection], None], ended: asyncio.Event, start_s: float = START_S
-) -> None:
-    """Run a server until `ended` is set; its process has ended when this returns.
+    async def _run(self) -> None:
+        """Start the process, and speak with it until it is stopped.
 
-    Args:
-        server: what to start.
-        opened: called when it has listed its tools.
-        ended: ends it.
-        start_s: seconds within which it has to list its tools.
-
-    Raises:
-        ServerFailedError: it could not be started, and why, on one line.
-    """
-    try:
-        from mcp import ClientSession, StdioServerParameters  # noqa: PLC0415  an extra, and slow to import
-        from mcp.client.stdio import stdio_client  # noqa: PLC0415
-    except ImportError as error:
-        raise ServerFailedError("the package mcp is missing", 'pip install "edge-run[mcp]"') from error
-    parameters = StdioServerParameters(
-        command=server.command,
-        args=list(server.arguments),
-        env=dict(server.environment),
-        encoding_error_handler="replace",
-    )
-    with _errors() as (file, lines):
-        started = False
+        Raises:
+            EdgeError: it could not be started, and why, on one line.
+        """
         try:
-            async with stdio_client(parameters, errlog=file) as streams, ClientSession(*streams) as session:
-                started = True
-                tools = await _before(ended, _start(session, server.name), start_s)
-                if tools is not None:
-                    opened(McpConnection(session, tools))
-                    await ended.wait()
-        except Exception as error:
-            if ended.is_set():
-                return
-            cause = _leaf(error)
-            if isinstance(cause, TimeoutError):
-                what = f"{server.command} has not answered within {start_s:g} seconds"
-                raise ServerFailedError(what, "is it an MCP server that speaks over stdio?") from error
-            raise _failure(server, cause, started=started, said=lines) from error
+            from mcp import ClientSession, StdioServerParameters  # noqa: PLC0415  an extra, and slow to import
+            from mcp.client.stdio import stdio_client  # noqa: PLC0415
+        except ImportError as error:
+            raise EdgeError("the package mcp is missing", 'pip install "edge-run[mcp]"') from error
+        parameters = StdioServerParameters(
+            command=self.server.command,
+            args=list(self.server.arguments),
+            env=dict(self.server.environment),
+            encoding_error_handler="replace",
+        )
+        with _errors() as (file, lines):
+            started = False
+            try:
+                async with stdio_client(parameters, errlog=file) as streams, ClientSession(*streams) as session:
+                    started = True
+                    await self._speak(session)
+            except Exception as error:
+                if not self._stop.is_set():
+                    raise self._failure(error, started=started, said=lines) from error
+
+    async def _speak(self, session: ClientSession) -> None:
+        """List the tools, and keep the session until the server is stopped.
+
+        Raises:
+            TimeoutError: it does not list them in time.
+        """
+        listing, ending = asyncio.ensure_future(self._list_tools(session)), asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({listing, ending}, timeout=self._start_s, return_when=asyncio.FIRST_COMPLETED)
+            if not self._stop.is_set():
+                if not listing.done():
+                    raise TimeoutError
+                self.tools = tuple(listing.result())
+                self._session, self.state = session, ServerState.RUNNING
+                self.known.set()
+                self._changed()
+                await ending
+        finally:
+            for task in (listing, ending):
+                task.cancel()
+            await asyncio.wait({listing, ending})
+
+    async def _list_tools(self, session: ClientSession) -> list[ServerTool]:
+        """All tools of the server, in its order."""
+        from mcp_types import PaginatedRequestParams  # noqa: PLC0415  part of the extra
+
+        await session.initialize()
+        found: list[ServerTool] = []
+        page: PaginatedRequestParams | None = None
+        while len(found) < _MOST_TOOLS:
+            listed = await session.list_tools(params=page)
+            found += [
+                ServerTool(self.server.name, tool.name, tool.description or tool.title or "", dict(tool.input_schema))
+                for tool in listed.tools
+            ]
+            if listed.next_cursor is None:
+                break
+            page = PaginatedRequestParams(cursor=listed.next_cursor)
+        return found[:_MOST_TOOLS]
+
+    def _failure(self, error: BaseException, *, started: bool, said: deque[str]) -> EdgeError:
+        """Why the server could not be started."""
+        command = self.server.command
+        while isinstance(error, BaseExceptionGroup):  # task groups make one of the first error
+            error = error.exceptions[0]
+        if isinstance(error, TimeoutError):
+            what = f"{command} has not answered within {self._start_s:g} seconds"
+            return EdgeError(what, "is it an MCP server that speaks over stdio?")
+        if isinstance(error, FileNotFoundError) and not started:
+            return EdgeError(f"there is no command {command!r:.200}", "give its path, or install it")
+        if isinstance(error, OSError) and not started:
+            return EdgeError(f"{command} cannot be run: {error.strerror or error}", "give another command")
+        last = next((line for line in reversed(said) if line.strip()), "")
+        what = f"{command} has ended" if "closed" in str(error).lower() else f"{type(error).__name__}: {error}"
+        return EdgeError(" ".join(f"{what}{f'; it said: {last}' if last else ''}".split())[:500])
 
 
-def _failure(server: ToolServer, error: BaseException, *, started: bool, said: deque[str]) -> ServerFailedError:
-    """Why a server could not be started."""
-    if isinstance(error, FileNotFoundError) and not started:
-        return ServerFailedError(f"there is no command {server.command!r:.200}", "give its path, or install it")
-    if isinstance(error, OSError) and not started:
-        return ServerFailedError(f"{server.command} cannot be run: {error.strerror or error}", "give another command")
-    last = next((line for line in reversed(said) if line.strip()), "")
-    what = f"{server.command} has ended" if "closed" in str(error).lower() else f"{type(error).__name__}: {error}"
-    return ServerFailedError(" ".join(f"{what}{f'; it said: {last}' if last else ''}".split())[:500])
-
-
-def _leaf(error: BaseException) -> BaseException:
-    """The first error of a group, which task groups make of one."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-async def _before(
-    ended: asyncio.Event, start: Coroutine[Any, Any, list[ServerTool]], start_s: float
-) -> list[ServerTool] | None:
-    """The tools of a server that starts; None if it was ended before it had listed them.
-
-    Raises:
-        TimeoutError: it takes too long.
-    """
-    starting, ending = asyncio.ensure_future(start), asyncio.ensure_future(ended.wait())
-    try:
-        await asyncio.wait({starting, ending}, timeout=start_s, return_when=asyncio.FIRST_COMPLETED)
-        if starting.done():
-            return starting.result()
-        if ending.done():
-            return None
-        raise TimeoutError
-    finally:
-        for task in (starting, ending):
-            task.cancel()
-        await asyncio.wait({starting, ending})
-
-
-async def _start(session: ClientSession, server: str) -> list[ServerTool]:
-    """Begin to speak with a server, and return its tools."""
-    await session.initialize()
-    return await _list_tools(session, server)
-
-
-async def _list_tools(session: ClientSession, server: str) -> list[ServerTool]:
-    """All tools of a server, in its order."""
-    from mcp_types import PaginatedRequestParams  # noqa: PLC0415  part of the extra
-
-    found: list[ServerTool] = []
-    page: PaginatedRequestParams | None = None
-    while len(found) < _MOST_TOOLS:
-        listed = await session.list_tools(params=page)
-        found += [
-            ServerTool(server, tool.name, tool.description or tool.title or "", dict(tool.input_schema))
-            for tool in listed.tools
-        ]
-        if listed.next_cursor is None:
-            break
-        page = PaginatedRequestParams(cursor=listed.next_cursor)
-    return found[:_MOST_TOOLS]
-
-
-def _read_result(result: CallToolResult) -> ToolResult:
-    """The text of a result; what is not text is named."""
+def _read_result(result: CallToolResult) -> tuple[str, bool]:
+    """The text of a result, in which what is not text is named, and whether the call failed."""
     parts = [
         text if (text := getattr(block, "text", None)) is not None else f"[{block.type}, which is not shown]"
         for block in result.content
@@ -210,7 +235,7 @@ def _read_result(result: CallToolResult) -> ToolResult:
     if len(text) > _MOST_CHARACTERS:
         text = f"{text[:_MOST_CHARACTERS]}\n[cut: the result has {len(text)} characters]"
     failed = bool(result.is_error)
-    return ToolResult(f"error: {text}" if failed and not text.startswith("error") else text, failed)
+    return f"error: {text}" if failed and not text.startswith("error") else text, failed
 
 
 @contextmanager

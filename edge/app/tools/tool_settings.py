@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -23,8 +23,8 @@ MAX_SERVERS: Final = 32
 _log: Final = logging.getLogger(__name__)
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,40}")
 _Text = Annotated[str, Meta(max_length=10_000)]
-_LISTS: Final = ("mcpServers", "servers")
-"""Names of the object with the servers: the usual one, and that of VS Code."""
+_LISTS: Final = ("mcp", "mcpServers", "servers")
+"""Names of the object with the servers: the usual one, and VS Code's, whose settings have the list below `mcp`."""
 _ADDRESSES: Final = frozenset({"url", "serverUrl", "httpUrl"})
 _PLACEHOLDER: Final = re.compile(r"\$\{[^}]*\}")
 _FORM: Final = 'paste {"mcpServers": {"name": {"command": "…", "args": ["…"]}}}'
@@ -98,8 +98,9 @@ class ToolSettings:
             return
         try:
             make_private_folder(self._path.parent)
-            if self.problem is not None:
-                self._set_aside()
+            if self.problem is not None:  # the list that could not be read is kept under another name
+                self._path.replace(self._path.with_name(f"{FILE_NAME}.unreadable"))
+                self.problem = None
             make_private_file(self._path)
             write_atomically(self._path, msgspec.json.format(msgspec.json.encode(servers)), private=True)
         except OSError as error:
@@ -107,12 +108,6 @@ class ToolSettings:
                 f"the list of servers cannot be written: {error.strerror or error}",
                 f"give yourself the permission to write {self._path}",
             ) from error
-
-    def _set_aside(self) -> None:
-        """Keep a list that could not be read under another name."""
-        assert self._path is not None  # noqa: S101  there was a list
-        self._path.replace(self._path.with_name(f"{FILE_NAME}.unreadable"))
-        self.problem = None
 
 
 class _Configured(msgspec.Struct, kw_only=True):
@@ -139,29 +134,22 @@ def read_configuration(text: str) -> list[dict[str, Any]]:
     Raises:
         InputError: the text is not a list of servers.
     """
-    return [_described(name, fields) for name, fields in _servers(_parsed(text)).items()]
-
-
-def _parsed(text: str) -> Any:
     text = text.strip()
     if text.startswith('"'):  # cut out of the object around it
         text = "{" + text.rstrip(",") + "}"
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         what = f"this is not JSON: {error}"
         raise InputError(what, "copy the whole object, from its first brace to its last") from None
-
-
-def _servers(value: Any) -> Mapping[str, Any]:
-    for name in ("mcp", *_LISTS):  # settings of VS Code have the list below `mcp`
+    for name in _LISTS:
         if isinstance(value, dict) and isinstance(value.get(name), dict) and "command" not in value[name]:
             value = value[name]
     if not isinstance(value, dict) or not value:
         raise InputError("there are no servers in it", _FORM)
     if not isinstance(value.get("command", {}), dict):
         raise InputError("the server has no name", _FORM)
-    return value
+    return [_described(name, fields) for name, fields in value.items()]
 
 
 def _described(name: str, fields: Any) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def test_what_can_be_read_of_a_damaged_file_is_there(path: Path, seed: int) -> N
             assert all(message.parent is None or message.parent in {each.id for each in tree} for message in tree)
         for conversation in store.conversations():
             assert conversation.leaf is None or store.branch(conversation.leaf)
-            store.import_json(store.export_json([conversation.id], tokens=True))
+            store.import_json(store.export_json([conversation.id]))
         assert len(store.search("question", limit=10_000)) > 0
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]

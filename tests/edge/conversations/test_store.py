@@ -13,7 +13,6 @@ from edgerun.edge.conversations.records import (
     Change,
     ChangeKind,
     MessageState,
-    ModelUsage,
     Preset,
     Role,
     as_object,
@@ -38,7 +37,10 @@ def test_the_use_of_each_model_is_counted_also_in_deleted_answers(store: Convers
         answer = store.add_message(conversation, question, "assistant", "", model=model, state=MessageState.WRITING)
         store.finish_answer(answer.id, "x", MessageState.COMPLETE, stats=stats)
     store.delete(conversation)
-    assert store.usage() == [ModelUsage("b", 1, 7, 20), ModelUsage("a", 2, 6, 4)]
+    assert store.usage() == [
+        {"model": "b", "answers": 1, "read": 7, "generated": 20},
+        {"model": "a", "answers": 2, "read": 6, "generated": 4},
+    ]
 
 
 def test_a_conversation_is_there_after_opening_again(tmp_path: Path) -> None:

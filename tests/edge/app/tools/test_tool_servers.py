@@ -61,12 +61,13 @@ def test_tools_of_two_servers_with_one_name_are_told_apart(servers: ToolServers,
     marker = tmp_path / "called"
     servers.save(ToolServer(name="slow", command=sys.executable, arguments=["-c", SLOW_SERVER, str(marker)]))
     offered = servers.offered(["weather/get_weather", "slow/get_weather", "weather/storm", "x/y"], Cancellation())
-    assert [each.name for each in offered] == ["weather_get_weather", "slow_get_weather", "storm"]
-    assert offered[0].definition["function"]["description"] == "The weather in a city."
-    assert offered[0].problem({}) == "the arguments: city is missing"
-    assert servers.call(offered[0].tool, {"city": "Oslo"}, Cancellation()).text == "Oslo: sunny"
-    failed = servers.call(offered[2].tool, {}, Cancellation())
-    assert (failed.failed, failed.text.startswith("error: ")) == (True, True)
+    assert [*offered] == ["weather_get_weather", "slow_get_weather", "storm"]
+    tool = offered["weather_get_weather"]
+    assert tool.definition("x")["function"]["description"] == "The weather in a city."
+    assert tool.problem({}) == "the arguments: city is missing"
+    assert servers.call(tool, {"city": "Oslo"}, Cancellation()) == ("Oslo: sunny", False)
+    text, failed = servers.call(offered["storm"], {}, Cancellation())
+    assert (failed, text.startswith("error: ")) == (True, True)
 
     cancellation = Cancellation()
 
@@ -76,20 +77,19 @@ def test_tools_of_two_servers_with_one_name_are_told_apart(servers: ToolServers,
 
     threading.Thread(target=cancel).start()
     with pytest.raises(CancelledError):
-        servers.call(offered[1].tool, {"seconds": 600}, cancellation)
+        servers.call(offered["slow_get_weather"], {"seconds": 600}, cancellation)
 
 
 def test_a_server_that_dies_is_noticed_and_can_be_started_again(servers: ToolServers, tmp_path: Path) -> None:
     servers.save(weather(tmp_path))
-    (offered,) = servers.offered(["weather/get_weather"], Cancellation())
+    (tool,) = servers.offered(["weather/get_weather"], Cancellation()).values()
     for process in processes(tmp_path):
         process.kill()
-    gone = servers.call(offered.tool, {"city": "Oslo"}, Cancellation())
-    assert (gone.failed, gone.text) == (True, "error: the server has ended")
+    assert servers.call(tool, {"city": "Oslo"}, Cancellation()) == ("error: the server has ended", True)
     wait_until(lambda: described(servers, "weather")["state"] == "failed")
     assert described(servers, "weather")["error"] == "the server has ended; start it again in the settings"
-    assert servers.call(offered.tool, {}, Cancellation()).text == "error: the server weather does not run"
-    assert servers.offered(["weather/get_weather"], Cancellation()) == []
+    assert servers.call(tool, {}, Cancellation()) == ("error: the server weather does not run", True)
+    assert servers.offered(["weather/get_weather"], Cancellation()) == {}
     servers.save(weather(tmp_path))
     assert len(servers.offered(["weather/get_weather"], Cancellation())) == 1
 
@@ -100,7 +100,7 @@ def test_a_server_that_is_turned_off_ends(servers: ToolServers, tmp_path: Path) 
     assert processes(tmp_path)
     servers.save(weather(tmp_path, enabled=False))
     wait_until(lambda: not processes(tmp_path))
-    assert servers.offered(["weather/storm"], Cancellation()) == []
+    assert servers.offered(["weather/storm"], Cancellation()) == {}
     assert described(servers, "weather")["state"] == "off"
     servers.remove("weather")
     assert servers.servers() == []
@@ -112,7 +112,7 @@ def test_waiting_for_a_server_has_an_end() -> None:
     servers = ToolServers(start_s=0.2)
     silent = ToolServer(name="silent", command=sys.executable, arguments=["-c", "import sys; sys.stdin.read()"])
     servers.save(silent)
-    assert servers.offered(["silent/x"], Cancellation()) == []
+    assert servers.offered(["silent/x"], Cancellation()) == {}
     assert described(servers, "silent")["error"] == (
         f"{sys.executable} has not answered within 0.2 seconds; is it an MCP server that speaks over stdio?"
     )
