@@ -39,6 +39,10 @@ _LARGE_BODY: Final = 64 << 10
 """Bytes of a body from which on the memory that it took goes back to the system."""
 
 
+_STATUS: Final = (
+    (OfflineError, HTTPStatus.SERVICE_UNAVAILABLE, "offline"),
+    (ConnectionFailedError, HTTPStatus.BAD_GATEWAY, "hub_unreachable"),
+)
 Handler: TypeAlias = Callable[..., object]
 """Answers a request, in a thread: returns what becomes the JSON response, or a response; errors are EdgeErrors.
 
@@ -96,18 +100,6 @@ def not_found(what: str, hint: str = "") -> RefusedError:
     return RefusedError(HTTPStatus.NOT_FOUND, "not_found", what, hint)
 
 
-def _with_status(error: EdgeError, path: Mapping[str, str]) -> EdgeError:
-    """An error with the status that its reason has in the page's API."""
-    # In a body, an unknown id is an invalid value.
-    if isinstance(error, UnknownIdError) and error.id in path.values():
-        return not_found(error.what, error.hint)
-    if isinstance(error, OfflineError):
-        return RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "offline", error.what, error.hint)
-    if isinstance(error, ConnectionFailedError):
-        return RefusedError(HTTPStatus.BAD_GATEWAY, "hub_unreachable", error.what, error.hint)
-    return error
-
-
 def _body_of(handler: Handler, elsewhere: Collection[str]) -> type[msgspec.Struct] | None:
     """The body that a handler takes: all of its parameters that do not come from elsewhere."""
     parameters = inspect.signature(handler, eval_str=True).parameters.values()
@@ -117,17 +109,10 @@ def _body_of(handler: Handler, elsewhere: Collection[str]) -> type[msgspec.Struc
     if fields[0].name == "body":
         whole: type[msgspec.Struct] = fields[0].annotation
         return whole
+    defaults = [dict(each.default) if isinstance(each.default, Mapping) else each.default for each in fields]
     declared = [
-        (
-            each.name,
-            each.annotation,
-            msgspec.NODEFAULT
-            if each.default is each.empty
-            else dict(each.default)
-            if isinstance(each.default, Mapping)
-            else each.default,
-        )
-        for each in fields
+        (each.name, each.annotation, msgspec.NODEFAULT if default is each.empty else default)
+        for each, default in zip(fields, defaults, strict=True)
     ]
     return msgspec.defstruct("Body", declared, kw_only=True, forbid_unknown_fields=True)
 
@@ -170,7 +155,13 @@ class ApiEndpoint:
         try:
             result = self._handler(**self._arguments(request, body))
         except EdgeError as error:
-            return error_response(_with_status(error, request.path_params))
+            # In a body, an unknown id is an invalid value.
+            if isinstance(error, UnknownIdError) and error.id in request.path_params.values():
+                return error_response(not_found(error.what, error.hint))
+            for kind, status, code in _STATUS:
+                if isinstance(error, kind):
+                    return error_response(RefusedError(status, code, error.what, error.hint))
+            return error_response(error)
         except Exception as error:  # noqa: BLE001  what it is goes to the log
             _log.error("a request failed: %s", type(error).__name__, exc_info=error)
             what = f"the app failed: {type(error).__name__}"

@@ -49,8 +49,8 @@ def read_settings(store: ConversationStore) -> dict[str, Any]:
 
 def change_settings(store: ConversationStore, changes: SettingsBody) -> None:
     """Keep the settings that a body has."""
-    for name in _DEFAULTS:
-        if (value := getattr(changes, name)) is not UNSET:
+    for name, value in msgspec.structs.asdict(changes).items():
+        if value is not UNSET:
             store.set_setting(_PREFIX + name, value)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Final
 
 from starlette.types import Receive, Scope, Send
@@ -102,29 +102,24 @@ class EventsEndpoint:
             await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
             # The window knows that it listens before it fetches what it shows.
             await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
-            sending = asyncio.create_task(self._send(listener, send))
-            watching = asyncio.create_task(_gone(receive))
+            watching = asyncio.create_task(_end_when_gone(receive, listener))
             try:
-                await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
+                while events := await self._next(listener):
+                    await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
             finally:
-                for task in (sending, watching):
-                    task.cancel()
-                    with suppress(asyncio.CancelledError):
-                        await task
+                watching.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send(self, listener: EventListener, send: Send) -> None:
-        while True:
-            try:
-                async with asyncio.timeout(self._silence_s):
-                    events = await listener.take()
-            except TimeoutError:
-                events = [_COMMENT]
-            if not events:
-                return
-            await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+    async def _next(self, listener: EventListener) -> list[bytes]:
+        """The events that come next, or a comment; none after the end."""
+        try:
+            async with asyncio.timeout(self._silence_s):
+                return await listener.take()
+        except TimeoutError:
+            return [_COMMENT]
 
 
-async def _gone(receive: Receive) -> None:
+async def _end_when_gone(receive: Receive, listener: EventListener) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+    listener.end()

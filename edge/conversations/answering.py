@@ -142,10 +142,8 @@ def is_small_talk(text: str) -> bool:
 class ContextFit:
     """Messages that fit the context of a model."""
 
-    messages: tuple[StoredMessage, ...]
-    """The messages for the model; the oldest ones may have been left out."""
     prompt: ChatPrompt
-    """The prompt that they make, for `Engine.answer`."""
+    """The prompt that the messages make, for `Engine.answer`; the oldest ones may have been left out."""
     tokens: int
     """Tokens of the prompt."""
     context: int
@@ -196,10 +194,8 @@ def fit_context(engine: Engine, system: str, messages: Sequence[StoredMessage], 
                 f"the conversation has {tokens} tokens and the model's context is {context}",
                 "start another, or use the overflow trim or window",
             )
-    reserve = max(min(reserve, context - tokens), 0)
     left_out = tuple(message.id for turn in turns[: len(turns) - kept] for message in turn)
-    chosen = tuple(message for turn in turns[len(turns) - kept :] for message in turn)
-    return ContextFit(chosen, prompts[kept], tokens, context, reserve, left_out)
+    return ContextFit(prompts[kept], tokens, context, max(min(reserve, context - tokens), 0), left_out)
 
 
 def takes_calls(engine: Engine) -> bool:
@@ -226,10 +222,10 @@ def model_messages(system: str, messages: Sequence[StoredMessage], *, calls: boo
             return
         if objects and objects[-1]["role"] == role and "tool_calls" not in objects[-1]:
             objects[-1]["content"] += f"\n\n{text}"
-        else:
-            objects.append(
-                {"role": role.value, "content": text, **({"reasoning_content": reasoning} if reasoning else {})}
-            )
+            return
+        objects.append({"role": role.value, "content": text})
+        if reasoning:
+            objects[-1]["reasoning_content"] = reasoning
 
     for message in messages:
         for each in message.rounds:
@@ -237,9 +233,7 @@ def model_messages(system: str, messages: Sequence[StoredMessage], *, calls: boo
                 objects += each.messages()
             else:
                 add(message.role, split_reasoning(each.text)[1])
-        if message.role is Role.ASSISTANT:
-            reasoning, text = split_reasoning(message_text(message))
-            add(message.role, text, reasoning)
-        else:
-            add(message.role, message_text(message))
+        text = message_text(message)
+        reasoning, text = split_reasoning(text) if message.role is Role.ASSISTANT else ("", text)
+        add(message.role, text, reasoning)
     return objects

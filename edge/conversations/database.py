@@ -40,15 +40,15 @@ _HINTS: Final = {
 }
 _LOG: Final = ("-wal", "-shm")
 """Ends of the names of a database's log and of the index of the log."""
-_IN_MEMORY: Final = Path(":memory:")
-"""SQLite's name for a database in memory."""
+IN_MEMORY: Final = Path(":memory:")
+"""SQLite's name for a database in memory, which is gone when it is closed; nothing of it is written to a disk."""
 
 
 class ConversationDatabase:
     """An open database of conversations.
 
     Args:
-        path: the file, which is created if necessary.
+        path: the file, which is created if necessary, or `IN_MEMORY`.
         notice: called with a sentence for the user when a damaged file was set aside.
 
     Raises:
@@ -95,11 +95,9 @@ class ConversationDatabase:
     def changed_elsewhere(self) -> bool:
         """Whether another connection has changed the database since the last call."""
 
-        def version(connection: sqlite3.Connection) -> int:
-            return int(connection.execute("PRAGMA data_version").fetchone()[0])
-
         with self._lock:
-            before, self._seen = self._seen, self._guarded(version)
+            before = self._seen
+            self._seen = self._guarded(lambda connection: connection.execute("PRAGMA data_version").fetchone()[0])
             replaced, self._replaced = self._replaced, False
         return replaced or before != self._seen
 
@@ -183,6 +181,11 @@ class ConversationDatabase:
             raise ConversationError("the conversations are closed", "open them again")
         if self._connection is not None and self._is_at_path():
             return self._connection
+        if self.path == IN_MEMORY:
+            self._connection = connect(self.path)
+            self._connection.execute("PRAGMA temp_store = memory")
+            migrate(self._connection)
+            return self._connection
         self._replaced = self._replaced or self._connection is not None
         self._disconnect()
         make_private_folder(self.path.parent)
@@ -194,13 +197,15 @@ class ConversationDatabase:
             connection = connect(self.path)
             try:
                 self._require_own(connection)
+                damage = sqlite3.DatabaseError("quick_check found damage")
+                damage.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
                 if any(row[0] != "ok" for row in connection.execute("PRAGMA quick_check(1)")):
-                    raise _damage()
+                    raise damage
                 migrate(connection)
             except BaseException:
                 connection.close()
                 raise
-            self._log_file = _stat(self.path.with_name(self.path.name + _LOG[0]))
+            self._log_file = _stat(self._beside(_LOG[0]))
             self._connection = connection
         return connection
 
@@ -209,7 +214,7 @@ class ConversationDatabase:
 
         SQLite would write the pages in it into that database, or delete it if the database is empty.
         """
-        log, file = _stat(self.path.with_name(self.path.name + _LOG[0])), _stat(self.path)
+        log, file = _stat(self._beside(_LOG[0])), _stat(self.path)
         if log is not None and (
             file is None
             or (file.st_size == 0 and log.st_size > 0)
@@ -227,6 +232,8 @@ class ConversationDatabase:
             )
 
     def _is_at_path(self) -> bool:
+        if self.path == IN_MEMORY:
+            return True
         file = _stat(self.path)
         return file is not None and self._file is not None and os.path.samestat(self._file, file)
 
@@ -247,7 +254,7 @@ class ConversationDatabase:
             with suppress(sqlite3.Error):
                 holder.execute("BEGIN IMMEDIATE")
             damaged = self._free_name()
-            partial, replacement = self._replacement(".partial"), self._replacement(".salvaged")
+            partial, replacement = self._beside(".partial"), self._beside(".salvaged")
             for left in (partial, replacement):
                 left.unlink(missing_ok=True)
             make_private_file(partial)
@@ -273,21 +280,21 @@ class ConversationDatabase:
     @contextmanager
     def _opening(self) -> Iterator[None]:
         """Keep other processes from opening the file, or setting it aside, during the block."""
-        path = self.path.with_name(f"{self.path.name}.lock")
+        path = self._beside(".lock")
         make_private_file(path)
         with locked(path, _OPENING_S):
             yield
 
     def _complete_replacement(self) -> None:
         """Put a salvaged database in the place of the one that was set aside, also if a killed process began that."""
-        replacement = self._replacement(".salvaged")
+        replacement = self._beside(".salvaged")
         if replacement.exists():
             if self.path.exists():
                 replacement.unlink()
             else:
                 move(replacement, self.path)
 
-    def _replacement(self, end: str) -> Path:
+    def _beside(self, end: str) -> Path:
         return self.path.with_name(self.path.name + end)
 
     def _free_name(self) -> Path:
@@ -302,29 +309,13 @@ class ConversationDatabase:
 
     def _rename_files(self, target: Path, ends: Sequence[str]) -> None:
         for end in ends:
-            source = self.path.with_name(self.path.name + end)
+            source = self._beside(end)
             if source.exists():
                 move(source, target.with_name(target.name + end))
 
 
 class _ReplacedError(OSError):
     """The file was set aside after it had been opened."""
-
-
-class MemoryDatabase(ConversationDatabase):
-    """A database in memory, which is gone when it is closed; nothing of it is written to a disk."""
-
-    def __init__(self) -> None:
-        super().__init__(_IN_MEMORY, lambda _: None)
-
-    def _connected(self) -> sqlite3.Connection:
-        if self._closed:
-            raise ConversationError("the conversations are closed", "open them again")
-        if self._connection is None:
-            self._connection = connect(self.path)
-            self._connection.execute("PRAGMA temp_store = memory")
-            migrate(self._connection)
-        return self._connection
 
 
 def connect(path: Path, *, log: bool = True) -> sqlite3.Connection:
@@ -370,9 +361,3 @@ def _is_damage(error: sqlite3.DatabaseError) -> bool:
     if (code := _code(error)) is None:
         return str(error).startswith("Could not decode to UTF-8")
     return code in _DAMAGED and error.sqlite_errorcode != sqlite3.SQLITE_CORRUPT_VTAB
-
-
-def _damage() -> sqlite3.DatabaseError:
-    error = sqlite3.DatabaseError("quick_check found damage")
-    error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
-    return error

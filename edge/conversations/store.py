@@ -12,7 +12,7 @@ from typing import Final, Self
 from ...models.user_folders import data_folder
 from .completion_table import CompletionTable
 from .conversation_table import reads, writes
-from .database import ConversationDatabase, MemoryDatabase
+from .database import IN_MEMORY, ConversationDatabase
 from .message_search import search_messages, update_index
 from .records import ChangeKind, Conversation, MessageState, SearchHit, StoredMessage
 from .transfer import as_json_file, as_markdown, insert_conversation, read_json, read_markdown
@@ -32,19 +32,13 @@ class ConversationStore(CompletionTable):
     Args:
         path: the file; None for `conversations.sqlite3` in the user's data folder.
         notice: called with a sentence for the user, such as where a damaged file was set aside to.
-        database: an open database in place of the file.
 
     Raises:
         ConversationError: the file cannot be read or written, was written by a newer edge-run, or is another program's.
     """
 
-    def __init__(
-        self,
-        path: Path | None = None,
-        notice: Callable[[str], None] = _log.warning,
-        database: ConversationDatabase | None = None,
-    ) -> None:
-        super().__init__(database or ConversationDatabase(data_folder() / FILE_NAME if path is None else path, notice))
+    def __init__(self, path: Path | None = None, notice: Callable[[str], None] = _log.warning) -> None:
+        super().__init__(ConversationDatabase(data_folder() / FILE_NAME if path is None else path, notice))
         try:
             if self._purge(time.time() - KEPT_DAYS * 86_400):
                 update_index(self.database)
@@ -65,7 +59,7 @@ class ConversationStore(CompletionTable):
     @classmethod
     def in_memory(cls) -> Self:
         """A store that is gone when it is closed; nothing of it is written to a disk."""
-        return cls(database=MemoryDatabase())
+        return cls(IN_MEMORY)
 
     @property
     def path(self) -> Path:

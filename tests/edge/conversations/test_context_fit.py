@@ -47,7 +47,7 @@ def test_a_short_conversation_is_whole(engine: Engine) -> None:
     messages = turns(2)
     fit = fit_context(engine, "Be brief.", messages, GenerateOptions(max_tokens=10))
     tokens = prompt_tokens(engine, "Be brief.", messages)
-    assert fit == ContextFit(tuple(messages), fit.prompt, tokens, engine.context, reserve=10, trimmed=())
+    assert fit == ContextFit(fit.prompt, tokens, engine.context, reserve=10, trimmed=())
     assert len(fit.prompt.ids) == tokens
 
 
@@ -55,7 +55,7 @@ def test_other_policies_keep_all_messages(engine: Engine) -> None:
     messages = turns(60)
     tokens = prompt_tokens(engine, "Be brief.", messages)
     fit = fit_context(engine, "Be brief.", messages, GenerateOptions(overflow="window"))
-    assert (fit.messages, fit.tokens, fit.reserve, fit.trimmed) == (tuple(messages), tokens, 0, ())
+    assert (fit.tokens, fit.reserve, fit.trimmed) == (tokens, 0, ())
     with pytest.raises(ContextError, match=f"the conversation has {tokens} tokens and the model's context is"):
         fit_context(engine, "Be brief.", messages, GenerateOptions(overflow="error"))
 
@@ -66,11 +66,11 @@ def test_the_fewest_whole_turns_are_left_out(engine: Engine, count: int) -> None
     fit = fit_context(engine, "Be brief.", messages, GenerateOptions())
     assert fit.reserve == engine.context // 4
     start = smallest_trim(engine, "Be brief.", messages, fit.reserve)
-    assert fit.messages == tuple(messages[start:])
+    kept = messages[start:]
     assert fit.trimmed == tuple(each.id for each in messages[:start])
-    assert fit.tokens == prompt_tokens(engine, "Be brief.", list(fit.messages))
+    assert fit.tokens == prompt_tokens(engine, "Be brief.", kept)
     # The prompt is one that the engine takes, with room for the reserve.
-    reply = engine.generate(model_messages("Be brief.", fit.messages), max_tokens=fit.reserve, ignore_eos=True)
+    reply = engine.generate(model_messages("Be brief.", kept), max_tokens=fit.reserve, ignore_eos=True)
     assert reply.stats.completion_tokens == fit.reserve
     assert reply.stats.prompt_tokens == fit.tokens
 
@@ -85,7 +85,7 @@ def test_few_turns_of_a_long_conversation_are_tokenized(engine: Engine, monkeypa
 
     monkeypatch.setattr(ChatPrompt, "encode", counted)
     fit = fit_context(engine, "", turns(2000), GenerateOptions())
-    assert max(seen) <= 4 * len(fit.messages)
+    assert max(seen) <= 4 * (3999 - len(fit.trimmed))
     assert len(seen) < 12
 
 
@@ -96,7 +96,7 @@ def test_a_last_message_with_little_room_gets_what_there_is(engine: Engine) -> N
         words += 1
     messages[-1] = message(9, Role.USER, "word " * words)
     fit = fit_context(engine, "", messages, GenerateOptions())
-    assert fit.messages == (messages[-1],)
+    assert fit.trimmed == tuple(each.id for each in messages[:-1])
     assert fit.reserve == engine.context - fit.tokens
 
 
