@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 
 pytest.importorskip("starlette", reason="needs the app extra")
 pytest.importorskip("support.tiny_models", reason="needs the export extra")
 
 from support.app_server import RunningApp, running_app
+from support.app_windows import Window, window
 from support.tiny_models import write_endless_bundle
 
 if TYPE_CHECKING:
@@ -31,6 +33,26 @@ def app(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) -> Iterator
     """An app with a tiny model."""
     with running_app(tmp_path_factory.mktemp("home"), tiny_bundle, "--draft", "none") as app:
         yield app
+
+
+@pytest.fixture(scope="module")
+def cookies(app: RunningApp) -> httpx.Cookies:
+    """The cookies of a browser that has been let in."""
+    with app.entered() as client:
+        return client.cookies
+
+
+@pytest.fixture
+def page(app: RunningApp, cookies: httpx.Cookies) -> Iterator[Window]:
+    """A window of the app."""
+    with window(app, cookies) as opened:
+        yield opened
+
+
+@pytest.fixture
+def client(page: Window) -> httpx.Client:
+    """The client of that window."""
+    return page.client
 
 
 @pytest.fixture(scope="module")

@@ -21,35 +21,23 @@ from edgerun.edge.conversations.store import ConversationStore
 from edgerun.edge.server.server_settings import ServerSettings
 from edgerun.edge.service.model_pool import ModelPool
 from support.app_server import PATIENCE_S, RunningApp, running_app
-from support.app_windows import Window, messages_of, new_conversation, post, read, send, window
+from support.app_windows import messages_of, new_conversation, post, read, send, window
 from support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
-def endless_app(tmp_path_factory: pytest.TempPathFactory, endless_bundle: Path) -> Iterator[RunningApp]:
+def app(tmp_path_factory: pytest.TempPathFactory, endless_bundle: Path) -> Iterator[RunningApp]:
     """An app whose model never ends an answer by itself."""
-    with running_app(tmp_path_factory.mktemp("home"), endless_bundle, "--draft", "none") as app:
-        yield app
+    with running_app(tmp_path_factory.mktemp("home"), endless_bundle, "--draft", "none") as started:
+        yield started
 
 
-@pytest.fixture(scope="module")
-def cookies(endless_app: RunningApp) -> httpx.Cookies:
-    with endless_app.entered() as client:
-        return client.cookies
-
-
-@pytest.fixture
-def page(endless_app: RunningApp, cookies: httpx.Cookies) -> Iterator[Window]:
-    with window(endless_app, cookies) as opened:
-        yield opened
-
-
-def test_an_answer_goes_on_while_no_window_is_open(endless_app: RunningApp, cookies: httpx.Cookies) -> None:
-    with window(endless_app, cookies) as first:
+def test_an_answer_goes_on_while_no_window_is_open(app: RunningApp, cookies: httpx.Cookies) -> None:
+    with window(app, cookies) as first:
         conversation = new_conversation(first.client)
         answer = send(first.client, conversation, "hello")["id"]
         first.wait(lambda: first.of("delta", answer), "the answer begins")
-    with window(endless_app, cookies) as second:
+    with window(app, cookies) as second:
         shown = read(second.client, conversation)
         (writing,) = shown["writing"]
         text = {message["id"]: message for message in shown["messages"]}[answer]["content"]
@@ -67,17 +55,6 @@ def test_an_answer_goes_on_while_no_window_is_open(endless_app: RunningApp, cook
         assert ended["stats"]["tokens"] > 0
         assert ended["stats"]["tokens_per_second"] > 0
         assert read(second.client, conversation)["writing"] == []
-
-
-def test_the_prefix_of_a_system_message_is_kept_on_disk(tmp_path: Path, tiny_bundle: Path) -> None:
-    cache = tmp_path / "cache"
-    with running_app(tmp_path / "home", tiny_bundle, "--draft", "none", EDGERUN_CACHE=str(cache)) as app:
-        with app.entered() as client, window(app, client.cookies) as page:
-            conversation = new_conversation(page.client, system="the one who is on to the other " * 8)
-            change = {"sampling": {"max_tokens": 4}}
-            page.client.patch(f"/api/conversations/{conversation}", json=change).raise_for_status()
-            page.wait_for_end(send(page.client, conversation, "hello")["id"])
-        wait_until(lambda: len(list(cache.glob("prefixes/*/*.kv"))) == 1)
 
 
 def test_an_answer_can_be_stopped_as_soon_as_it_is_told_of(tmp_path: Path, endless_bundle: Path) -> None:
@@ -106,8 +83,8 @@ def test_an_answer_can_be_stopped_as_soon_as_it_is_told_of(tmp_path: Path, endle
         generations.close()
 
 
-def test_two_windows_see_the_same(endless_app: RunningApp, cookies: httpx.Cookies) -> None:
-    with window(endless_app, cookies) as first, window(endless_app, cookies) as second:
+def test_two_windows_see_the_same(app: RunningApp, cookies: httpx.Cookies) -> None:
+    with window(app, cookies) as first, window(app, cookies) as second:
         conversation = new_conversation(first.client, sampling={"max_tokens": 40})
         answer = send(first.client, conversation, "hello")["id"]
         ended = first.wait_for_end(answer)

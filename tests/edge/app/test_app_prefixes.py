@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("starlette", reason="needs the app extra")
-
 from support.app_server import running_app
 from support.app_windows import Window, new_conversation, send, window
 

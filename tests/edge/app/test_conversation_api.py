@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
@@ -13,24 +12,7 @@ import pytest
 from edgerun.edge.conversations.store import FILE_NAME, ConversationStore
 from edgerun.version import __version__
 from support.app_server import RunningApp
-from support.app_windows import Window, messages_of, new_conversation, post, send, window
-
-
-@pytest.fixture(scope="module")
-def cookies(app: RunningApp) -> httpx.Cookies:
-    with app.entered() as client:
-        return client.cookies
-
-
-@pytest.fixture
-def page(app: RunningApp, cookies: httpx.Cookies) -> Iterator[Window]:
-    with window(app, cookies) as opened:
-        yield opened
-
-
-@pytest.fixture
-def client(page: Window) -> httpx.Client:
-    return page.client
+from support.app_windows import Window, messages_of, new_conversation, post, send
 
 
 def get(client: httpx.Client, path: str) -> Any:

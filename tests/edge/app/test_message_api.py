@@ -13,7 +13,7 @@ import pytest
 
 from edgerun.models.find import BUNDLED_MODEL
 from support.app_server import RunningApp, running_app
-from support.app_windows import Json, Window, messages_of, new_conversation, post, read, send, window
+from support.app_windows import Json, Window, messages_of, new_conversation, post, read, send
 from support.tiny_models import write_bundle, write_json
 
 
@@ -32,23 +32,6 @@ def app(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path, endless_bun
     models = [tiny_bundle, folder / "plain", folder / "endless", short.rename(folder / "little")]
     with running_app(tmp_path_factory.mktemp("home"), *models, "--draft", "none") as started:
         yield started
-
-
-@pytest.fixture(scope="module")
-def cookies(app: RunningApp) -> httpx.Cookies:
-    with app.entered() as client:
-        return client.cookies
-
-
-@pytest.fixture
-def page(app: RunningApp, cookies: httpx.Cookies) -> Iterator[Window]:
-    with window(app, cookies) as opened:
-        yield opened
-
-
-@pytest.fixture
-def client(page: Window) -> httpx.Client:
-    return page.client
 
 
 def answered(page: Window, conversation: str, content: str = "hello", parent: str | None = None) -> Json:

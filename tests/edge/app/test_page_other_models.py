@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("starlette", reason="needs the app extra")
 pytest.importorskip("playwright", reason="needs playwright")
-pytest.importorskip("support.tiny_models", reason="needs the export extra")
 
 from playwright.sync_api import Browser, expect
 

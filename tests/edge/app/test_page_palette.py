@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest.importorskip("starlette", reason="needs the app extra")
 pytest.importorskip("playwright", reason="needs playwright")
 
 from playwright.sync_api import Browser, Locator, Page, expect

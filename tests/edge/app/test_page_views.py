@@ -6,7 +6,6 @@ import base64
 
 import pytest
 
-pytest.importorskip("starlette", reason="needs the app extra")
 pytest.importorskip("playwright", reason="needs playwright")
 
 from playwright.sync_api import FilePayload, FloatRect, Locator, Page, expect

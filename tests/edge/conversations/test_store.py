@@ -14,7 +14,6 @@ from edgerun.edge.conversations.records import (
     ChangeKind,
     MessageState,
     Preset,
-    Role,
     as_object,
     message_text,
     title_of,
@@ -254,8 +253,3 @@ def test_the_data_folder_can_be_chosen(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("EDGERUN_HOME", str(tmp_path / "mine"))
     with ConversationStore.open() as store:
         assert store.path == tmp_path / "mine" / "conversations.sqlite3"
-
-
-def test_roles(store: ConversationStore) -> None:
-    conversation = store.create()
-    assert store.add_message(conversation.id, None, "user", "x").role is Role.USER

@@ -64,12 +64,6 @@ def cookies(app: RunningApp) -> httpx.Cookies:
         return client.cookies
 
 
-@pytest.fixture
-def page(app: RunningApp, cookies: httpx.Cookies) -> Iterator[Window]:
-    with window(app, cookies) as opened:
-        yield opened
-
-
 def made(app: RunningApp) -> list[str]:
     """Cities that the server was asked about."""
     path = app.home / "calls.txt"
