@@ -30,8 +30,6 @@ _FILLER_WORDS: Final = frozenset(
 _CACHE_WORDS: Final = frozenset({"cache", "kv", "past", "present"})
 _SLOT_AXIS: Final[Mapping[int, int]] = {3: 1, 4: 2, 5: 3}
 """The usual slot dimension by rank: `[B, T, 2D]`, `[B, H, T, D]`, `[2, B, H, T, D]`."""
-EXPORT_HINT: Final = "export the model with edge-run export, or choose another variant of it"
-"""Hint of errors about graphs that this version cannot run."""
 _STATE_NAME: Final = re.compile(
     r".*(conv|ssm|recurrent|rwkv|mamba).*|cache_params\b.*|(.*[._])?state[._]?\d*", re.IGNORECASE
 )
@@ -49,6 +47,13 @@ _UPDATES: Final = "updates"
 """Word in the names of inputs with updates of states."""
 _SELECTED_LOGITS: Final = "logit_rows"
 """An input that only graphs have that follow the graph contract."""
+
+
+def unsupported(what: str) -> BundleError:
+    """The error about a graph that this version cannot run."""
+    return BundleError(what, "export the model with edge-run export, or choose another variant of it")
+
+
 Key: TypeAlias = tuple[str, ...]
 """What the names of a state's input and output share: numbers and words."""
 
@@ -114,12 +119,10 @@ def find_cache(
     for part in sorted(pasts, key=lambda part: (part.content.value, part.layer)):
         past = pasts[part]
         if part not in presents:
-            raise BundleError(f"{where} has no output for its cache input {past.name}", EXPORT_HINT)
+            raise unsupported(f"{where} has no output for its cache input {past.name}")
         present = presents[part]
         if past.type != present.type:
-            raise BundleError(
-                f"{where} takes {past.name} as {past.type} and gives {present.name} as {present.type}", EXPORT_HINT
-            )
+            raise unsupported(f"{where} takes {past.name} as {past.type} and gives {present.name} as {present.type}")
         tensors.append(CacheTensor(past.name, present.name, _tensor_type(past, present, where, sizes)))
     return tuple(tensors)
 
@@ -146,9 +149,8 @@ def _by_part(
         if part is None:
             continue
         if part in found:
-            raise BundleError(
-                f"{where} has two cache tensors for the same layer and content: {found[part].name} and {value.name}",
-                EXPORT_HINT,
+            raise unsupported(
+                f"{where} has two cache tensors for the same layer and content: {found[part].name} and {value.name}"
             )
         found[part] = value
     return found
@@ -157,25 +159,20 @@ def _by_part(
 def _tensor_type(past: GraphValue, present: GraphValue, where: str, sizes: Mapping[int, int]) -> CacheTensorType:
     dtype = element_type(past)
     if dtype is None or dtype.kind not in "fiu" or dtype.itemsize > 4:
-        raise BundleError(f"{where} has a cache of type {past.type} ({past.name}), which is not supported", EXPORT_HINT)
+        raise unsupported(f"{where} has a cache of type {past.type} ({past.name}), which is not supported")
     rank = len(past.shape)
     if rank not in _SLOT_AXIS:
-        raise BundleError(f"{where} has a cache of {rank} dimensions ({past.name}): {list(past.shape)}", EXPORT_HINT)
+        raise unsupported(f"{where} has a cache of {rank} dimensions ({past.name}): {list(past.shape)}")
     shape: list[int | str | None] = list(past.shape)
     batch = 1 if rank == 5 else 0
-    open_axes = [axis for axis, size in enumerate(shape) if not isinstance(size, int)]
     if len(present.shape) == rank:  # the output may fix what the input leaves open
-        for axis in open_axes:
-            other = present.shape[axis]
-            if isinstance(other, int) and axis != _SLOT_AXIS[rank]:
-                shape[axis] = other
+        fixed = {axis: size for axis, size in enumerate(present.shape) if axis != _SLOT_AXIS[rank]}
+        shape = [size if isinstance(size, int) else fixed.get(axis, size) for axis, size in enumerate(shape)]
     if not isinstance(shape[batch], int):
         shape[batch] = 1
     if rank == 4 and sum(not isinstance(size, int) for size in shape) > 1:
         # If several dimensions after the batch are open, the usual one counts slots.
-        for axis, size in sizes.items():
-            if not isinstance(shape[axis], int):
-                shape[axis] = size
+        shape = [size if isinstance(size, int) else sizes.get(axis, size) for axis, size in enumerate(shape)]
     still_open = [axis for axis, size in enumerate(shape) if not isinstance(size, int)]
     if len(still_open) > 1:
         raise BundleError(
@@ -183,12 +180,11 @@ def _tensor_type(past: GraphValue, present: GraphValue, where: str, sizes: Mappi
             "put the model's config.json beside it",
         )
     if shape[batch] != 1:
-        raise BundleError(
-            f"{where} has a fixed batch size of {shape[batch]} ({past.name} is {shape_text(past.shape)})", EXPORT_HINT
-        )
-    slot_axis = still_open[0] if still_open else _SLOT_AXIS[rank]
+        size = shape[batch]
+        raise unsupported(f"{where} has a fixed batch size of {size} ({past.name} is {shape_text(past.shape)})")
+    slot_axis = (*still_open, _SLOT_AXIS[rank])[0]
     if any(size == 0 for axis, size in enumerate(shape) if axis != slot_axis):
-        raise BundleError(f"{where} has an empty cache: {past.name} is {shape_text(past.shape)}", EXPORT_HINT)
+        raise unsupported(f"{where} has an empty cache: {past.name} is {shape_text(past.shape)}")
     return CacheTensorType(dtype, tuple(size if isinstance(size, int) else 0 for size in shape), slot_axis)
 
 
@@ -230,7 +226,7 @@ def find_states(
         past = pasts[key]
         present = presents.get(key)
         if present is None:
-            raise BundleError(f"{where} has no output for its state input {past.name}", EXPORT_HINT)
+            raise unsupported(f"{where} has no output for its state input {past.name}")
         words, numbers = _order(key)
         kind = " ".join(_KINDS.get(word, word) for word in words) or "state"
         advanced = past.name.replace("past_", "advanced_", 1)
@@ -256,7 +252,7 @@ def _updates_type(past: GraphValue, present: GraphValue, where: str) -> StateTyp
     """The type of the updates of one state."""
     width = past.shape[2] if len(past.shape) == 3 else None
     if not isinstance(width, int) or past.type != "tensor(float)" or present.type != past.type:
-        raise BundleError(f"{where} takes {past.name} as {past.type} {shape_text(past.shape)}", EXPORT_HINT)
+        raise unsupported(f"{where} takes {past.name} as {past.type} {shape_text(past.shape)}")
     return StateType(1, (0, width), of_every_token=True, part=StatePart.UPDATES, kept=UPDATED_WIDTH)
 
 
@@ -294,20 +290,17 @@ def _state_type(past: GraphValue, present: GraphValue, where: str, *, own: bool)
     dtype = element_type(past)
     if dtype is None or dtype.kind != "f" or dtype.itemsize > 4 or present.type != past.type:
         types = past.type if present.type == past.type else f"{past.type} and {present.type}"
-        raise BundleError(f"{where} has a state of type {types} ({past.name}), which is not supported", EXPORT_HINT)
+        raise unsupported(f"{where} has a state of type {types} ({past.name}), which is not supported")
     same_rank = len(present.shape) == len(past.shape)
     returned = present.shape if same_rank else (None,) * len(past.shape)
     of_every_token = own and len(returned) == 3 and not isinstance(returned[1], int)
     # The output may fix what the input leaves open.
     sizes = [size if isinstance(size, int) else other for size, other in zip(past.shape[1:], returned[1:], strict=True)]
     if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise BundleError(
-            f"{where} leaves the size of its state open: {past.name} is {shape_text(past.shape)}", EXPORT_HINT
-        )
+        raise unsupported(f"{where} leaves the size of its state open: {past.name} is {shape_text(past.shape)}")
     if isinstance(past.shape[0], int) and past.shape[0] != 1:
-        raise BundleError(
-            f"{where} has a fixed batch size of {past.shape[0]} ({past.name} is {shape_text(past.shape)})", EXPORT_HINT
-        )
+        size = past.shape[0]
+        raise unsupported(f"{where} has a fixed batch size of {size} ({past.name} is {shape_text(past.shape)})")
     shape = tuple(int(size or 0) for size in sizes)
     fixed = shape if not of_every_token else (None, *shape[1:])
     if present.shape and not (
@@ -316,9 +309,8 @@ def _state_type(past: GraphValue, present: GraphValue, where: str, *, own: bool)
             not isinstance(other, int) or size in (None, other) for size, other in zip(fixed, returned[1:], strict=True)
         )
     ):
-        raise BundleError(
+        raise unsupported(
             f"{where} takes {past.name} as {shape_text(past.shape)} and gives {present.name} as "
-            f"{shape_text(present.shape)}",
-            EXPORT_HINT,
+            f"{shape_text(present.shape)}"
         )
     return StateType(1, shape, of_every_token, dtype)

@@ -244,3 +244,9 @@ _NUMPY_TYPES: Mapping[str, np.dtype[Any]] = {
 def element_type(value: GraphValue) -> np.dtype[Any] | None:
     """NumPy dtype of a graph value's elements; None if NumPy has none for it."""
     return _NUMPY_TYPES.get(value.type)
+
+
+def element_kind(value: GraphValue) -> str:
+    """NumPy's kind letter of a graph value's elements, such as `f` for floats; empty if NumPy has no such type."""
+    dtype = element_type(value)
+    return "" if dtype is None else dtype.kind

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...errors import BundleError
 from ...models.json_file import is_whole
-from .cache_io import EXPORT_HINT, CachePart, cache_part, find_cache, find_states, fixed_slots
+from .cache_io import CachePart, cache_part, find_cache, find_states, fixed_slots, unsupported
 from .graph_io import (
     CacheMode,
     CacheTensor,
@@ -26,6 +26,7 @@ from .graph_io import (
     LogitsMode,
     StateTensor,
     TopOutputs,
+    element_kind,
     element_type,
 )
 from .model_metadata import ModelMetadata, reject_inputs
@@ -52,24 +53,18 @@ _DRAFT_STATES: Final = "draft_states"
 """Name of a draft head's input with the states that it computed itself."""
 _NEXT_STATES: Final = "next_states"
 """Name of a draft head's output with such states."""
-_RANKS: Final[Mapping[InputRole, tuple[int, ...]]] = {
-    InputRole.TOKENS: (2,),
-    InputRole.POSITIONS: (2, 3),
-    InputRole.MASK: (2,),
-    InputRole.BIAS: (4,),
-    InputRole.LAST_SLOT: (0, 1, 2),
-    InputRole.TOTAL_LENGTH: (0, 1, 2),
-    InputRole.LOGIT_POSITIONS: (1,),
-    InputRole.LOGITS_TO_KEEP: (0, 1),
-    InputRole.USE_CACHE: (0, 1),
+_FORMS: Final[Mapping[InputRole, tuple[str, tuple[int, ...]]]] = {
+    InputRole.TOKENS: ("i", (2,)),
+    InputRole.POSITIONS: ("i", (2, 3)),
+    InputRole.MASK: ("ifb", (2,)),
+    InputRole.BIAS: ("fb", (4,)),
+    InputRole.LAST_SLOT: ("i", (0, 1, 2)),
+    InputRole.TOTAL_LENGTH: ("i", (0, 1, 2)),
+    InputRole.LOGIT_POSITIONS: ("i", (1,)),
+    InputRole.LOGITS_TO_KEEP: ("i", (0, 1)),
+    InputRole.USE_CACHE: ("b", (0, 1)),
 }
-_DTYPE_KINDS: Final[Mapping[InputRole, str]] = {
-    **dict.fromkeys(InputRole, "i"),
-    InputRole.MASK: "ifb",
-    InputRole.BIAS: "fb",
-    InputRole.USE_CACHE: "b",
-}
-"""Element types that an input of a role may have, as NumPy's kind letters."""
+"""Element types, as NumPy's kind letters, and numbers of dimensions that an input of a role may have."""
 _ROLES_IN_GENAI: Final[Mapping[str, InputRole]] = {
     "input_ids": InputRole.TOKENS,
     "position_ids": InputRole.POSITIONS,
@@ -117,19 +112,20 @@ def introspect(
         known_parts,
         sizes_in_config(metadata.config, metadata.genai),
     )
-    window_biases = _window_biases(inputs)
-    others = {*(tensor.past for tensor in cache), *state_inputs, *head_names}
-    roles = _roles(inputs, where, renamed, others | {value.name for value in window_biases.values()})
+    windows = _window_biases(inputs)
+    window_names = {value.name for value in windows.values()}
+    roles = _roles(inputs, where, renamed, {*(each.past for each in cache), *window_names, *state_inputs, *head_names})
     if not cache:
-        raise _no_cache(where, states.tensors)
+        raise _without_cache(states.tensors, where)
+    if InputRole.TOKENS not in roles:
+        raise unsupported(f"{where} has no input for token ids (input_ids)")
     _check_inputs(roles, where)
     logits = _logits(outputs, where, renamed, {tensor.present for tensor in cache} | state_outputs)
     vocab_size = _vocab_size(logits, where, metadata)
     capacity = _capacity(cache, inputs, outputs, where)
-    selects = InputRole.LOGIT_POSITIONS in roles
     # Only GroupQueryAttention, which works in place, takes lengths as inputs.
     has_lengths = InputRole.LAST_SLOT in roles and InputRole.TOTAL_LENGTH in roles
-    is_fused = metadata.operators is not None and "GroupQueryAttention" in metadata.operators
+    is_selected = InputRole.LOGIT_POSITIONS in roles
     return GraphIO(
         vocab_size=vocab_size,
         input_vocab=vocab_size if metadata.input_vocab is None else max(metadata.input_vocab, vocab_size),
@@ -140,19 +136,18 @@ def introspect(
         inputs=roles,
         logits=logits,
         logits_mode=_logits_mode(roles, logits),
-        causal=has_lengths or is_fused,
-        window_biases=window_biases,
-        hidden_states=_float_output(outputs, (_NEXT_STATES,) if head else _HIDDEN_STATES, 2 if selects else 3),
+        causal=has_lengths or (metadata.operators is not None and "GroupQueryAttention" in metadata.operators),
+        window_biases=windows,
+        hidden_states=_float_output(outputs, (_NEXT_STATES,) if head else _HIDDEN_STATES, 2 if is_selected else 3),
         draft_features=_float_output(outputs, (DRAFT_FEATURES,), 2),
         head=head,
         states=states.tensors,
         state_types=states.types,
-        top=_top_outputs(outputs) if selects else None,
+        top=_top_outputs(outputs) if is_selected else None,
     )
 
 
-def _no_cache(where: str, states: Sequence[StateTensor]) -> BundleError:
-    """The error about a graph without keys and values."""
+def _without_cache(states: Sequence[StateTensor], where: str) -> BundleError:
     if states:
         return BundleError(
             f"{where} keeps states alone ({states[0].past}), no keys and values: no layer has attention",
@@ -210,39 +205,35 @@ def _roles(
         if role is None:
             unknown.append(value.name)
         elif role in roles:
-            raise BundleError(
-                f"{where} has two inputs of the same meaning: {roles[role].name} and {value.name}", EXPORT_HINT
-            )
+            raise unsupported(f"{where} has two inputs of the same meaning: {roles[role].name} and {value.name}")
         else:
             roles[role] = value
     if unknown:
-        raise BundleError(f"{where} has inputs that edge-run does not know: {', '.join(sorted(unknown))}", EXPORT_HINT)
+        raise unsupported(f"{where} has inputs that edge-run does not know: {', '.join(sorted(unknown))}")
     return roles
 
 
 def _window_biases(inputs: Sequence[GraphValue]) -> dict[int, GraphValue]:
     """Biases of layers with a sliding window, by its size; see `GraphIO.window_biases`."""
-    found = {}
-    for value in inputs:
-        match = _WINDOW_BIAS.fullmatch(value.name)
-        if match and len(value.shape) == 4 and element_type(value) == np.float32:
-            found[int(match[1])] = value
-    return found
+    return {
+        int(match[1]): value
+        for value in inputs
+        if (match := _WINDOW_BIAS.fullmatch(value.name)) and len(value.shape) == 4 and element_type(value) == np.float32
+    }
 
 
 def _check_inputs(roles: Mapping[InputRole, GraphValue], where: str) -> None:
-    if InputRole.TOKENS not in roles:
-        raise BundleError(f"{where} has no input for token ids (input_ids)", EXPORT_HINT)
     for role, value in roles.items():
-        if _kind(value) not in _DTYPE_KINDS[role] or len(value.shape) not in _RANKS[role]:
-            raise BundleError(
-                f"{where} takes {value.name} as {value.type} of {len(value.shape)} dimensions, which is not supported",
-                EXPORT_HINT,
+        kinds, ranks = _FORMS[role]
+        rank = len(value.shape)
+        if (element_kind(value) or "?") not in kinds or rank not in ranks:
+            raise unsupported(
+                f"{where} takes {value.name} as {value.type} of {rank} dimensions, which is not supported"
             )
         if role in (InputRole.TOKENS, InputRole.MASK, InputRole.POSITIONS):
             batch, length = value.shape[-2], value.shape[-1]
             if isinstance(batch, int) and batch != 1:
-                raise BundleError(f"{where} has a fixed batch size of {batch} ({value.name})", EXPORT_HINT)
+                raise unsupported(f"{where} has a fixed batch size of {batch} ({value.name})")
             if isinstance(length, int):
                 tokens = "1 token" if length == 1 else f"{length} tokens"
                 raise BundleError(
@@ -254,25 +245,15 @@ def _check_inputs(roles: Mapping[InputRole, GraphValue], where: str) -> None:
 def _logits(
     outputs: Sequence[GraphValue], where: str, renamed: Mapping[str, InputRole | None], cache: set[str]
 ) -> GraphValue:
-    by_name = [
-        value for value in outputs if value.name == "logits" or (value.name in renamed and renamed[value.name] is None)
-    ]
-    by_type = [
-        value for value in outputs if value.name not in cache and len(value.shape) in (2, 3) and _kind(value) == "f"
-    ]
+    others = [value for value in outputs if value.name not in cache]
+    by_type = [value for value in others if len(value.shape) in (2, 3) and element_kind(value) == "f"]
+    # None is the role of an output that genai_config.json names.
+    by_name = [each for each in outputs if each.name == "logits" or renamed.get(each.name, InputRole.TOKENS) is None]
     candidates = by_name or by_type
     if len(candidates) != 1 or candidates[0] not in by_type:
-        others = ", ".join(value.name for value in outputs if value.name not in cache) or "nothing"
-        raise BundleError(
-            f"{where} has no output for logits of 2 or 3 dimensions; beside its cache it gives {others}", EXPORT_HINT
-        )
+        given = ", ".join(value.name for value in others) or "nothing"
+        raise unsupported(f"{where} has no output for logits of 2 or 3 dimensions; beside its cache it gives {given}")
     return candidates[0]
-
-
-def _kind(value: GraphValue) -> str:
-    """NumPy's letter of the kind of a value's elements; "?" if NumPy has no such type."""
-    dtype = element_type(value)
-    return "?" if dtype is None else dtype.kind
 
 
 def _head_inputs(inputs: Sequence[GraphValue]) -> HeadInputs | None:
@@ -289,8 +270,9 @@ def _float_output(outputs: Sequence[GraphValue], names: Sequence[str], rank: int
             value
             for value in outputs
             if value.name in names
-            and (len(value.shape), _kind(value)) == (rank, "f")
+            and len(value.shape) == rank
             and isinstance(value.shape[-1], int)
+            and element_kind(value) == "f"
         ),
         None,
     )
@@ -302,16 +284,16 @@ def _top_outputs(outputs: Sequence[GraphValue]) -> TopOutputs | None:
     ids, values = by_name.get("top_ids"), by_name.get("top_logits")
     if ids is None or values is None or len(ids.shape) != 2 or ids.shape != values.shape:
         return None
-    count, kinds = ids.shape[1], (_kind(ids), _kind(values))
+    count, kinds = ids.shape[1], (element_kind(ids), element_kind(values))
     return TopOutputs(ids, values, count) if isinstance(count, int) and kinds == ("i", "f") else None
 
 
 def _vocab_size(logits: GraphValue, where: str, metadata: ModelMetadata) -> int:
-    sizes = (logits.shape[-1], metadata.config.get("vocab_size"), metadata.genai.get("vocab_size"))
-    size: Any = next((size for size in sizes if is_whole(size, 1)), None)
-    if size is None:
-        raise BundleError(f"{where} leaves the size of its vocabulary open", "put the model's config.json beside it")
-    return int(size)
+    sizes: tuple[Any, ...] = (logits.shape[-1], metadata.config.get("vocab_size"), metadata.genai.get("vocab_size"))
+    for size in sizes:
+        if is_whole(size, 1):
+            return int(size)
+    raise BundleError(f"{where} leaves the size of its vocabulary open", "put the model's config.json beside it")
 
 
 def sizes_in_config(config: Mapping[str, Any], genai: Mapping[str, Any]) -> dict[int, int]:
@@ -343,9 +325,7 @@ def _capacity(
         )
     capacity = min(fixed.values())
     if capacity < MIN_CAPACITY:
-        raise BundleError(
-            f"{where} has a cache of only {capacity} slots ({name}); the minimum is {MIN_CAPACITY}", EXPORT_HINT
-        )
+        raise unsupported(f"{where} has a cache of only {capacity} slots ({name}); the minimum is {MIN_CAPACITY}")
     return capacity
 
 

@@ -59,64 +59,51 @@ def metadata_of(bundle: Bundle) -> ModelMetadata:
     return ModelMetadata(bundle.first, bundle.input_vocab, bundle.config, bundle.genai, operators)
 
 
-@dataclass(frozen=True)
-class _UnsupportedKind:
-    """A kind of graph that is recognised by the name of an input."""
-
-    pattern: re.Pattern[str]
-    reason: str
-    """`{}` stands for the name of the input."""
-    hint: str
-
-
-def _kind(pattern: str, reason: str, hint: str) -> _UnsupportedKind:
-    return _UnsupportedKind(re.compile(pattern, re.IGNORECASE), reason, hint)
-
-
 _UNSUPPORTED_KINDS: Final = (
-    _kind(
+    (
         r"encoder_(hidden_states|attention_mask|outputs?)|decoder_(input_ids|attention_mask)|(.*[._])?(en|de)coder[._](key|value)"
         r"|past_(key|value)_(self|cross)_\d+",
         "is part of an encoder-decoder model (it takes {})",
         "edge-run runs decoder-only language models",
     ),
-    _kind(
+    (
         r"pixel_values.*|image_(features|grid_thw|sizes|attention_mask)|(audio|input)_features|audio_(embeds|attention_mask)",
         "is part of a model for images or audio (it takes {})",
         "choose a text-only model",
     ),
-    _kind(
+    (
         r"inputs_embeds",
         "takes embeddings ({}) instead of token ids: it is one part of a model that was split up",
         "choose an export whose decoder takes input_ids",
     ),
-    _kind(
+    (
         r"block_tables?|slot_mappings?|block_indices|cumulative_sequence_lengths?|cu_seqlens?.*|past_sequence_lengths",
         "keeps its cache in pages (it takes {}), as servers do",
         "export it again without paged attention",
     ),
-    _kind(
+    (
         r"beam_idx",
         "keeps its cache inside (it takes {}), where it cannot be rewound",
         "choose an export whose cache is inputs and outputs (past_key_values.N.key)",
     ),
-    _kind(
+    (
         r".*[._](key|value|k|v)_scales?",
         "keeps a scale for every cached token ({})",
         "choose a variant of the model whose cache is not quantized token by token",
     ),
-    _kind(
+    (
         r"hidden_states|draft_features",
         "continues from another model's hidden states (it takes {}): it is a draft head",
         "give the model it belongs to",
     ),
-    _kind(r"token_type_ids", "is an encoder (it takes {}), not a language model", "choose a decoder"),
-    _kind(
+    (r"token_type_ids", "is an encoder (it takes {}), not a language model", "choose a decoder"),
+    (
         r"max_length|num_beams|num_return_sequences",
         "contains a whole generation loop (it takes {})",
         "choose the decoder alone, exported with its cache as inputs and outputs",
     ),
 )
+"""Kinds of graphs that the name of an input shows: its pattern, the reason ({} stands for the name), and a hint."""
 
 
 def reject_operators(operators: Operators, where: str) -> None:
@@ -154,7 +141,7 @@ def reject_inputs(inputs: Sequence[GraphValue], where: str) -> None:
     Raises:
         BundleError: it belongs to a kind of model that edge-run does not run.
     """
-    for kind in _UNSUPPORTED_KINDS:
+    for pattern, reason, hint in _UNSUPPORTED_KINDS:
         for value in inputs:
-            if kind.pattern.fullmatch(value.name):
-                raise BundleError(f"{where} {kind.reason.format(value.name)}", kind.hint)
+            if re.fullmatch(pattern, value.name, re.IGNORECASE):
+                raise BundleError(f"{where} {reason.format(value.name)}", hint)
