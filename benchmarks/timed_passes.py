@@ -327,7 +327,7 @@ class ChargedPasses:
         name = self._graphs.get(id(session))
         if name is None:
             graph = self._engine.model._open_graph()
-            loaded = graph._loaded.get(LongContextGraph.name) if isinstance(graph, ChosenGraphs) else None
+            loaded = graph.loaded.get(LongContextGraph.name) if isinstance(graph, ChosenGraphs) else None
             is_long = loaded is not None and loaded._session is session
             name = self._graphs[id(session)] = LongContextGraph.name if is_long else BASE_GRAPH
         return name

@@ -26,6 +26,7 @@ from .graph.ort import RUNTIME_BUILD
 from .graph.session import DecoderGraph, SessionConfig
 from .int8_prompts.prefill_choice import PrefillChoice
 from .kv.arena import KVArena
+from .kv.features import FeatureSlots
 from .kv.prefix_cache import PrefixCache
 from .kv.prefix_files import PrefixFiles
 from .measure.measurement_store import model_id
@@ -358,7 +359,7 @@ class LoadedModel:
         """
         arena = self._open_graph().arena(self.context)
         if self._feature_size is not None:
-            arena.keep_features(self._feature_size)
+            arena.features = FeatureSlots(self._feature_size)
         return arena
 
     def _open_graph(self) -> DecoderGraph:

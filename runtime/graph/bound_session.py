@@ -87,7 +87,7 @@ class BoundSession(BoundGraph):
         # Between two passes, asking for the class of an object with an abstract base takes 20 us.
         self._growing = arena if isinstance(arena, GrowingArena) else None
         self._in_place = arena if isinstance(arena, _IN_PLACE) else None
-        self._bound_generation = -1
+        self._bound_generation: object = -1
 
     def observe(self, name: str, array: npt.NDArray[Any]) -> None:
         """Let every pass also write an output of the graph, whose shape does not change, to `array`."""

@@ -27,13 +27,7 @@ _EXCLUDED: Final = np.finfo(np.float32).min
 
 
 class DeviceLogits(LogitsOutput):
-    """The logits of a binding to a device: all of them, or the best of each row.
-
-    Args:
-        io: as for `LogitsOutput`.
-        graph_io: as for `LogitsOutput`.
-        inputs: as for `LogitsOutput`.
-    """
+    """The logits of a binding to a device: all of them, or the best of each row."""
 
     def __init__(self, io: ort.IOBinding, graph_io: GraphIO, inputs: PassInputs) -> None:
         super().__init__(io, graph_io, inputs)
@@ -52,10 +46,6 @@ class DeviceLogits(LogitsOutput):
             return self._logits[: self.count].nbytes
         return self._ids[: self.count].nbytes + self._values[: self.count].nbytes
 
-    def forget(self) -> None:
-        """Bind again in the next pass, because the outputs were unbound."""
-        self.count = 0
-
     def bind_copied(self) -> None:
         """Bind the positions of the logits, which binding copies to the device."""
         if self._graph_io.logits_mode is LogitsMode.SELECTED:
@@ -63,7 +53,7 @@ class DeviceLogits(LogitsOutput):
             self._io.bind_ortvalue_input(name, wrapped(self._positions[: self.count]))
 
     def bind_rows(self, count: int) -> None:
-        """See `LogitsOutput.bind_rows`; binds the best of each row where `top` says so."""
+        """Bind buffers of `count` rows: of logits, or of the best of each where `top` says so."""
         if self.top is None:
             super().bind_rows(count)
             return
@@ -79,7 +69,7 @@ class DeviceLogits(LogitsOutput):
         self.count = count
 
     def select(self, first: int, wanted: npt.NDArray[np.int64]) -> Floats:
-        """See `LogitsOutput.select`; logits that stayed on the device are the lowest number."""
+        """The wanted logits of a pass; those that stayed on the device are the lowest number."""
         if self.top is None:
             return super().select(first, wanted)
         for row in range(self.count):
@@ -94,16 +84,7 @@ class DeviceLogits(LogitsOutput):
 
 
 class DeviceSession(BoundSession):
-    """A `BoundSession` on a device; see there.
-
-    Args:
-        session: as for `BoundSession`.
-        graph_io: as for `BoundSession`.
-        arena: as for `BoundSession`.
-        first_session: as for `BoundSession`.
-        lock: the device's.
-        hidden_states: as for `BoundSession`.
-    """
+    """A `BoundSession` on a device, whose lock its passes hold."""
 
     _logits: DeviceLogits
 
@@ -133,7 +114,7 @@ class DeviceSession(BoundSession):
                 self._io.clear_binding_outputs()
                 self._bound_generation = -1
                 self._logits.top = top
-                self._logits.forget()
+                self._logits.count = 0  # so that they are bound again
             logits = super()._run_pass(new)
             self.host_bytes += self._logits.nbytes + (0 if self._hidden is None else self._hidden.nbytes)
             return logits

@@ -118,6 +118,7 @@ class ChosenGraphs(DecoderGraph):
 
     Attributes:
         further: the further graphs; the first that takes a pass runs it.
+        loaded: the further graphs that are loaded, by name.
         failures: why further graphs are not used after all, by name: what was wrong when they were loaded.
     """
 
@@ -134,17 +135,13 @@ class ChosenGraphs(DecoderGraph):
         self.further: Final = tuple(further)
         self.failures: Final[dict[str, str]] = {}
         self._base: Final = base
-        self._loaded: Final[dict[str, GraphSession]] = {}
+        self.loaded: Final[dict[str, GraphSession]] = {}
         self._loading: Final = Lock()
-
-    def holds(self, name: str) -> bool:
-        """Whether the further graph of that name is loaded."""
-        return name in self._loaded
 
     def limit_width(self, tokens: int) -> None:
         """Run passes over at most that many tokens from now on, in every graph."""
         super().limit_width(tokens)
-        for graph in (self._base, *self._loaded.values()):
+        for graph in (self._base, *self.loaded.values()):
             graph.limit_width(tokens)
 
     def arena(self, limit: int) -> KVArena:
@@ -165,10 +162,15 @@ class ChosenGraphs(DecoderGraph):
         with self._loading:
             if graph.name in self.failures:
                 return None
-            session = self._loaded.get(graph.name)
+            session = self.loaded.get(graph.name)
             if session is None:
                 try:
-                    session = self._load(graph)
+                    session, own = graph.load(), self._base.graph_io
+                    types = session and (session.graph_io.tensor_types, session.graph_io.state_types)
+                    if types not in (None, (own.tensor_types, own.state_types)):
+                        raise EdgeError(
+                            f"the graph {graph.name!r} has a cache of other tensors", "delete the cache folder"
+                        )
                 except EdgeError as error:
                     if graph.required:
                         self.disable_trees()
@@ -178,32 +180,15 @@ class ChosenGraphs(DecoderGraph):
                     return None
                 if session is None:
                     return None
-                self._loaded[graph.name] = session
+                if self.graph_io.widest_pass is not None:
+                    session.limit_width(self.graph_io.widest_pass)
+                self.loaded[graph.name] = session
             return session.bind(arena)
-
-    def preload(self, graph: FurtherGraph) -> None:
-        """Load a further graph before a pass needs it; a failure is logged, and the base graph runs its passes.
-
-        Raises:
-            EdgeError: it is a required graph and cannot be loaded.
-        """
-        self.bind_further(graph, self.arena(1))
 
     def release(self, name: str) -> None:
         """Free a further graph as soon as no binding uses it; the next binding that needs it loads it again."""
         with self._loading:
-            self._loaded.pop(name, None)
-
-    def _load(self, graph: FurtherGraph) -> GraphSession | None:
-        session = graph.load()
-        if session is None:
-            return None
-        own, further = self._base.graph_io, session.graph_io
-        if (further.tensor_types, further.state_types) != (own.tensor_types, own.state_types):
-            raise EdgeError(f"the graph {graph.name!r} has a cache of other tensors", "delete the cache folder")
-        if self.graph_io.widest_pass is not None:
-            session.limit_width(self.graph_io.widest_pass)
-        return session
+            self.loaded.pop(name, None)
 
 
 class ChosenSession(BoundGraph):

@@ -25,8 +25,6 @@ from .pass_inputs import wrapped
 _MEDUSA_OUTPUTS: Final = ("top_ids", "top_probabilities")
 _TIMED_RUNS: Final = 3
 _HINT: Final = "restore it or export the model with its heads again"
-_ZERO_ROWS: Final = 32
-"""Number of zero states that are kept for passes that are only timed."""
 
 
 class HeadSession(BoundSession):
@@ -43,9 +41,6 @@ class HeadSession(BoundSession):
         if graph_io.head is None:
             raise ValueError("the graph is not a draft head")
         self._head: Final = graph_io.head
-        feature_size, state_size = graph_io.head.sizes
-        self._no_features: Final = np.empty((0, feature_size), np.float32)
-        self._zeros = np.zeros((_ZERO_ROWS, state_size), np.float32)
         self._fed: tuple[Floats, Floats] | None = None
 
     def forward_states(
@@ -83,18 +78,15 @@ class HeadSession(BoundSession):
         return logits[0], self._hidden.select(last, selected=True)[0]
 
     def _run_pass(self, new: NewTokens) -> Floats:
-        features, states = self._fed or (self._no_features, self._zero_states(len(new.ids)))
-        if len(features) + len(states) != len(new.ids):
-            raise ValueError(f"{len(features)} features and {len(states)} states for {len(new.ids)} tokens")
-        self._io.bind_ortvalue_input(self._head.features.name, wrapped(np.ascontiguousarray(features)))
-        self._io.bind_ortvalue_input(self._head.states.name, wrapped(np.ascontiguousarray(states)))
+        feature_size, state_size = self._head.sizes
+        # A pass without them is only timed.
+        fed = self._fed or (np.zeros((0, feature_size), np.float32), np.zeros((len(new.ids), state_size), np.float32))
+        if sum(map(len, fed)) != len(new.ids):
+            raise ValueError(f"{len(fed[0])} features and {len(fed[1])} states for {len(new.ids)} tokens")
+        features, states = map(np.ascontiguousarray, fed)
+        self._io.bind_ortvalue_input(self._head.features.name, wrapped(features))
+        self._io.bind_ortvalue_input(self._head.states.name, wrapped(states))
         return super()._run_pass(new)
-
-    def _zero_states(self, width: int) -> Floats:
-        """States for a pass that is only timed."""
-        if width > len(self._zeros):
-            self._zeros = np.zeros((width, self._zeros.shape[1]), np.float32)
-        return self._zeros[:width]
 
 
 class HeadTokens(NamedTuple):

@@ -33,7 +33,7 @@ class _WidthBuffers(NamedTuple):
     """The positions in the shape of the graph's input."""
     cells: tuple[memoryview, memoryview] | None
     """Tokens and positions, cell by cell; None for wide passes, and where a graph has several copies of positions."""
-    values: tuple[tuple[str, ort.OrtValue], ...]
+    values: Sequence[tuple[str, ort.OrtValue]]
     """Names of the inputs, and OrtValues over the buffers."""
 
 
@@ -144,7 +144,9 @@ class PassInputs:
         if self._bias_input is not None:
             self._bind_bias(self._bias_input, self.width, total, capacity, tree_mask)
         if self._mask_input is not None:
-            self._bind_mask(self._mask_input, total, capacity)
+            if total > self._ones.shape[1]:
+                self._ones = np.ones((1, max(total, capacity)), self._ones.dtype)
+            self._bind(self._mask_input.name, self._ones[:, :total])
         if self._last_slot is not None:
             self._last_slot[0] = total - 1
         if self._total_length is not None:
@@ -161,18 +163,16 @@ class PassInputs:
 
     def bind_without_cache(self, io: ort.IOBinding, names: set[str]) -> None:
         """Bind the inputs of a pass without cached tokens to another session, which has those of `names`."""
-        inputs = self._graph_io.inputs
         arrays: dict[InputRole, npt.NDArray[Any]] = {
             InputRole.TOKENS: self._tokens[:, : self.width],
             InputRole.MASK: self._ones[:, : self.width],
+            InputRole.POSITIONS: self.positions,
+            InputRole.BIAS: self._bias,
+            **self.scalars,
         }
-        if InputRole.POSITIONS in inputs:
-            arrays[InputRole.POSITIONS] = self.positions
-        if InputRole.BIAS in inputs:
-            arrays[InputRole.BIAS] = self._bias
-        for role, array in {**arrays, **self.scalars}.items():
-            if role in inputs and inputs[role].name in names:
-                io.bind_ortvalue_input(inputs[role].name, wrapped(array))
+        for role, value in self._graph_io.inputs.items():
+            if role in arrays and value.name in names:
+                io.bind_ortvalue_input(value.name, wrapped(arrays[role]))
 
     def _bind(self, name: str, array: npt.NDArray[Any]) -> None:
         self._io.bind_ortvalue_input(name, wrapped(array))
@@ -184,24 +184,23 @@ class PassInputs:
         if width not in self._by_width:
             positions = self._graph_io.inputs.get(InputRole.POSITIONS)
             values = [(self._graph_io.inputs[InputRole.TOKENS].name, wrapped(self._tokens[:, :width]))]
-            array = np.zeros((1, width), np.int64) if positions is None else _positions_array(positions, width)
+            array = np.zeros((1, width), np.int64)
             if positions is not None:
+                # `[1, n]`, or `[k, 1, n]`
+                copies = positions.shape[0] if isinstance(positions.shape[0], int) else 3
+                shape = (copies, 1, width) if len(positions.shape) == 3 else (1, width)
+                array = np.zeros(shape, value_dtype(positions))
                 values.append((positions.name, wrapped(array)))
             tokens = self._tokens[0, :width]
             # NumPy takes several times as long for a few numbers, in particular between two passes.
-            cells = (tokens.data, array.reshape(-1).data)
             by_cell = width <= _NARROW and array.size == width
-            self._by_width[width] = _WidthBuffers(tokens, array, cells if by_cell else None, tuple(values))
+            cells = (tokens.data, array.reshape(-1).data) if by_cell else None
+            self._by_width[width] = _WidthBuffers(tokens, array, cells, values)
         self._current = buffers = self._by_width[width]
         self.positions = buffers.positions
         for name, value in buffers.values:
             self._io.bind_ortvalue_input(name, value)
         self.width = width
-
-    def _bind_mask(self, value: GraphValue, total: int, capacity: int) -> None:
-        if total > self._ones.shape[1]:
-            self._ones = np.ones((1, max(total, capacity)), self._ones.dtype)
-        self._bind(value.name, self._ones[:, :total])
 
     def _bind_bias(
         self, value: GraphValue, width: int, total: int, capacity: int, tree_mask: npt.NDArray[np.bool_] | None
@@ -220,7 +219,10 @@ class PassInputs:
         if self._bias_is_float:
             self._io.bind_ortvalue_input(value.name, wrapped_bias)
         else:
-            self._bias = _as_graph_type(bias, self._bias_dtype)
+            # Booleans say which tokens are attended to, numbers are added to scores.
+            is_half = self._bias_dtype == np.float16
+            mask = np.maximum(bias, np.finfo(np.float16).min) if is_half else bias == 0
+            self._bias = mask.astype(self._bias_dtype)
             self._bind(value.name, self._bias)
         for window, name in self._windows:
             self._bind(name, bias if total <= window else self._windowed(bias, window, capacity))
@@ -260,18 +262,3 @@ def value_dtype(value: GraphValue) -> np.dtype[Any]:
     if dtype is None:
         raise TypeError(f"{value.name} is {value.type}")
     return dtype
-
-
-def _as_graph_type(bias: Floats, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Convert the bias to the input's type: booleans say which tokens are attended to, numbers are added to scores."""
-    mask: npt.NDArray[Any] = bias == 0
-    if dtype == np.float16:
-        mask = np.maximum(bias, np.finfo(np.float16).min)
-    return mask.astype(dtype)
-
-
-def _positions_array(value: GraphValue, width: int) -> npt.NDArray[Any]:
-    """A buffer for positions in the shape of the graph's input: `[1, n]`, or `[k, 1, n]`."""
-    copies = value.shape[0] if len(value.shape) == 3 else None
-    shape = (1, width) if len(value.shape) != 3 else (copies if isinstance(copies, int) else 3, 1, width)
-    return np.zeros(shape, value_dtype(value))

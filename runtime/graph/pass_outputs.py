@@ -52,10 +52,9 @@ class LogitsOutput:
                 self.bind_rows(wanted.size)
             self._positions[: wanted.size] = wanted
             return 0
-        mode, count = self._graph_io.logits_mode, width
-        if mode is LogitsMode.LAST:
-            count = 1
-        elif mode is LogitsMode.LAST_N:
+        mode = self._graph_io.logits_mode
+        count = 1 if mode is LogitsMode.LAST else width
+        if mode is LogitsMode.LAST_N:
             count = width - int(wanted.min())
             self._inputs.scalars[InputRole.LOGITS_TO_KEEP][...] = count
         if count != self.count:
@@ -71,7 +70,7 @@ class LogitsOutput:
         values = self._by_count.get(count)
         if values is None:
             values = self._by_count[count] = (wrapped(self._positions[:count]), wrapped(self._view(count)))
-        if self._graph_io.logits_mode is LogitsMode.SELECTED:
+        if self._is_selected:
             self._io.bind_ortvalue_input(self._graph_io.inputs[InputRole.LOGIT_POSITIONS].name, values[0])
         self._io.bind_ortvalue_output(self._graph_io.logits.name, values[1])
         self._bound_logits = self._logits[:count]
@@ -86,9 +85,7 @@ class LogitsOutput:
         logits = self._bound_logits
         if self._is_plain:
             return logits
-        if not self._is_selected and not (
-            wanted.size == self.count and np.array_equal(wanted, np.arange(first, first + self.count))
-        ):
+        if not self._is_selected and not np.array_equal(wanted, np.arange(first, first + self.count)):
             logits = logits[wanted - first]
         return logits.astype(np.float32, copy=False)
 
@@ -122,23 +119,23 @@ class FeaturesOutput:
         count = rows if self._selected else width
         if count == len(self._bound):
             return
-        kept = self._by_count.get(count)
-        if kept is None:
+        if (kept := self._by_count.get(count)) is None:
             array = np.empty((count, self.size), np.float32)
             kept = array, wrapped(array)
             if count <= KEPT_LOGIT_ROWS:
                 self._by_count[count] = kept
-        self._bound = kept[0]
-        self._io.bind_ortvalue_output(self._name, kept[1])
+        self._bound, value = kept
+        self._io.bind_ortvalue_output(self._name, value)
 
     def store(self, slots: FeatureSlots, base: int, width: int, wanted: npt.NDArray[np.int64]) -> None:
         """Store the features of the pass over `width` tokens from slot `base` on, with logits of those `wanted`."""
-        if not self._selected or (wanted.size == width and wanted[0] == 0 and wanted[-1] == width - 1):
+        has_last = wanted[-1] == width - 1
+        if not self._selected or (wanted.size == width and wanted[0] == 0 and has_last):
             slots.write(base, self._bound)
-            return
-        slots.forget(base)
-        if wanted[-1] == width - 1:
-            slots.write(base + width - 1, self._bound[-1:])
+        else:
+            slots.forget(base)
+            if has_last:
+                slots.write(base + width - 1, self._bound[-1:])
 
 
 class HiddenStatesOutput:

@@ -140,12 +140,14 @@ class GraphSession(DecoderGraph):
                 f"{graph} is damaged: the name of an input or output is not UTF-8", "copy the model again"
             ) from error
         graph_io = introspect(inputs, outputs, str(graph), metadata)
-        _require_cpu_for_states(graph_io, device, graph)
+        if graph_io.states and device.provider != CPU_PROVIDER:
+            what = f"{graph} keeps states ({graph_io.states[0].past}), which works on the CPU alone, not on {device}"
+            raise BundleError(what, "add --device cpu")
         stored = metadata.probe_result
         is_current = stored is not None and stored.key == graph_io_key(graph_io)
-        self.probe_result = stored if is_current else self._probe(graph_io, metadata, str(graph))
+        self.probe_result = stored if is_current else self._probed(graph_io, metadata, str(graph))
         self.graph_io = graph_io if self.probe_result is None else self.probe_result.apply_to(graph_io)
-        _require_format(self.graph_io, config.kv, graph)
+        _check_cache_format(self.graph_io, config.kv, graph)
 
     def __del__(self) -> None:
         """Free the session while nothing runs on its device."""
@@ -155,23 +157,37 @@ class GraphSession(DecoderGraph):
 
     def arena(self, limit: int) -> KVArena:
         """An empty KV cache of this graph's tensor types, for a context of `limit` tokens."""
-        return self._arena(self.graph_io, limit)
+        types, state_types = self.graph_io.tensor_types, self.graph_io.state_types
+        if self.graph_io.cache_mode is CacheMode.GROWING:
+            return GrowingArena(types, limit, state_types)
+        capacities = () if self.graph_io.capacity is None else (self.graph_io.capacity,)
+        new_buffers = StackedBuffers if self._slot_graphs is None else self._slot_graphs.new_buffers
+        return InPlaceArena(types, limit, state_types, capacities=capacities, new_buffers=new_buffers)
 
     def bind(self, arena: KVArena, *, hidden_states: bool = False) -> BoundSession:
         """Bind the session to `arena`, over which it then runs passes, with `hidden_states` if the graph gives them."""
-        return self._bind(self.graph_io, arena, hidden_states=hidden_states)
+        session, first, graph_io = self._session, self._first_session, self.graph_io
+        if graph_io.head is not None:
+            return HeadSession(session, graph_io, arena)
+        if graph_io.states:
+            return HybridSession(session, graph_io, arena, first, hidden_states=hidden_states)
+        if self.config.device.provider == CPU_PROVIDER:
+            return BoundSession(session, graph_io, arena, first, hidden_states=hidden_states)
+        return DeviceSession(session, graph_io, arena, first, self._lock, hidden_states=hidden_states)
 
     def end_profile(self) -> Path:
         """Write the node times since the graph was loaded (see `SessionConfig.profile`) and return the file."""
         return Path(self._session.end_profiling())
 
-    def _probe(self, graph_io: GraphIO, metadata: ModelMetadata, where: str) -> ProbeResult | None:
+    def _probed(self, graph_io: GraphIO, metadata: ModelMetadata, where: str) -> ProbeResult | None:
+        """Probe a graph that another tool has made; None for others."""
         operators = metadata.operators
         if operators is None or InputRole.LOGIT_POSITIONS in graph_io.inputs:
             return None
 
         def bind(assumed: GraphIO, limit: int) -> BoundSession:
-            return self._bind(assumed, self._arena(assumed, limit))
+            self.graph_io = assumed
+            return self.bind(self.arena(limit))
 
         return probe(
             graph_io,
@@ -181,53 +197,17 @@ class GraphSession(DecoderGraph):
             shared_scales=any(name in operators for name in _SHARED_SCALE_OPERATORS),
         )
 
-    def _arena(self, graph_io: GraphIO, limit: int) -> KVArena:
-        types, state_types = graph_io.tensor_types, graph_io.state_types
-        if graph_io.cache_mode is CacheMode.GROWING:
-            return GrowingArena(types, limit, state_types)
-        capacities = () if graph_io.capacity is None else (graph_io.capacity,)
-        new_buffers = StackedBuffers if self._slot_graphs is None else self._slot_graphs.new_buffers
-        return InPlaceArena(types, limit, state_types, capacities=capacities, new_buffers=new_buffers)
 
-    def _bind(self, graph_io: GraphIO, arena: KVArena, *, hidden_states: bool = False) -> BoundSession:
-        session, first = self._session, self._first_session
-        if graph_io.head is not None:
-            return HeadSession(session, graph_io, arena)
-        if graph_io.states:
-            return HybridSession(session, graph_io, arena, first, hidden_states=hidden_states)
-        if self.config.device.provider == CPU_PROVIDER:
-            return BoundSession(session, graph_io, arena, first, hidden_states=hidden_states)
-        return DeviceSession(session, graph_io, arena, first, self._lock, hidden_states=hidden_states)
-
-
-def _require_format(graph_io: GraphIO, kv: KVFormat, graph: Path) -> None:
+def _check_cache_format(graph_io: GraphIO, kv: KVFormat, graph: Path) -> None:
     """Check that an int8 cache is one as a whole, and extended in place.
 
     Raises:
         BundleError: it is not.
     """
-    if kv is KVFormat.FLOAT:
-        return
     others = [each.past for each in graph_io.cache if each.tensor_type.dtype != np.int8]
-    if others or graph_io.cache_mode is not CacheMode.IN_PLACE:
+    if kv is KVFormat.INT8 and (others or graph_io.cache_mode is not CacheMode.IN_PLACE):
         what = f"of {others[0]}" if others else "that grows with every pass"
         raise BundleError(f"{graph} has a cache {what}, which cannot be int8", "leave --kv out")
-
-
-def _require_cpu_for_states(graph_io: GraphIO, device: Device, graph: Path) -> None:
-    """Check that a graph that keeps states runs on the CPU.
-
-    Raises:
-        BundleError: it does not.
-    """
-    if not graph_io.states:
-        return
-    name = graph_io.states[0].past
-    if device.provider != CPU_PROVIDER:
-        raise BundleError(
-            f"{graph} keeps states ({name}), which works on the CPU alone, not on {device}",
-            "add --device cpu",
-        )
 
 
 def _load(graph: Path, config: SessionConfig, model: bytes | None = None) -> tuple[ort.InferenceSession, Assignments]:

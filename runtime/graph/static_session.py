@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -12,8 +12,9 @@ import onnxruntime as ort
 
 from ...errors import EdgeError
 from ..kv.buffers import NumpyBuffers
-from .graph_io import CacheTensor, GraphIO, InputRole, element_type
+from .graph_io import GraphIO, InputRole, element_type
 from .ort import ORT_ERRORS, error_reason, run_options
+from .pass_inputs import wrapped
 
 Array: TypeAlias = npt.NDArray[Any]
 Ids: TypeAlias = npt.NDArray[np.int64]
@@ -28,11 +29,6 @@ own, `attention_mask_n`."""
 _BLOCKED: Final = -30000.0
 """What is added to an attention score that must not count: far below every other, yet a finite float16 with any score
 added to it."""
-
-
-def mask_window(name: str) -> int | None:
-    """The sliding window of the layers that read a mask, by the mask's name; None for full attention."""
-    return int(name.removeprefix(f"{MASK}_")) if name != MASK else None
 
 
 class StaticSession:
@@ -59,14 +55,13 @@ class StaticSession:
         )
         self._tokens = np.zeros((1, width), element_type(tokens))
         self._positions = np.zeros((1, width), element_type(positions))
-        self._masks: dict[int | None, Array] = {
-            mask_window(name): np.zeros((1, 1, width, capacity + width), element_type(mask))
-            for name in names
-            if name.startswith(MASK)
-        }
-        """By sliding window."""
+        masks = [name for name in names if name.startswith(MASK)]
+        shape = (1, 1, width, capacity + width)
+        windows = [None if name == MASK else int(name.removeprefix(f"{MASK}_")) for name in masks]
+        self._masks = {window: np.zeros(shape, element_type(mask)) for window in windows}
+        """By sliding window; None for full attention."""
         self._inputs: dict[str, Array] = {tokens.name: self._tokens, positions.name: self._positions}
-        self._inputs |= {name: self._masks[mask_window(name)] for name in names if name.startswith(MASK)}
+        self._inputs |= dict(zip(masks, self._masks.values(), strict=True))
         self._logit_row: Array | None = None
         if LOGIT_ROWS in names:
             self._logit_row = self._inputs[LOGIT_ROWS] = np.zeros(1, np.int32)
@@ -75,8 +70,8 @@ class StaticSession:
         self._logits_name = graph_io.logits.name
         self._logits: Array = np.zeros((rows, graph_io.vocab_size), element_type(graph_io.logits))
         self._new_slots = [np.zeros(each.shape_of(width), each.dtype) for each in graph_io.tensor_types]
-        self._bindings: dict[bool, _Binding] = {}
-        """The binding of passes that return logits, and of those that return ids only."""
+        self._bindings: dict[bool, tuple[ort.IOBinding, weakref.ref[NumpyBuffers] | None]] = {}
+        """The binding of passes that return logits, and of those that return ids only, and the cache that is bound."""
 
     def run(
         self,
@@ -118,12 +113,9 @@ class StaticSession:
         if self._logit_row is not None:
             self._logit_row[0] = rows[0] if rows else 0
             rows = [0] * len(rows)
-        if logits not in self._bindings:
-            self._bindings[logits] = self._new_binding(logits)
-        binding = self._bindings[logits]
-        binding.bind_cache(buffers)
+        io = self._bound_to(buffers, logits)
         try:
-            self._session.run_with_iobinding(binding.io, self._run_options)
+            self._session.run_with_iobinding(io, self._run_options)
         except ORT_ERRORS as error:
             raise EdgeError(
                 f"the model failed to run: {error_reason(error)}", "run again with --debug and report it"
@@ -149,33 +141,19 @@ class StaticSession:
             mask[:count, self.capacity : self.capacity + count][near[:, earlier.size :]] = 0
             np.fill_diagonal(mask[:, self.capacity :], 0)
 
-    def _new_binding(self, logits: bool) -> _Binding:
-        outputs: dict[str, Array] = {self._logits_name: self._logits} if logits else {NEXT_IDS: self._next_ids}
-        outputs |= {tensor.present: array for tensor, array in zip(self._cache, self._new_slots, strict=True)}
-        return _Binding(self._session, self._inputs, outputs, self._cache)
-
-
-class _Binding:
-    """A session's inputs and outputs bound to arrays, which must stay alive, and the cache that is bound at present."""
-
-    def __init__(
-        self,
-        session: ort.InferenceSession,
-        inputs: Mapping[str, Array],
-        outputs: Mapping[str, Array],
-        cache: Sequence[CacheTensor],
-    ) -> None:
-        self.io = session.io_binding()
-        self._cache = cache
-        self._bound: weakref.ref[NumpyBuffers] | None = None
-        for name, array in inputs.items():
-            self.io.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
-        for name, array in outputs.items():
-            self.io.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
-
-    def bind_cache(self, buffers: NumpyBuffers) -> None:
-        """Bind the tensors of a cache, unless they are bound already."""
-        if self._bound is None or self._bound() is not buffers:
+    def _bound_to(self, buffers: NumpyBuffers, logits: bool) -> ort.IOBinding:
+        """The binding of passes with or without logits, to the tensors of a cache."""
+        io, bound = self._bindings.get(logits, (None, None))
+        if io is None:
+            io = self._session.io_binding()
+            outputs: dict[str, Array] = {self._logits_name: self._logits} if logits else {NEXT_IDS: self._next_ids}
+            outputs |= {tensor.present: array for tensor, array in zip(self._cache, self._new_slots, strict=True)}
+            for name, array in self._inputs.items():
+                io.bind_ortvalue_input(name, wrapped(array))
+            for name, array in outputs.items():
+                io.bind_ortvalue_output(name, wrapped(array))
+        if bound is None or bound() is not buffers:
             for tensor, array in zip(self._cache, buffers.arrays, strict=True):
-                self.io.bind_ortvalue_input(tensor.past, ort.OrtValue.ortvalue_from_numpy(array))
-            self._bound = weakref.ref(buffers)
+                io.bind_ortvalue_input(tensor.past, wrapped(array))
+            self._bindings[logits] = io, weakref.ref(buffers)
+        return io

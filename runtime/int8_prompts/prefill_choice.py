@@ -154,7 +154,7 @@ class PrefillChoice:
             EdgeError: ONNX Runtime failed.
         """
         if self._graphs is not None and self._prompt is not None:
-            self._graphs.preload(self._prompt)
+            self._graphs.bind_further(self._prompt, self._graphs.arena(1))
 
     def _write(self, prompt: PromptGraph, progress: Progress) -> bool:
         """Write the graph's files, if they are not there; False if that is not possible, which a line has said."""

@@ -84,10 +84,6 @@ class KVArena(ABC):
         beside = [each.nbytes for each in (self.features, self.states) if each is not None]
         return self.capacity * self.slot_bytes + sum(beside)
 
-    def keep_features(self, size: int) -> None:
-        """Keep the features of tokens from now on, `size` numbers each, for a draft head."""
-        self.features = FeatureSlots(size)
-
     @abstractmethod
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` more slots after the committed ones.

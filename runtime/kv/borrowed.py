@@ -7,7 +7,7 @@ writes after them, where the target's next pass overwrites what it wrote. So the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .arena import InPlaceArena, KVArena
 from .buffers import CacheBuffers, CacheTensorType
@@ -25,9 +25,9 @@ class BorrowedArena(KVArena):
     def __init__(self, tensor_types: Sequence[CacheTensorType], indices: Sequence[int], limit: int) -> None:
         super().__init__(tensor_types, limit)
         self._indices = tuple(indices)
-        self._owner: weakref.ref[InPlaceArena] | None = None
-        self._owner_generation = -1
-        self._generation = 0
+        self._owner: Callable[[], InPlaceArena | None] = lambda: None
+        self._owners = 0
+        """Number of arenas that were borrowed from, one after the other."""
 
     def borrow(self, owner: InPlaceArena) -> None:
         """Use the tensors of `owner` from now on, without keeping it alive.
@@ -37,10 +37,9 @@ class BorrowedArena(KVArena):
         """
         if [owner.tensor_types[index] for index in self._indices] != list(self.tensor_types):
             raise ValueError(f"the owner's tensors are {owner.tensor_types}, not {self.tensor_types}")
-        if self._owner is None or self._owner() is not owner:
+        if self._owner() is not owner:
             self._owner = weakref.ref(owner)
-            self._owner_generation = owner.generation
-            self._generation += 1
+            self._owners += 1
         self.length = owner.length
 
     def sync_length(self, max_length: int) -> None:
@@ -48,13 +47,9 @@ class BorrowedArena(KVArena):
         self.length = min(self._current_owner().length, max_length)
 
     @property
-    def generation(self) -> int:
-        """Number of times that the tensors were replaced by others."""
-        current = self._current_owner().generation
-        if current != self._owner_generation:
-            self._owner_generation = current
-            self._generation += 1
-        return self._generation
+    def generation(self) -> tuple[int, int]:
+        """What changes whenever the tensors are replaced by others."""
+        return self._owners, self._current_owner().generation
 
     @property
     def buffers(self) -> CacheBuffers:
@@ -72,7 +67,7 @@ class BorrowedArena(KVArena):
         owner.reserve(self.check_fits(tokens) - owner.length)
 
     def _current_owner(self) -> InPlaceArena:
-        owner = None if self._owner is None else self._owner()
+        owner = self._owner()
         if owner is None:
             raise ValueError("there is no arena to borrow from")
         return owner

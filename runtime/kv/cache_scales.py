@@ -50,8 +50,9 @@ class CacheScales:
         """
         scales = {}
         for name, values in largest.items():
-            floor = float(values[values > 0].min(initial=np.inf))
-            scales[name] = _rounded(np.where(values > 0, values, floor if np.isfinite(floor) else 1.0) / MAX_CODE)
+            floor = values[values > 0].min() if (values > 0).any() else 1.0
+            kept = [_rounded(value) for value in (np.where(values > 0, values, floor) / MAX_CODE).ravel().tolist()]
+            scales[name] = np.array(kept, np.float32).reshape(values.shape)
         return cls(scales)
 
     def stacked(self, names: Sequence[str]) -> Floats:
@@ -64,12 +65,8 @@ class CacheScales:
 
     def to_json(self) -> dict[str, Any]:
         """Convert to a plain JSON object."""
-        return {
-            "scales": {
-                name: [[float(f"{value:.{_DIGITS}g}") for value in head] for head in scales.tolist()]
-                for name, scales in self.tensors.items()
-            }
-        }
+        tensors = {name: scales.tolist() for name, scales in self.tensors.items()}
+        return {"scales": {name: [[*map(_rounded, head)] for head in heads] for name, heads in tensors.items()}}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CacheScales:
@@ -121,24 +118,24 @@ def convert_snapshot(
         return snapshot
     if len(snapshot) < len(types) or any(each is not None and len(each) != len(types) for each in (stored, wanted)):
         raise ValueError(f"{len(snapshot)} arrays for {len(types)} types of tensors and their scales")
+    none = [None] * len(types)
     converted = []
-    for index, (slots, tensor_type) in enumerate(zip(snapshot, types, strict=False)):
-        scales = (slots.shape[0], *slots.shape[2:3], *slots.shape[4:])
-        for each in (stored, wanted):
-            if each is not None and (each[index].shape != scales or slots.ndim != len(tensor_type.shape) + 1):
-                raise ValueError(f"scales of shape {list(each[index].shape)} for slots of {list(slots.shape)}")
-        if stored is not None and wanted is not None and np.array_equal(stored[index], wanted[index]):
+    for slots, tensor_type, old, new in zip(snapshot, types, stored or none, wanted or none, strict=False):
+        shape = (slots.shape[0], *slots.shape[2:3], *slots.shape[4:])
+        for scales in (old, new):
+            if scales is not None and (scales.shape != shape or slots.ndim != len(tensor_type.shape) + 1):
+                raise ValueError(f"scales of shape {list(scales.shape)} for slots of {list(slots.shape)}")
+        if old is not None and new is not None and np.array_equal(old, new):
             converted.append(slots)
             continue
-        values = slots if stored is None else dequantize_slots(slots, stored[index])
-        converted.append(values.astype(tensor_type.dtype) if wanted is None else quantize_slots(values, wanted[index]))
+        values = slots if old is None else dequantize_slots(slots, old)
+        converted.append(values.astype(tensor_type.dtype) if new is None else quantize_slots(values, new))
     return (*converted, *snapshot[len(types) :])
 
 
-def _rounded(scales: npt.NDArray[Any]) -> Floats:
-    """Scales with as many digits as are kept, so that those that were just measured equal those that are read back."""
-    kept = [float(f"{value:.{_DIGITS}g}") for value in scales.ravel().tolist()]
-    return np.array(kept, np.float32).reshape(scales.shape)
+def _rounded(scale: float) -> float:
+    """A scale with as many digits as are kept, so that one that was just measured equals one that is read back."""
+    return float(f"{scale:.{_DIGITS}g}")
 
 
 def _scales_of(name: object, heads: object) -> Floats:
@@ -150,6 +147,6 @@ def _scales_of(name: object, heads: object) -> Floats:
         raise ValueError(f"has scales of {name} in rows of several lengths")
     with np.errstate(over="ignore"):
         scales = np.array(heads, np.float32)
-    if not (np.isfinite(scales).all() and (scales > 0).all()):
+    if not ((scales > 0) & np.isfinite(scales)).all():
         raise ValueError(f"has scales of {name} that are not positive")
     return scales

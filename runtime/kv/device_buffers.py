@@ -128,8 +128,7 @@ class SlotGraphs:
             options = session_options(1)
             options.enable_mem_pattern = False
             providers = self._add_device(options)
-            make = _move_graph if kind == "move" else _copy_graph
-            session = self._sessions[kind, tensor_types] = load_session(make(tensor_types), options, providers)
+            session = self._sessions[kind, tensor_types] = load_session(_graph(kind, tensor_types), options, providers)
         return session
 
 
@@ -229,59 +228,45 @@ def _places(tensor_type: CacheTensorType, slots: Slots) -> npt.NDArray[np.int64]
     return places
 
 
-def _move_graph(tensor_types: TensorTypes) -> bytes:
-    """A graph that gathers slots of every tensor and scatters them over the same tensor.
+def _graph(kind: str, tensor_types: TensorTypes) -> bytes:
+    """A graph that moves slots of every tensor, or copies the first slots of tensors to others.
 
-    ONNX Runtime scatters in place where an input and its output are bound to one buffer.
+    The one gathers slots and scatters them over the same tensor; ONNX Runtime scatters in place where an input and its
+    output are bound to one buffer. The other cuts a tensor to its first slots and pads it to the capacity of another.
     """
     from ...models.onnx_file import model_messages as onnx  # noqa: PLC0415 -- importing protobuf takes 28 ms
 
-    nodes, constants = [], []
-    inputs = [onnx.value_info("sources", np.int64, ["n"])]
-    outputs = []
+    moves = kind == "move"
+    nodes: list[Any] = []
+    outputs: list[Any] = []
+    constants = [] if moves else [onnx.tensor("first", np.zeros(1, np.int64))]
+    inputs = [onnx.value_info("sources" if moves else "slots", np.int64, ["n" if moves else 1])]
     for group, (tensor_type, members) in enumerate(grouped(tensor_types).items()):
-        axis, shape = tensor_type.axis, _symbolic(tensor_type, "capacity")
-        inputs.append(onnx.value_info(f"targets.{group}", np.int64, [f"places.{group}", axis + 1]))
-        flat = [-1, *tensor_type.shape[axis + 1 :]]
-        constants.append(onnx.tensor(f"flat.{group}", np.array(flat, np.int64)))
+        axis, rank = tensor_type.axis, len(tensor_type.shape)
+        if moves:
+            inputs.append(onnx.value_info(f"targets.{group}", np.int64, [f"places.{group}", axis + 1]))
+            constants.append(onnx.tensor(f"flat.{group}", np.array([-1, *tensor_type.shape[axis + 1 :]], np.int64)))
+        else:
+            inputs.append(onnx.value_info(f"padding.{group}", np.int64, [2 * rank]))
+            inputs.append(onnx.value_info(f"fill.{group}", tensor_type.dtype, []))
+            constants.append(onnx.tensor(f"axis.{group}", np.array([axis], np.int64)))
         for index in members:
-            inputs.append(onnx.value_info(f"in.{index}", tensor_type.dtype, shape))
-            outputs.append(onnx.value_info(f"out.{index}", tensor_type.dtype, shape))
-            nodes += [
-                onnx.node("Gather", [f"in.{index}", "sources"], [f"gathered.{index}"], axis=axis),
-                onnx.node("Reshape", [f"gathered.{index}", f"flat.{group}"], [f"moved.{index}"]),
-                onnx.node("ScatterND", [f"in.{index}", f"targets.{group}", f"moved.{index}"], [f"out.{index}"]),
-            ]
-    graph = onnx.GraphProto(name="move", node=nodes, input=inputs, output=outputs, initializer=constants)
-    data: bytes = onnx.model(graph, opset=_SCATTER_OPSET, microsoft=False).SerializeToString()
+            for values, name, slots in ((inputs, "in", "old"), (outputs, "out", "new")):
+                shape: list[int | str] = list(tensor_type.shape)
+                shape[axis] = "capacity" if moves else f"{slots}.{index}"
+                values.append(onnx.value_info(f"{name}.{index}", tensor_type.dtype, shape))
+            if moves:
+                nodes += [
+                    onnx.node("Gather", [f"in.{index}", "sources"], [f"gathered.{index}"], axis=axis),
+                    onnx.node("Reshape", [f"gathered.{index}", f"flat.{group}"], [f"moved.{index}"]),
+                    onnx.node("ScatterND", [f"in.{index}", f"targets.{group}", f"moved.{index}"], [f"out.{index}"]),
+                ]
+            else:
+                nodes += [
+                    onnx.node("Slice", [f"in.{index}", "first", "slots", f"axis.{group}"], [f"cut.{index}"]),
+                    onnx.node("Pad", [f"cut.{index}", f"padding.{group}", f"fill.{group}"], [f"out.{index}"]),
+                ]
+    graph = onnx.GraphProto(name=kind, node=nodes, input=inputs, output=outputs, initializer=constants)
+    opset = _SCATTER_OPSET if moves else _OPSET
+    data: bytes = onnx.model(graph, opset=opset, microsoft=False).SerializeToString()
     return data
-
-
-def _copy_graph(tensor_types: TensorTypes) -> bytes:
-    """A graph that cuts every tensor to its first slots and pads it to the capacity of another."""
-    from ...models.onnx_file import model_messages as onnx  # noqa: PLC0415 -- importing protobuf takes 28 ms
-
-    nodes, constants = [], [onnx.tensor("first", np.zeros(1, np.int64))]
-    inputs = [onnx.value_info("slots", np.int64, [1])]
-    outputs = []
-    for group, (tensor_type, members) in enumerate(grouped(tensor_types).items()):
-        rank = len(tensor_type.shape)
-        inputs.append(onnx.value_info(f"padding.{group}", np.int64, [2 * rank]))
-        inputs.append(onnx.value_info(f"fill.{group}", tensor_type.dtype, []))
-        constants.append(onnx.tensor(f"axis.{group}", np.array([tensor_type.axis], np.int64)))
-        for index in members:
-            inputs.append(onnx.value_info(f"in.{index}", tensor_type.dtype, _symbolic(tensor_type, f"old.{index}")))
-            outputs.append(onnx.value_info(f"out.{index}", tensor_type.dtype, _symbolic(tensor_type, f"new.{index}")))
-            nodes += [
-                onnx.node("Slice", [f"in.{index}", "first", "slots", f"axis.{group}"], [f"cut.{index}"]),
-                onnx.node("Pad", [f"cut.{index}", f"padding.{group}", f"fill.{group}"], [f"out.{index}"]),
-            ]
-    graph = onnx.GraphProto(name="copy", node=nodes, input=inputs, output=outputs, initializer=constants)
-    data: bytes = onnx.model(graph, opset=_OPSET, microsoft=False).SerializeToString()
-    return data
-
-
-def _symbolic(tensor_type: CacheTensorType, slots: str) -> list[int | str]:
-    shape: list[int | str] = list(tensor_type.shape)
-    shape[tensor_type.axis] = slots
-    return shape

@@ -86,12 +86,9 @@ class FeatureSlots:
     def _make_room(self, slot: int, count: int) -> None:
         """Drop what lies before the window, and let the buffer grow to twice what is left at most."""
         kept = max(self.start, slot - self.window)
-        rows = self._rows[kept - self._first : slot - self._first]
+        rows = self._rows[kept - self._first : slot - self._first].copy()
         needed = len(rows) + count
         if 2 * needed > len(self._rows):
-            grown = np.empty((2 * needed, self.size), np.float32)
-            grown[: len(rows)] = rows
-            self._rows = grown
-        else:
-            self._rows[: len(rows)] = rows.copy()
+            self._rows = np.empty((2 * needed, self.size), np.float32)
+        self._rows[: len(rows)] = rows
         self.start = self._first = kept

@@ -99,13 +99,9 @@ class PrefixFiles(PrefixStore):
 
         Of equals it is the smallest file.
         """
-        best: tuple[int, StoredPrefix | None] = (0, None)
-        for stored in self._stored():
-            shared = min(common_prefix(stored.token_ids, wanted), self._usable(stored))
-            smaller = best[1] is None or stored.token_ids.size < best[1].token_ids.size
-            if (shared > best[0] or (shared == best[0] and smaller)) and shared * _LEAST_SHARE >= stored.token_ids.size:
-                best = shared, stored
-        return best
+        found = [(min(common_prefix(each.token_ids, wanted), self._usable(each)), each) for each in self._stored()]
+        worth = [(shared, each) for shared, each in found if shared * _LEAST_SHARE >= each.token_ids.size]
+        return max(worth, key=lambda pair: (pair[0], -pair[1].token_ids.size), default=(0, None))
 
     def restored(self, wanted: TokenIds, known: int, new_arena: Callable[[], KVArena]) -> KVArena | None:
         """A new arena with slots from a file that has more of them than the `known` in memory; None if none has."""
@@ -163,11 +159,12 @@ class PrefixFiles(PrefixStore):
         if not prefix_folder().is_dir():  # saves computing the key
             return []
         found: dict[str, tuple[tuple[int, int], StoredPrefix]] = {}
-        try:
-            entries = [entry for entry in os.scandir(self.folder) if self._may_be_prefix(entry.name)]
-        except OSError:
-            return []
+        entries: list[os.DirEntry[str]] = []
+        with suppress(OSError):
+            entries = [each for each in os.scandir(self.folder) if each.name.endswith(_SUFFIX)]
         for entry in entries:
+            if entry.name.startswith(".") or entry.name in self._refused:
+                continue
             with suppress(OSError):
                 status = entry.stat()
                 version = status.st_size, status.st_mtime_ns
@@ -186,9 +183,8 @@ class PrefixFiles(PrefixStore):
         """Whether a file has as many slots of a prefix that may be used; if so, it counts as used."""
         wanted = plain_length if self._plain_only() else token_ids.size
         for stored in self._stored():
-            size = stored.token_ids.size
             whole = common_prefix(stored.token_ids, token_ids) == token_ids.size
-            if whole and self._usable(stored) >= wanted and size <= _ENOUGH * token_ids.size:
+            if whole and self._usable(stored) >= wanted and stored.token_ids.size <= _ENOUGH * token_ids.size:
                 with suppress(OSError):
                     os.utime(stored.path)
                 return True
@@ -214,9 +210,6 @@ class PrefixFiles(PrefixStore):
             if not self._noticed:
                 self._noticed = True
                 _log.warning("a prefix is not kept on disk: %s", error.strerror or error)
-
-    def _may_be_prefix(self, name: str) -> bool:
-        return name.endswith(_SUFFIX) and not name.startswith(".") and name not in self._refused
 
     def _discard(self, path: Path) -> None:
         self._refused.add(path.name)

@@ -107,8 +107,8 @@ class StateBuffers:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers."""
-        kept = [self._own, *(each for buffers in self._returned.values() for each in buffers)]
-        return sum({id(each): each.nbytes for each in kept}.values())
+        returned = [each for buffers in self._returned.values() for each in buffers if each is not self._own]
+        return sum(each.nbytes for each in (self._own, *returned))
 
     def new_output(self, width: int) -> States:
         """A buffer for what a pass over `width` tokens returns, in which no states lie that are needed."""

@@ -13,6 +13,7 @@ from edgerun import Engine
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from edgerun.runtime.kv.features import FeatureSlots
 from edgerun.runtime.speculation.drafters.target_drafts import HiddenStateHead
 
 from .adversarial_drafters import NEARLY_FREE, FixedCost
@@ -24,7 +25,7 @@ def bind_with_features(target: GraphSession, context: int) -> BoundSession:
     """A session of the target whose arena keeps features."""
     arena = target.arena(context)
     assert target.graph_io.feature_size is not None
-    arena.keep_features(target.graph_io.feature_size)
+    arena.features = FeatureSlots(target.graph_io.feature_size)
     return target.bind(arena)
 
 

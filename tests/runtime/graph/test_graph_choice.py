@@ -72,7 +72,7 @@ def test_each_pass_runs_in_the_graph_that_takes_it(tiny_bundle: Path) -> None:
     wide = WidePasses(lambda: load(tiny_bundle))
     graphs, alone = ChosenGraphs(load(tiny_bundle), (wide,)), load(tiny_bundle)
     bound, expected = graphs.bind(graphs.arena(64)), alone.bind(alone.arena(64))
-    assert not graphs.holds("wide")
+    assert "wide" not in graphs.loaded
     assert graphs_run(bound, PROMPT) == ["wide", "wide", BASE_GRAPH]
     prefill(expected, PROMPT)
     np.testing.assert_allclose(tree_logits(bound), tree_logits(expected), atol=1e-4)
@@ -95,7 +95,7 @@ def test_sequences_share_a_further_graph_and_may_change_their_arena(tiny_bundle:
     np.testing.assert_array_equal(again, expected)
     assert wide.loaded == 1
     graphs.release("wide")
-    assert not graphs.holds("wide")
+    assert "wide" not in graphs.loaded
     prefill(graphs.bind(graphs.arena(64)), PROMPT)
     assert wide.loaded == 2
 

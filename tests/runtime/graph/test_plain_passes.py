@@ -49,18 +49,18 @@ from edgerun.runtime.kv.device_buffers import DeviceBuffers
 rewriting.FORMS = {"WebGpuExecutionProvider": replace(rewriting.WEBGPU, has_plain_form=True)}
 bundle, config = open_bundle(Path(sys.argv[1])), SessionConfig(choose_device("webgpu"), 1)
 graph = open_graph(bundle, config, cache=False)
-after_load = graph.holds("trees")
+after_load = "trees" in graph.loaded
 bound = graph.bind(graph.arena(64))
 bound.whole_logits = False
 bound.forward([5, 25, 17])
 bound.arena.commit(3)
 bound.forward([9, 21], tree_mask=np.tri(2, dtype=bool))
 bound.arena.commit(2)
-after_chain = graph.holds("trees")
+after_chain = "trees" in graph.loaded
 logits = bound.forward([7, 8, 6], positions=[5, 6, 6], tree_mask=np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool))
 print(json.dumps({
     "trees_correct": graph.graph_io.supports_trees,
-    "holds_trees": [after_load, after_chain, graph.holds("trees")],
+    "holds_trees": [after_load, after_chain, "trees" in graph.loaded],
     "on_device": isinstance(bound.arena.buffers, DeviceBuffers),
     "best": [np.sort(row)[::-1][:64].tolist() for row in logits],
 }))
@@ -119,7 +119,7 @@ def test_plain_passes_and_trees_share_a_cache(tmp_path: Path, family: str, form:
         for found, wanted in zip(passes(bound), passes(expected), strict=True):
             limit = TOLERANCE[form] * max(1.0, float(np.abs(wanted).max()))
             np.testing.assert_allclose(found, wanted, atol=limit, rtol=0)
-        assert graph.holds(TreeGraph.name) is holds_trees
+        assert (TreeGraph.name in graph.loaded) is holds_trees
 
 
 def test_another_arena_is_used_by_both(tiny_bundle: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_graph_for_trees_that_was_released_is_loaded_again(tiny_bundle: Path) 
 
     before = tree_logits()
     graph.release(TreeGraph.name)
-    assert not graph.holds(TreeGraph.name)
+    assert TreeGraph.name not in graph.loaded
     np.testing.assert_array_equal(tree_logits(), before)
     graph.disable_trees()
     with pytest.raises(ValueError, match="this graph cannot verify trees"):
@@ -175,9 +175,9 @@ def test_a_gpu_whose_form_has_a_plain_form_gets_both_graphs(
     bound = graph.bind(graph.arena(64))
     assert run(bound, PROMPT).shape[0] == len(PROMPT)
     if isinstance(graph, ChosenGraphs):
-        assert not graph.holds(TreeGraph.name)
+        assert TreeGraph.name not in graph.loaded
         bound.forward(TREE, positions=20 + DEPTHS, tree_mask=TREE_MASK)
-        assert graph.holds(TreeGraph.name)
+        assert TreeGraph.name in graph.loaded
 
 
 def test_a_device_without_room_for_the_graph_for_trees_gets_chains(
