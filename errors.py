@@ -19,6 +19,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 
@@ -99,3 +101,23 @@ class DeviceError(EdgeError):
     """No execution provider can run the model as requested."""
 
     exit_code: ClassVar[int] = 2
+
+
+@contextmanager
+def missing_extra(what: str, extra: str) -> Iterator[None]:
+    """Within the block, an import that fails for a package says which extra has it.
+
+    Args:
+        what: what needs the package, for the message.
+        extra: the extra to install.
+
+    Raises:
+        InputError: a package is missing.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package == "edgerun":
+            raise
+        raise InputError(f"{what} needs the package {package}", f'pip install "edge-run[{extra}]"') from error

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .edge.server import missing_extra
+from .errors import missing_extra
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -55,7 +55,7 @@ def app(
         BundleError: a path holds no model.
         InputError: an option is out of range, or the extra `serve` is missing.
     """
-    with missing_extra():
+    with missing_extra("the server", "serve"):
         from .edge.server.asgi_app import asgi_app  # noqa: PLC0415
         from .edge.server.endpoint import RequestService  # noqa: PLC0415
         from .edge.server.server_settings import ServerSettings  # noqa: PLC0415

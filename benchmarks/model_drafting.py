@@ -24,7 +24,7 @@ import edgerun
 from artifacts import bundle
 from edgerun.edge.bench.bench_result import BenchConditions, BenchResult
 from edgerun.edge.bench.prompt_sets import read_recording
-from edgerun.edge.bench.runner import BenchSettings, DecodingMode, TurnRange, measure_modes
+from edgerun.edge.bench.runner import BenchSettings, DecodingMode, measure_modes, parse_turns
 from edgerun.edge.bench.table import show
 from edgerun.models.find import bundled_folder
 from edgerun.runtime.measure.system_load import LoadMeter
@@ -67,7 +67,7 @@ def main() -> None:
     model = bundle(options.work, shape, options.block, folder)
     with edgerun.load(model, draft=folder / "draft") as engine:
         modes = [DecodingMode(str(each), each) for each in map(Speculation.parse, options.spec or ["auto"])]
-        plan = BenchSettings(_MAX_TOKENS, TurnRange.parse("all"), replay=True)
+        plan = BenchSettings(_MAX_TOKENS, parse_turns("all"), replay=True)
         meter = LoadMeter()
         conversations = read_recording(recording)
         found = measure_modes(engine, conversations, modes, plan)

@@ -16,9 +16,9 @@ from rich.console import Console
 
 import edgerun
 from edgerun.edge.bench.bench_result import BenchConditions, BenchResult
-from edgerun.edge.bench.prompt_sets import count_by_category, limit_per_category, read_recording
+from edgerun.edge.bench.prompt_sets import limit_per_category, read_recording
 from edgerun.edge.bench.ratios import PLAIN, ModeResult
-from edgerun.edge.bench.runner import BenchSettings, ConversationRunner, DecodingMode, Measurements, TurnRange
+from edgerun.edge.bench.runner import BenchSettings, ConversationRunner, DecodingMode, Measurements, parse_turns
 from edgerun.runtime.measure.system_load import LoadMeter
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.replay import OracleMode
@@ -97,9 +97,9 @@ class RecordingReplay:
         self._recording = recording
         self._options = options
         conversations = read_recording(options.data / "replay" / recording.file)
-        each = options.limit * (_CATEGORIES if len(count_by_category(conversations)) == 1 else 1)
+        each = options.limit * (_CATEGORIES if len({each.category for each in conversations}) == 1 else 1)
         self._conversations = limit_per_category(conversations, each or None)
-        self._plan = BenchSettings(options.max_tokens, TurnRange.parse(recording.turns), replay=True)
+        self._plan = BenchSettings(options.max_tokens, parse_turns(recording.turns), replay=True)
         self._modes = modes_of(options)
         settings = {
             "modes": [mode.name for mode in self._modes],

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from http import HTTPStatus
 from typing import Final
 
@@ -17,7 +18,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..server.asgi_app import OriginGuard, asgi_app, not_routed
+from ..server.asgi_app import Guard, asgi_app, not_routed, origin_refusal
 from ..server.http_messages import JsonResponse, RefusedError, UnreadBodyResponse
 from .app_access import OPEN_PATH, SESSION_LIFE_S, SessionGuard
 from .app_service import AppService
@@ -59,7 +60,7 @@ def chat_app(service: AppService) -> ASGIApp:
         ],
         middleware=[
             Middleware(PageHeaders),
-            Middleware(OriginGuard, context.settings),
+            Middleware(Guard, partial(origin_refusal, context.settings)),
             Middleware(SessionGuard, service.access),
         ],
         exception_handlers={HTTPException: not_routed},

@@ -160,10 +160,7 @@ class BenchResult:
 
     def _headline_json(self, mode: ModeResult) -> dict[str, Any]:
         """The ratio of a mode with its interval, or the reason why there is none, as plain values."""
-        reason = reason_without_ratio(mode, self.load)
-        described = mode.to_json()
-        return {
-            "ratio": described["geometric_mean"] if reason is None else None,
-            "interval": described["interval"] if reason is None else None,
-            "reason": reason,
-        }
+        reason, described = reason_without_ratio(mode, self.load), mode.to_json()
+        if reason is not None:
+            return {"ratio": None, "interval": None, "reason": reason}
+        return {"ratio": described["geometric_mean"], "interval": described["interval"], "reason": None}

@@ -21,7 +21,6 @@ Recordings have the answers of a model, for replay:
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
@@ -104,11 +103,6 @@ def limit_per_category(conversations: Sequence[Conversation], limit: int | None)
         by_category.setdefault(each.category, []).append(each)
     rows = zip_longest(*(group[:limit] for group in by_category.values()))
     return [each for row in rows for each in row if each is not None]
-
-
-def count_by_category(conversations: Sequence[Conversation]) -> Mapping[str, int]:
-    """Number of conversations by category, in the order of their first conversation."""
-    return Counter(each.category for each in conversations)
 
 
 def _with_turns(row: Mapping[str, Any], path: Path, number: int) -> Conversation:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ...runtime.result import DraftCounts, Stats
+from ...runtime.result import Stats
 
 Float64 = npt.NDArray[np.float64]
 
@@ -123,8 +123,8 @@ class ModeResult:
             "tokens_per_pass": _rounded(stats.tokens_per_pass),
             "drafted": stats.drafted,
             "accepted": stats.accepted,
-            "by_source": {name: _counts(counts) for name, counts in stats.by_source.items()},
-            "by_depth": [_counts(counts) for counts in stats.by_depth],
+            "by_source": {name: asdict(counts) for name, counts in stats.by_source.items()},
+            "by_depth": [asdict(counts) for counts in stats.by_depth],
             "round_ms": {
                 "draft": _rounded(times.draft),
                 "target": _rounded(times.target),
@@ -183,10 +183,9 @@ def _compare(turns: Sequence[MeasuredTurn], mode: str) -> ModeResult:
 def _category(name: str, turns: Sequence[MeasuredTurn], mode: str, sampled: Float64) -> CategoryResult:
     plain, stats = _totals(turns, mode)
     single = [rate_ratio(turn.stats[mode], turn.stats[PLAIN]) for turn in turns]
-    low, middle, high = (float(value) for value in np.percentile(single, (25, 50, 75)))
-    return CategoryResult(
-        name, plain, stats, _estimate(rate_ratio(stats, plain), sampled, [turns]), (low, middle, high)
-    )
+    low, middle, high = map(float, np.percentile(single, (25, 50, 75)))
+    ratio = _estimate(rate_ratio(stats, plain), sampled, [turns])
+    return CategoryResult(name, plain, stats, ratio, (low, middle, high))
 
 
 def _totals(turns: Sequence[MeasuredTurn], mode: str) -> tuple[Stats, Stats]:
@@ -204,9 +203,8 @@ def _bootstrap(turns: Sequence[MeasuredTurn], mode: str, random: np.random.Gener
         conversations.setdefault(turn.conversation, []).append(turn)
     totals = [_totals(group, mode) for group in conversations.values()]
     # float64 [conversations, 4]: tokens and seconds of plain decoding, then of the mode
-    parts = np.array(
-        [(plain.decode_tokens, plain.decode_s, stats.decode_tokens, stats.decode_s) for plain, stats in totals],
-        np.float64,
+    parts = np.array([(each.decode_tokens, each.decode_s) for both in totals for each in both], np.float64).reshape(
+        -1, 4
     )
     drawn = parts[random.integers(len(parts), size=(_RESAMPLES, len(parts)))].sum(axis=1)
     ratios: Float64 = (drawn[:, 2] / drawn[:, 3]) / (drawn[:, 0] / drawn[:, 1])
@@ -216,7 +214,7 @@ def _bootstrap(turns: Sequence[MeasuredTurn], mode: str, random: np.random.Gener
 def _estimate(value: float, sampled: Float64, groups: Iterable[Sequence[MeasuredTurn]]) -> Estimate:
     if any(len({turn.conversation for turn in group}) < MIN_CONVERSATIONS for group in groups):
         return Estimate(value, None)
-    low, high = (float(edge) for edge in np.percentile(sampled, _PERCENTILES))
+    low, high = map(float, np.percentile(sampled, _PERCENTILES))
     return Estimate(value, (low, high))
 
 
@@ -233,10 +231,6 @@ def _category_json(category: CategoryResult) -> dict[str, Any]:
         "tokens_per_pass": _rounded(stats.tokens_per_pass),
         "acceptance_rate": _rounded(stats.draft_counts.acceptance_rate),
     }
-
-
-def _counts(counts: DraftCounts) -> dict[str, int]:
-    return {"drafted": counts.drafted, "accepted": counts.accepted}
 
 
 def _interval(estimate: Estimate) -> list[float] | None:
@@ -265,8 +259,9 @@ def headline(mode: ModeResult, load: MachineLoad) -> str:
     if reason is not None:
         return f"{mode.name}: no ratio, because {reason}"
     rate, plain = mode.stats.decode_tokens_per_second, mode.plain.decode_tokens_per_second
+    interval = " (95 % interval {:.2f} to {:.2f})".format(*mode.mean.interval) if mode.mean.interval else ""
     return (
-        f"{mode.name}: {mode.mean.value:.2f} times as fast as plain decoding{_interval_text(mode.mean)}, "
+        f"{mode.name}: {mode.mean.value:.2f} times as fast as plain decoding{interval}, "
         f"{rate:.1f} and {plain:.1f} tokens a second"
     )
 
@@ -306,9 +301,5 @@ def spread_of_plain(turns: Sequence[MeasuredTurn]) -> float:
     rates = [each.decode_tokens_per_second for each in plain if each.decode_tokens >= _MIN_ANSWER_TOKENS]
     if len(rates) < _MIN_ANSWERS:
         return 1.0
-    low, high = (float(value) for value in np.percentile(rates, (25, 75)))
+    low, high = map(float, np.percentile(rates, (25, 75)))
     return high / low
-
-
-def _interval_text(estimate: Estimate) -> str:
-    return "" if estimate.interval is None else " (95 % interval {:.2f} to {:.2f})".format(*estimate.interval)

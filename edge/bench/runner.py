@@ -7,17 +7,17 @@ later turn contains the answers of plain decoding to the earlier turns or, in a 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Final
 
 from ...errors import ContextError, InputError
 from ...models.progress import Progress, silent
 from ...runtime.engine import Engine
-from ...runtime.generation import CachedSequence
 from ...runtime.options import GenerateOptions
 from ...runtime.result import Reply
-from ...runtime.scheduling.answer_stream import AnswerStream
 from ...runtime.speculation.choice import Speculation
 from ...runtime.speculation.replay import OracleMode
 from .prompt_sets import Conversation, Exchange
@@ -39,32 +39,23 @@ class DecodingMode:
 PLAIN_MODE: Final = DecodingMode(PLAIN, Speculation.OFF)
 
 
-@dataclass(frozen=True)
-class TurnRange:
-    """The turns of a conversation that are measured; those before them are only part of the prompt."""
+ALL_TURNS: Final = range(1, 1_000_000)
+"""The numbers of turns from the first one on."""
 
-    first: int = 1
-    last: int | None = None
 
-    @classmethod
-    def parse(cls, text: str) -> TurnRange:
-        """Read `all`, `2`, `1-2` or `2-`.
+def parse_turns(text: str) -> range:
+    """The turns that `all`, `2`, `1-2` or `2-` names.
 
-        Raises:
-            InputError: the text is none of these.
-        """
-        if text == "all":
-            return cls()
-        first, dash, last = text.partition("-")
-        numbers = [part for part in (first, last) if part]
-        if first and all(part.isascii() and part.isdigit() and len(part) < 6 for part in numbers):
-            turns = cls(int(first), int(last) if last else None if dash else int(first))
-            if 1 <= turns.first <= (turns.last or turns.first):
-                return turns
-        raise InputError(f"--turns is {text!r}", "give all, a number such as 2, or a range such as 1-2 or 2-")
-
-    def __contains__(self, turn: int) -> bool:
-        return self.first <= turn <= (self.last or turn)
+    Raises:
+        InputError: the text is none of these.
+    """
+    found = re.fullmatch(r"([0-9]{1,5})(?:(-)([0-9]{0,5}))?", "1-" if text == "all" else text)
+    if found is not None:
+        first = int(found[1])
+        last = int(found[3]) if found[3] else ALL_TURNS[-1] if found[2] else first
+        if 1 <= first <= last:
+            return range(first, last + 1)
+    raise InputError(f"--turns is {text!r}", "give all, a number such as 2, or a range such as 1-2 or 2-")
 
 
 @dataclass(frozen=True)
@@ -72,7 +63,8 @@ class BenchSettings:
     """What is the same for all modes."""
 
     max_tokens: int
-    turns: TurnRange = TurnRange()
+    turns: range = ALL_TURNS
+    """The turns of a conversation that are measured; those before them are only part of the prompt."""
     replay: bool = False
     """Whether the tokens are those of recorded answers."""
     raw: bool = False
@@ -141,30 +133,25 @@ class PromptEncoder:
             answer = self._engine.tokenizer.encode(exchange.answer or "", add_special_tokens=False)[:max_tokens]
         room = max(context - (max_tokens if answer is None else len(answer)), context // 2)
 
-        def fitting(prompt: list[int], *, shortened: bool) -> TurnTokens:
-            return TurnTokens(prompt, None if answer is None else answer[: context - len(prompt)], shortened)
-
-        for start in range(len(history) + 1):
-            prompt = self._prompt_ids(history[start:], exchange.prompt)
-            if len(prompt) <= room:
-                return fitting(prompt, shortened=start > 0)
-        kept = len(exchange.prompt)
-        while kept > 1:
-            kept = min(kept - 1, max(1, kept * room // len(prompt)))
-            prompt = self._prompt_ids((), exchange.prompt[:kept])
-            if len(prompt) <= room:
-                return fitting(prompt, shortened=True)
-        raise ContextError(f"no prompt fits a context of {context} tokens", "give a longer --context")
+        start, kept = 0, len(exchange.prompt)
+        while len(prompt := self._prompt_ids(history[start:], exchange.prompt[:kept])) > room:
+            if start < len(history):
+                start += 1
+            elif kept > 1:
+                kept = min(kept - 1, max(1, kept * room // len(prompt)))
+            else:
+                raise ContextError(f"no prompt fits a context of {context} tokens", "give a longer --context")
+        shortened = start > 0 or kept < len(exchange.prompt)
+        return TurnTokens(prompt, None if answer is None else answer[: context - len(prompt)], shortened)
 
     def _prompt_ids(self, history: Sequence[Exchange], question: str) -> list[int]:
+        texts = [*(text for each in history for text in (each.prompt, each.answer or "")), question]
         if self._raw:
-            texts = [text for exchange in history for text in (exchange.prompt, exchange.answer or "")]
-            return self._engine.tokenizer.encode("\n\n".join([*texts, question]), add_special_tokens=True)
-        messages = []
-        for exchange in history:
-            messages.append({"role": "user", "content": exchange.prompt})
-            messages.append({"role": "assistant", "content": exchange.answer or ""})
-        return self._engine.encode_chat([*messages, {"role": "user", "content": question}])
+            return self._engine.tokenizer.encode("\n\n".join(texts), add_special_tokens=True)
+        roles = cycle(("user", "assistant"))
+        return self._engine.encode_chat(
+            [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+        )
 
 
 def measure_modes(
@@ -189,13 +176,11 @@ def measure_modes(
     runner = ConversationRunner(engine, modes, settings)
     measured = Measurements()
     total = sum(map(settings.measured_turns, conversations))
-    done = 0
     progress("measuring", 0.0)
-    for number, conversation in enumerate(conversations):
-        for part in runner.measure(number, conversation):
-            measured.add(part)
-            done += 1
-            progress("measuring", done / total)
+    parts = (part for number, each in enumerate(conversations) for part in runner.measure(number, each))
+    for done, part in enumerate(parts, 1):
+        measured.add(part)
+        progress("measuring", done / total)
     return measured
 
 
@@ -262,15 +247,11 @@ class ConversationRunner:
         return {mode.name: self._answer(mode, tokens, self._settings) for mode in order}
 
     def _answer(self, mode: DecodingMode, tokens: TurnTokens, settings: BenchSettings) -> Reply:
-        stream: AnswerStream
-        cache: CachedSequence = self._caches[mode.name]
-        if tokens.answer is None:
-            options = settings.generate_options(mode, settings.max_tokens)
-            stream = self._engine.answer(tokens.prompt, options, cache)
-        else:
-            options = settings.generate_options(mode, len(tokens.answer))
-            stream = self._engine.replay(cache, tokens.prompt, tokens.answer, options, oracle_mode=mode.oracle_mode)
-        return Reply.of(stream)
+        cache, recorded = self._caches[mode.name], tokens.answer
+        options = settings.generate_options(mode, settings.max_tokens if recorded is None else len(recorded))
+        if recorded is None:
+            return Reply.of(self._engine.answer(tokens.prompt, options, cache))
+        return Reply.of(self._engine.replay(cache, tokens.prompt, recorded, options, oracle_mode=mode.oracle_mode))
 
     def _turn(self, category: str, conversation: int, turn: int, replies: Mapping[str, Reply]) -> MeasuredTurn:
         plain = replies[PLAIN]

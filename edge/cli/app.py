@@ -7,19 +7,18 @@ import platform
 import threading
 import webbrowser
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
-import typer
-
-from ...errors import InputError
+from ...errors import InputError, missing_extra
 from ...models.user_folders import data_folder
+from ...runtime.arguments.argument_types import option
 from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.prefill import PrefillMode
 from ..conversations.store import ConversationStore
-from ..server import missing_extra
 from ..terminal.output import showing_tracebacks, write_error
-from .pool_options import PoolOptions
-from .shared_options import Debug, Offline, OptionsOf, chosen_options, takes_options
+from .pool_options import POOL, Models
+from .shared_options import Debug, Offline, OptionsOf, takes_options
 
 if TYPE_CHECKING:
     import socket
@@ -39,24 +38,28 @@ _END_S: Final = 30.0
 _LOAD: Final = OptionsOf(LoadOptions(), without=("tokenizer", "tool_format", "learned", "max_waiting"))
 
 
-@takes_options(PoolOptions, _LOAD)
+@dataclass(frozen=True)
+class AppOptions:
+    """Options of `edge-run app`."""
+
+    port: int | None = option(
+        None,
+        "Port of the app; 0 for one that is free.",
+        metavar="N",
+        least=0,
+        most=65535,
+        unset=f"{_PORT}, or the next free one",
+    )
+    browser: bool = option(True, "Open the page in the browser, or only print its address.")
+    window: bool = option(False, "Open the page in a window of its own (extra window).")
+
+
+_APP: Final = OptionsOf(AppOptions())
+
+
+@takes_options(POOL, _APP, _LOAD)
 def app(
-    port: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=0,
-            max=65535,
-            help="Port of the app; 0 for one that is free.",
-            show_default=f"{_PORT}, or the next free one",
-        ),
-    ] = None,
-    browser: Annotated[
-        bool, typer.Option("--browser/--no-browser", help="Open the page in the browser, or only print its address.")
-    ] = True,
-    window: Annotated[
-        bool, typer.Option("--window", help="Open the page in a window of its own (extra window).")
-    ] = False,
+    models: Models = None,
     offline: Offline = False,  # noqa: ARG001  its callback acts
     debug: Debug = False,
     **given: Any,
@@ -68,28 +71,31 @@ def app(
 
     Example: edge-run app
     """
-    offered, load = chosen_options(PoolOptions, given), _LOAD.record(given)
-    with missing_extra("app", "app"):
+    options, load = _APP.record(given), _LOAD.record(given)
+    with missing_extra("the app", "app"):
         from ..app import chat_app  # noqa: F401  what it needs has to be there before the app begins
         from ..app.app_access import join_running_app
         from ..server import uvicorn_server  # noqa: F401
-    if window:
-        _check_window()
+    if options.window:
+        try:
+            import webview  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise InputError("a window needs the package pywebview", 'pip install "edge-run[window]"') from error
     with ExitStack() as stack:
         if (running := join_running_app(stack, data_folder())) is not None:
             others = ", with the models that it was started with; end it first to give it others"
-            write_error(f"edge-run: the app runs already{others if offered.models else ''}")
-            _show(running, browser=browser, window=window)
+            write_error(f"edge-run: the app runs already{others if models else ''}")
+            _show(running, browser=options.browser, window=options.window)
             return
         store = stack.enter_context(ConversationStore.open(notice=lambda text: write_error(f"edge-run: {text}")))
-        pool = stack.enter_context(offered.open(load))
-        listening = stack.enter_context(_bound_socket(port))
+        pool = stack.enter_context(POOL.record(given).open(models, load))
+        listening = stack.enter_context(_bound_socket(options.port))
         server, url = _server(store, pool, listening.getsockname()[1], load)
         with showing_tracebacks(debug):
-            if window:
+            if options.window:
                 _run_in_window(server, listening, url)
             else:
-                _show(url, browser=browser, window=False)
+                _show(url, browser=options.browser, window=False)
                 server.run([listening])
 
 
@@ -109,17 +115,14 @@ def _server(store: ConversationStore, pool: ModelPool, port: int, load: LoadOpti
     access = AppAccess(session_secret(folder), port)
     events = EventChannel()
     tools = ToolServers(folder, lambda: events.publish("tools"))
-    service = AppService(AppContext(store, pool, events, settings, tools, _for_another_process(load)), access)
+    # What decides which tokens a model computes and how, for other processes: options of `edgerun.load` as JSON values.
+    shared = {name: getattr(load, name) for name in ("device", "threads", "context", "draft", "cache", "kv")}
+    # Checks of exactness compare texts whose prompts were read by the model's own graph.
+    shared |= {"prefill": PrefillMode.PLAIN.value}
+    service = AppService(AppContext(store, pool, events, settings, tools, shared), access)
     server = draining_server(chat_app(service), service, settings, _DRAIN_S)
     announce(folder, port, access)
     return server, open_url(port, access.new_token())
-
-
-def _for_another_process(load: LoadOptions) -> dict[str, Any]:
-    """What decides which tokens a model computes and how, as JSON values: options of `edgerun.load`."""
-    shared = {name: getattr(load, name) for name in ("device", "threads", "context", "draft", "cache", "kv")}
-    # Checks of exactness compare texts whose prompts were read by the model's own graph.
-    return shared | {"prefill": PrefillMode.PLAIN.value}
 
 
 def _bound_socket(port: int | None) -> socket.socket:
@@ -147,7 +150,10 @@ def _show(url: str, *, browser: bool, window: bool) -> None:
     """Print the address, and open it as was asked for."""
     write_error(f"edge-run: open {url}")
     if window:
-        _open_window(url)
+        import webview
+
+        webview.create_window("edge-run", url, width=1100, height=800)
+        webview.start()  # returns when the window is closed
     elif browser and _has_display():
         # Starting a browser can take seconds, and the page needs the server.
         threading.Thread(target=webbrowser.open, args=(url,), name="edge-run browser", daemon=True).start()
@@ -158,26 +164,6 @@ def _has_display() -> bool:
     return platform.system() in {"Windows", "Darwin"} or bool(
         os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     )
-
-
-def _check_window() -> None:
-    """Raise if the extra `window` is missing.
-
-    Raises:
-        InputError: it is.
-    """
-    try:
-        import webview  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise InputError("a window needs the package pywebview", 'pip install "edge-run[window]"') from error
-
-
-def _open_window(url: str) -> None:
-    """Show the page in a window of its own until it is closed."""
-    import webview
-
-    webview.create_window("edge-run", url, width=1100, height=800)
-    webview.start()
 
 
 def _run_in_window(server: DrainingServer, listening: socket.socket, url: str) -> None:

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import typer
-
-from ...errors import InputError
+from ...errors import InputError, missing_extra
 from ...models.pairing import find_draft
 from ...models.progress import ProgressDisplay
+from ...runtime.arguments.argument_types import option
 from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.devices.processor import Power
 from ...runtime.engine_loading import load as open_model
 from ...runtime.options import GenerateOptions
 from ...runtime.speculation.choice import Speculation
 from ..terminal.output import SafeConsole, write_json
-from .shared_options import AsJson, Debug, ModelArgument, OptionsOf, Prompts, chosen_options, takes_options
+from .shared_options import OWN_PROMPTS, PROMPTS_HELP, AsJson, Debug, ModelArgument, OptionsOf, takes_options
 
 if TYPE_CHECKING:
     from ..bench.bench_result import BenchResult
@@ -40,45 +39,36 @@ _WHOLE_ANSWER: Final = 1 << 20
 class BenchOptions:
     """What to measure."""
 
-    prompts: Prompts = None
-    replay: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Recorded conversations: every pass is run at its full cost, but the tokens are the recorded ones.",
-        ),
-    ] = None
-    spec: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAMES", help="Drafters to measure, as in edge-run --spec; may be repeated.", show_default="auto"
-        ),
-    ] = None
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "-n",
-            "--max-tokens",
-            metavar="N",
-            min=2,
-            help="Maximum tokens of an answer.",
-            show_default=f"{_MAX_TOKENS}; with --replay, the whole answer",
-        ),
-    ] = None
-    limit: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Maximum number of conversations of each category.", show_default="all"),
-    ] = None
-    turns: Annotated[
-        str, typer.Option(metavar="RANGE", help="Turns of a conversation to measure: all, 2, 1-2 or 2-.")
-    ] = "all"
-    report: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write tables and plots to this .html file, or the plots to this .png file."),
-    ] = None
+    prompts: Path | None = option(None, PROMPTS_HELP, metavar="FILE", unset=OWN_PROMPTS)
+    replay: Path | None = option(
+        None,
+        "Recorded conversations: every pass is run at its full cost, but the tokens are the recorded ones.",
+        metavar="FILE",
+    )
+    spec: list[str] | None = option(
+        None, "Drafters to measure, as in edge-run --spec; may be repeated.", metavar="NAMES", unset="auto"
+    )
+    max_tokens: int | None = option(
+        None,
+        "Maximum tokens of an answer.",
+        flags=("-n", "--max-tokens"),
+        metavar="N",
+        least=2,
+        unset=f"{_MAX_TOKENS}; with --replay, the whole answer",
+    )
+    limit: int | None = option(
+        None, "Maximum number of conversations of each category.", metavar="N", least=1, unset="all"
+    )
+    turns: str = option("all", "Turns of a conversation to measure: all, 2, 1-2 or 2-.", metavar="RANGE")
+    report: Path | None = option(
+        None, "Write tables and plots to this .html file, or the plots to this .png file.", metavar="FILE"
+    )
 
 
-@takes_options(BenchOptions, _ANSWER, _LOAD)
+_BENCH: Final = OptionsOf(BenchOptions())
+
+
+@takes_options(_BENCH, _ANSWER, _LOAD)
 def bench(
     model: ModelArgument = None,
     as_json: AsJson = False,
@@ -94,14 +84,14 @@ def bench(
     """
     answer = _ANSWER.record(given)
     load = _LOAD.record(given)
-    options = chosen_options(BenchOptions, given)
-    from ..bench.runner import BenchSettings, TurnRange
+    options = _BENCH.record(given)
+    from ..bench.runner import BenchSettings, parse_turns
     from ..bench.table import show
 
     write_report = _report_writer(options.report)
     settings = BenchSettings(
         options.max_tokens or (_MAX_TOKENS if options.replay is None else _WHOLE_ANSWER),
-        TurnRange.parse(options.turns),
+        parse_turns(options.turns),
         options.replay is not None,
         answer.raw,
         answer.temperature or 0.0,
@@ -191,8 +181,6 @@ def _report_writer(path: Path | None) -> Callable[[BenchResult], None] | None:
     if path is None:
         return None
     check_report_path(path)
-    try:
+    with missing_extra("a report", "bench"):
         from ..bench.plots import write_report
-    except ModuleNotFoundError as error:
-        raise InputError(f"a report needs the package {error.name}", 'pip install "edge-run[bench]"') from error
     return lambda result: write_report(path, result)

@@ -11,11 +11,11 @@ from ...models.find import may_be_model
 from ...models.progress import Progress
 from ...runtime.engine import Engine
 from ...runtime.engine_loading import load as open_model
-from .run import ANSWER, LOAD, RunOptions, answer_prompt, read_options
+from .run import ANSWER, LOAD, RUN, answer_prompt, read_options
 from .shared_options import AsJson, Debug, ModelArgument, Offline, takes_options
 
 
-@takes_options(RunOptions, ANSWER, LOAD)
+@takes_options(RUN, ANSWER, LOAD)
 def chat_or_answer(
     model: ModelArgument = None,
     offline: Offline = False,  # noqa: ARG001  its callback acts

@@ -39,31 +39,18 @@ COMMANDS: Final = {
 """What each command does; the module and the function are named like the command, with `_` for `-`, but for `run`."""
 _DEFAULT_COMMAND: Final = "run"
 _OTHER_NAMES: Final = {
-    "start": "app",
-    "web": "app",
-    "ui": "app",
-    "gui": "app",
-    "chat": "run",
-    "generate": "run",
-    "list": "models",
-    "ls": "models",
-    "remove": "models --remove",
-    "rm": "models --remove",
-    "download": "pull",
-    "get": "pull",
-    "install": "pull",
-    "server": "serve",
-    "api": "serve",
-    "create": "export",
-    "convert": "export",
-    "quantize": "export",
-    "train": "train-draft",
-    "distill": "train-draft",
-    "show": "inspect",
-    "info": "inspect",
-    "benchmark": "bench",
-    "help": "--help",
-    "version": "--version",
+    "app": ("start", "web", "ui", "gui"),
+    "run": ("chat", "generate"),
+    "models": ("list", "ls"),
+    "models --remove": ("remove", "rm"),
+    "pull": ("download", "get", "install"),
+    "serve": ("server", "api"),
+    "export": ("create", "convert", "quantize"),
+    "train-draft": ("train", "distill"),
+    "inspect": ("show", "info"),
+    "bench": ("benchmark",),
+    "--help": ("help",),
+    "--version": ("version",),
 }
 """What other programs call these commands, and people try first."""
 _SIMILAR: Final = 0.66
@@ -138,7 +125,8 @@ def _check_first_word(words: list[str]) -> None:
         return
     word = words[0].lower()
     names = [*COMMANDS, *named_models()]
-    meant = _OTHER_NAMES.get(word) or next(iter(get_close_matches(word, names, n=1, cutoff=_SIMILAR)), None)
+    others = [command for command, aliases in _OTHER_NAMES.items() if word in aliases]
+    meant = next(iter(others or get_close_matches(word, names, n=1, cutoff=_SIMILAR)), None)
     hint = f"commands: {', '.join(COMMANDS)}" if meant is None else f"did you mean edge-run {meant}?"
     raise InputError(f"{words[0]!r:.60} is neither a command nor a model", hint)
 

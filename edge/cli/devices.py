@@ -68,12 +68,15 @@ def devices(
         return
     console = SafeConsole()
     console.print(_table(found, default))
-    for line in [*_missing_lines(found), *_processor_lines()]:
+    lines = [
+        *_missing_lines(found),
+        f"threads on the CPU: {default_threads()} by default, {saver_threads()} with --power saver, at most "
+        f"{usable_cores()}",
+        f"--power auto: {'saver, on battery' if choose_power(Power.AUTO).saves else 'performance'}",
+    ]
+    lines += [] if bundle is None else ["", *_model_lines(bundle, choice, checks, default)]
+    for line in lines:
         console.print(line, soft_wrap=True, highlight=False)
-    if bundle is not None:
-        console.print()
-        for line in _model_lines(bundle, choice, checks, default):
-            console.print(line, soft_wrap=True, highlight=False)
 
 
 def _facts(device: Device, default: Device) -> dict[str, Any]:
@@ -84,14 +87,9 @@ def _facts(device: Device, default: Device) -> dict[str, Any]:
         "vendor": device.vendor,
         "provider": device.provider,
         "simulated": device.simulated,
-        "version": _version(device),
+        "version": device.plugin_version or RUNTIME_VERSION,
         "default": device == default,
     }
-
-
-def _version(device: Device) -> str:
-    """Version of the provider: of its package, or of ONNX Runtime."""
-    return device.plugin_version or RUNTIME_VERSION
 
 
 def _table(found: Sequence[Device], default: Device) -> Table:
@@ -100,7 +98,12 @@ def _table(found: Sequence[Device], default: Device) -> Table:
         notes = ["default"] if device == default else []
         notes += [_SIMULATED] if device.simulated else []
         table.add_row(
-            device.name, device.kind.value, device.vendor or "-", device.provider, _version(device), ", ".join(notes)
+            device.name,
+            device.kind.value,
+            device.vendor or "-",
+            device.provider,
+            device.plugin_version or RUNTIME_VERSION,
+            ", ".join(notes),
         )
     return table
 
@@ -130,15 +133,6 @@ def _missing_lines(found: Sequence[Device]) -> list[str]:
         advice = f"to use it: {use}" if use else "no package that edge-run knows can use it"
         lines.append(f"{hardware} ({hardware.where}) is not used; {advice}")
     return lines
-
-
-def _processor_lines() -> list[str]:
-    threads, processors = default_threads(), usable_cores()
-    saves = choose_power(Power.AUTO).saves
-    return [
-        f"threads on the CPU: {threads} by default, {saver_threads()} with --power saver, at most {processors}",
-        f"--power auto: {'saver, on battery' if saves else 'performance'}",
-    ]
 
 
 def _checks(bundle: Bundle, found: Sequence[Device]) -> dict[str, DeviceCheck]:

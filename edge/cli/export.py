@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from ...errors import InputError
+from ...errors import missing_extra
 from ...export.recipe import DEFAULT_BLOCK, NO_DRAFT, OWN_MODULE, ExportRecipe, ExportRequest, WeightChoice
 from ...models.find import is_on_hub, record_export
 from ...models.hub.downloaded_model import parse_hub_id
@@ -62,10 +62,8 @@ def export(
     edge-run export optimum-export/model.onnx my-model --weights int4
     edge-run export Qwen/Qwen2.5-0.5B-Instruct my-model
     """
-    try:
+    with missing_extra("export", "export"):
         from ...export.pipeline import export_model, find_source, may_be_quantized
-    except ModuleNotFoundError as error:
-        raise InputError(f"export needs the package {error.name}", 'pip install "edge-run[export]"') from error
 
     recipe = _RECIPE.record(given)
     if recipe.draft is not None and recipe.draft not in (NO_DRAFT, OWN_MODULE):

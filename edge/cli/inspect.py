@@ -163,20 +163,15 @@ def describe(opened: OpenedModel) -> dict[str, Any]:
 
 def _manifest_facts(manifest: Manifest) -> dict[str, Any]:
     """What the manifest of an export says, as plain values."""
+    read = manifest.bits_per_weight_read
+    quantized = [each for each in manifest.weights.values() if each.bits < _FLOAT_BITS]
     return {
-        "weights": dict(Counter(str(weight_format) for weight_format in manifest.weights.values())),
-        "methods": dict(
-            Counter(
-                _method(weight_format)
-                for weight_format in manifest.weights.values()
-                if weight_format.bits < _FLOAT_BITS
-            )
-        ),
+        "weights": dict(Counter(map(str, manifest.weights.values()))),
+        # Weights that came quantized, or from an older edge-run, have no method.
+        "methods": dict(Counter("not recorded" if each.method is None else each.method.value for each in quantized)),
         "embedding_weights": str(manifest.weights.get("embedding", manifest.weights["head"])),
         "head_weights": str(manifest.weights["head"]),
-        "bits_per_weight_read": None
-        if manifest.bits_per_weight_read is None
-        else round(manifest.bits_per_weight_read, 3),
+        "bits_per_weight_read": None if read is None else round(read, 3),
         "bits_per_weight_in_file": round(manifest.bits_per_weight, 3),
         "quantization_plan": {name: _described(weight_format) for name, weight_format in manifest.weights.items()},
         "calibration": None if manifest.calibration is None else asdict(manifest.calibration),
@@ -222,20 +217,15 @@ def _draft(bundle: Bundle) -> dict[str, Any] | None:
     elif bundle.manifest is not None and bundle.manifest.draft is not None:
         facts["skips"] = ", ".join(bundle.manifest.draft.skips)
     if pair.draft.manifest is not None:
-        facts["weights"] = dict(Counter(str(weight_format) for weight_format in pair.draft.manifest.weights.values()))
+        facts["weights"] = dict(Counter(map(str, pair.draft.manifest.weights.values())))
     if pair.target_ids is not None:
         facts["head_tokens"] = pair.target_ids.size
     return facts
 
 
-def _method(weight_format: WeightFormat) -> str:
-    """How the weights were quantized; not recorded where they came quantized, or from an older edge-run."""
-    return "not recorded" if weight_format.method is None else weight_format.method.value
-
-
 def _described(weight_format: WeightFormat) -> dict[str, Any]:
     """A weight format as plain values."""
-    values = {**asdict(weight_format), "method": None if weight_format.method is None else weight_format.method.value}
+    values = {**asdict(weight_format), "method": weight_format.method and weight_format.method.value}
     return {"format": str(weight_format), **{name: value for name, value in values.items() if value}}
 
 
@@ -297,10 +287,6 @@ def _parity_text(figures: Mapping[str, float]) -> str:
     return "" if difference is None else f"logits differed from the reference by at most {difference:.2g} at export"
 
 
-def _exactness(described: Mapping[str, Any] | None) -> str:
-    return "not checked yet; edge-run verify checks it" if described is None else str(described["summary"])
-
-
 def _formatted(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
@@ -313,10 +299,6 @@ def _formatted(value: Any) -> str:
 
 def _counts_text(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} ({count})" for name, count in counts.items())
-
-
-def _files_text(files: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {format_bytes(size)}" for name, size in files.items())
 
 
 def _variants_text(variants: list[dict[str, Any]]) -> str:
@@ -346,10 +328,6 @@ def _draft_text(draft: Mapping[str, Any] | None) -> str:
     return ", ".join(parts)
 
 
-def _tags_text(tags: Mapping[str, str] | None) -> str:
-    return "" if tags is None else f"{tags['opening'].strip()} ... {tags['closing']}"
-
-
 def _prefixes_text(prefixes: Mapping[str, Any]) -> str:
     number, size = prefixes["number"], format_bytes(prefixes["bytes"])
     return f"{number} ({size}) in {prefixes['folder']}, which may be removed" if number else ""
@@ -363,14 +341,14 @@ _FORMATTERS: Final[Mapping[str, Callable[[Any], str]]] = {
     "quality": figures_text,
     "parity": _parity_text,
     "variants": _variants_text,
-    "files": _files_text,
+    "files": lambda files: ", ".join(f"{name} {format_bytes(size)}" for name, size in files.items()),
     "draft": _draft_text,
     "calibration": _calibration,
     "pass_costs": _pass_costs,
     "prompts": prompt_text,
     "pass_costs_doubt": doubt_text,
-    "exactness": _exactness,
+    "exactness": lambda found: found["summary"] if found else "not checked yet; edge-run verify checks it",
     "prefixes_of_all_models": _prefixes_text,
-    "reasoning_tags": _tags_text,
+    "reasoning_tags": lambda tags: f"{tags['opening'].strip()} ... {tags['closing']}" if tags else "",
 }
 """Functions for the facts that are not printed as they are."""

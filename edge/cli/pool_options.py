@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from ...models.user_text import parse_bytes
+from ...runtime.arguments.argument_types import option
 from ...runtime.arguments.load_options import LoadOptions
+from .shared_options import OptionsOf
 
 if TYPE_CHECKING:
     from ...models.progress import Progress
@@ -18,35 +20,34 @@ if TYPE_CHECKING:
     from ..service.model_pool import ModelPool
 
 
+Models = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="Models to offer; the first one answers requests that name none.",
+        show_default="the bundled model and those that edge-run models lists",
+    ),
+]
+
+
 @dataclass(frozen=True)
 class PoolOptions:
-    """Which models are offered; they are loaded when they are first used."""
+    """Which models stay in memory; they are loaded when they are first used."""
 
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="MODEL",
-            help="Models to offer; the first one answers requests that name none.",
-            show_default="the bundled model and those that edge-run models lists",
-        ),
-    ] = None
-    idle_unload: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS", min=0, help="Unload a model that is unused for this long.", show_default="never"
-        ),
-    ] = None
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Memory for the weights of loaded models, such as 8GB.", show_default="no limit"
-        ),
-    ] = None
+    idle_unload: float | None = option(
+        None, "Unload a model that is unused for this long.", metavar="SECONDS", least=0, unset="never"
+    )
+    memory: str | None = option(
+        None, "Memory for the weights of loaded models, such as 8GB.", metavar="SIZE", unset="no limit"
+    )
 
-    def open(self, options: LoadOptions, prefixes: Sequence[KeptPrefix] = ()) -> ModelPool:
+    def open(
+        self, models: Sequence[str] | None, options: LoadOptions, prefixes: Sequence[KeptPrefix] = ()
+    ) -> ModelPool:
         """Offer the models.
 
         Args:
+            models: paths, names and hub ids.
             options: how each of them is loaded.
             prefixes: what requests begin with: every model reads it when it is loaded.
 
@@ -73,4 +74,7 @@ class PoolOptions:
 
         max_bytes = None if self.memory is None else parse_bytes(self.memory, "--memory")
         kind = choose_device(options.device).kind
-        return ModelPool(self.models or [], open_model, idle_s=self.idle_unload, max_bytes=max_bytes, kind=kind)
+        return ModelPool(models or [], open_model, idle_s=self.idle_unload, max_bytes=max_bytes, kind=kind)
+
+
+POOL: Final = OptionsOf(PoolOptions())

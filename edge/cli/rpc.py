@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
-from typing import Annotated, Any, Final
-
-import typer
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from ...errors import InputError
 from ...models.user_text import parse_bytes
+from ...runtime.arguments.argument_types import option
 from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.devices.processor import Power
 from ..terminal.output import write_out
-from .pool_options import PoolOptions
-from .shared_options import Debug, Offline, OptionsOf, chosen_options, takes_options
+from .pool_options import POOL, Models
+from .shared_options import Debug, Offline, OptionsOf, takes_options
 
 _STDIN: Final = 0
 _SHORTEST_LINE: Final = 1024
 _LOAD: Final = OptionsOf(LoadOptions(), without=("tokenizer", "prefix_disk", "history", "learned", "max_waiting"))
 
 
-@takes_options(PoolOptions, _LOAD)
+@dataclass(frozen=True)
+class RpcOptions:
+    """Options of `edge-run rpc`."""
+
+    max_line: str = option("16MiB", "Largest line of the client.", metavar="SIZE")
+    schema: bool = option(False, "Print the JSON Schema of the protocol, and exit.")
+
+
+_RPC: Final = OptionsOf(RpcOptions())
+
+
+@takes_options(POOL, _RPC, _LOAD)
 def rpc(
-    max_line: Annotated[str, typer.Option(metavar="SIZE", help="Largest line of the client.")] = "16MiB",
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of the protocol, and exit.")] = False,
+    models: Models = None,
     offline: Offline = False,  # noqa: ARG001  its callback acts
     debug: Debug = False,
     **given: Any,
@@ -36,10 +45,10 @@ def rpc(
 
     Example: edge-run rpc my-model
     """
-    offered, load = chosen_options(PoolOptions, given), _LOAD.record(given)
+    options, load = _RPC.record(given), _LOAD.record(given)
     from ..rpc.protocol_schema import protocol_schema
 
-    if schema:
+    if options.schema:
         write_out(f"{json.dumps(protocol_schema(), indent=1)}\n")
         return
     from ...runtime.devices.providers import choose_device
@@ -48,11 +57,11 @@ def rpc(
 
     if sys.stdin is None:
         raise InputError("standard input is closed", "start edge-run rpc from a program that writes requests to it")
-    max_line_bytes = parse_bytes(max_line, "--max-line")
+    max_line_bytes = parse_bytes(options.max_line, "--max-line")
     if max_line_bytes < _SHORTEST_LINE:
-        raise InputError(f"--max-line is {max_line}", f"it must be at least {_SHORTEST_LINE} bytes")
+        raise InputError(f"--max-line is {options.max_line}", f"it must be at least {_SHORTEST_LINE} bytes")
     each = replace(load, max_waiting=MAX_REQUESTS)
-    with offered.open(each) as pool:
+    with POOL.record(given).open(models, each) as pool:
         binary(_STDIN)
         serve(
             pool,

@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Final
-
-import typer
+from typing import Any, Final
 
 from ...errors import InputError
 from ...models.progress import ProgressDisplay
 from ...models.user_text import decode_text, read_text, unify_line_ends
+from ...runtime.arguments.argument_types import option
 from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.engine import Engine
 from ...runtime.engine_loading import load as open_model
@@ -26,7 +25,7 @@ from ..terminal.answer_report import AnswerPrinter, best_of_line, chunk_json, re
 from ..terminal.interrupt import cancelling_on_interrupt
 from ..terminal.output import write_error, write_json
 from .ctrl_c import INTERRUPTED
-from .shared_options import OptionsOf, chosen_options
+from .shared_options import OptionsOf
 
 _MAX_PROMPT_BYTES: Final = 16 << 20
 """Largest prompt that is read from standard input, several times the text of the longest contexts."""
@@ -44,60 +43,36 @@ LOAD: Final = OptionsOf(LoadOptions(), without=("learned", "parallel", "max_wait
 class RunOptions:
     """Options of `edge-run run` beside those of the model and the answer."""
 
-    prompt: Annotated[
-        str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="Answer this prompt, then exit.")
-    ] = None
-    prefix: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Begin the conversation with the text of FILE, such as a long document: at the end of the system "
-            "message, or with --raw before the prompt. Its KV cache is kept on disk, so that the next start does not "
-            "read it again.",
-        ),
-    ] = None
-    json_schema: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Let the answer be JSON of the schema in FILE, on one line. This, the next three options and "
-            "--grammar-aligned need the extra structured.",
-        ),
-    ] = None
-    regex: Annotated[
-        str | None, typer.Option(metavar="PATTERN", help="Let the whole answer match a regular expression.")
-    ] = None
-    grammar: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Let the answer follow the Lark or GBNF grammar in FILE.")
-    ] = None
-    choice: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Let the answer be this text; repeat it for other choices.")
-    ] = None
-    resume: Annotated[Path | None, typer.Option(metavar="FILE", help="Continue a conversation that /save wrote.")] = (
-        None
+    prompt: str | None = option(None, "Answer this prompt, then exit.", flags=("-p", "--prompt"), metavar="TEXT")
+    prefix: Path | None = option(
+        None,
+        "Begin the conversation with the text of FILE, such as a long document: at the end of the system "
+        "message, or with --raw before the prompt. Its KV cache is kept on disk, so that the next start does not "
+        "read it again.",
+        metavar="FILE",
     )
-    continue_: Annotated[
-        bool,
-        typer.Option("-c", "--continue", help="Go on with the latest conversation, with its model if none is named."),
-    ] = False
-    conversation: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ID", help="Go on with a conversation of this id, as /conversations and the app list them."
-        ),
-    ] = None
-    save: Annotated[
-        bool, typer.Option("--save/--no-save", help="Keep the conversations of a chat, and what is typed, on disk.")
-    ] = True
-    json_stream: Annotated[
-        bool,
-        typer.Option(
-            "--json-stream",
-            help="Print JSON lines while the answer is generated: an object for each piece, and at the end that of "
-            "--json.",
-        ),
-    ] = False
-    stats: Annotated[bool, typer.Option("--stats", help="Print statistics of the answer on standard error.")] = False
+    json_schema: Path | None = option(
+        None,
+        "Let the answer be JSON of the schema in FILE, on one line. This, the next three options and "
+        "--grammar-aligned need the extra structured.",
+        metavar="FILE",
+    )
+    regex: str | None = option(None, "Let the whole answer match a regular expression.", metavar="PATTERN")
+    grammar: Path | None = option(None, "Let the answer follow the Lark or GBNF grammar in FILE.", metavar="FILE")
+    choice: list[str] | None = option(None, "Let the answer be this text; repeat it for other choices.", metavar="TEXT")
+    resume: Path | None = option(None, "Continue a conversation that /save wrote.", metavar="FILE")
+    continue_: bool = option(
+        False, "Go on with the latest conversation, with its model if none is named.", flags=("-c", "--continue")
+    )
+    conversation: str | None = option(
+        None, "Go on with a conversation of this id, as /conversations and the app list them.", metavar="ID"
+    )
+    save: bool = option(True, "Keep the conversations of a chat, and what is typed, on disk.")
+    json_stream: bool = option(
+        False,
+        "Print JSON lines while the answer is generated: an object for each piece, and at the end that of --json.",
+    )
+    stats: bool = option(False, "Print statistics of the answer on standard error.")
 
     def response_format(self) -> ResponseFormat | None:
         """What the answer has to look like; None for free text.
@@ -119,6 +94,9 @@ class RunOptions:
         return ResponseFormat.choice(choices) if choices else None
 
 
+RUN: Final = OptionsOf(RunOptions())
+
+
 def read_options(
     given: Mapping[str, Any], *, as_json: bool, chatting: bool
 ) -> tuple[RunOptions, GenerateOptions, LoadOptions, str]:
@@ -130,7 +108,7 @@ def read_options(
     Raises:
         InputError: options do not go together, or a file cannot be read.
     """
-    chosen, load = chosen_options(RunOptions, given), LOAD.record(given)
+    chosen, load = RUN.record(given), LOAD.record(given)
     options = ANSWER.record(given, response_format=chosen.response_format())
     _check(chosen, options, chatting=chatting, as_json=as_json)
     system = None if options.system is None else unify_line_ends(options.system)
@@ -168,9 +146,9 @@ def _check(chosen: RunOptions, options: GenerateOptions, *, chatting: bool, as_j
         "--json-stream": chosen.json_stream,
         "--n or --best-of": options.candidates > 1,
     }
-    for option, given in of_answers.items():
+    for name, given in of_answers.items():
         if given:
-            raise InputError(f"{option} needs a prompt", "give -p TEXT, or text on standard input")
+            raise InputError(f"{name} needs a prompt", "give -p TEXT, or text on standard input")
     if not sys.stdout.isatty():
         raise InputError("a chat needs a terminal on standard output", "give -p TEXT, or text on standard input")
 

@@ -6,18 +6,16 @@ import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
-import typer
-
-from ...errors import InputError
+from ...errors import InputError, missing_extra
 from ...models.progress import ProgressDisplay
 from ...models.user_text import decode_text, parse_bytes
+from ...runtime.arguments.argument_types import option
 from ...runtime.arguments.load_options import LoadOptions
-from ..server import missing_extra
 from ..terminal.output import showing_tracebacks, write_error
-from .pool_options import PoolOptions
-from .shared_options import Debug, Offline, OptionsOf, chosen_options, takes_options
+from .pool_options import POOL, Models
+from .shared_options import Debug, Offline, OptionsOf, takes_options
 
 _KEY_VARIABLE: Final = "EDGERUN_API_KEY"
 _MAX_KEY_BYTES: Final = 4096
@@ -28,53 +26,44 @@ _LOAD: Final = OptionsOf(LoadOptions(), without=("tokenizer", "learned"))
 class ServeOptions:
     """Options of `edge-run serve`."""
 
-    host: Annotated[
-        str,
-        typer.Option(metavar="ADDRESS", help="Address to listen at; one that other machines reach needs an API key."),
-    ] = "127.0.0.1"
-    port: Annotated[
-        int, typer.Option(metavar="N", min=0, max=65535, help="Port to listen at; 0 for one that is free.")
-    ] = 8080
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY",
-            help="Key that clients have to send. Other users of this machine can see it in the list of processes, "
-            f"unlike the environment variable {_KEY_VARIABLE} and --api-key-file.",
-        ),
-    ] = None
-    api_key_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file that contains the key.")] = None
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="A further name by which clients reach the server; may be repeated."),
-    ] = None
-    allow_origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ORIGIN",
-            help="A web origin whose pages may use the server, such as https://example.com; may be repeated.",
-        ),
-    ] = None
-    prefix: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="What many requests begin with: a text file with their system message, or a .json file with the body "
-            "of a chat completion (messages, tools). Every model reads it when it is loaded, and its KV cache is kept "
-            "on disk for the next start; may be repeated.",
-        ),
-    ] = None
-    max_body: Annotated[str, typer.Option(metavar="SIZE", help="Largest body of a request.")] = "32MiB"
-    drain: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS", min=0, help="How long running answers may go on when the server is asked to end."
-        ),
-    ] = 30.0
+    host: str = option(
+        "127.0.0.1", "Address to listen at; one that other machines reach needs an API key.", metavar="ADDRESS"
+    )
+    port: int = option(8080, "Port to listen at; 0 for one that is free.", metavar="N", least=0, most=65535)
+    api_key: str | None = option(
+        None,
+        "Key that clients have to send. Other users of this machine can see it in the list of processes, "
+        f"unlike the environment variable {_KEY_VARIABLE} and --api-key-file.",
+        metavar="KEY",
+    )
+    api_key_file: Path | None = option(None, "A file that contains the key.", metavar="FILE")
+    allow_host: list[str] | None = option(
+        None, "A further name by which clients reach the server; may be repeated.", metavar="NAME"
+    )
+    allow_origin: list[str] | None = option(
+        None,
+        "A web origin whose pages may use the server, such as https://example.com; may be repeated.",
+        metavar="ORIGIN",
+    )
+    prefix: list[Path] | None = option(
+        None,
+        "What many requests begin with: a text file with their system message, or a .json file with the body "
+        "of a chat completion (messages, tools). Every model reads it when it is loaded, and its KV cache is kept "
+        "on disk for the next start; may be repeated.",
+        metavar="FILE",
+    )
+    max_body: str = option("32MiB", "Largest body of a request.", metavar="SIZE")
+    drain: float = option(
+        30.0, "How long running answers may go on when the server is asked to end.", metavar="SECONDS", least=0
+    )
 
 
-@takes_options(PoolOptions, ServeOptions, _LOAD)
+_SERVE: Final = OptionsOf(ServeOptions())
+
+
+@takes_options(POOL, _SERVE, _LOAD)
 def serve(
+    models: Models = None,
     offline: Offline = False,  # noqa: ARG001  its callback acts
     debug: Debug = False,
     **given: Any,
@@ -85,9 +74,8 @@ def serve(
 
     Examples: edge-run serve my-model --port 8080; edge-run serve my-model --prefix instructions.txt
     """
-    offered, load = chosen_options(PoolOptions, given), _LOAD.record(given)
-    options = chosen_options(ServeOptions, given)
-    with missing_extra():
+    options, load = _SERVE.record(given), _LOAD.record(given)
+    with missing_extra("the server", "serve"):
         from ..server.asgi_app import asgi_app
         from ..server.endpoint import RequestService
         from ..server.server_settings import ServerSettings
@@ -102,8 +90,8 @@ def serve(
         max_body_bytes=parse_bytes(options.max_body, "--max-body"),
     )
     prefixes = [KeptPrefix.read(path) for path in options.prefix or ()]
-    with offered.open(load, prefixes) as pool, bound_socket(options.host, options.port) as listening:
-        if offered.models:
+    with POOL.record(given).open(models, load, prefixes) as pool, bound_socket(options.host, options.port) as listening:
+        if models:
             # What is wrong with the model that most requests will use is said now.
             with ProgressDisplay(transient=True) as progress:
                 pool.load(None, progress)

@@ -41,14 +41,9 @@ ModelArgument = Annotated[
         show_default="the bundled model",
     ),
 ]
-Prompts = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Prompts: JSON lines of Spec-Bench, HumanEval or GSM8K, or plain text.",
-        show_default="the prompts that come with edge-run",
-    ),
-]
+PROMPTS_HELP: Final = "Prompts: JSON lines of Spec-Bench, HumanEval or GSM8K, or plain text."
+OWN_PROMPTS: Final = "the prompts that come with edge-run"
+Prompts = Annotated[Path | None, typer.Option(metavar="FILE", help=PROMPTS_HELP, show_default=OWN_PROMPTS)]
 Offline = Annotated[bool, typer.Option("--offline", help="Do not contact the Hugging Face Hub.", callback=_go_offline)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -107,43 +102,22 @@ class OptionsOf(Generic[_Record]):
         return inspect.Parameter(name, kind, default=default, annotation=Annotated[hint, declared])
 
 
-def takes_options(*records: OptionsOf[Any] | type[Any]) -> Callable[[_Command], _Command]:
-    """Decorate a command so that fields of records are options of it.
+def takes_options(*records: OptionsOf[Any]) -> Callable[[_Command], _Command]:
+    """Decorate a command so that fields of records are options of it, before the options of every command.
 
-    The fields of a dataclass have the form of typer, and come first; those of an `OptionsOf` come before the options of
-    every command. The command collects them with `**`, and `chosen_options` and `OptionsOf.record` make the records.
+    The command collects them with `**`, and `OptionsOf.record` makes the records.
     """
 
     def decorated(command: _Command) -> _Command:
         own = inspect.signature(command, eval_str=True).parameters.values()
         named = [each for each in own if each.kind is not inspect.Parameter.VAR_KEYWORD]
-        declared = [each for record in records if isinstance(record, type) for each in _parameters(record)]
-        of_records = [each for record in records if isinstance(record, OptionsOf) for each in record.parameters()]
         first = next(index for index, each in enumerate(named) if each.name in _OF_EVERY_COMMAND)
-        parameters = [*declared, *named[:first], *of_records, *named[first:]]
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        of_records = [each for record in records for each in record.parameters()]
+        signature = inspect.Signature([*named[:first], *of_records, *named[first:]])
+        command.__signature__ = signature  # type: ignore[attr-defined]
         return command
 
     return decorated
-
-
-def chosen_options(kind: type[_Record], given: Mapping[str, Any]) -> _Record:
-    """The record of a dataclass with what a command line gives for its fields."""
-    return kind(**{name: given[name] for name in get_type_hints(kind)})
-
-
-def _parameters(kind: type[Any]) -> list[inspect.Parameter]:
-    """The fields of a dataclass as parameters of a function."""
-    hints = get_type_hints(kind, include_extras=True)
-    return [
-        inspect.Parameter(
-            each.name,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=inspect.Parameter.empty if each.default is dataclasses.MISSING else each.default,
-            annotation=hints[each.name],
-        )
-        for each in dataclasses.fields(kind)
-    ]
 
 
 def _logit_bias(given: Sequence[str]) -> dict[int, float]:

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ...errors import InputError
+from ...errors import InputError, missing_extra
 from ...models.progress import ProgressDisplay
 from ...models.user_text import json_lines, read_text, text_of
+from ...runtime.arguments.argument_types import option
 from ..bench.prompt_sets import read_prompts
 from ..terminal.output import write_json, write_line
-from .shared_options import AsJson, Debug, Offline, chosen_options, takes_options
+from .shared_options import AsJson, Debug, Offline, OptionsOf, takes_options
 
 if TYPE_CHECKING:  # PyTorch is an extra
     from ...export.draft_training.request import DraftTrainingRequest
@@ -44,11 +45,71 @@ class LossChoice(StrEnum):
 class TrainDraftOptions:
     """Options of `edge-run train-draft`."""
 
+    head: HeadChoice | None = option(
+        None, "Train a head on the target's hidden states.", choices=HeadChoice, unset="a small model of its own"
+    )
+    loss: LossChoice = option(
+        LossChoice.KL,
+        "ce: the target's own tokens; kl: its probabilities; tvd++: the rate of acceptance, for a draft that "
+        "is already good (--init).",
+        choices=LossChoice,
+    )
+    layers: int = option(2, "Layers of a draft model.", metavar="N", least=1)
+    hidden_size: int | None = option(
+        None,
+        "Hidden size of a draft model.",
+        metavar="N",
+        least=32,
+        unset="two fifths of the target's, as a multiple of 128",
+    )
+    vocabulary: int = option(
+        32_000,
+        "Largest number of tokens of a head: the target's most frequent ones.",
+        flags=("--draft-vocab",),
+        metavar="N",
+        least=2,
+    )
+    depth: int = option(4, "Number of tokens of a chain with which a head is trained.", metavar="N", least=1, most=16)
+    init: Path | None = option(None, "Draft checkpoint to start from.", metavar="DIR", unset="random weights")
+    rounding: str | None = option(
+        None,
+        "Train a draft model for this weight format, such as 4/128; the checkpoint has rounded weights.",
+        flags=("--round",),
+        metavar="BITS/BLOCK",
+    )
+    max_tokens: int = option(
+        256, "Most tokens of an answer of the target.", flags=("-n", "--max-tokens"), metavar="N", least=2
+    )
+    temperature: float = option(
+        0.0, "Temperature of the target's answers.", flags=("-t", "--temperature"), metavar="T", least=0
+    )
+    limit: int | None = option(None, "Most conversations to take.", metavar="N", least=2, unset="all")
+    held_out: int | None = option(
+        None,
+        "Conversations on which acceptance is measured instead.",
+        metavar="N",
+        least=1,
+        unset=f"one in {_HELD_OUT_SHARE}, at most {_MOST_HELD_OUT}",
+    )
+    steps: int = option(2000, "Most training steps.", metavar="N", least=1)
+    minutes: float | None = option(None, "Time limit of the training, in minutes.", metavar="N", least=0, unset="none")
+    batch_tokens: int = option(4096, "Tokens of a step.", metavar="N", least=1)
+    learning_rate: float = option(3e-3, "Highest learning rate.", metavar="RATE", least=0)
+    evaluate_every: int = option(200, "Steps between two measurements of acceptance.", metavar="N", least=1)
+    seed: int = option(0, "Seed of answers, weights and batches.", metavar="N", least=0)
+    device: str | None = option(None, "Where to train: cpu or cuda.", metavar="NAME", unset="a GPU if PyTorch sees one")
+
+
+_TRAIN: Final = OptionsOf(TrainDraftOptions())
+
+
+@takes_options(_TRAIN)
+def train_draft(
     target: Annotated[
         str,
         typer.Argument(metavar="TARGET", help="The model to draft for: a model folder, an .onnx file, or org/name."),
-    ]
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Checkpoint folder to write; a run in it is continued.")]
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Checkpoint folder to write; a run in it is continued.")],
     text: Annotated[
         list[Path],
         typer.Option(
@@ -56,85 +117,7 @@ class TrainDraftOptions:
             help="Prompts that the target answers, as often as wanted: JSON lines with messages, turns, prompt, "
             "question or request, or plain text, one prompt a paragraph or line.",
         ),
-    ]
-    head: Annotated[
-        HeadChoice | None,
-        typer.Option(help="Train a head on the target's hidden states.", show_default="a small model of its own"),
-    ] = None
-    loss: Annotated[
-        LossChoice,
-        typer.Option(
-            help="ce: the target's own tokens; kl: its probabilities; tvd++: the rate of acceptance, for a draft that "
-            "is already good (--init)."
-        ),
-    ] = LossChoice.KL
-    layers: Annotated[int, typer.Option(metavar="N", min=1, help="Layers of a draft model.")] = 2
-    hidden_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=32,
-            help="Hidden size of a draft model.",
-            show_default="two fifths of the target's, as a multiple of 128",
-        ),
-    ] = None
-    draft_vocab: Annotated[
-        int,
-        typer.Option(metavar="N", min=2, help="Largest number of tokens of a head: the target's most frequent ones."),
-    ] = 32_000
-    depth: Annotated[
-        int, typer.Option(metavar="N", min=1, max=16, help="Number of tokens of a chain with which a head is trained.")
-    ] = 4
-    init: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Draft checkpoint to start from.", show_default="random weights"),
-    ] = None
-    rounding: Annotated[
-        str | None,
-        typer.Option(
-            "--round",
-            metavar="BITS/BLOCK",
-            help="Train a draft model for this weight format, such as 4/128; the checkpoint has rounded weights.",
-        ),
-    ] = None
-    max_tokens: Annotated[
-        int, typer.Option("-n", "--max-tokens", metavar="N", min=2, help="Most tokens of an answer of the target.")
-    ] = 256
-    temperature: Annotated[
-        float, typer.Option("-t", "--temperature", metavar="T", min=0, help="Temperature of the target's answers.")
-    ] = 0.0
-    limit: Annotated[
-        int | None, typer.Option(metavar="N", min=2, help="Most conversations to take.", show_default="all")
-    ] = None
-    held_out: Annotated[
-        int | None,
-        typer.Option(
-            "--held-out",
-            metavar="N",
-            min=1,
-            help="Conversations on which acceptance is measured instead.",
-            show_default=f"one in {_HELD_OUT_SHARE}, at most {_MOST_HELD_OUT}",
-        ),
-    ] = None
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Most training steps.")] = 2000
-    minutes: Annotated[
-        float | None,
-        typer.Option(metavar="N", min=0, help="Time limit of the training, in minutes.", show_default="none"),
-    ] = None
-    batch_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of a step.")] = 4096
-    learning_rate: Annotated[float, typer.Option(metavar="RATE", min=0, help="Highest learning rate.")] = 3e-3
-    evaluate_every: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Steps between two measurements of acceptance.")
-    ] = 200
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of answers, weights and batches.")] = 0
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Where to train: cpu or cuda.", show_default="a GPU if PyTorch sees one"),
-    ] = None
-
-
-@takes_options(TrainDraftOptions)
-def train_draft(
+    ],
     offline: Offline = False,  # noqa: ARG001  its callback acts
     as_json: AsJson = False,
     debug: Debug = False,  # noqa: ARG001  main reads it
@@ -154,27 +137,26 @@ def train_draft(
     edge-run train-draft my-model my-better-draft --text prompts.jsonl --init my-draft --loss tvd++
     edge-run train-draft my-model my-head --text prompts.jsonl --head eagle3
     """
-    try:
+    with missing_extra("train-draft", "train"):
         from ...export.draft_training.training_run import train_draft as run
-    except ModuleNotFoundError as error:
-        raise InputError(f"train-draft needs the package {error.name}", 'pip install "edge-run[train]"') from error
-    options = chosen_options(TrainDraftOptions, given)
-    request = _request(options)
+    request = _request(target, out, text, _TRAIN.record(given))
     with ProgressDisplay() as progress:
         record = run(request, progress, lambda line: None if as_json else write_line(line))
     if as_json:
         write_json({name: record[name] for name in ("step", "tokens", "seconds", "best", "best_step", "history")})
         return
     best = f"{record['best']:.2f} tokens a pass of the target"
-    write_line(f"{options.out}: {best}, at step {record['best_step']} of {record['step']}")
+    write_line(f"{out}: {best}, at step {record['best_step']} of {record['step']}")
 
 
-def _request(options: TrainDraftOptions) -> DraftTrainingRequest:
+def _request(target: str, out: Path, text: Sequence[Path], options: TrainDraftOptions) -> DraftTrainingRequest:
     """The training that the options ask for.
 
     Raises:
         InputError: a value cannot be used, or there are too few prompts.
     """
+    import numpy as np
+
     from ...export.draft_training.draft_tasks import LossKind
     from ...export.draft_training.request import DraftKind, DraftSize, DraftTrainingRequest
     from ...export.draft_training.target_data import AnswerOptions, PromptConversation
@@ -185,22 +167,24 @@ def _request(options: TrainDraftOptions) -> DraftTrainingRequest:
         rounded = None if options.rounding is None else BlockRounding.parse(options.rounding)
     except ValueError as error:
         raise InputError(f"--round: {error}", "give a format such as 4/128") from error
-    conversations = _shuffled(_conversations(options.text, PromptConversation), options.seed)[: options.limit]
+    given = _conversations(text, PromptConversation)
+    order = np.random.default_rng(options.seed).permutation(len(given)).tolist()
+    conversations = [given[index] for index in order[: options.limit]]
     kept = options.held_out or max(1, min(_MOST_HELD_OUT, len(conversations) // _HELD_OUT_SHARE))
     if len(conversations) <= kept:
         raise InputError(
             f"{len(conversations)} prompts are too few with {kept} held out", "give more, or a smaller --held-out"
         )
     return DraftTrainingRequest(
-        target=options.target,
-        out=options.out,
+        target=target,
+        out=out,
         conversations=tuple(conversations[kept:]),
         held_out=tuple(conversations[:kept]),
         kind=DraftKind.MODEL if options.head is None else DraftKind.EAGLE3,
         loss=LossKind(options.loss.value),
         answers=AnswerOptions(options.max_tokens, options.temperature, options.seed),
         size=DraftSize(options.layers, options.hidden_size),
-        vocabulary=options.draft_vocab,
+        vocabulary=options.vocabulary,
         depths=options.depth,
         initial=options.init,
         rounding=rounded,
@@ -252,10 +236,3 @@ def _said(row: dict[str, Any], path: Path, number: int) -> tuple[tuple[str, ...]
     if not by_role["user"]:
         raise InputError(f"{path}, row {number}: no message of a user", "give messages with role and content")
     return tuple(by_role["user"]), "\n".join(by_role["system"]) or None
-
-
-def _shuffled(conversations: list[PromptConversation], seed: int) -> list[PromptConversation]:
-    """The conversations in random order."""
-    import numpy as np
-
-    return [conversations[index] for index in np.random.default_rng(seed).permutation(len(conversations)).tolist()]

@@ -94,7 +94,10 @@ def tune(
     reader = PrefillMode.PLAIN if load.prefill == PrefillMode.PLAIN else PrefillMode.AUTO
     with open_model(model, replace(load, context=context, prefill=reader)) as engine:
         cost, prompts, file = _measure(engine, limited=context is None)
-        prior_bytes = _write_table(engine, texts) if texts else 0
+        prior_bytes = 0
+        if texts:
+            sequences = (engine.tokenizer.encode(each, add_special_tokens=False) for each in texts)
+            prior_bytes = write_bundle_table(engine.bundle, sequences, engine.graph_io.vocab_size)
         facts = {
             "model": str(engine.bundle.folder),
             "device": str(engine.device),
@@ -127,12 +130,6 @@ def _measure(engine: Engine, *, limited: bool) -> tuple[PassCost, dict[str, Any]
         choice = engine.prefill_choice.tune(progress)
     key = model_key(engine.bundle, SessionConfig(engine.device, engine.threads))
     return cost, prompt_facts(choice, engine.prefill_choice.refusal), PASS_COSTS.save(key, cost)
-
-
-def _write_table(engine: Engine, texts: Sequence[str]) -> int:
-    """Count texts into the n-gram table; returns its bytes."""
-    sequences = (engine.tokenizer.encode(text, add_special_tokens=False) for text in texts)
-    return write_bundle_table(engine.bundle, sequences, engine.graph_io.vocab_size)
 
 
 def _show(cost: PassCost, before: Sequence[str], after: Sequence[str], prior_bytes: int) -> None:
@@ -178,11 +175,8 @@ def fastest_device_lines(choice: FastestDevice | None) -> list[str]:
     lines = [f"{name} was not timed: {reason}" for name, reason in choice.refused.items()]
     if choice.busy:
         return [*lines, f"devices: {times} a token; not stored, because other programs used the processor"]
-    return [
-        *lines,
-        *([f"devices: {times} a token"] if times else []),
-        f"--device auto means {choice.device} for this model",
-    ]
+    lines += [f"devices: {times} a token"] if times else []
+    return [*lines, f"--device auto means {choice.device} for this model"]
 
 
 def prompt_facts(choice: PromptChoice | None, refusal: str | None) -> dict[str, Any]:
@@ -238,17 +232,20 @@ def describe_cost(cost: PassCost) -> list[dict[str, Any]]:
     acceptance from which a single draft token pays: there (1 + p) / t(2) tokens a second are as many as 1 / t(1).
     Above 1 it never pays.
     """
-    return [
-        {
-            "up_to_context": end if end <= BUCKET_ENDS[-1] else None,
-            "tokens": list(times),
-            "milliseconds": [round(seconds * 1e3, 4) for seconds in times.values()],
-            "ratio": [round(seconds / times[1], 4) for seconds in times.values()],
-            "extra_token_milliseconds": round(_extra_token_s(times) * 1e3, 4),
-            "break_even_acceptance": round(_break_even_acceptance(cost, end), 4),
-        }
-        for end, times in cost.measured.items()
-    ]
+    described = []
+    for end, times in cost.measured.items():
+        widest, (one, two) = max(times), cost.curve(end, 2)
+        described.append(
+            {
+                "up_to_context": end if end <= BUCKET_ENDS[-1] else None,
+                "tokens": list(times),
+                "milliseconds": [round(seconds * 1e3, 4) for seconds in times.values()],
+                "ratio": [round(seconds / times[1], 4) for seconds in times.values()],
+                "extra_token_milliseconds": round((times[widest] - times[1]) / max(widest - 1, 1) * 1e3, 4),
+                "break_even_acceptance": round(float(two / one) - 1, 4),
+            }
+        )
+    return described
 
 
 def doubt_text(doubt: str) -> str:
@@ -263,22 +260,10 @@ def context_label(up_to: int | None) -> str:
 
 def _contexts(engine: Engine, *, limited: bool) -> list[int]:
     """Context lengths to measure at, in tokens."""
-    longest = (
-        min(engine.context, _MAX_CACHE_BYTES // engine.graph_io.cache_bytes_per_token) if limited else engine.context
-    )
+    most = _MAX_CACHE_BYTES // engine.graph_io.cache_bytes_per_token if limited else engine.context
+    longest = min(engine.context, most)
     fitting = [context for context in _CONTEXTS if context + WIDTHS[-1] <= longest]
     return fitting or [engine.context // 2]
-
-
-def _extra_token_s(times: Mapping[int, float]) -> float:
-    """Mean seconds that each further token adds to a pass."""
-    widest = max(times)
-    return (times[widest] - times[1]) / max(widest - 1, 1)
-
-
-def _break_even_acceptance(cost: PassCost, context: int) -> float:
-    one, two = cost.curve(context, 2)
-    return float(two / one) - 1
 
 
 def _table(cost: PassCost) -> Table:
@@ -293,9 +278,6 @@ def _table(cost: PassCost) -> Table:
         table.add_row(str(width), *cells)
     table.add_section()
     table.add_row("each further token", *(f"{entry['extra_token_milliseconds']:.3g} ms" for entry in described))
-    table.add_row("break-even acceptance", *(_probability(entry["break_even_acceptance"]) for entry in described))
+    shares = [entry["break_even_acceptance"] for entry in described]
+    table.add_row("break-even acceptance", *("never" if share > 1 else f"{share:.0%}" for share in shares))
     return table
-
-
-def _probability(value: float) -> str:
-    return "never" if value > 1 else f"{value:.0%}"

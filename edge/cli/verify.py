@@ -141,20 +141,17 @@ def _show(
         if count is not None:
             table.add_row(name, _counted(count))
     if quality is not None:
-        table.add_row("int8 cache", _cache_quality(quality))
+        table.add_row(
+            "int8 cache",
+            f"mean KL {quality.mean_kl:.2g} from a float cache (99 % of positions below {quality.p99_kl:.2g}), "
+            f"the same most likely token at {quality.top1_agreement:.1%} of {quality.positions} positions of texts of up "
+            f"to {quality.longest} tokens",
+        )
     console = SafeConsole()
     console.print(table)
     if report.counterexample is not None:
         console.print(_described(engine, report.counterexample, prompts))
     console.print(exactness_summary(report), style="bold")
-
-
-def _cache_quality(quality: LogitQuality) -> str:
-    return (
-        f"mean KL {quality.mean_kl:.2g} from a float cache (99 % of positions below {quality.p99_kl:.2g}), the same "
-        f"most likely token at {quality.top1_agreement:.1%} of {quality.positions} positions of texts of up to "
-        f"{quality.longest} tokens"
-    )
 
 
 def _counted(count: ComparisonCounts) -> str:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -44,7 +44,7 @@ from .server_metrics import CONTENT_TYPE
 from .server_settings import MAX_HEADER_BYTES, ServerSettings
 
 _log: Final = logging.getLogger(__name__)
-CLIENT_GONE: Final = 499
+_CLIENT_GONE: Final = 499
 """Status under which requests are counted whose client went away before a response."""
 _ENDPOINTS: Final[Mapping[str, Callable[[RequestService], Endpoint[Any]]]] = {
     "/v1/chat/completions": ChatEndpoint,
@@ -55,8 +55,6 @@ _ENDPOINTS: Final[Mapping[str, Callable[[RequestService], Endpoint[Any]]]] = {
     "/detokenize": DetokenizeEndpoint,
 }
 """Endpoints that compute, by path."""
-OPEN_PATHS: Final = ("/health",)
-"""Paths that need no API key: they tell nothing but that the server runs."""
 _WITH_BODY: Final = ("POST", "PUT", "PATCH")
 """Methods whose requests have a body."""
 
@@ -74,7 +72,7 @@ def asgi_app(service: RequestService) -> Starlette:
 
     settings = service.settings
     plain = _PlainEndpoints(service)
-    middleware = [Middleware(_RequestCount, service), Middleware(OriginGuard, settings)]
+    middleware = [Middleware(_RequestCount, service), Middleware(Guard, partial(origin_refusal, settings))]
     if settings.allow_origins:
         middleware.append(
             Middleware(
@@ -84,7 +82,7 @@ def asgi_app(service: RequestService) -> Starlette:
                 allow_headers=("*",),
             )
         )
-    middleware.append(Middleware(KeyGuard, settings))
+    middleware.append(Middleware(Guard, partial(_key_refusal, settings.api_key)))
     app = Starlette(
         routes=[
             Route("/", plain.index, methods=["GET"]),
@@ -172,7 +170,7 @@ class _RequestCount:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = CLIENT_GONE
+        status = _CLIENT_GONE
 
         async def counted(message: Message) -> None:
             nonlocal status
@@ -183,98 +181,76 @@ class _RequestCount:
         try:
             await self._app(scope, receive, counted)
         except Exception as error:
-            if status != CLIENT_GONE:
+            if status != _CLIENT_GONE:
                 raise
             _log.error("a request failed: %s", type(error).__name__, exc_info=error)
             failure = RequestError(f"the server failed: {type(error).__name__}", code=ErrorCode.INTERNAL)
             await error_response(failure)(scope, receive, counted)
         finally:
-            self._metrics.count_request(_endpoint(scope), status)
+            # Paths come from clients, and the number of names in the metrics must stay small.
+            routes = (route for route in scope["app"].routes if route.matches(scope)[0] is not Match.NONE)
+            self._metrics.count_request(next((route.path_format for route in routes), "other"), status)
 
 
-def _endpoint(scope: Scope) -> str:
-    """The endpoint of a request, as the metrics name it: paths come from clients, and their number must stay small."""
-    routes = (route for route in scope["app"].routes if route.matches(scope)[0] is not Match.NONE)
-    return next((route.path_format for route in routes), "other")
+class Guard:
+    """Middleware that refuses the requests for which `refusal` gives a reason."""
 
-
-class Guard(ABC):
-    """Middleware that refuses some requests."""
-
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, refusal: Callable[[Scope], RefusedError | None]) -> None:
         self._app: Final = app
-
-    @abstractmethod
-    def refusal(self, scope: Scope) -> RefusedError | None:
-        """Why a request is refused; None for all others."""
+        self._refusal: Final = refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it."""
-        if scope["type"] == "http" and (refusal := self.refusal(scope)) is not None:
+        if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
             await UnreadBodyResponse(refusal)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
 
-class OriginGuard(Guard):
-    """Refuses requests to unknown host names and from pages of other sites."""
-
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
-        super().__init__(app)
-        self._settings: Final = settings
-
-    def refusal(self, scope: Scope) -> RefusedError | None:
-        """Why a request is refused; None for all others."""
-        headers = Headers(scope=scope)
-        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
-            return RefusedError(
-                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
-                "headers_too_large",
-                f"the headers have more than {MAX_HEADER_BYTES} bytes",
-            )
-        hosts, origins = headers.getlist("host"), headers.getlist("origin")
-        if len(hosts) != 1 or not self._settings.allows_host(hosts[0]):
-            shown = hosts[0] if hosts else "missing"
-            return RefusedError(
-                HTTPStatus.MISDIRECTED_REQUEST,
-                "host_not_allowed",
-                f"the Host header {shown!r:.200} is not a name of this server",
-                "use localhost or 127.0.0.1, or start the server with --allow-host NAME",
-            )
-        own = f"{scope.get('scheme', 'http')}://{hosts[0]}".lower()
-        allowed = self._settings.allow_origins
-        if "*" in allowed or all(origin in allowed or origin.lower() == own for origin in origins):
-            return None
+def origin_refusal(settings: ServerSettings, scope: Scope) -> RefusedError | None:
+    """Why a request to an unknown host name, or from a page of another site, is refused; None for all others."""
+    headers = Headers(scope=scope)
+    if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
         return RefusedError(
-            HTTPStatus.FORBIDDEN,
-            "origin_not_allowed",
-            f"pages of {origins[0]!r:.200} may not use this server",
-            "start the server with --allow-origin ORIGIN",
+            HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+            "headers_too_large",
+            f"the headers have more than {MAX_HEADER_BYTES} bytes",
         )
+    hosts, origins = headers.getlist("host"), headers.getlist("origin")
+    if len(hosts) != 1 or not settings.allows_host(hosts[0]):
+        shown = hosts[0] if hosts else "missing"
+        return RefusedError(
+            HTTPStatus.MISDIRECTED_REQUEST,
+            "host_not_allowed",
+            f"the Host header {shown!r:.200} is not a name of this server",
+            "use localhost or 127.0.0.1, or start the server with --allow-host NAME",
+        )
+    own = f"{scope.get('scheme', 'http')}://{hosts[0]}".lower()
+    allowed = settings.allow_origins
+    if "*" in allowed or all(origin in allowed or origin.lower() == own for origin in origins):
+        return None
+    return RefusedError(
+        HTTPStatus.FORBIDDEN,
+        "origin_not_allowed",
+        f"pages of {origins[0]!r:.200} may not use this server",
+        "start the server with --allow-origin ORIGIN",
+    )
 
 
-class KeyGuard(Guard):
-    """Refuses requests without the API key, and bodies that are not declared as JSON."""
-
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
-        super().__init__(app)
-        self._key: Final = None if settings.api_key is None else settings.api_key.encode()
-
-    def refusal(self, scope: Scope) -> RefusedError | None:
-        """Why a request is refused; None for all others."""
-        headers = Headers(scope=scope)
-        if self._key is not None and scope["path"] not in OPEN_PATHS:
-            scheme, _, given = headers.get("authorization", "").partition(" ")
-            # The time of the comparison does not tell where the two differ.
-            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("utf-8"), self._key):
-                return RefusedError(
-                    HTTPStatus.UNAUTHORIZED,
-                    "invalid_api_key",
-                    "the API key is missing or wrong",
-                    "send it as the header Authorization: Bearer KEY",
-                    {"www-authenticate": "Bearer"},
-                )
-        return content_type_refusal(scope)
+def _key_refusal(key: str | None, scope: Scope) -> RefusedError | None:
+    """Why a request without the API key, or with a body that is not declared as JSON, is refused."""
+    if key is not None and scope["path"] != "/health":  # which tells nothing but that the server runs
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        # The time of the comparison does not tell where the two differ.
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("utf-8"), key.encode()):
+            return RefusedError(
+                HTTPStatus.UNAUTHORIZED,
+                "invalid_api_key",
+                "the API key is missing or wrong",
+                "send it as the header Authorization: Bearer KEY",
+                {"www-authenticate": "Bearer"},
+            )
+    return content_type_refusal(scope)
 
 
 def content_type_refusal(scope: Scope) -> RefusedError | None:

@@ -177,8 +177,8 @@ class Endpoint(ABC, Generic[Body]):
             await error_response(error)(scope, receive, send)
             return
         del body
-        async with _cancelled_when_left(receive, run.cancellation) as left:
-            await self._respond(pieces, left, scope, receive, send, streams=self.streams(request))
+        async with _cancelled_on_disconnect(receive, run.cancellation) as disconnected:
+            await self._respond(pieces, disconnected, scope, receive, send, streams=self.streams(request))
 
     def _work(self, request: Body, large: bool, run: Run[bytes]) -> None:
         """Compute a response. A `large` one's memory goes back to the system.
@@ -202,7 +202,7 @@ class Endpoint(ABC, Generic[Body]):
     async def _respond(
         self,
         pieces: LoopQueue[bytes],
-        left: asyncio.Event,
+        disconnected: asyncio.Event,
         scope: Scope,
         receive: Receive,
         send: Send,
@@ -227,7 +227,7 @@ class Endpoint(ABC, Generic[Body]):
         except BaseException as error:
             if (shown := self._shown(error)) is None:
                 raise
-            if left.is_set():
+            if disconnected.is_set():
                 return
             if not begun:
                 await error_response(shown)(scope, receive, send)
@@ -264,19 +264,19 @@ class Endpoint(ABC, Generic[Body]):
 
 
 @asynccontextmanager
-async def _cancelled_when_left(receive: Receive, cancellation: Cancellation) -> AsyncIterator[asyncio.Event]:
-    """Cancel a run when the client goes away, and at the end of the block; yields whether the client went away."""
-    left = asyncio.Event()
+async def _cancelled_on_disconnect(receive: Receive, cancellation: Cancellation) -> AsyncIterator[asyncio.Event]:
+    """Cancel a run when the client disconnects, and at the end of the block; yields an event for the former."""
+    disconnected = asyncio.Event()
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        left.set()
+        disconnected.set()
         cancellation.cancel()
 
     watching = asyncio.create_task(watch())
     try:
-        yield left
+        yield disconnected
     finally:
         watching.cancel()
         cancellation.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 from ...errors import CancelledError, EdgeError
@@ -88,10 +89,7 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
 
     objects = ChatCompletionObjects
     id_prefix = "chatcmpl-"
-
-    def parse(self, body: bytes) -> ChatRequest:
-        """Decode a chat body."""
-        return ChatRequest.parse(body)
+    parse = staticmethod(ChatRequest.parse)
 
 
 class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
@@ -99,10 +97,7 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
 
     objects = CompletionObjects
     id_prefix = "cmpl-"
-
-    def parse(self, body: bytes) -> CompletionRequest:
-        """Decode a completion body."""
-        return CompletionRequest.parse(body)
+    parse = staticmethod(CompletionRequest.parse)
 
 
 class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
@@ -111,18 +106,13 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
     objects = ResponseObjects
     id_prefix = "resp_"
     named_events = True
-
-    def parse(self, body: bytes) -> ResponsesRequest:
-        """Decode the body of a response."""
-        return ResponsesRequest.parse(body)
+    parse = staticmethod(ResponsesRequest.parse)
 
 
 class EmbeddingEndpoint(Endpoint[EmbeddingRequest]):
     """Vectors of texts, where the model was exported with --hidden-states."""
 
-    def parse(self, body: bytes) -> EmbeddingRequest:
-        """Decode an embedding body."""
-        return EmbeddingRequest.parse(body)
+    parse = staticmethod(EmbeddingRequest.parse)
 
     def compute(
         self, request: EmbeddingRequest, engine: Engine, model: str, cancellation: Cancellation
@@ -143,9 +133,7 @@ class EmbeddingEndpoint(Endpoint[EmbeddingRequest]):
 class TokenizeEndpoint(Endpoint[TokenizeRequest]):
     """Token ids of a text or a conversation."""
 
-    def parse(self, body: bytes) -> TokenizeRequest:
-        """Decode a body."""
-        return TokenizeRequest.parse(body)
+    parse = staticmethod(TokenizeRequest.parse)
 
     def compute(
         self, request: TokenizeRequest, engine: Engine, model: str, _cancellation: Cancellation
@@ -161,9 +149,7 @@ class TokenizeEndpoint(Endpoint[TokenizeRequest]):
 class DetokenizeEndpoint(Endpoint[DetokenizeBody]):
     """The text of token ids."""
 
-    def parse(self, body: bytes) -> DetokenizeBody:
-        """Decode a body."""
-        return decode_body(body, DetokenizeBody)
+    parse = staticmethod(partial(decode_body, kind=DetokenizeBody))
 
     def compute(
         self, request: DetokenizeBody, engine: Engine, model: str, _cancellation: Cancellation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
 import psutil
@@ -15,9 +15,30 @@ from ...runtime.result import Stats
 from ..service.pooled_model import ModelStatus
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
-_SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-_RATES: Final = (1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000)
-
+_COUNTERS: Final[Mapping[str, tuple[str, ...]]] = {
+    "requests": ("Requests by endpoint and status.", "endpoint", "status"),
+    "prompt_tokens": ("Tokens of prompts.", "model"),
+    "reused_tokens": ("Prompt tokens that were in the KV cache already.", "model"),
+    "completion_tokens": ("Tokens of answers.", "model"),
+    "answers": ("Answers by what ended them.", "model", "finish_reason"),
+    "prefix_cache_hits": ("Answers that continued from a KV cache in memory.", "model"),
+    "draft_tokens": ("Draft tokens that were verified, by drafter.", "model", "source"),
+    "accepted_draft_tokens": ("Draft tokens that were accepted, by drafter.", "model", "source"),
+}
+"""Explanation and labels of each counter."""
+_HISTOGRAMS: Final = (
+    (
+        "time_to_first_token_seconds",
+        "Seconds from the start of an answer to its first token.",
+        (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0),
+    ),
+    (
+        "tokens_per_second",
+        "Tokens per second of an answer after its first token.",
+        (1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000),
+    ),
+)
+"""Name, explanation and buckets of each histogram."""
 _MODEL_GAUGES: Final[tuple[tuple[str, str, Callable[[ModelStatus], int]], ...]] = (
     ("requests_running", "Answers being generated.", lambda model: model.active),
     ("requests_waiting", "Requests that wait for a place.", lambda model: model.waiting),
@@ -35,39 +56,19 @@ class ServerMetrics:
 
     def __init__(self, models: Callable[[], Iterable[ModelStatus]]) -> None:
         self._registry: Final = CollectorRegistry()
-        self._requests: Final = self._counter("requests", "Requests by endpoint and status.", "endpoint", "status")
-        self._prompt_tokens: Final = self._counter("prompt_tokens", "Tokens of prompts.", "model")
-        self._reused_tokens: Final = self._counter(
-            "reused_tokens", "Prompt tokens that were in the KV cache already.", "model"
-        )
-        self._completion_tokens: Final = self._counter("completion_tokens", "Tokens of answers.", "model")
-        self._answers: Final = self._counter("answers", "Answers by what ended them.", "model", "finish_reason")
-        self._cache_hits: Final = self._counter(
-            "prefix_cache_hits", "Answers that continued from a KV cache in memory.", "model"
-        )
-        self._draft_tokens: Final = self._counter(
-            "draft_tokens", "Draft tokens that were verified, by drafter.", "model", "source"
-        )
-        self._accepted_tokens: Final = self._counter(
-            "accepted_draft_tokens", "Draft tokens that were accepted, by drafter.", "model", "source"
-        )
-        self._first_token: Final = self._histogram(
-            "time_to_first_token_seconds", "Seconds from the start of an answer to its first token.", _SECONDS
-        )
-        self._rate: Final = self._histogram(
-            "tokens_per_second", "Tokens per second of an answer after its first token.", _RATES
+        self._counters: Final = {
+            name: Counter(f"edgerun_{name}", text, labels, registry=self._registry)
+            for name, (text, *labels) in _COUNTERS.items()
+        }
+        self._first_token, self._rate = (
+            Histogram(f"edgerun_{name}", text, ("model",), buckets=buckets, registry=self._registry)
+            for name, text, buckets in _HISTOGRAMS
         )
         self._registry.register(_Gauges(models))
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"edgerun_{name}", text, labels, registry=self._registry)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"edgerun_{name}", text, ("model",), buckets=buckets, registry=self._registry)
-
     def count_request(self, endpoint: str, status: int) -> None:
         """Count a request that has been answered, or whose client went away (status 499)."""
-        self._requests.labels(endpoint, str(status)).inc()
+        self._counters["requests"].labels(endpoint, str(status)).inc()
 
     def count_answer(self, model: str, finish_reason: str, stats: Stats, *, first_choice: bool) -> None:
         """Count an answer that has ended.
@@ -78,20 +79,21 @@ class ServerMetrics:
             stats: its statistics.
             first_choice: whether it is the first of several answers to one prompt, which is counted once.
         """
-        self._answers.labels(model, finish_reason).inc()
-        if first_choice:
-            self._prompt_tokens.labels(model).inc(stats.prompt_tokens)
-            self._reused_tokens.labels(model).inc(stats.reused_tokens)
-            self._cache_hits.labels(model).inc(stats.reused_tokens > 0)
+        counters = self._counters
+        counters["answers"].labels(model, finish_reason).inc()
         discarded = 0 if stats.best_of is None else stats.best_of.discarded_tokens
-        self._completion_tokens.labels(model).inc(stats.completion_tokens + discarded)
+        counters["completion_tokens"].labels(model).inc(stats.completion_tokens + discarded)
+        if first_choice:
+            counters["prompt_tokens"].labels(model).inc(stats.prompt_tokens)
+            counters["reused_tokens"].labels(model).inc(stats.reused_tokens)
+            counters["prefix_cache_hits"].labels(model).inc(stats.reused_tokens > 0)
         if stats.completion_tokens:
             self._first_token.labels(model).observe(stats.first_token_s)
         if stats.decode_tokens:
             self._rate.labels(model).observe(stats.decode_tokens_per_second)
         for source, counts in stats.by_source.items():
-            self._draft_tokens.labels(model, source).inc(counts.drafted)
-            self._accepted_tokens.labels(model, source).inc(counts.accepted)
+            counters["draft_tokens"].labels(model, source).inc(counts.drafted)
+            counters["accepted_draft_tokens"].labels(model, source).inc(counts.accepted)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""

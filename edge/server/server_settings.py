@@ -68,7 +68,8 @@ class ServerSettings:
     @property
     def is_loopback(self) -> bool:
         """Whether only programs of this machine reach the address."""
-        return self.host == "localhost" or is_loopback_address(self.host)
+        address = _address(self.host)
+        return self.host == "localhost" or (address is not None and address.is_loopback)
 
     def allows_host(self, header: str) -> bool:
         """Whether a `Host` header names this server.
@@ -79,7 +80,7 @@ class ServerSettings:
         host = host_name(header)
         if host in LOOPBACK_HOSTS or host in {name.lower() for name in self.allow_hosts} or "*" in self.allow_hosts:
             return True
-        return host == self.host.lower() or (not self.is_loopback and _is_address(host))
+        return host == self.host.lower() or (not self.is_loopback and _address(host) is not None)
 
 
 def host_name(header: str) -> str:
@@ -92,14 +93,8 @@ def host_name(header: str) -> str:
     return name.removesuffix(".") if not colon or port.isdecimal() else ""
 
 
-def _is_address(host: str) -> bool:
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.ip_address(host)
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
-    return True
-
-
-def is_loopback_address(host: str) -> bool:
-    """Whether a host is an address that only this machine reaches."""
-    return _is_address(host) and ipaddress.ip_address(host).is_loopback
+        return None

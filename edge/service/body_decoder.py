@@ -13,8 +13,18 @@ from typing import Annotated, Any, Final, TypeVar, get_args, get_origin, get_typ
 
 import msgspec
 
-from .request_error import ErrorCode, RequestError
+from .request_error import ErrorCode, RequestError, invalid, unsupported
 from .strict_json import RequestLimits, described, field_path, read_object
+
+
+class StrictStruct(msgspec.Struct, forbid_unknown_fields=True):
+    """A part of a body, which has no other fields than those that are declared."""
+
+
+def about(text: str, *values: Any) -> msgspec.Meta:
+    """What the schema says of a field, and which values of it are supported besides null where not all are."""
+    return msgspec.Meta(description=text, extra_json_schema={"enum": [*values, None]} if values else None)
+
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 
@@ -90,11 +100,6 @@ def _prepare(kind: type[msgspec.Struct]) -> None:
     """
     with _PREPARING, suppress(msgspec.ValidationError):
         msgspec.convert({}, kind)
-
-
-def unsupported(param: str, what: str, hint: str) -> RequestError:
-    """The error for a field, or a value of it, that asks for something that edge-run does not do."""
-    return RequestError(what, hint, code=ErrorCode.UNSUPPORTED_FIELD, param=param)
 
 
 def _refuse_unsupported_values(value: Any, path: tuple[str | int, ...]) -> None:
@@ -176,7 +181,7 @@ def _bound_error(param: str, value: Any, bound: re.Match[str]) -> RequestError:
         what, hint = f"{param} has {len(value)} {items}", f"it must have {side} {limit}"
     else:
         what, hint = f"{param} is {described(value)}", f"it must be {side} {limit}"
-    return RequestError(what, hint, code=ErrorCode.INVALID_VALUE, param=param)
+    return invalid(param, what, hint)
 
 
 def _tag_error(fields: Mapping[str, Any], path: tuple[str | int, ...]) -> RequestError:
@@ -185,7 +190,7 @@ def _tag_error(fields: Mapping[str, Any], path: tuple[str | int, ...]) -> Reques
     names = ".".join(part for part in path if isinstance(part, str))
     hint = next((text for end, text in _TAGS.items() if names.endswith(end)), "")
     if value not in _FOREIGN_TAGS:
-        return RequestError(f"{param} is {described(value)}", hint, code=ErrorCode.INVALID_VALUE, param=param)
+        return invalid(param, f"{param} is {described(value)}", hint)
     if names.endswith("format.type"):
         param = field_path(path[:-1])
     elif isinstance(owner := _value_at(fields, path[:-1]), Mapping) and value in owner:

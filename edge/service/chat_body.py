@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from msgspec import Meta
-
 from ...runtime.text.chat_template import Message
-from .body_decoder import decode_body
+from .body_decoder import about, decode_body
 from .generation_fields import (
     Alternatives,
     BestOfField,
@@ -30,53 +28,49 @@ from .generation_fields import (
     wants_usage,
 )
 from .message_fields import AnyMessage, FunctionTool, conversation, tool_mappings
-from .request_error import ErrorCode, RequestError
+from .request_error import invalid
 from .strict_json import RequestLimits
 
 
-class ChatBody(ConversationFields, kw_only=True, forbid_unknown_fields=True):
+class ChatBody(ConversationFields, kw_only=True):
     """Body of a chat completion."""
 
-    messages: Annotated[list[AnyMessage], Meta(description="The conversation.")]
-    model: Annotated[str | None, Meta(description="Name of the model; null for the one that the server has.")] = None
+    messages: Annotated[list[AnyMessage], about("The conversation.")]
+    model: Annotated[str | None, about("Name of the model; null for the one that the server has.")] = None
     max_tokens: Annotated[
         TokenLimit | None,
-        Meta(description="Largest number of tokens to generate; the default, and -1, is the rest of the context."),
+        about("Largest number of tokens to generate; the default, and -1, is the rest of the context."),
     ] = None
-    max_completion_tokens: Annotated[PositiveInt | None, Meta(description="Another name of max_tokens.")] = None
+    max_completion_tokens: Annotated[PositiveInt | None, about("Another name of max_tokens.")] = None
     n: ChoicesField = None
     best_of: BestOfField = None
     early_stop: EarlyStopField = None
-    logprobs: Annotated[bool | None, Meta(description="Whether to return the log-probabilities of the tokens.")] = None
+    logprobs: Annotated[bool | None, about("Whether to return the log-probabilities of the tokens.")] = None
     top_logprobs: Annotated[
-        Alternatives | None,
-        Meta(description="Number of likely tokens to return at each position, 0 to 20; needs logprobs."),
+        Alternatives | None, about("Number of likely tokens to return at each position, 0 to 20; needs logprobs.")
     ] = None
-    stream: Annotated[bool | None, Meta(description="Whether to send the answer while it is generated.")] = None
-    stream_options: Annotated[StreamOptions | None, Meta(description="What a stream contains; needs stream.")] = None
-    tools: Annotated[
-        list[FunctionTool] | None, Meta(description="Functions that the model may call, for its chat template.")
-    ] = None
+    stream: Annotated[bool | None, about("Whether to send the answer while it is generated.")] = None
+    stream_options: Annotated[StreamOptions | None, about("What a stream contains; needs stream.")] = None
+    tools: Annotated[list[FunctionTool] | None, about("Functions that the model may call, for its chat template.")] = (
+        None
+    )
     reasoning_effort: ReasoningEffort = None
     verbosity: Verbosity = None
     continue_final_message: Annotated[
-        bool | None,
-        Meta(description="Extension. Whether the answer continues the last message, which is the assistant's."),
+        bool | None, about("Extension. Whether the answer continues the last message, which is the assistant's.")
     ] = None
     add_generation_prompt: Annotated[
-        bool | None, Meta(description="Extension. false with continue_final_message, as vLLM has it; else true.")
+        bool | None, about("Extension. false with continue_final_message, as vLLM has it; else true.")
     ] = None
 
-    prediction: Annotated[dict[str, Any] | None, Meta(description="Accepted; drafting needs no prediction.")] = None
-    modalities: Annotated[
-        list[str] | None, Meta(description="Answers are text.", extra_json_schema={"enum": [["text"], None]})
-    ] = None
+    prediction: Annotated[dict[str, Any] | None, about("Accepted; drafting needs no prediction.")] = None
+    modalities: Annotated[list[str] | None, about("Answers are text.", ["text"])] = None
 
-    audio: Annotated[None, Meta(description="Not supported: answers are text.")] = None
-    function_call: Annotated[None, Meta(description="Not supported: use tool_choice.")] = None
-    functions: Annotated[None, Meta(description="Not supported: use tools.")] = None
-    moderation: Annotated[None, Meta(description="Not supported.")] = None
-    web_search_options: Annotated[None, Meta(description="Not supported: edge-run does not search the web.")] = None
+    audio: Annotated[None, about("Not supported: answers are text.")] = None
+    function_call: Annotated[None, about("Not supported: use tool_choice.")] = None
+    functions: Annotated[None, about("Not supported: use tools.")] = None
+    moderation: Annotated[None, about("Not supported.")] = None
+    web_search_options: Annotated[None, about("Not supported: edge-run does not search the web.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,20 +124,19 @@ def _continued(fields: ChatBody, messages: list[Message]) -> tuple[list[Message]
     continues = bool(fields.continue_final_message)
     if fields.add_generation_prompt == continues:
         both = "add_generation_prompt and continue_final_message are both true"
-        raise RequestError(
+        raise invalid(
+            "add_generation_prompt",
             both if continues else "add_generation_prompt is false without continue_final_message",
             "an answer either follows the last message or continues it: leave add_generation_prompt out",
-            code=ErrorCode.INVALID_VALUE,
-            param="add_generation_prompt",
         )
     if not continues:
         return messages, ""
     *others, last = messages
     if not others or last["role"] != "assistant" or set(last) != {"role", "content"} or not last["content"]:
-        raise RequestError(
-            f"continue_final_message is true, but messages[{len(others)}] is not an answer that can go on",
+        param = f"messages[{len(others)}]"
+        raise invalid(
+            param,
+            f"continue_final_message is true, but {param} is not an answer that can go on",
             "the last message must be the assistant's, with a text and nothing else, and follow another message",
-            code=ErrorCode.INVALID_VALUE,
-            param=f"messages[{len(others)}]",
         )
     return others, last["content"]

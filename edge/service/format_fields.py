@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, TypeAlias
-
-import msgspec
-from msgspec import Meta
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Final, TypeAlias
 
 from ...errors import InputError
 from ...runtime.structure.response_format import ResponseFormat
-from .request_error import ErrorCode, RequestError
+from .body_decoder import StrictStruct, about
+from .request_error import invalid
 
 Schema: TypeAlias = dict[str, Any] | bool
 
 
-class TextFormat(msgspec.Struct, kw_only=True, tag_field="type", tag="text", forbid_unknown_fields=True):
+class TextFormat(StrictStruct, tag_field="type", tag="text"):
     """Free text."""
 
 
-class JsonObjectFormat(
-    msgspec.Struct, kw_only=True, tag_field="type", tag="json_object", forbid_unknown_fields=True, omit_defaults=True
-):
+class JsonObjectFormat(StrictStruct, tag_field="type", tag="json_object", omit_defaults=True):
     """Any JSON object; with a schema, which llama.cpp reads here, JSON of that schema."""
 
     schema: Schema | None = None
 
 
-class NamedSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class NamedSchema(StrictStruct):
     """A JSON schema. Answers follow it, whatever `strict` is."""
 
     schema: Schema
@@ -36,15 +32,13 @@ class NamedSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class JsonSchemaFormat(msgspec.Struct, kw_only=True, tag_field="type", tag="json_schema", forbid_unknown_fields=True):
+class JsonSchemaFormat(StrictStruct, tag_field="type", tag="json_schema"):
     """JSON of a schema, in the form of the chat API."""
 
     json_schema: NamedSchema
 
 
-class FlatJsonSchemaFormat(
-    msgspec.Struct, kw_only=True, tag_field="type", tag="json_schema", forbid_unknown_fields=True, omit_defaults=True
-):
+class FlatJsonSchemaFormat(StrictStruct, tag_field="type", tag="json_schema", omit_defaults=True):
     """JSON of a schema, in the form of the Responses API."""
 
     schema: Schema
@@ -53,7 +47,7 @@ class FlatJsonSchemaFormat(
     strict: bool | None = None
 
 
-class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class StructuredOutputs(StrictStruct):
     """What vLLM calls structured outputs; one of them."""
 
     json: Schema | str | None = None
@@ -63,36 +57,32 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     grammar: str | None = None
 
 
-class FormatFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class FormatFields(StrictStruct):
     """What the answer has to look like; at most one of them is given."""
 
     response_format: Annotated[
         TextFormat | JsonObjectFormat | JsonSchemaFormat | None,
-        Meta(description="Text, any JSON object, or JSON of a schema (needs the extra structured)."),
+        about("Text, any JSON object, or JSON of a schema (needs the extra structured)."),
     ] = None
     structured_outputs: Annotated[
-        StructuredOutputs | None,
-        Meta(description="Extension. A JSON schema, regex, grammar or choices, as vLLM has it."),
+        StructuredOutputs | None, about("Extension. A JSON schema, regex, grammar or choices, as vLLM has it.")
     ] = None
     guided_json: Annotated[
-        Schema | str | None,
-        Meta(description="Extension. JSON schema that the answer follows; an older name of vLLM's."),
+        Schema | str | None, about("Extension. JSON schema that the answer follows; an older name of vLLM's.")
     ] = None
     guided_regex: Annotated[
-        str | None, Meta(description="Extension. Regex that the whole answer matches; an older name of vLLM's.")
+        str | None, about("Extension. Regex that the whole answer matches; an older name of vLLM's.")
     ] = None
     guided_choice: Annotated[
-        list[str] | None, Meta(description="Extension. Texts of which the answer is one; an older name of vLLM's.")
+        list[str] | None, about("Extension. Texts of which the answer is one; an older name of vLLM's.")
     ] = None
     guided_grammar: Annotated[
-        str | None, Meta(description="Extension. Lark or GBNF grammar of the answer; an older name of vLLM's.")
+        str | None, about("Extension. Lark or GBNF grammar of the answer; an older name of vLLM's.")
     ] = None
     json_schema: Annotated[
-        Schema | None, Meta(description="Extension. JSON schema that the answer follows, as llama.cpp has it.")
+        Schema | None, about("Extension. JSON schema that the answer follows, as llama.cpp has it.")
     ] = None
-    grammar: Annotated[
-        str | None, Meta(description="Extension. Lark or GBNF grammar of the answer, as llama.cpp has it.")
-    ] = None
+    grammar: Annotated[str | None, about("Extension. Lark or GBNF grammar of the answer, as llama.cpp has it.")] = None
 
 
 def response_format(
@@ -112,17 +102,15 @@ def response_format(
     if not named:
         return None
     if len(named) > 1:
-        raise RequestError(
-            f"{named[0][0]} and {named[1][0]} are both given",
-            "an answer has one format: give one of them",
-            code=ErrorCode.INVALID_VALUE,
-            param=named[1][0],
+        (one, _), (other_name, _) = named[:2]
+        raise invalid(
+            other_name, f"{one} and {other_name} are both given", "an answer has one format: give one of them"
         )
     name, value = named[0]
     try:
         return _format_of(name, value)
     except InputError as error:
-        raise RequestError(f"{name}: {error.what}", error.hint, code=ErrorCode.INVALID_VALUE, param=name) from error
+        raise invalid(name, f"{name}: {error.what}", error.hint) from error
 
 
 def _format_of(name: str, value: Any) -> ResponseFormat:
@@ -132,33 +120,24 @@ def _format_of(name: str, value: Any) -> ResponseFormat:
         InputError: it is wrong.
     """
     if isinstance(value, StructuredOutputs):
-        return _structured(value)
-    if isinstance(value, JsonObjectFormat | JsonSchemaFormat | FlatJsonSchemaFormat):
-        schema = value.json_schema.schema if isinstance(value, JsonSchemaFormat) else value.schema
-        return ResponseFormat.json_object() if schema is None else ResponseFormat.json_schema(schema)
-    makers: dict[str, Callable[[Any], ResponseFormat]] = {
-        "guided_json": ResponseFormat.json_schema,
-        "json_schema": ResponseFormat.json_schema,
-        "guided_regex": ResponseFormat.regex,
-        "guided_choice": ResponseFormat.choice,
-    }
-    return makers.get(name, ResponseFormat.grammar)(value)
+        given = [each for each in value.__struct_fields__ if getattr(value, each) not in (None, False)]
+        if len(given) != 1:
+            what = f"{' and '.join(given) or 'nothing'} is given"
+            raise InputError(what, "give one of json, json_object, regex, choice and grammar")
+        name, value = given[0], getattr(value, given[0])
+    elif isinstance(value, JsonSchemaFormat):
+        name, value = "json_schema", value.json_schema.schema
+    elif isinstance(value, JsonObjectFormat | FlatJsonSchemaFormat):
+        name, value = "json_object" if value.schema is None else "json_schema", value.schema
+    return _MAKERS[name.removeprefix("guided_")](value)
 
 
-def _structured(fields: StructuredOutputs) -> ResponseFormat:
-    given = [name for name in fields.__struct_fields__ if getattr(fields, name) not in (None, False)]
-    if len(given) != 1:
-        raise InputError(
-            f"{' and '.join(given) or 'nothing'} is given", "give one of json, json_object, regex, choice and grammar"
-        )
-    if fields.json_object:
-        return ResponseFormat.json_object()
-    if fields.json is not None and fields.json is not False:
-        return ResponseFormat.json_schema(fields.json)
-    if fields.regex is not None:
-        return ResponseFormat.regex(fields.regex)
-    return (
-        ResponseFormat.choice(fields.choice)
-        if fields.choice is not None
-        else ResponseFormat.grammar(fields.grammar or "")
-    )
+_MAKERS: Final[Mapping[str, Callable[[Any], ResponseFormat]]] = {
+    "json": ResponseFormat.json_schema,
+    "json_schema": ResponseFormat.json_schema,
+    "json_object": lambda _: ResponseFormat.json_object(),
+    "regex": ResponseFormat.regex,
+    "choice": ResponseFormat.choice,
+    "grammar": ResponseFormat.grammar,
+}
+"""What makes the format of a field, by its name; the names may begin with `guided_`."""

@@ -14,9 +14,9 @@ from ...runtime.arguments.argument_types import options_of
 from ...runtime.engine import Engine, Prompt
 from ...runtime.options import GenerateOptions
 from ...runtime.scheduling.answer_stream import AnswerStream
-from .body_decoder import unsupported
+from .body_decoder import StrictStruct, about
 from .format_fields import FormatFields, response_format
-from .request_error import ErrorCode, RequestError
+from .request_error import invalid, unsupported
 
 _SEED_BITS: Final = 64
 
@@ -29,46 +29,40 @@ TokenLimit: TypeAlias = Annotated[int, Meta(ge=-1)]
 Choices: TypeAlias = Annotated[int, Meta(ge=1, le=16)]
 """Number of answers to one prompt."""
 ChoicesField: TypeAlias = Annotated[
-    Choices | None, Meta(description="Number of answers, 1 to 16; the first has the seed, the next 1 more.")
+    Choices | None, about("Number of answers, 1 to 16; the first has the seed, the next 1 more.")
 ]
 BestOfField: TypeAlias = Annotated[
     Annotated[int, Meta(ge=1, le=20)] | None,
-    Meta(
-        description="Number of answers to generate, up to 20, of which the n with the largest mean log-probability are "
-        "returned, the best one first. A stream has them at its end."
+    about(
+        "Number of answers to generate, up to 20, of which the n with the largest mean log-probability are returned, "
+        "the best one first. A stream has them at its end."
     ),
 ]
 Alternatives: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
 """Number of likely tokens to return at each position."""
 ReasoningEffort: TypeAlias = Annotated[
     str | None,
-    Meta(
-        description="How much the model thinks, where its chat template has a variable for it: reasoning_effort, or "
+    about(
+        "How much the model thinks, where its chat template has a variable for it: reasoning_effort, or "
         "enable_thinking and thinking, which only none makes false.",
-        extra_json_schema={"enum": ["none", "minimal", "low", "medium", "high", "xhigh", "max", None]},
+        *("none", "minimal", "low", "medium", "high", "xhigh", "max"),
     ),
 ]
-Verbosity: TypeAlias = Annotated[
-    str | None,
-    Meta(description="Models here have no such setting.", extra_json_schema={"enum": ["medium", None]}),
-]
+Verbosity: TypeAlias = Annotated[str | None, about("Models here have no such setting.", "medium")]
 
 
-class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class StreamOptions(StrictStruct):
     """What a stream contains besides the answer."""
 
-    include_usage: Annotated[bool | None, Meta(description="Whether the stream ends with the usage.")] = None
-    include_obfuscation: Annotated[bool | None, Meta(description="Accepted; chunks are not padded.")] = None
+    include_usage: Annotated[bool | None, about("Whether the stream ends with the usage.")] = None
+    include_obfuscation: Annotated[bool | None, about("Accepted; chunks are not padded.")] = None
 
 
 def option_meta(name: str, *, extension: bool = False) -> Meta:
     """What the schema says of a field that is an option of `GenerateOptions`."""
     declared = options_of(GenerateOptions)[name]
     default = "" if declared.unset is None else f" The default is {declared.unset}."
-    return Meta(
-        description=("Extension. " if extension else "") + declared.help + default,
-        extra_json_schema=None if declared.choices is None else {"enum": [*declared.choices, None]},
-    )
+    return about(("Extension. " if extension else "") + declared.help + default, *(declared.choices or ()))
 
 
 EarlyStopField: TypeAlias = Annotated[float | None, option_meta("early_stop", extension=True)]
@@ -79,7 +73,7 @@ _OPTIONS: Final = (
 """Fields of `SamplingFields` that are options of `GenerateOptions`."""
 
 
-class SamplingFields(FormatFields, kw_only=True, forbid_unknown_fields=True):
+class SamplingFields(FormatFields, kw_only=True):
     """How tokens are chosen, what the answer has to look like, and when it ends: options under their names."""
 
     temperature: Annotated[float | None, option_meta("temperature")] = None
@@ -96,68 +90,57 @@ class SamplingFields(FormatFields, kw_only=True, forbid_unknown_fields=True):
     overflow: Annotated[str | None, option_meta("overflow", extension=True)] = None
     exact: Annotated[bool | None, option_meta("exact", extension=True)] = None
     repetition_penalty: Annotated[
-        float | None, Meta(description="Extension. Another name of repeat_penalty, which other servers use.")
+        float | None, about("Extension. Another name of repeat_penalty, which other servers use.")
     ] = None
 
 
-class AcceptedFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+class AcceptedFields(SamplingFields, kw_only=True):
     """Fields that clients send to other servers; they do not change an answer."""
 
-    user: Annotated[str | None, Meta(description="Accepted; does not change the answer.")] = None
-    safety_identifier: Annotated[str | None, Meta(description="Accepted; does not change the answer.")] = None
-    metadata: Annotated[dict[str, str] | None, Meta(description="Accepted; does not change the answer.")] = None
-    prompt_cache_key: Annotated[
-        str | None, Meta(description="Accepted; the prefix cache finds what it can reuse by itself.")
-    ] = None
+    user: Annotated[str | None, about("Accepted; does not change the answer.")] = None
+    safety_identifier: Annotated[str | None, about("Accepted; does not change the answer.")] = None
+    metadata: Annotated[dict[str, str] | None, about("Accepted; does not change the answer.")] = None
+    prompt_cache_key: Annotated[str | None, about("Accepted; the prefix cache finds what it can reuse by itself.")] = (
+        None
+    )
     prompt_cache_retention: Annotated[
-        str | None, Meta(description="Accepted; the prefix cache has a budget of memory, not a time.")
+        str | None, about("Accepted; the prefix cache has a budget of memory, not a time.")
     ] = None
-    prompt_cache_options: Annotated[
-        dict[str, Any] | None, Meta(description="Accepted; the prefix cache needs no options.")
-    ] = None
-    service_tier: Annotated[str | None, Meta(description="Accepted; there is one tier.")] = None
-    store: Annotated[bool | None, Meta(description="Accepted; answers are not stored.")] = None
-    cache_prompt: Annotated[
-        bool | None, Meta(description="Extension. Accepted; the prefix cache gives the same text.")
-    ] = None
-    id_slot: Annotated[int | None, Meta(description="Extension. Accepted; the prefix cache has no slots.")] = None
-    slot_id: Annotated[int | None, Meta(description="Extension. Accepted; an older name of id_slot.")] = None
+    prompt_cache_options: Annotated[dict[str, Any] | None, about("Accepted; the prefix cache needs no options.")] = None
+    service_tier: Annotated[str | None, about("Accepted; there is one tier.")] = None
+    store: Annotated[bool | None, about("Accepted; answers are not stored.")] = None
+    cache_prompt: Annotated[bool | None, about("Extension. Accepted; the prefix cache gives the same text.")] = None
+    id_slot: Annotated[int | None, about("Extension. Accepted; the prefix cache has no slots.")] = None
+    slot_id: Annotated[int | None, about("Extension. Accepted; an older name of id_slot.")] = None
     keep_alive: Annotated[
-        str | float | None, Meta(description="Extension. Accepted; --idle-unload says when a model is unloaded.")
+        str | float | None, about("Extension. Accepted; --idle-unload says when a model is unloaded.")
     ] = None
-    timings_per_token: Annotated[bool | None, Meta(description="Extension. Accepted; chunks have no timings.")] = None
-    return_progress: Annotated[
-        bool | None, Meta(description="Extension. Accepted; streams begin with the first token.")
-    ] = None
+    timings_per_token: Annotated[bool | None, about("Extension. Accepted; chunks have no timings.")] = None
+    return_progress: Annotated[bool | None, about("Extension. Accepted; streams begin with the first token.")] = None
     num_ctx: Annotated[
         PositiveInt | None,
-        Meta(description="Extension. Accepted up to the model's context, which is always used; more is refused."),
+        about("Extension. Accepted up to the model's context, which is always used; more is refused."),
     ] = None
 
 
-class ConversationFields(AcceptedFields, kw_only=True, forbid_unknown_fields=True):
+class ConversationFields(AcceptedFields, kw_only=True):
     """Fields of requests with a conversation."""
 
     tool_choice: Annotated[
         str | dict[str, Any] | None,
-        Meta(
-            description="auto shows the tools to the model, none does not; required makes it call one, and the name of "
-            "a function that one. A grammar enforces it, with arguments of the schema (extra structured)."
+        about(
+            "auto shows the tools to the model, none does not; required makes it call one, and the name of a "
+            "function that one. A grammar enforces it, with arguments of the schema (extra structured)."
         ),
     ] = None
     parallel_tool_calls: Annotated[
-        bool | None, Meta(description="Whether an answer may have several calls; false ends it with the first one.")
+        bool | None, about("Whether an answer may have several calls; false ends it with the first one.")
     ] = None
     chat_template_kwargs: Annotated[
-        dict[str, Any] | None,
-        Meta(description="Extension. What the chat template reads besides, such as enable_thinking."),
+        dict[str, Any] | None, about("Extension. What the chat template reads besides, such as enable_thinking.")
     ] = None
     reasoning_format: Annotated[
-        str | None,
-        Meta(
-            description="Extension. What the model thinks is apart from its answer.",
-            extra_json_schema={"enum": ["auto", "deepseek", None]},
-        ),
+        str | None, about("Extension. The reasoning is always returned apart from the answer.", "auto", "deepseek")
     ] = None
 
 
@@ -232,12 +215,8 @@ def several_answers(n: int | None, best_of: int | None, early_stop: float | None
         RequestError: fewer are to be generated than returned.
     """
     if best_of is not None and best_of < (n or 1):
-        raise RequestError(
-            f"best_of is {best_of}, and n is {n}",
-            "best_of is the number of answers to generate, n that of the best to return",
-            code=ErrorCode.INVALID_VALUE,
-            param="best_of",
-        )
+        hint = "best_of is the number of answers to generate, n that of the best to return"
+        raise invalid("best_of", f"best_of is {best_of}, and n is {n}", hint)
     return {"n": n, "best_of": best_of, "early_stop": early_stop}
 
 
@@ -256,12 +235,8 @@ def wants_usage(options: StreamOptions | None, *, stream: bool) -> bool:
         RequestError: there are options for a stream, and no stream is wanted.
     """
     if options is not None and not stream:
-        raise RequestError(
-            "stream_options are given without stream",
-            "set stream to true, or leave stream_options out",
-            code=ErrorCode.INVALID_VALUE,
-            param="stream_options",
-        )
+        hint = "set stream to true, or leave stream_options out"
+        raise invalid("stream_options", "stream_options are given without stream", hint)
     return bool(options and options.include_usage)
 
 
@@ -277,12 +252,8 @@ def wanted_logprobs(alternatives: int | None, field: str, *, wanted: bool) -> in
         RequestError: there are to be alternatives, and no log-probabilities.
     """
     if alternatives and not wanted:
-        raise RequestError(
-            f"top_logprobs is {alternatives} without {field}",
-            f"give {field} too, or leave top_logprobs out",
-            code=ErrorCode.INVALID_VALUE,
-            param="top_logprobs",
-        )
+        hint = f"give {field} too, or leave top_logprobs out"
+        raise invalid("top_logprobs", f"top_logprobs is {alternatives} without {field}", hint)
     return alternatives or 0 if wanted else None
 
 
@@ -294,12 +265,8 @@ def same(fields: msgspec.Struct, name: str, other: str) -> Any:
     """
     value, again = getattr(fields, name), getattr(fields, other)
     if value is not None and again is not None and value != again:
-        raise RequestError(
-            f"{name} is {value}, and {other} is {again}",
-            "they are names of one option: give one of them",
-            code=ErrorCode.INVALID_VALUE,
-            param=other,
-        )
+        hint = "they are names of one option: give one of them"
+        raise invalid(other, f"{name} is {value}, and {other} is {again}", hint)
     return again if value is None else value
 
 
@@ -311,4 +278,4 @@ def check_option(name: str, value: Any) -> None:
         field = _FIELDS.get(name, name)
         what = error.what.replace(name.replace("_", "-"), field).replace(name, field)
         what = what if field in what else f"{field}: {what}"
-        raise RequestError(what, error.hint, code=ErrorCode.INVALID_VALUE, param=field) from error
+        raise invalid(field, what, error.hint) from error

@@ -11,35 +11,35 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
-from msgspec import Meta
 
 from ...errors import InputError
 from ...runtime.text.chat_template import Message
 from ...runtime.text.messages import template_messages
-from .request_error import ErrorCode, RequestError
+from .body_decoder import StrictStruct, about
+from .request_error import ErrorCode, RequestError, invalid
 from .strict_json import RequestLimits
 
 _PLACE: Final = re.compile(r"messages\[(\d+)\]((?:\[\d+\]|\.\w+)*)")
 
 
-class CacheBreakpoint(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class CacheBreakpoint(StrictStruct):
     """Where OpenAI's prompt cache may end a prefix; edge-run's finds the longest prefix by itself."""
 
     mode: str | None = None
 
 
-class TextPart(msgspec.Struct, kw_only=True, tag_field="type", tag="text", forbid_unknown_fields=True):
+class TextPart(StrictStruct, tag_field="type", tag="text"):
     """A part of a message's content."""
 
-    text: Annotated[str, Meta(description="The text of the part.")]
+    text: Annotated[str, about("The text of the part.")]
     prompt_cache_breakpoint: CacheBreakpoint | None = None
 
 
 Content: TypeAlias = str | list[TextPart]
 
 
-class _Message(msgspec.Struct, kw_only=True, tag_field="role", forbid_unknown_fields=True, omit_defaults=True):
-    name: Annotated[str | None, Meta(description="Name of the author, for templates that use it.")] = None
+class _Message(StrictStruct, kw_only=True, tag_field="role", omit_defaults=True):
+    name: Annotated[str | None, about("Name of the author, for templates that use it.")] = None
 
 
 class SystemMessage(_Message, tag="system"):
@@ -60,21 +60,19 @@ class UserMessage(_Message, tag="user"):
     content: Content
 
 
-class CalledFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class CalledFunction(StrictStruct, omit_defaults=True):
     """A function with the arguments of one call."""
 
     name: str
-    arguments: Annotated[str, Meta(description="A JSON object as text.")] = ""
+    arguments: Annotated[str, about("A JSON object as text.")] = ""
 
 
-class ToolCall(
-    msgspec.Struct, kw_only=True, tag_field="type", tag="function", forbid_unknown_fields=True, omit_defaults=True
-):
+class ToolCall(StrictStruct, tag_field="type", tag="function", omit_defaults=True):
     """A call of a function by the assistant."""
 
     function: CalledFunction
     id: str | None = None
-    index: Annotated[int | None, Meta(description="Accepted; the pieces of a stream have it.")] = None
+    index: Annotated[int | None, about("Accepted; the pieces of a stream have it.")] = None
 
 
 class AssistantMessage(_Message, tag="assistant"):
@@ -82,18 +80,14 @@ class AssistantMessage(_Message, tag="assistant"):
 
     content: Content | None = None
     tool_calls: list[ToolCall] | None = None
-    reasoning_content: Annotated[str | None, Meta(description="What the model thought, for templates that use it.")] = (
-        None
-    )
-    refusal: Annotated[None, Meta(description="Not supported; null is accepted.")] = None
-    audio: Annotated[None, Meta(description="Not supported; null is accepted.")] = None
-    function_call: Annotated[None, Meta(description="Not supported, use tool_calls; null is accepted.")] = None
-    annotations: Annotated[
-        list[Any] | None, Meta(description="Not supported.", extra_json_schema={"enum": [[], None]})
-    ] = None
+    reasoning_content: Annotated[str | None, about("What the model thought, for templates that use it.")] = None
+    refusal: Annotated[None, about("Not supported; null is accepted.")] = None
+    audio: Annotated[None, about("Not supported; null is accepted.")] = None
+    function_call: Annotated[None, about("Not supported, use tool_calls; null is accepted.")] = None
+    annotations: Annotated[list[Any] | None, about("Not supported.", [])] = None
     provider_specific_fields: Annotated[
         dict[str, Any] | None,
-        Meta(description="Accepted; LiteLLM adds it to the answers that it returns, and sends it back with them."),
+        about("Accepted; LiteLLM adds it to the answers that it returns, and sends it back with them."),
     ] = None
 
 
@@ -107,19 +101,16 @@ class ToolMessage(_Message, tag="tool"):
 AnyMessage: TypeAlias = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
 
 
-class FunctionDefinition(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class FunctionDefinition(StrictStruct, omit_defaults=True):
     """A function that the model may call."""
 
     name: str
     description: str | None = None
-    parameters: Annotated[dict[str, Any] | None, Meta(description="JSON Schema of the arguments.")] = None
-    strict: Annotated[
-        bool | None,
-        Meta(description="Arguments are not constrained to the schema.", extra_json_schema={"enum": [False, None]}),
-    ] = None
+    parameters: Annotated[dict[str, Any] | None, about("JSON Schema of the arguments.")] = None
+    strict: Annotated[bool | None, about("Arguments are not constrained to the schema.", False)] = None
 
 
-class FunctionTool(msgspec.Struct, kw_only=True, tag_field="type", tag="function", forbid_unknown_fields=True):
+class FunctionTool(StrictStruct, tag_field="type", tag="function"):
     """A tool of the chat API."""
 
     function: FunctionDefinition
@@ -154,7 +145,7 @@ def checked_messages(messages: Sequence[Message], field: str, places: Sequence[s
         if found := _PLACE.match(what):
             param = f"{places[int(found[1])]}{found[2]}"
             what = f"{param}{what[found.end() :]}"
-        raise RequestError(what, error.hint, code=ErrorCode.INVALID_VALUE, param=param) from error
+        raise invalid(param, what, error.hint) from error
 
 
 def _as_mapping(message: AnyMessage) -> dict[str, Any]:
@@ -186,6 +177,5 @@ def check_count(param: str, count: int, limit: int) -> None:
         RequestError: it is above the limit.
     """
     if count > limit:
-        raise RequestError(
-            f"{param} has {count} items", f"at most {limit} are read", code=ErrorCode.TOO_LARGE, param=param
-        )
+        hint = f"at most {limit} are read"
+        raise RequestError(f"{param} has {count} items", hint, code=ErrorCode.TOO_LARGE, param=param)

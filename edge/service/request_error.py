@@ -69,6 +69,16 @@ class RequestError(InputError):
         self.param = param
 
 
+def invalid(param: str | None, what: str, hint: str) -> RequestError:
+    """The error for a value that cannot be used."""
+    return RequestError(what, hint, code=ErrorCode.INVALID_VALUE, param=param)
+
+
+def unsupported(param: str, what: str, hint: str) -> RequestError:
+    """The error for a field, or a value of it, that asks for something that edge-run does not do."""
+    return RequestError(what, hint, code=ErrorCode.UNSUPPORTED_FIELD, param=param)
+
+
 _CODES: Final[tuple[tuple[type[EdgeError], ErrorCode], ...]] = (
     (ContextError, ErrorCode.CONTEXT_LENGTH_EXCEEDED),
     (TemplateError, ErrorCode.TEMPLATE),

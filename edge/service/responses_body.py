@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from .body_decoder import decode_fields
+from .body_decoder import StrictStruct, about, decode_fields
 from .format_fields import FlatJsonSchemaFormat, JsonObjectFormat, TextFormat, response_format
 from .generation_fields import (
     Alternatives,
@@ -23,20 +23,20 @@ from .generation_fields import (
     wanted_logprobs,
 )
 from .message_fields import CacheBreakpoint, check_count, checked_messages
-from .request_error import ErrorCode, RequestError
+from .request_error import invalid
 from .strict_json import RequestLimits, read_object
 
 _LOGPROBS: Final = "message.output_text.logprobs"
 
 
-class InputText(msgspec.Struct, kw_only=True, tag_field="type", tag="input_text", forbid_unknown_fields=True):
+class InputText(StrictStruct, tag_field="type", tag="input_text"):
     """A part of what a user says."""
 
     text: str
     prompt_cache_breakpoint: CacheBreakpoint | None = None
 
 
-class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text", forbid_unknown_fields=True):
+class OutputText(StrictStruct, tag_field="type", tag="output_text"):
     """A part of an earlier answer."""
 
     text: str
@@ -47,7 +47,7 @@ class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_tex
 ResponseContent: TypeAlias = str | list[InputText | OutputText]
 
 
-class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message", forbid_unknown_fields=True):
+class MessageItem(StrictStruct, tag_field="type", tag="message"):
     """A message; items without a type are messages."""
 
     role: Literal["user", "assistant", "system", "developer"]
@@ -57,7 +57,7 @@ class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message",
     phase: str | None = None
 
 
-class CallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call", forbid_unknown_fields=True):
+class CallItem(StrictStruct, tag_field="type", tag="function_call"):
     """A call of a function by the assistant."""
 
     name: str
@@ -67,9 +67,7 @@ class CallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_cal
     status: str | None = None
 
 
-class CallOutputItem(
-    msgspec.Struct, kw_only=True, tag_field="type", tag="function_call_output", forbid_unknown_fields=True
-):
+class CallOutputItem(StrictStruct, tag_field="type", tag="function_call_output"):
     """The result of a function."""
 
     output: ResponseContent
@@ -78,13 +76,13 @@ class CallOutputItem(
     status: str | None = None
 
 
-class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text", forbid_unknown_fields=True):
+class ReasoningText(StrictStruct, tag_field="type", tag="reasoning_text"):
     """A part of what the model thought."""
 
     text: str
 
 
-class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning", forbid_unknown_fields=True):
+class ReasoningItem(StrictStruct, tag_field="type", tag="reasoning"):
     """What the model thought before the assistant's next message or call."""
 
     content: list[ReasoningText] | None = None
@@ -94,98 +92,83 @@ class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoni
     status: str | None = None
 
 
-class ResponseTool(msgspec.Struct, kw_only=True, tag_field="type", tag="function", forbid_unknown_fields=True):
+class ResponseTool(StrictStruct, tag_field="type", tag="function"):
     """A function that the model may call."""
 
     name: str
     parameters: dict[str, Any] | None = None
     description: str | None = None
-    strict: Annotated[
-        bool | None,
-        Meta(description="Arguments are not constrained to the schema.", extra_json_schema={"enum": [False, None]}),
-    ] = None
+    strict: Annotated[bool | None, about("Arguments are not constrained to the schema.", False)] = None
 
 
-class TextConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class TextConfig(StrictStruct):
     """The form of the answer."""
 
     format: TextFormat | JsonObjectFormat | FlatJsonSchemaFormat | None = None
     verbosity: Verbosity = None
 
 
-class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Reasoning(StrictStruct):
     """How the model thinks."""
 
     effort: ReasoningEffort = None
-    summary: Annotated[str | None, Meta(description="Accepted; all that the model thinks is returned.")] = None
-    generate_summary: Annotated[str | None, Meta(description="Accepted; an older name of summary.")] = None
+    summary: Annotated[str | None, about("Accepted; all that the model thinks is returned.")] = None
+    generate_summary: Annotated[str | None, about("Accepted; an older name of summary.")] = None
     mode: Annotated[str | None, Meta(extra_json_schema={"enum": ["standard", None]})] = None
     context: Annotated[str | None, Meta(extra_json_schema={"enum": ["auto", None]})] = None
 
 
-class ResponsesStreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ResponsesStreamOptions(StrictStruct):
     """What a stream contains besides the answer."""
 
-    include_obfuscation: Annotated[bool | None, Meta(description="Accepted; events are not padded.")] = None
+    include_obfuscation: Annotated[bool | None, about("Accepted; events are not padded.")] = None
 
 
-class ResponsesBody(ConversationFields, kw_only=True, forbid_unknown_fields=True):
+class ResponsesBody(ConversationFields, kw_only=True):
     """Body of a response."""
 
     input: Annotated[
         str | list[MessageItem | CallItem | CallOutputItem | ReasoningItem],
-        Meta(description="What the user says, or the conversation: messages, function calls and their results."),
+        about("What the user says, or the conversation: messages, function calls and their results."),
     ]
-    model: Annotated[str | None, Meta(description="Name of the model; null for the one that the server has.")] = None
-    instructions: Annotated[str | None, Meta(description="The system message.")] = None
+    model: Annotated[str | None, about("Name of the model; null for the one that the server has.")] = None
+    instructions: Annotated[str | None, about("The system message.")] = None
     max_output_tokens: Annotated[
-        PositiveInt | None,
-        Meta(description="Largest number of tokens to generate; the default is the rest of the context."),
+        PositiveInt | None, about("Largest number of tokens to generate; the default is the rest of the context.")
     ] = None
-    stream: Annotated[bool | None, Meta(description="Whether to send events while the answer is generated.")] = None
-    stream_options: Annotated[ResponsesStreamOptions | None, Meta(description="What a stream contains besides.")] = None
-    tools: Annotated[
-        list[ResponseTool] | None, Meta(description="Functions that the model may call, for its chat template.")
-    ] = None
-    text: Annotated[TextConfig | None, Meta(description="The form of the answer.")] = None
+    stream: Annotated[bool | None, about("Whether to send events while the answer is generated.")] = None
+    stream_options: Annotated[ResponsesStreamOptions | None, about("What a stream contains besides.")] = None
+    tools: Annotated[list[ResponseTool] | None, about("Functions that the model may call, for its chat template.")] = (
+        None
+    )
+    text: Annotated[TextConfig | None, about("The form of the answer.")] = None
     include: Annotated[
         list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None,
-        Meta(description="Log-probabilities of the tokens; encrypted reasoning is accepted, there is none."),
+        about("Log-probabilities of the tokens; encrypted reasoning is accepted, there is none."),
     ] = None
     top_logprobs: Annotated[
-        Alternatives | None,
-        Meta(description="Number of likely tokens to return at each position, 0 to 20; needs include."),
+        Alternatives | None, about("Number of likely tokens to return at each position, 0 to 20; needs include.")
     ] = None
     truncation: Annotated[
-        str | None,
-        Meta(
-            description="A conversation that is too long is an error; nothing is cut off.",
-            extra_json_schema={"enum": ["disabled", None]},
-        ),
+        str | None, about("A conversation that is too long is an error; nothing is cut off.", "disabled")
     ] = None
-    background: Annotated[
-        bool | None, Meta(description="Answers are given at once.", extra_json_schema={"enum": [False, None]})
-    ] = None
-    reasoning: Annotated[Reasoning | None, Meta(description="How the model thinks.")] = None
-    client_metadata: Annotated[
-        dict[str, str] | None, Meta(description="Extension. Accepted; does not change the answer.")
-    ] = None
+    background: Annotated[bool | None, about("Answers are given at once.", False)] = None
+    reasoning: Annotated[Reasoning | None, about("How the model thinks.")] = None
+    client_metadata: Annotated[dict[str, str] | None, about("Extension. Accepted; does not change the answer.")] = None
     max_tool_calls: Annotated[
-        PositiveInt | None, Meta(description="Accepted; it limits tools of the server's own, of which there are none.")
+        PositiveInt | None, about("Accepted; it limits tools of the server's own, of which there are none.")
     ] = None
 
     previous_response_id: Annotated[
-        None, Meta(description="Not supported: responses are not stored, send the whole conversation as input.")
+        None, about("Not supported: responses are not stored, send the whole conversation as input.")
     ] = None
-    conversation: Annotated[
-        None, Meta(description="Not supported: conversations are not stored, send all of it as input.")
-    ] = None
-    access_programs: Annotated[None, Meta(description="Not supported.")] = None
-    background_options: Annotated[None, Meta(description="Not supported: answers are given at once.")] = None
-    context_management: Annotated[None, Meta(description="Not supported: nothing is cut off.")] = None
-    image: Annotated[None, Meta(description="Not supported: models here read text.")] = None
-    moderation: Annotated[None, Meta(description="Not supported.")] = None
-    prompt: Annotated[None, Meta(description="Not supported: templates of prompts are not stored, send input.")] = None
+    conversation: Annotated[None, about("Not supported: conversations are not stored, send all of it as input.")] = None
+    access_programs: Annotated[None, about("Not supported.")] = None
+    background_options: Annotated[None, about("Not supported: answers are given at once.")] = None
+    context_management: Annotated[None, about("Not supported: nothing is cut off.")] = None
+    image: Annotated[None, about("Not supported: models here read text.")] = None
+    moderation: Annotated[None, about("Not supported.")] = None
+    prompt: Annotated[None, about("Not supported: templates of prompts are not stored, send input.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +235,7 @@ def _conversation(fields: ResponsesBody, limits: RequestLimits) -> Sequence[Mapp
     items = [MessageItem(role="user", content=fields.input)] if isinstance(fields.input, str) else fields.input
     check_count("input", len(items), limits.messages)
     if not items:
-        raise RequestError("input is empty", "give a text or items", code=ErrorCode.INVALID_VALUE, param="input")
+        raise invalid("input", "input is empty", "give a text or items")
     for index, item in enumerate(items):
         if isinstance(item, ReasoningItem):
             reasoning = "".join(part.text for part in item.content or ())

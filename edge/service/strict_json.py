@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ...models.json_file import shown
-from .request_error import ErrorCode, RequestError
+from .request_error import ErrorCode, RequestError, invalid
 
 MAX_DEPTH: Final = 100
 """Largest nesting of objects and lists."""
@@ -184,4 +184,4 @@ def _encodable(text: str) -> bool:
 
 def _bad(path: tuple[str | int, ...], what: str, hint: str) -> RequestError:
     param = field_path(path)[:200].encode(errors="replace").decode() or None
-    return RequestError(f"{param or 'the body'} {what}", hint, code=ErrorCode.INVALID_VALUE, param=param)
+    return invalid(param, f"{param or 'the body'} {what}", hint)

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, TypeAlias
 
-import msgspec
 from msgspec import Meta
 
 from ...runtime.engine import Engine
 from ...runtime.options import GenerateOptions
-from .body_decoder import decode_body, unsupported
+from .body_decoder import StrictStruct, about, decode_body
 from .generation_fields import (
     AcceptedFields,
     Alternatives,
@@ -29,7 +28,7 @@ from .generation_fields import (
     wants_usage,
 )
 from .message_fields import AnyMessage, FunctionTool, check_count, conversation, tool_mappings
-from .request_error import ErrorCode, RequestError
+from .request_error import ErrorCode, RequestError, invalid, unsupported
 from .strict_json import RequestLimits
 
 _DEFAULT_TOKENS: Final = 16
@@ -50,24 +49,20 @@ def texts_or_ids(param: str, given: TextsOrIds, limits: RequestLimits) -> tuple[
     several: list[Any] = [given] if isinstance(given, str) or _are_ids(given) else list(given)
     check_count(param, len(several), limits.inputs)
     if not several:
-        raise _invalid(param, f"{param} is empty", "give a text or token ids")
+        raise invalid(param, f"{param} is empty", "give a text or token ids")
     if len({type(each) for each in several}) > 1:
-        raise _invalid(param, f"{param} has items of several types", "give texts, or token ids, or lists of token ids")
+        raise invalid(param, f"{param} has items of several types", "give texts, or token ids, or lists of token ids")
     for index, each in enumerate(several):
         place = param if each is given else f"{param}[{index}]"
         if not each:
-            raise _invalid(place, f"{place} is empty", "give a text or token ids")
+            raise invalid(place, f"{place} is empty", "give a text or token ids")
         if not isinstance(each, str) and any(token < 0 for token in each):
-            raise _invalid(place, f"{place} has the token id {min(each)}", "token ids are 0 or more")
+            raise invalid(place, f"{place} has the token id {min(each)}", "token ids are 0 or more")
     return tuple(each if isinstance(each, str) else tuple(each) for each in several)
 
 
 def _are_ids(given: list[Any]) -> bool:
     return bool(given) and all(isinstance(each, int) for each in given)
-
-
-def _invalid(param: str, what: str, hint: str) -> RequestError:
-    return RequestError(what, hint, code=ErrorCode.INVALID_VALUE, param=param)
 
 
 def check_token_ids(engine: Engine, tokens: Sequence[int], param: str) -> None:
@@ -79,19 +74,18 @@ def check_token_ids(engine: Engine, tokens: Sequence[int], param: str) -> None:
     most = engine.graph_io.vocab_size
     for index, token in enumerate(tokens):
         if not 0 <= token < most:
-            raise _invalid(f"{param}[{index}]", f"{param}[{index}] is {token}", f"the model has {most} tokens")
+            raise invalid(f"{param}[{index}]", f"{param}[{index}] is {token}", f"the model has {most} tokens")
 
 
-class CompletionBody(AcceptedFields, kw_only=True, forbid_unknown_fields=True):
+class CompletionBody(AcceptedFields, kw_only=True):
     """Body of a text completion."""
 
-    prompt: Annotated[TextsOrIds, Meta(description="A text, a list of texts, token ids, or a list of token id lists.")]
-    model: Annotated[str | None, Meta(description="Name of the model; null for the one that the server has.")] = None
+    prompt: Annotated[TextsOrIds, about("A text, a list of texts, token ids, or a list of token id lists.")]
+    model: Annotated[str | None, about("Name of the model; null for the one that the server has.")] = None
     max_tokens: Annotated[
         TokenLimit | None,
-        Meta(
-            description="Largest number of tokens to generate; 16 by default, as OpenAI's API, and -1 for the rest of "
-            "the context."
+        about(
+            "Largest number of tokens to generate; 16 by default, as OpenAI's API, and -1 for the rest of the context."
         ),
     ] = None
     n: ChoicesField = None
@@ -99,14 +93,12 @@ class CompletionBody(AcceptedFields, kw_only=True, forbid_unknown_fields=True):
     early_stop: EarlyStopField = None
     logprobs: Annotated[
         Alternatives | None,
-        Meta(description="Return the log-probabilities of the tokens and of this number of likely ones, 0 to 20."),
+        about("Return the log-probabilities of the tokens and of this number of likely ones, 0 to 20."),
     ] = None
-    stream: Annotated[bool | None, Meta(description="Whether to send the answer while it is generated.")] = None
-    stream_options: Annotated[StreamOptions | None, Meta(description="What a stream contains; needs stream.")] = None
-    echo: Annotated[
-        bool | None, Meta(description="Answers do not repeat the prompt.", extra_json_schema={"enum": [False, None]})
-    ] = None
-    suffix: Annotated[None, Meta(description="Not supported: text is only generated after a prompt.")] = None
+    stream: Annotated[bool | None, about("Whether to send the answer while it is generated.")] = None
+    stream_options: Annotated[StreamOptions | None, about("What a stream contains; needs stream.")] = None
+    echo: Annotated[bool | None, about("Answers do not repeat the prompt.", False)] = None
+    suffix: Annotated[None, about("Not supported: text is only generated after a prompt.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,22 +135,16 @@ class CompletionRequest(GenerationRequest):
         )
 
 
-class EmbeddingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class EmbeddingBody(StrictStruct):
     """Body of a request for embeddings."""
 
-    input: Annotated[TextsOrIds, Meta(description="A text, a list of texts, token ids, or a list of token id lists.")]
-    model: Annotated[str | None, Meta(description="Name of the model; null for the one that the server has.")] = None
+    input: Annotated[TextsOrIds, about("A text, a list of texts, token ids, or a list of token id lists.")]
+    model: Annotated[str | None, about("Name of the model; null for the one that the server has.")] = None
     encoding_format: Annotated[
-        str | None,
-        Meta(
-            description="Vectors as numbers, or as the base64 of little-endian float32.",
-            extra_json_schema={"enum": ["float", "base64", None]},
-        ),
+        str | None, about("Vectors as numbers, or as the base64 of little-endian float32.", "float", "base64")
     ] = None
-    dimensions: Annotated[
-        PositiveInt | None, Meta(description="The model's own number: vectors are not shortened.")
-    ] = None
-    user: Annotated[str | None, Meta(description="Accepted; does not change the answer.")] = None
+    dimensions: Annotated[PositiveInt | None, about("The model's own number: vectors are not shortened.")] = None
+    user: Annotated[str | None, about("Accepted; does not change the answer.")] = None
 
 
 @dataclass(frozen=True)
@@ -197,30 +183,28 @@ class EmbeddingRequest:
             )
 
 
-class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class TokenizeBody(StrictStruct):
     """Body of a request for token ids."""
 
-    content: Annotated[str | None, Meta(description="The text, as llama.cpp names it.")] = None
-    prompt: Annotated[str | None, Meta(description="The text, as vLLM names it.")] = None
-    messages: Annotated[list[AnyMessage] | None, Meta(description="A conversation instead of a text.")] = None
-    model: Annotated[str | None, Meta(description="Name of the model; null for the one that the server has.")] = None
+    content: Annotated[str | None, about("The text, as llama.cpp names it.")] = None
+    prompt: Annotated[str | None, about("The text, as vLLM names it.")] = None
+    messages: Annotated[list[AnyMessage] | None, about("A conversation instead of a text.")] = None
+    model: Annotated[str | None, about("Name of the model; null for the one that the server has.")] = None
     add_special: Annotated[
-        bool | None, Meta(description="Whether a text begins with the model's special tokens; not by default.")
+        bool | None, about("Whether a text begins with the model's special tokens; not by default.")
     ] = None
-    add_special_tokens: Annotated[bool | None, Meta(description="Another name of add_special.")] = None
-    with_pieces: Annotated[bool | None, Meta(description="Whether to return the text of each token too.")] = None
-    return_token_strs: Annotated[bool | None, Meta(description="Another name of with_pieces.")] = None
-    tools: Annotated[list[FunctionTool] | None, Meta(description="Functions, for the chat template.")] = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None, Meta(description="What the chat template reads besides.")
-    ] = None
+    add_special_tokens: Annotated[bool | None, about("Another name of add_special.")] = None
+    with_pieces: Annotated[bool | None, about("Whether to return the text of each token too.")] = None
+    return_token_strs: Annotated[bool | None, about("Another name of with_pieces.")] = None
+    tools: Annotated[list[FunctionTool] | None, about("Functions, for the chat template.")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, about("What the chat template reads besides.")] = None
 
 
-class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class DetokenizeBody(StrictStruct):
     """Body of a request for the text of token ids."""
 
-    tokens: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(description="Token ids.")]
-    model: Annotated[str | None, Meta(description="Name of the model; null for the one that the server has.")] = None
+    tokens: Annotated[list[Annotated[int, Meta(ge=0)]], about("Token ids.")]
+    model: Annotated[str | None, about("Name of the model; null for the one that the server has.")] = None
 
 
 @dataclass(frozen=True)

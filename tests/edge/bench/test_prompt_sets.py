@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ from edgerun.edge.bench.prompt_sets import (
     Conversation,
     Exchange,
     bundled_prompts,
-    count_by_category,
     limit_per_category,
     read_prompts,
     read_recording,
@@ -187,6 +187,10 @@ def test_an_aider_history_is_split_by_speaker(tmp_path: Path) -> None:
     assert second.exchanges == (Exchange("now something else", "Another answer."),)
 
 
+def by_category(conversations: list[Conversation]) -> Counter[str]:
+    return Counter(each.category for each in conversations)
+
+
 def test_limited_conversations_alternate_between_categories() -> None:
     def conversation(category: str, text: str) -> Conversation:
         return Conversation(category, (Exchange(text),))
@@ -194,12 +198,12 @@ def test_limited_conversations_alternate_between_categories() -> None:
     every = [conversation("a", "1"), conversation("a", "2"), conversation("a", "3"), conversation("b", "4")]
     assert [each.exchanges[0].prompt for each in limit_per_category(every, None)] == ["1", "4", "2", "3"]
     assert [each.exchanges[0].prompt for each in limit_per_category(every, 2)] == ["1", "4", "2"]
-    assert count_by_category(every) == {"a": 3, "b": 1}
+    assert by_category(every) == {"a": 3, "b": 1}
 
 
 def test_bundled_prompts_separate_shell_requests_from_the_rest() -> None:
-    assert count_by_category(bundled_prompts(for_shell=True)) == {SHELL: 20}
-    ours = count_by_category(bundled_prompts(for_shell=False))
+    assert by_category(bundled_prompts(for_shell=True)) == {SHELL: 20}
+    ours = by_category(bundled_prompts(for_shell=False))
     assert SHELL not in ours
     assert len(ours) == 7
     assert all(count >= 3 for count in ours.values())
@@ -207,7 +211,7 @@ def test_bundled_prompts_separate_shell_requests_from_the_rest() -> None:
 
 
 def test_real_prompt_files_and_recordings() -> None:
-    assert count_by_category(read_prompts(data_path("prompts/spec_bench.jsonl"))) == {
+    assert by_category(read_prompts(data_path("prompts/spec_bench.jsonl"))) == {
         "mt_bench": 40,
         "translation": 40,
         "summarization": 40,

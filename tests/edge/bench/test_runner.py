@@ -18,8 +18,8 @@ from edgerun.edge.bench.runner import (
     DecodingMode,
     Measurements,
     PromptEncoder,
-    TurnRange,
     measure_modes,
+    parse_turns,
 )
 from edgerun.edge.cli.main import main
 from edgerun.errors import ContextError, InputError
@@ -157,7 +157,7 @@ def test_later_turns_contain_the_recorded_answers_or_those_of_plain_decoding(tin
 def test_conversations_can_be_measured_one_at_a_time_and_in_any_order(tiny_bundle: Path) -> None:
     first = Conversation("a", (Exchange("say it", REPEATING), Exchange("again", REPEATING)))
     conversations = [first, Conversation("b", (Exchange("the", "other day"),))]
-    settings = BenchSettings(16, TurnRange(1, 2), replay=True, exact=True)
+    settings = BenchSettings(16, range(1, 3), replay=True, exact=True)
     found = Measurements()
     with edgerun.load(tiny_bundle) as engine:
         runner = ConversationRunner(engine, [ORACLE], settings)
@@ -203,7 +203,7 @@ def test_long_prompts_lose_their_oldest_turns_first(tiny_bundle: Path) -> None:
     [("all", (1, 2, 9), ()), ("2", (2,), (1, 3)), ("1-2", (1, 2), (3,)), ("2-", (2, 9), (1,))],
 )
 def test_turn_ranges(text: str, inside: tuple[int, ...], outside: tuple[int, ...]) -> None:
-    turns = TurnRange.parse(text)
+    turns = parse_turns(text)
     assert all(turn in turns for turn in inside)
     assert not any(turn in turns for turn in outside)
 
@@ -211,7 +211,7 @@ def test_turn_ranges(text: str, inside: tuple[int, ...], outside: tuple[int, ...
 @pytest.mark.parametrize("text", ["", "0", "-", "-2", "2-1", "1-2-3", "two", "²", "1.5", "999999999999"])
 def test_bad_turn_ranges(text: str) -> None:
     with pytest.raises(InputError, match="give all, a number such as 2"):
-        TurnRange.parse(text)
+        parse_turns(text)
 
 
 def test_bad_usage_is_a_one_line_error(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
