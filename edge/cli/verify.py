@@ -144,8 +144,8 @@ def _show(
         table.add_row(
             "int8 cache",
             f"mean KL {quality.mean_kl:.2g} from a float cache (99 % of positions below {quality.p99_kl:.2g}), "
-            f"the same most likely token at {quality.top1_agreement:.1%} of {quality.positions} positions of texts of up "
-            f"to {quality.longest} tokens",
+            f"the same most likely token at {quality.top1_agreement:.1%} of {quality.positions} positions of texts of "
+            f"up to {quality.longest} tokens",
         )
     console = SafeConsole()
     console.print(table)

@@ -59,7 +59,9 @@ def show_report(console: SafeConsole, report: ModelReport) -> None:
         console.print(_plans(report))
     quality = report.shipped or report.quality
     if quality is not None:
-        _line(console, f"quality on {_text_name(report)}: {quality_text(quality)}")
+        text = report.calibration
+        name = "held-out text" if text is None else f"{text.held_out_tokens} held-out tokens of {text.origin}"
+        _line(console, f"quality on {name}: {quality_text(quality)}")
     if gain := gain_text(report):
         _line(console, gain)
     for headline in headlines(report):
@@ -67,12 +69,6 @@ def show_report(console: SafeConsole, report: ModelReport) -> None:
             _line(console, f"{headline.name}: {headline.value}" + (f" ({headline.detail})" if headline.detail else ""))
     for note in report.notes:
         _line(console, note)
-
-
-def _text_name(report: ModelReport) -> str:
-    """The text that the model was measured on."""
-    text = report.calibration
-    return "held-out text" if text is None else f"{text.held_out_tokens} held-out tokens of {text.origin}"
 
 
 def _line(console: SafeConsole, text: str) -> None:

@@ -212,15 +212,12 @@ class Chat:
 
     def count_tokens(self) -> None:
         """Count the tokens of the conversation for the line below the prompt."""
-        branch = self.conversation.branch()
-        self._used_tokens = 0
-        if branch:
-            engine = self.model.engine
-            messages = model_messages(self.conversation.system, branch, calls=takes_calls(engine))
-            try:
-                self._used_tokens = len(engine.encode_chat(messages))
-            except EdgeError:  # what is wrong is said when it is answered
-                self._used_tokens = None
+        branch, engine = self.conversation.branch(), self.model.engine
+        messages = model_messages(self.conversation.system, branch, calls=takes_calls(engine))
+        try:
+            self._used_tokens = len(engine.encode_chat(messages)) if branch else 0
+        except EdgeError:  # what is wrong is said when it is answered
+            self._used_tokens = None
 
     def status(self, columns: int) -> str:
         """The line below the prompt: the model, how full the context is, and the speed of the last answer."""
@@ -246,10 +243,6 @@ class Chat:
         self._trimmed = 0
         self.count_tokens()
         self._introduce_model()
-
-    def introduce_model(self) -> None:
-        """Say what the bundled model is."""
-        self.note(INTRODUCTION)
 
     def note(self, text: str) -> None:
         """Show a remark."""
@@ -302,7 +295,7 @@ class Chat:
         banner.append(f" on {self.model.engine.device}. /help for help, /quit to leave.", "not bold")
         self._messages.print(banner)
         if is_bundled(self.model.engine):
-            self.introduce_model()
+            self.note(INTRODUCTION)
 
     def _fit(self, branch: Sequence[StoredMessage], options: GenerateOptions) -> ContextFit:
         """The messages that fit the context; says when older ones are left out.
@@ -311,13 +304,12 @@ class Chat:
             EdgeError: the last one does not fit, or the template refuses them.
         """
         fit = fit_context(self.model.engine, self.conversation.system, branch, options)
-        if len(fit.trimmed) > self._trimmed:
-            count = len(fit.trimmed)
+        before, self._trimmed = self._trimmed, len(fit.trimmed)
+        if self._trimmed > before:
             self.note(
                 f"the conversation is longer than the context of {fit.context} tokens: the model no longer reads the "
-                f"first {count} messages"
+                f"first {self._trimmed} messages"
             )
-        self._trimmed = len(fit.trimmed)
         return fit
 
     def _generate(self, fit: ContextFit, writer: MessageWriter, options: GenerateOptions) -> None:
@@ -333,12 +325,7 @@ class Chat:
         state, stats, error = MessageState.INTERRUPTED, None, None
         described: dict[str, Any] | None = None
         try:
-            with (
-                self.model.progress,
-                closing(stream),
-                closing(view),
-                self.interrupts.calling(stream.cancel),
-            ):
+            with self.model.progress, closing(stream), closing(view), self.interrupts.calling(stream.cancel):
                 for chunk in stream:
                     view.write(chunk.text)
                     writer.add(chunk)

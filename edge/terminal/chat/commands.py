@@ -13,7 +13,7 @@ from ....models.user_text import read_text
 from ....runtime.options import GenerateOptions
 from ...conversations.records import SAMPLING_FIELDS, Attachment, Role, StoredMessage
 from .chat import Chat
-from .chat_model import is_bundled, local_models, model_name_of
+from .chat_model import INTRODUCTION, is_bundled, local_models, model_name_of
 from .clipboard import copy_to_clipboard
 from .conversation_commands import TABLE_WIDTH, ConversationCommands, listed_number, typed_path
 from .prompt_reader import Command
@@ -58,7 +58,7 @@ class ChatCommands:
                 "[NAME]",
                 "take system message and sampling of a preset, or list the presets",
                 self._preset,
-                self._preset_names,
+                lambda: [preset.name for preset in chat.store.presets()],
             ),
             Command(
                 "/load",
@@ -69,8 +69,8 @@ class ChatCommands:
             ),
             Command("/copy", "", "copy the last answer to the clipboard", self._copy),
             Command("/raw", "", "show answers as they are, or as rendered Markdown again", self._raw),
-            Command("/clear", "", "clear the screen", self._clear),
-            Command("/stats", "", "show statistics of the last answer", self._stats),
+            Command("/clear", "", "clear the screen", lambda _: chat.console.clear()),
+            Command("/stats", "", "show statistics of the last answer", lambda _: chat.show_stats()),
             *ConversationCommands(chat).commands(),
             Command("/quit", "", "leave", lambda _: None),
         ]
@@ -98,17 +98,18 @@ class ChatCommands:
         table = Table(box=None, pad_edge=False, show_header=False)
         table.add_column(overflow="fold")
         table.add_column(overflow="fold")
+        chat = self._chat
         for command in self.by_name.values():
             words = f"{command.name} {command.argument}".rstrip()
-            if self._chat.console.width < TABLE_WIDTH:
-                self._chat.console.print(f"{words}: {command.summary}")
+            if chat.console.width < TABLE_WIDTH:
+                chat.console.print(f"{words}: {command.summary}")
             else:
                 table.add_row(words, command.summary)
         if table.rows:
-            self._chat.console.print(table)
-        self._chat.note(f"{_KEYS} {self._chat.reader.end_key} leaves.")
-        if is_bundled(self._chat.model.engine):
-            self._chat.introduce_model()
+            chat.console.print(table)
+        chat.note(f"{_KEYS} {chat.reader.end_key} leaves.")
+        if is_bundled(chat.model.engine):
+            chat.note(INTRODUCTION)
 
     def _model(self, argument: str) -> None:
         chat = self._chat
@@ -219,15 +220,6 @@ class ChatCommands:
     def _raw(self, _argument: str) -> None:
         self._chat.raw = not self._chat.raw
         self._chat.note("answers are shown as they are" if self._chat.raw else "answers are shown as rendered Markdown")
-
-    def _clear(self, _argument: str) -> None:
-        self._chat.console.clear()
-
-    def _stats(self, _argument: str) -> None:
-        self._chat.show_stats()
-
-    def _preset_names(self) -> list[str]:
-        return [preset.name for preset in self._chat.store.presets()]
 
 
 def _beginning(message: StoredMessage) -> str:

@@ -22,7 +22,7 @@ from prompt_toolkit.output import ColorDepth
 from prompt_toolkit.styles import Style
 
 from ....models.atomic import write_atomically
-from ....models.user_folders import data_folder, make_private_file, make_private_folder
+from ....models.user_folders import make_private_file, make_private_folder
 from ....models.user_text import unify_line_ends
 from ..interrupt import ChatInterrupts
 from ..output import prompt_output
@@ -187,11 +187,6 @@ class LineEditor:
         return keys
 
 
-def history_path() -> Path:
-    """The file of the messages that were typed."""
-    return data_folder() / "typed.jsonl"
-
-
 class PromptHistory(History):
     """The messages that were typed, a JSON string a line. What cannot be read or written is left out.
 
@@ -234,10 +229,8 @@ class PromptHistory(History):
         found = []
         for line in lines[-_KEPT:]:
             with suppress(ValueError):
-                value = json.loads(line)
-                if isinstance(value, str):
-                    found.append(value)
-        return found
+                found.append(json.loads(line))
+        return [message for message in found if isinstance(message, str)]
 
 
 def _line(message: str) -> bytes:
@@ -270,15 +263,9 @@ class ChatCompleter(Completer):
         elif chosen.takes_path:
             yield from self._paths.get_completions(Document(argument.lstrip()), complete_event)
         else:
-            yield from _matching(argument.lstrip(), chosen.candidates)
-
-
-def _matching(typed: str, candidates: Callable[[], Iterable[str]]) -> Iterable[Completion]:
-    """The candidates that begin with what is typed, or else contain it."""
-    names = list(candidates())
-    lower = typed.lower()
-    found = [name for name in names if name.lower().startswith(lower)] or [
-        name for name in names if lower in name.lower()
-    ]
-    for name in found[:_MOST]:
-        yield Completion(name, -len(typed))
+            typed = argument.lstrip()
+            # Candidates that begin with what is typed, or else contain it.
+            names = [each for each in chosen.candidates() if typed.lower() in each.lower()]
+            found = [each for each in names if each.lower().startswith(typed.lower())] or names
+            for each in found[:_MOST]:
+                yield Completion(each, -len(typed))

@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing
 from ....errors import ConversationError, EdgeError, InputError
 from ....models.find import BUNDLED_MODEL
 from ....models.progress import ProgressDisplay
+from ....models.user_folders import data_folder
 from ...conversations.records import Conversation
 from ...conversations.store import ConversationStore
 from ..interrupt import ChatInterrupts
@@ -40,7 +41,8 @@ def open_chat(open_model: OpenModel, model: str | None, settings: ChatSettings) 
         store = stack.enter_context(_open_store(settings))
         conversation = _conversation(store, settings)
         if conversation is not None and model is None:
-            model = _model_of(conversation)
+            name = conversation.model  # where it is not on this machine, the bundled model answers
+            model = None if name is None or name == BUNDLED_MODEL or not is_here(name) else source_of(name)
         progress = stack.enter_context(ProgressDisplay(transient=True))
         with interrupts.raising():
             chat_model = stack.enter_context(closing(ChatModel(open_model, model, progress)))
@@ -51,14 +53,9 @@ def _until_left(chat: Chat) -> int:
     """Read messages and commands until `/quit` or the end of the input; returns the exit code."""
     commands = ChatCommands(chat)
     if can_draw():
-        from .line_editor import (  # noqa: PLC0415
-            ChatCompleter,
-            LineEditor,
-            PromptHistory,
-            history_path,
-        )
+        from .line_editor import ChatCompleter, LineEditor, PromptHistory  # noqa: PLC0415
 
-        history = PromptHistory(history_path(), writing=chat.settings.saving)
+        history = PromptHistory(data_folder() / "typed.jsonl", writing=chat.settings.saving)
         chat.reader = LineEditor(chat.interrupts, history, ChatCompleter(commands.by_name), chat.status)
     chat.introduce()
     while True:
@@ -101,13 +98,6 @@ def _conversation(store: ConversationStore, settings: ChatSettings) -> Conversat
         return store.conversation(settings.conversation)
     if not settings.latest:
         return None
-    conversations = store.conversations()
-    if not conversations:
-        raise ConversationError("there is no conversation yet", "leave out --continue")
-    return max(conversations, key=lambda each: each.updated)
-
-
-def _model_of(conversation: Conversation) -> str | None:
-    """What to load for a conversation; None for the bundled model, also where its own is not on this machine."""
-    name = conversation.model
-    return None if name is None or name == BUNDLED_MODEL or not is_here(name) else source_of(name)
+    if conversations := store.conversations():
+        return max(conversations, key=lambda each: each.updated)
+    raise ConversationError("there is no conversation yet", "leave out --continue")

@@ -25,13 +25,14 @@ from edgerun.edge.cli.main import main
 from edgerun.errors import ContextError, InputError
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.replay import OracleMode
+from support.commands import Capture, Patch, fails, output_of
 
 AUTO = DecodingMode("auto", Speculation.AUTO)
 ORACLE = DecodingMode("oracle", Speculation.AUTO, oracle_mode=OracleMode.RIGHT)
 REPEATING = "the other day the other day the other day "
 
 
-def bench(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def bench(capsys: Capture, *arguments: object) -> str:
     """Run it; returns what it prints."""
     assert main(["bench", *map(str, arguments)]) == 0
     out, err = capsys.readouterr()
@@ -39,21 +40,12 @@ def bench(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return out
 
 
-def bench_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+def bench_json(capsys: Capture, *arguments: object) -> dict[str, Any]:
     """Run it with --json; returns the object, which must be all that it prints."""
     out = bench(capsys, *arguments, "--json")
     assert out.count("\n") == 1
     found: dict[str, Any] = json.loads(out)
     return found
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """Run it with options that must be refused in one line; returns that line."""
-    assert main(["bench", *map(str, arguments)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    return err
 
 
 def prompts(folder: Path, *rows: dict[str, Any]) -> Path:
@@ -69,9 +61,7 @@ def recording(folder: Path, *answers: str) -> Path:
     return path
 
 
-def test_prompts_are_measured_and_texts_compared(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_are_measured_and_texts_compared(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
     rows = [{"category": name, "turns": ["the", "again"]} for name in ("a", "b", "b")]
     options = (tiny_bundle, "--prompts", prompts(tmp_path, *rows), "-n", 24, "--limit", 1, "--spec", "auto")
     found = bench_json(capsys, *options, "--spec", "suffix")
@@ -89,9 +79,7 @@ def test_prompts_are_measured_and_texts_compared(
     assert "{" not in shown, "JSON only with --json"
 
 
-def test_too_few_tokens_give_no_ratio_but_the_reason(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_few_tokens_give_no_ratio_but_the_reason(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
     options = (tiny_bundle, "--prompts", prompts(tmp_path, *[{"category": "a", "turns": ["the"]}] * 3), "-n", 4)
     mode = bench_json(capsys, *options, "--spec", "suffix")["headlines"]["suffix"]
     assert (mode["ratio"], mode["interval"]) == (None, None)
@@ -103,7 +91,7 @@ def test_too_few_tokens_give_no_ratio_but_the_reason(
 
 
 def test_a_replay_is_labelled_and_measures_the_recorded_tokens(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_bundle: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     path = recording(tmp_path, REPEATING, REPEATING)  # 28 tokens each
     options = (tiny_bundle, "--replay", path, "--turns", "2", "-n", 40)
@@ -214,25 +202,25 @@ def test_bad_turn_ranges(text: str) -> None:
         parse_turns(text)
 
 
-def test_bad_usage_is_a_one_line_error(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_usage_is_a_one_line_error(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
     path = prompts(tmp_path, {"turns": ["the"]})
     replay = recording(tmp_path, REPEATING)
-    both = refused(capsys, tiny_bundle, "--prompts", path, "--replay", replay)
+    both = fails(capsys, "bench", tiny_bundle, "--prompts", path, "--replay", replay)
     assert "--prompts and --replay exclude each other" in both
-    assert "--turns 2 selects no turn of prompts.jsonl" in refused(
-        capsys, tiny_bundle, "--prompts", path, "--turns", "2"
+    assert "--turns 2 selects no turn of prompts.jsonl" in fails(
+        capsys, "bench", tiny_bundle, "--prompts", path, "--turns", "2"
     )
-    assert "give all, a number" in refused(capsys, tiny_bundle, "--turns", "two")
-    assert "there is no drafter 'magic'" in refused(capsys, tiny_bundle, "--spec", "magic")
-    assert "end the name in .html or .png" in refused(capsys, tiny_bundle, "--report", tmp_path / "report.pdf")
-    assert "cannot be read" in refused(capsys, tiny_bundle, "--prompts", tmp_path / "nothing")
-    assert "does not exist" in refused(capsys, tmp_path / "nothing", "--prompts", path)
-    assert "greater than or equal to 2" in refused(capsys, tiny_bundle, "-n", 1)
+    assert "give all, a number" in fails(capsys, "bench", tiny_bundle, "--turns", "two")
+    assert "there is no drafter 'magic'" in fails(capsys, "bench", tiny_bundle, "--spec", "magic")
+    assert "end the name in .html or .png" in fails(capsys, "bench", tiny_bundle, "--report", tmp_path / "report.pdf")
+    assert "cannot be read" in fails(capsys, "bench", tiny_bundle, "--prompts", tmp_path / "nothing")
+    assert "does not exist" in fails(capsys, "bench", tmp_path / "nothing", "--prompts", path)
+    assert "greater than or equal to 2" in fails(capsys, "bench", tiny_bundle, "-n", 1)
     short = recording(tmp_path, "a")
-    assert "no answer had a second token" in refused(capsys, tiny_bundle, "--replay", short)
+    assert "no answer had a second token" in fails(capsys, "bench", tiny_bundle, "--replay", short)
 
 
-def test_a_report_is_written(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_is_written(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
     pytest.importorskip("matplotlib", reason="needs the bench extra")
     path = tmp_path / "report.html"
     bench(capsys, tiny_bundle, "--replay", recording(tmp_path, REPEATING), "--report", path)
@@ -240,16 +228,16 @@ def test_a_report_is_written(tiny_bundle: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_without_matplotlib_only_a_report_is_refused(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_bundle: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
-    for name in ("edgerun.edge.bench.plots",):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delitem(sys.modules, "edgerun.edge.bench.plots", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     replay = recording(tmp_path, REPEATING)
-    assert "a report needs the package matplotlib" in refused(capsys, tiny_bundle, "--report", tmp_path / "a.html")
+    assert "a report needs the package matplotlib" in fails(
+        capsys, "bench", tiny_bundle, "--report", tmp_path / "a.html"
+    )
     bench(capsys, tiny_bundle, "--replay", replay)
 
 
-def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--help"]) == 0
-    assert "Example: edge-run bench" in capsys.readouterr().out
+def test_help_has_an_example(capsys: Capture) -> None:
+    assert "Example: edge-run bench" in output_of(capsys, "bench", "--help")

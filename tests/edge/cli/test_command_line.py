@@ -23,25 +23,16 @@ from edgerun.edge.cli.main import main
 from edgerun.edge.service.offered_models import OfferedModels
 from edgerun.edge.terminal.chat.chat_model import local_models
 from edgerun.edge.terminal.output import for_terminal
+from support.commands import Capture, Patch, fails, json_of, output_of
 from support.processes import EDGE_RUN, started
 from support.tiny_models import write_endless_bundle
 
 
-def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """Run with bad arguments; returns the one line on standard error, and checks the exit code."""
-    assert main([str(argument) for argument in arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("edge-run: error: ")
-    assert err.count("\n") == 1
-    return err.removeprefix("edge-run: error: ").rstrip("\n")
-
-
-def standard_input(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+def standard_input(monkeypatch: Patch, data: bytes) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
 
 
-def test_one_answer_is_streamed_to_stdout(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_answer_is_streamed_to_stdout(tiny_bundle: Path, capsys: Capture) -> None:
     with edgerun.load(tiny_bundle) as engine:
         expected = engine.generate("the other", max_tokens=12).text
     assert main([str(tiny_bundle), "-p", "the other", "-n", "12", "--stats"]) == 0
@@ -49,13 +40,10 @@ def test_one_answer_is_streamed_to_stdout(tiny_bundle: Path, capsys: pytest.Capt
     assert out == expected if expected.endswith("\n") else expected + "\n"
     assert "12 tokens at" in err
     assert re.search(r", \d+ threads?, loaded in ", err)
-    assert main(["run", str(tiny_bundle / "model.onnx"), "--prompt", "the other", "--max-tokens", "12"]) == 0
-    assert capsys.readouterr().out == out
+    assert output_of(capsys, "run", tiny_bundle / "model.onnx", "--prompt", "the other", "--max-tokens", "12") == out
 
 
-def test_typed_special_tokens_are_text_unless_an_option_allows_them(
-    tiny_bundle: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_typed_special_tokens_are_text_unless_an_option_allows_them(tiny_bundle: Path, capsys: Capture) -> None:
     with edgerun.load(tiny_bundle) as engine:
         prompt = f"the{engine.tokenizer.token_text('eos_token')}"
     counts = []
@@ -65,7 +53,7 @@ def test_typed_special_tokens_are_text_unless_an_option_allows_them(
     assert counts[0] > counts[1]
 
 
-def test_json_is_one_object_with_the_documented_fields(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_object_with_the_documented_fields(tiny_bundle: Path, capsys: Capture) -> None:
     assert main([str(tiny_bundle), "-p", "the", "-n", "5", "--json"]) == 0
     out, err = capsys.readouterr()
     reply = json.loads(out)
@@ -83,16 +71,8 @@ def test_json_is_one_object_with_the_documented_fields(tiny_bundle: Path, capsys
         *("decode_tokens_per_second", "total_ms"),
     ]
     assert list(reply["speculation"]) == [
-        "mode",
-        "target_passes",
-        "drafted",
-        "accepted",
-        "replayed_tokens",
-        "tokens_per_pass",
-        "by_source",
-        "passes_ahead",
-        "passes_kept",
-        "hidden_ms",
+        *("mode", "target_passes", "drafted", "accepted", "replayed_tokens", "tokens_per_pass", "by_source"),
+        *("passes_ahead", "passes_kept", "hidden_ms"),
     ]
     assert reply["speculation"]["mode"] == "auto"
     assert reply["speculation"]["target_passes"] + reply["speculation"]["accepted"] == 5
@@ -103,9 +83,8 @@ def test_json_is_one_object_with_the_documented_fields(tiny_bundle: Path, capsys
     assert reply["device"] == "CPU"
 
 
-def test_json_lists_tokens_with_their_log_probabilities(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tiny_bundle), "-p", "the", "-n", "5", "--json", "--logprobs", "2"]) == 0
-    reply = json.loads(capsys.readouterr().out)
+def test_json_lists_tokens_with_their_log_probabilities(tiny_bundle: Path, capsys: Capture) -> None:
+    reply = json_of(capsys, tiny_bundle, "-p", "the", "-n", "5", "--json", "--logprobs", "2")
     tokens = reply["logprobs"]
     assert len(tokens) == 5
     assert bytes(byte for token in tokens for byte in token["bytes"]).decode("utf-8", "replace") == reply["text"]
@@ -116,12 +95,9 @@ def test_json_lists_tokens_with_their_log_probabilities(tiny_bundle: Path, capsy
     assert "--logprobs lists tokens in the JSON of an answer; add --json, or leave" in capsys.readouterr().err
 
 
-def test_streamed_json_is_a_line_for_each_piece_and_the_whole_object_last(
-    tiny_bundle: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_streamed_json_is_a_line_for_each_piece_and_the_whole_object_last(tiny_bundle: Path, capsys: Capture) -> None:
     arguments = [str(tiny_bundle), "-p", "the", "-n", "20", "--spec", "off"]
-    assert main([*arguments, "--json", "--logprobs", "1"]) == 0
-    whole = json.loads(capsys.readouterr().out)
+    whole = json_of(capsys, *arguments, "--json", "--logprobs", "1")
     assert main([*arguments, "--json-stream", "--logprobs", "1"]) == 0
     out, err = capsys.readouterr()
     *pieces, last = map(json.loads, out.splitlines())
@@ -155,7 +131,7 @@ def test_streamed_json_reaches_a_pipe_while_the_answer_is_generated(tmp_path: Pa
     ],
 )
 def test_a_mistyped_command_gets_a_suggestion(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, word: str, command: str
+    capsys: Capture, monkeypatch: Patch, tmp_path: Path, word: str, command: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     expected = f"'{word}' is neither a command nor a model; did you mean edge-run {command}?"
@@ -166,7 +142,7 @@ def test_a_mistyped_command_gets_a_suggestion(
 
 
 def test_a_word_that_is_neither_a_command_nor_a_model_is_refused_before_a_prompt_is_read(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: Capture, monkeypatch: Patch
 ) -> None:
     class Unread(io.BytesIO):
         def read(self, *_arguments: Any) -> bytes:
@@ -186,42 +162,33 @@ def test_a_word_that_is_neither_a_command_nor_a_model_is_refused_before_a_prompt
         assert fails(capsys, *arguments) == f"{arguments[-1]} does not exist; give an .onnx file or a model folder"
 
 
-def test_the_bundled_model_has_a_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["-p", "list files", "-n", "8"]) == 0
-    expected = capsys.readouterr().out
-    assert main(["shell-helper", "-p", "list files", "-n", "8"]) == 0
-    assert capsys.readouterr().out == expected
+def test_the_bundled_model_has_a_name(capsys: Capture) -> None:
+    expected = output_of(capsys, "-p", "list files", "-n", "8")
+    assert output_of(capsys, "shell-helper", "-p", "list files", "-n", "8") == expected
 
 
-def test_the_prompt_may_come_on_standard_input(
-    tiny_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_prompt_may_come_on_standard_input(tiny_bundle: Path, capsys: Capture, monkeypatch: Patch) -> None:
     main([str(tiny_bundle), "-p", "the other", "-n", "6"])
     expected = capsys.readouterr().out
     standard_input(monkeypatch, b"the other\n")
-    assert main([str(tiny_bundle), "-n", "6"]) == 0
-    assert capsys.readouterr().out == expected
+    assert output_of(capsys, tiny_bundle, "-n", "6") == expected
 
 
-def test_empty_or_undecodable_standard_input_is_refused(
-    tiny_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_empty_or_undecodable_standard_input_is_refused(tiny_bundle: Path, capsys: Capture, monkeypatch: Patch) -> None:
     standard_input(monkeypatch, b"")
     assert fails(capsys, tiny_bundle) == "the prompt is empty; give -p TEXT, or text on standard input"
     standard_input(monkeypatch, b"\xff\xfe")
     assert fails(capsys, tiny_bundle) == "standard input is not UTF-8 text; convert it first"
 
 
-def test_sampling_options_reach_the_sampler(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sampling_options_reach_the_sampler(tiny_bundle: Path, capsys: Capture) -> None:
     options = ["-t", "1.2", "--top-k", "50", "--top-p", "0.9", "--min-p", "0.01", "--repeat-penalty", "1.1"]
-    texts = []
-    for seed in ("1", "1", "2"):
-        assert main([str(tiny_bundle), "-p", "a", "-n", "20", "--raw", *options, "--seed", seed]) == 0
-        texts.append(capsys.readouterr().out)
+    arguments = (tiny_bundle, "-p", "a", "-n", "20", "--raw", *options)
+    texts = [output_of(capsys, *arguments, "--seed", seed) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_penalties_biases_and_the_end_reach_the_sampler(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_penalties_biases_and_the_end_reach_the_sampler(tiny_bundle: Path, capsys: Capture) -> None:
     with edgerun.load(tiny_bundle) as engine:
         end = next(iter(engine.tokenizer.eos))
         bias_to_end = {"logit_bias": {end: 100.0}}
@@ -234,15 +201,14 @@ def test_penalties_biases_and_the_end_reach_the_sampler(tiny_bundle: Path, capsy
         for arguments, changes in options:
             expected = engine.generate("the", max_tokens=12, **changes)
             assert expected != engine.generate("the", max_tokens=12)
-            assert main([str(tiny_bundle), "-p", "the", "-n", "12", "--json", *arguments]) == 0
-            reply = json.loads(capsys.readouterr().out)
+            reply = json_of(capsys, tiny_bundle, "-p", "the", "-n", "12", "--json", *arguments)
             assert reply["text"] == expected.text
             assert reply["usage"]["completion_tokens"] == expected.stats.completion_tokens
         assert expected.stats.completion_tokens == 12
         assert engine.generate("the", max_tokens=12, **bias_to_end).stats.completion_tokens == 1
 
 
-def test_the_size_of_the_prefix_cache(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_the_prefix_cache(tiny_bundle: Path, monkeypatch: Patch) -> None:
     sizes = []
 
     def opening(*arguments: Any, **options: Any) -> edgerun.Engine:
@@ -256,7 +222,7 @@ def test_the_size_of_the_prefix_cache(tiny_bundle: Path, monkeypatch: pytest.Mon
     assert sizes == [0, 1_500_000]
 
 
-def test_stop_may_be_repeated(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_may_be_repeated(tiny_bundle: Path, capsys: Capture) -> None:
     main([str(tiny_bundle), "-p", "the", "-n", "30"])
     text = capsys.readouterr().out
     main([str(tiny_bundle), "-p", "the", "-n", "30", "--stop", "\x00never", "--stop", text[5:8]])
@@ -293,27 +259,19 @@ def test_stop_may_be_repeated(tiny_bundle: Path, capsys: pytest.CaptureFixture[s
         (["-p", "a", "--resume", "nothing.kv"], "nothing.kv cannot be read: No such file"),
     ],
 )
-def test_bad_usage_is_a_one_line_error(
-    tiny_bundle: Path, capsys: pytest.CaptureFixture[str], arguments, message: str
-) -> None:
+def test_bad_usage_is_a_one_line_error(tiny_bundle: Path, capsys: Capture, arguments, message: str) -> None:
     assert message in fails(capsys, tiny_bundle, *arguments)
 
 
-def test_bad_models_are_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        fails(capsys, tmp_path / "no", "-p", "a")
-        == f"{tmp_path / 'no'} does not exist; give an .onnx file or a model folder"
-    )
-    (tmp_path / "text.onnx").write_text("this is\nnot a model", encoding="utf-8")
-    assert f"{tmp_path / 'text.onnx'} is not an ONNX model" in fails(
-        capsys, tmp_path / "text.onnx", "-p", "a", "--context", "64"
-    )
+def test_bad_models_are_a_one_line_error(tmp_path: Path, capsys: Capture) -> None:
+    nothing, text = tmp_path / "no", tmp_path / "text.onnx"
+    assert fails(capsys, nothing, "-p", "a") == f"{nothing} does not exist; give an .onnx file or a model folder"
+    text.write_text("this is\nnot a model", encoding="utf-8")
+    assert f"{text} is not an ONNX model" in fails(capsys, text, "-p", "a", "--context", "64")
     assert "extra argument" in fails(capsys, tmp_path / "a", tmp_path / "b")
 
 
-def test_too_little_memory_is_a_one_line_error(
-    tiny_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_memory_is_a_one_line_error(tiny_bundle: Path, capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setattr(run_module, "open_model", lambda *_, **__: np.empty(1 << 60, np.uint8))
     assert main([str(tiny_bundle), "-p", "a"]) == 1
     err = capsys.readouterr().err
@@ -324,7 +282,7 @@ def test_too_little_memory_is_a_one_line_error(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_debug_shows_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_shows_the_traceback(tmp_path: Path, capsys: Capture) -> None:
     assert main([str(tmp_path), "-p", "a", "--debug"]) == 2
     err = capsys.readouterr().err
     assert "Traceback" in err
@@ -332,62 +290,53 @@ def test_debug_shows_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("command", [[], ["run"], ["export"], ["inspect"], ["devices"]])
-def test_every_command_has_help_with_an_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command, "--help"]) == 0
-    assert "Example" in capsys.readouterr().out
+def test_every_command_has_help_with_an_example(command: list[str], capsys: Capture) -> None:
+    assert "Example" in output_of(capsys, *command, "--help")
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"edge-run {edgerun.__version__}\n"
+def test_version(capsys: Capture) -> None:
+    assert output_of(capsys, "--version") == f"edge-run {edgerun.__version__}\n"
 
 
-def test_inspect_describes_a_model(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(tiny_bundle), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+def test_inspect_describes_a_model(tiny_bundle: Path, capsys: Capture) -> None:
+    facts = json_of(capsys, "inspect", tiny_bundle, "--json")
     assert (facts["family"], facts["layers"], facts["vocabulary"], facts["context"]) == ("llama", 2, 300, 256)
     assert facts["token_trees"] is True
-    assert main(["inspect", str(tiny_bundle)]) == 0
-    assert "bits per weight in file" in capsys.readouterr().out
+    assert "bits per weight in file" in output_of(capsys, "inspect", tiny_bundle)
     assert "does not exist" in fails(capsys, "inspect", "nothing")
 
 
 def test_inspect_shows_all_but_the_tokens_of_a_graph_without_a_tokenizer(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_bundle: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     for name in ("model.onnx", "model.onnx.data"):
         shutil.copy(tiny_bundle / name, tmp_path / name)
-    assert main(["inspect", str(tmp_path / "model.onnx"), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = json_of(capsys, "inspect", str(tmp_path / "model.onnx"), "--json")
     assert (facts["layers"], facts["vocabulary"], facts["token_trees"]) == (2, 300, True)
     assert (facts["tokenizer"], facts["chat_template"], facts["end_tokens"]) == (False, False, [])
     assert facts["context"] is None
-    assert main(["inspect", str(tmp_path)]) == 0
-    assert "tokenizer" in capsys.readouterr().out
-    assert main(["inspect", str(tmp_path), "--tokenizer", str(tiny_bundle), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tokenizer"] is True
+    assert "tokenizer" in output_of(capsys, "inspect", tmp_path)
+    assert json_of(capsys, "inspect", tmp_path, "--tokenizer", tiny_bundle, "--json")["tokenizer"] is True
 
 
-def test_the_bundled_model_cannot_be_removed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bundled_model_cannot_be_removed(capsys: Capture) -> None:
     assert fails(capsys, "models", "--remove", "shell-helper") == (
         "shell-helper comes with edge-run and cannot be removed; name a model that edge-run pull downloaded"
     )
 
 
-def test_devices_lists_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["devices", "--json"]) == 0
-    described = json.loads(capsys.readouterr().out)
+def test_devices_lists_the_cpu(capsys: Capture) -> None:
+    described = json_of(capsys, "devices", "--json")
     assert 1 <= described["threads"]["default"] <= described["threads"]["processors"]
     devices = described["devices"]
     assert any(device["kind"] == "cpu" and device["default"] for device in devices)
-    assert main(["devices"]) == 0
-    shown = capsys.readouterr().out
+    shown = output_of(capsys, "devices")
     assert "cpu" in shown
     threads = described["threads"]
     assert f"threads on the CPU: {threads['default']} by default, {threads['saver']} with --power saver" in shown
 
 
-def test_export_from_the_command_line(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_from_the_command_line(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
     source = tiny_bundle.parent / "checkpoint"
     out = tmp_path / "out"
     assert main(["export", str(source), str(out), "--weights", "int4", "--block", "64", "--head", "int8"]) == 0
@@ -403,23 +352,21 @@ def test_export_from_the_command_line(tiny_bundle: Path, tmp_path: Path, capsys:
     recorded = json.loads((out / "edge.json").read_text(encoding="utf-8"))
     assert f"mean KL {recorded['quality']['mean_kl']:#.3g}," in quality
     assert recorded["parity"].keys() == {"max_abs_diff", "mean_kl", "top1_agreement"}
-    assert main(["inspect", str(out), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = json_of(capsys, "inspect", out, "--json")
     assert facts["weights"] == {"int8/64": 2, "int4/64": 8}
     figures = [facts[f"bits_per_weight_{place}"] for place in ("read", "in_file")]
     assert [f"{bits:.2f}" for bits in figures] == [*both.groups()]
     assert figures[0] > figures[1]
     assert facts["made_by"].startswith("edge-run export")
     assert facts["quality_measured_on"] == "a short sample text"
-    assert main(["inspect", str(out)]) == 0
-    assert capsys.readouterr().out.count("mean KL") == 1
+    assert output_of(capsys, "inspect", out).count("mean KL") == 1
     assert main(["export", str(source), str(tmp_path / "exact"), "--weights", "fp32"]) == 0
     assert "KL" not in capsys.readouterr().out, "nothing was quantized"
     assert main([str(out), "-p", "the", "-n", "3"]) == 0
 
 
 def test_the_last_line_of_an_export_runs_a_folder_that_is_named_like_a_command(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_bundle: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("EDGERUN_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
@@ -429,7 +376,7 @@ def test_the_last_line_of_an_export_runs_a_folder_that_is_named_like_a_command(
 
 
 def test_an_export_has_a_name_that_the_last_line_and_the_lists_say(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_bundle: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("EDGERUN_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
@@ -441,12 +388,10 @@ def test_an_export_has_a_name_that_the_last_line_and_the_lists_say(
     assert main([*shlex.split(last.removeprefix("to run it: edge-run ")), "-p", "the", "-n", "3", "--raw"]) == 0
     capsys.readouterr()
     folder = tmp_path / "my model"
-    assert main(["models", "--json"]) == 0
-    (listed,) = [each for each in json.loads(capsys.readouterr().out)["models"] if each["id"] == "my model"]
+    (listed,) = [each for each in json_of(capsys, "models", "--json")["models"] if each["id"] == "my model"]
     assert (listed["path"], listed["commit"]) == (str(folder), "")
     assert listed["bytes"] == sum(path.stat().st_size for path in folder.rglob("*"))
-    assert main(["models"]) == 0
-    assert re.search(r"^my model +exported +", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^my model +exported +", output_of(capsys, "models"), re.MULTILINE)
     for offered in (OfferedModels([]), OfferedModels([str(tiny_bundle)])):
         offered.local = True
         assert offered.find("my model").source == offered.find(str(folder)).source == str(folder)
@@ -455,8 +400,7 @@ def test_an_export_has_a_name_that_the_last_line_and_the_lists_say(
     refused = fails(capsys, "models", "--remove", "my model")
     assert refused == f"my model was not downloaded but exported; remove its folder yourself: {folder}"
     shutil.rmtree(folder)
-    assert main(["models"]) == 0
-    assert "my model" not in capsys.readouterr().out + "".join(local_models())
+    assert "my model" not in output_of(capsys, "models") + "".join(local_models())
 
 
 @pytest.mark.parametrize(
@@ -468,14 +412,14 @@ def test_an_export_has_a_name_that_the_last_line_and_the_lists_say(
     ],
 )
 def test_bad_export_options_are_a_one_line_error(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+    tiny_bundle: Path, tmp_path: Path, capsys: Capture, options: list[str], message: str
 ) -> None:
     assert message in fails(capsys, "export", tiny_bundle.parent / "checkpoint", tmp_path / "out", *options)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_export_does_not_replace_a_folder_that_is_not_a_bundle(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_bundle: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     (tmp_path / "thesis.txt").write_text("years of work", encoding="utf-8")
     fails(capsys, "export", tiny_bundle.parent / "checkpoint", tmp_path)
@@ -484,13 +428,8 @@ def test_export_does_not_replace_a_folder_that_is_not_a_bundle(
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 def test_ctrl_c_keeps_the_partial_text_and_exits_130(tmp_path: Path) -> None:
-    bundle = write_endless_bundle(tmp_path)
-    with started(
-        [*EDGE_RUN, str(bundle), "-p", "the", "-t", "1"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-    ) as process:
+    command = [*EDGE_RUN, str(write_endless_bundle(tmp_path)), "-p", "the", "-t", "1"]
+    with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         first = process.stdout.read(1)
         process.send_signal(signal.SIGINT)
@@ -536,9 +475,7 @@ def test_any_character_can_be_written_whatever_the_locale(tiny_bundle: Path) -> 
     assert result.stdout.decode("utf-8")
 
 
-def test_closed_standard_input_is_an_empty_prompt(
-    tiny_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closed_standard_input_is_an_empty_prompt(tiny_bundle: Path, capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setattr("sys.stdin", None)
     assert "the prompt is empty" in fails(capsys, tiny_bundle)
 
@@ -548,7 +485,7 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
 
 
 def test_the_wait_for_a_first_answer_is_shown_on_a_terminal_and_gone_with_the_answer(
-    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_bundle: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     screen = Screen()
     monkeypatch.setenv("TERM", "xterm-256color")

@@ -9,6 +9,7 @@ import pytest
 
 from support import command_worker
 from support.command_worker import CommandWorker, Outcome, needs_limits
+from support.commands import Patch
 
 pytestmark = needs_limits
 
@@ -37,7 +38,7 @@ def test_a_process_that_ends_is_replaced(worker: CommandWorker) -> None:
 
 
 @pytest.mark.nightly
-def test_a_process_that_hangs_is_replaced(worker: CommandWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_hangs_is_replaced(worker: CommandWorker, monkeypatch: Patch) -> None:
     monkeypatch.setattr(command_worker, "MAX_SECONDS", 0.001)  # no interpreter starts so fast
     assert "over 0 s" in worker.run(["--version"]).fault
     monkeypatch.undo()

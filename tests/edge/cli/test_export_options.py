@@ -17,6 +17,7 @@ from edgerun.export.checkpoint.config import read_config
 from edgerun.export.recipe import MethodChoice
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.arguments.argument_types import options_of
+from support.commands import Capture, Patch, output_of
 from support.tiny_models import write_checkpoint
 
 
@@ -78,9 +79,7 @@ def test_a_plain_install_shows_the_options_and_which_extra_is_missing() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_contradicting_options_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
-) -> None:
+def test_contradicting_options_are_refused(tmp_path: Path, capsys: Capture, options: list[str], message: str) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint")
     assert main(["export", str(checkpoint), str(tmp_path / "bundle"), *options]) == 2
     error = capsys.readouterr().err
@@ -89,11 +88,10 @@ def test_contradicting_options_are_refused(
     assert not (tmp_path / "bundle").exists()
 
 
-def test_static_graphs_are_named_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_static_graphs_are_named_at_the_end(tmp_path: Path, capsys: Capture) -> None:
     checkpoint, bundle = write_checkpoint(tmp_path / "checkpoint"), tmp_path / "bundle"
     options = ["--device", "npu", "--widths", "1,4", "--contexts", "64"]
-    assert main(["export", str(checkpoint), str(bundle), *options]) == 0
-    output = capsys.readouterr().out
+    output = output_of(capsys, "export", checkpoint, bundle, *options)
     assert "2 graphs for NPUs, of widths 1, 4 and contexts 64: " in output
     assert "of which 0.0 MB are the embedding in float16" in output
     assert {path.name for path in bundle.glob("model_npu*")} == {
@@ -106,9 +104,7 @@ def test_static_graphs_are_named_at_the_end(tmp_path: Path, capsys: pytest.Captu
     assert "--device npu --widths 1,4 --contexts 64" in manifest.command
 
 
-def test_block_applies_to_the_draft_of_mixed_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_block_applies_to_the_draft_of_mixed_weights(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     checkpoint = write_checkpoint(tmp_path / "checkpoint")
     draft = write_checkpoint(tmp_path / "draft", seed=1, num_hidden_layers=1)
@@ -128,7 +124,7 @@ def test_block_applies_to_the_draft_of_mixed_weights(
     assert str(tmp_path) not in manifest.command
 
 
-def test_every_choice_of_a_recipe_is_an_option_with_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_choice_of_a_recipe_is_an_option_with_help(capsys: Capture) -> None:
     declared = options_of(ExportRecipe)
     assert list(declared) == [each.name for each in dataclasses.fields(ExportRecipe)]
     main(["export", "--help"])

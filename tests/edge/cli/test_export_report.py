@@ -11,6 +11,7 @@ import pytest
 from edgerun.edge.cli.main import main
 from edgerun.export.calibration import work_folder
 from edgerun.models.atomic import discard_folder
+from support.commands import Capture, Patch
 
 tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
 
@@ -21,7 +22,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
 
 
@@ -30,7 +31,7 @@ def exported(checkpoint: Path, out: Path, *options: str) -> None:
 
 
 @pytest.fixture
-def mapped_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def mapped_work(monkeypatch: Patch) -> list[str]:
     """Files of a work folder that are mapped into memory when it is removed, which Windows would refuse."""
     found: list[str] = []
 
@@ -45,7 +46,7 @@ def mapped_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_calibrated_export_has_a_report(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], mapped_work: list[str]
+    checkpoint: Path, tmp_path: Path, capsys: Capture, mapped_work: list[str]
 ) -> None:
     out = tmp_path / "out"
     exported(checkpoint, out, "--weights", "int4", "--block", "64", "--method", "awq+gptq")
@@ -79,9 +80,7 @@ def test_a_calibrated_export_has_a_report(
 
 
 @pytest.mark.nightly
-def test_report_option_and_replacing_a_bundle_with_a_report(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_option_and_replacing_a_bundle_with_a_report(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "out"
     exported(checkpoint, out, "--weights", "int8", "--report", "--method", "rtn")
     report = json.loads((out / "report.json").read_text(encoding="utf-8"))

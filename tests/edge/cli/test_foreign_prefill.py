@@ -24,6 +24,7 @@ from edgerun.runtime.measure.prompt_choice import PROMPT_CHOICES, PromptChoice
 from edgerun.runtime.measure.system_load import LoadMeter
 from edgerun.runtime.prefill import prefill
 from edgerun.runtime.text.tokenizer import TextTokenizer
+from support.commands import Capture, Patch, json_of, output_of
 from support.layouts import HYBRID_LAYOUTS, LAYOUTS, quantize_products, write_layout
 
 LONG = "the cat sat on the mat and " * 12
@@ -31,7 +32,7 @@ TOKENS = 6
 
 
 @pytest.fixture(autouse=True)
-def as_if_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def as_if_large(tmp_path: Path, monkeypatch: Patch) -> None:
     """A cache folder of its own, tiny models as if they were not small, and short measurements."""
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(open_graph, "_SMALL_MODEL_BYTES", 0)
@@ -41,7 +42,7 @@ def as_if_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LoadMeter, "is_busy", property(lambda _: False))
 
 
-def answer(capsys: pytest.CaptureFixture[str], model: Path, *options: str) -> tuple[dict[str, Any], str]:
+def answer(capsys: Capture, model: Path, *options: str) -> tuple[dict[str, Any], str]:
     """The JSON of an answer to the long prompt, and the statistics on standard error."""
     asked = [str(model), "--raw", "-p", LONG, "-n", str(TOKENS), "--stats", "--json", "--threads", "1"]
     assert main([*asked, "--spec", "off", *options]) == 0
@@ -70,9 +71,7 @@ def text_after_int8_prompt(model: Path) -> str:
     ("layout", "zero_points"),
     [("genai", False), ("community", True), ("genai-lfm2", False), ("community-qwen3.5-fused", True)],
 )
-def test_a_prompt_is_read_with_int8_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str, zero_points: bool
-) -> None:
+def test_a_prompt_is_read_with_int8_weights(tmp_path: Path, capsys: Capture, layout: str, zero_points: bool) -> None:
     model = quantize_products(
         write_layout(tmp_path / "model", {**LAYOUTS, **HYBRID_LAYOUTS}[layout]), zero_points=zero_points
     )
@@ -92,13 +91,10 @@ def test_a_prompt_is_read_with_int8_weights(
     assert f"int8 prompt graph: {tokens} of {tokens} tokens read" in line
 
 
-def test_auto_does_what_was_measured_of_a_foreign_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_does_what_was_measured_of_a_foreign_model(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     model = quantize_products(write_layout(tmp_path / "model", LAYOUTS["genai"]))
     monkeypatch.setattr(prompt_choice, "_WORTH", 0.0)
-    assert main(["tune", str(model), "--threads", "1", "--json"]) == 0
-    measured = json.loads(capsys.readouterr().out)["prompts"]
+    measured = json_of(capsys, "tune", model, "--threads", "1", "--json")["prompts"]
     assert measured["int8_used"]
     assert measured["mean_kl"] <= measured["kl_limit"]
     # The times of so small a model say nothing.
@@ -133,7 +129,7 @@ def test_auto_does_what_was_measured_of_a_foreign_model(
     ],
 )
 def test_a_line_says_why_there_is_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str, quantized: bool, by_name: str, by_itself: str
+    tmp_path: Path, capsys: Capture, layout: str, quantized: bool, by_name: str, by_itself: str
 ) -> None:
     model = write_layout(tmp_path / "model", LAYOUTS[layout])
     if quantized:
@@ -142,10 +138,8 @@ def test_a_line_says_why_there_is_none(
     error = capsys.readouterr().err
     assert by_name in error
     assert len(error.splitlines()) == 1
-    assert main(["tune", str(model), "--threads", "1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["prompts"]["reason"] == by_itself
+    assert json_of(capsys, "tune", model, "--threads", "1", "--json")["prompts"]["reason"] == by_itself
     found, line = answer(capsys, model)
     assert found["prompt_graphs"]["int8_refusal"] == by_itself
     assert f"int8 prompt graph: {by_itself}" in line
-    assert main(["inspect", str(model)]) == 0
-    assert by_itself.partition(" (")[0] in " ".join(capsys.readouterr().out.split())
+    assert by_itself.partition(" (")[0] in " ".join(output_of(capsys, "inspect", model).split())

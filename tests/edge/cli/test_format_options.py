@@ -15,6 +15,7 @@ pytest.importorskip("llguidance", reason="needs the extra structured")
 
 from edgerun.edge.cli.main import main
 from edgerun.runtime.structure import grammar
+from support.commands import Capture, Patch
 from support.hostile_formats import HOSTILE
 from support.nightly import some_nightly
 
@@ -26,13 +27,13 @@ SCHEMA = {
 }
 
 
-def answer(bundle: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+def answer(bundle: Path, capsys: Capture, *options: str) -> dict[str, Any]:
     assert main([str(bundle), "--raw", "-p", "the", "-n", "150", "--json", "--threads", "1", *options]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
-def test_an_answer_follows_each_option(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_follows_each_option(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
     schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
     schema.write_text(json.dumps(SCHEMA), encoding="utf-8")
     grammar.write_text('start: "x=" /[0-9]{2}/', encoding="utf-8")
@@ -57,9 +58,7 @@ def test_an_answer_follows_each_option(tiny_bundle: Path, tmp_path: Path, capsys
         (("--grammar-aligned", "3"), "without response_format"),
     ],
 )
-def test_a_wrong_format_is_one_line(
-    tiny_bundle: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str
-) -> None:
+def test_a_wrong_format_is_one_line(tiny_bundle: Path, capsys: Capture, options: tuple[str, ...], message: str) -> None:
     assert main([str(tiny_bundle), "--raw", "-p", "the", *options]) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -72,7 +71,7 @@ REFUSED = [name for name, (field, _, why) in HOSTILE.items() if field in OPTIONS
 
 @pytest.mark.parametrize("name", some_nightly(REFUSED, every=3))
 def test_a_hostile_format_is_one_line(
-    name: str, tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, tiny_bundle: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(grammar, "_COMPILE_S", 100.0)  # some take a second, and other programs may be running
     field, value, message = HOSTILE[name]
@@ -87,7 +86,7 @@ def test_a_hostile_format_is_one_line(
 
 
 def test_without_the_extra_the_error_says_what_to_install(
-    tiny_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_bundle: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     import sys
 

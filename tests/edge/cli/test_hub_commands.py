@@ -17,6 +17,7 @@ pytest.importorskip("onnx", reason="needs the export extra")
 
 import edgerun
 from edgerun.edge.cli.main import main
+from support.commands import Capture, Patch
 from support.hub_fixture import own_hub
 from support.hub_server import HubServer, files_of, sha256
 from support.layouts import LAYOUTS, write_layout
@@ -37,13 +38,13 @@ def hub(tmp_path: Path, tiny_bundle: Path) -> Iterator[HubServer]:
         yield server
 
 
-def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+def run(arguments: list[str], capsys: Capture) -> tuple[int, str, str]:
     code = main(arguments)
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
 
-def test_a_model_on_the_hub_answers(hub: HubServer, tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_on_the_hub_answers(hub: HubServer, tiny_bundle: Path, capsys: Capture) -> None:
     answer_options = ["-p", "ab", "-n", "12", "--spec", "off"]
     expected = run([str(tiny_bundle), *answer_options], capsys)
     assert expected[0] == 0
@@ -59,7 +60,7 @@ def test_a_model_on_the_hub_answers(hub: HubServer, tiny_bundle: Path, capsys: p
 
 @pytest.mark.parametrize("layout", ["community-external-many", "optimum-two-decoders"])
 def test_foreign_exports_answer_alike_from_the_hub_and_from_a_folder(
-    hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str
+    hub: HubServer, tmp_path: Path, capsys: Capture, layout: str
 ) -> None:
     folder = write_layout(tmp_path / layout, LAYOUTS[layout])
     hub.repo("org/foreign", files_of(folder))
@@ -69,7 +70,7 @@ def test_foreign_exports_answer_alike_from_the_hub_and_from_a_folder(
     assert run(["org/foreign", *answer_options], capsys) == expected
 
 
-def test_pull_prints_the_folder_of_a_model(hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pull_prints_the_folder_of_a_model(hub: HubServer, capsys: Capture) -> None:
     code, out, err = run(["pull", "org/js", "--json"], capsys)
     facts = json.loads(out)
     assert (code, err) == (0, "")
@@ -87,7 +88,7 @@ def test_pull_prints_the_folder_of_a_model(hub: HubServer, capsys: pytest.Captur
 
 
 def test_a_pulled_model_is_found_despite_a_folder_of_its_owners_name(
-    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: HubServer, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()
@@ -97,7 +98,7 @@ def test_a_pulled_model_is_found_despite_a_folder_of_its_owners_name(
     assert run(["org/tiny", "-p", "ab", "-n", "2", "--spec", "off"], capsys)[0] == 0
 
 
-def test_pull_names_older_commits(hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pull_names_older_commits(hub: HubServer, capsys: Capture) -> None:
     repo = hub.repos["org/tiny"]
     old = repo.refs["main"]
     assert main(["pull", "org/tiny"]) == 0
@@ -152,7 +153,7 @@ def test_pull_names_older_commits(hub: HubServer, capsys: pytest.CaptureFixture[
     ],
 )
 def test_failures_are_a_one_line_error(
-    hub: HubServer, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
+    hub: HubServer, capsys: Capture, arguments: list[str], code: int, message: str
 ) -> None:
     got, out, err = run(arguments, capsys)
     assert (got, out) == (code, "")
@@ -160,7 +161,7 @@ def test_failures_are_a_one_line_error(
     assert err.count("\n") == 1
 
 
-def test_models_are_listed_and_removed(hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_are_listed_and_removed(hub: HubServer, tmp_path: Path, capsys: Capture) -> None:
     assert run(["models"], capsys)[1].splitlines()[-1].startswith("no downloaded models yet; to get one: edge-run pull")
     for name in ("org/tiny", "org/js:fp32", "org/js:q4f16"):
         assert main(["pull", name]) == 0
@@ -194,7 +195,7 @@ def test_models_are_listed_and_removed(hub: HubServer, tmp_path: Path, capsys: p
 
 
 def test_export_downloads_its_checkpoint_from_the_hub(
-    hub: HubServer, tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    hub: HubServer, tiny_bundle: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     hub.repo("org/ckpt", {**files_of(tiny_bundle.parent / "checkpoint"), "README.md": b"-"})
     code, _, err = run(["org/ckpt", "-p", "ab"], capsys)
@@ -209,7 +210,7 @@ def test_export_downloads_its_checkpoint_from_the_hub(
 
 
 @pytest.mark.parametrize("command", ["pull", "models"])
-def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_an_example(command: str, capsys: Capture) -> None:
     code, out, _ = run([command, "--help"], capsys)
     assert code == 0
     assert f"Example: edge-run {command} " in " ".join(out.split())

@@ -16,6 +16,7 @@ from edgerun.runtime.graph import open_graph
 from edgerun.runtime.graph.session import SessionConfig
 from edgerun.runtime.measure import bundle_timing, prompt_choice
 from edgerun.runtime.measure.measurement_store import model_key
+from support.commands import Capture, Patch, json_of, output_of
 
 LONG = "the cat sat on the mat and " * 12
 
@@ -25,7 +26,7 @@ FAMILIES = pytest.mark.parametrize("bundle", ["llama", "lfm2", "qwen3_5_text"], 
 
 
 @pytest.fixture
-def bundle(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def bundle(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: Patch) -> str:
     """An int4 model with a cache folder of its own, as if it were not small."""
     tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
     from edgerun.export import INT4
@@ -38,7 +39,7 @@ def bundle(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 
 @FAMILIES
-def test_statistics_say_what_read_the_prompt(bundle: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_statistics_say_what_read_the_prompt(bundle: str, capsys: Capture) -> None:
     def answer(*options: str) -> tuple[dict[str, Any], str]:
         assert main([bundle, "--raw", "-p", LONG, "-n", "3", "--stats", "--json", "--threads", "1", *options]) == 0
         out, err = capsys.readouterr()
@@ -58,26 +59,21 @@ def test_statistics_say_what_read_the_prompt(bundle: str, capsys: pytest.Capture
     assert "--prefill" in capsys.readouterr().err
 
 
-def test_tune_measures_and_inspect_shows_it(
-    bundle: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main(["inspect", bundle]) == 0
-    assert "int8 prompt graph: not made yet (edge-run tune makes it)" in capsys.readouterr().out
+def test_tune_measures_and_inspect_shows_it(bundle: str, capsys: Capture, monkeypatch: Patch) -> None:
+    assert "int8 prompt graph: not made yet (edge-run tune makes it)" in output_of(capsys, "inspect", bundle)
     assert main(["tune", bundle, "--threads", "1", "--prefill", "plain", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["prompts"] == {"int8_used": False, "reason": "not asked for"}
     for worth, used in ((0.0, True), (1e9, False)):
         monkeypatch.setattr(prompt_choice, "_WORTH", worth)
-        assert main(["tune", bundle, "--threads", "1", "--json"]) == 0
-        prompts = json.loads(capsys.readouterr().out)["prompts"]
+        prompts = json_of(capsys, "tune", bundle, "--threads", "1", "--json")["prompts"]
         assert prompts["int8_used"] is used
         assert prompts["speedup"] > 0
         assert 0 <= prompts["mean_kl"] <= prompts["kl_limit"]
         assert set(prompts["int8_milliseconds"]) == {"64", "128"}, "wider passes do not fit the context of 256"
-    assert main(["tune", bundle, "--threads", "1"]) == 0
-    assert "int8 prompt graph: not faster here" in capsys.readouterr().out
+    assert "int8 prompt graph: not faster here" in output_of(capsys, "tune", bundle, "--threads", "1")
 
 
-def test_verify_finds_damage(bundle: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_finds_damage(bundle: str, tmp_path: Path, capsys: Capture) -> None:
     assert main([bundle, "--raw", "-p", "the", "-n", "1", "--threads", "1", "--prefill", "int8"]) == 0
     (weights,) = tmp_path.glob("cache/prompt-int8/*/int8.data")
     weights.write_bytes(bytes(weights.stat().st_size))
@@ -88,9 +84,7 @@ def test_verify_finds_damage(bundle: str, tmp_path: Path, capsys: pytest.Capture
 
 
 @FAMILIES
-def test_the_exactness_report_does_not_depend_on_it(
-    bundle: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_exactness_report_does_not_depend_on_it(bundle: str, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "prompts.txt").write_text(LONG, encoding="utf-8")
     verify = ["verify", bundle, "--threads", "1", "--prompts", str(tmp_path / "prompts.txt"), "-n", "12", "--json"]
 
@@ -114,7 +108,7 @@ def test_the_exactness_report_does_not_depend_on_it(
 
 
 def test_a_graph_of_earlier_weights_is_not_used(
-    bundle: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bundle: str, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     from edgerun.export import INT4
     from support.tiny_models import write_bundle

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,13 @@ import pytest
 
 from edgerun.edge.cli.main import main
 from edgerun.runtime.kv.prefix_files import prefix_folder
+from support.commands import Capture, Patch, json_of
 
 DOCUMENT = "the other and the one who is at the end of it, and on to " * 4
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
 
 
@@ -26,15 +26,12 @@ def document(tmp_path: Path) -> Path:
     return file
 
 
-def reply(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    assert main([*map(str, arguments), "-n", "8", "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+def reply(capsys: Capture, *arguments: object) -> dict[str, Any]:
+    found: dict[str, Any] = json_of(capsys, *map(str, arguments), "-n", "8", "--json")
     return found
 
 
-def test_the_second_start_does_not_read_the_document(
-    tiny_bundle: Path, document: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_second_start_does_not_read_the_document(tiny_bundle: Path, document: Path, capsys: Capture) -> None:
     asked = [tiny_bundle, "-p", "in the"]
     expected = reply(capsys, *asked, "--system", f"Be brief.\n\n{DOCUMENT}")
     assert not prefix_folder().exists()
@@ -45,15 +42,12 @@ def test_the_second_start_does_not_read_the_document(
     assert [each["usage"]["reused_tokens"] for each in (first, second)] == [0, second["usage"]["reused_tokens"]]
     assert second["usage"]["reused_tokens"] > expected["usage"]["prompt_tokens"] - 8
     assert other["usage"]["reused_tokens"] == second["usage"]["reused_tokens"]
-    assert main(["inspect", str(tiny_bundle), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["prefixes_of_all_models"]
+    found = json_of(capsys, "inspect", tiny_bundle, "--json")["prefixes_of_all_models"]
     sizes = [file.stat().st_size for file in prefix_folder().glob("*/*")]
     assert found == {"folder": str(prefix_folder()), "number": 1, "bytes": sizes[0]}
 
 
-def test_a_raw_prompt_continues_the_document(
-    tiny_bundle: Path, document: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_raw_prompt_continues_the_document(tiny_bundle: Path, document: Path, capsys: Capture) -> None:
     expected = reply(capsys, tiny_bundle, "--raw", "-p", f"{DOCUMENT}in the")
     first, second = (
         reply(capsys, tiny_bundle, "--raw", "--prefix", document, "-p", question) for question in ("in the", "there")
@@ -62,9 +56,7 @@ def test_a_raw_prompt_continues_the_document(
     assert second["usage"]["reused_tokens"] >= 64
 
 
-def test_without_room_or_cache_nothing_is_kept(
-    tiny_bundle: Path, document: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_room_or_cache_nothing_is_kept(tiny_bundle: Path, document: Path, capsys: Capture) -> None:
     for option in (["--prefix-disk", "0"], ["--no-cache"]):
         assert reply(capsys, tiny_bundle, "-p", "in the", "--prefix", document, *option)["usage"]["reused_tokens"] == 0
         assert not prefix_folder().exists()
@@ -74,7 +66,7 @@ def test_without_room_or_cache_nothing_is_kept(
 
 
 def test_a_document_that_cannot_be_read_or_used(
-    tiny_bundle: Path, document: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_bundle: Path, document: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     missing = [str(tiny_bundle), "-p", "in", "--prefix", str(tmp_path / "missing")]
     assert main(missing) == 2
@@ -83,12 +75,11 @@ def test_a_document_that_cannot_be_read_or_used(
     assert "a resumed conversation has its beginning already; leave out --prefix" in capsys.readouterr().err
 
 
-def test_an_answer_that_outgrows_the_context(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_that_outgrows_the_context(tiny_bundle: Path, capsys: Capture) -> None:
     asked = [str(tiny_bundle), "-p", "in the", "--context", "64", "--ignore-eos", "-n", "150", "--json"]
     found = {}
     for overflow in ("error", "window"):
-        assert main([*asked, "--overflow", overflow]) == 0
-        found[overflow] = json.loads(capsys.readouterr().out)
+        found[overflow] = json_of(capsys, *asked, "--overflow", overflow)
     short, long = found["error"], found["window"]
     assert short["usage"]["completion_tokens"] < 64 < long["usage"]["completion_tokens"] == 150
     assert long["text"].startswith(short["text"].rstrip("\ufffd"))

@@ -12,6 +12,7 @@ import pytest
 
 import edgerun
 from edgerun.edge.cli.main import main
+from support.commands import Capture
 
 PROMPT = "the other thing"
 SAMPLING = ("-n", "8", "-t", "1", "--seed", "7")
@@ -25,24 +26,20 @@ def alone(tiny_bundle: Path) -> Iterator[list[edgerun.Reply]]:
         yield [engine.generate(PROMPT, seed=7 + index, **options) for index in range(6)]
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[str, str]:
+def printed(capsys: Capture, *arguments: object) -> tuple[str, str]:
     assert main([*map(str, arguments), "-p", PROMPT, *SAMPLING]) == 0
     out, err = capsys.readouterr()
     return out, err
 
 
-def test_several_answers_have_headings(
-    tiny_bundle: Path, alone: list[edgerun.Reply], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_answers_have_headings(tiny_bundle: Path, alone: list[edgerun.Reply], capsys: Capture) -> None:
     out, err = printed(capsys, tiny_bundle, "--n", 3, "--stats")
     texts = [reply.text if reply.text.endswith("\n") else f"{reply.text}\n" for reply in alone[:3]]
     assert out == "\n".join(f"Answer {number} of 3:\n{text}" for number, text in enumerate(texts, 1))
     assert [line.split(":")[0] for line in err.splitlines()] == ["answer 1", "answer 2", "answer 3"]
 
 
-def test_the_best_answers_are_printed_first(
-    tiny_bundle: Path, alone: list[edgerun.Reply], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_best_answers_are_printed_first(tiny_bundle: Path, alone: list[edgerun.Reply], capsys: Capture) -> None:
     best = max(alone, key=lambda reply: reply.stats.mean_logprob or -99)
     out, err = printed(capsys, tiny_bundle, "--best-of", 6, "--early-stop", 1, "--stats")
     assert out.removesuffix("\n") == best.text.removesuffix("\n")
@@ -50,9 +47,7 @@ def test_the_best_answers_are_printed_first(
     assert re.search(r"^best of 6 answers, \d stopped early.*, \d+ tokens of answers that are not shown$", err, re.M)
 
 
-def test_several_answers_as_json(
-    tiny_bundle: Path, alone: list[edgerun.Reply], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_answers_as_json(tiny_bundle: Path, alone: list[edgerun.Reply], capsys: Capture) -> None:
     out, _ = printed(capsys, tiny_bundle, "--answers", 2, "--best-of", 6, "--json-stream", "--logprobs", 0)
     *pieces, found = map(json.loads, out.splitlines())
     best = sorted(alone, key=lambda reply: -(reply.stats.mean_logprob or 0))[:2]
@@ -81,9 +76,7 @@ def test_several_answers_as_json(
     ],
     ids=" ".join,
 )
-def test_impossible_numbers_of_answers(
-    tiny_bundle: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_impossible_numbers_of_answers(tiny_bundle: Path, arguments: list[str], message: str, capsys: Capture) -> None:
     assert main([str(tiny_bundle), "-p", PROMPT, *arguments]) == 2
     _, err = capsys.readouterr()
     assert message in err

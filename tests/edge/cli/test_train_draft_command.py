@@ -12,6 +12,7 @@ import pytest
 import edgerun
 from edgerun.edge.cli.main import main
 from edgerun.export import FP32, INT4, WeightFormat
+from support.commands import Capture
 from support.tiny_models import write_bundle
 
 
@@ -34,7 +35,7 @@ def test_a_plain_install_is_told_which_extra_is_missing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def train(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+def train(capsys: Capture, *arguments: object) -> tuple[int, str, str]:
     pytest.importorskip("torch")
     given = ["--steps", 6, "--batch-tokens", 200, "-n", 12, "--evaluate-every", 3, "--held-out", 4, "--device", "cpu"]
     code = main(["train-draft", *map(str, arguments), *map(str, given)])
@@ -42,7 +43,7 @@ def train(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, 
     return code, found.out, found.err
 
 
-def test_a_draft_is_trained_and_exported_with_its_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_draft_is_trained_and_exported_with_its_target(tmp_path: Path, capsys: Capture) -> None:
     target, out, text = write_bundle(tmp_path / "target"), tmp_path / "draft", prompts(tmp_path)
     code, printed, errors = train(capsys, target, out, "--text", text, "--hidden-size", 64, "--json")
     assert (code, errors) == (0, "")
@@ -66,7 +67,7 @@ def test_a_draft_is_trained_and_exported_with_its_target(tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize("loss", ["ce", "tvd++"])
-def test_other_losses_continue_a_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str], loss: str) -> None:
+def test_other_losses_continue_a_draft(tmp_path: Path, capsys: Capture, loss: str) -> None:
     target, text = write_bundle(tmp_path / "target"), prompts(tmp_path)
     assert train(capsys, target, tmp_path / "first", "--text", text, "--hidden-size", 64)[0] == 0
     code, printed, errors = train(
@@ -79,7 +80,7 @@ def test_other_losses_continue_a_draft(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("weights", [FP32, INT4], ids=str)
-def test_a_head_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str], weights: WeightFormat) -> None:
+def test_a_head_is_trained(tmp_path: Path, capsys: Capture, weights: WeightFormat) -> None:
     target, out = write_bundle(tmp_path / "target", weights=weights, num_hidden_layers=4), tmp_path / "head"
     code, printed, errors = train(
         capsys, target, out, "--text", prompts(tmp_path), "--head", "eagle3", "--draft-vocab", 40, "--json"
@@ -92,7 +93,7 @@ def test_a_head_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str], w
     assert (out / "model.safetensors").is_file()
 
 
-def test_a_folder_belongs_to_one_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_belongs_to_one_request(tmp_path: Path, capsys: Capture) -> None:
     target, out, text = write_bundle(tmp_path / "target"), tmp_path / "draft", prompts(tmp_path)
     assert train(capsys, target, out, "--text", text, "--hidden-size", 64)[0] == 0
     code, _, errors = train(capsys, target, out, "--text", text, "--hidden-size", 32, "-t", 1)
@@ -114,7 +115,7 @@ def test_a_folder_belongs_to_one_request(tmp_path: Path, capsys: pytest.CaptureF
     ],
 )
 def test_what_cannot_be_trained_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    tmp_path: Path, capsys: Capture, arguments: list[str], message: str
 ) -> None:
     target = write_bundle(tmp_path / "target")
     code, _, errors = train(capsys, target, tmp_path / "out", "--text", prompts(tmp_path), *arguments)

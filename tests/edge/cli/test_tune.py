@@ -15,53 +15,40 @@ from edgerun.runtime.measure import bundle_timing, pass_timing
 from edgerun.runtime.measure.pass_timing import WIDTHS
 from edgerun.runtime.measure.system_load import LoadMeter
 from edgerun.runtime.speculation.pass_cost import PassCost
+from support.commands import Capture, Patch, fails, json_of, output_of
 
 
 @pytest.fixture(autouse=True)
-def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_rounds(monkeypatch: Patch) -> None:
     monkeypatch.setattr(bundle_timing, "_MAX_ROUNDS", 2)
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "pass-cost"
 
 
-def test_json_is_one_object_and_inspect_shows_the_costs(
-    tiny_bundle: Path, cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["inspect", str(tiny_bundle), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["pass_costs"] is None
+def test_json_is_one_object_and_inspect_shows_the_costs(tiny_bundle: Path, cache: Path, capsys: Capture) -> None:
+    assert json_of(capsys, "inspect", tiny_bundle, "--json")["pass_costs"] is None
     assert main(["tune", str(tiny_bundle), "--json"]) == 0
     out, err = capsys.readouterr()
     assert out.count("\n") == 1
     assert err == ""
     facts = json.loads(out)
-    assert list(facts) == [
-        "model",
-        "device",
-        "devices",
-        "threads",
-        "file",
-        "doubt",
-        "contexts",
-        "prompts",
-        "ngram_bytes",
-    ]
+    names = ["model", "device", "devices", "threads", "file", "doubt", "contexts", "prompts", "ngram_bytes"]
+    assert list(facts) == names
     assert (facts["model"], facts["device"]) == (str(tiny_bundle), "CPU")
     assert [Path(facts["file"])] == list(cache.iterdir())
     (entry,) = facts["contexts"]
     assert entry["up_to_context"] == 512
     assert tuple(entry["tokens"]) == WIDTHS
     assert entry["ratio"][0] == 1
-    assert main(["inspect", str(tiny_bundle), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["pass_costs"] == facts["contexts"]
+    assert json_of(capsys, "inspect", tiny_bundle, "--json")["pass_costs"] == facts["contexts"]
 
 
-def test_the_table_lists_every_width(tiny_bundle: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(tiny_bundle)]) == 0
-    assert "not measured yet; edge-run tune measures them" in capsys.readouterr().out
+def test_the_table_lists_every_width(tiny_bundle: Path, cache: Path, capsys: Capture) -> None:
+    assert "not measured yet; edge-run tune measures them" in output_of(capsys, "inspect", tiny_bundle)
     assert main(["tune", str(tiny_bundle), "--threads", "1", "--context", "64"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -73,21 +60,15 @@ def test_the_table_lists_every_width(tiny_bundle: Path, cache: Path, capsys: pyt
     assert out.splitlines()[len(WIDTHS) + 1].startswith("each further token")
     assert out.splitlines()[len(WIDTHS) + 2].startswith("break-even acceptance")
     # Costs measured with one thread are not those of the default number of threads.
-    assert main(["inspect", str(tiny_bundle)]) == 0
-    assert "not measured yet" in capsys.readouterr().out
+    assert "not measured yet" in output_of(capsys, "inspect", tiny_bundle)
     assert main(["tune", str(tiny_bundle)]) == 0
     capsys.readouterr()
-    assert main(["inspect", str(tiny_bundle)]) == 0
-    assert "context up to 512: milliseconds by tokens 1: " in capsys.readouterr().out
+    assert "context up to 512: milliseconds by tokens 1: " in output_of(capsys, "inspect", tiny_bundle)
 
 
 @pytest.mark.parametrize("busy", [True, False])
 def test_costs_of_a_busy_machine_are_shown_as_doubtful(
-    tiny_bundle: Path,
-    cache: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    busy: bool,
+    tiny_bundle: Path, cache: Path, capsys: Capture, monkeypatch: Patch, busy: bool
 ) -> None:
     monkeypatch.setattr(LoadMeter, "is_busy", property(lambda _: busy))
     # What is implausible on a machine that is in fact busy would be doubtful, too.
@@ -103,20 +84,15 @@ def test_costs_of_a_busy_machine_are_shown_as_doubtful(
     first = out.splitlines()[0]
     assert first.startswith("threads: 1: ")
     assert ("not stored, because other programs used the processor" if busy else " from now on, unless") in first
-    assert main(["inspect", str(tiny_bundle)]) == 0
-    assert ("doubtful: other programs used the" in capsys.readouterr().out) is busy
-    assert main(["tune", str(tiny_bundle), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    assert ("doubtful: other programs used the" in output_of(capsys, "inspect", tiny_bundle)) is busy
+    facts = json_of(capsys, "tune", tiny_bundle, "--json")
     assert facts["doubt"] == ("busy" if busy else None)
     assert set(facts["threads"]["milliseconds"]) == {"1", "2"}
     assert facts["threads"]["used"] in (1, 2)
-    assert main(["inspect", str(tiny_bundle), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["pass_costs_doubt"] == ("busy" if busy else None)
+    assert json_of(capsys, "inspect", tiny_bundle, "--json")["pass_costs_doubt"] == ("busy" if busy else None)
 
 
-def test_a_second_measurement_replaces_the_first(
-    tiny_bundle: Path, cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_measurement_replaces_the_first(tiny_bundle: Path, cache: Path, capsys: Capture) -> None:
     main(["tune", str(tiny_bundle), "--threads", "1", "--json"])
     (file,) = cache.iterdir()
     file.write_bytes(b"damaged")
@@ -126,7 +102,7 @@ def test_a_second_measurement_replaces_the_first(
 
 
 def test_an_unwritable_cache_folder_gives_a_warning(
-    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "file"))
@@ -146,24 +122,14 @@ def test_an_unwritable_cache_folder_gives_a_warning(
     ],
 )
 def test_bad_options_are_a_one_line_error(
-    tiny_bundle: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    tiny_bundle: Path, capsys: Capture, arguments: list[str], message: str
 ) -> None:
-    assert main(["tune", str(tiny_bundle), *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("edge-run: error: ")
-    assert err.count("\n") == 1
-    assert message in err
+    assert message in fails(capsys, "tune", tiny_bundle, *arguments)
+    assert "does not exist" in fails(capsys, "tune", "nothing")
 
 
-def test_a_missing_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune", str(tmp_path / "none")]) == 2
-    assert "does not exist" in capsys.readouterr().err
-
-
-def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune", "--help"]) == 0
-    assert "Example: edge-run tune my-model" in capsys.readouterr().out
+def test_help_has_an_example(capsys: Capture) -> None:
+    assert "Example: edge-run tune my-model" in output_of(capsys, "tune", "--help")
 
 
 def test_break_even_acceptance_is_where_the_rates_are_equal() -> None:
@@ -178,8 +144,6 @@ def test_break_even_acceptance_is_where_the_rates_are_equal() -> None:
 
 
 @pytest.mark.parametrize("command", ["tune", "bench", "verify"])
-def test_a_tokenizer_can_be_named(
-    command: str, tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([command, str(tiny_bundle), "--tokenizer", str(tmp_path)]) == 2
-    assert "holds no tokenizer.json; give a tokenizer.json, or a folder with one" in capsys.readouterr().err
+def test_a_tokenizer_can_be_named(command: str, tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
+    said = fails(capsys, command, tiny_bundle, "--tokenizer", tmp_path)
+    assert "holds no tokenizer.json; give a tokenizer.json, or a folder with one" in said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import shutil
 import sys
@@ -16,11 +15,12 @@ import edgerun
 from edgerun import InputError
 from edgerun.edge.cli.main import main
 from edgerun.models import graph_files
+from support.commands import Capture, Patch, json_of, output_of
 from support.tiny_models import write_checkpoint
 from support.unusual_files import needs_pipes, replace_by_pipe, replace_by_sparse_file
 
 
-def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def error_of(capsys: Capture, *arguments: object) -> str:
     """Run with a file that cannot be used; returns the one line of error, and checks the exit code."""
     code = main([str(argument) for argument in arguments])
     lines = capsys.readouterr().err.splitlines(keepends=True)
@@ -47,7 +47,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     ids=" ".join,
 )
 def test_a_pipe_in_the_place_of_a_file_is_refused(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+    tiny_bundle: Path, tmp_path: Path, capsys: Capture, arguments: tuple[str, ...]
 ) -> None:
     places = {"BUNDLE": tiny_bundle, "CHECKPOINT": tmp_path / "checkpoint", "OUT": tmp_path / "out"}
     if "CHECKPOINT" in arguments:
@@ -59,42 +59,38 @@ def test_a_pipe_in_the_place_of_a_file_is_refused(
 
 
 @needs_pipes
-def test_a_process_substitution_of_the_shell_is_read(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_process_substitution_of_the_shell_is_read(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
     text = b"the other\n\na list\n"
     (tmp_path / "prompts.txt").write_bytes(text)
     reading, writing = os.pipe()
     os.write(writing, text)
     os.close(writing)
-    found = []
     try:
-        for path in (tmp_path / "prompts.txt", f"/dev/fd/{reading}"):
-            assert main(["verify", str(tiny_bundle), "--prompts", str(path), "-n", "2", "--json"]) == 0
-            found.append(json.loads(capsys.readouterr().out)["greedy"])
+        first, second = (
+            json_of(capsys, "verify", tiny_bundle, "--prompts", path, "-n", "2", "--json")["greedy"]
+            for path in (tmp_path / "prompts.txt", f"/dev/fd/{reading}")
+        )
     finally:
         os.close(reading)
-    assert found[0] == found[1]
+    assert first == second
 
 
 @needs_pipes
 def test_pipes_in_the_cache_are_passed_over(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_bundle: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path))
-    assert main([str(tiny_bundle), "-p", "the other", "-n", "12"]) == 0
-    expected = capsys.readouterr().out
+    expected = output_of(capsys, tiny_bundle, "-p", "the other", "-n", "12")
     measured = [path for path in tmp_path.rglob("*.json") if path.is_file()]
     assert measured
     for path in measured:
         replace_by_pipe(path)
-    assert main([str(tiny_bundle), "-p", "the other", "-n", "12"]) == 0
-    assert capsys.readouterr().out == expected
+    assert output_of(capsys, tiny_bundle, "-p", "the other", "-n", "12") == expected
 
 
 @pytest.mark.parametrize("name", ["edge.json", "config.json", "tokenizer.json", "tokenizer_config.json"])
 def test_a_huge_file_of_a_model_is_refused_by_its_size(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+    tiny_bundle: Path, tmp_path: Path, capsys: Capture, name: str
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny_bundle, folder)
@@ -116,9 +112,7 @@ def test_a_saved_conversation_that_inflates_is_refused(tiny_bundle: Path, tmp_pa
         engine.session(resume=path)
 
 
-def test_a_folder_with_very_many_files_is_not_searched(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_with_very_many_files_is_not_searched(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setattr(graph_files, "_MAX_ENTRIES", 100)
     for folder in range(10):
         (tmp_path / "files" / str(folder)).mkdir(parents=True)
@@ -128,9 +122,7 @@ def test_a_folder_with_very_many_files_is_not_searched(
     assert "holds over 100 files" in error_of(capsys, "export", tmp_path, tmp_path / "out")
 
 
-def test_a_graph_above_very_many_files_is_found(
-    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_graph_above_very_many_files_is_found(tiny_bundle: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(graph_files, "_MAX_ENTRIES", 100)
     shutil.copytree(tiny_bundle, tmp_path / "model")
     (tmp_path / "model" / "more").mkdir()
@@ -142,19 +134,16 @@ def test_a_graph_above_very_many_files_is_found(
 
 @pytest.mark.parametrize("data", [b"the other\r\nand\r\n", b"\xef\xbb\xbfthe other\nand\n"])
 def test_a_piped_prompt_from_windows_is_the_same_prompt(
-    tiny_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, data: bytes
+    tiny_bundle: Path, capsys: Capture, monkeypatch: Patch, data: bytes
 ) -> None:
     answers = []
     for given in (b"the other\nand", data):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given), encoding="utf-8"))
-        assert main([str(tiny_bundle), "-n", "6", "--raw"]) == 0
-        answers.append(capsys.readouterr().out)
+        answers.append(output_of(capsys, tiny_bundle, "-n", "6", "--raw"))
     assert answers[0] == answers[1]
 
 
-def test_a_piped_prompt_without_end_is_refused(
-    tiny_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_piped_prompt_without_end_is_refused(tiny_bundle: Path, capsys: Capture, monkeypatch: Patch) -> None:
     class Endless(io.RawIOBase):
         def readable(self) -> bool:
             return True
@@ -169,17 +158,13 @@ def test_a_piped_prompt_without_end_is_refused(
 
 @pytest.mark.skipif(sys.platform == "win32", reason="links need a privilege there")
 @pytest.mark.parametrize("name", ["model.gguf", "model.onnx", "model"])
-def test_links_that_lead_to_each_other_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_links_that_lead_to_each_other_are_refused(tmp_path: Path, capsys: Capture, name: str) -> None:
     (tmp_path / name).symlink_to(name)
     assert "does not exist" in error_of(capsys, "export", tmp_path / name, tmp_path / "out")
     assert "does not exist" in error_of(capsys, tmp_path / name, "-p", "a")
 
 
 @pytest.mark.parametrize("option", ["--tokenizer", "--draft"])
-def test_the_home_of_an_unknown_user_is_refused(
-    tiny_bundle: Path, capsys: pytest.CaptureFixture[str], option: str
-) -> None:
+def test_the_home_of_an_unknown_user_is_refused(tiny_bundle: Path, capsys: Capture, option: str) -> None:
     err = error_of(capsys, tiny_bundle, "-p", "a", option, "~nobody-has-this-name/x")
     assert "~nobody-has-this-name/x does not exist" in err

@@ -14,6 +14,7 @@ from edgerun.edge.cli.verify import exactness_summary
 from edgerun.models.json_file import record_from_json
 from edgerun.runtime.measure.exactness import ComparisonCounts, ExactnessReport, WidthNoise
 from edgerun.runtime.result import DraftCounts
+from support.commands import Capture, Patch, fails, json_of, output_of
 from support.tiny_models import write_bundle
 
 NOISE = WidthNoise({1: 0.0, 2: 0.1}, trees=0.1, perturbed=0.1, leak=0.0, spread=4.0, positions=96)
@@ -29,7 +30,7 @@ def prompts(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "exactness"
 
@@ -62,10 +63,9 @@ def test_the_summary_of_a_report(report: ExactnessReport, summary: str) -> None:
 
 
 def test_a_model_passes_and_its_report_is_stored_and_shown(
-    tiny_bundle: Path, prompts: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+    tiny_bundle: Path, prompts: Path, cache: Path, capsys: Capture
 ) -> None:
-    assert main(["inspect", str(tiny_bundle)]) == 0
-    assert "not checked yet; edge-run verify checks it" in capsys.readouterr().out
+    assert "not checked yet; edge-run verify checks it" in output_of(capsys, "inspect", tiny_bundle)
     assert main(["verify", str(tiny_bundle), "--prompts", str(prompts), "-n", "16", "--limit", "2"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -73,13 +73,12 @@ def test_a_model_passes_and_its_report_is_stored_and_shown(
     assert "12 of 12 texts identical" in out
     assert out.splitlines()[-1].startswith("identical up to ties below")
     assert len(list(cache.iterdir())) == 1
-    assert main(["inspect", str(tiny_bundle), "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)["exactness"]
+    shown = json_of(capsys, "inspect", tiny_bundle, "--json")["exactness"]
     assert shown["summary"] == out.splitlines()[-1]
     assert shown["passed"] is True
 
 
-def test_json_is_one_object(tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_object(tmp_path: Path, prompts: Path, capsys: Capture) -> None:
     from edgerun.export import INT8
 
     bundle = write_bundle(tmp_path, "qwen3", weights=INT8)
@@ -95,7 +94,7 @@ def test_json_is_one_object(tmp_path: Path, prompts: Path, capsys: pytest.Captur
 
 
 def test_a_failure_shows_a_counterexample_and_has_exit_code_1(
-    tiny_bundle: Path, prompts: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_bundle: Path, prompts: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     from edgerun.runtime.speculation import speculator
 
@@ -113,20 +112,14 @@ def test_a_failure_shows_a_counterexample_and_has_exit_code_1(
     assert "drafts by oracle: token" in out
 
 
-def test_missing_prompts_are_an_error(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(tiny_bundle), "--prompts", str(tmp_path / "none")]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert "cannot be read" in err
+def test_missing_prompts_are_an_error(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
+    assert "cannot be read" in fails(capsys, "verify", tiny_bundle, "--prompts", tmp_path / "none")
 
 
-def test_with_an_int8_cache_it_measures_the_loss_of_quality(
-    tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_with_an_int8_cache_it_measures_the_loss_of_quality(tmp_path: Path, prompts: Path, capsys: Capture) -> None:
     bundle = write_bundle(tmp_path)
     arguments = ["verify", str(bundle), "--prompts", str(prompts), "-n", "12", "--limit", "1", "--kv", "int8"]
-    assert main([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json_of(capsys, *arguments, "--json")
     assert 0 < found["int8_cache"]["mean_kl"] < 0.02
     assert found["int8_cache"]["top1_agreement"] > 0.9
     assert found["int8_cache"]["positions"] >= found["int8_cache"]["longest"] > 12

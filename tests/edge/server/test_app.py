@@ -18,6 +18,7 @@ from starlette.routing import Mount, Route
 import edgerun
 import edgerun.server
 from edgerun.runtime.text import tokenizer, tokenizer_library
+from support.commands import Patch
 from support.processes import started
 from support.serving import CHAT, PATIENCE_S, asked, chat_body
 
@@ -217,7 +218,7 @@ uvicorn.Server(uvicorn.Config(app, log_level="error")).run([listening])
     ],
 )
 def test_texts_are_encoded_and_decoded_outside_of_the_event_loop(
-    tiny_app: Starlette, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tiny_app: Starlette, path: str, body: dict[str, Any], monkeypatch: Patch
 ) -> None:
     called = []
     for name in ("encode_text", "decode_ids"):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from support.commands import Capture
 from support.serving import PATIENCE_S, Served, served
 
 GUIDE = (Path(__file__).resolve().parents[3] / "docs" / "server.md").read_text(encoding="utf-8")
@@ -49,7 +50,7 @@ def test_there_are_as_many_curl_lines_as_the_guide_has() -> None:
     assert len(CURL) == GUIDE.count("curl http") + GUIDE.count("curl -N http") > 6
 
 
-def test_the_python_client(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_python_client(server: Served, capsys: Capture) -> None:
     exec(CLIENT.replace(WRITTEN, server.base), {})  # noqa: S102  the guide's own example
     assert capsys.readouterr().out
 

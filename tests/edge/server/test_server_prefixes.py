@@ -10,6 +10,7 @@ import pytest
 
 import edgerun
 from edgerun.edge.cli.main import main
+from support.commands import Capture
 from support.serving import CHAT, Served, chat_body, served
 
 SYSTEM = "the other and the one who is at the end of it, and on to " * 4
@@ -70,7 +71,7 @@ def test_requests_continue_from_a_prefix_after_a_restart_too(tiny_bundle: Path, 
 def test_a_file_without_a_prefix_is_refused(
     tiny_bundle: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
     name: str,
     content: str | None,
     message: str,

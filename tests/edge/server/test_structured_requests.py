@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 
 from edgerun import ResponseFormat
 from edgerun.runtime.structure import grammar
+from support.commands import Patch
 from support.hostile_formats import HOSTILE
 from support.nightly import some_nightly
 from support.serving import CHAT, asked, chat_body
@@ -97,7 +98,7 @@ def test_a_wrong_format_is_one_error(tiny_app: Starlette, fields: dict[str, Any]
 
 
 @pytest.mark.parametrize("name", some_nightly(HOSTILE, every=3))
-def test_hostile_formats_do_not_end_the_server(tiny_app: Starlette, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_formats_do_not_end_the_server(tiny_app: Starlette, name: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr(grammar, "_COMPILE_S", 100.0)  # some take a second, and other programs may be running
     field, value, _ = HOSTILE[name]
     reply = asked(tiny_app, "POST", CHAT, json=chat_body(**{**BODY, "max_tokens": 40, field: value}))
@@ -110,9 +111,7 @@ def test_hostile_formats_do_not_end_the_server(tiny_app: Starlette, name: str, m
     assert asked(tiny_app, "POST", CHAT, json=chat_body(max_tokens=2)).status_code == 200
 
 
-def test_a_format_that_waits_for_others_in_vain_may_be_sent_again(
-    tiny_app: Starlette, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_format_that_waits_for_others_in_vain_may_be_sent_again(tiny_app: Starlette, monkeypatch: Patch) -> None:
     """And one client does not take all places: there is one for the formats of another."""
     go_on, grammar_text = threading.Event(), grammar.grammar_text
 

@@ -16,6 +16,7 @@ from openai.types.chat import completion_create_params
 from edgerun.edge.service.chat_body import ChatBody, ChatRequest
 from edgerun.edge.service.request_error import ErrorCode, RequestError
 from edgerun.edge.service.strict_json import MAX_DEPTH, RequestLimits, read_object
+from support.commands import Patch
 
 USER = {"role": "user", "content": "hello"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -453,9 +454,7 @@ def test_containers_are_counted_outside_of_strings(value: Any, ascii_only: bool)
         b'{"a": ' + b"[" * 300_000,
     ],
 )
-def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(
-    body: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(body: bytes, monkeypatch: Patch) -> None:
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("the body was parsed"))
     with pytest.raises(RequestError, match="send several smaller requests") as caught:
         read_object(body)

@@ -24,6 +24,7 @@ from edgerun.errors import CancelledError
 from edgerun.models.progress import Progress
 from edgerun.runtime.scheduling.idle_thread import IdleThread
 from edgerun.runtime.scheduling.request_run import Cancellation
+from support.commands import Patch
 from support.hub_fixture import own_hub
 from support.hub_server import files_of
 from support.nightly import some_nightly
@@ -140,7 +141,7 @@ def test_a_path_without_a_model_is_refused_at_the_start(tmp_path: Path) -> None:
 
 
 def test_without_names_the_models_of_this_machine_are_offered(
-    tmp_path: Path, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_bundle: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("EDGERUN_HOME", str(tmp_path / "home"))
     with own_hub(tmp_path / "hf") as hub, ModelPool([], Opener()) as pool:
@@ -336,7 +337,7 @@ def test_no_other_model_waits_for_one_that_closes(models: Path, reason: str) -> 
             go_on.set()
 
 
-def test_a_model_whose_end_fails_takes_no_room(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_end_fails_takes_no_room(models: Path, monkeypatch: Patch) -> None:
     opener = Opener()
     token = Cancellation()
 
@@ -527,7 +528,7 @@ def test_threads_that_load_use_cancel_and_unload_disturb_nobody(models: Path, se
         wait_until(lambda: in_memory(pool) == [])
 
 
-def test_a_model_is_found_by_the_text_of_its_path(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_found_by_the_text_of_its_path(models: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(models)
     with ModelPool([f".{os.sep}a"], Opener()) as pool:
         assert [entry.id for entry in pool.names()] == ["a"]

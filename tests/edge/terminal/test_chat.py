@@ -25,6 +25,7 @@ from edgerun.edge.terminal.chat.chat_model import ChatModel
 from edgerun.edge.terminal.interrupt import ChatInterrupts
 from edgerun.errors import DeviceError, EdgeError
 from edgerun.models.progress import ProgressDisplay
+from support.commands import Patch
 from support.processes import EDGE_RUN, ignoring_ctrl_c, started
 from support.tiny_models import write_endless_bundle
 
@@ -105,7 +106,7 @@ def open_chat() -> Iterator[OpenTerminal]:
 
 
 def test_the_prefix_of_a_system_message_is_kept_on_disk_with_the_chat(
-    open_chat: OpenTerminal, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_chat: OpenTerminal, tiny_bundle: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path))
     for option, number in (("--no-save", 0), ("--save", 1)):
@@ -249,7 +250,7 @@ def test_a_line_that_ends_in_a_backslash_continues(open_chat: OpenTerminal, tiny
 
 @pytest.mark.parametrize("failing", ["the store", "the model at once", "the model after some text"])
 def test_a_message_that_cannot_be_answered_comes_back_with_its_attachments(
-    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+    tiny_bundle: Path, monkeypatch: Patch, failing: str
 ) -> None:
     def open_model(name: str | None, _progress: object) -> edgerun.Engine:
         return edgerun.load(name, cache=False)

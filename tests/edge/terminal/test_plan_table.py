@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from edgerun.edge.cli.main import main
 from edgerun.edge.terminal.report_summary import layer_runs, plan_table
 from edgerun.models.manifest import Calibration, Manifest, Method, WeightFormat
+from support.commands import Capture, json_of, output_of
 
 PARTS = ("qkv", "o", "gate_up", "down")
 FORMATS = [WeightFormat(2, 64, method=Method.GPTQ), WeightFormat(4, 128, method=Method.GPTQ), WeightFormat(32)]
@@ -62,12 +60,9 @@ def test_a_missing_linear_is_shown_as_a_dash() -> None:
     assert "-" in shown
 
 
-def test_inspect_prints_the_plan_and_the_calibration(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_prints_the_plan_and_the_calibration(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
     folder = shutil.copytree(tiny_bundle, tmp_path / "model")
-    assert main(["inspect", str(folder), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = json_of(capsys, "inspect", folder, "--json")
     assert (facts["calibration"], facts["quality"]) == (None, {})
     manifest = Manifest.from_json((folder / "edge.json").read_bytes())
     assert facts["quantization_plan"].keys() == manifest.weights.keys()
@@ -78,8 +73,7 @@ def test_inspect_prints_the_plan_and_the_calibration(
         quality={"mean_kl": 0.125},
     )
     (folder / "edge.json").write_text(planned.to_json(), encoding="utf-8")
-    assert main(["inspect", str(folder), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = json_of(capsys, "inspect", folder, "--json")
     assert facts["quantization_plan"]["layers.1.down"] == {
         "format": "int2/64",
         "bits": 2,
@@ -88,8 +82,7 @@ def test_inspect_prints_the_plan_and_the_calibration(
     }
     assert facts["methods"]["gptq"] == 1
     assert facts["calibration"]["held_out_tokens"] == 100
-    assert main(["inspect", str(folder)]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = " ".join(output_of(capsys, "inspect", folder).split())
     assert "written by the model: 900 tokens, 100 held out, AWQ scaling" in shown
     assert "mean KL 0.125" in shown
     assert "layer 1" in shown

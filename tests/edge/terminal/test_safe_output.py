@@ -26,6 +26,7 @@ from edgerun.models.manifest import Calibration, Manifest
 from edgerun.models.progress import ProgressDisplay
 from edgerun.models.user_text import for_terminal, on_one_line
 from edgerun.runtime.options import GenerateOptions
+from support.commands import Capture, Patch
 from support.hub_fixture import own_hub
 from support.hub_server import files_of
 from support.tiny_models import write_json as write_json_file
@@ -101,7 +102,7 @@ def hostile(tiny_bundle: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def output(capsys: pytest.CaptureFixture[str]) -> str:
+def output(capsys: Capture) -> str:
     """What was printed; nothing in it controls a terminal."""
     captured = capsys.readouterr()
     both = captured.out + captured.err
@@ -122,7 +123,7 @@ COMMANDS: dict[str, Callable[[Path], list[str]]] = {
 @needs_such_names
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_commands_show_hostile_names_as_text(
-    hostile: Path, tiny_bundle: Path, capsys: pytest.CaptureFixture[str], command: Callable[[Path], list[str]]
+    hostile: Path, tiny_bundle: Path, capsys: Capture, command: Callable[[Path], list[str]]
 ) -> None:
     shutil.copytree(tiny_bundle.parent / "checkpoint", hostile.parent / "checkpoint")
     (hostile / NAME).write_text(
@@ -173,7 +174,7 @@ ERRORS: dict[str, Callable[[Path], list[str]]] = {
 def test_errors_show_hostile_names_as_text(
     tiny_bundle: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
     arguments: Callable[[Path], list[str]],
     debug: list[str],
 ) -> None:
@@ -185,9 +186,7 @@ def test_errors_show_hostile_names_as_text(
     assert debug or shown.count("\n") == 1
 
 
-def test_listings_of_the_hub_are_shown_as_text(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_listings_of_the_hub_are_shown_as_text(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
     files = files_of(tiny_bundle)
     graphs = {f"onnx/model_{name}.onnx": files["model.onnx"] for name in ("[nope]a", "[nope]\x9bb")}
     others = {name: data for name, data in files.items() if not name.startswith("model.onnx") and name != "edge.json"}
@@ -200,9 +199,7 @@ def test_listings_of_the_hub_are_shown_as_text(
 
 
 @needs_such_names
-def test_the_chat_shows_hostile_names_as_text(
-    hostile: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_chat_shows_hostile_names_as_text(hostile: Path, monkeypatch: Patch, capsys: Capture) -> None:
     lines = iter([f"/system {TEXT}", f"/title {TEXT}", f"/save {hostile / NAME / NAME}", f"/{TEXT}", "the", "/quit"])
     monkeypatch.setattr("builtins.input", lambda _prompt: next(lines))
     settings = ChatSettings(GenerateOptions(max_tokens=2), saving=False, show_stats=True)
@@ -227,7 +224,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-def test_rendered_answers_control_no_terminal(monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+def test_rendered_answers_control_no_terminal(monkeypatch: Patch, answer: str) -> None:
     screen = Screen()
     monkeypatch.setattr("sys.stdout", screen)
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -240,7 +237,7 @@ def test_rendered_answers_control_no_terminal(monkeypatch: pytest.MonkeyPatch, a
     assert "\x1b[31m" not in screen.getvalue()
 
 
-def test_what_a_prompt_draws_is_filtered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_prompt_draws_is_filtered(monkeypatch: Patch) -> None:
     screen = Screen()
     monkeypatch.setattr("sys.stdout", screen)
     output = prompt_output()
@@ -250,13 +247,13 @@ def test_what_a_prompt_draws_is_filtered(monkeypatch: pytest.MonkeyPatch) -> Non
     assert screen.getvalue() == f"a\r\n{for_terminal(TEXT)}\x1b[2A"
 
 
-def test_logged_warnings_are_one_filtered_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_logged_warnings_are_one_filtered_line(capsys: Capture) -> None:
     with showing_warnings():
         logging.getLogger("library").warning("odd %s\nline", TEXT)
     assert output(capsys).startswith("edge-run: warning: odd \ufffd[31m")
 
 
-def test_json_stays_lossless(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_stays_lossless(capsys: Capture) -> None:
     value = {TEXT: [TEXT, "plain ü\n\t\u2066"]}
     write_json(value)
     shown = output(capsys)
@@ -271,7 +268,7 @@ class Screen(io.StringIO):
         return True
 
 
-def test_styles_reach_a_terminal_and_hostile_text_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_styles_reach_a_terminal_and_hostile_text_does_not(monkeypatch: Patch) -> None:
     screen = Screen()
     monkeypatch.setattr("sys.stdout", screen)
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -284,9 +281,7 @@ def test_styles_reach_a_terminal_and_hostile_text_does_not(monkeypatch: pytest.M
     assert "\x1b[31m" not in sent
 
 
-def test_long_work_writes_plain_lines_where_there_is_no_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_long_work_writes_plain_lines_where_there_is_no_terminal(monkeypatch: Patch, capsys: Capture) -> None:
     with ProgressDisplay(lines=True) as progress:
         for stage, fraction in (("text", 0.0), ("text", 0.5), ("searching", 0.1), ("text", 1.0)):
             progress(stage, fraction)
@@ -300,7 +295,7 @@ def test_long_work_writes_plain_lines_where_there_is_no_terminal(
     assert capsys.readouterr().err == ""
 
 
-def test_the_progress_display_shows_names_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_progress_display_shows_names_as_text(monkeypatch: Patch) -> None:
     screen = Screen()
     monkeypatch.setattr("sys.stderr", screen)
     monkeypatch.setenv("TERM", "xterm-256color")

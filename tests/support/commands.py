@@ -1,0 +1,34 @@
+"""Runs commands of edge-run in the process of the tests."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeAlias
+
+import pytest
+
+from edgerun.edge.cli.main import main
+
+Capture: TypeAlias = pytest.CaptureFixture[str]
+Patch: TypeAlias = pytest.MonkeyPatch
+
+
+def output_of(capsys: Capture, *arguments: object) -> str:
+    """What a command prints on standard output, which ends with exit code 0."""
+    assert main([str(argument) for argument in arguments]) == 0
+    return capsys.readouterr().out
+
+
+def json_of(capsys: Capture, *arguments: object) -> Any:
+    """The JSON that a command prints, which ends with exit code 0."""
+    return json.loads(output_of(capsys, *arguments))
+
+
+def fails(capsys: Capture, *arguments: object) -> str:
+    """Run with bad arguments; returns the one line on standard error, and checks the exit code."""
+    assert main([str(argument) for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("edge-run: error: ")
+    assert err.count("\n") == 1
+    return err.removeprefix("edge-run: error: ").rstrip("\n")
