@@ -1,4 +1,4 @@
-"""Writes the tables of docs/request-fields.md from the schemas: `python tests/support/request_fields.py`."""
+"""Writes tables of docs/ from schemas and options: `python tests/support/request_fields.py`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 from edgerun.edge.service.chat_body import ChatBody
 from edgerun.edge.service.responses_body import ResponsesBody
 from edgerun.edge.service.text_bodies import CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
+from edgerun.runtime.arguments.argument_types import options_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "request-fields.md"
 BODIES: dict[str, type[msgspec.Struct]] = {
@@ -58,5 +59,24 @@ def with_tables(page: str) -> str:
     return page
 
 
+EXPORT_PAGE = PAGE.parent / "guide" / "export.md"
+
+
+def with_export_options(page: str) -> str:
+    """The text of the page with the table of all options of an export."""
+    from edgerun.export.recipe import ExportRecipe
+
+    rows = ["| option | default | |\n|---|---|---|\n"]
+    for name, declared in options_of(ExportRecipe).items():
+        value = "|".join(declared.choices) if declared.choices else declared.metavar or ""
+        default = declared.unset or getattr(ExportRecipe, name)
+        shown = "" if default is None or default is False else default
+        written = f"--{name} {value}".rstrip().replace("_", "-").replace("|", "\\|")
+        rows.append(f"| `{written}` | {shown} | {declared.help} |\n")
+    before, title, _ = page.partition("## All options\n\n")
+    return before + title + "".join(rows)
+
+
 if __name__ == "__main__":
+    EXPORT_PAGE.write_text(with_export_options(EXPORT_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -17,6 +17,7 @@ from edgerun.export.checkpoint.config import read_config
 from edgerun.export.recipe import MethodChoice
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.arguments.argument_types import options_of
+from support import request_fields
 from support.commands import Capture, Patch, output_of
 from support.tiny_models import write_checkpoint
 
@@ -132,6 +133,8 @@ def test_every_choice_of_a_recipe_is_an_option_with_help(capsys: Capture) -> Non
     for name, option in declared.items():
         assert f"--{name.replace('_', '-')} " in shown
         assert option.help[:30] in shown
+    page = request_fields.EXPORT_PAGE.read_text(encoding="utf-8")
+    assert request_fields.with_export_options(page) == page
 
 
 def test_methods_are_a_rounding_method_and_optional_awq_scaling() -> None:
