@@ -66,11 +66,6 @@ def css_variable(placeholder: str) -> str:
     return f"--plot-{placeholder[1:]}"
 
 
-def svg_plots(result: BenchResult) -> dict[str, str]:
-    """SVG elements, by a short name, of the plots for which there is data."""
-    return {name: _svg(name, draw, result) for name, draw in _draw_functions(result).items()}
-
-
 def png(result: BenchResult) -> bytes:
     """All plots on one sheet, as a PNG file."""
     functions = _draw_functions(result)
@@ -164,19 +159,15 @@ def _speedup(axes: Axes, result: BenchResult, palette: Palette) -> None:
         axes.errorbar(values, places, xerr=whiskers, fmt="none", ecolor=palette[INK], elinewidth=0.9, capsize=2)
         furthest = max(furthest, float(edges.max()), float(values.max()))
         for place, value, edge in zip(places, values, edges.max(axis=1), strict=True):
-            axes.annotate(
-                f"{value:.2f}", (max(edge, value), place), (4, 0), textcoords="offset points",
-                va="center", fontsize=8.5,
-            )  # fmt: skip
+            at = (max(edge, value), place)
+            axes.annotate(f"{value:.2f}", at, (4, 0), textcoords="offset points", va="center", fontsize=8.5)
     axes.axvline(1.0, color=palette[INK], linewidth=1, linestyle=(0, (4, 3)))
-    axes.set_xlim(0, furthest * 1.12)
+    axes.set(xlim=(0, furthest * 1.12), xlabel="speed relative to plain decoding", title="Speed-up by category")
     axes.set_yticks(range(len(labels)), labels)
     axes.get_yticklabels()[0].set_fontweight("bold")
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     axes.grid(axis="x", linewidth=0.6)
-    axes.set_xlabel("speed relative to plain decoding")
-    axes.set_title("Speed-up by category")
     if len(modes) > 1:
         _legend(axes)
 
@@ -187,13 +178,11 @@ def _pass_cost(axes: Axes, result: BenchResult, palette: Palette) -> None:
     widths = np.arange(1, len(ms) + 1)
     axes.plot(widths, ms, color=_colour(0, palette), marker="o", markersize=4, label="one pass over m")
     axes.plot(widths, ms[0] * widths, color=palette[INK], linewidth=1, linestyle=(0, (4, 3)), label="m passes over one")
-    axes.set_ylim(0, float(ms.max()) * 1.15)
-    axes.set_xlim(0.5, len(ms) + 0.5)
+    axes.set(xlim=(0.5, len(ms) + 0.5), ylim=(0, float(ms.max()) * 1.15))
     axes.set_xticks(widths if len(widths) <= 16 else widths[::4])
     axes.grid(linewidth=0.6)
-    axes.set_xlabel("m, tokens of a pass")
-    axes.set_ylabel("milliseconds")
-    axes.set_title(f"Pass cost t(m) at a context of {result.pass_cost_context} tokens")
+    title = f"Pass cost t(m) at a context of {result.pass_cost_context} tokens"
+    axes.set(xlabel="m, tokens of a pass", ylabel="milliseconds", title=title)
     _legend(axes)
 
 
@@ -210,13 +199,11 @@ def _depth(axes: Axes, result: BenchResult, palette: Palette) -> None:
         colour = _colour(number, palette)
         axes.plot(depths, rates, color=colour, linewidth=1.4, label=mode.name)
         axes.scatter(depths, rates, sizes, color=colour, zorder=3)
-    axes.set_ylim(0, 105)
     axes.set_xlim(left=0.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(linewidth=0.6)
+    axes.set(ylim=(0, 105), ylabel="accepted, %", title="Acceptance rate by depth")
     axes.set_xlabel("depth in the draft, tokens (larger dots: more draft tokens)")
-    axes.set_ylabel("accepted, %")
-    axes.set_title("Acceptance rate by depth")
     if len(result.modes) > 1:
         _legend(axes)
 
@@ -226,25 +213,18 @@ def _round(axes: Axes, result: BenchResult, palette: Palette) -> None:
     labels = list(result.stats)
     tokens = np.array([stats.tokens_per_pass for stats in result.stats.values()])
     rounds = [RoundTimes.of(stats) for stats in result.stats.values()]
-    parts = (
-        ("target pass", [times.target for times in rounds]),
-        ("draft passes", [times.draft for times in rounds]),
-        ("host", [times.host for times in rounds]),
-    )
     left = np.zeros(len(labels))
-    for number, (name, milliseconds) in enumerate(parts):
-        widths = np.array(milliseconds) / tokens
+    for number, (name, part) in enumerate((("target pass", "target"), ("draft passes", "draft"), ("host", "host"))):
+        widths = np.array([getattr(times, part) for times in rounds]) / tokens
         if widths.any():
             axes.barh(labels, widths, 0.62, left, color=palette[_PARTS[number]], label=name)
         left += widths
     for place, total in enumerate(left):
         axes.annotate(f"{total:.2f}", (float(total), place), (4, 0), textcoords="offset points", va="center")
     axes.invert_yaxis()
-    axes.set_xlim(0, float(left.max()) * 1.15)
+    axes.set(xlim=(0, float(left.max()) * 1.15), xlabel="milliseconds per token", title="Where the time goes")
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", linewidth=0.6)
-    axes.set_xlabel("milliseconds per token")
-    axes.set_title("Where the time goes")
     _legend(axes)
 
 
@@ -267,7 +247,7 @@ def page(result: BenchResult) -> str:
         plain=result.plain,
         stats=result.stats,
         rounds={name: RoundTimes.of(stats) for name, stats in result.stats.items()},
-        plots=svg_plots(result),
+        plots={name: _svg(name, draw, result) for name, draw in _draw_functions(result).items()},
         light={css_variable(name): colour for name, colour in LIGHT.items()},
         dark={css_variable(name): colour for name, colour in DARK.items()},
         facts=_facts(result),

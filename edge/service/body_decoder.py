@@ -158,7 +158,8 @@ def _request_error(message: str, fields: Mapping[str, Any], kind: type[msgspec.S
     elif expected := _TYPE.fullmatch(what):
         if expected[1] == "null":
             return unsupported(param, f"{param} is not supported", _alternative(kind, path))
-        what, hint = f"{param} is {described(value)}", f"it must be {_named(expected[1])}"
+        types = " or ".join(_WORDS.get(each, each) for each in expected[1].split(" | "))
+        what, hint = f"{param} is {described(value)}", f"it must be {types}"
     else:
         what, hint, code = f"{param} is {described(value)}", what.lower(), ErrorCode.INVALID_VALUE
     return RequestError(what, hint, code=code, param=param or None)
@@ -197,11 +198,6 @@ def _tag_error(fields: Mapping[str, Any], path: tuple[str | int, ...]) -> Reques
         # A part with an image has it in a field that is named like its type.
         param = field_path((*path[:-1], value))
     return unsupported(param, f"{param} is not supported: {described(value)}", hint)
-
-
-def _named(types: str) -> str:
-    """Types as msgspec lists them, in words."""
-    return " or ".join(_WORDS.get(each, each) for each in types.split(" | "))
 
 
 def _parts(path: str) -> tuple[str | int, ...]:

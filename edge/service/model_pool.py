@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Final, TypeAlias
 
 from ...errors import CancelledError
@@ -195,9 +194,7 @@ class ModelPool:
     def __enter__(self) -> ModelPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def _loaded(self, model: PooledModel, token: Cancellation) -> Engine:
@@ -205,7 +202,8 @@ class ModelPool:
         attempt: LoadAttempt | None = None
         while True:
             token.check()
-            self._check_open()
+            if self._closed:
+                raise RequestError("the models are unloaded, because the program is ending", code=ErrorCode.BUSY)
             if model.engine is not None:
                 return model.engine
             if attempt is not None and attempt.error is not None and not isinstance(attempt.error, CancelledError):
@@ -279,7 +277,8 @@ class ModelPool:
         return self.max_bytes is None or needed + sum(other.bytes for other in others) <= self.max_bytes
 
     def _no_room(self, model: PooledModel, needed: int, kept: Sequence[PooledModel], code: ErrorCode) -> RequestError:
-        what = f"{model.entry.id} takes {format_bytes(needed)} of memory, and models may take {_shown(self.max_bytes)}"
+        limit = format_bytes(self.max_bytes or 0)
+        what = f"{model.entry.id} takes {format_bytes(needed)} of memory, and models may take {limit}"
         if not kept:
             return RequestError(what, "choose a smaller model, or raise the limit", code=code, param="model")
         held = ", ".join(f"{other.entry.id} ({format_bytes(other.bytes)})" for other in kept)
@@ -289,10 +288,6 @@ class ModelPool:
         """Raise if nobody waits for a model that is being loaded, so that loading ends; the lock is held."""
         if self._closed or not model.waiting:
             raise CancelledError("nobody waits for the model any more")
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RequestError("the models are unloaded, because the program is ending", code=ErrorCode.BUSY)
 
     def _unload(self, model: PooledModel) -> None:
         """Unload a model that is not in use; the lock is held, except while the engine closes."""
@@ -342,7 +337,3 @@ class ModelPool:
         self._threads.add(thread)
         thread.start()
         return thread
-
-
-def _shown(size: int | None) -> str:
-    return "any amount" if size is None else format_bytes(size)

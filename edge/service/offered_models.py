@@ -13,7 +13,7 @@ from ...models.find import find_model, is_on_hub, named_models
 from ...models.graph_files import find_graph
 from ...models.graph_variant import DeviceKind
 from ...models.hub.downloaded_model import DownloadedModel, parse_hub_id, read_downloaded
-from ...models.hub.local_store import Store, stores
+from ...models.hub.local_store import stores
 from ...models.onnx_file.wire import external_files
 from .request_error import ErrorCode, RequestError
 
@@ -103,16 +103,13 @@ class OfferedModels:
             BundleError: the path holds no model.
         """
         graph, first, _ = find_graph(path, None, self._kind)
-        files = [file for each in (graph, first) if each is not None for file in _graph_files(each)]
+        graphs = [each for each in (graph, first) if each is not None]
+        files = graphs + [each.parent / name for each in graphs for name in external_files(each)]
         return sum(file.stat().st_size for file in dict.fromkeys(files) if file.is_file())
 
 
 def _not_found(what: str, hint: str) -> RequestError:
     return RequestError(what, hint, code=ErrorCode.MODEL_NOT_FOUND, param="model")
-
-
-def _graph_files(graph: Path) -> list[Path]:
-    return [graph, *(graph.parent / name for name in external_files(graph))]
 
 
 def _listed(entries: Iterable[ModelEntry]) -> str:
@@ -152,9 +149,12 @@ def _local_entries() -> tuple[ModelEntry, ...]:
     """The bundled model, exported ones, and the newest commit of every graph from the hub that is on this machine."""
     entries = _named_entries()
     for store in stores():
+        main = store.commit_of(None)
         found = [model for model in store.all_downloaded() if model.source.endswith(".onnx")]
-        newest = _newest(store, found)
-        entries += [_downloaded_entry(model) for model in newest]
+        found.sort(key=lambda model, main=main: (model.commit == main, model.last_used))  # type: ignore[misc]
+        # The last one of an id is at the commit that the main branch refers to, or else the last used one.
+        newest = {model.id: model for model in found}
+        entries += [_downloaded_entry(newest[id_]) for id_ in sorted(newest)]
     return tuple(entries)
 
 
@@ -165,15 +165,6 @@ def _named_entries() -> list[ModelEntry]:
         with suppress(OSError):  # removed meanwhile
             entries.append(ModelEntry(name, str(folder), (folder.name,), int(folder.stat().st_mtime)))
     return entries
-
-
-def _newest(store: Store, found: Sequence[DownloadedModel]) -> list[DownloadedModel]:
-    """The model of each id at the commit that the main branch refers to, or else the last used one."""
-    main = store.commit_of(None)
-    best: dict[str, DownloadedModel] = {}
-    for model in sorted(found, key=lambda model: (model.commit == main, model.last_used)):
-        best[model.id] = model
-    return [best[id_] for id_ in sorted(best)]
 
 
 def _downloaded_entry(model: DownloadedModel) -> ModelEntry:

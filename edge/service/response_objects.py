@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from ...runtime.decode import FinishReason
@@ -77,8 +78,8 @@ class ResponseObjects(GenerationObjects):
             events += self._call_events(call)
         if chunk.finish_reason is not None and chunk.stats is not None:
             status = _STATUS[chunk.finish_reason]
-            if self._kind is None and not any(item["type"] == "message" for item in self._items):
-                events += [] if _has_calls(self._items) else self._open("message")
+            if self._kind is None and not {"message", "function_call"} & {item["type"] for item in self._items}:
+                events += self._open("message")
             events += self._close(status)
             response = self._ended(self._items, chunk.finish_reason, chunk.stats)
             events.append(self._event(f"response.{status}", response=response))
@@ -93,54 +94,41 @@ class ResponseObjects(GenerationObjects):
         """The object of the whole response."""
         (reply,) = replies
         status = _STATUS[reply.finish_reason]
-        items = [_reasoning(new_id("rs_"), status, reply.reasoning)] if reply.reasoning else []
+        items = []
+        if reply.reasoning:
+            items.append(_item("reasoning", new_id("rs_"), status, [_part("reasoning", reply.reasoning, [])]))
         if reply.text or not reply.tool_calls:
-            part = _text_part(reply.text, [logprob_object(token) for token in reply.logprobs])
-            items.append(_message(new_id("msg_"), status, [part]))
+            part = _part("message", reply.text, [logprob_object(token) for token in reply.logprobs])
+            items.append(_item("message", new_id("msg_"), status, [part]))
         items += [_call(new_id("fc_"), call, "completed") for call in reply.tool_calls]
         return self._ended(items, reply.finish_reason, reply.stats)
 
-    def _write(self, kind: str, text: str, tokens: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+    def _write(self, kind: str, text: str, tokens: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
         """The events of a piece of a message or of reasoning."""
-        events: list[dict[str, Any]] = []
-        if self._kind != kind:
-            events = [*self._close("completed"), *self._open(kind)]
+        events = [] if self._kind == kind else [*self._close("completed"), *self._open(kind)]
         self._texts.append(text)
-        if kind == "reasoning":
-            return [*events, self._part_event("response.reasoning_text.delta", delta=text)]
-        self._tokens += tokens or []
-        return [*events, self._part_event("response.output_text.delta", delta=text, logprobs=tokens or [])]
+        self._tokens += tokens
+        return [*events, self._text_event("delta", delta=text, logprobs=list(tokens))]
 
     def _open(self, kind: str) -> list[dict[str, Any]]:
         """The events with which an item begins."""
         self._kind, self._texts, self._tokens = kind, [], []
         self._item_id = new_id("msg_" if kind == "message" else "rs_")
-        item = (
-            _message(self._item_id, "in_progress", [])
-            if kind == "message"
-            else _reasoning(self._item_id, "in_progress", "")
-        )
-        part = _text_part("", []) if kind == "message" else _reasoning_part("")
+        item = _item(kind, self._item_id, "in_progress", [])
         return [
             self._event("response.output_item.added", output_index=len(self._items), item=item),
-            self._part_event("response.content_part.added", part=part),
+            self._part_event("response.content_part.added", part=_part(kind, "", [])),
         ]
 
     def _close(self, status: str) -> list[dict[str, Any]]:
         """The events with which the item that is being written ends."""
-        kind, text = self._kind, "".join(self._texts)
-        if kind is None:
+        if self._kind is None:
             return []
-        if kind == "message":
-            part = _text_part(text, self._tokens)
-            done = self._part_event("response.output_text.done", text=text, logprobs=self._tokens)
-            item = _message(self._item_id, status, [part])
-        else:
-            part = _reasoning_part(text)
-            done = self._part_event("response.reasoning_text.done", text=text)
-            item = _reasoning(self._item_id, status, text)
+        text = "".join(self._texts)
+        part = _part(self._kind, text, self._tokens)
+        item = _item(self._kind, self._item_id, status, [part])
         events = [
-            done,
+            self._text_event("done", text=text, logprobs=self._tokens),
             self._part_event("response.content_part.done", part=part),
             self._event("response.output_item.done", output_index=len(self._items), item=item),
         ]
@@ -193,30 +181,29 @@ class ResponseObjects(GenerationObjects):
         self._events += 1
         return event
 
+    def _text_event(self, what: str, logprobs: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+        """An event of the text that is being written; only that of a message has log-probabilities."""
+        if self._kind == "message":
+            return self._part_event(f"response.output_text.{what}", **fields, logprobs=logprobs)
+        return self._part_event(f"response.reasoning_text.{what}", **fields)
+
     def _part_event(self, kind: str, **fields: Any) -> dict[str, Any]:
         """An event of the only part of the item that is being written."""
         place = {"item_id": self._item_id, "output_index": len(self._items), "content_index": 0}
         return self._event(kind, **place, **fields)
 
 
-def _has_calls(items: list[dict[str, Any]]) -> bool:
-    return any(item["type"] == "function_call" for item in items)
+def _item(kind: str, item_id: str, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+    """A message or reasoning."""
+    if kind == "message":
+        return {"id": item_id, "type": kind, "role": "assistant", "status": status, "content": content}
+    return {"id": item_id, "type": kind, "status": status, "summary": [], "content": content}
 
 
-def _message(item_id: str, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": content}
-
-
-def _text_part(text: str, tokens: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": tokens}
-
-
-def _reasoning(item_id: str, status: str, text: str) -> dict[str, Any]:
-    content = [_reasoning_part(text)] if text else []
-    return {"id": item_id, "type": "reasoning", "status": status, "summary": [], "content": content}
-
-
-def _reasoning_part(text: str) -> dict[str, Any]:
+def _part(kind: str, text: str, tokens: list[dict[str, Any]]) -> dict[str, Any]:
+    """The only part of a message or of reasoning."""
+    if kind == "message":
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": tokens}
     return {"type": "reasoning_text", "text": text}
 
 

@@ -46,7 +46,8 @@ def texts_or_ids(param: str, given: TextsOrIds, limits: RequestLimits) -> tuple[
     Raises:
         RequestError: there are none or too many, one is empty, or they are of several kinds.
     """
-    several: list[Any] = [given] if isinstance(given, str) or _are_ids(given) else list(given)
+    one = isinstance(given, str) or (given and all(isinstance(each, int) for each in given))
+    several: list[Any] = [given] if one else list(given)
     check_count(param, len(several), limits.inputs)
     if not several:
         raise invalid(param, f"{param} is empty", "give a text or token ids")
@@ -59,10 +60,6 @@ def texts_or_ids(param: str, given: TextsOrIds, limits: RequestLimits) -> tuple[
         if not isinstance(each, str) and any(token < 0 for token in each):
             raise invalid(place, f"{place} has the token id {min(each)}", "token ids are 0 or more")
     return tuple(each if isinstance(each, str) else tuple(each) for each in several)
-
-
-def _are_ids(given: list[Any]) -> bool:
-    return bool(given) and all(isinstance(each, int) for each in given)
 
 
 def check_token_ids(engine: Engine, tokens: Sequence[int], param: str) -> None:

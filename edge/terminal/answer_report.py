@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import groupby
 from typing import Any, Final
 
@@ -91,8 +92,8 @@ def reply_json(
 ) -> dict[str, Any]:
     """The object that `--json` prints; docs/guide/terminal.md describes its fields."""
     stats = reply.stats
-    described = _answer_json(reply, speculation, load_s, with_logprobs=with_logprobs)
-    described |= {
+    answer = partial(_answer_json, speculation=speculation, load_s=load_s, with_logprobs=with_logprobs)
+    described = answer(reply) | {
         "prompt_graphs": {
             "tokens": dict(stats.prompt_readers),
             "int8_refusal": engine.prefill_choice.refusal_of(stats.prompt_readers),
@@ -104,9 +105,7 @@ def reply_json(
         "power": engine.power.value,
     }
     if reply.alternatives:
-        described["choices"] = [
-            _answer_json(choice, speculation, load_s, with_logprobs=with_logprobs) for choice in reply.choices
-        ]
+        described["choices"] = [answer(choice) for choice in reply.choices]
     if stats.best_of is not None:
         described["best_of"] = _best_of_json(stats.best_of)
     return described

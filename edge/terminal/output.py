@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
@@ -209,23 +209,19 @@ def write_warning(text: str) -> None:
     write_error(f"edge-run: warning: {' '.join(text.split())}")
 
 
-@contextmanager
-def showing_warnings() -> Iterator[None]:
+def showing_warnings() -> AbstractContextManager[None]:
     """Show what the package and its libraries log as warnings, through `write_warning`, during the block."""
-    with _logged(logging.WARNING, lambda record: write_warning(record.getMessage())):
-        yield
+    return _logged(logging.WARNING, lambda record: write_warning(record.getMessage()))
 
 
-@contextmanager
-def showing_tracebacks(wanted: bool) -> Iterator[None]:
+def showing_tracebacks(wanted: bool) -> AbstractContextManager[None]:
     """If wanted, show the tracebacks of errors that are logged during the block, for programs that go on after them."""
 
     def show(record: logging.LogRecord) -> None:
         if wanted and record.exc_info is not None and record.exc_info[1] is not None:
             write_error("".join(traceback.format_exception(record.exc_info[1])).rstrip())
 
-    with _logged(logging.ERROR, show):
-        yield
+    return _logged(logging.ERROR, show)
 
 
 @contextmanager

@@ -146,46 +146,11 @@ def extras(value: Any) -> Iterator[str]:
             yield from extras(each)
 
 
-def test_a_chat_completion(client: openai.OpenAI, engine: edgerun.Engine) -> None:
-    expected = lone(engine, PROMPT, max_tokens=40)
-    found = client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=40)
-    (choice,) = found.choices
-    assert (choice.message.content, choice.message.role, choice.finish_reason) == (expected.text, "assistant", "stop")
-    assert found.usage is not None
-    assert found.usage.prompt_tokens == expected.stats.prompt_tokens
-    assert found.usage.completion_tokens == expected.stats.completion_tokens
-    assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
-    assert found.usage.prompt_tokens_details is not None
-    assert found.usage.prompt_tokens_details.cached_tokens is not None
-
-
 def test_an_answer_can_be_sent_back_as_it_was_received(client: openai.OpenAI) -> None:
     first = client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=10).choices[0].message
     for answer in (first, first.model_dump()):
         again = client.chat.completions.create(model="m", messages=[*MESSAGES, answer, *MESSAGES], max_tokens=2)
         assert again.choices[0].finish_reason == "length"
-
-
-def test_a_chat_completion_as_a_stream(client: openai.OpenAI, engine: edgerun.Engine) -> None:
-    chunks = list(
-        client.chat.completions.create(
-            model="m", messages=MESSAGES, max_tokens=40, stream=True, stream_options={"include_usage": True}
-        )
-    )
-    deltas = [chunk.choices[0].delta for chunk in chunks[:-1]]
-    assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
-    assert "".join(delta.content or "" for delta in deltas) == lone(engine, PROMPT, max_tokens=40).text
-    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(deltas) - 1) + ["stop"]
-    assert [chunk.usage for chunk in chunks[:-1]] == [None] * len(deltas)
-    assert chunks[-1].choices == []
-    assert chunks[-1].usage is not None
-    assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
-
-
-def test_a_stream_without_usage_has_no_field_for_it(client: openai.OpenAI) -> None:
-    chunks = list(client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=2, stream=True))
-    assert all(chunk.choices and "usage" not in chunk.model_fields_set for chunk in chunks)
-    assert chunks[-1].choices[0].finish_reason == "length"
 
 
 def test_the_stream_helper_of_the_client_puts_the_completion_together(client: openai.OpenAI) -> None:
@@ -207,59 +172,9 @@ def test_the_stream_helper_of_the_client_puts_the_completion_together(client: op
     assert streamed.usage.completion_tokens == whole.usage.completion_tokens if whole.usage else None
 
 
-def test_alternatives_of_tokens(client: openai.OpenAI) -> None:
-    found = client.chat.completions.create(
-        model="m", messages=MESSAGES, max_tokens=3, logprobs=True, top_logprobs=2, temperature=0
-    )
-    logprobs = found.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.content
-    for token in logprobs.content:
-        assert len(token.top_logprobs) == 2
-        assert (token.top_logprobs[0].token, token.top_logprobs[0].logprob) == (token.token, token.logprob)
-        assert token.logprob <= 0
-
-
 def lone_choices(engine: edgerun.Engine, prompt: str, n: int, **options: Any) -> list[str]:
     """The texts that each of n answers has alone."""
     return [lone(engine, prompt, seed=5 + index, temperature=2.0, **options).text for index in range(n)]
-
-
-def test_several_choices(client: openai.OpenAI, engine: edgerun.Engine) -> None:
-    found = client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=8, n=3, seed=5, temperature=2)
-    texts = lone_choices(engine, PROMPT, 3, max_tokens=8)
-    assert [choice.index for choice in found.choices] == [0, 1, 2]
-    assert [choice.message.content for choice in found.choices] == texts
-    assert len(set(texts)) > 1
-    assert found.usage is not None
-    assert found.usage.prompt_tokens == lone(engine, PROMPT, max_tokens=1).stats.prompt_tokens
-
-
-def test_several_choices_as_a_stream(client: openai.OpenAI, engine: edgerun.Engine) -> None:
-    chunks = list(
-        client.chat.completions.create(
-            model="m",
-            messages=MESSAGES,
-            max_tokens=8,
-            n=3,
-            seed=5,
-            temperature=2,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-    )
-    assert [chunk.usage is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
-    assert chunks[-1].choices == []
-    whole = client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=8, n=3, seed=5, temperature=2)
-    assert whole.usage is not None
-    assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
-    choices = [choice for chunk in chunks for choice in chunk.choices]
-    for index, text in enumerate(lone_choices(engine, PROMPT, 3, max_tokens=8)):
-        mine = [choice for choice in choices if choice.index == index]
-        assert "".join(choice.delta.content or "" for choice in mine) == text
-        assert [choice.delta.role for choice in mine] == ["assistant"] + [None] * (len(mine) - 1)
-        assert [bool(choice.finish_reason) for choice in mine] == [False] * (len(mine) - 1) + [True]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -333,30 +248,6 @@ def test_text_completions(client: openai.OpenAI, engine: edgerun.Engine) -> None
         assert [len(each) for each in logprobs.top_logprobs or ()] == [2] * len(logprobs.tokens or ())
 
 
-def test_text_completions_as_a_stream(client: openai.OpenAI, engine: edgerun.Engine) -> None:
-    prompts = ["find ", "ls -"]
-    chunks = list(
-        client.completions.create(
-            model="m",
-            prompt=prompts,
-            max_tokens=5,
-            logprobs=0,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-    )
-    assert chunks[-1].choices == []
-    assert chunks[-1].usage is not None
-    assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
-    choices = [choice for chunk in chunks for choice in chunk.choices]
-    for index, prompt in enumerate(prompts):
-        mine = [choice for choice in choices if choice.index == index]
-        assert "".join(choice.text for choice in mine) == lone(engine, prompt, raw=True, max_tokens=5).text
-        offsets = [offset for choice in mine if choice.logprobs for offset in choice.logprobs.text_offset or ()]
-        assert offsets == sorted(set(offsets))
-        assert [bool(choice.finish_reason) for choice in mine] == [False] * (len(mine) - 1) + [True]
-
-
 def test_a_response(client: openai.OpenAI, engine: edgerun.Engine) -> None:
     found = client.responses.create(
         model="m", input=PROMPT, max_output_tokens=40, metadata={"a": "b"}, include=["message.output_text.logprobs"]
@@ -409,13 +300,6 @@ def test_a_response_repeats_the_request(engine: edgerun.Engine) -> None:
     assert {found[name] for name in given.keys() - defaults.keys() - {"max_output_tokens"}} == {None}
 
 
-def test_a_response_that_was_cut_off_is_incomplete(client: openai.OpenAI) -> None:
-    found = client.responses.create(model="m", input=PROMPT, max_output_tokens=2)
-    assert found.status == "incomplete"
-    assert found.incomplete_details is not None
-    assert found.incomplete_details.reason == "max_output_tokens"
-
-
 def test_the_output_of_a_response_is_input_of_the_next(client: openai.OpenAI) -> None:
     items: list[Any] = [{"role": "user", "content": PROMPT}]
     first = client.responses.create(model="m", input=items, max_output_tokens=10)
@@ -447,12 +331,6 @@ def test_the_events_of_a_response(client: openai.OpenAI, engine: edgerun.Engine,
     text = lone(engine, PROMPT, max_tokens=most).text
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
     assert events[-1].response.output_text == text  # type: ignore[union-attr]
-
-
-def test_the_stream_helper_of_the_client_puts_the_response_together(client: openai.OpenAI) -> None:
-    with client.responses.stream(model="m", input=PROMPT, max_output_tokens=40) as stream:
-        streamed = stream.get_final_response()
-    assert streamed.output_text == client.responses.create(model="m", input=PROMPT, max_output_tokens=40).output_text
 
 
 @pytest.mark.parametrize(

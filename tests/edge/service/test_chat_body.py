@@ -109,24 +109,21 @@ def test_a_tool_choice_that_is_none(choice: Any) -> None:
     assert (error.code, error.param) == (ErrorCode.INVALID_VALUE, "tool_choice")
 
 
-def test_tool_choice_none_hides_the_tools() -> None:
-    assert parsed(tools=[TOOL], tool_choice="none").options.tools == ()
-
-
-def test_negative_seeds_are_seeds_of_their_own() -> None:
-    assert parsed(seed=-1).options.seed == 2**64 - 1
-
-
-def test_number_of_answers() -> None:
-    assert parsed().options.n == 1
-    assert parsed(n=16).options.n == 16
-
-
-def test_log_probabilities() -> None:
-    assert parsed().options.logprobs is None
-    assert parsed(logprobs=True).options.logprobs == 0
-    assert parsed(logprobs=True, top_logprobs=20).options.logprobs == 20
-    assert parsed(logprobs=False, top_logprobs=0).options.logprobs is None
+@pytest.mark.parametrize(
+    ("fields", "option", "value"),
+    [
+        ({"tools": [TOOL], "tool_choice": "none"}, "tools", ()),
+        ({"seed": -1}, "seed", 2**64 - 1),
+        ({}, "n", 1),
+        ({"n": 16}, "n", 16),
+        ({}, "logprobs", None),
+        ({"logprobs": True}, "logprobs", 0),
+        ({"logprobs": True, "top_logprobs": 20}, "logprobs", 20),
+        ({"logprobs": False, "top_logprobs": 0}, "logprobs", None),
+    ],
+)
+def test_an_option_of_fields(fields: dict[str, Any], option: str, value: object) -> None:
+    assert getattr(parsed(**fields).options, option) == value
 
 
 def test_messages_are_those_that_the_runtime_takes() -> None:
@@ -254,7 +251,8 @@ def test_unknown_fields_are_refused_at_any_depth(fields: dict[str, Any], param: 
     assert (error.code, error.param) == (ErrorCode.UNKNOWN_FIELD, param)
 
 
-def test_a_long_name_is_shortened() -> None:
+def test_a_misspelt_field_gets_a_suggestion_and_a_long_name_is_shortened() -> None:
+    assert "did you mean temperature?" in str(error_of({"messages": [USER], "temprature": 1}))
     error = error_of({"messages": [USER], "x" * 1_000_000: 1})
     assert error.code is ErrorCode.UNKNOWN_FIELD
     assert len(str(error)) < 300
@@ -266,10 +264,6 @@ def test_a_name_that_looks_like_a_place_is_a_name(place: str) -> None:
     error = error_of({"messages": [USER], name: 1})
     assert error.code is ErrorCode.UNKNOWN_FIELD
     assert str(error.param).startswith(name[:90])
-
-
-def test_a_misspelt_field_is_answered_with_the_one_that_was_meant() -> None:
-    assert "did you mean temperature?" in str(error_of({"messages": [USER], "temprature": 1}))
 
 
 @pytest.mark.parametrize(
@@ -344,11 +338,6 @@ def test_values_out_of_range_name_the_field(fields: dict[str, Any], param: str) 
     assert param in str(error)
 
 
-def test_missing_messages() -> None:
-    error = error_of({})
-    assert (error.code, error.param) == (ErrorCode.MISSING_FIELD, "messages")
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -371,9 +360,10 @@ def test_what_is_not_valid_json_is_one_error(body: bytes) -> None:
     assert "\n" not in str(error)
 
 
-@pytest.mark.parametrize("body", [b"[]", b"3", b'"a"', b"null", b"true", b"1.5"])
-def test_a_body_that_is_not_an_object(body: bytes) -> None:
-    assert error_of(body).code is ErrorCode.INVALID_TYPE
+def test_a_body_that_is_not_an_object_or_has_no_messages() -> None:
+    assert (error_of({}).code, error_of({}).param) == (ErrorCode.MISSING_FIELD, "messages")
+    for body in (b"[]", b"3", b'"a"', b"null", b"true", b"1.5"):
+        assert error_of(body).code is ErrorCode.INVALID_TYPE
 
 
 def test_limits() -> None:

@@ -75,6 +75,11 @@ class Terminal:
         """Wait for the program; returns its exit code."""
         return self.process.wait(timeout=120)
 
+    def quit(self) -> None:
+        """Leave the chat, which has to succeed."""
+        self.type("/quit\n")
+        assert self.end() == 0
+
 
 OpenTerminal: TypeAlias = Callable[..., Terminal]
 
@@ -84,9 +89,8 @@ def terminal(command: Sequence[str]) -> Iterator[Terminal]:
     """A terminal in which `command` runs."""
     master, slave = pty.openpty()
     try:
-        with started(
-            command, stdin=slave, stdout=slave, stderr=slave, close_fds=True, start_new_session=True
-        ) as process:
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
+        with started(command, **streams, close_fds=True, start_new_session=True) as process:
             os.close(slave)
             yield Terminal(process, master)
     finally:
@@ -116,8 +120,7 @@ def test_the_prefix_of_a_system_message_is_kept_on_disk_with_the_chat(
         chat.type("hello\n")
         chat.until("hello\n")
         chat.until(PROMPT)  # the answer may be empty
-        chat.type("/quit\n")
-        assert chat.end() == 0
+        chat.quit()
         assert len(list(tmp_path.glob("prefixes/*/*.kv"))) == number
 
 
@@ -148,8 +151,7 @@ def test_a_conversation_with_every_command(open_chat: OpenTerminal, tiny_bundle:
     chat.until("shorten it or its attachments, or load the model with a longer context")
     chat.until("\n" + PROMPT)
     assert chat.say("the other")
-    chat.type("/quit\n")
-    assert chat.end() == 0
+    chat.quit()
 
     resumed = open_chat(str(tiny_bundle), "-n", "8", "--resume", str(tmp_path / "chat.kv"), "--no-save")
     resumed.until(f"> the other is that the other\n{first}\n" + PROMPT)
@@ -190,8 +192,7 @@ def test_a_saved_conversation_is_private_and_replaces_only_what_it_may(
     for name in ("chat.md", "chat.TXT", "chat.json", "chat.html"):
         assert "/export PATH writes Markdown or JSON" in chat.say(f"/save {tmp_path / name}")
         assert not (tmp_path / name).exists()
-    chat.type("/quit\n")
-    assert chat.end() == 0
+    chat.quit()
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(open_chat: OpenTerminal, tmp_path: Path) -> None:
@@ -209,8 +210,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(open_chat: OpenTerminal, tm
         if chat.until_something(3):
             break
     chat.until("to leave: /quit or Ctrl-D\n" + PROMPT)
-    chat.type("/quit\n")
-    assert chat.end() == 0
+    chat.quit()
 
 
 def test_where_ctrl_c_is_ignored_a_chat_ignores_it(open_chat: OpenTerminal, tmp_path: Path) -> None:
@@ -224,8 +224,7 @@ def test_where_ctrl_c_is_ignored_a_chat_ignores_it(open_chat: OpenTerminal, tmp_
     assert "stopped" not in chat.until("\n" + PROMPT)
     chat.process.send_signal(signal.SIGINT)
     assert "100 tokens at" in chat.say("/stats")
-    chat.type("/quit\n")
-    assert chat.end() == 0
+    chat.quit()
 
 
 def test_a_chat_starts_where_python_has_no_readline(tiny_bundle: Path) -> None:
@@ -233,8 +232,7 @@ def test_a_chat_starts_where_python_has_no_readline(tiny_bundle: Path) -> None:
     with terminal([sys.executable, "-c", program, str(tiny_bundle), "-n", "4"]) as chat:
         chat.until("\n" + PROMPT)
         assert chat.say("the other")
-        chat.type("/quit\n")
-        assert chat.end() == 0
+        chat.quit()
 
 
 def test_a_line_that_ends_in_a_backslash_continues(open_chat: OpenTerminal, tiny_bundle: Path) -> None:
@@ -244,8 +242,7 @@ def test_a_line_that_ends_in_a_backslash_continues(open_chat: OpenTerminal, tiny
     chat.until("  ")
     chat.type("other\n")
     assert chat.until("\n" + PROMPT)
-    chat.type("/quit\n")
-    assert chat.end() == 0
+    chat.quit()
 
 
 @pytest.mark.parametrize("failing", ["the store", "the model at once", "the model after some text"])
