@@ -54,7 +54,7 @@ _STYLE: Final = {
 }
 _WIDTH: Final = 6.4
 _PARTS: Final = SERIES[3:]
-"""Colours of the parts of a round, which are not those of the first modes."""
+"""Colours of the parts of a round, which differ from the first modes' colours."""
 
 Palette = dict[str, str]
 Draw = Callable[[Axes, BenchResult, Palette], None]
@@ -173,7 +173,7 @@ def _speedup(axes: Axes, result: BenchResult, palette: Palette) -> None:
 
 
 def _pass_cost(axes: Axes, result: BenchResult, palette: Palette) -> None:
-    """Draw the cost of a pass over m tokens beside that of m passes over one token."""
+    """Draw the cost of a pass over m tokens beside the cost of m passes over one token."""
     ms = np.array(result.pass_cost_ms)
     widths = np.arange(1, len(ms) + 1)
     axes.plot(widths, ms, color=_colour(0, palette), marker="o", markersize=4, label="one pass over m")

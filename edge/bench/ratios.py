@@ -1,8 +1,8 @@
 """Decoding rates, their ratios to plain decoding with confidence intervals, and when there is no ratio.
 
 Only what follows the first token of an answer counts: prefill costs the same with and without speculation, and matters
-less the longer the answer is. The ratio of a category is that of its summed tokens and seconds, so a long answer weighs
-as much as it lasts. The geometric mean of the categories gives each category the same weight.
+less the longer the answer is. The ratio of a category is computed from its summed tokens and seconds, so a long answer
+weighs as much as it lasts. The geometric mean of the categories gives each category the same weight.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PERCENTILES: Final = (2.5, 97.5)
 _MIN_TOKENS: Final = 100
 """Fewest tokens after the first one, of all answers of a mode, that give a ratio."""
 _MIN_ANSWER_TOKENS: Final = 8
-"""Fewest tokens of an answer whose rate is compared with those of others."""
+"""Fewest tokens of an answer whose rate is compared with other rates."""
 _MIN_ANSWERS: Final = 6
 """Fewest such answers."""
 _MAX_SPREAD: Final = 1.5
@@ -47,7 +47,7 @@ class MeasuredTurn:
     stats: Mapping[str, Stats]
     """Statistics of the answers by mode; `PLAIN` is one of the modes."""
     differing: frozenset[str] = frozenset()
-    """Modes whose text differs from that of plain decoding."""
+    """Modes whose text differs from the text of plain decoding."""
     context: int = 0
     """Number of prompt tokens."""
 
@@ -111,7 +111,7 @@ class ModeResult:
     by_turn: Mapping[int, float]
     """Ratio over all answers to the first, second, ... turn of a conversation."""
     differing: int
-    """Number of answers whose text differs from that of plain decoding."""
+    """Number of answers whose text differs from the text of plain decoding."""
 
     def to_json(self) -> dict[str, Any]:
         """This result as plain values; numbers have five significant digits."""
@@ -151,7 +151,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def rate_ratio(stats: Stats, plain: Stats) -> float:
-    """The decoding rate divided by that of plain decoding."""
+    """The decoding rate divided by the rate of plain decoding."""
     plain_rate = plain.decode_tokens_per_second
     return stats.decode_tokens_per_second / plain_rate if plain_rate else 0.0
 

@@ -66,7 +66,7 @@ class BenchSettings:
     turns: range = ALL_TURNS
     """The turns of a conversation that are measured; those before them are only part of the prompt."""
     replay: bool = False
-    """Whether the tokens are those of recorded answers."""
+    """Whether recorded answers are replayed."""
     raw: bool = False
     temperature: float = 0.0
     seed: int = 0

@@ -155,7 +155,8 @@ def describe(opened: OpenedModel) -> dict[str, Any]:
     facts["pass_costs"] = None if cost is None else describe_cost(cost)
     facts["prompts"] = _prompts(opened, key)
     facts["pass_costs_doubt"] = None if cost is None or cost.doubt is None else cost.doubt.value
-    facts["prefixes_of_all_models"] = _prefixes()
+    sizes = [path.stat().st_size for path in prefix_folder().glob("*/*.kv")]
+    facts["prefixes_of_all_models"] = {"folder": str(prefix_folder()), "number": len(sizes), "bytes": sum(sizes)}
     report = EXACTNESS_REPORTS.load(key)
     facts["exactness"] = None if report is None else {"summary": exactness_summary(report), **report.to_json()}
     return facts
@@ -164,6 +165,10 @@ def describe(opened: OpenedModel) -> dict[str, Any]:
 def _manifest_facts(manifest: Manifest) -> dict[str, Any]:
     """What the manifest of an export says, as plain values."""
     read = manifest.bits_per_weight_read
+    calibration = manifest.calibration
+    text = "a short sample text"
+    if calibration is not None:
+        text = f"{calibration.held_out_tokens} held-out tokens of {calibration.origin}"
     quantized = [each for each in manifest.weights.values() if each.bits < _FLOAT_BITS]
     return {
         "weights": dict(Counter(map(str, manifest.weights.values()))),
@@ -174,9 +179,9 @@ def _manifest_facts(manifest: Manifest) -> dict[str, Any]:
         "bits_per_weight_read": None if read is None else round(read, 3),
         "bits_per_weight_in_file": round(manifest.bits_per_weight, 3),
         "quantization_plan": {name: _described(weight_format) for name, weight_format in manifest.weights.items()},
-        "calibration": None if manifest.calibration is None else asdict(manifest.calibration),
+        "calibration": None if calibration is None else asdict(calibration),
         "quality": dict(manifest.quality),
-        "quality_measured_on": _quality_text_name(manifest),
+        "quality_measured_on": text if manifest.quality else None,
         "parity": dict(manifest.parity),
         "variants": [_variant(variant) for variant in manifest.variants],
         "files": {name: digest.bytes for name, digest in manifest.files.items()},
@@ -184,24 +189,10 @@ def _manifest_facts(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _prefixes() -> dict[str, Any]:
-    """Where the KV caches of prefixes lie, and how many there are."""
-    sizes = [path.stat().st_size for path in prefix_folder().glob("*/*.kv")]
-    return {"folder": str(prefix_folder()), "number": len(sizes), "bytes": sum(sizes)}
-
-
 def _variant(variant: VariantFile) -> dict[str, Any]:
     """A variant of the graph for another device, as plain values."""
     values = {**asdict(variant), "device": variant.device.value, "providers": list(variant.providers)}
     return {name: value for name, value in values.items() if value not in (None, [], False)}
-
-
-def _quality_text_name(manifest: Manifest) -> str | None:
-    """The text that the quality was measured on."""
-    if not manifest.quality:
-        return None
-    text = manifest.calibration
-    return "a short sample text" if text is None else f"{text.held_out_tokens} held-out tokens of {text.origin}"
 
 
 def _draft(bundle: Bundle) -> dict[str, Any] | None:
@@ -282,7 +273,7 @@ def _calibration(described: Mapping[str, Any] | None) -> str:
 
 
 def _parity_text(figures: Mapping[str, float]) -> str:
-    """The check at export; its other figures are of random tokens, and say less than those of a text."""
+    """The check at export; its other figures are of random tokens, and say less than figures of a text."""
     difference = figures.get("max_abs_diff")
     return "" if difference is None else f"logits differed from the reference by at most {difference:.2g} at export"
 

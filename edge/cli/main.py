@@ -16,8 +16,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: the words after `edge-run`. By default those of this process, which then is edge-run's own: Ctrl-C
-            ends it.
+        arguments: the words after `edge-run`. By default the arguments of this process, which then is edge-run's own:
+            Ctrl-C ends it.
 
     Returns:
         The exit code: 0 for success, 1 for a failure, 2 for bad usage or bad input, 130 for an interrupt before the

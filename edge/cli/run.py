@@ -41,7 +41,7 @@ LOAD: Final = OptionsOf(LoadOptions(), without=("learned", "parallel", "max_wait
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of `edge-run run` beside those of the model and the answer."""
+    """Options of `edge-run run` beside the options of the model and the answer."""
 
     prompt: str | None = option(None, "Answer this prompt, then exit.", flags=("-p", "--prompt"), metavar="TEXT")
     prefix: Path | None = option(

@@ -1,4 +1,4 @@
-"""Command-line options that several commands share, and those that come from the fields of option records."""
+"""Command-line options that several commands share, and options from the fields of records."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ _WRITTEN: Final[Mapping[str, Any]] = {
     **dict.fromkeys(("speculation", "draft"), str),
     "tokenizer": Path | None,
 }
-"""Types that options are written in, where those of their fields cannot be."""
+"""Types that options are written in, where the types of their fields cannot be."""
 _PARSERS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "stop": tuple,
     "logit_bias": _logit_bias,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -94,6 +94,7 @@ def tune(
     reader = PrefillMode.PLAIN if load.prefill == PrefillMode.PLAIN else PrefillMode.AUTO
     with open_model(model, replace(load, context=context, prefill=reader)) as engine:
         cost, prompts, file = _measure(engine, limited=context is None)
+        seconds = {} if choice is None else choice.seconds
         prior_bytes = 0
         if texts:
             sequences = (engine.tokenizer.encode(each, add_special_tokens=False) for each in texts)
@@ -102,7 +103,10 @@ def tune(
             "model": str(engine.bundle.folder),
             "device": str(engine.device),
             "devices": None if fastest is None else record_to_json(fastest),
-            "threads": _threads_facts(engine.threads, choice),
+            "threads": {
+                "used": engine.threads or default_threads(),
+                "milliseconds": {str(count): round(value * 1e3, 4) for count, value in sorted(seconds.items())},
+            },
             "file": None if file is None else str(file),
             "doubt": None if cost.doubt is None else cost.doubt.value,
             "contexts": describe_cost(cost),
@@ -113,7 +117,11 @@ def tune(
         write_json(facts)
         return
     lines = [] if reader is PrefillMode.PLAIN else [prompt_text(prompts)]
-    _show(cost, [*_threads_lines(choice), *fastest_device_lines(fastest)], lines, prior_bytes)
+    lines += [] if cost.doubt is None else [doubt_text(cost.doubt.value)]
+    lines += [f"n-gram table: {prior_bytes / 2**20:.1f} MiB"] if prior_bytes else []
+    console = SafeConsole()
+    for shown in (*_threads_lines(choice), *fastest_device_lines(fastest), _table(cost), *lines):
+        console.print(shown, soft_wrap=isinstance(shown, str))
     if file is None:
         write_warning("the cache folder cannot be written, so the result is not stored")
 
@@ -130,17 +138,6 @@ def _measure(engine: Engine, *, limited: bool) -> tuple[PassCost, dict[str, Any]
         choice = engine.prefill_choice.tune(progress)
     key = model_key(engine.bundle, SessionConfig(engine.device, engine.threads))
     return cost, prompt_facts(choice, engine.prefill_choice.refusal), PASS_COSTS.save(key, cost)
-
-
-def _show(cost: PassCost, before: Sequence[str], after: Sequence[str], prior_bytes: int) -> None:
-    """Print the costs as a table, between lines about other measurements."""
-    if cost.doubt is not None:
-        after = [*after, doubt_text(cost.doubt.value)]
-    if prior_bytes:
-        after = [*after, f"n-gram table: {prior_bytes / 2**20:.1f} MiB"]
-    console = SafeConsole()
-    for shown in (*before, _table(cost), *after):
-        console.print(shown, soft_wrap=isinstance(shown, str))
 
 
 def _choose_threads(model: str | None, load: LoadOptions) -> ThreadChoice | None:
@@ -204,15 +201,6 @@ def prompt_text(facts: Mapping[str, Any]) -> str:
         f"mean KL {facts['mean_kl']:.2g} (limit {facts['kl_limit']:.2g}); "
         f"loaded for prompts of {facts['tokens_to_load']} tokens and more, or after shorter ones"
     )
-
-
-def _threads_facts(threads: int, choice: ThreadChoice | None) -> dict[str, Any]:
-    """The number of threads that were used, and what others take, as plain values."""
-    seconds = {} if choice is None else choice.seconds
-    return {
-        "used": threads or default_threads(),
-        "milliseconds": {str(count): round(value * 1e3, 4) for count, value in sorted(seconds.items())},
-    }
 
 
 def _threads_lines(choice: ThreadChoice | None) -> list[str]:

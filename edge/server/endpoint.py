@@ -68,7 +68,7 @@ class RequestService:
         return any(not run.ended for run in self._runs)
 
     def drain(self) -> None:
-        """Refuse further requests; those that have begun go on."""
+        """Refuse further requests; requests that have begun go on."""
         self.draining = True
 
     def cancel_all(self) -> None:

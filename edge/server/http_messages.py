@@ -191,5 +191,5 @@ def event(value: Any) -> bytes:
 
 
 def named_event(value: dict[str, Any]) -> bytes:
-    """An event that is named by the `type` of its value, as those of the Responses API are."""
+    """An event that is named by the `type` of its value, as in the Responses API."""
     return b"event: " + str(value["type"]).encode() + b"\n" + event(value)

@@ -121,7 +121,7 @@ class DrainingServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals within the block, except those that the parent process ignores."""
+        """Handle signals within the block, except signals that the parent process ignores."""
         loop = self._loop = asyncio.get_running_loop()
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -172,7 +172,7 @@ class GuardedConnection(H11Protocol):
     """A connection that is checked from time to time, and closed when its client sends or reads nothing."""
 
     settings: ClassVar[ServerSettings]
-    """Limits; those of a class that `guarded_connections` makes."""
+    """Limits, which `guarded_connection` sets in a subclass."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to check the connection, or refuse it where there are too many."""

@@ -18,7 +18,7 @@ from .strict_json import RequestLimits, described, field_path, read_object
 
 
 class StrictStruct(msgspec.Struct, forbid_unknown_fields=True):
-    """A part of a body, which has no other fields than those that are declared."""
+    """A part of a body, which has only the fields that are declared."""
 
 
 def about(text: str, *values: Any) -> msgspec.Meta:
@@ -70,14 +70,14 @@ _FOREIGN_TAGS: Final = frozenset(
 
 
 def decode_body(body: bytes | str | Mapping[str, Any], kind: type[_Body], limits: RequestLimits | None = None) -> _Body:
-    """Decode a body; errors are those of `read_object` and `decode_fields`."""
+    """Decode a body; errors as for `read_object` and `decode_fields`."""
     return decode_fields(read_object(body, limits), kind)
 
 
 def decode_fields(fields: Mapping[str, Any], kind: type[_Body]) -> _Body:
     """Decode the fields of a body.
 
-    Fields of the type None are those that edge-run does not support; values outside of the `enum` of a field's
+    Fields of the type None are not supported by edge-run; values outside of the `enum` of a field's
     metadata are values that it does not support.
 
     Raises:
@@ -205,7 +205,7 @@ def _parts(path: str) -> tuple[str | int, ...]:
 
 
 def _value_at(fields: Mapping[str, Any], path: tuple[str | int, ...]) -> Any:
-    """The value at a path; that of the last part which exists, where values of a mapping have no path."""
+    """The value at a path, or at the last part of it that exists, where values of a mapping have no path."""
     value: Any = fields
     for part in path:
         try:

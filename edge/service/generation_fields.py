@@ -189,7 +189,7 @@ def generate_options(fields: SamplingFields, others: Mapping[str, Any]) -> Gener
 
     Args:
         fields: the body.
-        others: further options by their name; None for those that were not given.
+        others: further options by their name; None for options that were not given.
 
     Raises:
         RequestError: a value is out of range; the error names its field.

@@ -48,7 +48,7 @@ class KeptPrefix:
 
 
 def keep_prefixes(engine: Engine, prefixes: Sequence[KeptPrefix]) -> None:
-    """Read beginnings with a model, or take what an earlier process kept of them; those that do not fit it are logged.
+    """Read beginnings with a model, or take what an earlier process kept of them; those that do not fit are logged.
 
     Raises:
         EdgeError: the model failed, or loading it was cancelled.

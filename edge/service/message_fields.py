@@ -149,7 +149,7 @@ def checked_messages(messages: Sequence[Message], field: str, places: Sequence[s
 
 
 def _as_mapping(message: AnyMessage) -> dict[str, Any]:
-    """A message with the fields that were given, but for those that the runtime has no use for."""
+    """A message with the fields that were given, without the ones that the runtime does not use."""
     fields: dict[str, Any] = msgspec.to_builtins(message)
     for unused in ("annotations", "provider_specific_fields"):
         fields.pop(unused, None)

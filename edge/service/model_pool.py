@@ -29,7 +29,7 @@ _LOADING: Final = "loading the model"
 
 
 class ModelPool:
-    """Loads models when they are first used, and unloads those that are not in use.
+    """Loads models when they are first used, and unloads models that are not in use.
 
     Args:
         models: paths and hub ids of the models that are offered; empty for the bundled model and those on disk.
@@ -251,7 +251,7 @@ class ModelPool:
                 self._close_engine(model, engine)
 
     def _make_room(self, model: PooledModel, needed: int) -> None:
-        """Wait until a model fits the budget, and unload those that are not in use for it.
+        """Wait until a model fits the budget, and unload models that are not in use for it.
 
         Raises:
             RequestError: it does not fit, or not beside models of which no end of their use is in sight.

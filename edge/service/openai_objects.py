@@ -282,7 +282,9 @@ class CompletionObjects(GenerationObjects):
             objects.append(self._object([choice], {"usage": None} if self._request.include_usage else {}))
         if chunk.stats is not None:
             self._finished[prompt_index].append(chunk.stats)
-            if self._request.include_usage and self._all_finished():
+            finished = sum(map(len, self._finished.values()))
+            wanted = len(self._request.prompts) * self._request.options.n
+            if self._request.include_usage and finished == wanted:
                 objects.append(self._object([], {"usage": _usage(self._finished.values())}))
         return objects
 
@@ -295,9 +297,6 @@ class CompletionObjects(GenerationObjects):
         ]
         used = _usage([choice.stats for choice in reply.choices] for reply in replies)
         return self._object(choices, {"usage": used})
-
-    def _all_finished(self) -> bool:
-        return sum(map(len, self._finished.values())) == len(self._request.prompts) * self._request.options.n
 
     def _choice(self, index: int, text: str, tokens: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
         logprobs = None if self._request.options.logprobs is None else self._logprobs(index, tokens)

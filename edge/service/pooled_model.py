@@ -53,7 +53,7 @@ class PooledModel:
     waiting: int = 0
     """Number of threads that wait for it to be loaded."""
     users: int = 0
-    """Number of uses, those that are kept included."""
+    """Number of uses, including the ones that are kept."""
     kept: int = 0
     """Number of uses without an end of their own."""
     bytes: int = 0

@@ -182,7 +182,7 @@ class ResponseObjects(GenerationObjects):
         return event
 
     def _text_event(self, what: str, logprobs: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
-        """An event of the text that is being written; only that of a message has log-probabilities."""
+        """An event of the text that is being written; only the text of a message has log-probabilities."""
         if self._kind == "message":
             return self._part_event(f"response.output_text.{what}", **fields, logprobs=logprobs)
         return self._part_event(f"response.reasoning_text.{what}", **fields)

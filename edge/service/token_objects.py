@@ -13,7 +13,7 @@ _IMPOSSIBLE: Final = -9999.0
 """Stands for the log-probability of an impossible token, as in OpenAI's API: JSON has no infinite number."""
 
 CHOSEN: Final = "chosen"
-"""The `kind` of a token that a person has chosen; the others are those of `OriginKind`."""
+"""The `kind` of a token that a person has chosen; the others are values of `OriginKind`."""
 
 
 def json_logprob(token: TokenLogprob) -> float:
@@ -51,7 +51,7 @@ def chosen_object(token: Mapping[str, Any], alternative: int) -> dict[str, Any]:
         alternative: id of one of its alternatives.
 
     Returns:
-        An object like those of `token_object`, whose `kind` is `chosen` and whose `rejected` is the replaced text.
+        An object like the ones of `token_object`, whose `kind` is `chosen` and whose `rejected` is the replaced text.
 
     Raises:
         InputError: there is no such alternative.

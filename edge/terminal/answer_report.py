@@ -183,7 +183,7 @@ def chunk_json(chunk: Chunk, *, with_logprobs: bool, several: bool = False) -> d
 
 
 def _token_json(token: TokenLogprob) -> dict[str, Any]:
-    """A token with its log-probability, and those of its alternatives."""
+    """A token and its alternatives with their log-probabilities."""
     return {
         "token_id": token.token_id,
         "text": token.text,

@@ -148,7 +148,7 @@ class _SafeOutput:
         self._output = output
 
     def write(self, data: str) -> None:
-        """Write text. Carriage returns move the cursor; those of the text itself arrive as `^M`."""
+        """Write text. Carriage returns move the cursor; carriage returns of the text itself arrive as `^M`."""
         self._output.write("\r".join(map(for_terminal, data.split("\r"))))
 
     def __getattr__(self, name: str) -> Any:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ...export.report.figures import ModelReport
 
 _NOISE_KL: Final = 1e-8
-"""KL in nats below which a difference is that of float32 arithmetic."""
+"""KL in nats below which a difference is the noise of float32 arithmetic."""
 _LAYER_LINEAR: Final = re.compile(r"layers\.(\d+)\.(.+)")
 _PARTS: Final = ("qkv", "o", "router", "gate_up", "down")
 """The linears of a layer in the order of the graph; others come after them."""

@@ -140,7 +140,7 @@ class Chat:
             raise
 
     def answer(self, question: StoredMessage) -> None:
-        """Generate an answer to a message of the user, beside those that it has; one without text is not kept.
+        """Generate an answer to a message of the user, beside the answers that it has; one without text is not kept.
 
         Raises:
             EdgeError: it cannot be answered.

@@ -32,7 +32,7 @@ NO_CHAT: Final = (
 
 
 def model_name_of(engine: Engine) -> str:
-    """The name by which a conversation remembers its model: that of the app, or a path."""
+    """The name by which a conversation remembers its model: its id in the app, or a path."""
     folder = engine.bundle.folder.resolve()
     downloaded = read_downloaded(folder)
     if downloaded is not None:
@@ -56,7 +56,7 @@ def local_models() -> list[str]:
 
 
 def source_of(name: str) -> str:
-    """What `edgerun.load` opens for a name: that of a model on this machine, a path or an id on the hub.
+    """What `edgerun.load` opens for a name: the name of a model on this machine, a path or an id on the hub.
 
     Raises:
         EdgeError: there is no such model.

@@ -23,32 +23,26 @@ def copy_to_clipboard(text: str) -> None:
     Raises:
         InputError: neither is possible here.
     """
-    by_program = _copied_by_program(text)
+    by_program = any(_copied_by(command, text) for command in _programs())
     if can_draw():
         set_clipboard(text)
     elif not by_program:
         raise InputError("this terminal has no clipboard", "install xclip or wl-clipboard, or select the text")
 
 
-def _copied_by_program(text: str) -> bool:
-    for command in _programs():
-        program = shutil.which(command[0])
-        if program is None:
-            continue
-        data = text.encode(_ENCODINGS.get(command[0], "utf-8"), "replace")
-        try:
-            subprocess.run(  # noqa: S603
-                [program, *command[1:]],
-                input=data,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=_PATIENCE_S,
-                check=True,
-            )
-        except (OSError, subprocess.SubprocessError):
-            continue
-        return True
-    return False
+def _copied_by(command: tuple[str, ...], text: str) -> bool:
+    program = shutil.which(command[0])
+    if program is None:
+        return False
+    data = text.encode(_ENCODINGS.get(command[0], "utf-8"), "replace")
+    nowhere = subprocess.DEVNULL
+    try:
+        subprocess.run(  # noqa: S603
+            [program, *command[1:]], input=data, stdout=nowhere, stderr=nowhere, timeout=_PATIENCE_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return True
 
 
 def _programs() -> list[tuple[str, ...]]:

@@ -25,7 +25,7 @@ def open_chat(open_model: OpenModel, model: str | None, settings: ChatSettings) 
 
     Args:
         open_model: loads a model.
-        model: the model that is named; None for that of the conversation, or the bundled one.
+        model: the model that is named; None for the model of the conversation, or the bundled one.
         settings: what the chat begins with.
 
     Raises:

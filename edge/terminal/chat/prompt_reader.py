@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -60,7 +60,12 @@ class PlainReader:
 
     def __init__(self, interrupts: ChatInterrupts) -> None:
         self._interrupts = interrupts
-        _enable_line_editing()
+        if sys.platform != "win32":
+            # Arrow keys and line history in `input`, not in every build of Python; nothing is written to disk.
+            with suppress(ImportError):
+                import readline  # noqa: PLC0415
+
+                readline.set_history_length(1000)
 
     def read(self, default: str = "") -> str:  # noqa: ARG002  a plain line cannot be given text to edit
         """Read a message.
@@ -85,13 +90,3 @@ class PlainReader:
         except (EOFError, KeyboardInterrupt):
             write_error("")  # the cursor is still behind the prompt
             raise
-
-
-def _enable_line_editing() -> None:
-    """Enable arrow keys and line history in `input` where Python has them; nothing is written to disk."""
-    if sys.platform != "win32":
-        try:
-            import readline  # noqa: PLC0415
-        except ImportError:  # not in every build of Python
-            return
-        readline.set_history_length(1000)
