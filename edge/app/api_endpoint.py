@@ -30,7 +30,7 @@ from ..server.http_messages import (
 from ..server.server_settings import ServerSettings
 from ..service.body_decoder import decode_body
 from ..service.request_error import ErrorCode, RequestError
-from ..service.strict_json import RequestLimits
+from ..service.strict_json import MAX_CHARACTERS
 
 _log: Final = logging.getLogger(__name__)
 _QUICK: Final = ThreadPoolExecutor(8, "edge-run api")
@@ -59,7 +59,7 @@ def api_route(
     handler: Handler,
     *,
     slow: bool = False,
-    limits: RequestLimits | None = None,
+    max_characters: int = MAX_CHARACTERS,
 ) -> Route:
     """A route of the page's API.
 
@@ -70,10 +70,10 @@ def api_route(
         handler: answers the requests.
         slow: whether that may take seconds, such as tokenizing a long text. Only two of such requests are answered at a
             time, so that they do not keep others waiting.
-        limits: how much the body may contain.
+        max_characters: largest number of characters of the body's texts and names.
     """
     elsewhere = {*compile_path(path)[2], "query"}
-    endpoint = ApiEndpoint(settings, handler, elsewhere, limits, _SLOW if slow else _QUICK)
+    endpoint = ApiEndpoint(settings, handler, elsewhere, max_characters, _SLOW if slow else _QUICK)
     return Route(path, endpoint, methods=[method])
 
 
@@ -125,12 +125,12 @@ class ApiEndpoint:
         settings: ServerSettings,
         handler: Handler,
         elsewhere: Collection[str],
-        limits: RequestLimits | None,
+        max_characters: int,
         threads: ThreadPoolExecutor,
     ) -> None:
         self._settings: Final = settings
         self._handler: Final = handler
-        self._limits: Final = limits
+        self._max_characters: Final = max_characters
         self._threads: Final = threads
         names = inspect.signature(handler).parameters
         self._given: Final = [name for name in names if name in elsewhere]
@@ -181,5 +181,5 @@ class ApiEndpoint:
         arguments = {name: given[name] for name in self._given}
         if self.body is None:
             return arguments
-        decoded = decode_body(body or b"{}", self.body, self._limits)
+        decoded = decode_body(body or b"{}", self.body, self._max_characters)
         return arguments | (msgspec.structs.asdict(decoded) if self._takes_fields else {"body": decoded})

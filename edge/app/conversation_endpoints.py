@@ -27,13 +27,12 @@ from ..conversations.records import (
     StoredMessage,
     as_object,
 )
-from ..service.strict_json import RequestLimits
 from .api_endpoint import api_route, invalid, query_number
 from .app_context import AppContext
 from .generations import Generations
 
 _MAX_HITS: Final = 200
-_IMPORT_LIMITS: Final = RequestLimits(characters=64_000_000)
+_IMPORT_CHARACTERS: Final = 64_000_000
 _UNSAFE: Final = re.compile(r"[^\w .,()-]+")
 """What file names of exports do not have."""
 
@@ -91,7 +90,7 @@ def conversation_routes(context: AppContext, generations: Generations) -> list[R
     return [
         *(api_route(settings, method, path, handler) for method, path, handler in table),
         *(api_route(settings, method, path, handler, slow=True) for method, path, handler in slow),
-        api_route(settings, "POST", "/api/import", endpoints.import_file, slow=True, limits=_IMPORT_LIMITS),
+        api_route(settings, "POST", "/api/import", endpoints.import_file, slow=True, max_characters=_IMPORT_CHARACTERS),
     ]
 
 

@@ -23,7 +23,6 @@ from ..service.body_decoder import decode_body
 from ..service.chat_body import ChatRequest
 from ..service.model_pool import ModelPool
 from ..service.openai_objects import ChatCompletionObjects, new_id
-from ..service.strict_json import RequestLimits
 from ..service.text_bodies import DetokenizeBody, TokenizeRequest, check_token_ids
 from .connection import Call, Handler
 from .protocol import (
@@ -61,7 +60,6 @@ class ModelMethods:
         self._kind: Final = kind
         self._power: Final = power
         self._requests: Final = requests
-        self._limits: Final = RequestLimits()
 
     def handlers(self) -> dict[str, Handler]:
         """The methods by name."""
@@ -106,7 +104,7 @@ class ModelMethods:
         return UnloadResult(unloaded=self._pool.unload(decode_body(params, ModelParams).model))
 
     def _generate(self, call: Call, params: bytes) -> Mapping[str, Any]:
-        request = ChatRequest.parse(params, self._limits)
+        request = ChatRequest.parse(params)
         model = self._pool.find(request.model).id
         objects = ChatCompletionObjects(request, model, int(time.time()), new_id("chatcmpl-"))
         with self._pool.use(model, call.progress, cancellation=call.cancellation) as engine:
@@ -121,7 +119,7 @@ class ModelMethods:
         return objects.whole(Reply.of(chunks))
 
     def _tokenize(self, call: Call, params: bytes) -> TokenizeResult:
-        request = TokenizeRequest.parse(params, self._limits)
+        request = TokenizeRequest.parse(params)
         with self._pool.use(request.model, call.progress, cancellation=call.cancellation) as engine:
             tokens = request.encode(engine)
             shown = engine.tokenizer.token_bytes.shown
@@ -129,7 +127,7 @@ class ModelMethods:
             return TokenizeResult(tokens=tokens, pieces=pieces, count=len(tokens), context=engine.context)
 
     def _detokenize(self, call: Call, params: bytes) -> DetokenizeResult:
-        request = decode_body(params, DetokenizeBody, self._limits)
+        request = decode_body(params, DetokenizeBody)
         with self._pool.use(request.model, call.progress, cancellation=call.cancellation) as engine:
             check_token_ids(engine, request.tokens, "tokens")
             return DetokenizeResult(content=engine.tokenizer.decode(request.tokens))

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, TypeVar, get_args, get_origin, get_typ
 import msgspec
 
 from .request_error import ErrorCode, RequestError, invalid, unsupported
-from .strict_json import RequestLimits, described, field_path, read_object
+from .strict_json import MAX_CHARACTERS, described, field_path, read_object
 
 
 class StrictStruct(msgspec.Struct, forbid_unknown_fields=True):
@@ -69,9 +69,11 @@ _FOREIGN_TAGS: Final = frozenset(
 """Values of such fields that OpenAI's API has and edge-run has not."""
 
 
-def decode_body(body: bytes | str | Mapping[str, Any], kind: type[_Body], limits: RequestLimits | None = None) -> _Body:
+def decode_body(
+    body: bytes | str | Mapping[str, Any], kind: type[_Body], max_characters: int = MAX_CHARACTERS
+) -> _Body:
     """Decode a body; errors as for `read_object` and `decode_fields`."""
-    return decode_fields(read_object(body, limits), kind)
+    return decode_fields(read_object(body, max_characters), kind)
 
 
 def decode_fields(fields: Mapping[str, Any], kind: type[_Body]) -> _Body:

@@ -29,7 +29,6 @@ from .generation_fields import (
 )
 from .message_fields import AnyMessage, FunctionTool, conversation, tool_mappings
 from .request_error import invalid
-from .strict_json import RequestLimits
 
 
 class ChatBody(ConversationFields, kw_only=True):
@@ -78,20 +77,18 @@ class ChatRequest(GenerationRequest):
     """A chat completion to generate."""
 
     @classmethod
-    def parse(cls, body: bytes | str | Mapping[str, Any], limits: RequestLimits | None = None) -> ChatRequest:
+    def parse(cls, body: bytes | str | Mapping[str, Any]) -> ChatRequest:
         """Decode a body.
 
         Args:
             body: UTF-8 JSON, or the parsed object.
-            limits: how much it may contain.
 
         Raises:
             RequestError: the body is not valid JSON or not a valid chat body; the error has the path of the field.
         """
-        limits = limits or RequestLimits()
-        fields = decode_body(body, ChatBody, limits)
-        tools = tool_mappings(fields.tools, limits)
-        messages, answer_start = _continued(fields, conversation(fields.messages, limits))
+        fields = decode_body(body, ChatBody)
+        tools = tool_mappings(fields.tools)
+        messages, answer_start = _continued(fields, conversation(fields.messages))
         options = generate_options(
             fields,
             {

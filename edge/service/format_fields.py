@@ -38,13 +38,8 @@ class JsonSchemaFormat(StrictStruct, tag_field="type", tag="json_schema"):
     json_schema: NamedSchema
 
 
-class FlatJsonSchemaFormat(StrictStruct, tag_field="type", tag="json_schema", omit_defaults=True):
+class FlatJsonSchemaFormat(NamedSchema, tag_field="type", tag="json_schema", omit_defaults=True):
     """JSON of a schema, in the form of the Responses API."""
-
-    schema: Schema
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
 
 
 class StructuredOutputs(StrictStruct):

@@ -17,8 +17,11 @@ from ...runtime.text.chat_template import Message
 from ...runtime.text.messages import template_messages
 from .body_decoder import StrictStruct, about
 from .request_error import ErrorCode, RequestError, invalid
-from .strict_json import RequestLimits
 
+MAX_MESSAGES: Final = 10_000
+"""Largest number of messages of a conversation, or of items of a Responses input."""
+MAX_TOOLS: Final = 128
+"""Largest number of tools."""
 _PLACE: Final = re.compile(r"messages\[(\d+)\]((?:\[\d+\]|\.\w+)*)")
 
 
@@ -116,13 +119,13 @@ class FunctionTool(StrictStruct, tag_field="type", tag="function"):
     function: FunctionDefinition
 
 
-def conversation(messages: Sequence[AnyMessage], limits: RequestLimits) -> list[Message]:
+def conversation(messages: Sequence[AnyMessage]) -> list[Message]:
     """The messages as the runtime takes them.
 
     Raises:
         RequestError: there are none or too many, or fields of a message do not fit together.
     """
-    check_count("messages", len(messages), limits.messages)
+    check_count("messages", len(messages), MAX_MESSAGES)
     places = [f"messages[{index}]" for index in range(len(messages))]
     return checked_messages([_as_mapping(message) for message in messages], "messages", places)
 
@@ -160,13 +163,13 @@ def _as_mapping(message: AnyMessage) -> dict[str, Any]:
     return fields
 
 
-def tool_mappings(tools: Sequence[FunctionTool] | None, limits: RequestLimits) -> tuple[dict[str, Any], ...]:
+def tool_mappings(tools: Sequence[FunctionTool] | None) -> tuple[dict[str, Any], ...]:
     """The tools as chat templates read them.
 
     Raises:
         RequestError: there are too many.
     """
-    check_count("tools", len(tools or ()), limits.tools)
+    check_count("tools", len(tools or ()), MAX_TOOLS)
     return tuple(msgspec.to_builtins(tool) for tool in tools or ())
 
 

@@ -22,9 +22,9 @@ from .generation_fields import (
     template_variables,
     wanted_logprobs,
 )
-from .message_fields import CacheBreakpoint, check_count, checked_messages
+from .message_fields import MAX_MESSAGES, MAX_TOOLS, CacheBreakpoint, check_count, checked_messages
 from .request_error import invalid
-from .strict_json import RequestLimits, read_object
+from .strict_json import read_object
 
 _LOGPROBS: Final = "message.output_text.logprobs"
 
@@ -179,11 +179,10 @@ class ResponsesRequest(GenerationRequest):
     """Fields of the request that the response object repeats."""
 
     @classmethod
-    def parse(cls, body: bytes | str | Mapping[str, Any], limits: RequestLimits | None = None) -> ResponsesRequest:
+    def parse(cls, body: bytes | str | Mapping[str, Any]) -> ResponsesRequest:
         """Decode a body; arguments and errors as for `ChatRequest.parse`."""
-        limits = limits or RequestLimits()
-        fields = decode_fields(_with_item_types(read_object(body, limits)), ResponsesBody)
-        check_count("tools", len(fields.tools or ()), limits.tools)
+        fields = decode_fields(_with_item_types(read_object(body)), ResponsesBody)
+        check_count("tools", len(fields.tools or ()), MAX_TOOLS)
         included, reasoning = fields.include or (), fields.reasoning or Reasoning()
         shown_tools = fields.tools if fields.tools and fields.tool_choice != "none" else ()
         options = generate_options(
@@ -200,7 +199,7 @@ class ResponsesRequest(GenerationRequest):
         )
         return cls(
             model=fields.model,
-            prompts=(_conversation(fields, limits),),
+            prompts=(_conversation(fields),),
             options=options,
             stream=bool(fields.stream),
             num_ctx=fields.num_ctx,
@@ -220,7 +219,7 @@ def _with_item_types(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**fields, "input": typed}
 
 
-def _conversation(fields: ResponsesBody, limits: RequestLimits) -> Sequence[Mapping[str, Any]]:
+def _conversation(fields: ResponsesBody) -> Sequence[Mapping[str, Any]]:
     """The messages of a request, its instructions first.
 
     Raises:
@@ -233,7 +232,7 @@ def _conversation(fields: ResponsesBody, limits: RequestLimits) -> Sequence[Mapp
         messages.append({"role": "system", "content": fields.instructions})
         places.append("instructions")
     items = [MessageItem(role="user", content=fields.input)] if isinstance(fields.input, str) else fields.input
-    check_count("input", len(items), limits.messages)
+    check_count("input", len(items), MAX_MESSAGES)
     if not items:
         raise invalid("input", "input is empty", "give a text or items")
     for index, item in enumerate(items):

@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from ...models.json_file import shown
@@ -14,49 +13,36 @@ from .request_error import ErrorCode, RequestError, invalid
 
 MAX_DEPTH: Final = 100
 """Largest nesting of objects and lists."""
+MAX_CHARACTERS: Final = 16_000_000
+"""Largest number of characters of all texts and names of a request together."""
+_MAX_CONTAINERS: Final = 200_000
+"""Largest number of objects and lists."""
+_MAX_VALUES: Final = 2_000_000
+"""Largest number of values, such as token ids."""
 _MAX_BITS: Final = 1023
 """Largest number of bits of an integer that a float can hold."""
 _STRUCTURE: Final = re.compile(r'"(?:[^"\\]++|\\.)*+"?+|[\[{,]', re.DOTALL)
 """A string, or a character that begins a value."""
 
 
-@dataclass(frozen=True)
-class RequestLimits:
-    """How much one request may contain; what is beyond is refused."""
-
-    messages: int = 10_000
-    """Largest number of messages of a conversation, or of items of a Responses input."""
-    tools: int = 128
-    """Largest number of tools."""
-    inputs: int = 2048
-    """Largest number of prompts or texts of one request."""
-    characters: int = 16_000_000
-    """Largest number of characters of all texts and names of a request together."""
-    containers: int = 200_000
-    """Largest number of objects and lists."""
-    values: int = 2_000_000
-    """Largest number of values, such as token ids."""
-
-
-def read_object(body: bytes | str | Mapping[str, Any], limits: RequestLimits | None = None) -> dict[str, Any]:
+def read_object(body: bytes | str | Mapping[str, Any], max_characters: int = MAX_CHARACTERS) -> dict[str, Any]:
     """Parse a JSON object, or check one that has been parsed.
 
     Args:
         body: UTF-8 JSON, or the parsed object.
-        limits: how much it may contain.
+        max_characters: largest number of characters of its texts and names together.
 
     Raises:
         RequestError: it is not a JSON object, has a key twice, is nested too deeply, contains NaN, an infinite number
             or text that is not valid Unicode, or more text than allowed.
     """
-    limits = limits or RequestLimits()
-    value = dict(body) if isinstance(body, Mapping) else _parse(body, limits)
+    value = dict(body) if isinstance(body, Mapping) else _parse(body)
     if not isinstance(value, dict):
         raise RequestError(f"the body is {described(value)}", "it must be a JSON object", code=ErrorCode.INVALID_TYPE)
-    if (characters := _check(value, (), 0)) > limits.characters:
+    if (characters := _check(value, (), 0)) > max_characters:
         raise RequestError(
             f"the request has {characters} characters of text",
-            f"at most {limits.characters} are read",
+            f"at most {max_characters} are read",
             code=ErrorCode.TOO_LARGE,
         )
     return value
@@ -87,30 +73,30 @@ def field_path(parts: tuple[str | int, ...]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
 
 
-def _check_size(text: str, limits: RequestLimits) -> None:
+def _check_size(text: str) -> None:
     """Refuse JSON with too many values before it is parsed.
 
     The parser stops all other threads until it has made all values. The search for their beginnings does not, and takes
     no memory.
     """
-    if len(text) <= min(limits.containers, limits.values):
+    if len(text) <= min(_MAX_CONTAINERS, _MAX_VALUES):
         return
     containers = values = 0
     for match in _STRUCTURE.finditer(text):
         containers += text[match.start()] in "[{"
         values += text[match.start()] == ","
-        if containers > limits.containers or values >= limits.values:
+        if containers > _MAX_CONTAINERS or values >= _MAX_VALUES:
             raise RequestError(
-                f"the body has more than {limits.containers} objects and lists, or {limits.values} values",
+                f"the body has more than {_MAX_CONTAINERS} objects and lists, or {_MAX_VALUES} values",
                 "send several smaller requests",
                 code=ErrorCode.TOO_LARGE,
             )
 
 
-def _parse(body: bytes | str, limits: RequestLimits) -> Any:
+def _parse(body: bytes | str) -> Any:
     try:
         text = body if isinstance(body, str) else body.decode("utf-8")
-        _check_size(text, limits)
+        _check_size(text)
         return json.loads(text, object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
         what, hint = f"the body is not UTF-8: {error.reason} at byte {error.start}", "encode it as UTF-8"

@@ -29,10 +29,11 @@ from .generation_fields import (
 )
 from .message_fields import AnyMessage, FunctionTool, check_count, conversation, tool_mappings
 from .request_error import ErrorCode, RequestError, invalid, unsupported
-from .strict_json import RequestLimits
 
 _DEFAULT_TOKENS: Final = 16
 """Largest number of tokens of a text completion that asks for none, as in OpenAI's API."""
+_MAX_INPUTS: Final = 2048
+"""Largest number of prompts or texts of one request."""
 TokenIds: TypeAlias = tuple[int, ...]
 TextOrIds: TypeAlias = str | TokenIds
 """A text, or its token ids."""
@@ -40,7 +41,7 @@ TextsOrIds: TypeAlias = str | list[str | int | list[int]]
 """A text, token ids, or several of one kind, as bodies have them."""
 
 
-def texts_or_ids(param: str, given: TextsOrIds, limits: RequestLimits) -> tuple[TextOrIds, ...]:
+def texts_or_ids(param: str, given: TextsOrIds) -> tuple[TextOrIds, ...]:
     """The texts or token ids of a field that has one or several of them.
 
     Raises:
@@ -48,7 +49,7 @@ def texts_or_ids(param: str, given: TextsOrIds, limits: RequestLimits) -> tuple[
     """
     one = isinstance(given, str) or (given and all(isinstance(each, int) for each in given))
     several: list[Any] = [given] if one else list(given)
-    check_count(param, len(several), limits.inputs)
+    check_count(param, len(several), _MAX_INPUTS)
     if not several:
         raise invalid(param, f"{param} is empty", "give a text or token ids")
     if len({type(each) for each in several}) > 1:
@@ -110,13 +111,12 @@ class CompletionRequest(GenerationRequest):
                 check_token_ids(engine, prompt, "prompt" if len(self.prompts) == 1 else f"prompt[{index}]")
 
     @classmethod
-    def parse(cls, body: bytes | str | Mapping[str, Any], limits: RequestLimits | None = None) -> CompletionRequest:
+    def parse(cls, body: bytes | str | Mapping[str, Any]) -> CompletionRequest:
         """Decode a body; arguments and errors as for `ChatRequest.parse`."""
-        limits = limits or RequestLimits()
-        fields = decode_body(body, CompletionBody, limits)
+        fields = decode_body(body, CompletionBody)
         return cls(
             model=fields.model,
-            prompts=texts_or_ids("prompt", fields.prompt, limits),
+            prompts=texts_or_ids("prompt", fields.prompt),
             options=generate_options(
                 fields,
                 {
@@ -155,13 +155,12 @@ class EmbeddingRequest:
     """The length of the vectors that is expected; see `check_dimensions`."""
 
     @classmethod
-    def parse(cls, body: bytes | str | Mapping[str, Any], limits: RequestLimits | None = None) -> EmbeddingRequest:
+    def parse(cls, body: bytes | str | Mapping[str, Any]) -> EmbeddingRequest:
         """Decode a body; arguments and errors as for `ChatRequest.parse`."""
-        limits = limits or RequestLimits()
-        fields = decode_body(body, EmbeddingBody, limits)
+        fields = decode_body(body, EmbeddingBody)
         return cls(
             model=fields.model,
-            inputs=texts_or_ids("input", fields.input, limits),
+            inputs=texts_or_ids("input", fields.input),
             as_base64=fields.encoding_format == "base64",
             dimensions=fields.dimensions,
         )
@@ -228,10 +227,9 @@ class TokenizeRequest:
         return engine.tokenizer.encode(self.text or "", add_special_tokens=self.add_special)
 
     @classmethod
-    def parse(cls, body: bytes | str | Mapping[str, Any], limits: RequestLimits | None = None) -> TokenizeRequest:
+    def parse(cls, body: bytes | str | Mapping[str, Any]) -> TokenizeRequest:
         """Decode a body; arguments and errors as for `ChatRequest.parse`."""
-        limits = limits or RequestLimits()
-        fields = decode_body(body, TokenizeBody, limits)
+        fields = decode_body(body, TokenizeBody)
         text = same(fields, "content", "prompt")
         if (text is None) == (fields.messages is None):
             raise RequestError(
@@ -244,10 +242,8 @@ class TokenizeRequest:
         return cls(
             model=fields.model,
             text=text,
-            messages=None if fields.messages is None else conversation(fields.messages, limits),
-            options=GenerateOptions(
-                tools=tool_mappings(fields.tools, limits), template_variables=fields.chat_template_kwargs
-            ),
+            messages=None if fields.messages is None else conversation(fields.messages),
+            options=GenerateOptions(tools=tool_mappings(fields.tools), template_variables=fields.chat_template_kwargs),
             add_special=bool(same(fields, "add_special", "add_special_tokens")),
             with_pieces=bool(same(fields, "with_pieces", "return_token_strs")),
         )

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import completion_create_params
 
+from edgerun.edge.service import strict_json
 from edgerun.edge.service.chat_body import ChatBody, ChatRequest
 from edgerun.edge.service.request_error import ErrorCode, RequestError
-from edgerun.edge.service.strict_json import MAX_DEPTH, RequestLimits, read_object
+from edgerun.edge.service.strict_json import MAX_DEPTH, read_object
 from support.commands import Patch
 
 USER = {"role": "user", "content": "hello"}
@@ -42,10 +43,10 @@ def fits_schema(body: dict[str, Any]) -> bool:
     return bool(jsonschema.Draft202012Validator(SCHEMA).is_valid(body))
 
 
-def error_of(body: Any, limits: RequestLimits | None = None) -> RequestError:
+def error_of(body: Any) -> RequestError:
     """The error that a body is refused with."""
     with pytest.raises(RequestError) as caught:
-        ChatRequest.parse(body, limits)
+        ChatRequest.parse(body)
     return caught.value
 
 
@@ -367,12 +368,14 @@ def test_a_body_that_is_not_an_object_or_has_no_messages() -> None:
 
 
 def test_limits() -> None:
-    body = {"messages": [USER] * 3, "tools": [TOOL] * 2}
-    assert ChatRequest.parse(body, RequestLimits(messages=3, tools=2, characters=1000)).options.tools
-    assert error_of(body, RequestLimits(messages=2)).param == "messages"
-    assert error_of(body, RequestLimits(tools=1)).param == "tools"
-    for limits in (RequestLimits(messages=2), RequestLimits(tools=1), RequestLimits(characters=100)):
-        assert error_of(body, limits).code is ErrorCode.TOO_LARGE
+    for name, few, many in (("messages", [USER] * 10_000, [USER] * 10_001), ("tools", [TOOL] * 128, [TOOL] * 129)):
+        assert parsed(**{name: few})
+        error = error_of({"messages": [USER], name: many})
+        assert (error.param, error.code) == (name, ErrorCode.TOO_LARGE)
+    with pytest.raises(RequestError, match="at most 11 are read") as caught:
+        read_object({"messages": "abcd"}, 11)
+    assert caught.value.code is ErrorCode.TOO_LARGE
+    assert read_object({"messages": "abcd"}, 12)
 
 
 JSON = st.recursive(
@@ -429,9 +432,12 @@ TRICKY = st.text(st.sampled_from('[]{},:"\\\n a\u00e9')) | st.integers() | st.bo
 def test_containers_are_counted_outside_of_strings(value: Any, ascii_only: bool) -> None:
     body = json.dumps({"value": value}, ensure_ascii=ascii_only).encode()
     containers = containers_in({"value": value})
-    assert read_object(body, RequestLimits(containers=containers))
-    with pytest.raises(RequestError, match="objects and lists"):
-        read_object(body, RequestLimits(containers=containers - 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strict_json, "_MAX_CONTAINERS", containers)
+        assert read_object(body)
+        patch.setattr(strict_json, "_MAX_CONTAINERS", containers - 1)
+        with pytest.raises(RequestError, match="objects and lists"):
+            read_object(body)
 
 
 @pytest.mark.parametrize(
