@@ -49,7 +49,6 @@ from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.draft_ahead import DraftAhead
 from edgerun.runtime.speculation.draft_loading import DraftTarget, PlacedDraft, load_separate_draft, place_draft
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
-from edgerun.runtime.speculation.drafters.model import ModelDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.pass_cost import PassCost
 from edgerun.runtime.speculation.speculator import Speculator
@@ -177,7 +176,7 @@ def emulated(
     thread = WorkThread("edge-run draft")
     speculators: dict[str, Speculator | None] = {_PLAIN: None}
     for mode in (_TURNS, _OVERLAP):
-        drafter = ModelDrafter(new_draft())
+        drafter = new_draft()
         cost = PassCost({0: {width: seconds[width - 1] for width in (1, 2, 4, 8, 16)}})
         ahead = DraftAhead(drafter, thread) if mode == _OVERLAP else None
         speculators[mode] = Speculator([SuffixDrafter()], cost, model=drafter, ahead=ahead)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from ..errors import ContextError, InputError
 from ..models.progress import Progress, silent
 from .graph.bound_graph import BoundGraph
+from .kv.arena import KVArena
 from .prefill import Cancelled, never, prefill
 from .sampling.logprobs import LogSoftmax, PositionLogprobs
 from .sampling.sampler import Logits
@@ -104,79 +105,69 @@ def decode(
     *,
     answer_length: int = 0,
 ) -> Generator[Step, None, None]:
-    """Prefill `prompt_ids`, then continue it, and yield one `Step` per round.
+    """Prefill `prompt_ids`, then continue it, and yield one `Step` per round; errors as for `check_prompt_fits`.
 
     Args:
         bound: the session; its arena may already hold the slots of `prompt_ids[:arena.length]`.
         prompt_ids: token ids of the prompt, and of the answer so far.
         sampler: chooses every token.
         limits: what ends decoding.
-        speculator: proposes draft tokens that a pass verifies; None for plain decoding. The text is the same as far as
-            wide passes compute the logits of narrow ones.
-        near_ties: recomputes near ties, so that the text is the same even where wide passes differ.
-        log_softmax: computes the log-probabilities of every step; None for none.
-        constraint: that of the sampler; its masks are computed while the passes run. None if any token may come.
+        speculator: drafts; None for plain decoding, whose text is the same as far as wide passes compute equal logits.
+        near_ties: recomputes near ties, so that the text is the same even where they do not.
+        log_softmax: computes log-probabilities; None for none.
+        constraint: the sampler's, whose masks are computed while passes run; None if any token may come.
         answer_length: number of tokens at the end of `prompt_ids` that belong to the answer, for its penalties.
-
-    Raises:
-        ContextError: the prompt leaves no room for a single new token.
-        InputError: the prompt is empty.
     """
     arena = bound.arena
     check_prompt_fits(prompt_ids, arena.limit)
-    remaining = arena.limit - len(prompt_ids)
-    if limits.max_tokens is not None:
-        remaining = min(limits.max_tokens, remaining)
-    eos, cancelled = limits.eos, limits.cancelled
-    prompt_length = len(prompt_ids) - answer_length
+    remaining = min(limits.max_tokens or arena.limit, arena.limit - len(prompt_ids))
     try:
-        before = arena.replayed
-        recomputing_passes = _begin(bound, prompt_ids, prompt_length, sampler, near_ties, constraint)
-        last, passes, readers = prefill(bound, prompt_ids, cancelled, limits.progress)
+        before, recomputing = arena.replayed, _begin(bound, prompt_ids, answer_length, sampler, near_ties, constraint)
+        last, passes, readers = prefill(bound, prompt_ids, limits.cancelled, limits.progress)
         first = sampler.choose(last, len(prompt_ids))
-        step = Step((first,), target_passes=passes + recomputing_passes, prompt_readers=readers)
+        step = Step((first,), target_passes=passes + recomputing, prompt_readers=readers)
         logits: Iterable[Logits] = (last,)
         if speculator is not None:
             speculator.reset([*prompt_ids, first])
         while True:
             tokens = step.tokens
             remaining -= len(tokens)
-            ended = tokens[-1] in eos
-            closed = constraint is not None and not ended and constraint.ends_with(tokens[-1])
-            finish = FinishReason.STOP if ended or closed else FinishReason.LENGTH if remaining <= 0 else None
-            replayed, before = arena.replayed - before, arena.replayed
-            step = step._replace(finish=finish, replayed=replayed, closed=closed)
+            step = _finished(step._replace(replayed=arena.replayed - before), limits.eos, constraint, remaining)
+            before = arena.replayed
             yield _completed(step, logits, log_softmax)
-            if finish is not None:
+            if step.finish is not None:
                 return
-            if cancelled():
+            if limits.cancelled():
                 raise Cancelled
             sampler.observe(tokens[-1:])
             if near_ties is not None:
                 near_ties.append(tokens)
-            if speculator is not None and _drafts(speculator, constraint):
-                step, logits = _speculate(bound, sampler, eos, remaining, speculator, near_ties, constraint)
+            # While drafting is disabled, only tokens that the constraint forces are drafted.
+            if speculator is not None and (not speculator.disabled or (constraint is not None and constraint.forced())):
+                step, logits = _speculate(bound, sampler, limits.eos, remaining, speculator, near_ties, constraint)
             else:
                 if constraint is not None:
                     constraint.prepare()
                 started = time.perf_counter()
                 last = bound.forward(tokens[-1:])[0]
                 arena.commit(1)
-                replayed = arena.replayed - before
-                step, logits = _chosen(last, sampler, arena.length, near_ties, started)
-                if speculator is not None:
-                    speculator.skip_round(step.tokens[0], step.target_s / step.target_passes, replayed)
+                step, logits = _chosen(last, sampler, arena, speculator, near_ties, started, before)
     except Cancelled:
         yield Step((), FinishReason.CANCELLED, target_passes=0)
 
 
-def _completed(step: Step, logits: Iterable[Logits], log_softmax: LogSoftmax | None) -> Step:
-    """A step without its end-of-sequence token, and with log-probabilities if there is a `log_softmax`.
+def _finished(step: Step, eos: frozenset[int], constraint: TokenConstraint | None, remaining: int) -> Step:
+    """The step with the reason why decoding ends with it, if it does."""
+    ended = step.tokens[-1] in eos
+    closed = constraint is not None and not ended and constraint.ends_with(step.tokens[-1])
+    finish = FinishReason.STOP if ended or closed else FinishReason.LENGTH if remaining <= 0 else None
+    return step._replace(finish=finish, closed=closed)
 
-    Args:
-        step: the step; an end-of-sequence token is the last of its tokens.
-        logits: the logits float32 `[V]` that each token was chosen from.
-        log_softmax: computes log-probabilities; None for none.
+
+def _completed(step: Step, logits: Iterable[Logits], log_softmax: LogSoftmax | None) -> Step:
+    """A step without its end-of-sequence token, and with log-probabilities of its tokens if there is a `log_softmax`.
+
+    `logits` has the logits float32 `[V]` that each token was chosen from.
     """
     every = step.tokens
     tokens = every[:-1] if step.finish is FinishReason.STOP and not step.closed else every
@@ -186,29 +177,26 @@ def _completed(step: Step, logits: Iterable[Logits], log_softmax: LogSoftmax | N
     if step.round is not None:
         origins = origins_of(step.round, every)
     else:
-        kind = OriginKind.DECODED if step.prompt_readers is None else OriginKind.PREFILL
-        origins = (DraftOrigin(kind),)
+        origins = (DraftOrigin(OriginKind.DECODED if step.prompt_readers is None else OriginKind.PREFILL),)
     return step._replace(tokens=tokens, logprobs=logprobs, origins=origins[: len(tokens)])
 
 
 def _begin(
     bound: BoundGraph,
     prompt_ids: Sequence[int],
-    prompt_length: int,
+    answer_length: int,
     sampler: TokenSampler,
     near_ties: NearTies | None,
     constraint: TokenConstraint | None,
 ) -> int:
-    """Start the sampler, near ties and constraint on a sequence whose first `prompt_length` tokens are the prompt.
-
-    Returns:
-        Number of passes that recomputed near ties.
+    """Start the sampler, near ties and constraint on a sequence; returns the passes that recomputed near ties.
 
     Raises:
         Cancelled: the caller cancelled.
     """
     # The last token has to run again even if its slot is cached, or there would be no logits to choose from.
     bound.arena.rewind_to(min(bound.arena.length, len(prompt_ids) - 1))
+    prompt_length = len(prompt_ids) - answer_length
     sampler.observe_prompt(prompt_ids[:prompt_length])
     sampler.observe(prompt_ids[prompt_length:])
     if constraint is not None:
@@ -219,26 +207,32 @@ def _begin(
     return near_ties.passes
 
 
-def _drafts(speculator: Speculator, constraint: TokenConstraint | None) -> bool:
-    """Whether the next round has a draft: while drafting is disabled, only one of tokens that the constraint forces."""
-    return not speculator.disabled or (constraint is not None and bool(constraint.forced()))
-
-
 def _chosen(
-    logits: Logits, sampler: TokenSampler, position: int, near_ties: NearTies | None, started: float
+    logits: Logits,
+    sampler: TokenSampler,
+    arena: KVArena,
+    speculator: Speculator | None,
+    near_ties: NearTies | None,
+    started: float,
+    before: int,
 ) -> tuple[Step, Iterable[Logits]]:
-    """The token chosen from the logits float32 `[V]` of a plain pass that started at a time of `time.perf_counter`.
+    """The token chosen from the logits float32 `[V]` of a plain pass.
+
+    It started at a time of `time.perf_counter`, when the arena had replayed `before` tokens.
 
     Returns:
         The step, with an end-of-sequence token, and the logits of each token, which are valid until the next pass.
     """
-    passes = 1
+    replayed, passes = arena.replayed - before, 1
     if near_ties is not None:
-        before = near_ties.passes
+        passes -= near_ties.passes
         logits = near_ties.resolve(logits)
-        passes += near_ties.passes - before
+        passes += near_ties.passes
     target_s = time.perf_counter() - started
-    return Step((sampler.choose(logits, position),), target_passes=passes, target_s=target_s), (logits,)
+    token = sampler.choose(logits, arena.length)
+    if speculator is not None:
+        speculator.skip_round(token, target_s / passes, replayed)
+    return Step((token,), target_passes=passes, target_s=target_s), (logits,)
 
 
 def _speculate(

@@ -112,7 +112,9 @@ class LoadedModel:
             files = PrefixFiles(self._prefix_key, options.prefix_disk, self._reads_plainly)
         self.prefixes: Final = PrefixCache(self.new_arena, options.prefix_cache or 0, files)
         """KV caches of finished answers and conversations, and of chosen prefixes on disk."""
-        self.drafters: Final = DrafterPool(graph, bundle, self.context, draft, options, self.prefixes, progress)
+        self.drafters: Final = DrafterPool(
+            graph, bundle, self.context, draft, options, self.prefixes, self.queue, progress
+        )
         self.prefill_choice: Final = PrefillChoice(graph, bundle, self.tokenizer, self.context, self.queue, options)
         """Which graph reads prompts."""
         self.prefill_choice.prepare(progress)

@@ -16,7 +16,7 @@ from ..graph.bound_graph import BoundGraph
 from ..options import GenerateOptions
 from ..result import Reply, Stats
 from ..speculation.choice import Speculation
-from ..speculation.drafters.model import PathModel
+from ..speculation.drafters.model import ModelDrafter
 from ..speculation.tree import Source
 from ..text.turn_markers import Markers, TokenArray, answer_start, read_markers
 
@@ -91,7 +91,7 @@ def measure_draft_benefit(
     )
 
 
-def count_agreement(bound: BoundGraph, draft: PathModel, text: Sequence[int], start: int = 0) -> int:
+def count_agreement(bound: BoundGraph, draft: ModelDrafter, text: Sequence[int], start: int = 0) -> int:
     """Count the tokens of a text, from index `start` on, after which target and draft prefer the same next token.
 
     Both read the text token by token, as in decoding. A draft on the target's cache finds the target's slots there, and

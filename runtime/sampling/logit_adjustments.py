@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import InputError
-from ..arguments.argument_types import check_ranges, option
 
-_MAX_PENALTY = 2.0
-_PENALTIES = f"between -{_MAX_PENALTY:g} and {_MAX_PENALTY:g}"
 _MAX_BIAS = 100.0
 
 
@@ -28,112 +24,62 @@ def check_biases(biases: Iterable[float]) -> None:
             raise InputError(f"a logit bias is {bias}", f"it must be between -{_MAX_BIAS:g} and {_MAX_BIAS:g}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LogitParams:
-    """Penalties and biases; the default changes nothing.
-
-    `repeat_penalty` divides the positive and multiplies the negative logits of every token already in the context
-    (Keskar et al. 2019, CTRL). Then `presence_penalty` is subtracted from the logit of every token that the answer has,
-    `frequency_penalty` as often as the answer has it, and `logit_bias` is added (OpenAI's chat API).
-    """
-
-    repeat_penalty: float = option(
-        1.0,
-        "Above 1, make tokens that are already in the text less likely; 1 is off.",
-        accepts=lambda value: 0.01 <= value <= 100,
-        range="between 0.01 and 100",
-        label="repeat-penalty",
-        metavar="X",
-    )
-    presence_penalty: float = option(
-        0.0,
-        "Lower the logits of all tokens that the answer has already by this; -2 to 2.",
-        accepts=lambda value: abs(value) <= _MAX_PENALTY,
-        range=_PENALTIES,
-        label="presence-penalty",
-        metavar="X",
-    )
-    frequency_penalty: float = option(
-        0.0,
-        "Lower the logit of a token by this for every time that the answer has it already; -2 to 2.",
-        accepts=lambda value: abs(value) <= _MAX_PENALTY,
-        range=_PENALTIES,
-        label="frequency-penalty",
-        metavar="X",
-    )
-    logit_bias: tuple[tuple[int, float], ...] = option(
-        (), "What is added to the logits of token ids; -100 to 100.", metavar="ID=X"
-    )
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
-        check_biases(bias for _, bias in self.logit_bias)
-
-    @property
-    def adjusts(self) -> bool:
-        """Whether any logit is changed."""
-        return self.repeat_penalty != 1 or self.counts_answer or bool(self.logit_bias)
-
-    @property
-    def counts_answer(self) -> bool:
-        """Whether it matters how often a token is in the answer."""
-        return self.presence_penalty != 0 or self.frequency_penalty != 0
-
-
 class LogitAdjustments:
     """Applies penalties and biases over one sequence, whose tokens it records.
 
     Args:
-        params: the penalties and biases.
+        penalties: the repeat, presence and frequency penalties of `SamplingParams`.
+        biases: what is added to the logits of tokens.
         vocab_size: number of logits.
 
     Raises:
         InputError: a bias is for a token that the model does not have.
     """
 
-    def __init__(self, params: LogitParams, vocab_size: int) -> None:
-        beyond = [token for token, _ in params.logit_bias if not 0 <= token < vocab_size]
-        if beyond:
+    def __init__(
+        self, penalties: tuple[float, float, float], biases: Sequence[tuple[int, float]], vocab_size: int
+    ) -> None:
+        if beyond := [token for token, _ in biases if not 0 <= token < vocab_size]:
             raise InputError(f"logit_bias has token {beyond[0]}", f"token ids of this model are 0 to {vocab_size - 1}")
-        self.params = params
+        self._repeat, self._presence, self._frequency = penalties
         self._scores = np.empty(vocab_size, np.float32)
-        self._bias_ids = np.array([token for token, _ in params.logit_bias], np.intp)
-        self._biases = np.array([bias for _, bias in params.logit_bias], np.float32)
-        self._seen = _TokenCounts(vocab_size if params.repeat_penalty != 1 else 0)
-        self._answer = _TokenCounts(vocab_size if params.counts_answer else 0)
+        self._bias_ids = np.array([token for token, _ in biases], np.intp)
+        self._biases = np.array([bias for _, bias in biases], np.float32)
+        self._seen = _TokenCounts(vocab_size) if self._repeat != 1 else None
+        self._answer = _TokenCounts(vocab_size) if self._presence or self._frequency else None
 
     def observe_prompt(self, tokens: npt.ArrayLike) -> None:
         """Add tokens of the prompt to the sequence."""
-        if self.params.repeat_penalty != 1:
+        if self._seen is not None:
             self._seen.add(tokens)
 
     def observe(self, tokens: npt.ArrayLike) -> None:
         """Add tokens of the answer to the sequence."""
         self.observe_prompt(tokens)
-        if self.params.counts_answer:
+        if self._answer is not None:
             self._answer.add(tokens)
 
     @contextmanager
     def rollback(self) -> Iterator[None]:
         """Forget the tokens observed within the `with` block when it ends."""
-        seen, answer = self._seen.size, self._answer.size
+        sizes = [(counts, counts.size) for counts in (self._seen, self._answer) if counts is not None]
         try:
             yield
         finally:
-            self._seen.shorten(seen)
-            self._answer.shorten(answer)
+            for counts, size in sizes:
+                counts.shorten(size)
 
     def apply(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Return the adjusted logits, float32 `[V]`, valid until the next call; `logits` is not modified."""
-        scores, params = self._scores, self.params
+        scores = self._scores
         np.copyto(scores, logits)
-        if params.repeat_penalty != 1:
+        if self._seen is not None:
             ids = self._seen.ids
             seen = scores[ids]
-            scores[ids] = np.where(seen > 0, seen / params.repeat_penalty, seen * params.repeat_penalty)
-        if params.counts_answer:
+            scores[ids] = np.where(seen > 0, seen / self._repeat, seen * self._repeat)
+        if self._answer is not None:
             ids = self._answer.ids
-            penalties = params.presence_penalty + params.frequency_penalty * self._answer.counts[ids]
+            penalties = self._presence + self._frequency * self._answer.counts[ids]
             scores[ids] -= penalties.astype(np.float32)
         if self._bias_ids.size:
             # The same token may be listed more than once.

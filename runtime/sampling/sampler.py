@@ -18,12 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import EdgeError
-from ..arguments.argument_types import option
+from ..arguments.argument_types import check_ranges, option
 from .distribution import Distribution
-from .logit_adjustments import LogitAdjustments, LogitParams
+from .logit_adjustments import LogitAdjustments, check_biases
 from .token_mask import TokenConstraint, TokenMask
 
 _GROUP: Final = 64
+_MAX_PENALTY: Final = 2.0
+_PENALTIES: Final = f"between -{_MAX_PENALTY:g} and {_MAX_PENALTY:g}"
 _USUAL_NUCLEUS: Final = 1024
 """Number of the likeliest tokens that usually contain the nucleus; more are searched where they do not."""
 
@@ -31,11 +33,13 @@ Logits: TypeAlias = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class SamplingParams(LogitParams):
+class SamplingParams:
     """How the next token is chosen; the default is greedy.
 
-    Penalties and biases come first, see `LogitParams`. `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0
-    switch those filters off.
+    `repeat_penalty` divides the positive and multiplies the negative logits of every token already in the context
+    (Keskar et al. 2019, CTRL). Then `presence_penalty` is subtracted from the logit of every token that the answer has,
+    `frequency_penalty` as often as the answer has it, and `logit_bias` is added (OpenAI's chat API). `temperature` 0 is
+    greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch those filters off.
     """
 
     temperature: float = option(
@@ -81,13 +85,49 @@ class SamplingParams(LogitParams):
         metavar="N",
         unset="random",
     )
+    repeat_penalty: float = option(
+        1.0,
+        "Above 1, make tokens that are already in the text less likely; 1 is off.",
+        accepts=lambda value: 0.01 <= value <= 100,
+        range="between 0.01 and 100",
+        label="repeat-penalty",
+        metavar="X",
+    )
+    presence_penalty: float = option(
+        0.0,
+        "Lower the logits of all tokens that the answer has already by this; -2 to 2.",
+        accepts=lambda value: abs(value) <= _MAX_PENALTY,
+        range=_PENALTIES,
+        label="presence-penalty",
+        metavar="X",
+    )
+    frequency_penalty: float = option(
+        0.0,
+        "Lower the logit of a token by this for every time that the answer has it already; -2 to 2.",
+        accepts=lambda value: abs(value) <= _MAX_PENALTY,
+        range=_PENALTIES,
+        label="frequency-penalty",
+        metavar="X",
+    )
+    logit_bias: tuple[tuple[int, float], ...] = option(
+        (), "What is added to the logits of token ids; -100 to 100.", metavar="ID=X"
+    )
     first_position: int = 0
     """Number of tokens left out of the sequence: random numbers follow from the position in the whole text."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        check_biases(bias for _, bias in self.logit_bias)
 
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether any logit is changed."""
+        return self.repeat_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
 
 class Purpose(IntEnum):
@@ -143,7 +183,8 @@ class Sampler:
         self._weights = np.empty(vocab_size if not params.greedy else 0, np.float64)
         self._cumulative = np.empty(vocab_size if not params.greedy else 0, np.float64)
         self._mask = np.empty(vocab_size, np.bool_)
-        self._adjustments = LogitAdjustments(params, vocab_size) if params.adjusts else None
+        penalties = (params.repeat_penalty, params.presence_penalty, params.frequency_penalty)
+        self._adjustments = LogitAdjustments(penalties, params.logit_bias, vocab_size) if params.adjusts else None
 
     def observe_prompt(self, tokens: npt.ArrayLike) -> None:
         """Add tokens of the prompt to the sequence."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -24,61 +25,82 @@ _log: Final = logging.getLogger(__name__)
 
 
 class IdleThread:
-    """A thread that does one piece of work, and waits while an answer is generated. It exists while it has work.
-
-    Work that failed is begun again by a later `start`, after a while.
+    """A thread that does one kind of work, and waits while an answer is generated. It exists while it has work.
 
     Args:
         queue: the request queue of the engine.
         work: the work. It calls the function it is given between short steps, which waits, and raises an exception that
             the work lets pass once the engine is closed.
         name: name of the thread.
+        patience_s: seconds to wait for an idle engine; then the work is done beside the answers.
+        rest: seconds of rest for each second of processor time that the work took, before it is done again; None for
+            work that is done once.
     """
 
-    def __init__(self, queue: RequestQueue, work: Callable[[Progress], None], name: str) -> None:
+    def __init__(
+        self,
+        queue: RequestQueue,
+        work: Callable[[Progress], object],
+        name: str,
+        *,
+        patience_s: float = math.inf,
+        rest: float | None = None,
+    ) -> None:
         self._queue: Final = queue
         self._work: Final = work
         self._name: Final = name
+        self._patience_s: Final = patience_s
+        self._rest: Final = rest
         self._closing: Final = threading.Event()
+        self._lock: Final = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._is_done = False
+        self._is_wanted = self._is_working = self._is_done = False
         self._failures = 0
-        self._retry_at = 0.0
+        self._next_at = self._impatient_at = 0.0
 
     def start(self) -> None:
-        """Begin, unless it has begun, has failed a moment ago, or the engine is closed; returns at once."""
-        if self._is_done or self._closing.is_set() or time.monotonic() < self._retry_at:
-            return
-        if self._thread is None or not self._thread.is_alive():
-            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            # Where no thread can be started, the work is left to a later process.
-            with suppress(RuntimeError):
-                thread.start()
-            self._thread = thread
+        """Do the work soon, unless the engine is closed, or the work is done for good; returns at once."""
+        with self._lock:
+            if self._is_done or self._closing.is_set():
+                return
+            if not self._is_wanted:
+                self._is_wanted, self._impatient_at = True, time.monotonic() + self._patience_s
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                # Where no thread can be started, the work is left to a later call, or to a later process.
+                with suppress(RuntimeError):
+                    thread.start()
+                    self._thread = thread
 
-    def close(self) -> None:
-        """Abandon the work, and wait until its current step ends."""
-        self._closing.set()
-        thread = self._thread
-        if thread is not None and thread.is_alive():
+    def close(self) -> bool:
+        """Abandon the work, and wait until its current step ends; returns whether it was not in progress."""
+        with self._lock:
+            self._closing.set()
+            thread = self._thread
+        if thread is not None:
             thread.join()
+        return not self._is_working
 
     def _run(self) -> None:
-        try:
-            self._wait_until_idle()
-            self._work(self._pause)
-            self._is_done = True
-        except Cancelled:
-            return
-        except (EdgeError, OSError) as error:
-            _log.warning("%s failed: %s", self._name, error)
-        finally:
-            self._retry_at = time.monotonic() + _RETRY_S * 2**self._failures
-            self._failures += 1
-
-    @property
-    def _is_busy(self) -> bool:
-        return bool(self._queue.running or self._queue.waiting)
+        with suppress(Cancelled):
+            while True:
+                with self._lock:
+                    if not self._is_wanted or self._is_done:
+                        self._thread = None
+                        return
+                self._wait_until_idle(self._next_at)
+                self._is_wanted, self._is_working = False, True
+                self._impatient_at = time.monotonic() + self._patience_s
+                started = time.thread_time()
+                try:
+                    self._work(self._pause)
+                    self._is_done = self._rest is None
+                    self._next_at = time.monotonic() + (self._rest or 0) * (time.thread_time() - started)
+                except (EdgeError, OSError) as error:
+                    _log.warning("%s failed: %s", self._name, error)
+                    self._next_at = time.monotonic() + _RETRY_S * 2**self._failures
+                    self._failures += 1
+                self._is_working = False
 
     def _pause(self, stage: str, fraction: float) -> None:
         """Wait while an answer is generated; called between two steps.
@@ -90,14 +112,20 @@ class IdleThread:
         if self._is_busy or self._closing.is_set():
             self._wait_until_idle()
 
-    def _wait_until_idle(self) -> None:
-        """Wait until the engine has generated nothing for a moment.
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._queue.running or self._queue.waiting)
+
+    def _wait_until_idle(self, earliest: float = 0.0) -> None:
+        """Wait until the engine has generated nothing for a moment, or patience ends, but not before `earliest`.
 
         Raises:
             Cancelled: the engine was closed.
         """
         idle_s = 0.0
-        while idle_s < _IDLE_S:
+        while (idle_s < _IDLE_S and time.monotonic() < self._impatient_at) or time.monotonic() < earliest:
             if self._closing.wait(_POLL_S):
                 raise Cancelled
             idle_s = 0.0 if self._is_busy else idle_s + _POLL_S
+        if self._closing.is_set():
+            raise Cancelled

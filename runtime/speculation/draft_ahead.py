@@ -12,9 +12,10 @@ of taking turns.
 from __future__ import annotations
 
 import logging
+import operator
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Final, NamedTuple, Protocol
 
@@ -22,8 +23,8 @@ import numpy as np
 
 from ...errors import EdgeError
 from ..scheduling.work_thread import WorkThread
-from .drafters.draft_model import DraftModel, Path
-from .drafters.model import ModelDrafter
+from .drafters.draft_model import DraftModel
+from .drafters.model import ModelDrafter, Path
 from .growth import TreeGrowth
 from .tree import Tree
 
@@ -54,12 +55,7 @@ class PassesAhead(NamedTuple):
 
     def __or__(self, other: PassesAhead) -> PassesAhead:
         """Both together."""
-        return PassesAhead(
-            self.passes + other.passes,
-            self.kept + other.kept,
-            self.hidden_s + other.hidden_s,
-            self.waited_s + other.waited_s,
-        )
+        return PassesAhead(*map(operator.add, self, other))
 
 
 NOTHING_AHEAD: Final = PassesAhead()
@@ -112,13 +108,13 @@ class LikelyContinuation:
                 unknown -= prediction.probability
                 if (*path, token) not in self._drafted:
                     found.append((probability * prediction.probability, (*path, token)))
-            if not self._drafter.model.has_logits(path):
+            if not self._drafter.has_logits(path):
                 found.append((probability * max(unknown, 0.0), path))
         return found
 
     def next_tokens(self, path: Path) -> Sequence[tuple[int, float]]:
         """See `Continuation`."""
-        top = self._drafter.model.top_tokens(path, _CHILDREN, self._drafter.temperature)
+        top = self._drafter.top_tokens(path, _CHILDREN, self._drafter.temperature)
         pairs = zip(*top, strict=True)
         return [(token, probability) for token, probability in pairs if (*path, token) not in self._drafted]
 
@@ -129,17 +125,14 @@ class DraftAhead:
     Between `start` and `settle`, the model belongs to the thread.
 
     Args:
-        drafter: the draft model.
+        model: the draft model.
         thread: the thread.
     """
 
-    def __init__(self, drafter: ModelDrafter, thread: WorkThread) -> None:
-        self.drafter: Final = drafter
+    def __init__(self, model: DraftModel, thread: WorkThread) -> None:
         self.total = NOTHING_AHEAD
         """What was run ahead since this object was made, as far as it was settled."""
-        if not isinstance(drafter.model, DraftModel):
-            raise TypeError(f"a {type(drafter.model).__name__} takes turns with the target")
-        self._model: Final = drafter.model
+        self._model: Final = model
         self._thread: Final = thread
         self._idle: Final = threading.Lock()
         """Held while the thread works."""
@@ -191,12 +184,8 @@ class DraftAhead:
         """
         if not self._started:
             return NOTHING_AHEAD
-        waited_s = self._wait()
         emitted = tuple(token_ids[self._length :])
-        kept = sum(path[: len(emitted)] == emitted[: len(path)] for path in self._ran)
-        settled = PassesAhead(len(self._ran), kept, max(self._model.take_seconds_spent() - waited_s, 0.0), waited_s)
-        self.total |= settled
-        error, self._error = self._error, None
+        settled, error = self._wait(lambda path: path[: len(emitted)] == emitted[: len(path)])
         if error is not None:
             raise error
         return settled
@@ -205,22 +194,25 @@ class DraftAhead:
         """Wait until the model is free again and drop what was run: the answer has ended."""
         if not self._started:
             return
-        waited_s = self._wait()
-        seconds = self._model.take_seconds_spent()
-        self.total |= PassesAhead(len(self._ran), 0, max(seconds - waited_s, 0.0), waited_s)
-        error, self._error = self._error, None
+        error = self._wait(lambda _: False)[1]
         if isinstance(error, EdgeError):
             # The answer is complete without it, and the next one asks the model again.
             _log.warning("the draft model failed after the last token: %s", error)
         elif error is not None:
             raise error
 
-    def _wait(self) -> float:
+    def _wait(self, is_kept: Callable[[Path], bool]) -> tuple[PassesAhead, BaseException | None]:
+        """Wait for the end of the present pass; returns what was run, and the error of the thread."""
         started = time.perf_counter()
         self._stopped = True
         with self._idle:
             self._started = False
-        return time.perf_counter() - started
+        waited_s = time.perf_counter() - started
+        hidden_s = max(self._model.take_seconds_spent() - waited_s, 0.0)
+        ran = PassesAhead(len(self._ran), sum(map(is_kept, self._ran)), hidden_s, waited_s)
+        self.total |= ran
+        error, self._error = self._error, None
+        return ran, error
 
     def _work(self, continuation: Continuation) -> None:
         try:

@@ -40,13 +40,13 @@ from ..kv.borrowed import BorrowedArena
 from ..kv.prefix_cache import PrefixCache
 from ..measure.pass_timing import MeasuringTime, load_or_measure_pass_cost
 from .drafters.draft_model import DraftModel, Int32, check_target_ids
-from .drafters.model import PathModel
+from .drafters.model import ModelDrafter
 from .drafters.target_drafts import HiddenStateHead, LayerSkipDraft, MedusaDraft
 from .pass_cost import PassCost
 from .tree import Source
 
-NewDraftModel: TypeAlias = Callable[[], PathModel]
-"""Makes a `PathModel` for one more sequence, of a model that is loaded once."""
+NewDraftModel: TypeAlias = Callable[[], ModelDrafter]
+"""Makes a `ModelDrafter` for one more sequence, of a model that is loaded once."""
 
 _HEAD_SOURCES: Final[Mapping[HeadKind | None, Source]] = {HeadKind.EAGLE: Source.EAGLE, HeadKind.MTP: Source.MTP}
 """What the candidates of heads that continue from their own output are counted under."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -15,12 +15,15 @@ from .choice import SOURCE_NAMES, DraftSampling
 from .draft_ahead import DraftAhead
 from .draft_loading import NewDraftModel
 from .drafters.draft_model import DraftModel
+from .drafters.edit import EditDrafter
+from .drafters.history import HistoryDrafter
+from .drafters.history_store import HistoryStore
 from .drafters.interface import Drafter
-from .drafters.model import ModelDrafter
-from .drafters.ngram import NgramTable
-from .drafters.recycling import RecycledTable
+from .drafters.ngram import NgramDrafter, NgramTable
+from .drafters.recycling import RecycledTable, RecyclingDrafter
 from .drafters.sampled import AcceptanceEstimate
-from .learned_rates import LearnedRates
+from .drafters.suffix import SuffixDrafter
+from .learned_rates import Mixer
 from .pass_cost import PassCost
 from .replay import OracleDrafter, OracleMode, Recording
 from .sampled_speculator import SampledSpeculator
@@ -30,19 +33,6 @@ from .tree import Source
 _SpeculatorKey: TypeAlias = tuple[frozenset[Source], bool, bool]
 """The drafters; whether a recorded answer is replayed; whether near ties are recomputed."""
 
-_HINTS: Final = {
-    Source.MODEL: "give a draft model with --draft",
-    Source.EAGLE: "export the model with an EAGLE-3 head: edge-run export SRC OUT --draft HEAD",
-    Source.MTP: "export a checkpoint that has a multi-token-prediction module, such as Qwen3.5's",
-    Source.MEDUSA: "export the model with Medusa heads: edge-run export SRC OUT --draft HEADS",
-    Source.HISTORY: "keep conversations with --history",
-    Source.NGRAM: "make a table with edge-run tune --text",
-    Source.SUFFIX: "leave it out",
-    Source.EDIT: "leave it out",
-    Source.RECYCLED: "leave it out",
-}
-"""How to get a drafter that is not available."""
-
 
 @dataclass(frozen=True)
 class SharedDrafting:
@@ -50,46 +40,63 @@ class SharedDrafting:
 
     cost: PassCost
     """Cost of target passes."""
+    vocab_size: int
+    """Vocabulary size of the target."""
+    trees: bool
+    """Whether the target can verify trees."""
     recycled: RecycledTable
     table: NgramTable | None = None
+    store: HistoryStore | None = None
     new_draft_model: NewDraftModel | None = None
     """None if there is no draft model."""
-    rates: dict[_SpeculatorKey, LearnedRates] = field(default_factory=dict)
+    thread: WorkThread | None = None
+    """Where the draft model runs ahead; None to take turns with the target."""
+    mixers: dict[_SpeculatorKey, Mixer] = field(default_factory=dict)
     estimate: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
     """Acceptance of sampled draft tokens."""
+
+
+_FREE_DRAFTERS: Final[Sequence[Callable[[SharedDrafting], Drafter | None]]] = (
+    # Silent in most texts. Where it is sure of the next token, no other one is asked.
+    lambda _: EditDrafter(),
+    lambda _: SuffixDrafter(),
+    lambda shared: None if shared.store is None else HistoryDrafter(shared.store, shared.vocab_size),
+    lambda shared: None if shared.table is None else NgramDrafter(shared.table),
+    lambda shared: RecyclingDrafter(shared.recycled),
+)
+"""Makes each of the free drafters, the cheapest and most reliable first; None where it is not available."""
+_HINTS: Final = {
+    Source.MODEL: "give a draft model with --draft",
+    Source.EAGLE: "export the model with an EAGLE-3 head: edge-run export SRC OUT --draft HEAD",
+    Source.MTP: "export a checkpoint that has a multi-token-prediction module, such as Qwen3.5's",
+    Source.MEDUSA: "export the model with Medusa heads: edge-run export SRC OUT --draft HEADS",
+    Source.HISTORY: "keep conversations with --history",
+    Source.NGRAM: "make a table with edge-run tune --text",
+}
+"""How to get a drafter that may not be available."""
 
 
 class DrafterSet:
     """Drafters over one sequence at a time, and the speculators made of them.
 
     Args:
-        drafters: the free drafters by source, the cheapest and most reliable first.
-        model: the draft model; None for none.
         shared: what is learned together with other sets.
-        vocab_size: vocabulary size of the target.
-        trees: whether the target can verify trees.
-        thread: where the draft model runs ahead; None to take turns with the target.
     """
 
-    def __init__(
-        self,
-        drafters: Mapping[Source, Drafter],
-        model: ModelDrafter | None,
-        shared: SharedDrafting,
-        *,
-        vocab_size: int,
-        trees: bool,
-        thread: WorkThread | None = None,
-    ) -> None:
-        self.model: Final = model
-        self.ahead: Final = None if model is None or thread is None else DraftAhead(model, thread)
+    def __init__(self, shared: SharedDrafting) -> None:
+        drafters = [drafter for make in _FREE_DRAFTERS if (drafter := make(shared)) is not None]
+        self._drafters: Final = {drafter.source: drafter for drafter in drafters}
+        self.model: Final = None if shared.new_draft_model is None else shared.new_draft_model()
+        """The draft model; None for none."""
+        self.ahead: Final = (
+            DraftAhead(self.model, shared.thread)
+            if isinstance(self.model, DraftModel) and shared.thread is not None
+            else None
+        )
         """Runs the draft model while the target verifies; None if they take turns."""
         self.prompt_ids: Sequence[int] = ()
         """The prompt of the latest answer."""
-        self._drafters = drafters
         self._shared = shared
-        self._vocab_size = vocab_size
-        self._trees = trees
         self._speculators: dict[_SpeculatorKey, Speculator] = {}
         self._sampled: dict[DraftSampling, SampledSpeculator] = {}
         self._oracles: dict[OracleMode, tuple[OracleDrafter, Speculator]] = {}
@@ -109,13 +116,14 @@ class DrafterSet:
         choice, recording, sampling = request.options.speculation, request.recording, request.sampling
         self.prompt_ids = request.prompt_ids
         if self.model is not None:
-            self.model.model.attach(arena)
+            self.model.attach(arena)
             self.model.temperature = 1.0 if sampling.greedy else sampling.temperature
         if request.options.draft_sampling is not DraftSampling.OFF and recording is None and not sampling.greedy:
             return self._sampled_speculator(request.options.draft_sampling, sampling)
         available = frozenset(self._drafters) | (frozenset() if self.model is None else {self.model.source})
         if (missing := choice.sources - available) and not choice.automatic:
-            raise InputError(f"the drafter {SOURCE_NAMES[min(missing)]} is not available", _HINTS[min(missing)])
+            hint = _HINTS.get(min(missing), "leave it out")
+            raise InputError(f"the drafter {SOURCE_NAMES[min(missing)]} is not available", hint)
         chosen = choice.sources & available
         if recording is not None:
             # The graph's own logits do not belong to a recorded answer, so nothing can be learned from them.
@@ -131,43 +139,41 @@ class DrafterSet:
         """The speculator whose only drafter knows the recorded answer, which begins at index `start`."""
         if recording.oracle_mode not in self._oracles:
             drafter = OracleDrafter()
-            speculator = Speculator([drafter], self._shared.cost, trees=self._trees)
+            speculator = Speculator([drafter], self._shared.cost, trees=self._shared.trees)
             self._oracles[recording.oracle_mode] = drafter, speculator
         drafter, speculator = self._oracles[recording.oracle_mode]
-        drafter.set_answer(recording.oracle_draft(self._vocab_size), start)
+        drafter.set_answer(recording.oracle_draft(self._shared.vocab_size), start)
         return speculator
 
     def _speculator(self, key: _SpeculatorKey) -> Speculator:
         if key not in self._speculators:
             drafters = [drafter for source, drafter in self._drafters.items() if source in key[0]]
             model = self.model if self.model is not None and self.model.source in key[0] else None
-            if key not in self._shared.rates:
-                everyone = [*drafters, *([] if model is None else [model])]
-                self._shared.rates[key] = LearnedRates(everyone)
-            self._speculators[key] = Speculator(
+            self._speculators[key] = made = Speculator(
                 drafters,
                 self._shared.cost,
                 model=model,
-                trees=self._trees,
-                learned=self._shared.rates[key],
+                trees=self._shared.trees,
+                mixer=self._shared.mixers.get(key),
                 ahead=None if model is None else self.ahead,
             )
+            self._shared.mixers[key] = made.mixer
         return self._speculators[key]
 
     def _sampled_speculator(self, draft_sampling: DraftSampling, sampling: SamplingParams) -> SampledSpeculator:
         if self.model is None:
             raise InputError("there is no draft model to sample draft tokens from", _HINTS[Source.MODEL])
-        if not isinstance(self.model.model, DraftModel):
+        if not isinstance(self.model, DraftModel):
             raise InputError(
                 "draft tokens cannot be sampled from Medusa heads, which propose a few tokens and no distribution",
                 "leave --draft-sampling out",
             )
         if draft_sampling not in self._sampled:
             self._sampled[draft_sampling] = SampledSpeculator(
-                self.model.model,
+                self.model,
                 self._shared.cost,
                 draft_sampling,
-                trees=self._trees,
+                trees=self._shared.trees,
                 estimate=self._shared.estimate,
                 ahead=self.ahead,
             )

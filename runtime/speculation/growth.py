@@ -32,7 +32,7 @@ from typing import Final, NamedTuple
 from ..sampling.token_mask import TokenConstraint
 from .drafters.interface import Candidate, Drafter, State
 from .drafters.model import ModelDrafter
-from .learned_rates import DraftModelValue, Mixer, Prediction
+from .learned_rates import Mixer, Prediction
 from .tree import Source, Tree
 
 _MAX_DEPTH: Final = 32
@@ -65,8 +65,7 @@ class TreeGrowth:
     Args:
         drafters: free drafters, consulted at every node.
         model: draft model, run where it pays.
-        mixer: turns the drafters' evidence into probabilities.
-        model_value: decides where the draft model runs.
+        mixer: turns the drafters' evidence into probabilities, and decides where the draft model runs.
         constraint: what the answer has to follow. Its forced tokens come before all candidates, and those that it
             forbids are left out. None if any token may come.
     """
@@ -76,14 +75,12 @@ class TreeGrowth:
         drafters: Sequence[Drafter],
         model: ModelDrafter | None,
         mixer: Mixer,
-        model_value: DraftModelValue,
         constraint: TokenConstraint | None = None,
     ) -> None:
         self._constraint = constraint
         self._drafters = drafters
         self._model = model
         self._mixer = mixer
-        self._model_value = model_value
         self.candidates: dict[int, list[tuple[int, Prediction]]] = {}
         """The tokens considered as children of each expanded node."""
         self.model_passes = 0
@@ -103,9 +100,7 @@ class TreeGrowth:
         self._prices = prices
         self._max_depth = min(max_depth, _MAX_DEPTH)
         self._tokens, self._parents, self._probs, self._sources = [anchor], [-1], [1.0], [int(Source.ANCHOR)]
-        self._depths = [0]
         self._states: list[list[State]] = [[drafter.state() for drafter in self._drafters]]
-        self._model_states: list[State] = [None if self._model is None else self._model.state()]
         self._paths: list[tuple[int, ...]] = [()]
         self._forced: dict[int, Sequence[int]] = {}
         if self._max_depth:
@@ -124,23 +119,20 @@ class TreeGrowth:
 
     def _add(self, parent: int, token: int, probability: float, source: int) -> None:
         node = len(self._tokens)
-        if self._constraint is not None:
-            self._paths.append((*self._paths[parent], token))
-            if rest := self._forced.get(parent, ())[1:]:
-                self._forced[node] = rest
+        path = (*self._paths[parent], token)
+        self._paths.append(path)
+        if rest := self._forced.get(parent, ())[1:]:
+            self._forced[node] = rest
         self._tokens.append(token)
         self._parents.append(parent)
         self._probs.append(probability)
         self._sources.append(source)
-        self._depths.append(self._depths[parent] + 1)
         self._states.append(
             [drafter.after(state, token) for drafter, state in zip(self._drafters, self._states[parent], strict=True)]
         )
-        model = self._model
-        self._model_states.append(None if model is None else model.after(self._model_states[parent], token))
         positions = self._prices.positions
         # No child is more probable than its parent.
-        if node + 1 < len(positions) and self._depths[node] < self._max_depth and probability > positions[node]:
+        if node + 1 < len(positions) and len(path) < self._max_depth and probability > positions[node]:
             self._expand(node)
 
     def _expand(self, node: int) -> None:
@@ -151,8 +143,7 @@ class TreeGrowth:
         probability = self._probs[node]
         proposals: list[tuple[int, int, dict[int, int]]] = []
         for drafter, state in zip(self._drafters, self._states[node], strict=True):
-            candidates = self._possible(node, drafter.candidates(state))
-            if candidates:
+            if candidates := self._possible(node, drafter.candidates(state)):
                 source, bucket = int(drafter.source), candidates[0].bucket
                 proposals.append((source, mixer.objection_cell(source, bucket), dict(candidates)))
                 if mixer.acceptance_rate(source, bucket) > _CERTAIN:
@@ -161,19 +152,17 @@ class TreeGrowth:
         if model is not None:
             positions = self._prices.positions
             price = positions[min(len(self._tokens), len(positions)) - 1]
-            state = self._model_states[node]
             free_prob = max((prediction.probability for _, prediction, _ in mixed), default=0.0)
-            cost = model.seconds(state) * self._prices.second
-            if self._model_value.pays(probability, free_prob, price, cost, at_anchor=node == 0):
-                candidates = self._possible(node, model.candidates(state))
+            cost = model.seconds(self._paths[node]) * self._prices.second
+            if mixer.model_value.pays(probability, free_prob, price, cost, at_anchor=node == 0):
                 self.model_passes += 1
-                source = int(model.source)
-                if candidates:
+                if candidates := self._possible(node, model.candidates(self._paths[node])):
+                    source = int(model.source)
                     cell = mixer.objection_cell(source, candidates[0].bucket)
                     proposals.append((source, cell, dict(candidates)))
                     mixed = self._mix(proposals)
                 best_prob = max((prediction.probability for _, prediction, _ in mixed), default=0.0)
-                self._model_value.observe(free_prob, best_prob)
+                mixer.model_value.observe(free_prob, best_prob)
         self.candidates[node] = [(token, prediction) for token, prediction, _ in mixed]
         total = sum(prediction.probability for _, prediction, _ in mixed)
         scale = probability * min(1.0, _MAX_SIBLING_SUM / total) if total else 0.0
@@ -202,21 +191,14 @@ class TreeGrowth:
         """Every proposed token, its probability, and the source with the strongest evidence for it."""
         mixer = self._mixer
         mixed: list[tuple[int, Prediction, int]] = []
-        done: set[int] = set()
-        for _, _, candidates in proposals:
-            for token in candidates:
-                if token in done:
-                    continue
-                done.add(token)
-                evidence = [(source, proposed.get(token, objection)) for source, objection, proposed in proposals]
-                prediction = mixer.predict(evidence)
-                source = evidence[0][0]
-                if len(evidence) > 1:
-                    strongest = -100.0
-                    for (each, _, proposed), value in zip(proposals, prediction.inputs, strict=False):
-                        if token in proposed and value > strongest:
-                            source, strongest = each, value
-                mixed.append((token, prediction, source))
+        for token in dict.fromkeys([token for _, _, candidates in proposals for token in candidates]):
+            evidence = [(source, proposed.get(token, objection)) for source, objection, proposed in proposals]
+            prediction = mixer.predict(evidence)
+            source, strongest = evidence[0][0], -100.0
+            for (each, _, proposed), value in zip(proposals, prediction.inputs, strict=False):
+                if token in proposed and value > strongest:
+                    source, strongest = each, value
+            mixed.append((token, prediction, source))
         return mixed
 
 
@@ -241,8 +223,6 @@ def prune(tree: Tree, curve: Sequence[float], rate: float, max_width: int, repla
         replay: number of tokens that the pass runs once more before the draft, where the accepted tokens of a rejected
             draft do so too; None where a rejection costs nothing.
     """
-    if len(tree) == 1:
-        return PrunedDraft(tree, 1.0, 0.0)
     probabilities = tree.path_probs
     in_order = all(first >= second for first, second in pairwise(probabilities))
     order: list[int] = []
@@ -251,10 +231,6 @@ def prune(tree: Tree, curve: Sequence[float], rate: float, max_width: int, repla
         order = sorted(range(len(tree)), key=lambda node: -probabilities[node])
         probabilities = [probabilities[node] for node in order]
     width, advantage, expected = best_width(probabilities[1:], curve, rate, max_width, replay)
-    if width == 1:
-        return PrunedDraft(tree.first(1), 1.0, 0.0)
-    if width == len(tree):
-        return PrunedDraft(tree, expected, advantage)
     return PrunedDraft(tree.first(width) if in_order else tree.kept(order[:width]), expected, advantage)
 
 

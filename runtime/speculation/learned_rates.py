@@ -18,7 +18,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from .drafters.interface import Drafter
 from .tree import Source
 
 _PRIOR_WEIGHT: Final = 10.0
@@ -46,10 +45,6 @@ def _logit(probability: float) -> float:
     return math.log(probability / (1 - probability))
 
 
-def _sigmoid(log_odds: float) -> float:
-    return 1 / (1 + math.exp(-log_odds))
-
-
 class Prediction(NamedTuple):
     """A probability and the evidence it was computed from, needed to learn from the outcome."""
 
@@ -62,7 +57,7 @@ class Prediction(NamedTuple):
 
 
 class Mixer:
-    """Computes candidate probabilities and learns from verification.
+    """Computes candidate probabilities and learns from verification; answers that run at the same time share it.
 
     The cells of a source are its evidence buckets, each once for the token it proposes and once for all other tokens.
 
@@ -82,6 +77,8 @@ class Mixer:
             self._seen[source] = [_PRIOR_WEIGHT] * len(cells)
         self._half: dict[int, int] = {source: len(prior) for source, prior in priors.items()}
         self._weights: dict[int, list[float]] = {}
+        self.model_value: Final = DraftModelValue()
+        """What a pass of the draft model gains."""
 
     def objection_cell(self, source: int, bucket: int) -> int:
         """The cell for tokens other than the one that `source` proposes with `bucket`."""
@@ -107,22 +104,18 @@ class Mixer:
             combination = combination << 5 | source << 1 | (cell < self._half[source])
         weights = self._weights.get(combination)
         if weights is None:
-            weights = self._weights[combination] = self._initial_weights(evidence)
+            proposing = [cell < self._half[source] for source, cell in evidence]
+            weight = 1.0 if sum(proposing) == 1 else _AGREEMENT_WEIGHT
+            weights = [*(weight if each else _OBJECTION_WEIGHT for each in proposing), 0.0]
+            self._weights[combination] = weights
         # The last input is constant: its weight is the bias of the combination.
         inputs.append(1.0)
         log_odds = 0.0
         for weight, value in zip(weights, inputs, strict=True):
             log_odds += weight * value
         # Log-odds beyond 20 are clipped: larger ones would overflow the exponential.
-        probability = _sigmoid(20.0 if log_odds > 20.0 else -20.0 if log_odds < -20.0 else log_odds)
-        probability = _MIN_PROB if probability < _MIN_PROB else _MAX_PROB if probability > _MAX_PROB else probability
-        return Prediction(probability, evidence, inputs, weights)
-
-    def _initial_weights(self, evidence: Sequence[tuple[int, int]]) -> list[float]:
-        """The weights of a combination of sources that has not occurred before."""
-        proposing = [cell < self._half[source] for source, cell in evidence]
-        weight = 1.0 if sum(proposing) == 1 else _AGREEMENT_WEIGHT
-        return [*(weight if each else _OBJECTION_WEIGHT for each in proposing), 0.0]
+        probability = 1 / (1 + math.exp(-min(max(log_odds, -20.0), 20.0)))
+        return Prediction(min(max(probability, _MIN_PROB), _MAX_PROB), evidence, inputs, weights)
 
     def learn(self, prediction: Prediction, correct: bool) -> None:
         """Learn whether the predicted token was the next one."""
@@ -284,17 +277,3 @@ class DraftingBalance:
             return
         self.backoff.start(self._HOPELESS_MIN_WAIT if hopeless else 0)
         self._rounds = 0
-
-
-class LearnedRates:
-    """What speculators learn about some drafters; those of answers that run at the same time share it.
-
-    Args:
-        drafters: the drafters. Others of the same sources may use what is learned about them.
-    """
-
-    def __init__(self, drafters: Sequence[Drafter]) -> None:
-        self.mixer: Final = Mixer({drafter.source: drafter.prior for drafter in drafters})
-        """How often candidates are accepted."""
-        self.model_value: Final = DraftModelValue()
-        """What a pass of the draft model gains."""

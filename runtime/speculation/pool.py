@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -28,18 +28,16 @@ from ..measure.measurement_store import model_key
 from ..measure.pass_timing import PASS_COSTS, MeasuringTime, load_or_measure_pass_cost
 from ..measure.system_load import LoadMeter
 from ..options import Request
+from ..scheduling.idle_thread import IdleThread
+from ..scheduling.request_queue import RequestQueue
 from ..scheduling.work_thread import WorkThread
 from .choice import Speculation
 from .draft_loading import DraftTarget, NewDraftModel, PlacedDraft, load_draft
 from .drafter_set import DrafterSet, SharedDrafting
-from .drafters.edit import EditDrafter
-from .drafters.history import HistoryDrafter, HistoryIndexer
 from .drafters.history_store import HistoryStore
-from .drafters.interface import Drafter
-from .drafters.model import ModelDrafter, PathModel
-from .drafters.ngram import NgramDrafter, open_bundle_table
-from .drafters.recycling import RecycledTable, RecyclingDrafter
-from .drafters.suffix import SuffixDrafter
+from .drafters.model import ModelDrafter
+from .drafters.ngram import open_bundle_table
+from .drafters.recycling import RecycledTable
 from .pass_cost import PassCost
 from .replay import OracleMode
 from .speculator import Speculator
@@ -48,6 +46,10 @@ _HISTORY_BYTES: Final = 64 << 20
 """Maximum size on disk of the stored conversations of one model, index included."""
 _MIN_OBSERVED: Final = 256
 """Number of observed passes from which a refined pass cost is saved."""
+_INDEX_PATIENCE_S: Final = 2.0
+"""Seconds to wait for an idle engine; then conversations are indexed beside the answers, on a hundredth of a core."""
+_INDEX_REST: Final = 100
+"""Seconds of rest for each second of processor time spent on indexing."""
 _log: Final = logging.getLogger("edgerun")
 
 
@@ -61,6 +63,7 @@ class DrafterPool:
         draft: the draft model; None for none.
         options: what is read from disk and kept there.
         prefixes: the target's; a draft model of its own keeps caches with its budget.
+        queue: the request queue of the engine; stored conversations are indexed while it is idle.
         progress: receives the progress of measurements.
     """
 
@@ -72,6 +75,7 @@ class DrafterPool:
         draft: PlacedDraft | None,
         options: LoadOptions,
         prefixes: PrefixCache,
+        queue: RequestQueue,
         progress: Progress = silent,
     ) -> None:
         self._open_graph: DecoderGraph | None = graph
@@ -86,7 +90,9 @@ class DrafterPool:
         self._model_key = hashlib.sha256(bundle.fingerprint.encode()).hexdigest()[:32]
         history_folder = cache_folder() / "history" / self._model_key
         self._store = HistoryStore(history_folder, _HISTORY_BYTES, _log.warning) if options.history else None
-        self._indexer = None if self._store is None else HistoryIndexer(self._store)
+        self._indexing: Final = IdleThread(
+            queue, self._index_history, "edge-run history", patience_s=_INDEX_PATIENCE_S, rest=_INDEX_REST
+        )
         self._pass_cost: PassCost | None = None
         self._meter: Final = LoadMeter(graph.config.threads)
         """The load of other programs since the model was loaded."""
@@ -106,11 +112,11 @@ class DrafterPool:
             )
         return self._pass_cost
 
-    def draft_model(self) -> PathModel | None:
+    def draft_model(self) -> ModelDrafter | None:
         """The draft model of the set that the next answer would have; None if there is none."""
         drafters = self._take_set(())
         self._idle.append(drafters)
-        return None if drafters.model is None else drafters.model.model
+        return drafters.model
 
     def exactness_report(self, token_ids: Sequence[int]) -> ExactnessReport:
         """The exactness report of this model and machine: stored, or its noise measured now over `token_ids`."""
@@ -133,7 +139,7 @@ class DrafterPool:
 
     @contextmanager
     def answering(self, request: Request, arena: KVArena) -> Iterator[Speculator | None]:
-        """Lend a speculator for one answer; None for plain decoding. Work in the background waits.
+        """Lend a speculator for one answer; None for plain decoding.
 
         At the end of the answer, the pass cost is doubted if its passes contradict it, unless other programs disturbed
         them.
@@ -145,27 +151,21 @@ class DrafterPool:
         Raises:
             InputError: a drafter that was asked for is not available.
         """
-        with nullcontext() if self._indexer is None else self._indexer.answering():
-            choice, recording = request.options.speculation, request.recording
-            verifies = self._graph.graph_io.supports_verification
-            if choice == Speculation.OFF or (choice.automatic and not verifies):
-                yield None
-                return
-            drafters = self._take_set(request.prompt_ids)
-            meter = LoadMeter(self._graph.config.threads)
-            try:
-                if recording is not None and recording.oracle_mode is not OracleMode.NONE:
-                    yield drafters.oracle_speculator(recording, len(request.prompt_ids))
-                else:
-                    yield drafters.speculator(request, arena)
-            finally:
-                drafters.end_answer()
-                self._idle.append(drafters)
-            self._end_answer(meter)
-
-    def _end_answer(self, meter: LoadMeter) -> None:
-        cost = self._pass_cost
-        if cost is None:
+        choice, recording = request.options.speculation, request.recording
+        if choice == Speculation.OFF or (choice.automatic and not self._graph.graph_io.supports_verification):
+            yield None
+            return
+        drafters = self._take_set(request.prompt_ids)
+        meter = LoadMeter(self._graph.config.threads)
+        try:
+            if recording is not None and recording.oracle_mode is not OracleMode.NONE:
+                yield drafters.oracle_speculator(recording, len(request.prompt_ids))
+            else:
+                yield drafters.speculator(request, arena)
+        finally:
+            drafters.end_answer()
+            self._idle.append(drafters)
+        if (cost := self._pass_cost) is None:
             return
         if meter.is_busy:
             self._disturbed = True
@@ -176,8 +176,12 @@ class DrafterPool:
 
     def store_conversation(self, token_ids: Sequence[int]) -> None:
         """Store the new tokens of a finished answer in the history, if one is kept, to be indexed soon."""
-        if self._store is not None and self._indexer is not None and self._store.append(token_ids):
-            self._indexer.conversation_stored()
+        if self._store is not None and self._store.append(token_ids):
+            self._indexing.start()
+
+    def _index_history(self, progress: Progress) -> None:
+        if self._store is not None:
+            self._store.reindex(lambda: progress("", 0.0))
 
     def close(self) -> None:
         """Save what was learned and free the memory; calling it again does nothing."""
@@ -190,8 +194,8 @@ class DrafterPool:
         cost = self._pass_cost
         if cost is not None and cost.observed >= _MIN_OBSERVED and not self._disturbed:
             self._save_pass_cost(cost)
-        if self._indexer is not None:
-            self._indexer.close()
+        if self._indexing.close() and self._store is not None:
+            self._store.index_rest()
         if self._draft_thread is not None:
             self._draft_thread.close()
         self._open_graph = self._resources = None
@@ -225,41 +229,32 @@ class DrafterPool:
         Of sets that are alike, the most recently used is taken.
         """
         if not self._idle:
-            return self._new_set()
+            return DrafterSet(self._load_resources())
         best = max(
             range(len(self._idle)), key=lambda index: (shared_tokens(self._idle[index].prompt_ids, prompt_ids), index)
         )
         return self._idle.pop(best)
 
-    def _new_set(self) -> DrafterSet:
-        resources, graph_io = self._load_resources(), self._graph.graph_io
-        # The edit drafter is silent in most texts. Where it is sure of the next token, no other one is asked.
-        drafters: list[Drafter] = [EditDrafter(), SuffixDrafter()]
-        if self._store is not None:
-            drafters.append(HistoryDrafter(self._store, graph_io.vocab_size))
-        if resources.table is not None:
-            drafters.append(NgramDrafter(resources.table))
-        drafters.append(RecyclingDrafter(resources.recycled))
-        model = None if resources.new_draft_model is None else ModelDrafter(resources.new_draft_model())
-        return DrafterSet(
-            {drafter.source: drafter for drafter in drafters},
-            model,
-            resources,
-            vocab_size=graph_io.vocab_size,
-            trees=graph_io.supports_trees,
-            thread=self._draft_thread,
-        )
-
     def _load_resources(self) -> SharedDrafting:
         if self._resources is None:
-            cost, vocab_size = self.pass_cost(), self._graph.graph_io.vocab_size
+            cost, graph_io = self.pass_cost(), self._graph.graph_io
+            vocab_size = graph_io.vocab_size
             table = open_bundle_table(self._bundle, vocab_size, _log.warning) if self._options.cache else None
             new_draft_model = None if self._draft is None else self._load_draft(self._draft)
             recycled = RecycledTable(vocab_size)
             if self._keeps_learned:
                 make_private(self._recycled_file.parent)
                 recycled.load(self._recycled_file)
-            self._resources = SharedDrafting(cost, recycled, table, new_draft_model)
+            self._resources = SharedDrafting(
+                cost,
+                vocab_size,
+                graph_io.supports_trees,
+                recycled,
+                table,
+                self._store,
+                new_draft_model,
+                self._draft_thread,
+            )
         return self._resources
 
     def _load_draft(self, draft: PlacedDraft) -> NewDraftModel:

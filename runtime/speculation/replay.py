@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Final
 
 from ..sampling.sampler import Logits
-from .drafters.interface import Candidate
+from .drafters.interface import Candidate, Drafter
 from .tree import Source, Tree
 from .verification import TokenSampler
 
@@ -83,7 +83,7 @@ class ReplaySampler:
         self._sampler.observe(tokens)
 
 
-class TreeDrafter:
+class TreeDrafter(Drafter):
     """A `Drafter` that passes on whole trees. Its state is a node of the proposed tree.
 
     Args:
@@ -92,8 +92,8 @@ class TreeDrafter:
         max_depth: maximum number of tokens of a path.
     """
 
-    source: Final = Source.OTHER
-    prior: Final[Sequence[float]] = tuple((step + 0.5) / _CLASSES for step in range(_CLASSES))
+    source = Source.OTHER
+    prior = tuple((step + 0.5) / _CLASSES for step in range(_CLASSES))
 
     def __init__(self, propose: Callable[[Sequence[int], int], Tree | None], max_depth: int = 16) -> None:
         self._propose = propose
@@ -136,7 +136,7 @@ class TreeDrafter:
         return () if state is None else self._children.get(state, ())
 
 
-class OracleDrafter:
+class OracleDrafter(Drafter):
     """A `Drafter` that proposes the tokens of a known answer, an upper bound for every drafter.
 
     Its state is an index into the answer.
@@ -146,8 +146,8 @@ class OracleDrafter:
         start: index of the first of them in the sequence.
     """
 
-    source: Final = Source.OTHER
-    prior: Final[Sequence[float]] = (0.995,)
+    source = Source.OTHER
+    prior = (0.995,)
 
     def __init__(self, answer: Sequence[int] = (), start: int = 0) -> None:
         self._index = 0

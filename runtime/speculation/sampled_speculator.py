@@ -107,8 +107,8 @@ class SampledSpeculator(Speculator):
         seconds = self._draft_model.take_seconds_spent()
         return Round(sampled.tree, None, None, expected, expected - 1 - price, passes, seconds)
 
-    def _continuation(self, draft: Round, ahead: DraftAhead) -> Continuation | None:
-        del draft, ahead
+    def _continuation(self, draft: Round) -> Continuation | None:
+        del draft
         # A thread that runs ahead would ask about paths behind tokens that are being verified.
         if self._sampled is None or self._constrained:
             return None

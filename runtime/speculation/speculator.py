@@ -15,10 +15,8 @@ from ..sampling.token_mask import TokenConstraint
 from .draft_ahead import NOTHING_AHEAD, Continuation, DraftAhead, LikelyContinuation
 from .drafters.interface import Drafter
 from .drafters.model import ModelDrafter
-from .drafters.recycling import CANDIDATES, RecyclingDrafter
-from .drafters.suffix import SuffixDrafter
 from .growth import TokenPrices, TreeGrowth, prune
-from .learned_rates import DraftingBalance, LearnedRates
+from .learned_rates import DraftingBalance, Mixer
 from .pass_cost import PassCost
 from .rounds import Round
 from .tree import Tree
@@ -57,7 +55,7 @@ class Speculator:
         model: draft model; None for none.
         trees: whether the target can verify trees; otherwise drafts are chains.
         max_width: maximum width of a verification pass, in token positions; less if passes are never as wide.
-        learned: what is known about the drafters; None for nothing yet.
+        mixer: what is known about the drafters; None for nothing yet.
         ahead: runs the draft model while the target verifies; None if they take turns.
     """
 
@@ -69,19 +67,17 @@ class Speculator:
         model: ModelDrafter | None = None,
         trees: bool = True,
         max_width: int = MAX_DRAFT_WIDTH,
-        learned: LearnedRates | None = None,
+        mixer: Mixer | None = None,
         ahead: DraftAhead | None = None,
     ) -> None:
         self.drafters: Final = tuple(drafters)
         self.model: Final = model
         self.cost: Final = cost
-        all_drafters = (*self.drafters, *(() if model is None else (model,)))
-        learned = LearnedRates(all_drafters) if learned is None else learned
-        self.mixer: Final = learned.mixer
+        self._all_drafters: Final[Sequence[Drafter]] = (*self.drafters, *(() if model is None else (model,)))
+        self.mixer: Final = Mixer({each.source: each.prior for each in self._all_drafters}) if mixer is None else mixer
         self.balance: Final = DraftingBalance()
-        self._model_value: Final = learned.model_value
-        self._suffix = next((drafter for drafter in self.drafters if isinstance(drafter, SuffixDrafter)), None)
-        self._recycling = next((drafter for drafter in self.drafters if isinstance(drafter, RecyclingDrafter)), None)
+        self.logits_needed: Final = max((drafter.logits_needed for drafter in self.drafters), default=0)
+        """Number of best logits of each position that the drafters learn from."""
         self._trees = trees
         self._max_width = min(max_width, cost.max_width)
         self._ahead: Final = ahead
@@ -108,11 +104,6 @@ class Speculator:
         return max(self._emitted / self._seconds, 1 / self._curve[0]) if self._seconds else 1 / self._curve[0]
 
     @property
-    def logits_needed(self) -> int:
-        """Number of best logits of each position that the drafters learn from."""
-        return 0 if self._recycling is None else CANDIDATES
-
-    @property
     def disabled(self) -> bool:
         """Whether the next round is a plain one, without a draft."""
         return self.balance.backoff.left > 0
@@ -133,10 +124,10 @@ class Speculator:
         if doubtful or backoff.left % _PLAIN_OBSERVED_EVERY == 0:
             self.cost.observe(1 + replayed, len(self._token_ids) - 1 - replayed, seconds)
         self._token_ids.append(token)
-        if self._cheap and self._suffix is not None:
+        if self._cheap:
             self._settle_ahead()
             self._sync_drafters()
-            if self._suffix.state()[1] >= _WAKING_MATCH:
+            if any(drafter.repetition() >= _WAKING_MATCH for drafter in self.drafters):
                 self.balance.resume()
 
     def reset(self, token_ids: Sequence[int]) -> None:
@@ -178,18 +169,19 @@ class Speculator:
         self._rounds += 1
         if min(max_tokens, room) < 2:
             return Round(Tree.anchor_only(anchor), host_s=time.perf_counter() - started)
+        prices = self._prices.limited_to(room)
         if self.disabled:
-            draft = self._forced_draft(anchor, self._prices.limited_to(room), max_tokens - 1, constraint)
+            draft = self._grow((), None, anchor, prices, max_tokens - 1, constraint, chain=True)
             draft.host_s = time.perf_counter() - started
             return draft
         self._settle_ahead()
         if self._synced < len(self._token_ids):
             self._sync_drafters()
-        draft = self._grow_draft(anchor, self._prices.limited_to(room), max_tokens - 1, constraint)
+        draft = self._grow_draft(anchor, prices, max_tokens - 1, constraint)
         draft.ahead, self._settled = self._settled, NOTHING_AHEAD
         draft.draft_s += draft.ahead.waited_s
         draft.host_s = time.perf_counter() - started - draft.draft_s
-        if self._ahead is not None and (continuation := self._continuation(draft, self._ahead)) is not None:
+        if self._ahead is not None and (continuation := self._continuation(draft)) is not None:
             target_s = self._curve[min((replay or 0) + len(draft.tree), len(self._curve)) - 1]
             # Behind a path that leaves room for one token only, nothing is drafted.
             self._ahead.start(continuation, len(self._token_ids), target_s, min(max_tokens, room) - 2)
@@ -199,8 +191,6 @@ class Speculator:
         self, draft: Round, logits: Logits, sampler: TokenSampler, position: int, ends: Container[int], max_tokens: int
     ) -> VerifyResult:
         """Decide which draft tokens are accepted; arguments as for `verify_tree`."""
-        if len(draft.tree) == 1:
-            return VerifyResult((0,), sampler.choose(logits[0], position))
         return verify_tree(draft.tree, logits, sampler, position, ends, max_tokens)
 
     def observe(
@@ -246,8 +236,12 @@ class Speculator:
             self._host_s += 0.1 * (min(host_s, 2 * self._host_s) - self._host_s)
             price = self._host_s * self.rate
             gained = draft.advantage - price if price > _NEGLIGIBLE else 0.0
-            # Draft model time is not counted: whether to run the model is decided at every node.
-            lost = self._tokens_lost(pass_s, len(emitted), recompute_s)
+            # Draft model time is not counted: whether to run the model is decided at every node. Recomputing near ties
+            # costs tokens beyond what draft tokens had gained until then.
+            self._lead += len(emitted) - pass_s / self._curve[0]
+            lost = 0.0
+            if recompute_s:
+                lost, self._lead = max(recompute_s / self._curve[0] - self._lead, 0.0), 0.0
             self._cheap = price < _CHEAP and not lost
             self.balance.observe(gained - lost, cheap=self._cheap)
         draft.growth = None
@@ -256,96 +250,74 @@ class Speculator:
         if recompute_s:
             draft.note = "near tie: recomputed one token at a time"
 
-    def _tokens_lost(self, pass_s: float, emitted: int, recompute_s: float) -> float:
-        """Tokens that recomputing near ties has cost beyond what draft tokens had gained until then.
-
-        Args:
-            pass_s: expected seconds of the pass over the draft.
-            emitted: number of tokens that the round produced.
-            recompute_s: seconds of passes that recomputed near ties.
-        """
-        plain_s = self._curve[0]
-        self._lead += emitted - pass_s / plain_s
-        if not recompute_s:
-            return 0.0
-        lost, self._lead = max(recompute_s / plain_s - self._lead, 0.0), 0.0
-        return lost
-
     def _settle_ahead(self) -> None:
         """Wait until the draft model may be used."""
         if self._ahead is not None:
             self._settled |= self._ahead.settle(self._token_ids)
 
-    def _continuation(self, draft: Round, ahead: DraftAhead) -> Continuation | None:
+    def _continuation(self, draft: Round) -> Continuation | None:
         """What to run ahead while the target verifies `draft`; None for nothing."""
-        if draft.growth is None or self._model_value.gain < _LEAST_GAIN:
+        if draft.growth is None or self.model is None or self.mixer.model_value.gain < _LEAST_GAIN:
             return None
-        return LikelyContinuation(draft.tree, draft.growth, ahead.drafter)
+        return LikelyContinuation(draft.tree, draft.growth, self.model)
 
     def _sync_drafters(self) -> None:
         """Bring the drafters up to date with the sequence."""
-        if self._synced:
-            new = self._token_ids[self._synced :]
-            for drafter in self.drafters:
-                for token in new:
+        for drafter in self._all_drafters:
+            if self._synced:
+                for token in self._token_ids[self._synced :]:
                     drafter.append(token)
-            if self.model is not None:
-                for token in new:
-                    self.model.append(token)
-        else:
-            for drafter in self.drafters:
+            else:
                 drafter.reset(self._token_ids)
-            if self.model is not None:
-                self.model.reset(self._token_ids)
         self._synced = len(self._token_ids)
-
-    def _forced_draft(
-        self, anchor: int, prices: TokenPrices, max_depth: int, constraint: TokenConstraint | None
-    ) -> Round:
-        """Draft the tokens that the constraint forces, as far as they pay."""
-        growth = TreeGrowth((), None, self.mixer, self._model_value, constraint)
-        tree = growth.grow(anchor, prices, max_depth, chain=True)
-        pruned = prune(tree, self._curve, self.rate, self._max_width, self._replay)
-        return Round(pruned.tree, growth, tree, pruned.expected_tokens, pruned.advantage)
 
     def _grow_draft(
         self, anchor: int, prices: TokenPrices, max_depth: int, constraint: TokenConstraint | None
     ) -> Round:
-        """Grow a tree and prune it to the candidates that pay, on paths of at most `max_depth` tokens."""
-        growth = TreeGrowth(self.drafters, self.model, self.mixer, self._model_value, constraint)
-        tree = growth.grow(anchor, prices, max_depth, chain=not self._trees)
-        pruned = prune(tree, self._curve, self.rate, self._max_width, self._replay)
-        draft_s = 0.0 if self.model is None else self.model.take_seconds_spent()
-        note = ""
-        if self.model is not None and not growth.model_passes:
-            value = self._model_value
-            note = f"draft model not run: {value.gain:.2f} tokens expected for the time of {value.cost:.2f}"
-        draft = Round(pruned.tree, growth, tree, pruned.expected_tokens, pruned.advantage, growth.model_passes, draft_s)
-        draft.note = note
+        """Draft with all drafters, on paths of at most `max_depth` tokens."""
+        draft = self._grow(self.drafters, self.model, anchor, prices, max_depth, constraint, chain=not self._trees)
+        if self.model is not None:
+            draft.draft_s = self.model.take_seconds_spent()
+            value = self.mixer.model_value
+            if not draft.draft_passes:
+                draft.note = f"draft model not run: {value.gain:.2f} tokens expected for the time of {value.cost:.2f}"
         return draft
 
+    def _grow(
+        self,
+        drafters: Sequence[Drafter],
+        model: ModelDrafter | None,
+        anchor: int,
+        prices: TokenPrices,
+        max_depth: int,
+        constraint: TokenConstraint | None,
+        *,
+        chain: bool,
+    ) -> Round:
+        """Grow a tree and prune it to the candidates that pay; without drafters it has what the constraint forces."""
+        growth = TreeGrowth(drafters, model, self.mixer, constraint)
+        tree = growth.grow(anchor, prices, max_depth, chain=chain)
+        pruned = prune(tree, self._curve, self.rate, self._max_width, self._replay)
+        return Round(pruned.tree, growth, tree, pruned.expected_tokens, pruned.advantage, growth.model_passes)
+
     def _learn(self, draft: Round, result: VerifyResult, logits: Logits) -> None:
-        """Update the mixer and the recycled candidates along the accepted path."""
+        """Update the mixer and the drafters along the accepted path."""
         growth, path = draft.growth, result.accepted_path
         if growth is None:
             return
         tokens = draft.tree.token_ids
         # The candidates are kept by node of the grown tree, so the accepted path is looked up there.
-        node = 0
-        for accepted in path[1:]:
-            self._learn_candidates(growth, node, tokens[accepted])
-            child = growth.tree.child(node, tokens[accepted])
-            if child is None:
+        node: int | None = 0
+        for token in result.emitted(draft.tree):
+            if node is None:
                 raise ValueError("the accepted path is not part of the draft")
-            node = child
-        self._learn_candidates(growth, node, result.next_token)
-        if self._recycling is not None:
-            for node in path:
-                self._recycling.table.learn(tokens[node], logits[node])
-
-    def _learn_candidates(self, growth: TreeGrowth, node: int, next_token: int) -> None:
-        for candidate, prediction in growth.candidates.get(node, ()):
-            self.mixer.learn(prediction, candidate == next_token)
+            for candidate, prediction in growth.candidates.get(node, ()):
+                self.mixer.learn(prediction, candidate == token)
+            node = growth.tree.child(node, token)
+        for drafter in self.drafters:
+            if drafter.logits_needed:
+                for place in path:
+                    drafter.learn(tokens[place], logits[place])
 
     def _update_prices(self, context: int) -> None:
         curve = self.cost.curve(context, self._max_width).tolist()

@@ -18,7 +18,8 @@ from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.session import SessionConfig
 from edgerun.runtime.measure.measurement_store import model_key
 from edgerun.runtime.measure.pass_timing import PASS_COSTS
-from edgerun.runtime.speculation.drafters import history
+from edgerun.runtime.scheduling import idle_thread
+from edgerun.runtime.speculation import pool
 from edgerun.runtime.speculation.pass_cost import PassCost
 
 PROMPT = "the other"
@@ -29,8 +30,8 @@ OPTIONS = GenerateOptions(max_tokens=40, speculation=Speculation.parse("history"
 def bundle(tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The tiny model, with a cache of its own that says that wide passes cost nothing, so that drafting pays."""
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(history, "_IDLE_S", 0.01)
-    monkeypatch.setattr(history, "_REST", 0)
+    monkeypatch.setattr(idle_thread, "_IDLE_S", 0.01)
+    monkeypatch.setattr(pool, "_INDEX_REST", 0)
     config = SessionConfig(choose_device("cpu"), 1)
     PASS_COSTS.save(model_key(open_bundle(tiny_bundle), config), PassCost({256: {1: 0.01, 16: 0.01}}))
     return tiny_bundle

@@ -26,7 +26,6 @@ from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.result import StatsRecorder
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
-from edgerun.runtime.speculation.drafters.model import ModelDrafter
 from edgerun.runtime.speculation.verification import NearTies
 from support.adversarial_drafters import FixedCost, adversaries, eager, speculator_of
 from support.hybrid_graphs import HYBRIDS, write_hybrid
@@ -81,7 +80,7 @@ def test_a_draft_model_drafts_chains(bundle: Path, tmp_path: Path) -> None:
     graph = GraphSession(bundle / "model.onnx", device)
     other = GraphSession(write_bundle(tmp_path, "llama") / "model.onnx", device)
     model = DraftModel(other.bind(other.arena(256)), FixedCost({0: {1: 1e-9, 2: 1e-9}}), 300)
-    for speculator in (None, eager(ModelDrafter(model), trees=False)):
+    for speculator in (None, eager(model, trees=False)):
         sampler = Sampler(SamplingParams(), 300)
         steps = list(decode(graph.bind(graph.arena(256)), [7, 8, 9], sampler, DecodeLimits(40), speculator))
         outputs.append([token for step in steps for token in step.tokens])

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,8 @@ from ...graph.bound_graph import BoundGraph
 from ...kv.arena import KVArena
 from ...kv.prefix_cache import PrefixCache
 from ..pass_cost import PassCost
-from ..tree import Source
+from .model import ModelDrafter, Path, TopTokens
 
-Path: TypeAlias = tuple[int, ...]
 Floats: TypeAlias = npt.NDArray[np.float32]
 Int32: TypeAlias = npt.NDArray[np.int32]
 
@@ -41,14 +40,7 @@ PREFILL_WIDTH: Final = 128
 _UNKNOWN: Final = -1
 
 
-class TopTokens(NamedTuple):
-    """The most probable next tokens, best first, and their probabilities."""
-
-    tokens: tuple[int, ...]
-    probabilities: tuple[float, ...]
-
-
-class DraftModel:
+class DraftModel(ModelDrafter):
     """A draft model over one sequence. Between calls, the arena's committed slots are always those of the sequence.
 
     A sequence that is longer than the model's context, or has a token that is not in its vocabulary, cannot be
@@ -80,8 +72,6 @@ class DraftModel:
         self.cost: Final = cost
         self.passes = 0
         """Number of passes run so far."""
-        self.source = Source.MODEL
-        """What its candidates are counted under."""
         self._bound: Final = bound
         self._prefixes: Final = prefixes
         self._branches: Final = graph_io.supports_trees
@@ -97,7 +87,6 @@ class DraftModel:
         else:
             self._own_ids[target_ids] = np.arange(target_ids.size)
         self._scores = np.empty(self.head, np.float32)
-        self._spent = 0.0
         self._timings: list[tuple[int, int, float]] = []
         """Width, context and seconds of passes that the cost has not learned from."""
         self._token_ids: list[int] = []
@@ -112,9 +101,6 @@ class DraftModel:
     @property
     def _arena(self) -> KVArena:
         return self._bound.arena
-
-    def attach(self, arena: KVArena) -> None:
-        """Learn that the target generates in `arena` from now on; only drafts over what it computes use that."""
 
     @property
     def pending(self) -> int:
@@ -169,8 +155,7 @@ class DraftModel:
         for width, context, seconds in self._timings:
             self.cost.observe(width, context, seconds)
         self._timings.clear()
-        spent, self._spent = self._spent, 0.0
-        return spent
+        return super().take_seconds_spent()
 
     def catch_up(self, tokens: int) -> None:
         """Run the first `tokens` of the sequence's missing tokens.

@@ -41,6 +41,10 @@ _WAIT_S: Final = 0.25
 _MIN_BYTES: Final = 64 << 10
 _PAGE_BYTES: Final = 1024
 """Size of a database page; the smallest databases have a few pages."""
+_FEW_TOKENS: Final = 200_000
+"""So many are always indexed at the end, which takes a tenth of a second."""
+_WORTH: Final = 16
+"""More are indexed at the end if at least one in so many is new."""
 _SCHEMA: Final = f"""
 PRAGMA page_size = {_PAGE_BYTES};
 PRAGMA auto_vacuum = FULL;
@@ -140,6 +144,13 @@ class HistoryStore:
                 return int(database.execute(query, (first,)).fetchone()[0]) // WORD
         except (OSError, *_DATABASE_ERRORS):
             return 0
+
+    def index_rest(self) -> None:
+        """Index what the index lacks, if it is worth the time: the engine closes. A later process does the rest."""
+        new = self.unindexed_tokens()
+        total = new + (0 if self.index is None else len(self.index))
+        if new and (total <= _FEW_TOKENS or new * _WORTH >= total):
+            self.reindex()
 
     def reindex(self, pause: Callable[[], None] = lambda: None) -> bool:
         """Index all sequences, about 0.5 s for a million tokens; returns whether the index has them all.

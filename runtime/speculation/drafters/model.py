@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from ...kv.arena import KVArena
 from ..tree import Source
-from .draft_model import Path, TopTokens
-from .interface import Candidate
+from .interface import Candidate, Drafter
+
+Path: TypeAlias = tuple[int, ...]
+"""The draft tokens behind the sequence; `()` is the sequence itself."""
 
 _EDGES: Final = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 """Upper bounds of the probability classes."""
@@ -23,23 +25,29 @@ _CLASSES: Final = len(_EDGES) + 1
 _MIN_PROB: Final = 0.02
 """Candidates less probable than this are dropped: no token position is that cheap."""
 _MAX_CANDIDATES: Final = 3
+_MIDDLES: Final = tuple((low + high) / 2 for low, high in zip((_MIN_PROB, *_EDGES), (*_EDGES, 1.0), strict=True))
 
 
-class PathModel(Protocol):
-    """What a drafter needs of a draft model; see `DraftModel`, whose methods these are."""
+class TopTokens(NamedTuple):
+    """The most probable next tokens, best first, and their probabilities."""
 
-    @property
-    def source(self) -> Source:
-        """What its candidates are counted under."""
+    tokens: tuple[int, ...]
+    probabilities: tuple[float, ...]
+
+
+class ModelDrafter(Drafter, Protocol):
+    """A `Drafter` whose `candidates` take time, and `after` none. Its state is a path of tokens behind the sequence."""
+
+    source: Source = Source.MODEL
+    prior: Sequence[float] = (*_MIDDLES, *(0.8 * rate for rate in _MIDDLES))
+    """By class of the probability: rates of the first candidate, then those of the others."""
+    temperature: float = 1.0
+    """Temperature of the probabilities, above 0: the target's, or 1 if the target is greedy."""
+    _spent: float = 0.0
 
     def attach(self, arena: KVArena) -> None:
-        """Learn that the target generates in `arena` from now on."""
-
-    def reset(self, token_ids: Sequence[int]) -> None:
-        """Replace the sequence."""
-
-    def append(self, token: int) -> None:
-        """Append a token to the sequence."""
+        """Learn that the target generates in `arena` from now on; only drafts over what it computes use that."""
+        del arena
 
     def has_logits(self, path: Path) -> bool:
         """Whether `top_tokens(path)` takes no time."""
@@ -47,42 +55,17 @@ class PathModel(Protocol):
     def seconds(self, path: Path) -> float:
         """Expected seconds of `top_tokens(path)` now."""
 
+    def top_tokens(self, path: Path, count: int, temperature: float = 1.0) -> TopTokens:
+        """The `count` most probable tokens after the sequence and `path`.
+
+        Raises:
+            EdgeError: ONNX Runtime failed; the KV cache of the sequence is intact.
+        """
+
     def take_seconds_spent(self) -> float:
         """Seconds that the model has run since the last call of this method."""
-
-    def top_tokens(self, path: Path, count: int, temperature: float = 1.0) -> TopTokens:
-        """The `count` most probable tokens after the sequence and `path`."""
-
-
-class ModelDrafter:
-    """A `Drafter` whose `candidates` take time, and `after` none. Its state is the path of tokens behind the sequence.
-
-    Args:
-        model: the draft model.
-        temperature: temperature of its probabilities, above 0: the target's, or 1 if the target is greedy.
-    """
-
-    prior: Final[Sequence[float]] = (
-        *((low + high) / 2 for low, high in zip((_MIN_PROB, *_EDGES), (*_EDGES, 1.0), strict=True)),  # first candidates
-        *(0.8 * (low + high) / 2 for low, high in zip((_MIN_PROB, *_EDGES), (*_EDGES, 1.0), strict=True)),  # others
-    )
-
-    def __init__(self, model: PathModel, temperature: float = 1.0) -> None:
-        self.model: Final = model
-        self.temperature = temperature
-
-    @property
-    def source(self) -> Source:
-        """See `Drafter.source`."""
-        return self.model.source
-
-    def reset(self, token_ids: Sequence[int]) -> None:
-        """Replace the sequence."""
-        self.model.reset(token_ids)
-
-    def append(self, token: int) -> None:
-        """Append a token to the sequence."""
-        self.model.append(token)
+        spent, self._spent = self._spent, 0.0
+        return spent
 
     def state(self) -> Path:
         """The empty path."""
@@ -92,21 +75,9 @@ class ModelDrafter:
         """The path with one more token; nothing is run."""
         return (*state, token)
 
-    def seconds(self, state: Path) -> float:
-        """Expected seconds of `candidates(state)` now."""
-        return self.model.seconds(state)
-
-    def take_seconds_spent(self) -> float:
-        """Seconds that the model has run since the last call of this method."""
-        return self.model.take_seconds_spent()
-
     def candidates(self, state: Path) -> Sequence[Candidate]:
-        """The model's most probable next tokens.
-
-        Raises:
-            EdgeError: ONNX Runtime failed; the KV cache of the sequence is intact.
-        """
-        top = self.model.top_tokens(state, _MAX_CANDIDATES, self.temperature)
+        """The model's most probable next tokens; errors as for `top_tokens`."""
+        top = self.top_tokens(state, _MAX_CANDIDATES, self.temperature)
         return [
             Candidate(token, bisect_right(_EDGES, probability) + (_CLASSES if rank else 0))
             for rank, (token, probability) in enumerate(zip(*top, strict=True))

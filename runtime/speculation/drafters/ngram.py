@@ -37,7 +37,7 @@ from ....models.bundle import Bundle, digest_file
 from ....models.regular_file import read_regular
 from ....models.user_folders import cache_folder
 from ..tree import Source
-from .interface import Candidate, State
+from .interface import Candidate, Drafter, State
 from .ngram_counts import HASH_FACTOR, HASH_START, MAX_ORDER, MAX_VOCAB, PROBABILITY_STEPS, Entries, count_entries
 
 _HEADER: Final = struct.Struct("<8s I I 32s I I I I")
@@ -67,7 +67,6 @@ _PRIOR: Final = (
 )
 """Prior acceptance rates by number of context tokens and class of the probability. Measured on the recorded answers of
 one 8B model, with tables of foreign text, with and without that model's other answers."""
-_BUCKETS: Final = tuple(rate for rates in _PRIOR for rate in rates)
 _LEFT: Final = (0.95, 0.85, 0.7, 0.4)
 """By how often a context was seen: the share of the probability left to continuations of shorter contexts only."""
 _STEP: Final = 1 / PROBABILITY_STEPS
@@ -248,22 +247,15 @@ def _set_aside(path: Path, damage: str, warn: Callable[[str], None]) -> None:
         warn(f"the n-gram table {path} cannot be read ({damage})")
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """A `Drafter` over a table of n-grams. Its state is the last tokens of the sequence."""
+
+    source = Source.NGRAM
+    prior = tuple(rate for rates in _PRIOR for rate in rates)
 
     def __init__(self, table: NgramTable) -> None:
         self._table = table
         self._last: tuple[int, ...] = ()
-
-    @property
-    def source(self) -> Source:
-        """`Source.NGRAM`."""
-        return Source.NGRAM
-
-    @property
-    def prior(self) -> Sequence[float]:
-        """Acceptance rate on recorded answers, by bucket."""
-        return _BUCKETS
 
     def reset(self, token_ids: Sequence[int]) -> None:
         """Replace the sequence."""

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ....models.atomic import write_atomically
 from ....models.regular_file import read_regular
 from ..tree import Source
-from .interface import Candidate
+from .interface import Candidate, Drafter
 
 CANDIDATES: Final = 3
 """Number of best logits of a position that are kept."""
@@ -42,15 +42,16 @@ _PRIOR: Final[Sequence[float]] = (
 )
 
 
-class RecyclingDrafter:
+class RecyclingDrafter(Drafter):
     """A `Drafter` over the target's own logits. Its state is the last token.
 
     Args:
         table: the candidates, which drafters of other sequences may share.
     """
 
-    source: Final = Source.RECYCLED
-    prior: Final = _PRIOR
+    source = Source.RECYCLED
+    prior = _PRIOR
+    logits_needed = CANDIDATES
 
     def __init__(self, table: RecycledTable) -> None:
         self.table: Final = table
@@ -76,6 +77,10 @@ class RecyclingDrafter:
     def candidates(self, state: int) -> Sequence[Candidate]:
         """The tokens that the target ranked highest after this token."""
         return self.table.candidates(state) if state >= 0 else ()
+
+    def learn(self, token: int, logits: npt.NDArray[np.float32]) -> None:
+        """Store the highest logits float32 `[V]` after a token as its candidates."""
+        self.table.learn(token, logits)
 
 
 class RecycledTable:

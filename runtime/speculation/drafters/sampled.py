@@ -24,7 +24,8 @@ from ..growth import TokenPrices
 from ..learned_rates import Backoff
 from ..tree import Source, Tree
 from ..verification import VerifyResult
-from .draft_model import DraftModel, Path
+from .draft_model import DraftModel
+from .model import Path
 
 _BINS: Final = 10
 _RANKS: Final = 2

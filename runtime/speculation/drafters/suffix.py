@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 from ..tree import Source
-from .interface import SAME_CONVERSATION, Agreement, Candidate, bucket
+from .interface import SAME_CONVERSATION, Agreement, Candidate, Drafter, bucket
 
 _MAX_CANDIDATES: Final = 3
 _NONE: Final = -1
@@ -29,7 +29,7 @@ Match: TypeAlias = tuple[int, int]
 """An automaton state and the length of the match: the number of last tokens of the sequence that it stands for."""
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """Proposes the tokens that followed the latest earlier occurrence of the longest suffix that has one.
 
     Appending a token takes a few microseconds, amortised; a lookup takes the same time at any length. Memory use is
@@ -41,8 +41,8 @@ class SuffixDrafter:
             occurrences, may have an older token as the latest, and are not used.
     """
 
-    source: Final = Source.SUFFIX
-    prior: Final = SAME_CONVERSATION
+    source = Source.SUFFIX
+    prior = SAME_CONVERSATION
 
     def __init__(self, reach: int = 16) -> None:
         self._reach = reach
@@ -78,6 +78,10 @@ class SuffixDrafter:
             return 0, 0
         match = self._link[self._last]
         return match, self._length[match]
+
+    def repetition(self) -> int:
+        """Length of the longest suffix of the sequence that occurred before."""
+        return self.state()[1]
 
     def after(self, state: Match, token: int) -> Match:
         """The longest suffix of match and `token` in the sequence (within reach, otherwise `token` alone)."""

@@ -41,10 +41,9 @@ from .draft_model import (
     DraftModel,
     Floats,
     Int32,
-    Path,
-    TopTokens,
     is_chain,
 )
+from .model import ModelDrafter, Path, TopTokens
 
 _OBSERVED_RUNS: Final = 16
 """Number of runs over which their time is averaged."""
@@ -208,15 +207,15 @@ class HiddenStateHead(DraftModel):
             return self._session.forward_states(tokens, features, states, positions=positions, tree_mask=mask)
 
 
-class MedusaDraft:
-    """A `PathModel` of Medusa heads over one sequence.
+class MedusaDraft(ModelDrafter):
+    """Medusa heads over one sequence.
 
     Args:
         session: the heads.
         target_vocab: vocabulary size of the target; further tokens of the heads are padding.
     """
 
-    source: Final = Source.MEDUSA
+    source = Source.MEDUSA
 
     def __init__(self, session: MedusaSession, target_vocab: int) -> None:
         self._session: Final = session
@@ -225,7 +224,6 @@ class MedusaDraft:
         self._length = 0
         self._found: HeadTokens | None = None
         """What the heads propose behind the sequence; None if they were not run."""
-        self._spent = 0.0
         self._seconds = session.seconds
         """Average time of a run."""
 
@@ -257,11 +255,6 @@ class MedusaDraft:
     def seconds(self, path: Path) -> float:
         """Expected seconds of `top_tokens(path)` now."""
         return 0.0 if self.has_logits(path) else self._seconds
-
-    def take_seconds_spent(self) -> float:
-        """Seconds that the heads have run since the last call of this method."""
-        spent, self._spent = self._spent, 0.0
-        return spent
 
     def top_tokens(self, path: Path, count: int, temperature: float = 1.0) -> TopTokens:
         """The `count` most probable tokens after the sequence and as many tokens as `path` has.

@@ -24,7 +24,6 @@ from edgerun.runtime.result import Reply
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
-from edgerun.runtime.speculation.drafters.model import ModelDrafter
 from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.pass_cost import PassCost
@@ -215,7 +214,7 @@ def test_a_draft_model_may_have_any_layout(name: str, draft_name: str, graph_of)
     layout, graph = LAYOUTS[name], graph_of(name)
     draft = DraftModel(bind(graph_of(draft_name)), PassCost({0: {1: 1e-6, 2: 1e-6}}), VOCABULARY)
     prompt = prompt_of(layout, 90, salt=5)
-    speculator = eager(ModelDrafter(draft), trees=graph.graph_io.supports_trees)
+    speculator = eager(draft, trees=graph.graph_io.supports_trees)
     steps = steps_of(bind(graph), prompt, speculator)
     assert tokens_of(steps) == greedy_tokens(layout, prompt, TOKENS)
     capacity = LAYOUTS[draft_name].capacity

@@ -21,7 +21,6 @@ from edgerun.runtime.speculation import draft_ahead
 from edgerun.runtime.speculation.choice import DraftSampling, Speculation
 from edgerun.runtime.speculation.draft_ahead import NOTHING_AHEAD, Continuation, DraftAhead
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
-from edgerun.runtime.speculation.drafters.model import ModelDrafter
 from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.sampled_speculator import SampledSpeculator
@@ -81,8 +80,8 @@ DRAFTS: dict[str, LogitsAfter] = {
 class PacedAhead(DraftAhead):
     """Runs a number of passes ahead that a function draws from the paths that were run, however long they take."""
 
-    def __init__(self, drafter: ModelDrafter, thread: WorkThread, budget: Callable[[], int]) -> None:
-        super().__init__(drafter, thread)
+    def __init__(self, model: DraftModel, thread: WorkThread, budget: Callable[[], int]) -> None:
+        super().__init__(model, thread)
         self._budget = budget
         self._left = 0
 
@@ -107,13 +106,14 @@ class Pair:
         self.thread = WorkThread("edge-run draft")
         self.draft = EmulatedGraph(draft, V, CONTEXT)
         self.model = DraftModel(self.draft, FixedCost(DRAFT_COST), V)
-        drafter = ModelDrafter(self.model)
-        self.ahead = DraftAhead(drafter, self.thread) if budget is None else PacedAhead(drafter, self.thread, budget)
+        self.ahead = (
+            DraftAhead(self.model, self.thread) if budget is None else PacedAhead(self.model, self.thread, budget)
+        )
         self.target_logits = target
         self.speculator = Speculator(
             [SuffixDrafter(), RecyclingDrafter(RecycledTable(V))],
             FixedCost(TARGET_COST),
-            model=drafter,
+            model=self.model,
             ahead=self.ahead,
         )
 
@@ -301,8 +301,8 @@ def test_a_long_prompt_is_read_ahead_in_parts() -> None:
     prompt = np.random.default_rng(2).integers(1, V, 90).tolist()
     speculator = pair.speculator
     # The draft model is not run by the answering thread, which would read the whole prompt.
-    speculator._model_value.pays = lambda *args, **options: False  # type: ignore[method-assign]
-    speculator._model_value.gain = 1.0
+    speculator.mixer.model_value.pays = lambda *args, **options: False  # type: ignore[method-assign]
+    speculator.mixer.model_value.gain = 1.0
     pair.steps(prompt, GREEDY, DecodeLimits(4))
     pair.thread.close()
     assert pair.model._arena.length >= len(prompt)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgerun.runtime.speculation.drafters.interface import Candidate
+from edgerun.runtime.speculation.drafters.interface import Candidate, Drafter
 from edgerun.runtime.speculation.growth import TokenPrices, TreeGrowth
-from edgerun.runtime.speculation.learned_rates import DraftModelValue, Mixer
+from edgerun.runtime.speculation.learned_rates import Mixer
 from edgerun.runtime.speculation.speculator import Speculator
 from edgerun.runtime.speculation.tree import Source
 from edgerun.runtime.speculation.verification import VerifyResult
@@ -22,7 +22,7 @@ FLAT = TokenPrices((0.02,) * 15 + (0.0,), 1.0)
 TOKENS = 4
 
 
-class Table:
+class Table(Drafter):
     """A drafter with candidates by the last token of the sequence; its state is the path behind the sequence."""
 
     def __init__(self, source: Source, following: Mapping[int, Sequence[tuple[int, int]]]) -> None:
@@ -75,12 +75,11 @@ class Growing:
         everyone = [*drafters, *([] if model is None else [model])]
         self.everyone = everyone
         self.mixer = Mixer({each.source: each.prior for each in everyone})
-        self.value = DraftModelValue()
 
     def grow(self, sequence: Sequence[int], prices: TokenPrices, max_depth: int, *, chain: bool = False) -> TreeGrowth:
         for each in self.everyone:
             each.reset(sequence)
-        growth = TreeGrowth(self.drafters, self.model, self.mixer, self.value)
+        growth = TreeGrowth(self.drafters, self.model, self.mixer)
         growth.grow(sequence[-1], prices, max_depth, chain=chain)
         return growth
 

@@ -21,7 +21,6 @@ from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel, Floats, TopTokens
-from edgerun.runtime.speculation.drafters.model import ModelDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.pool import DrafterPool
 from edgerun.runtime.speculation.tree import Source
@@ -96,7 +95,7 @@ def test_no_draft_changes_the_text(graph_of: Callable[..., GraphSession], famili
         arena = model._arena
         assert arena.states is not None
         arena.states._most_held = 3
-        speculator = eager(SuffixDrafter(), model=ModelDrafter(model), trees=trees)
+        speculator = eager(SuffixDrafter(), model=model, trees=trees)
         for params in (SamplingParams(), SamplingParams(0.8, top_k=40, seed=3)):
             prompt = random.integers(5, VOCABULARY, 9).tolist()
             texts = []

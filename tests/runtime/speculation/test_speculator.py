@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
-from edgerun.runtime.speculation.drafters.interface import Candidate
+from edgerun.runtime.speculation.drafters.interface import Candidate, Drafter
 from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.learned_rates import DraftingBalance
@@ -171,7 +171,7 @@ def test_the_rate_is_that_of_emitted_tokens_and_at_least_that_of_plain_steps() -
         assert speculator.rate == pytest.approx(7.0 if taken else 1.0, rel=0.1)
 
 
-class Priced:
+class Priced(Drafter):
     """A draft model with given seconds per pass."""
 
     source = Source.MODEL

@@ -10,7 +10,7 @@ from edgerun.runtime.speculation.drafters.edit import EditDrafter
 from edgerun.runtime.speculation.drafters.interface import Drafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.growth import TokenPrices, TreeGrowth
-from edgerun.runtime.speculation.learned_rates import LearnedRates, Mixer
+from edgerun.runtime.speculation.learned_rates import Mixer
 from edgerun.runtime.speculation.tree import Tree
 
 SOURCE = list(range(100, 180))
@@ -66,7 +66,7 @@ def test_one_token_of_the_source_resumes_the_copy(change: list[int], resumed: li
     # A suffix drafter alone has a match of one token here, in which it trusts less than half as much.
     suffix = SuffixDrafter()
     suffix.reset([START, *SOURCE, END, *SOURCE[:40], *change])
-    rate = LearnedRates([made, suffix]).mixer.acceptance_rate
+    rate = Mixer({each.source: each.prior for each in (made, suffix)}).acceptance_rate
     (edit_candidate,) = made.candidates(made.state())
     assert rate(made.source, edit_candidate.bucket) > 0.5
     assert rate(suffix.source, suffix.candidates(suffix.state())[0].bucket) < 0.5
@@ -189,9 +189,7 @@ def test_trees_grown_with_it_are_valid(prompt: list[int], answer: list[int], cha
         each.reset(text[: len(prompt) + 1])
         for token in text[len(prompt) + 1 :]:
             each.append(token)
-    learned = LearnedRates(drafters)
-    assert isinstance(learned.mixer, Mixer)
-    growth = TreeGrowth(drafters, None, learned.mixer, learned.model_value)
+    growth = TreeGrowth(drafters, None, Mixer({each.source: each.prior for each in drafters}))
     tree = growth.grow(text[-1], TokenPrices((0.01,) * 15 + (0.0,), 1.0), 12, chain=chain)
     assert len(tree) <= 16
     again = Tree.of(tree.tokens.tolist(), tree.parents.tolist(), tree.path_prob.tolist(), tree.source.tolist())

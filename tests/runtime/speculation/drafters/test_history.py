@@ -394,6 +394,28 @@ def test_the_size_limit_counts_indexes_that_cannot_be_removed(tmp_path: Path, re
     assert len(list(tmp_path.glob("index-*"))) == 1
 
 
+def test_a_little_of_much_is_not_indexed_at_the_end_but_by_a_later_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_store, "_FEW_TOKENS", 100)
+    for first, left in ((0, 0), (1990, 10), (1700, 0)):
+        store = HistoryStore(tmp_path, 1 << 20, unexpected)
+        store.append(range(first, 2000))
+        store.index_rest()
+        assert store.unindexed_tokens() == left
+
+
+def test_a_drafter_keeps_its_index_until_the_next_answer(tmp_path: Path) -> None:
+    store = HistoryStore(tmp_path, 1 << 20, unexpected)
+    drafter = HistoryDrafter(store, 100)
+    drafter.reset([1, 2])
+    store.append([1, 2, 3])
+    store.reindex()
+    assert drafter.candidates(drafter.state()) == []
+    drafter.reset([1, 2])
+    assert [candidate.token for candidate in drafter.candidates(drafter.state())] == [3]
+
+
 def test_an_index_of_another_database_is_not_used(tmp_path: Path) -> None:
     store = stored(tmp_path, [[1, 2, 3]], unexpected)
     store.reindex()
