@@ -22,7 +22,7 @@ from ..bundle_writer import write_graph
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear, QuantPlan
 from ..checkpoint.layout import expected_tensors, layer_layout
-from ..checkpoint.source import Float32Array, LowRankFactors, QuantizedRows, RowRange, UInt8Array
+from ..checkpoint.source import Float32Array, LowRankFactors, ModelSource, QuantizedRows, RowRange, UInt8Array
 from ..quantization.codes import FACTOR_FORMAT, blocks_of
 from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, is_allowed
 
@@ -33,7 +33,6 @@ _LARGE_MODEL: Final = 2_000_000_000
 """Number of layer weights beyond which even the first model has fewer layers."""
 _LARGE_UNIFORM_MODEL: Final = 600_000_000
 """Number of layer weights beyond which a model of a single format has fewer layers."""
-_CHUNK_WEIGHTS: Final = 1 << 20
 _MAGNITUDE: Final = np.float32(0.02)
 
 
@@ -127,17 +126,13 @@ def _timed_format(linear: FusedLinear, formats: Sequence[WeightFormat], first: i
     return WeightFormat(32)
 
 
-class _RandomSource:
-    """Random tensors of a model's shapes; a `ModelSource`."""
+class _RandomSource(ModelSource):
+    """Random tensors of a model's shapes."""
 
     def __init__(self, config: DecoderConfig, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._shapes: Mapping[str, tuple[int, ...]] = dict(expected_tensors(config))
         self._generator = np.random.default_rng(0)
-
-    @property
-    def folder(self) -> Path:
-        return self._folder
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
         if self._shapes[name] != shape:
@@ -151,12 +146,6 @@ class _RandomSource:
 
     def read_rows(self, rows: RowRange) -> Float32Array:
         return self._normal((rows.stop - rows.start, self._shapes[rows.name][1]))
-
-    def row_ranges(self, name: str) -> Iterator[RowRange]:
-        rows, columns = self._shapes[name]
-        step = max(1, _CHUNK_WEIGHTS // columns)
-        for start in range(0, rows, step):
-            yield RowRange(name, start, min(start + step, rows))
 
     def chunks(self, name: str) -> Iterator[Float32Array]:
         for rows in self.row_ranges(name):

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Final
 
-from ...errors import CheckpointError
 from ..checkpoint.json_fields import count, number
 from .layer_attention import Windows, no_windows
 from .state_layers import StateLayers
@@ -80,8 +79,6 @@ class Experts:
 
     count: tuple[str, ...] = ("num_experts", "num_local_experts")
     """Number of experts per layer, 0 for a dense model; the first of these settings that is present applies."""
-    top_k: str = "num_experts_per_tok"
-    """Number of experts that are selected for each token."""
     intermediate_size: str = "moe_intermediate_size"
     """Channels between the projections of an expert."""
     normalized: Choice = "norm_topk_prob"
@@ -103,10 +100,6 @@ class Experts:
     """Setting of the gate's upper bound, which also bounds the magnitude of up; None for no bound."""
     up_offset: float = 0.0
     """Constant added to up."""
-    period: str = "decoder_sparse_step"
-    """Setting n by which every n-th layer has experts."""
-    dense_layers: str = "mlp_only_layers"
-    """Setting that lists layers without experts."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +110,6 @@ class FeedForwardSize:
     """Settings of the number; the first that is present applies."""
     adjusted: str | None = None
     """Setting, true when absent, by which two thirds of the number are meant, multiplied and rounded up."""
-    factor: str = "block_ffn_dim_multiplier"
-    multiple: str = "block_multiple_of"
 
     def read(self, config: Mapping[str, Any]) -> int:
         """Return the number of channels for a parsed config.json.
@@ -129,8 +120,8 @@ class FeedForwardSize:
         size = count(config, first_present(config, self.names))
         if self.adjusted is None or not config.get(self.adjusted, True):
             return size
-        multiple = count(config, self.multiple, default=256)
-        size = int(number(config, self.factor, default=1.0) * int(2 * size / 3))
+        multiple = count(config, "block_multiple_of", default=256)
+        size = int(number(config, "block_ffn_dim_multiplier", default=1.0) * int(2 * size / 3))
         return -(-size // multiple) * multiple
 
 
@@ -175,42 +166,6 @@ class MultiTokenPrediction:
     """Setting with the number of its layers, 1 where it is absent."""
     own_embedding: str = "mtp_use_dedicated_embeddings"
     """Setting of whether it has an embedding of its own, which is not supported."""
-
-
-@dataclass(frozen=True)
-class PerLayerInputs:
-    """A small embedding of every layer's own beside the hidden states (Gemma 3n and 4): names of settings and modules.
-
-    One table holds the embeddings of all layers. A projection of the token embedding, normed, is added to each of them.
-    At its end, a layer gates its part of the sum by the hidden states, projects it back and adds it to them.
-    """
-
-    width: str = "hidden_size_per_layer_input"
-    """Channels for each layer; 0 for a model without them."""
-    vocabulary: str = "vocab_size_per_layer_input"
-    """Number of tokens in the table."""
-    table: str = "embed_tokens_per_layer"
-    projection: str = "per_layer_model_projection"
-    projection_norm: str = "per_layer_projection_norm"
-    gate: str = "per_layer_input_gate"
-    """Module of a layer, as the two that follow."""
-    output: str = "per_layer_projection"
-    output_norm: str = "post_per_layer_input_norm"
-
-    def read(self, config: Mapping[str, Any]) -> int:
-        """Return the number of channels for each layer, 0 for none, for a parsed config.json.
-
-        Raises:
-            CheckpointError: a setting is malformed, or some tokens are not in the table.
-        """
-        width = count(config, self.width, default=0, minimum=0)
-        tokens = count(config, "vocab_size")
-        if width and count(config, self.vocabulary, default=tokens) != tokens:
-            raise CheckpointError(
-                f"config.json: {self.vocabulary} {config[self.vocabulary]} differs from vocab_size {tokens}",
-                "supported is a table with every token",
-            )
-        return width
 
 
 @dataclass(frozen=True)
@@ -271,8 +226,12 @@ class Family:
     """Setting of how many of the last layers read the keys and values of an earlier layer of their kind."""
     double_wide: str | None = None
     """Setting of whether the feed-forward of these layers has twice as many channels."""
-    per_layer_inputs: PerLayerInputs | None = None
-    """The embeddings that layers have of their own; None for a family without them."""
+    per_layer_inputs: bool = False
+    """Whether every layer has a small embedding of its own beside the hidden states (Gemma 3n and 4).
+
+    One table holds the embeddings of all layers. A projection of the token embedding, normed, is added to each of them.
+    At its end, a layer gates its part of the sum by the hidden states, projects it back and adds it to them.
+    """
     layer_scale: str | None = None
     """Tensor of a layer with one factor on the hidden states after it."""
     unrotated: bool = False

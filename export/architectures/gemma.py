@@ -5,45 +5,25 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from .family import NORMS_AROUND, Family, HeadNorm, PerLayerInputs, Power
+from .family import NORMS_AROUND, Family, HeadNorm, Power
 from .layer_attention import windows_but_in_every_nth
 
-_GEMMA2: Final = Family(
+_GEMMA: Final = Family(
     qkv_bias="attention_bias",
     output_bias="attention_bias",
     norms=NORMS_AROUND,
-    norms_add_one=True,
     activation="hidden_activation",
     windows=windows_but_in_every_nth,
-    attention_scale=Power("query_pre_attn_scalar", -0.5),
-    attention_softcap="attn_logit_softcapping",
     logits_softcap="final_logit_softcapping",
     embedding_scale=Power("hidden_size", 0.5),
-    defaults={
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 2,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "tie_word_embeddings": True,
-    },
 )
-"""Gemma 2: norms around each part, soft caps, sliding windows in alternate layers."""
 
-_GEMMA3_TEXT: Final = Family(
-    qkv_bias="attention_bias",
-    output_bias="attention_bias",
-    norms=NORMS_AROUND,
+_GEMMA3_TEXT: Final = replace(
+    _GEMMA,
     norms_add_one=True,
     head_norm=HeadNorm.EACH_HEAD,
-    activation="hidden_activation",
-    windows=windows_but_in_every_nth,
     local_rope_base="rope_local_base_freq",
     attention_scale=Power("query_pre_attn_scalar", -0.5),
-    logits_softcap="final_logit_softcapping",
-    embedding_scale=Power("hidden_size", 0.5),
     # All settings are listed because multimodal checkpoints only state what differs.
     defaults={
         "vocab_size": 262208,
@@ -65,26 +45,18 @@ _GEMMA3_TEXT: Final = Family(
 )
 """Gemma 3 (text): head norms; five of six layers have a sliding window and their own theta."""
 
-_GEMMA3: Final = replace(_GEMMA3_TEXT, nested="text_config", nested_type="gemma3_text")
-"""Language model of multimodal Gemma 3 checkpoints; the image part is not exported."""
-
-_GEMMA4_TEXT: Final = Family(
-    qkv_bias="attention_bias",
-    output_bias="attention_bias",
-    norms=NORMS_AROUND,
+_GEMMA4_TEXT: Final = replace(
+    _GEMMA,
     head_norm=HeadNorm.EACH_HEAD,
     value_norm=True,
-    activation="hidden_activation",
     windows=partial(windows_but_in_every_nth, last_full=True),
     full_attention=True,
     shared_caches="num_kv_shared_layers",
     double_wide="use_double_wide_mlp",
-    per_layer_inputs=PerLayerInputs(),
+    per_layer_inputs=True,
     layer_scale="layer_scalar",
     local_rope_base="rope_local_base_freq",
     attention_scale=1.0,
-    logits_softcap="final_logit_softcapping",
-    embedding_scale=Power("hidden_size", 0.5),
     refused={
         "enable_moe_block": "experts beside the dense feed-forward, whose gate is GELU: the CPU operator has SiLU alone"
     },
@@ -114,13 +86,28 @@ _GEMMA4_TEXT: Final = Family(
 )
 """Gemma 4 (text): larger heads in full attention, shared caches, per-layer inputs, scaled layers."""
 
-_GEMMA4: Final = replace(_GEMMA4_TEXT, nested="text_config", nested_type="gemma4_text")
-"""Language model of multimodal Gemma 4 checkpoints; images and sound are not exported."""
-
 FAMILIES: Final[Mapping[str, Family]] = {
-    "gemma2": _GEMMA2,
+    # Gemma 2: norms around each part, soft caps, sliding windows in alternate layers.
+    "gemma2": replace(
+        _GEMMA,
+        norms_add_one=True,
+        attention_scale=Power("query_pre_attn_scalar", -0.5),
+        attention_softcap="attn_logit_softcapping",
+        defaults={
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 2,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gemma3_text": _GEMMA3_TEXT,
-    "gemma3": _GEMMA3,
+    # Language model of multimodal Gemma 3 checkpoints; the image part is not exported.
+    "gemma3": replace(_GEMMA3_TEXT, nested="text_config", nested_type="gemma3_text"),
     "gemma4_text": _GEMMA4_TEXT,
-    "gemma4": _GEMMA4,
+    # Language model of multimodal Gemma 4 checkpoints; images and sound are not exported.
+    "gemma4": replace(_GEMMA4_TEXT, nested="text_config", nested_type="gemma4_text"),
 }

@@ -18,29 +18,27 @@ _GRANITE: Final = Family(
 )
 """IBM Granite 3 (dense): Llama with factors on embeddings, attention scores, residuals and logits."""
 
-_GRANITEMOEHYBRID: Final = replace(
-    _GRANITE,
-    mlp_bias=False,
-    state_layers=read_mamba2,
-    mlp="shared_mlp",
-    gate_up=("input_linear",),
-    down="output_linear",
-    intermediate_size=FeedForwardSize(("shared_intermediate_size",)),
-    experts=Experts(
-        count=("num_local_experts",),
-        intermediate_size="intermediate_size",
-        normalized=True,
-        module="block_sparse_moe",
-        router="router.layer",
-        # The feed-forward of models without experts.
-        shared=SharedExpert("shared_mlp", gate=None, intermediate_size="shared_intermediate_size"),
-    ),
-    position_type="position_embedding_type",
-    defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024},
-)
-"""Granite 4.0-H: Mamba-2 in most layers, attention mostly without positions, experts beside a dense feed-forward."""
-
 FAMILIES: Final[Mapping[str, Family]] = {
     "granite": _GRANITE,
-    "granitemoehybrid": _GRANITEMOEHYBRID,
+    # Granite 4.0-H: Mamba-2 in most layers, attention mostly without positions, experts beside a dense feed-forward.
+    "granitemoehybrid": replace(
+        _GRANITE,
+        mlp_bias=False,
+        state_layers=read_mamba2,
+        mlp="shared_mlp",
+        gate_up=("input_linear",),
+        down="output_linear",
+        intermediate_size=FeedForwardSize(("shared_intermediate_size",)),
+        experts=Experts(
+            count=("num_local_experts",),
+            intermediate_size="intermediate_size",
+            normalized=True,
+            module="block_sparse_moe",
+            router="router.layer",
+            # The feed-forward of models without experts.
+            shared=SharedExpert("shared_mlp", gate=None, intermediate_size="shared_intermediate_size"),
+        ),
+        position_type="position_embedding_type",
+        defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024},
+    ),
 }

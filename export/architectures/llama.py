@@ -7,19 +7,6 @@ from typing import Final
 from .family import NORMS_AFTER, Family, HeadNorm
 from .layer_attention import window_in_every_layer, windows_without_rotation
 
-_LLAMA: Final = Family(
-    qkv_bias="attention_bias",
-    output_bias="attention_bias",
-    mlp_bias="mlp_bias",
-)
-"""Llama 1 to 3, and the many models published in its format (SmolLM, TinyLlama, stories)."""
-
-_MISTRAL: Final = Family(
-    windows=window_in_every_layer,
-    defaults={"sliding_window": 4096},
-)
-"""Mistral 7B, Nemo and Small (text); the first 7B uses a sliding window in every layer."""
-
 _MINISTRAL3: Final = Family(
     windows=window_in_every_layer,
     query_scaling=True,
@@ -27,43 +14,44 @@ _MINISTRAL3: Final = Family(
 )
 """Ministral 3: queries grow with their position behind the context that the model was first trained with."""
 
-_MISTRAL3: Final = replace(_MINISTRAL3, nested="text_config", nested_type="ministral3")
-"""Language model of multimodal Ministral 3 checkpoints; the image part is not exported."""
-
-_SMOLLM3: Final = Family(
-    qkv_bias="attention_bias",
-    output_bias="attention_bias",
-    mlp_bias="mlp_bias",
-    windows=windows_without_rotation,
-    unrotated=True,
-    defaults={"rope_theta": 2_000_000.0, "tie_word_embeddings": True},
-)
-"""SmolLM3: every fourth layer has no rotary positions."""
-
-_OLMO2: Final = Family(
-    qkv_bias="attention_bias",
-    output_bias="attention_bias",
-    norms=NORMS_AFTER,
-    head_norm=HeadNorm.WHOLE,
-    defaults={"rms_norm_eps": 1e-5},
-)
-"""OLMo 2: norms after each part instead of before it, and across all heads."""
-
-_PHI3: Final = Family(
-    qkv=("qkv_proj",),
-    gate_up=("gate_up_proj",),
-    windows=window_in_every_layer,
-    partial_rotary=True,
-    defaults={"rms_norm_eps": 1e-5},
-)
-"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: fused projections, part of each head rotated, LongRoPE."""
-
 FAMILIES: Final[Mapping[str, Family]] = {
-    "llama": _LLAMA,
-    "mistral": _MISTRAL,
+    # Llama 1 to 3, and the many models published in its format (SmolLM, TinyLlama, stories).
+    "llama": Family(
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+    ),
+    # Mistral 7B, Nemo and Small (text); the first 7B uses a sliding window in every layer.
+    "mistral": Family(
+        windows=window_in_every_layer,
+        defaults={"sliding_window": 4096},
+    ),
     "ministral3": _MINISTRAL3,
-    "mistral3": _MISTRAL3,
-    "smollm3": _SMOLLM3,
-    "olmo2": _OLMO2,
-    "phi3": _PHI3,
+    # Language model of multimodal Ministral 3 checkpoints; the image part is not exported.
+    "mistral3": replace(_MINISTRAL3, nested="text_config", nested_type="ministral3"),
+    # SmolLM3: every fourth layer has no rotary positions.
+    "smollm3": Family(
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        windows=windows_without_rotation,
+        unrotated=True,
+        defaults={"rope_theta": 2_000_000.0, "tie_word_embeddings": True},
+    ),
+    # OLMo 2: norms after each part instead of before it, and across all heads.
+    "olmo2": Family(
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        norms=NORMS_AFTER,
+        head_norm=HeadNorm.WHOLE,
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    # Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: fused projections, part of each head rotated, LongRoPE.
+    "phi3": Family(
+        qkv=("qkv_proj",),
+        gate_up=("gate_up_proj",),
+        windows=window_in_every_layer,
+        partial_rotary=True,
+        defaults={"rms_norm_eps": 1e-5},
+    ),
 }

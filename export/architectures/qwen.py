@@ -9,12 +9,6 @@ from .family import Experts, Family, FeedForwardSize, HeadNorm, MultiTokenPredic
 from .layer_attention import windows_in_last_layers
 from .state_layers import read_delta_nets
 
-_QWEN2: Final = Family(
-    qkv_bias=True,
-    windows=windows_in_last_layers,
-)
-"""Qwen2 and Qwen2.5: biases on the query, key and value projections only."""
-
 _QWEN3: Final = Family(
     qkv_bias="attention_bias",
     output_bias="attention_bias",
@@ -23,9 +17,6 @@ _QWEN3: Final = Family(
     defaults={"head_dim": 128},
 )
 """Qwen3 (dense): RMS-normalized query and key heads of 128 channels by default."""
-
-_QWEN3_MOE: Final = replace(_QWEN3, experts=Experts(), defaults={})
-"""Qwen3 with a mixture-of-experts feed-forward."""
 
 _QWEN3_5_TEXT: Final = Family(
     qkv_bias="attention_bias",
@@ -40,9 +31,6 @@ _QWEN3_5_TEXT: Final = Family(
 )
 """Qwen3.5: gated delta nets in three layers of four, attention whose output is gated in the others."""
 
-_QWEN3_5: Final = replace(_QWEN3_5_TEXT, nested="text_config", nested_type="qwen3_5_text")
-"""Language model of Qwen3.5 checkpoints; the image part is not exported."""
-
 _QWEN3_5_MOE_TEXT: Final = replace(
     _QWEN3_5_TEXT,
     experts=Experts(normalized=True, shared=SharedExpert()),
@@ -51,24 +39,26 @@ _QWEN3_5_MOE_TEXT: Final = replace(
 )
 """Qwen3.5 with experts: its layers, and feed-forwards of selected experts beside one with a gate."""
 
-_QWEN3_5_MOE: Final = replace(_QWEN3_5_MOE_TEXT, nested="text_config", nested_type="qwen3_5_moe_text")
-"""Language model of Qwen3.5 checkpoints with experts; the image part is not exported."""
-
-_QWEN3_NEXT: Final = replace(
-    _QWEN3_5_TEXT,
-    state_layers=partial(read_delta_nets, by_key_head=True),
-    experts=Experts(shared=SharedExpert()),
-    defaults={**_QWEN3_5_TEXT.defaults, "norm_topk_prob": True},
-)
-"""Qwen3-Next: as Qwen3.5 with experts, with all of a key head together in the projections of delta nets."""
-
 FAMILIES: Final[Mapping[str, Family]] = {
-    "qwen2": _QWEN2,
+    # Qwen2 and Qwen2.5: biases on the query, key and value projections only.
+    "qwen2": Family(
+        qkv_bias=True,
+        windows=windows_in_last_layers,
+    ),
     "qwen3": _QWEN3,
-    "qwen3_moe": _QWEN3_MOE,
+    # Qwen3 with a mixture-of-experts feed-forward.
+    "qwen3_moe": replace(_QWEN3, experts=Experts(), defaults={}),
     "qwen3_5_text": _QWEN3_5_TEXT,
-    "qwen3_5": _QWEN3_5,
+    # Language model of Qwen3.5 checkpoints; the image part is not exported.
+    "qwen3_5": replace(_QWEN3_5_TEXT, nested="text_config", nested_type="qwen3_5_text"),
     "qwen3_5_moe_text": _QWEN3_5_MOE_TEXT,
-    "qwen3_5_moe": _QWEN3_5_MOE,
-    "qwen3_next": _QWEN3_NEXT,
+    # Language model of Qwen3.5 checkpoints with experts; the image part is not exported.
+    "qwen3_5_moe": replace(_QWEN3_5_MOE_TEXT, nested="text_config", nested_type="qwen3_5_moe_text"),
+    # Qwen3-Next: as Qwen3.5 with experts, with all of a key head together in the projections of delta nets.
+    "qwen3_next": replace(
+        _QWEN3_5_TEXT,
+        state_layers=partial(read_delta_nets, by_key_head=True),
+        experts=Experts(shared=SharedExpert()),
+        defaults={**_QWEN3_5_TEXT.defaults, "norm_topk_prob": True},
+    ),
 }

@@ -85,22 +85,20 @@ def _listed(config: Mapping[str, Any], layers: int) -> list[bool]:
 
 
 @dataclass(frozen=True)
-class DeltaNetConfig:
-    """The layers of a model with a gated delta net."""
+class _RecurrentConfig:
+    """The layers of a model with linear attention."""
 
     layers: tuple[bool, ...]
-    """Whether each layer has a delta net in place of attention."""
+    """Whether each layer has a recurrence in place of attention."""
     key_heads: int
+    """Number of key and query heads, each of which serves as many neighbouring value heads; of groups in Mamba-2."""
     value_heads: int
-    """A multiple of the key heads, each of which serves as many neighbouring value heads."""
     key_dim: int
-    """Channels of a key or query head."""
+    """Channels of a key or query head; in Mamba-2 of B and C."""
     value_dim: int
     """Channels of a value head."""
     kernel: int
-    """Number of tokens that the convolution of queries, keys and values spans."""
-    by_key_head: bool
-    """Whether the projections give all of a key head together, with the value heads that it serves."""
+    """Number of tokens that the convolution of queries, keys and values, or of x, B and C, spans."""
 
     @property
     def key_width(self) -> int:
@@ -113,14 +111,22 @@ class DeltaNetConfig:
         return self.value_heads * self.value_dim
 
     @property
-    def update_width(self) -> int:
-        """Numbers by which a token updates the states: keys and values of the value heads, decays and betas."""
-        return self.value_heads * (self.key_dim + self.value_dim + 2)
-
-    @property
     def convolved(self) -> int:
         """Channels of queries, keys and values together, which are convolved."""
         return 2 * self.key_width + self.value_width
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig(_RecurrentConfig):
+    """The layers of a model with a gated delta net."""
+
+    by_key_head: bool
+    """Whether the projections give all of a key head together, with the value heads that it serves."""
+
+    @property
+    def update_width(self) -> int:
+        """Numbers by which a token updates the states: keys and values of the value heads, decays and betas."""
+        return self.value_heads * (self.key_dim + self.value_dim + 2)
 
 
 def read_delta_nets(config: Mapping[str, Any], layers: int, *, by_key_head: bool = False) -> DeltaNetConfig:
@@ -155,43 +161,17 @@ def read_delta_nets(config: Mapping[str, Any], layers: int, *, by_key_head: bool
 
 
 @dataclass(frozen=True)
-class Mamba2Config:
+class Mamba2Config(_RecurrentConfig):
     """The layers of a model with a Mamba-2 state space."""
 
-    layers: tuple[bool, ...]
-    """Whether each layer has a state space in place of attention."""
-    groups: int
-    """Number of B and C, each of which serves as many neighbouring heads."""
-    value_heads: int
-    key_dim: int
-    """State channels: those of B and C."""
-    value_dim: int
-    """Channels of a head."""
-    kernel: int
-    """Number of tokens that the convolution of x, B and C spans."""
     convolution_biased: bool
     biased: bool
     """Whether both projections have biases."""
 
     @property
-    def key_width(self) -> int:
-        """Channels of B of all groups, and of C."""
-        return self.groups * self.key_dim
-
-    @property
-    def value_width(self) -> int:
-        """Channels of all heads together."""
-        return self.value_heads * self.value_dim
-
-    @property
     def update_width(self) -> int:
         """Numbers by which a token updates the states: B of the groups, dt x and the decays of the heads."""
         return self.key_width + self.value_width + self.value_heads
-
-    @property
-    def convolved(self) -> int:
-        """Channels of x, B and C together, which are convolved."""
-        return 2 * self.key_width + self.value_width
 
 
 def read_mamba2(config: Mapping[str, Any], layers: int) -> Mamba2Config:

@@ -74,10 +74,6 @@ class AwqSource(ModelSourceWrapper):
         """See `ModelSource.read_rows`."""
         return self._scaled(self._source.read_rows(rows), rows)
 
-    def chunks(self, name: str) -> Iterator[Float32Array]:
-        """See `ModelSource.chunks`."""
-        return in_order(self.read_rows, self.row_ranges(name))
-
     def quantized(self, rows: RowRange, weight_format: WeightFormat) -> QuantizedRows:
         """Quantize scaled rows of a matrix by the method of the format."""
         return QUANTIZERS[weight_format.method or Method.RTN](self.read_rows(rows), weight_format)

@@ -38,9 +38,6 @@ class Activation(Enum):
     GELU_TANH = "gelu_pytorch_tanh"
 
 
-_ACTIVATIONS: Final = {"swish": Activation.SILU, **{each.value: each for each in Activation}}
-
-
 @dataclass(frozen=True)
 class LayerAttention:
     """Properties of attention that may differ between layers."""
@@ -249,7 +246,7 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         head_dim=first.shape.head_dim,
         rotated_channels=first.rotated_channels,
         attention=attention,
-        per_layer_width=0 if family.per_layer_inputs is None else family.per_layer_inputs.read(config),
+        per_layer_width=_per_layer_width(config) if family.per_layer_inputs else 0,
         experts=experts,
         state_layers=states,
         max_positions=max_positions(config),
@@ -331,8 +328,9 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
                 f"the checkpoint is already quantized ({method})",
                 "export the original float checkpoint: float32, float16 and bfloat16 are supported",
             )
-    for name in (name for name in family.refused if config.get(name)):
-        raise CheckpointError(f"{name} is not supported", f"the graph cannot have {family.refused[name]}")
+    for name, what in family.refused.items():
+        if config.get(name):
+            raise CheckpointError(f"{name} is not supported", f"the graph cannot have {what}")
     if config.get("use_bidirectional_attention") not in (None, False, "vision"):  # of images, which are not exported
         raise CheckpointError(
             "use_bidirectional_attention is not supported", "only decoders with causal attention are supported"
@@ -344,13 +342,13 @@ def _read_experts(config: Mapping[str, Any], settings: Experts, layers: int) -> 
     if config.get(name) == 0:
         return None
     experts_count = count(config, name, maximum=MAX_EXPERTS)
-    period = count(config, settings.period, default=1)
-    dense = config.get(settings.dense_layers) or []
+    period = count(config, "decoder_sparse_step", default=1)
+    dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list):
-        raise CheckpointError(f"config.json: {settings.dense_layers} must be a list, found {shown(dense)}")
+        raise CheckpointError(f"config.json: mlp_only_layers must be a list, found {shown(dense)}")
     return ExpertsConfig(
         count=experts_count,
-        top_k=count(config, settings.top_k, maximum=experts_count),
+        top_k=count(config, "num_experts_per_tok", maximum=experts_count),
         intermediate_size=count(config, settings.intermediate_size),
         normalized=chosen(config, settings.normalized),
         alpha=number(config, settings.alpha) if settings.alpha else 1.0,
@@ -361,9 +359,21 @@ def _read_experts(config: Mapping[str, Any], settings: Experts, layers: int) -> 
     )
 
 
+def _per_layer_width(config: Mapping[str, Any]) -> int:
+    """Channels of the embedding that each layer has of its own; 0 for a model without them."""
+    width = count(config, "hidden_size_per_layer_input", default=0, minimum=0)
+    tokens, name = count(config, "vocab_size"), "vocab_size_per_layer_input"
+    if width and count(config, name, default=tokens) != tokens:
+        raise CheckpointError(
+            f"config.json: {name} {config[name]} differs from vocab_size {tokens}",
+            "supported is a table with every token",
+        )
+    return width
+
+
 def _activation(config: Mapping[str, Any], family: Family, experts: ExpertsConfig | None) -> Activation:
-    name = config.get(family.activation) or Activation.SILU.value
-    found = _ACTIVATIONS.get(name) if isinstance(name, str) else None
+    name = config.get(family.activation) or "silu"
+    found = next((each for each in Activation if each.value == ("silu" if name == "swish" else name)), None)
     if found is None:
         supported = ", ".join(each.value for each in Activation)
         raise CheckpointError(f"{family.activation} {shown(name)} is not supported", f"supported are {supported}")
@@ -380,6 +390,4 @@ def _scale(config: Mapping[str, Any], power: Power | None) -> float:
 
 
 def _softcap(config: Mapping[str, Any], name: str | None) -> float | None:
-    if name is None or optional_number(config, name) is None:
-        return None
-    return number(config, name)
+    return None if name is None or optional_number(config, name) is None else number(config, name)

@@ -41,11 +41,7 @@ def layer_layout(config: DecoderConfig, index: int) -> Layer:
         return None if name is None else Norm(f"{module}.{name}.weight", hidden)
 
     return Layer(
-        qkv=mixer.inputs,
-        output=mixer.output,
-        producer=mixer.producer,
-        states=mixer.states,
-        gates=mixer.gates,
+        **mixer._asdict(),
         gate_up=gate_up,
         down=down,
         router=router,
@@ -54,8 +50,6 @@ def layer_layout(config: DecoderConfig, index: int) -> Layer:
         own_input=_own_input(config, index),
         scale=None if traits.layer_scale is None else f"{module}.{traits.layer_scale}",
         before_attention=norm(traits.norms.before_attention),
-        query_norm=mixer.query_norm,
-        key_norm=mixer.key_norm,
         after_attention=norm(traits.norms.after_attention),
         before_mlp=norm(traits.norms.before_mlp),
         after_mlp=norm(traits.norms.after_mlp),
@@ -65,7 +59,7 @@ def layer_layout(config: DecoderConfig, index: int) -> Layer:
 class _Mixer(NamedTuple):
     """The part of a layer that mixes tokens."""
 
-    inputs: FusedLinear
+    qkv: FusedLinear
     output: FusedLinear
     producer: Producer | None = None
     states: StateWeights | None = None
@@ -93,13 +87,8 @@ def _attention(config: DecoderConfig, index: int) -> _Mixer:
     attention, settings = f"model.layers.{index}.self_attn", config.attention[index]
     query_width, kv_width = config.heads * settings.shape.head_dim, settings.kv_width
     parts = 1 if settings.owner is not None else 2 if settings.keys_as_values else 3
-    inputs = _fused(
-        f"{linear}.qkv",
-        tuple(f"{attention}.{name}" for name in traits.qkv[:parts]),
-        (query_width * (2 if traits.gated_attention else 1), kv_width, kv_width)[:parts],
-        hidden,
-        config.qkv_bias,
-    )
+    rows = (query_width * (2 if traits.gated_attention else 1), kv_width, kv_width)[:parts]
+    inputs = _fused(f"{linear}.qkv", attention, traits.qkv[:parts], rows, hidden, config.qkv_bias)
     output = FusedLinear(f"{linear}.o", (f"{attention}.{traits.output}",), (hidden,), query_width, config.output_bias)
     query_norm, key_norm = (f"{attention}.{name}.weight" for name in traits.head_norms)
     # A value head serves all query heads of its group; normed values are proportional to nothing.
@@ -127,24 +116,9 @@ def _delta_net(settings: DeltaNetConfig, index: int, hidden: int) -> _Mixer:
     linear, module = f"layers.{index}", f"model.layers.{index}.linear_attn"
     projections = ("in_proj_qkvz",) if settings.by_key_head else ("in_proj_qkv", "in_proj_z")
     gates = ("in_proj_ba",) if settings.by_key_head else ("in_proj_b", "in_proj_a")
-    inputs = _fused(
-        f"{linear}.delta_in",
-        tuple(f"{module}.{name}" for name in projections),
-        (settings.convolved, settings.value_width),
-        hidden,
-        biased=False,
-    )
+    inputs = _fused(f"{linear}.delta_in", module, projections, (settings.convolved, settings.value_width), hidden)
     # They are a hundredth of the layer's weights, and small errors of a decay add up over the tokens.
-    gate_inputs = replace(
-        _fused(
-            f"{linear}.delta_gates",
-            tuple(f"{module}.{name}" for name in gates),
-            (settings.value_heads,) * 2,
-            hidden,
-            biased=False,
-        ),
-        exact=True,
-    )
+    gate_inputs = _fused(f"{linear}.delta_gates", module, gates, (settings.value_heads,) * 2, hidden, exact=True)
     output = FusedLinear(f"{linear}.delta_out", (f"{module}.out_proj",), (hidden,), settings.value_width)
     convolution = ConvolutionWeights(f"{module}.conv1d.weight", None, settings.convolved, settings.kernel)
     names = (f"{module}.{name}" for name in ("A_log", "dt_bias", "norm.weight"))
@@ -170,10 +144,9 @@ def _feed_forward(config: DecoderConfig, index: int) -> tuple[FusedLinear | None
     if experts is None or config.traits.experts is None or not experts.layers[index]:
         mlp = f"model.layers.{index}.{config.traits.mlp}"
         wide, biased = config.feed_forward_width(index), config.mlp_bias
-        modules = tuple(f"{mlp}.{name}" for name in config.traits.gate_up)
         return (
             None,
-            _fused(f"{linear}.gate_up", modules, (wide, wide), hidden, biased),
+            _fused(f"{linear}.gate_up", mlp, config.traits.gate_up, (wide, wide), hidden, biased),
             FusedLinear(f"{linear}.down", (f"{mlp}.{config.traits.down}",), (hidden,), wide, biased),
         )
     experts_count, wide, traits = experts.count, experts.intermediate_size, config.traits.experts
@@ -209,9 +182,8 @@ def _shared_expert(config: DecoderConfig, index: int) -> SharedExpertWeights | N
         return None
     linear, module, hidden = f"layers.{index}.shared", f"model.layers.{index}", config.hidden_size
     wide, mlp = config.experts.shared_size, f"{module}.{shared.module}"
-    modules = tuple(f"{mlp}.{name}" for name in config.traits.gate_up)
     return SharedExpertWeights(
-        _fused(f"{linear}_gate_up", modules, (wide, wide), hidden, biased=False),
+        _fused(f"{linear}_gate_up", mlp, config.traits.gate_up, (wide, wide), hidden),
         FusedLinear(f"{linear}_down", (f"{mlp}.{config.traits.down}",), (hidden,), wide),
         # One row, whose errors would scale all outputs.
         None
@@ -220,20 +192,29 @@ def _shared_expert(config: DecoderConfig, index: int) -> SharedExpertWeights | N
     )
 
 
-def _fused(name: str, modules: tuple[str, ...], rows: tuple[int, ...], columns: int, biased: bool) -> FusedLinear:
-    """Fuse several projections, each in a module of its own or all in one."""
-    return FusedLinear(name, modules, rows if len(modules) == len(rows) else (sum(rows),), columns, biased)
+def _fused(
+    name: str,
+    module: str,
+    parts: tuple[str, ...],
+    rows: tuple[int, ...],
+    columns: int,
+    biased: bool = False,
+    exact: bool = False,
+) -> FusedLinear:
+    """Fuse several projections, each in a part of the module or all in one part."""
+    modules = tuple(f"{module}.{part}" for part in parts)
+    return FusedLinear(name, modules, rows if len(parts) == len(rows) else (sum(rows),), columns, biased, exact)
 
 
 def _own_input(config: DecoderConfig, index: int) -> LayerInput | None:
-    modules, width, hidden = config.traits.per_layer_inputs, config.per_layer_width, config.hidden_size
-    if modules is None or not width:
+    width, hidden = config.per_layer_width, config.hidden_size
+    if not width:
         return None
     linear, module = f"layers.{index}", f"model.layers.{index}"
     return LayerInput(
-        FusedLinear(f"{linear}.input_gate", (f"{module}.{modules.gate}",), (width,), hidden),
-        FusedLinear(f"{linear}.input_output", (f"{module}.{modules.output}",), (hidden,), width),
-        Norm(f"{module}.{modules.output_norm}.weight", hidden),
+        FusedLinear(f"{linear}.input_gate", (f"{module}.per_layer_input_gate",), (width,), hidden),
+        FusedLinear(f"{linear}.input_output", (f"{module}.per_layer_projection",), (hidden,), width),
+        Norm(f"{module}.post_per_layer_input_norm.weight", hidden),
     )
 
 
@@ -265,13 +246,13 @@ def head_layout(config: DecoderConfig) -> FusedLinear:
 
 def per_layer_inputs_layout(config: DecoderConfig) -> PerLayerInputsLayout | None:
     """The per-layer inputs; None for a model without them."""
-    modules, width = config.traits.per_layer_inputs, config.layers * config.per_layer_width
-    if modules is None or not width:
+    width = config.layers * config.per_layer_width
+    if not width:
         return None
     return PerLayerInputsLayout(
-        FusedLinear(PER_LAYER_EMBEDDING, (f"model.{modules.table}",), (config.vocab_size,), width),
-        FusedLinear("per_layer_projection", (f"model.{modules.projection}",), (width,), config.hidden_size),
-        Norm(f"model.{modules.projection_norm}.weight", config.per_layer_width),
+        FusedLinear(PER_LAYER_EMBEDDING, ("model.embed_tokens_per_layer",), (config.vocab_size,), width),
+        FusedLinear("per_layer_projection", ("model.per_layer_model_projection",), (width,), config.hidden_size),
+        Norm("model.per_layer_projection_norm.weight", config.per_layer_width),
     )
 
 

@@ -79,7 +79,14 @@ def require_config_files(folder: Path, vocab_size: int) -> None:
     for name in _SAMPLING_SETTINGS:
         if generation.get(name) is not None and not is_finite(generation[name]):
             raise CheckpointError(f"generation_config.json: {name} must be a number, found {shown(generation[name])}")
-    _require_eos(generation, _read_if_present(folder, "config.json"), vocab_size)
+    # The end-of-text ids in generation_config.json take precedence over those in config.json.
+    source = "config.json" if generation.get("eos_token_id") is None else "generation_config.json"
+    ids = _read_if_present(folder, source).get("eos_token_id")
+    listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(is_whole(token, 0) and token < vocab_size for token in listed):
+        raise CheckpointError(
+            f"{source}: eos_token_id must be a token id, or a list of token ids, below {vocab_size}, found {shown(ids)}"
+        )
     _require_strings(_read_if_present(folder, "tokenizer_config.json"))
     template = folder / "chat_template.jinja"
     if template.is_file():
@@ -92,17 +99,6 @@ def require_config_files(folder: Path, vocab_size: int) -> None:
 
 def _read_if_present(folder: Path, name: str) -> Mapping[str, Any]:
     return read_json(folder / name) if (folder / name).is_file() else {}
-
-
-def _require_eos(generation: Mapping[str, Any], config: Mapping[str, Any], vocab_size: int) -> None:
-    # The end-of-text ids in generation_config.json take precedence over those in config.json.
-    name = "config.json" if generation.get("eos_token_id") is None else "generation_config.json"
-    value = (config if name == "config.json" else generation).get("eos_token_id")
-    token_ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(is_whole(token, 0) and token < vocab_size for token in token_ids):
-        raise CheckpointError(
-            f"{name}: eos_token_id must be a token id, or a list of token ids, below {vocab_size}, found {shown(value)}"
-        )
 
 
 def _require_strings(settings: Mapping[str, Any]) -> None:

@@ -14,16 +14,7 @@ from ...errors import CheckpointError
 from ...models.json_file import shown
 from ...models.manifest import MIN_CONTEXT
 from ..architectures.family import Family
-from ..graph.rope import (
-    Dynamic,
-    Linear,
-    Llama3,
-    LongRope,
-    QueryScaling,
-    Rope,
-    RopeScaling,
-    Yarn,
-)
+from ..graph.rope import Dynamic, Linear, Llama3, LongRope, QueryScaling, Rope, RopeScaling, Yarn
 from .json_fields import count, number, optional_list, optional_number
 
 SUPPORTED_SCALINGS: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
@@ -65,9 +56,8 @@ def read_rotations(config: Mapping[str, Any], family: Family, head_dim: int, loc
         # In transformers 4, rope_scaling applies only to the other layers.
         local = {"rope_theta": number(config, family.local_rope_base)}
         if _GLOBAL in settings or _LOCAL in settings:
-            settings, local = (
-                _settings_of(settings, kind, default) for kind, default in ((_GLOBAL, {}), (_LOCAL, local))
-            )
+            rotary = {kind: _object(settings.get(kind), f"rotary settings of {kind}") for kind in (_GLOBAL, _LOCAL)}
+            settings, local = rotary[_GLOBAL], {**local, **rotary[_LOCAL]}
     if any(isinstance(value, Mapping) for value in settings.values()):
         raise CheckpointError(
             "rotary settings that differ between layers are not supported", "supported is one set for all layers"
@@ -94,17 +84,13 @@ def read_query_scaling(config: Mapping[str, Any], family: Family) -> QueryScalin
 
 
 def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(settings, Mapping):
-        raise CheckpointError(f"config.json: rotary settings must be an object, found {shown(settings)}")
-    return settings
+    return _object(config.get("rope_parameters") or config.get("rope_scaling"), "rotary settings")
 
 
-def _settings_of(settings: Mapping[str, Any], kind: str, default: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = settings.get(kind) or {}
-    if not isinstance(found, Mapping):
-        raise CheckpointError(f"config.json: rotary settings of {kind} must be an object, found {shown(found)}")
-    return {**default, **found}
+def _object(value: object, what: str) -> Mapping[str, Any]:
+    if not isinstance(found := value or {}, Mapping):
+        raise CheckpointError(f"config.json: {what} must be an object, found {shown(found)}")
+    return found
 
 
 def _rotated_channels(config: Mapping[str, Any], settings: Mapping[str, Any], family: Family, head_dim: int) -> int:
@@ -137,14 +123,22 @@ def _read_scaling(config: Mapping[str, Any], settings: Mapping[str, Any], channe
         kind = "longrope"  # its name in the first Phi-3 checkpoints
     longest = max_positions(config)
     match kind:
-        case "default" | "proportional":
-            return Linear() if kind == "default" else _read_proportional(settings)
-        case "linear":
-            return Linear(number(settings, "factor"))
+        case "default" | "linear":
+            return Linear(number(settings, "factor") if kind == "linear" else 1.0)
+        case "proportional":
+            share = number(settings, "partial_rotary_factor", default=1.0)
+            if share > 1:
+                raise CheckpointError(f"config.json: partial_rotary_factor must be at most 1, found {share}")
+            return Linear(number(settings, "factor", default=1.0), share)
         case "dynamic":
             return Dynamic(number(settings, "factor"), longest)
         case "llama3":
-            return _read_llama3(settings)
+            low, high = number(settings, "low_freq_factor"), number(settings, "high_freq_factor")
+            if low >= high:
+                raise CheckpointError(
+                    f"config.json: high_freq_factor {high} must be greater than low_freq_factor {low}"
+                )
+            return Llama3(number(settings, "factor"), low, high, count(settings, "original_max_position_embeddings"))
         case "yarn":
             return _read_yarn(settings, longest)
         case "longrope":
@@ -152,20 +146,6 @@ def _read_scaling(config: Mapping[str, Any], settings: Mapping[str, Any], channe
     raise CheckpointError(
         f"rope scaling {shown(kind)} is not supported", f"supported are {', '.join(SUPPORTED_SCALINGS)}"
     )
-
-
-def _read_proportional(settings: Mapping[str, Any]) -> Linear:
-    share = number(settings, "partial_rotary_factor", default=1.0)
-    if share > 1:
-        raise CheckpointError(f"config.json: partial_rotary_factor must be at most 1, found {share}")
-    return Linear(number(settings, "factor", default=1.0), share)
-
-
-def _read_llama3(settings: Mapping[str, Any]) -> Llama3:
-    low, high = number(settings, "low_freq_factor"), number(settings, "high_freq_factor")
-    if low >= high:
-        raise CheckpointError(f"config.json: high_freq_factor {high} must be greater than low_freq_factor {low}")
-    return Llama3(number(settings, "factor"), low, high, count(settings, "original_max_position_embeddings"))
 
 
 def _read_yarn(settings: Mapping[str, Any], longest: int) -> Yarn:

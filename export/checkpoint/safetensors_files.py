@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PureWindowsPath
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ from ...models.manifest import Method, WeightFormat
 from ...models.regular_file import open_regular
 from ..quantization.methods import QUANTIZERS
 from .json_fields import read_json
-from .source import Float32Array, QuantizedRows, RowRange, UInt8Array, in_order
+from .source import Float32Array, ModelSource, QuantizedRows, RowRange, UInt8Array, read_bytes, require_finite
 from .stacked_experts import FloatStack, Mxfp4Stack, expert_part
 
 SINGLE_FILE: Final = "model.safetensors"
@@ -38,7 +39,6 @@ _MXFP4_SUFFIX: Final = "_blocks"
 """Suffix of tensors with MXFP4 codes."""
 _MAX_HEADER_BYTES: Final = 100 << 20
 _MAX_DIMENSIONS: Final = 64
-_CHUNK_WEIGHTS: Final = 1 << 20
 _DOWNLOAD_AGAIN: Final = "download the checkpoint again"
 
 
@@ -49,9 +49,25 @@ class _Tensor:
     shape: tuple[int, ...]
     offset: int
 
+    def read(self, name: str, start: int, count: int) -> UInt8Array:
+        """Read bytes of the tensor."""
+        return read_bytes(self.file, self.offset + start, count, name, _DOWNLOAD_AGAIN)
 
-class Checkpoint:
-    """The tensors of a checkpoint folder by name, converted to float32; see `ModelSource`."""
+    def items(self, name: str, start: int, count: int) -> Float32Array:
+        """Read elements of the flattened tensor as float32."""
+        size = _ITEM_BYTES[self.dtype]
+        raw = self.read(name, start * size, count * size)
+        if self.dtype == "F32":
+            values = raw.view(np.float32)
+        elif self.dtype == "F16":
+            values = raw.view(np.float16).astype(np.float32)
+        else:  # bfloat16 is the upper half of a float32
+            values = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return require_finite(name, values, _DOWNLOAD_AGAIN)
+
+
+class Checkpoint(ModelSource):
+    """The tensors of a checkpoint folder by name, converted to float32."""
 
     def __init__(
         self, folder: Path, renamed: Sequence[tuple[str, str]] | None = None, single_file: str = SINGLE_FILE
@@ -75,7 +91,7 @@ class Checkpoint:
         self._prefixes = (_prefixes(self._tensors),) if renamed is None else tuple(renamed)
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check that a tensor exists with that shape and a float type; see `ModelSource.require`."""
+        """Check that a tensor exists with that shape and a float type."""
         if self.shape(name) != shape:
             raise CheckpointError(
                 f"{name} has shape {list(self.shape(name))}, but config.json implies {list(shape)}",
@@ -105,7 +121,7 @@ class Checkpoint:
         if tensor.dtype not in _INTEGERS:
             raise CheckpointError(f"{name} has type {tensor.dtype}, not integers", _DOWNLOAD_AGAIN)
         dtype = _INTEGERS[tensor.dtype]
-        raw = self._read_bytes(name, tensor, 0, math.prod(tensor.shape) * dtype.itemsize)
+        raw = tensor.read(name, 0, math.prod(tensor.shape) * dtype.itemsize)
         values: npt.NDArray[np.int64] = raw.view(dtype).astype(np.int64).reshape(tensor.shape)
         return values
 
@@ -115,33 +131,29 @@ class Checkpoint:
         return self._find(name).shape if stack is None else stack.shape
 
     def read(self, name: str) -> Float32Array:
-        """Read a whole tensor as float32; see `ModelSource.read`."""
+        """Read a whole tensor as float32."""
         tensor = self._find(name)
-        return self._read_items(name, tensor, 0, math.prod(tensor.shape)).reshape(tensor.shape)
+        return tensor.items(name, 0, math.prod(tensor.shape)).reshape(tensor.shape)
 
     def read_rows(self, rows: RowRange) -> Float32Array:
-        """Read rows of a matrix; see `ModelSource.read_rows`."""
+        """Read rows of a matrix as float32."""
         if (stack := self._stack(rows.name)) is not None:
-            return _finite(rows.name, stack.read_rows(rows.start, rows.stop))
+            return require_finite(rows.name, stack.read_rows(rows.start, rows.stop), _DOWNLOAD_AGAIN)
         tensor = self._find(rows.name)
         columns = tensor.shape[1]
         count = (rows.stop - rows.start) * columns
-        return self._read_items(rows.name, tensor, rows.start * columns, count).reshape(-1, columns)
+        return tensor.items(rows.name, rows.start * columns, count).reshape(-1, columns)
 
     def row_ranges(self, name: str) -> Iterator[RowRange]:
-        """See `ModelSource.row_ranges`."""
-        rows, columns = self.shape(name)
+        """Yield single experts where a tensor stacks them, else ranges of about a million weights."""
         stack = self._stack(name)
-        step = stack.rows if isinstance(stack, FloatStack) else max(1, _CHUNK_WEIGHTS // columns)
-        for start in range(0, rows, step):
-            yield RowRange(name, start, min(start + step, rows))
-
-    def chunks(self, name: str) -> Iterator[Float32Array]:
-        """See `ModelSource.chunks`."""
-        return in_order(self.read_rows, self.row_ranges(name))
+        if not isinstance(stack, FloatStack):
+            return super().row_ranges(name)
+        rows = stack.rows
+        return (RowRange(name, expert * rows, (expert + 1) * rows) for expert in range(stack.experts))
 
     def quantized(self, rows: RowRange, weight_format: WeightFormat) -> QuantizedRows:
-        """Quantize rows of a matrix by the method of the format; see `ModelSource.quantized`."""
+        """Quantize rows of a matrix by the method of the format."""
         return QUANTIZERS[weight_format.method or Method.RTN](self.read_rows(rows), weight_format)
 
     def stored_format(self, name: str) -> WeightFormat:  # noqa: ARG002 -- the same for all tensors
@@ -157,7 +169,7 @@ class Checkpoint:
         if len(tensor.shape) != 3 or name.endswith(".weight") or tensor.dtype not in _ITEM_BYTES:
             return None
         experts, columns, rows = tensor.shape
-        return FloatStack(experts, rows, columns, lambda start, count: self._read_items(name, tensor, start, count))
+        return FloatStack(experts, rows, columns, partial(tensor.items, name))
 
     def _mxfp4(self, name: str) -> Mxfp4Stack:
         blocks, scales = self._find(f"{name}{_MXFP4_SUFFIX}"), self._find(f"{name}_scales")
@@ -165,13 +177,7 @@ class Checkpoint:
         if not valid or (blocks.dtype, scales.dtype) != ("U8", "U8"):
             raise CheckpointError(f"{name} does not have the MXFP4 layout of gpt-oss", _DOWNLOAD_AGAIN)
         experts, rows, row_blocks, _ = blocks.shape
-        return Mxfp4Stack(
-            experts,
-            rows,
-            32 * row_blocks,
-            lambda start, count: self._read_bytes(name, blocks, start, count),
-            lambda start, count: self._read_bytes(name, scales, start, count),
-        )
+        return Mxfp4Stack(experts, rows, 32 * row_blocks, partial(blocks.read, name), partial(scales.read, name))
 
     def _stored_name(self, name: str) -> str:
         for standard, stored in self._prefixes:
@@ -202,34 +208,6 @@ class Checkpoint:
             return None
         start = (part.expert * part.parts + part.part) * rows * columns * _ITEM_BYTES[stack.dtype]
         return _Tensor(stack.file, stack.dtype, (rows, columns), stack.offset + start)
-
-    def _read_items(self, name: str, tensor: _Tensor, start: int, count: int) -> Float32Array:
-        size = _ITEM_BYTES[tensor.dtype]
-        raw = self._read_bytes(name, tensor, start * size, count * size)
-        if tensor.dtype == "F32":
-            values = raw.view(np.float32)
-        elif tensor.dtype == "F16":
-            values = raw.view(np.float16).astype(np.float32)
-        else:  # bfloat16 is the upper half of a float32
-            values = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        return _finite(name, values)
-
-    def _read_bytes(self, name: str, tensor: _Tensor, start: int, count: int) -> UInt8Array:
-        try:
-            with tensor.file.open("rb", buffering=0) as file:
-                file.seek(tensor.offset + start)
-                raw = np.fromfile(file, dtype=np.uint8, count=count)
-        except OSError as error:
-            raise CheckpointError(f"{tensor.file} cannot be read: {error}", _DOWNLOAD_AGAIN) from error
-        if raw.size != count:
-            raise CheckpointError(f"{tensor.file} ended inside {name}", _DOWNLOAD_AGAIN)
-        return raw
-
-
-def _finite(name: str, values: Float32Array) -> Float32Array:
-    if not np.isfinite(values).all():
-        raise CheckpointError(f"{name} holds NaN or infinite weights", _DOWNLOAD_AGAIN)
-    return values
 
 
 def _prefixes(names: Collection[str]) -> tuple[str, str]:

@@ -16,11 +16,13 @@ from typing import Final, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ...errors import CheckpointError
 from ...models.manifest import WeightFormat
 
 Float32Array = npt.NDArray[np.float32]
 UInt8Array = npt.NDArray[np.uint8]
 _WORKERS: Final = 2
+_CHUNK_WEIGHTS: Final = 1 << 20
 _Part = TypeVar("_Part")
 _Result = TypeVar("_Result")
 
@@ -64,100 +66,122 @@ class QuantizedRows(NamedTuple):
 
 
 def joined_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows:
-    """Several parts of a matrix as one, from top to bottom; their format has no low-rank correction."""
+    """Several parts of a matrix as one, from top to bottom."""
     offsets = [part.offsets for part in parts if part.offsets is not None]
     zero_points = [part.zero_points for part in parts if part.zero_points is not None]
+    factors = [part.factors for part in parts if part.factors is not None]
     return QuantizedRows(
         np.concatenate([part.packed for part in parts]),
         np.concatenate([part.scales for part in parts]),
         np.concatenate(offsets) if offsets else None,
         np.concatenate(zero_points) if zero_points else None,
+        factors[0]._replace(
+            up_codes=np.concatenate([part.up_codes for part in factors]),
+            up_scales=np.concatenate([part.up_scales for part in factors]),
+        )
+        if factors
+        else None,
     )
 
 
 class ModelSource(Protocol):
     """The tensors of a model by their Hugging Face names; methods raise CheckpointError for unreadable tensors."""
 
-    @property
-    def folder(self) -> Path:
-        """The folder of config.json, tokenizer.json and the other tokenizer and config files."""
-        ...
+    folder: Path
+    """The folder of config.json, tokenizer.json and the other tokenizer and config files."""
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
         """Check that a tensor exists with that shape and a supported type."""
-        ...
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
-        ...
 
     def read(self, name: str) -> Float32Array:
         """Read a whole tensor, float32; all values are finite."""
-        ...
 
     def read_rows(self, rows: RowRange) -> Float32Array:
         """Read rows of a matrix, float32 [stop - start, columns]; all values are finite."""
-        ...
 
     def row_ranges(self, name: str) -> Iterator[RowRange]:
         """Yield ranges that cover a matrix from top to bottom, each of about a million weights."""
-        ...
+        rows, columns = self.shape(name)
+        step = max(1, _CHUNK_WEIGHTS // columns)
+        for start in range(0, rows, step):
+            yield RowRange(name, start, min(start + step, rows))
 
     def chunks(self, name: str) -> Iterator[Float32Array]:
         """Yield a matrix from top to bottom, about a million weights at a time."""
-        ...
+        return in_order(self.read_rows, self.row_ranges(name))
 
     def quantized(self, rows: RowRange, weight_format: WeightFormat) -> QuantizedRows:
         """Return rows in a format: the stored codes if the source has it, else those of the format's method."""
-        ...
 
     def stored_format(self, name: str) -> WeightFormat:
         """The weight format of the operators that is nearest to how a matrix is stored."""
-        ...
 
 
-class ModelSourceWrapper:
+class ModelSourceWrapper(ModelSource):
     """Base of sources that override some methods of another `ModelSource`."""
 
     def __init__(self, source: ModelSource) -> None:
+        self.folder = source.folder
         self._source = source
 
-    @property
-    def folder(self) -> Path:
-        """See `ModelSource.folder`."""
-        return self._source.folder
-
     def require(self, name: str, shape: tuple[int, ...]) -> None:
-        """See `ModelSource.require`."""
+        """Check a tensor of the wrapped source."""
         self._source.require(name, shape)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See `ModelSource.shape`."""
+        """The shape of a tensor of the wrapped source."""
         return self._source.shape(name)
 
     def read(self, name: str) -> Float32Array:
-        """See `ModelSource.read`."""
+        """Read a whole tensor of the wrapped source."""
         return self._source.read(name)
 
     def read_rows(self, rows: RowRange) -> Float32Array:
-        """See `ModelSource.read_rows`."""
+        """Read rows of a matrix of the wrapped source."""
         return self._source.read_rows(rows)
 
     def row_ranges(self, name: str) -> Iterator[RowRange]:
-        """See `ModelSource.row_ranges`."""
+        """Yield the ranges of the wrapped source."""
         return self._source.row_ranges(name)
 
-    def chunks(self, name: str) -> Iterator[Float32Array]:
-        """See `ModelSource.chunks`."""
-        return self._source.chunks(name)
-
     def quantized(self, rows: RowRange, weight_format: WeightFormat) -> QuantizedRows:
-        """See `ModelSource.quantized`."""
+        """Return rows as the wrapped source quantizes them."""
         return self._source.quantized(rows, weight_format)
 
     def stored_format(self, name: str) -> WeightFormat:
-        """See `ModelSource.stored_format`."""
+        """The format that the wrapped source has stored."""
         return self._source.stored_format(name)
+
+
+def read_bytes(file: Path, offset: int, count: int, name: str, hint: str) -> UInt8Array:
+    """Read bytes of the tensor `name` without mapping the file, whose pages would stay in memory.
+
+    Raises:
+        CheckpointError: the file cannot be read or is too short; `hint` says what to do.
+    """
+    try:
+        with file.open("rb", buffering=0) as opened:
+            opened.seek(offset)
+            raw = np.fromfile(opened, np.uint8, count)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}", hint) from error
+    if raw.size != count:
+        raise CheckpointError(f"{file} ended inside {name}", hint)
+    return raw
+
+
+def require_finite(name: str, values: Float32Array, hint: str) -> Float32Array:
+    """Return the weights of the tensor `name` if all are finite.
+
+    Raises:
+        CheckpointError: some are not; `hint` says what to do.
+    """
+    if not np.isfinite(values).all():
+        raise CheckpointError(f"{name} holds NaN or infinite weights", hint)
+    return values
 
 
 def in_order(work: Callable[[_Part], _Result], parts: Iterable[_Part]) -> Iterator[_Result]:

@@ -27,7 +27,7 @@ from ..graph import inputs_outputs
 from ..graph.decoder import as_model
 from ..graph.initializers import Initializers
 from ..graph.inputs_outputs import DraftFeatures
-from ..graph.nodes import MICROSOFT, Nodes
+from ..graph.nodes import Nodes
 from .eagle_draft import require_target
 
 _MAX_HEADS: Final = 16
@@ -118,7 +118,7 @@ def build_medusa_heads(opened: MedusaHeads, plan: QuantPlan, weights: Initialize
         hidden = inputs_outputs.DRAFT_FEATURES
         for block, linear in enumerate(blocks):
             name = f"heads.{head}.{block}"
-            activated = nodes.add("QuickGelu", [nodes.linear(linear, hidden)], f"{name}.silu", MICROSOFT, alpha=1.0)
+            activated = nodes.silu(nodes.linear(linear, hidden), f"{name}.silu")
             hidden = nodes.add("Add", [hidden, activated], f"{name}.sum")
         logits.append(nodes.linear(output, hidden))
     joined = nodes.add("Concat", logits, "logits", axis=0)

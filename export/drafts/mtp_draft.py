@@ -163,7 +163,7 @@ def build_mtp_module(
     attention = Attention(nodes, context)
     embedding, lm_head = embedding_of(target), lm_head_of(target)
     # The target's states are taken before its last norm, whose weights calibration may have changed.
-    factors = nodes.vector_constant("target_norm.weight", target_norm)
+    factors = nodes.constant("target_norm.weight", target_norm)
     normed = nodes.norm_by(inputs_outputs.DRAFT_FEATURES, factors, "target_norm")
     states = nodes.add("Concat", [normed, inputs_outputs.DRAFT_STATES], "states", axis=0)
     states = nodes.add("Unsqueeze", [states, nodes.integers("states.axes", 0)], "states.batch")
@@ -180,5 +180,5 @@ def build_mtp_module(
     if head_factors is None:
         nodes.add("Identity", [rows], HEAD_INPUT)
     else:
-        nodes.add("Mul", [rows, nodes.vector_constant("head_factors", head_factors)], HEAD_INPUT)
+        nodes.add("Mul", [rows, nodes.constant("head_factors", head_factors)], HEAD_INPUT)
     return head_model(nodes, module.config.hidden_size, module.config.vocab_size, embedding, lm_head)

@@ -60,14 +60,9 @@ def config_settings(
     """
     name = architecture(metadata)
     _require_neutral(metadata, name)
-    hidden, heads = (
-        metadata.required_count(f"{name}.embedding_length"),
-        metadata.required_count(f"{name}.attention.head_count"),
-    )
+    hidden = metadata.required_count(f"{name}.embedding_length")
+    heads = metadata.required_count(f"{name}.attention.head_count")
     head_dim = _head_dim(metadata, name, hidden // heads)
-    epsilon = metadata.positive(f"{name}.attention.layer_norm_rms_epsilon")
-    if epsilon is None:
-        raise metadata.missing(f"{name}.attention.layer_norm_rms_epsilon")
     base = metadata.positive(f"{name}.rope.freq_base") or 10000.0
     settings: dict[str, Any] = {
         "architectures": [f"{name.capitalize()}ForCausalLM"],
@@ -80,7 +75,7 @@ def config_settings(
         "num_key_value_heads": metadata.count(f"{name}.attention.head_count_kv", 1) or heads,
         "head_dim": head_dim,
         "max_position_embeddings": metadata.required_count(f"{name}.context_length", MIN_CONTEXT),
-        "rms_norm_eps": epsilon,
+        "rms_norm_eps": metadata.required(metadata.positive, f"{name}.attention.layer_norm_rms_epsilon"),
         "rope_theta": base,
         "tie_word_embeddings": "output.weight" not in tensors,
         "hidden_act": "silu",
@@ -99,9 +94,7 @@ def architecture(metadata: GgufMetadata) -> str:
     Raises:
         CheckpointError: the key is absent, or the architecture is not supported.
     """
-    name = metadata.text("general.architecture")
-    if name is None:
-        raise metadata.missing("general.architecture")
+    name = metadata.required(metadata.text, "general.architecture")
     if name not in ARCHITECTURES:
         raise metadata.wrong(
             f"the architecture {name[:40]!r} is not supported as GGUF",
@@ -173,10 +166,10 @@ def rope_scaling(
             f"rope scaling {kind!r:.40} with factor {factor} is not supported",
             "supported are none, linear, yarn and the divisors of Llama 3",
         )
-    for setting, neutral in (("attn_factor", 1.0), ("yarn_attn_factor", 1.0), ("yarn_ext_factor", 1.0)):
+    for setting in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
         value = metadata.number(f"{prefix}.{setting}")
-        if value not in (None, neutral):
-            raise metadata.wrong(f"{prefix}.{setting} is {value:g}", f"supported is {neutral:g}")
+        if value not in (None, 1.0):
+            raise metadata.wrong(f"{prefix}.{setting} is {value:g}", "supported is 1")
     if metadata.number(f"{prefix}.yarn_log_multiplier") not in (None, 0.0):
         raise metadata.wrong(f"{prefix}.yarn_log_multiplier is not supported", "export the model's checkpoint instead")
     yarn = {
@@ -197,8 +190,9 @@ def _llama3(metadata: GgufMetadata, name: str, base: float, dim: int, factors: R
     """
     factor = float(factors.max())
     original = metadata.count(f"{name}.rope.scaling.original_context_length", 1) or _LLAMA3[2]
-    candidates = [(*_LLAMA3[:2], _LLAMA3[2]), (*_LLAMA3[:2], original)]
-    turns = original * _frequencies(base, dim) / (2 * math.pi)
+    candidates = [_LLAMA3, (*_LLAMA3[:2], original)]
+    per_position = base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim) / (2 * math.pi)
+    turns = original * per_position
     unchanged = (factor / factors.astype(np.float64) - 1) / max(factor - 1, 1e-9)
     ramp = np.flatnonzero((unchanged > 1e-3) & (unchanged < 1 - 1e-3))
     if len(ramp) >= 2:
@@ -207,7 +201,8 @@ def _llama3(metadata: GgufMetadata, name: str, base: float, dim: int, factors: R
         low = turns[first] - unchanged[first] / slope
         candidates.append((float(low), float(low + 1 / slope), original))
     for low, high, positions in candidates:
-        if 0 < low < high and np.allclose(_divisors(base, dim, factor, low, high, positions), factors, _TOLERANCE, 0):
+        kept = np.clip((positions * per_position - low) / (high - low), 0, 1)
+        if 0 < low < high and np.allclose(1 / ((1 - kept) / factor + kept), factors, _TOLERANCE, 0):
             return {
                 "rope_type": "llama3",
                 "factor": factor,
@@ -218,13 +213,3 @@ def _llama3(metadata: GgufMetadata, name: str, base: float, dim: int, factors: R
     raise metadata.wrong(
         f"{ROPE_FACTORS} does not hold the divisors of Llama 3's rope scaling", "export the model's checkpoint instead"
     )
-
-
-def _divisors(base: float, dim: int, factor: float, low: float, high: float, original: int) -> npt.NDArray[np.float64]:
-    turns = original * _frequencies(base, dim) / (2 * math.pi)
-    unchanged = np.clip((turns - low) / (high - low), 0, 1)
-    return np.asarray(1 / ((1 - unchanged) / factor + unchanged))
-
-
-def _frequencies(base: float, dim: int) -> npt.NDArray[np.float64]:
-    return np.asarray(base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, TypeVar
@@ -28,7 +28,6 @@ Value = Scalar | list[Scalar]
 AGAIN: Final = "download the file again"
 
 _MAGIC: Final = b"GGUF"
-_VERSIONS: Final = (2, 3)
 _STRING: Final = 8
 _ARRAY: Final = 9
 _BOOLEAN: Final = 7
@@ -49,7 +48,7 @@ _DEFAULT_ALIGNMENT: Final = 32
 _MAX_ALIGNMENT: Final = 1 << 20
 _MAX_COUNT: Final = (1 << 31) - 1
 _MAX_NUMBER: Final = 1e30
-_Item = TypeVar("_Item", str, float, int)
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -106,11 +105,7 @@ class _HeaderParser:
         self._size = os.fstat(file.fileno()).st_size
 
     def read(self) -> GgufHeader:
-        version = self._magic_and_version()
-        if version not in _VERSIONS:
-            raise CheckpointError(
-                f"{self._path} has GGUF version {version}", "supported are 2 and 3: convert the model again"
-            )
+        self._require_version()
         tensor_count, key_count = self._count(_MAX_ENTRIES, "the tensors"), self._count(_MAX_ENTRIES, "the keys")
         metadata: dict[str, Value] = {}
         for _ in range(key_count):
@@ -125,7 +120,7 @@ class _HeaderParser:
         start = -(-self._file.tell() // alignment) * alignment
         return GgufHeader(self._path, metadata, self._stored_tensors(entries, start, alignment))
 
-    def _magic_and_version(self) -> int:
+    def _require_version(self) -> None:
         start = self._file.read(8)
         if len(start) < 8 or start[:4] != _MAGIC:
             raise CheckpointError(f"{self._path} is truncated or not a GGUF file", AGAIN)
@@ -134,7 +129,10 @@ class _HeaderParser:
             raise CheckpointError(
                 f"{self._path} is a big-endian GGUF file", "get the little-endian one, or convert the model again"
             )
-        return version
+        if version not in (2, 3):
+            raise CheckpointError(
+                f"{self._path} has GGUF version {version}", "supported are 2 and 3: convert the model again"
+            )
 
     def _value(self, key: str) -> Value:
         value_type = self._integer("<I")
@@ -204,10 +202,8 @@ class _HeaderParser:
         return int(value)
 
     def _bytes(self, count: int) -> bytes:
-        if self._file.tell() + count > min(self._size, _MAX_HEADER_BYTES):
-            raise _DamagedError("the header is cut off")
-        raw = self._file.read(count)
-        if len(raw) != count:
+        ends_inside = self._file.tell() + count <= min(self._size, _MAX_HEADER_BYTES)
+        if not ends_inside or len(raw := self._file.read(count)) != count:
             raise _DamagedError("the header is cut off")
         return raw
 
@@ -222,6 +218,13 @@ class GgufMetadata:
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
+    def required(self, read: Callable[[str], _Item | None], key: str) -> _Item:
+        """What `read`, one of the methods below, returns for a required key."""
+        value = read(key)
+        if value is None:
+            raise self.missing(key)
+        return value
+
     def count(self, key: str, minimum: int = 0) -> int | None:
         """An integer of at least `minimum`; a list that repeats one number counts as that number."""
         value = self._values.get(key)
@@ -233,10 +236,7 @@ class GgufMetadata:
 
     def required_count(self, key: str, minimum: int = 1) -> int:
         """An integer of at least `minimum` that is required."""
-        value = self.count(key, minimum)
-        if value is None:
-            raise self.missing(key)
-        return value
+        return self.required(lambda each: self.count(each, minimum), key)
 
     def number(self, key: str) -> float | None:
         """A real number; a float32 is read as the shortest decimal that rounds to it (1e-05, not 9.99e-06)."""
@@ -257,17 +257,11 @@ class GgufMetadata:
 
     def flag(self, key: str) -> bool | None:
         """A boolean."""
-        value = self._values.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise self.wrong(f"{key} is {shown(value)}", "it must be true or false")
-        return value
+        return self._of_kind(key, bool, "true or false")
 
     def text(self, key: str) -> str | None:
         """A string."""
-        value = self._values.get(key)
-        if value is not None and not isinstance(value, str):
-            raise self.wrong(f"{key} is {shown(value)}", "it must be text")
-        return value
+        return self._of_kind(key, str, "text")
 
     def texts(self, key: str) -> list[str] | None:
         """A list of strings."""
@@ -294,13 +288,14 @@ class GgufMetadata:
         """The error for an unusable value."""
         return CheckpointError(f"{self.path}: {what}", hint)
 
-    def _list(self, key: str, kind: type[_Item]) -> list[_Item] | None:
+    def _of_kind(self, key: str, kind: type[_Item], expected: str) -> _Item | None:
         value = self._values.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, list):
-            raise self.wrong(f"{key} is {shown(value)}", "it must be a list")
-        items = [item for item in value if type(item) is kind]
-        if len(items) != len(value):
-            raise self.wrong(f"{key} is {shown(value)}", f"it must be a list of {kind.__name__}")
-        return items
+        if value is None or isinstance(value, kind):
+            return value
+        raise self.wrong(f"{key} is {shown(value)}", f"it must be {expected}")
+
+    def _list(self, key: str, kind: type[_Item]) -> list[_Item] | None:
+        value = self._of_kind(key, list, "a list")
+        if value is None or all(type(item) is kind for item in value):
+            return value
+        raise self.wrong(f"{key} is {shown(value)}", f"it must be a list of {kind.__name__}")

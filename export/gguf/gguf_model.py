@@ -11,18 +11,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from ...errors import CheckpointError, InputError
 from ...models.manifest import WeightFormat
 from ..checkpoint.layout import EMBEDDING, HEAD
-from ..checkpoint.source import Float32Array, ModelSource, QuantizedRows, RowRange, UInt8Array, in_order
+from ..checkpoint.source import (
+    Float32Array,
+    ModelSource,
+    QuantizedRows,
+    RowRange,
+    UInt8Array,
+    read_bytes,
+    require_finite,
+)
 from .config_json import ROPE_FACTORS, architecture, config_settings
 from .gguf_header import AGAIN, GgufHeader, GgufMetadata, StoredTensor, read_gguf_header
 from .gguf_tokenizer import GgufTokenizer
 from .tensor_types import TENSOR_TYPES, TensorType, requantize_rows, type_name
 
-_CHUNK_WEIGHTS: Final = 1 << 20
 _PART: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 _OUTER_TENSORS: Final = {
     "token_embd.weight": EMBEDDING,
@@ -69,8 +74,8 @@ def open_gguf(path: Path) -> Iterator[ModelSource]:
         yield model
 
 
-class GgufModel:
-    """The tensors of a GGUF file by their Hugging Face names; see `ModelSource`."""
+class GgufModel(ModelSource):
+    """The tensors of a GGUF file by their Hugging Face names."""
 
     def __init__(self, header: GgufHeader, folder: Path) -> None:
         """Map tensor names and settings, without reading weights.
@@ -123,7 +128,7 @@ class GgufModel:
             (self.folder / "chat_template.jinja").write_text(template, encoding="utf-8", newline="")
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
-        """See `ModelSource.require`."""
+        """Check that a tensor exists with that shape, and that the file is long enough for it."""
         tensor = self._find(name)
         if tensor.shape != shape:
             raise CheckpointError(
@@ -133,47 +138,33 @@ class GgufModel:
         self._type_of(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See `ModelSource.shape`."""
+        """The shape of a tensor."""
         return self._find(name).shape
 
     def read(self, name: str) -> Float32Array:
-        """See `ModelSource.read`."""
+        """Read a whole tensor as float32."""
         shape = self._find(name).shape
         return self.read_rows(RowRange(name, 0, _as_matrix(shape)[0])).reshape(shape)
 
     def read_rows(self, rows: RowRange) -> Float32Array:
-        """See `ModelSource.read_rows`."""
+        """Read rows of a matrix, or of a vector as a matrix of one column, as float32."""
         weights = self._type_of(rows.name).decode(self._raw_rows(rows))
-        self._require_finite(rows.name, weights)
-        return weights
-
-    def row_ranges(self, name: str) -> Iterator[RowRange]:
-        """See `ModelSource.row_ranges`."""
-        rows, columns = self._find(name).shape
-        step = max(1, _CHUNK_WEIGHTS // columns)
-        for start in range(0, rows, step):
-            yield RowRange(name, start, min(start + step, rows))
-
-    def chunks(self, name: str) -> Iterator[Float32Array]:
-        """See `ModelSource.chunks`."""
-        return in_order(self.read_rows, self.row_ranges(name))
+        return require_finite(self._gguf_names[rows.name], weights, AGAIN)
 
     def quantized(self, rows: RowRange, weight_format: WeightFormat) -> QuantizedRows:
-        """The codes of the file where it has them in that format, else quantized anew; see `ModelSource.quantized`."""
-        raw = self._raw_rows(rows)
-        tensor_type = self._type_of(rows.name)
+        """The codes of the file where it has them in that format, else the rows quantized anew."""
+        tensor_type, name, raw = self._type_of(rows.name), self._gguf_names[rows.name], self._raw_rows(rows)
         stored = tensor_type.codes(raw, weight_format)
         if stored is None:
-            weights = tensor_type.decode(raw)
-            self._require_finite(rows.name, weights)
+            weights = require_finite(name, tensor_type.decode(raw), AGAIN)
             return QuantizedRows(*requantize_rows(weights, weight_format))
-        self._require_finite(rows.name, stored.scales)
+        require_finite(name, stored.scales, AGAIN)
         if stored.offsets is not None:
-            self._require_finite(rows.name, stored.offsets)
+            require_finite(name, stored.offsets, AGAIN)
         return stored
 
     def stored_format(self, name: str) -> WeightFormat:
-        """See `ModelSource.stored_format`."""
+        """The format that is nearest to the tensor's type."""
         return self._type_of(name).nearest_format
 
     def _raw_rows(self, rows: RowRange) -> UInt8Array:
@@ -202,15 +193,8 @@ class GgufModel:
         tensor = self._find(rows.name)
         size = self._type_of(rows.name).row_bytes(_as_matrix(tensor.shape)[1])
         count = (rows.stop - rows.start) * size
-        try:
-            with tensor.file.open("rb", buffering=0) as file:
-                file.seek(tensor.offset + rows.start * size)
-                raw = np.fromfile(file, dtype=np.uint8, count=count)
-        except OSError as error:
-            raise CheckpointError(f"{tensor.file} cannot be read: {error.strerror or error}", AGAIN) from error
-        if raw.size != count:
-            raise CheckpointError(f"{tensor.file} ended inside {self._gguf_names[rows.name]}", AGAIN)
-        return raw.reshape(-1, size)
+        name = self._gguf_names[rows.name]
+        return read_bytes(tensor.file, tensor.offset + rows.start * size, count, name, AGAIN).reshape(-1, size)
 
     def _type_of(self, name: str) -> TensorType:
         """Return the type of a tensor, after checking that the file is long enough for it."""
@@ -237,10 +221,6 @@ class GgufModel:
         if tensor is None:
             raise CheckpointError(f"{self._path} lacks the tensor {name}", "the file is incomplete: " + AGAIN)
         return tensor
-
-    def _require_finite(self, name: str, values: Float32Array) -> None:
-        if not np.isfinite(values).all():
-            raise CheckpointError(f"{self._gguf_names[name]} holds NaN or infinite weights", AGAIN)
 
     def _write(self, name: str, data: Mapping[str, Any]) -> None:
         text = json.dumps(data, indent=2, ensure_ascii=False)

@@ -50,18 +50,6 @@ class PreTokenizer:
     adds_bos: bool = False
     """Whether a beginning-of-text token is added unless the file says otherwise."""
 
-    def normalizer(self) -> Mapping[str, Any] | None:
-        """Return the `normalizer` of tokenizer.json."""
-        return {"type": "NFC"} if self.nfc else None
-
-    def pre_tokenizer(self) -> Mapping[str, Any]:
-        """Return the `pre_tokenizer` of tokenizer.json."""
-        splits = [
-            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-            for pattern in self.patterns
-        ]
-        return {"type": "Sequence", "pretokenizers": [*splits, BYTE_LEVEL]}
-
 
 BYTE_LEVEL: Final = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
 
@@ -91,7 +79,6 @@ class TokenType(IntEnum):
     CONTROL = 3
     USER_DEFINED = 4
     UNUSED = 5
-    BYTE = 6
 
 
 class GgufTokenizer:
@@ -104,7 +91,7 @@ class GgufTokenizer:
             CheckpointError: keys are missing or contradict each other, or the kind of tokenizer is unknown.
         """
         self._metadata = metadata
-        self._model = self._required_text("tokenizer.ggml.model")
+        self._model = metadata.required(metadata.text, "tokenizer.ggml.model")
         if self._model not in ("gpt2", "llama"):
             raise metadata.wrong(
                 f"the tokenizer {self._model[:40]!r} is not supported", "supported are gpt2 (byte-level) and llama"
@@ -121,7 +108,15 @@ class GgufTokenizer:
         self._types = metadata.counts("tokenizer.ggml.token_type") or [TokenType.NORMAL] * len(tokens)
         self._require_as_long("tokenizer.ggml.token_type", self._types)
         self._ids = self._unique_ids()
-        self._pre_tokenizer = self._find_pre_tokenizer() if self._model == "gpt2" else None
+        self._pre_tokenizer: PreTokenizer | None = None
+        if self._model == "gpt2":
+            name = metadata.required(metadata.text, "tokenizer.ggml.pre")
+            if name not in PRE_TOKENIZERS:
+                raise metadata.wrong(
+                    f"tokenizer.ggml.pre {name[:40]!r} is not supported",
+                    f"supported are {', '.join(sorted(PRE_TOKENIZERS))}",
+                )
+            self._pre_tokenizer = PRE_TOKENIZERS[name]
 
     def tokenizer_json(self) -> str:
         """Return the text of tokenizer.json.
@@ -130,16 +125,8 @@ class GgufTokenizer:
             CheckpointError: the merges or scores do not fit the tokens.
         """
         pipeline = self._byte_level(self._pre_tokenizer) if self._pre_tokenizer else self._sentence_piece()
-        text = json.dumps(
-            {
-                "version": "1.0",
-                "truncation": None,
-                "padding": None,
-                "added_tokens": self._added_tokens(),
-                **pipeline,
-            },
-            ensure_ascii=False,
-        )
+        settings = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": self._added_tokens()}
+        text = json.dumps(settings | pipeline, ensure_ascii=False)
         with failures_as(
             lambda why: self._metadata.wrong(f"the tokenizer is damaged: {why}", "download the file again")
         ):
@@ -148,8 +135,8 @@ class GgufTokenizer:
 
     def tokenizer_config(self) -> dict[str, Any]:
         """Return the settings of tokenizer_config.json, without the chat template."""
-        named = {"bos_token": self._bos(), "eos_token": self._eos()}
-        named |= {"unk_token": self._token_id("unknown"), "pad_token": self._token_id("padding")}
+        named = {"bos_token": self._bos(), "eos_token": self._eos(), "unk_token": self._token_id("unknown")}
+        named["pad_token"] = self._token_id("padding")
         return {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **{name: self._tokens[token] for name, token in named.items() if token is not None},
@@ -171,20 +158,21 @@ class GgufTokenizer:
         return {name: value for name, value in ids.items() if value is not None}
 
     def _byte_level(self, pre_tokenizer: PreTokenizer) -> dict[str, Any]:
-        merges = self._metadata.texts("tokenizer.ggml.merges")
-        if merges is None:
-            raise self._metadata.missing("tokenizer.ggml.merges")
         pairs = []
-        for merge in merges:
+        for merge in self._metadata.required(self._metadata.texts, "tokenizer.ggml.merges"):
             cut = merge.find(" ", 1)  # a space at the start would be a token of its own
             if cut < 1:
                 raise self._metadata.wrong(
                     f"tokenizer.ggml.merges holds {shown(merge)}", "each merge must name two tokens"
                 )
             pairs.append([merge[:cut], merge[cut + 1 :]])
+        splits = [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+            for pattern in pre_tokenizer.patterns
+        ]
         return {
-            "normalizer": pre_tokenizer.normalizer(),
-            "pre_tokenizer": pre_tokenizer.pre_tokenizer(),
+            "normalizer": {"type": "NFC"} if pre_tokenizer.nfc else None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, BYTE_LEVEL]},
             "post_processor": self._post_processor(BYTE_LEVEL),
             "decoder": BYTE_LEVEL,
             "model": {"type": "BPE", "ignore_merges": pre_tokenizer.ignore_merges, "vocab": self._ids, "merges": pairs},
@@ -214,9 +202,7 @@ class GgufTokenizer:
 
     def _merges_by_score(self) -> list[tuple[str, str]]:
         """Return every way to merge two tokens into one, the tokens with higher scores first."""
-        scores = self._metadata.numbers("tokenizer.ggml.scores")
-        if scores is None:
-            raise self._metadata.missing("tokenizer.ggml.scores")
+        scores = self._metadata.required(self._metadata.numbers, "tokenizer.ggml.scores")
         self._require_as_long("tokenizer.ggml.scores", scores)
         candidates = {text: token for text, token in self._ids.items() if self._types[token] == TokenType.NORMAL}
         merges = []
@@ -239,9 +225,11 @@ class GgufTokenizer:
         def around(sequences: Sequence[str]) -> list[Mapping[str, Any]]:
             parts: list[Mapping[str, Any]] = []
             for type_id, sequence in enumerate(sequences):
-                parts += [_special_part(self._tokens[bos], type_id)] if bos is not None else []
-                parts.append({"Sequence": {"id": sequence, "type_id": type_id}})
-                parts += [_special_part(self._tokens[eos], type_id)] if eos is not None else []
+                before, after = (
+                    [] if token is None else [{"SpecialToken": {"id": self._tokens[token], "type_id": type_id}}]
+                    for token in (bos, eos)
+                )
+                parts += [*before, {"Sequence": {"id": sequence, "type_id": type_id}}, *after]
             return parts
 
         return {
@@ -267,9 +255,7 @@ class GgufTokenizer:
 
     def _adds_bos(self) -> bool:
         flag = self._metadata.flag("tokenizer.ggml.add_bos_token")
-        if flag is None:
-            return self._pre_tokenizer is None or self._pre_tokenizer.adds_bos
-        return flag
+        return (self._pre_tokenizer is None or self._pre_tokenizer.adds_bos) if flag is None else flag
 
     def _adds_eos(self) -> bool:
         return self._metadata.flag("tokenizer.ggml.add_eos_token") is True
@@ -304,27 +290,8 @@ class GgufTokenizer:
             ids[text] = token
         return ids
 
-    def _find_pre_tokenizer(self) -> PreTokenizer:
-        name = self._required_text("tokenizer.ggml.pre")
-        if name not in PRE_TOKENIZERS:
-            raise self._metadata.wrong(
-                f"tokenizer.ggml.pre {name[:40]!r} is not supported",
-                f"supported are {', '.join(sorted(PRE_TOKENIZERS))}",
-            )
-        return PRE_TOKENIZERS[name]
-
-    def _required_text(self, key: str) -> str:
-        text = self._metadata.text(key)
-        if text is None:
-            raise self._metadata.missing(key)
-        return text
-
     def _require_as_long(self, key: str, values: Sequence[object]) -> None:
         if len(values) != len(self._tokens):
             raise self._metadata.wrong(
                 f"{key} has {len(values)} entries for {len(self._tokens)} tokens", "download the file again"
             )
-
-
-def _special_part(text: str, type_id: int) -> Mapping[str, Any]:
-    return {"SpecialToken": {"id": text, "type_id": type_id}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import numpy as np
 from onnx import TensorProto
 
 from ..architectures.family import HeadNorm
@@ -45,11 +46,14 @@ class Attention:
         settings = config.attention[index]
         shape = settings.shape
         table = None if settings.rope is None else self._tables[settings.rope, settings.rotated_channels]
-        inside = table if _rotates_inside(settings) else None
+        channels = (shape.head_dim, settings.rotated_channels)
+        inside = None if any(each % _ROTARY_MULTIPLE for each in channels) else table
         query, key, value, gate = nodes.linear(layer.qkv, normed), "", "", ""
         if settings.owner is not None:
             # Without new keys and values, the operator reads those that the owner's operator has just completed.
-            key = value = self._no_slots(settings.kv_width)
+            key = value = nodes.constant(
+                f"no_slots.{settings.kv_width}", np.zeros((1, 0, settings.kv_width), np.float32)
+            )
         elif settings.keys_as_values:
             query, key = nodes.split(query, [f"{name}.query", f"{name}.key"], self._widths(settings, 2))
             value = key
@@ -76,21 +80,18 @@ class Attention:
         if settings.owner is not None:
             cache = [inputs_outputs.present_key(settings.owner), inputs_outputs.present_value(settings.owner)]
             present = []  # an output would be a copy of the cache
+        sinks = [] if layer.sinks is None else [nodes.weights.vector(f"{name}.sinks", [layer.sinks])]
+        scores = {"scale": config.attention_scale, "softcap": config.attention_softcap}
         nodes.add_multi_output(
             "GroupQueryAttention",
-            [
-                *(query, key, value, *cache),
-                *("seqlens_k", "total_sequence_length"),
-                *(*rotary, bias),
-                *([] if layer.sinks is None else [nodes.weights.vector(f"{name}.sinks", [layer.sinks])]),
-            ],
+            [query, key, value, *cache, "seqlens_k", "total_sequence_length", *rotary, bias, *sinks],
             [attended, *present],
             attended,
             MICROSOFT,
             num_heads=config.heads,
             kv_num_heads=shape.kv_heads,
             do_rotary=int(inside is not None),
-            **self._score_attributes(),
+            **{name: value for name, value in scores.items() if value is not None},
         )
         if not gate:
             return attended
@@ -103,21 +104,10 @@ class Attention:
         both, key, value = nodes.split(both, [f"{name}.query.gate", f"{name}.key", f"{name}.value"], widths)
         apart = nodes.integers("heads.gated", 0, 0, config.heads, 2 * config.head_dim)
         split = nodes.add("Reshape", [both, apart], f"{both}.apart")
-        halves = nodes.split(
-            split,
-            [f"{name}.query.half", f"{name}.output_gate.half"],
-            nodes.integers("heads.halves", config.head_dim, config.head_dim),
-        )
-        together = nodes.integers("heads.together", 0, 0, -1)
-        query, gate = (
-            nodes.add("Reshape", [half, together], f"{name}.{part}")
-            for half, part in zip(halves, ("query", "output_gate"), strict=True)
-        )
+        widths = nodes.integers("heads.halves", config.head_dim, config.head_dim)
+        halves = nodes.split(split, [f"{name}.query.half", f"{name}.output_gate.half"], widths)
+        query, gate = nodes.together(halves[0], f"{name}.query"), nodes.together(halves[1], f"{name}.output_gate")
         return [query, key, value, gate]
-
-    def _no_slots(self, width: int) -> str:
-        """Keys or values of no token, float32 [1, 0, width]."""
-        return self._nodes.zeros(f"no_slots.{width}", 1, 0, width)
 
     def _append_query_scales(self, context: int) -> str | None:
         """Append the factors of the M new tokens' queries, [1, M, 1]; None if all are 1 within the context."""
@@ -126,11 +116,6 @@ class Attention:
             return None
         factors = nodes.weights.constant("query.factors", scaling.table(context))
         return nodes.add("Gather", [factors, "position_ids"], "query.scales", axis=0)
-
-    def _score_attributes(self) -> dict[str, float]:
-        config = self._nodes.config
-        attributes = {"scale": config.attention_scale, "softcap": config.attention_softcap}
-        return {name: value for name, value in attributes.items() if value is not None}
 
     def _widths(self, settings: LayerAttention, parts: int) -> str:
         config = self._nodes.config
@@ -150,25 +135,15 @@ class Attention:
         usual = head_dim == nodes.config.head_dim
         apart = nodes.integers("heads.apart" if usual else f"heads.apart.{head_dim}", 0, 0, -1, head_dim)
         together = nodes.integers("heads.together", 0, 0, -1)
-        split = nodes.add("Reshape", [heads, apart], f"{name}.apart")
-        normed = (
-            nodes.unweighted_norm(split, head_dim, f"{name}.normed")
-            if norm is None
-            else nodes.norm(split, norm, f"{name}.normed")
-        )
+        split, output = nodes.add("Reshape", [heads, apart], f"{name}.apart"), f"{name}.normed"
+        normed = nodes.unweighted_norm(split, head_dim, output) if norm is None else nodes.norm(split, norm, output)
         return nodes.add("Reshape", [normed, together], f"{name}.together")
 
     def _rotate(self, heads: str, count: int, table: tuple[str, str], settings: LayerAttention) -> str:
         whole = settings.rotated_channels == settings.shape.head_dim
         part: dict[str, Any] = {} if whole else {"rotary_embedding_dim": settings.rotated_channels}
-        return self._nodes.add(
-            "RotaryEmbedding",
-            [heads, "position_ids", *table],
-            f"{heads}.rotated",
-            domain=MICROSOFT,
-            num_heads=count,
-            **part,
-        )
+        inputs = [heads, "position_ids", *table]
+        return self._nodes.add("RotaryEmbedding", inputs, f"{heads}.rotated", MICROSOFT, num_heads=count, **part)
 
     def _window_bias(self, window: int) -> str:
         """Append the caller's bias with all tokens masked that are at least `window` positions back, [1, 1, M, T].
@@ -178,9 +153,8 @@ class Attention:
         """
         if window not in self._biases:
             name = f"window.{window}"
-            far = self._nodes.add(
-                "GreaterOrEqual", [self._distances(), self._nodes.integers(f"{name}.width", window)], f"{name}.far"
-            )
+            distances, width = self._distances(), self._nodes.integers(f"{name}.width", window)
+            far = self._nodes.add("GreaterOrEqual", [distances, width], f"{name}.far")
             masked = self._nodes.scalar("window.masked", _MASKED)
             self._biases[window] = self._nodes.add("Where", [far, masked, "attention_bias"], f"{name}.bias")
         return self._biases[window]
@@ -193,7 +167,7 @@ class Attention:
         nodes = self._nodes
         if self._biases:
             return "window.distances"
-        zero, one = nodes.scalar_integer("window.zero", 0), nodes.scalar_integer("window.one", 1)
+        zero, one = (nodes.constant(f"window.{name}", np.array(value)) for name, value in (("zero", 0), ("one", 1)))
         first, last = nodes.integers("window.first", 0), nodes.integers("window.last", -1)
         new = nodes.add("Squeeze", ["position_ids", first], "window.new")
         new_tokens = nodes.add("Size", [new], "window.rows")
@@ -203,8 +177,3 @@ class Attention:
         keys = nodes.add("Concat", [slots, new], "window.keys", axis=0)
         queries = nodes.add("Unsqueeze", [new, last], "window.queries")
         return nodes.add("Sub", [queries, keys], "window.distances")
-
-
-def _rotates_inside(settings: LayerAttention) -> bool:
-    """Whether the attention operator can rotate queries and keys itself."""
-    return settings.shape.head_dim % _ROTARY_MULTIPLE == 0 and settings.rotated_channels % _ROTARY_MULTIPLE == 0

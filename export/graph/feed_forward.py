@@ -46,8 +46,7 @@ def activated(nodes: Nodes, name: str, gate: str) -> str:
     """Append the model's activation function."""
     match nodes.config.activation:
         case Activation.SILU:
-            # QuickGelu computes x * sigmoid(alpha * x), which is SiLU in one node.
-            return nodes.add("QuickGelu", [gate], f"{name}.silu", domain=MICROSOFT, alpha=1.0)
+            return nodes.silu(gate, f"{name}.silu")
         case Activation.GELU_TANH:
             return nodes.add("Gelu", [gate], f"{name}.gelu", approximate="tanh")
 

@@ -15,10 +15,10 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from ...models.manifest import FileDigest, WeightFormat
 from ..checkpoint.layer_weights import FusedLinear
-from ..checkpoint.source import Float32Array, LowRankFactors, ModelSource, RowRange, UInt8Array, in_order
+from ..checkpoint.source import Float32Array, ModelSource, QuantizedRows, RowRange, UInt8Array, in_order, joined_rows
 from ..quantization.codes import OFFSETS, blocks_of, quantize_rows, unpack_zero_points
 
-_INLINE_BELOW: Final = 1024
+INLINE_BELOW: Final = 1024
 """Smaller constants, in bytes, are stored in the .onnx file itself, where shape inference can see them."""
 
 HALF_SCALES: Final = "half_scales"
@@ -27,19 +27,6 @@ _MAPPED_FROM: Final = 1 << 20
 _MAP_ALIGNMENT: Final = 1 << 16
 """Windows maps files at multiples of 64 KiB; pages of other systems divide it."""
 _SMALL_ALIGNMENT: Final = 64
-
-
-class _QuantizationParameters(NamedTuple):
-    """What a quantized matrix has besides its codes."""
-
-    scales: Float32Array
-    """[N, blocks]."""
-    offsets: Float32Array
-    """[N, blocks]; zeros where the format has no offsets."""
-    zero_points: UInt8Array
-    """As in `QuantizedRows`; empty where the format has none."""
-    factors: Sequence[LowRankFactors]
-    """Low-rank corrections of the parts of the matrix, from top to bottom; empty where the format has none."""
 
 
 class StoredMatrix(NamedTuple):
@@ -78,7 +65,7 @@ class Initializers:
 
     def constant(self, name: str, value: npt.NDArray[np.generic]) -> str:
         """Add an array."""
-        if value.nbytes < _INLINE_BELOW:
+        if value.nbytes < INLINE_BELOW:
             self.protos.append(numpy_helper.from_array(value, name))
             return name
         self._begin(name, value.dtype, value.shape)
@@ -132,20 +119,16 @@ class Initializers:
         Returns:
             Names of the initializers of the matrix [N, K], of `down` [rank, K] and of `up` [N, rank].
         """
-        matrix, parameters = self._quantized(linear, weight_format)
-        first = parameters.factors[0]
-        down = self._add_factor(linear, "down", first.down_codes, first.down_scales)
-        codes = np.concatenate([part.up_codes for part in parameters.factors])
-        scales = np.concatenate([part.up_scales for part in parameters.factors])
-        return matrix, down, self._add_factor(linear, "up", codes, scales)
+        matrix, quantized = self._quantized(linear, weight_format)
+        assert quantized.factors is not None  # noqa: S101 -- the format has a rank
+        down_codes, down_scales, up_codes, up_scales = quantized.factors
+        down = self._add_factor(linear, "down", down_codes, down_scales)
+        return matrix, down, self._add_factor(linear, "up", up_codes, up_scales)
 
-    def _quantized(
-        self, linear: FusedLinear, weight_format: WeightFormat
-    ) -> tuple[StoredMatrix, _QuantizationParameters]:
-        codes, parameters = self._codes(linear, weight_format)
-        zero_points = self._add(linear, "zero_points", parameters.zero_points) if weight_format.zero_points else ""
-        scales = self._add_scales(linear, parameters.scales, weight_format)
-        return StoredMatrix(codes, scales, zero_points), parameters
+    def _quantized(self, linear: FusedLinear, weight_format: WeightFormat) -> tuple[StoredMatrix, QuantizedRows]:
+        codes, quantized = self._codes(linear, weight_format)
+        points = "" if quantized.zero_points is None else self._add(linear, "zero_points", quantized.zero_points)
+        return StoredMatrix(codes, self._add_scales(linear, quantized.scales, weight_format), points), quantized
 
     def _add_factor(self, linear: FusedLinear, name: str, codes: UInt8Array, scales: Float32Array) -> StoredMatrix:
         stored = self._add(linear, f"{name}_codes", codes)
@@ -166,14 +149,17 @@ class Initializers:
             points of that shape, uint8. Then names for the MatMulNBits of the head, which share the bytes of codes and
             scales; zero points are stored once more, packed.
         """
-        codes, parameters = self._codes(linear, weight_format)
-        scales = self._add_scales(linear, parameters.scales[..., None], weight_format)
-        zero_points = packed = ""
-        if weight_format.zero_points:
-            unpacked = unpack_zero_points(parameters.zero_points, parameters.scales.shape[1], weight_format.bits)
+        codes, quantized = self._codes(linear, weight_format)
+        blocks = quantized.scales.shape
+        scales = self._add_scales(linear, quantized.scales[..., None], weight_format)
+        zero_points = packed = flat = ""
+        if quantized.zero_points is not None:
+            unpacked = unpack_zero_points(quantized.zero_points, blocks[1], weight_format.bits)
             zero_points = self._add(linear, "gathered_zero_points", unpacked[..., None])
-            packed = self._add(linear, "zero_points", parameters.zero_points) if head else ""
-        flat = self._reshaped_scales(linear, head, parameters.scales.shape, weight_format) if head else ""
+            packed = self._add(linear, "zero_points", quantized.zero_points) if head else ""
+        if head:
+            kind = HALF_SCALES if weight_format.half_scales else "scales"
+            flat = self._as_float32(self._reshaped(f"{linear.name}.{kind}", f"{head}.{kind}", blocks))
         return StoredMatrix(codes, scales, zero_points), StoredMatrix(codes, flat, packed)
 
     def quantized_with_offsets(self, linear: FusedLinear, weight_format: WeightFormat) -> tuple[str, str, str, str]:
@@ -183,43 +169,27 @@ class Initializers:
             Names of codes and scales as in `quantized`, and of codes and scales of the offsets [N, blocks] in the
             format `OFFSETS`.
         """
-        codes, parameters = self._codes(linear, weight_format)
-        rounded, offset_scales = quantize_rows(parameters.offsets, OFFSETS)
-        self._begin(f"{linear.name}.offset_codes", rounded.dtype, rounded.shape, linear)
-        self._data.append(rounded)
-        return (
-            codes,
-            self._add(linear, "scales", parameters.scales),
-            f"{linear.name}.offset_codes",
-            self._add(linear, "offset_scales", offset_scales),
-        )
+        codes, quantized = self._codes(linear, weight_format)
+        assert quantized.offsets is not None  # noqa: S101 -- the format has offsets
+        rounded, offset_scales = quantize_rows(quantized.offsets, OFFSETS)
+        offset_codes = self._add(linear, "offset_codes", rounded)
+        scales = self._add(linear, "scales", quantized.scales)
+        return codes, scales, offset_codes, self._add(linear, "offset_scales", offset_scales)
 
-    def _codes(self, linear: FusedLinear, weight_format: WeightFormat) -> tuple[str, _QuantizationParameters]:
-        """Add the codes of a linear; returns their name and the other quantization parameters."""
+    def _codes(self, linear: FusedLinear, weight_format: WeightFormat) -> tuple[str, QuantizedRows]:
+        """Add the codes of a linear; returns their name, and all that a quantized matrix has besides."""
         rows, columns = linear.shape
         name = f"{linear.name}.codes"
-        self._begin(
-            name,
-            np.dtype(np.uint8),
-            (rows, blocks_of(columns, weight_format), weight_format.block * weight_format.bits // 8),
-            linear,
-        )
-        scales: list[Float32Array] = []
-        offsets: list[Float32Array] = []
-        zero_points: list[UInt8Array] = []
-        factors: list[LowRankFactors] = []
+        block_bytes = weight_format.block * weight_format.bits // 8
+        self._begin(name, np.dtype(np.uint8), (rows, blocks_of(columns, weight_format), block_bytes), linear)
+        parts = []
         row_ranges = chain.from_iterable(self._checkpoint.row_ranges(source) for source in linear.weights)
         for part in in_order(lambda rows: self._checkpoint.quantized(rows, weight_format), row_ranges):
             self._data.append(part.packed)
-            scales.append(part.scales)
-            offsets.append(np.zeros_like(part.scales) if part.offsets is None else part.offsets)
-            if part.zero_points is not None:
-                zero_points.append(part.zero_points)
-            if part.factors is not None:
-                factors.append(part.factors)
+            offsets = np.zeros_like(part.scales) if part.offsets is None and weight_format.offsets else part.offsets
+            parts.append(part._replace(packed=np.empty(0, np.uint8), offsets=offsets))
             self._report_weights(len(part.packed) * columns)
-        all_points = np.concatenate(zero_points) if zero_points else np.empty((0, 0), np.uint8)
-        return name, _QuantizationParameters(np.concatenate(scales), np.concatenate(offsets), all_points, factors)
+        return name, joined_rows(parts)
 
     def _add(self, linear: FusedLinear, kind: str, value: Float32Array | npt.NDArray[np.float16] | UInt8Array) -> str:
         """Add an array that belongs to a linear."""
@@ -232,20 +202,13 @@ class Initializers:
         """Add the scales of a linear, in float16 if the format says so; returns the name of the float32 scales."""
         if not weight_format.half_scales:
             return self._add(linear, "scales", scales)
-        stored = self._add(linear, HALF_SCALES, scales.astype(np.float16))
-        return self._converted(stored, f"{linear.name}.scales")
+        return self._as_float32(self._add(linear, HALF_SCALES, scales.astype(np.float16)))
 
-    def _reshaped_scales(
-        self, linear: FusedLinear, alias: str, shape: Sequence[int], weight_format: WeightFormat
-    ) -> str:
-        """Add the scales of another linear that share the bytes of this one's; returns the name of float32 scales."""
-        if not weight_format.half_scales:
-            return self._reshaped(f"{linear.name}.scales", f"{alias}.scales", shape)
-        stored = self._reshaped(f"{linear.name}.{HALF_SCALES}", f"{alias}.{HALF_SCALES}", shape)
-        return self._converted(stored, f"{alias}.scales")
-
-    def _converted(self, stored: str, name: str) -> str:
-        self.conversions.append(helper.make_node("Cast", [stored], [name], name=name, to=TensorProto.FLOAT))
+    def _as_float32(self, stored: str) -> str:
+        """The name of scales in float32, for the name of those that are stored."""
+        name = stored.replace(HALF_SCALES, "scales")
+        if name != stored:
+            self.conversions.append(helper.make_node("Cast", [stored], [name], name=name, to=TensorProto.FLOAT))
         return name
 
     def experts(self, linear: FusedLinear, weight_format: WeightFormat) -> tuple[str, str]:
@@ -265,7 +228,7 @@ class Initializers:
                 self._data.append(weights)
                 self._report_weights(weights.size)
             return name, ""
-        codes, scales = f"{linear.name}.codes", f"{linear.name}.scales"
+        codes = f"{linear.name}.codes"
         self._begin(codes, np.dtype(np.uint8), (*stacked, columns * weight_format.bits // 8), linear)
         all_scales = []
         quantized = in_order(
@@ -277,9 +240,7 @@ class Initializers:
             self._data.append(packed)
             all_scales.append(_alternating([part.scales for part in parts]))
             self._report_weights(len(packed) * columns)
-        self._begin(scales, np.dtype(np.float32), (*stacked, columns // weight_format.block), linear)
-        self._data.append(np.concatenate(all_scales))
-        return codes, scales
+        return codes, self._add(linear, "scales", np.concatenate(all_scales).reshape(*stacked, -1))
 
     def _expert_rows(self, linear: FusedLinear) -> Iterator[tuple[RowRange, ...]]:
         """Yield the row ranges of the stack in order; the rows of one tuple alternate."""
@@ -301,20 +262,25 @@ class Initializers:
     def _begin(
         self, name: str, dtype: np.dtype[np.generic], shape: Sequence[int], linear: FusedLinear | None = None
     ) -> None:
-        length = int(np.prod(shape)) * dtype.itemsize
         if linear is not None:
-            self.linear_bits[linear.name] = self.linear_bits.get(linear.name, 0) + 8 * length
-        proto = TensorProto(name=name, dims=shape, data_location=TensorProto.EXTERNAL)
-        proto.data_type = helper.np_dtype_to_tensor_dtype(dtype)
-        offset = self._data.start(length)
-        for key, value in (("location", self._data.name), ("offset", offset), ("length", length)):
-            proto.external_data.add(key=key, value=str(value))
-        self.protos.append(proto)
+            bits = 8 * int(np.prod(shape)) * dtype.itemsize
+            self.linear_bits[linear.name] = self.linear_bits.get(linear.name, 0) + bits
+        self.protos.append(self._data.begin(name, dtype, shape))
 
 
 def _alternating(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     """Interleave the rows of several arrays: the first row of each, then the second of each, and so on."""
     return np.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])
+
+
+def external_tensor(
+    name: str, element_type: int, shape: Sequence[int], location: str, offset: int, length: int
+) -> TensorProto:
+    """An initializer whose bytes are in another file."""
+    proto = TensorProto(name=name, dims=shape, data_type=element_type, data_location=TensorProto.EXTERNAL)
+    for key, value in (("location", location), ("offset", offset), ("length", length)):
+        proto.external_data.add(key=key, value=str(value))
+    return proto
 
 
 class WeightFile:
@@ -339,6 +305,12 @@ class WeightFile:
         alignment = _MAP_ALIGNMENT if length >= _MAPPED_FROM else _SMALL_ALIGNMENT
         self._write(memoryview(bytes(-self._size % alignment)))
         return self._size
+
+    def begin(self, name: str, dtype: np.dtype[Any], shape: Sequence[int]) -> TensorProto:
+        """Return the initializer of a tensor whose bytes are appended next."""
+        length = int(np.prod(shape)) * dtype.itemsize
+        element_type = helper.np_dtype_to_tensor_dtype(dtype)
+        return external_tensor(name, element_type, shape, self.name, self.start(length), length)
 
     def append(self, part: npt.NDArray[np.generic]) -> None:
         """Write the next bytes of the current tensor."""

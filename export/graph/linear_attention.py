@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 
 from ...runtime.kv.state_buffers import UPDATED_WIDTH
-from ..architectures.state_layers import DeltaNetConfig, Mamba2Config
+from ..architectures.state_layers import DeltaNetConfig
 from ..checkpoint.layer_weights import ConvolutionWeights, DeltaNetWeights, Layer, Mamba2Weights, StateWeights
 from .inputs_outputs import (
     advanced_recurrent,
@@ -56,8 +56,7 @@ def append_silu_convolution(nodes: Nodes, index: int, name: str, convolution: Co
     inputs = nodes.add("Concat", [past_conv(index), mixed], f"{name}.inputs", axis=1)
     nodes.add("Slice", [inputs, *_last(nodes, UPDATED_WIDTH + convolution.kernel - 1)], present_conv(index))
     total = append_taps(nodes, name, convolution, inputs, mixed)
-    # QuickGelu computes x * sigmoid(alpha * x), which is SiLU in one node.
-    return nodes.add("QuickGelu", [total], f"{name}.convolved", domain=MICROSOFT, alpha=1.0)
+    return nodes.silu(total, f"{name}.convolved")
 
 
 def append_states(nodes: Nodes, index: int, layer: Layer, states: StateWeights, normed: str) -> str:
@@ -198,8 +197,7 @@ def _split_by_key_head(
     heads = nodes.add("Reshape", [value, apart], f"{name}.{kind}.heads")
     parts = [f"{name}.{part}.heads" for part in widths]
     nodes.split(heads, parts, nodes.integers(f"delta.{kind}.widths", *widths.values()))
-    together = nodes.integers("heads.together", 0, 0, -1)
-    return [nodes.add("Reshape", [f"{name}.{part}.heads", together], f"{name}.{part}") for part in widths]
+    return [nodes.together(f"{name}.{part}.heads", f"{name}.{part}") for part in widths]
 
 
 def _append_query_and_key(nodes: Nodes, name: str, config: DeltaNetConfig, query_key: str) -> tuple[str, str]:
@@ -207,20 +205,13 @@ def _append_query_and_key(nodes: Nodes, name: str, config: DeltaNetConfig, query
     apart = nodes.integers("delta.apart", 0, 0, 2 * config.key_heads, config.key_dim)
     heads = nodes.add("Reshape", [query_key, apart], f"{name}.qk.heads")
     # An RMS norm divides by the root of the mean of squares, which is that of their sum / sqrt(channels).
-    length = nodes.vector_constant("delta.length", np.full(config.key_dim, config.key_dim**-0.5, np.float32))
-    normed = nodes.add(
-        "SimplifiedLayerNormalization",
-        [heads, length],
-        f"{name}.qk.normed",
-        axis=-1,
-        epsilon=_NORM_EPSILON / config.key_dim,
-        stash_type=1,
-    )
+    length = nodes.constant("delta.length", np.full(config.key_dim, config.key_dim**-0.5, np.float32))
+    normed = nodes.norm_by(heads, length, f"{name}.qk.normed", _NORM_EPSILON / config.key_dim)
     if config.value_heads != config.key_heads:
         repeated = np.repeat(np.arange(config.key_heads), config.value_heads // config.key_heads)
         order = nodes.integers("delta.repeated", *repeated.tolist(), *(repeated + config.key_heads).tolist())
         normed = nodes.add("Gather", [normed, order], f"{name}.qk.repeated", axis=2)
-    together = nodes.add("Reshape", [normed, nodes.integers("heads.together", 0, 0, -1)], f"{name}.qk.together")
+    together = nodes.together(normed, f"{name}.qk.together")
     width = config.value_heads * config.key_dim
     query, key = nodes.split(together, [f"{name}.query", f"{name}.key"], nodes.integers("delta.qk", width, width))
     return query, key
@@ -247,17 +238,10 @@ def _append_gated_norm(nodes: Nodes, name: str, delta_net: DeltaNetWeights, read
     """Append the RMS norm of every head, times SiLU of the gate."""
     config = delta_net.config
     apart = nodes.integers("delta.values", 0, 0, config.value_heads, config.value_dim)
-    normed = nodes.add(
-        "SimplifiedLayerNormalization",
-        [nodes.add("Reshape", [read, apart], f"{name}.heads"), nodes.weights.vector(f"{name}.norm", [delta_net.norm])],
-        f"{name}.normed",
-        axis=-1,
-        epsilon=nodes.config.norm_epsilon,
-        stash_type=1,
-    )
-    together = nodes.add("Reshape", [normed, nodes.integers("heads.together", 0, 0, -1)], f"{name}.together")
-    activated = nodes.add("QuickGelu", [gate], f"{name}.silu", domain=MICROSOFT, alpha=1.0)
-    return nodes.add("Mul", [together, activated], f"{name}.gated")
+    heads, factors = nodes.add("Reshape", [read, apart], f"{name}.heads"), f"{name}.norm"
+    normed = nodes.norm_by(heads, nodes.weights.vector(factors, [delta_net.norm]), f"{name}.normed")
+    together = nodes.together(normed, f"{name}.together")
+    return nodes.add("Mul", [together, nodes.silu(gate, f"{name}.silu")], f"{name}.gated")
 
 
 def append_mamba(nodes: Nodes, index: int, layer: Layer, mamba: Mamba2Weights, normed: str) -> str:
@@ -274,14 +258,13 @@ def append_mamba(nodes: Nodes, index: int, layer: Layer, mamba: Mamba2Weights, n
     apart = nodes.integers("mamba.apart", 0, 0, config.value_heads, config.value_dim)
     heads = nodes.add("Reshape", [channels, apart], f"{name}.heads")
     steps = nodes.add("Unsqueeze", [step, nodes.integers("mamba.last", -1)], f"{name}.steps")
-    value = _together(nodes, nodes.add("Mul", [heads, steps], f"{name}.values"), f"{name}.value")
+    value = nodes.together(nodes.add("Mul", [heads, steps], f"{name}.values"), f"{name}.value")
     update = {"key": config.key_width, "value": config.value_width, "decay": config.value_heads}
-    recurrence = Recurrence("gated", config.groups, config.value_heads, 1.0, update)
+    recurrence = Recurrence("gated", config.key_heads, config.value_heads, 1.0, update)
     read = append_recurrence(nodes, index, name, recurrence, query, [key, value, decay])
-    factors = nodes.add(
-        "Unsqueeze", [nodes.weights.vector(f"{name}.d", [mamba.skip]), nodes.integers("mamba.last", -1)], f"{name}.ds"
-    )
-    skipped = _together(nodes, nodes.add("Mul", [heads, factors], f"{name}.skips"), f"{name}.skip")
+    skip = nodes.weights.vector(f"{name}.d", [mamba.skip])
+    factors = nodes.add("Unsqueeze", [skip, nodes.integers("mamba.last", -1)], f"{name}.ds")
+    skipped = nodes.together(nodes.add("Mul", [heads, factors], f"{name}.skips"), f"{name}.skip")
     return _append_grouped_norm(nodes, name, mamba, nodes.add("Add", [read, skipped], f"{name}.y"), gate)
 
 
@@ -296,22 +279,11 @@ def _append_step(nodes: Nodes, name: str, mamba: Mamba2Weights, raw: str) -> tup
 
 def _append_grouped_norm(nodes: Nodes, name: str, mamba: Mamba2Weights, read: str, gate: str) -> str:
     """Append the RMS norm, of every group by itself, of the output times SiLU of the gate."""
-    activated = nodes.add("QuickGelu", [gate], f"{name}.silu", domain=MICROSOFT, alpha=1.0)
-    gated = nodes.add("Mul", [read, activated], f"{name}.gated")
-    config, factors = mamba.config, nodes.weights.vector(f"{name}.norm", [mamba.norm])
-    if config.groups == 1:
+    gated = nodes.add("Mul", [read, nodes.silu(gate, f"{name}.silu")], f"{name}.gated")
+    count, factors = mamba.config.key_heads, nodes.weights.vector(f"{name}.norm", [mamba.norm])
+    if count == 1:
         return nodes.norm_by(gated, factors, f"{name}.normed")
-    normed = _append_group_norms(nodes, name, config, gated)
+    width = mamba.config.value_width // count
+    groups = nodes.add("Reshape", [gated, nodes.integers("mamba.groups", 0, 0, count, width)], f"{name}.groups")
+    normed = nodes.together(nodes.unweighted_norm(groups, width, f"{name}.normed"), f"{name}.together")
     return nodes.add("Mul", [normed, factors], f"{name}.scaled")
-
-
-def _append_group_norms(nodes: Nodes, name: str, config: Mamba2Config, gated: str) -> str:
-    width = config.value_width // config.groups
-    apart = nodes.integers("mamba.groups", 0, 0, config.groups, width)
-    groups = nodes.add("Reshape", [gated, apart], f"{name}.groups")
-    return _together(nodes, nodes.unweighted_norm(groups, width, f"{name}.normed"), f"{name}.together")
-
-
-def _together(nodes: Nodes, heads: str, output: str) -> str:
-    """Append the reshaping of [1, M, heads, channels] to [1, M, heads * channels]."""
-    return nodes.add("Reshape", [heads, nodes.integers("heads.together", 0, 0, -1)], output)

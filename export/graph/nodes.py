@@ -51,19 +51,18 @@ class Nodes:
 
     def integers(self, name: str, *values: int) -> str:
         """A small int64 constant, created once per name."""
-        return self._constant(name, np.array(values, np.int64))
-
-    def scalar_integer(self, name: str, value: int) -> str:
-        """An int64 scalar constant, created once per name."""
-        return self._constant(name, np.array(value, np.int64))
+        return self.constant(name, np.array(values, np.int64))
 
     def scalar(self, name: str, value: float) -> str:
         """A float32 scalar constant, created once per name."""
-        return self._constant(name, np.array(value, np.float32))
+        return self.constant(name, np.array(value, np.float32))
 
-    def zeros(self, name: str, *shape: int) -> str:
-        """A float32 constant of zeros, created once per name."""
-        return self._constant(name, np.zeros(shape, np.float32))
+    def constant(self, name: str, value: np.ndarray[Any, np.dtype[Any]]) -> str:
+        """A constant, created once per name."""
+        if name not in self._constants:
+            self._constants.add(name)
+            self.weights.constant(name, value)
+        return name
 
     def split(self, value: str, outputs: list[str], widths: str) -> list[str]:
         """Split the last axis."""
@@ -73,22 +72,30 @@ class Nodes:
         """Append `value * factor`, unless the factor is 1; `constant` names the initializer of the factor."""
         return value if factor == 1 else self.add("Mul", [value, self.scalar(constant, factor)], output)
 
+    def silu(self, value: str, output: str) -> str:
+        """Append SiLU as one node: QuickGelu computes x * sigmoid(alpha * x)."""
+        return self.add("QuickGelu", [value], output, domain=MICROSOFT, alpha=1.0)
+
+    def together(self, heads: str, output: str) -> str:
+        """Append the reshaping of [1, M, heads, channels] to [1, M, heads * channels]."""
+        return self.add("Reshape", [heads, self.integers("heads.together", 0, 0, -1)], output)
+
     def norm(self, value: str, norm: Norm, output: str) -> str:
         """Append an RMS norm over the last axis."""
         return self.norm_by(value, self._norm_weight(norm, output), output)
 
     def unweighted_norm(self, value: str, width: int, output: str) -> str:
         """Append an RMS norm without weights over the last axis, of `width` channels."""
-        return self.norm_by(value, self._constant(f"ones.{width}", np.ones(width, np.float32)), output)
+        return self.norm_by(value, self.constant(f"ones.{width}", np.ones(width, np.float32)), output)
 
-    def norm_by(self, value: str, factors: str, output: str) -> str:
+    def norm_by(self, value: str, factors: str, output: str, epsilon: float | None = None) -> str:
         """Append an RMS norm over the last axis that scales by the initializer `factors`."""
         return self.add(
             "SimplifiedLayerNormalization",
             [value, factors],
             output,
             axis=-1,
-            epsilon=self.config.norm_epsilon,
+            epsilon=self.config.norm_epsilon if epsilon is None else epsilon,
             stash_type=1,
         )
 
@@ -174,13 +181,3 @@ class Nodes:
     def _norm_weight(self, norm: Norm, output: str) -> str:
         # The models compute 1 + weight in float32 too, so computing it here loses nothing.
         return self.weights.vector(f"{output}.weight", [norm.weight], plus=float(self.config.traits.norms_add_one))
-
-    def vector_constant(self, name: str, value: np.ndarray[Any, np.dtype[np.float32]]) -> str:
-        """A float32 vector, created once per name."""
-        return self._constant(name, value)
-
-    def _constant(self, name: str, value: np.ndarray[Any, np.dtype[Any]]) -> str:
-        if name not in self._constants:
-            self._constants.add(name)
-            self.weights.constant(name, value)
-        return name

@@ -13,15 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Frequencies = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """Frequency of each channel pair in radians per position, float64 [dim / 2], and the factor on cosine and sine."""
-
-    frequencies: Frequencies
-    attention_factor: float = 1.0
+Rotation = tuple[npt.NDArray[np.float64], float]
+"""Frequency of each channel pair in radians per position, [dim / 2], and the factor on cosine and sine."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +32,7 @@ class Linear:
         """Return the rotation for `dim` channels and theta `base` in a graph that serves `context` positions."""
         frequencies = _frequencies(base, dim) / self.factor
         frequencies[int(self.share * dim // 2) :] = 0.0
-        return Rotation(frequencies)
+        return frequencies, 1.0
 
 
 @dataclass(frozen=True)
@@ -54,10 +47,10 @@ class Dynamic:
     max_positions: int
 
     def rotation(self, base: float, dim: int, context: int) -> Rotation:
-        """See `Linear.rotation`."""
+        """The rotation at the base for the whole context."""
         length = max(context, self.max_positions)
         growth = self.factor * length / self.max_positions - (self.factor - 1)
-        return Rotation(_frequencies(base * growth ** (dim / (dim - 2)), dim))
+        return _frequencies(base * growth ** (dim / (dim - 2)), dim), 1.0
 
 
 @dataclass(frozen=True)
@@ -70,12 +63,11 @@ class Llama3:
     original_positions: int
 
     def rotation(self, base: float, dim: int, context: int) -> Rotation:  # noqa: ARG002 -- same for every context
-        """See `Linear.rotation`."""
+        """The rotation by stretched frequencies."""
         unscaled = _frequencies(base, dim)
         turns = self.original_positions * unscaled / (2 * math.pi)
-        unchanged = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        unchanged = np.clip(unchanged, 0.0, 1.0)
-        return Rotation(unchanged * unscaled + (1 - unchanged) * unscaled / self.factor)
+        unchanged = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
+        return unchanged * unscaled + (1 - unchanged) * unscaled / self.factor, 1.0
 
 
 @dataclass(frozen=True)
@@ -92,7 +84,7 @@ class Yarn:
     mscale_all_dim: float | None = None
 
     def rotation(self, base: float, dim: int, context: int) -> Rotation:  # noqa: ARG002 -- same for every context
-        """See `Linear.rotation`."""
+        """The rotation by interpolated frequencies."""
         unscaled = _frequencies(base, dim)
         low, high = self._pair_at(self.beta_fast, base, dim), self._pair_at(self.beta_slow, base, dim)
         if self.truncate:
@@ -102,7 +94,7 @@ class Yarn:
             high += 0.001  # avoids a division by zero
         interpolated = np.clip((np.arange(dim // 2) - low) / (high - low), 0.0, 1.0)
         frequencies = unscaled * (1 - interpolated) + unscaled / self.factor * interpolated
-        return Rotation(frequencies, self._attention_factor())
+        return frequencies, self._attention_factor()
 
     def _pair_at(self, turns: float, base: float, dim: int) -> float:
         """Return the (fractional) channel pair that makes that many turns over the original context."""
@@ -130,9 +122,9 @@ class LongRope:
     attention_factor: float
 
     def rotation(self, base: float, dim: int, context: int) -> Rotation:
-        """See `Linear.rotation`."""
+        """The rotation by the list of factors for this context."""
         factors = np.array(self.long if context > self.original_positions else self.short)
-        return Rotation(_frequencies(base, dim) / factors, self.attention_factor)
+        return _frequencies(base, dim) / factors, self.attention_factor
 
 
 RopeScaling = Linear | Dynamic | Llama3 | Yarn | LongRope
@@ -148,10 +140,9 @@ class Rope:
 
     def table(self, dim: int, context: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Compute cosines and sines in float64; returns float32 [context, dim / 2] each."""
-        rotation = self.scaling.rotation(self.base, dim, context)
-        angles = np.arange(context, dtype=np.float64)[:, None] * rotation.frequencies
-        cosines = (np.cos(angles) * rotation.attention_factor).astype(np.float32)
-        return cosines, (np.sin(angles) * rotation.attention_factor).astype(np.float32)
+        frequencies, factor = self.scaling.rotation(self.base, dim, context)
+        angles = np.arange(context, dtype=np.float64)[:, None] * frequencies
+        return (np.cos(angles) * factor).astype(np.float32), (np.sin(angles) * factor).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -171,7 +162,7 @@ class QueryScaling:
         return (1 + self.beta * np.log1p(steps)).astype(np.float32)
 
 
-def _frequencies(base: float, dim: int) -> Frequencies:
+def _frequencies(base: float, dim: int) -> npt.NDArray[np.float64]:
     return np.asarray(base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim))
 
 

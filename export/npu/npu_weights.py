@@ -13,13 +13,11 @@ from onnx import TensorProto, helper, numpy_helper
 from ...errors import ExportError
 from ...models.manifest import WeightFormat
 from ..checkpoint.source import ModelSource
-from ..graph.initializers import HALF_SCALES, WeightFile
+from ..graph.initializers import HALF_SCALES, INLINE_BELOW, WeightFile
 from ..quantization.codes import dequantize_rows, pack_zero_points
 
 Array = npt.NDArray[Any]
 
-_INLINE_BELOW: Final = 1024
-"""Smaller constants, in bytes, are stored in the .onnx files themselves."""
 _ROWS: Final = 4096
 """Rows that are converted at a time."""
 
@@ -103,7 +101,7 @@ class NpuWeights:
         if weight_format.zero_points:
             unpacked = self._array("embedding.gathered_zero_points")[..., 0]
             points = pack_zero_points(np.asarray(unpacked), weight_format.bits)
-        self._begin(name, np.dtype(np.float16), (len(codes), columns))
+        self.protos[name] = self._data.begin(name, np.dtype(np.float16), (len(codes), columns))
         for start in range(0, len(codes), _ROWS):
             rows = slice(start, start + _ROWS)
             part = None if points is None else points[rows]
@@ -118,11 +116,11 @@ class NpuWeights:
         if name in self.protos:
             return name
         dtype = np.dtype(np.float16) if half else value.dtype
-        if value.size * dtype.itemsize < _INLINE_BELOW:
+        if value.size * dtype.itemsize < INLINE_BELOW:
             converted = _half(name, value) if half else value
             self.protos[name] = numpy_helper.from_array(np.ascontiguousarray(converted), name)
             return name
-        self._begin(name, dtype, value.shape)
+        self.protos[name] = self._data.begin(name, dtype, value.shape)
         for start in range(0, len(value), _ROWS):
             rows = value[start : start + _ROWS]
             self._data.append(_half(name, rows) if half else rows)
@@ -143,15 +141,6 @@ class NpuWeights:
         linear, _, kind = name.rpartition(".")
         half = f"{linear}.{HALF_SCALES}"
         return self._stored[half if kind == "scales" and half in self._stored else name]
-
-    def _begin(self, name: str, dtype: np.dtype[Any], shape: Sequence[int]) -> None:
-        length = int(np.prod(shape)) * dtype.itemsize
-        proto = TensorProto(name=name, dims=shape, data_location=TensorProto.EXTERNAL)
-        proto.data_type = helper.np_dtype_to_tensor_dtype(dtype)
-        offset = self._data.start(length)
-        for key, value in (("location", self._data.name), ("offset", offset), ("length", length)):
-            proto.external_data.add(key=key, value=str(value))
-        self.protos[name] = proto
 
 
 def _half(name: str, value: Array) -> npt.NDArray[np.float16]:

@@ -19,15 +19,13 @@ import numpy.typing as npt
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
 from ...errors import BundleError
-from ..graph.initializers import WeightFile
+from ..graph.initializers import INLINE_BELOW, WeightFile, external_tensor
 
 Array = npt.NDArray[Any]
 
 _PIECE: Final = 4 << 20
 _FOUR_BITS: Final[Mapping[int, bool]] = {TensorProto.UINT4: False, TensorProto.INT4: True}
 """Element types with two elements per byte, and whether they are signed."""
-_INLINE_BELOW: Final = 1024
-"""Tensors of fewer bytes stay in the .onnx file itself, where shape inference can see them."""
 _CONSTANT_TYPES: Final = {
     "value_int": "int64",
     "value_ints": "int64",
@@ -185,9 +183,11 @@ type than the graph reads, the node that converts it."""
 def in_place(name: str, tensor: Tensor) -> tuple[TensorProto, NodeProto | None]:
     """Refer to a tensor in its file of the source model, or store its bytes in the model if it is in none."""
     source = tensor.source
-    if tensor.nbytes >= _INLINE_BELOW:
+    if tensor.nbytes >= INLINE_BELOW:
         if isinstance(source, FileRange):
-            return _external(name, tensor, source.location, source.offset), None
+            return external_tensor(
+                name, tensor.element_type, tensor.shape, source.location, source.offset, tensor.nbytes
+            ), None
         if source.widens is not None:
             kept, _ = in_place(f"{name}.stored", source.widens.reshaped(*tensor.shape))
             return kept, helper.make_node("Cast", [kept.name], [name], to=tensor.element_type)
@@ -202,7 +202,7 @@ def to_file(data: WeightFile, on_written: Callable[[int], None] | None = None) -
     offsets: dict[Source, int] = {}
 
     def store(name: str, tensor: Tensor) -> tuple[TensorProto, None]:
-        if tensor.nbytes < _INLINE_BELOW:
+        if tensor.nbytes < INLINE_BELOW:
             return _inline(name, tensor), None
         if tensor.source not in offsets:
             offsets[tensor.source] = data.start(tensor.nbytes)
@@ -210,7 +210,8 @@ def to_file(data: WeightFile, on_written: Callable[[int], None] | None = None) -
                 data.append(piece)
                 if on_written is not None:
                     on_written(piece.nbytes)
-        return _external(name, tensor, data.name, offsets[tensor.source]), None
+        offset = offsets[tensor.source]
+        return external_tensor(name, tensor.element_type, tensor.shape, data.name, offset, tensor.nbytes), None
 
     return store
 
@@ -218,13 +219,6 @@ def to_file(data: WeightFile, on_written: Callable[[int], None] | None = None) -
 def _inline(name: str, tensor: Tensor) -> TensorProto:
     data = np.ascontiguousarray(tensor.source.read()).tobytes()
     return TensorProto(name=name, dims=tensor.shape, data_type=tensor.element_type, raw_data=data)
-
-
-def _external(name: str, tensor: Tensor, location: str, offset: int) -> TensorProto:
-    proto = TensorProto(name=name, dims=tensor.shape, data_type=tensor.element_type, data_location=TensorProto.EXTERNAL)
-    for key, value in (("location", location), ("offset", offset), ("length", tensor.nbytes)):
-        proto.external_data.add(key=key, value=str(value))
-    return proto
 
 
 def _bytes_of(element_type: int, shape: tuple[int, ...], name: str) -> int:
