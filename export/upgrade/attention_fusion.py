@@ -9,14 +9,12 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Final
 
-import numpy as np
-
 from ...errors import BundleError
 from .attention_pattern import Attention, find_attention
 from .editable import MICROSOFT, EditableGraph, Node
 from .plain_operators import fold_shapes, fuse_gelu, fuse_norms
 from .rotary_pattern import RotaryTable, Rotation, find_rotation
-from .subgraph_runner import Dimension, SubgraphRunner
+from .subgraph_runner import SubgraphRunner, channels
 
 _HEAD_MULTIPLE: Final = 8
 """GroupQueryAttention requires a number of channels per head that is a multiple of this."""
@@ -49,14 +47,16 @@ def fuse_operators(graph: EditableGraph, context: int) -> None:
                 f"and fused attention requires a multiple of {_HEAD_MULTIPLE}",
                 "run it as it is",
             )
-    tables: list[RotaryTable] = []
-    rotations: list[Rotation | None] = []
+    tables: dict[RotaryTable, None] = {}
+    rotations = []
     for attention in layers:
-        rotation = find_rotation(runner, attention, context, tables)
-        rotations.append(rotation)
-        if rotation is not None and rotation.table not in tables:
-            tables.append(rotation.table)
-    names = {table: _add_table(graph, table) for table in tables}
+        rotations.append(rotation := find_rotation(runner, attention, context, tables))
+        if rotation is not None:
+            tables[rotation.table] = None
+    names = {
+        table: (graph.add_tensor("rotary.cos", table.cosines), graph.add_tensor("rotary.sin", table.sines))
+        for table in tables
+    }
     for attention, rotation in zip(layers, rotations, strict=True):
         _replace(runner, attention, rotation, names)
     graph.sweep()
@@ -65,19 +65,14 @@ def fuse_operators(graph: EditableGraph, context: int) -> None:
 def pack_heads(graph: EditableGraph) -> None:
     """Give GroupQueryAttention the value that its query, key and value are cut from, if they fill it in this order."""
     for node in graph.nodes_of("GroupQueryAttention"):
-        cuts = [_cut(graph, name) for name in node.inputs[:3]]
-        known = [cut for cut in cuts if cut is not None]
-        if len(known) < 3 or len({source for source, _, _ in known}) != 1:
+        cuts = [cut for name in node.inputs[:3] if (cut := _cut(graph, name)) is not None]
+        if len(cuts) < 3 or len({source for source, _, _ in cuts}) != 1:
             continue
-        bounds = [(start, stop) for _, start, stop in known]
+        bounds = [(start, stop) for _, start, stop in cuts]
         contiguous = all(before[1] == after[0] for before, after in pairwise(bounds))
         if bounds[0][0] == 0 and contiguous and _fits(node, bounds):
-            graph.set_inputs(node, [known[0][0], "", "", *node.inputs[3:]])
+            graph.set_inputs(node, [cuts[0][0], "", "", *node.inputs[3:]])
     graph.sweep()
-
-
-def _add_table(graph: EditableGraph, table: RotaryTable) -> tuple[str, str]:
-    return graph.add_tensor("rotary.cos", table.cosines), graph.add_tensor("rotary.sin", table.sines)
 
 
 def _replace(
@@ -88,23 +83,24 @@ def _replace(
 ) -> None:
     graph, stem = runner.graph, f"layers.{attention.layer}"
     query, key = (attention.query, attention.key.new) if rotation is None else (rotation.query, rotation.key)
-    heads = [
-        _merged_heads(runner, query, f"{stem}.query"),
-        _merged_heads(runner, key, f"{stem}.key"),
-        _merged_heads(runner, attention.value.new, f"{stem}.value"),
-    ]
-    cosines, sines = "", ""
-    inside = False
-    if rotation is not None:
-        cosines, sines = tables[rotation.table]
-        inside = 2 * rotation.table.pairs % _ROTARY_MULTIPLE == 0
-        if not inside:
-            for index, count in ((0, attention.heads), (1, attention.kv_heads)):
-                heads[index] = _rotated(graph, heads[index], count, rotation.table, (cosines, sines))
-            cosines, sines = "", ""
+    values = {"query": query, "key": key, "value": attention.value.new}
+    heads = [_merged_heads(runner, name, f"{stem}.{part}") for part, name in values.items()]
+    inside = rotation is not None and 2 * rotation.table.pairs % _ROTARY_MULTIPLE == 0
+    names = ("", "") if rotation is None else tables[rotation.table]
+    if rotation is not None and not inside:
+        for index, count in ((0, attention.heads), (1, attention.kv_heads)):
+            heads[index] = graph.value(
+                "RotaryEmbedding",
+                [heads[index], "position_ids", *names],
+                name=f"{heads[index]}.rotated",
+                domain=MICROSOFT,
+                num_heads=count,
+                rotary_embedding_dim=2 * rotation.table.pairs,
+                interleaved=int(rotation.table.interleaved),
+            )
     node = graph.add(
         "GroupQueryAttention",
-        [*heads, attention.key.past, attention.value.past, "", "", cosines, sines],
+        [*heads, attention.key.past, attention.value.past, "", "", *(names if inside else ("", ""))],
         [f"{stem}.attended", f"{stem}.keys", f"{stem}.values"],
         domain=MICROSOFT,
         num_heads=attention.heads,
@@ -134,7 +130,7 @@ def _merged_heads(runner: SubgraphRunner, name: str, stem: str) -> str:
         return name
     if shape[1] != "new" and shape[1] != 1:
         name = graph.value("Transpose", [name], name=f"{stem}.rows", perm=[0, 2, 1, 3])
-    return graph.value("Reshape", [name, [1, -1, _channels(shape)]], name=stem)
+    return graph.value("Reshape", [name, [1, -1, channels(shape)]], name=stem)
 
 
 def _before_split(runner: SubgraphRunner, name: str) -> str | None:
@@ -145,25 +141,7 @@ def _before_split(runner: SubgraphRunner, name: str) -> str | None:
         return None
     if node.op == "Transpose":
         return node.input(0) if node.attribute("perm") == [0, 2, 1, 3] else None
-    return node.input(0) if runner.shape(node.input(0)) == (1, "new", _channels(shape)) else None
-
-
-def _channels(shape: tuple[Dimension, ...]) -> int:
-    """Channels of all heads together."""
-    return int(np.prod([each for each in shape if isinstance(each, int)]))
-
-
-def _rotated(graph: EditableGraph, heads: str, count: int, table: RotaryTable, names: tuple[str, str]) -> str:
-    node = graph.add(
-        "RotaryEmbedding",
-        [heads, "position_ids", *names],
-        name=f"{heads}.rotated",
-        domain=MICROSOFT,
-        num_heads=count,
-        rotary_embedding_dim=2 * table.pairs,
-        interleaved=int(table.interleaved),
-    )
-    return node.output(0)
+    return node.input(0) if runner.shape(node.input(0)) == (1, "new", channels(shape)) else None
 
 
 def _cut(graph: EditableGraph, name: str) -> tuple[str, int, int] | None:

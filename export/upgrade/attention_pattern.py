@@ -25,7 +25,7 @@ from ...errors import BundleError, ExportError
 from .decoder_io import CacheTensor, PassShape, joined_caches
 from .editable import EditableGraph, Node
 from .graph_parts import Array
-from .subgraph_runner import Dimension, SubgraphRunner, sizes
+from .subgraph_runner import Dimension, SubgraphRunner, channels, sizes
 
 _HINT: Final = "such a graph cannot be upgraded; edge-run may run it as it is"
 _AMPLITUDES: Final = 2.0 ** np.arange(-4, 22)
@@ -91,29 +91,16 @@ def find_attention(runner: SubgraphRunner, context: int) -> list[Attention]:
     return [_identify(runner, site, layer, context) for layer, site in enumerate(sites)]
 
 
-def _single_source(
-    runner: SubgraphRunner, name: str, through: Collection[str], stops: Collection[str] = (), stop_op: str = ""
-) -> str | None:
+def _single_source(runner: SubgraphRunner, name: str, through: Collection[str], ends: Collection[str]) -> str | None:
     """Follow a value back towards the tokens, through operators with one input that depends on them.
 
-    Args:
-        runner: runs the graph.
-        name: the value to start from.
-        through: operators that may be passed.
-        stops: values at which the search ends.
-        stop_op: operator at whose output the search ends.
-
     Returns:
-        The first value that is one of `stops` or computed by `stop_op`; None if there is none.
+        The first value among `ends`; None if there is none.
     """
-    while name not in stops:
-        node = runner.graph.producer(name)
-        if node is None:
-            return None
-        if stop_op and node.op == stop_op:
-            return name
-        followed = [each for each in node.inputs if each in runner.token_dependent]
-        if node.op not in through or len(followed) != 1:
+    while name not in ends:
+        node = runner.graph.producer_of(name, *through)
+        followed = [] if node is None else runner.inputs(node)
+        if len(followed) != 1:
             return None
         name = followed[0]
     return name
@@ -126,71 +113,56 @@ def _is_cache(shape: tuple[Dimension, ...]) -> bool:
 def _site(runner: SubgraphRunner, softmax: Node, cached: dict[str, CacheTensor]) -> Attention | None:
     """The attention around a softmax; None if the softmax is not that of an attention."""
     graph = runner.graph
-    scores = _single_source(runner, softmax.input(0), _BEFORE_SOFTMAX, stop_op="MatMul")
+    products = {name for node in graph.nodes_of("MatMul") for name in node.outputs}
+    scores = _single_source(runner, softmax.input(0), _BEFORE_SOFTMAX, products)
     product = None if scores is None else graph.producer(scores)
     weighted = _product_with_values(graph, softmax.output(0))
     if scores is None or product is None or weighted is None:
         return None
-    key = _single_source(runner, product.input(1), _LAYOUT | _SCALING, stops=cached)
-    value = _single_source(runner, weighted.input(1), _LAYOUT | _SCALING, stops=cached)
+    key = _single_source(runner, product.input(1), _LAYOUT | _SCALING, cached)
+    value = _single_source(runner, weighted.input(1), _LAYOUT | _SCALING, cached)
     shape = runner.shape(scores)
     if key is None or value is None or shape is None or shape[-2:] != ("new", "total"):
         return None
-    heads = int(np.prod([each for each in shape[:-2] if isinstance(each, int)]))
-    width = _cached_width(runner, value) * heads
+    heads = channels(shape[:-2])
+    width = channels((runner.shape(value) or ())[3:]) * heads
     merged = weighted.output(0)
     while runner.shape(merged) != (1, "new", width):
-        readers = [node for node in graph.consumers(merged) if node.op not in ("Shape", "Size")]
-        if len(readers) != 1 or readers[0].op not in _LAYOUT:
+        reader = graph.sole_reader(merged, *_LAYOUT, besides=("Shape", "Size"))
+        if reader is None:
             return None
-        merged = readers[0].output(0)
+        merged = reader.output(0)
     query = _unscaled(runner, product.input(0))
     return Attention(cached[key], cached[value], query, scores, softmax, merged, heads)
 
 
-def _cached_width(runner: SubgraphRunner, present: str) -> int:
-    """Channels of a head in the cache; 0 if they are not a number."""
-    shape = runner.shape(present)
-    return shape[3] if shape is not None and isinstance(shape[3], int) else 0
-
-
 def _product_with_values(graph: EditableGraph, probs: str) -> Node | None:
     """The product of the attention probabilities with the values."""
-    while True:
-        readers = [node for node in graph.consumers(probs) if node.op not in ("CastLike", "IsNaN", "Shape")]
-        if len(readers) != 1:
+    node = None
+    while node is None or node.op != "MatMul":
+        node = graph.sole_reader(probs, "MatMul", *_AFTER_SOFTMAX, besides=("CastLike", "IsNaN", "Shape"))
+        if node is None:
             return None
-        if readers[0].op == "MatMul":
-            return readers[0]
-        if readers[0].op not in _AFTER_SOFTMAX:
-            return None
-        probs = readers[0].output(0)
+        probs = node.output(0)
+    return node
 
 
 def _unscaled(runner: SubgraphRunner, name: str) -> str:
     """The value before multiplications by single numbers."""
-    while True:
-        node = runner.graph.producer_of(name, *_SCALING)
-        followed = [] if node is None else [each for each in node.inputs if each in runner.token_dependent]
-        others = [] if node is None else [each for each in node.inputs if each not in runner.token_dependent]
-        if len(followed) != 1 or not all(_is_number(runner, each) for each in others):
-            return name
+    while (node := runner.graph.producer_of(name, *_SCALING)) is not None:
+        followed = runner.inputs(node)
+        shapes = [runner.shape(each) for each in node.inputs if each not in followed]
+        if len(followed) != 1 or not all(shape is not None and set(shape) <= {1} for shape in shapes):
+            break
         name = followed[0]
-
-
-def _is_number(runner: SubgraphRunner, name: str) -> bool:
-    shape = runner.shape(name)
-    return shape is not None and set(shape) <= {1}
+    return name
 
 
 def _identify(runner: SubgraphRunner, site: Attention, layer: int, context: int) -> Attention:
-    keys = runner.shape(site.key.present)
-    values = runner.shape(site.value.present)
-    queries = runner.shape(site.query)
-    if keys != values or keys is None or queries is None or queries[1:3] != (site.heads, "new"):
-        raise _unknown(layer, "its keys, values or queries are not heads of one size")
-    kv_heads, head_dim = keys[1], keys[3]
-    if not isinstance(kv_heads, int) or not isinstance(head_dim, int) or queries != (1, site.heads, "new", head_dim):
+    keys = runner.shape(site.key.present) or ()
+    _, kv_heads, _, head_dim = keys
+    same = keys == runner.shape(site.value.present) and runner.shape(site.query) == (1, site.heads, "new", head_dim)
+    if not same or not isinstance(kv_heads, int) or not isinstance(head_dim, int):
         raise _unknown(layer, "its keys, values or queries are not heads of one size")
     site = replace(site, layer=layer, kv_heads=kv_heads, head_dim=head_dim)
     try:

@@ -111,17 +111,14 @@ def input_value(info: ValueInfoProto, lengths: PassShape) -> Array:
     elif info.name == TOKENS:
         value = np.zeros((1, lengths.new))
     elif dtype.kind == "f" and len(declared) >= 4:
-        value = np.zeros([lengths.past if axis == _slots_axis(declared) else size for axis, size in enumerate(ones)])
+        if unnamed := [axis for axis, size in enumerate(declared) if size <= 0]:
+            ones[unnamed[-1]] = lengths.past
+        value = np.zeros(ones)
     elif dtype != np.bool_ and re.search("past|total", info.name):
         value = np.full(ones, lengths.total - ("past" in info.name))
     else:  # a flag, or a number of logits to keep
         value = np.full(ones, lengths.new)
     return value.astype(dtype)
-
-
-def _slots_axis(declared: list[int]) -> int | None:
-    """The last axis without a number."""
-    return max((axis for axis, size in enumerate(declared) if size <= 0), default=None)
 
 
 def _mask(dtype: np.dtype[np.generic], rank: int, lengths: PassShape) -> Array:
@@ -150,8 +147,15 @@ def identify_io(graph: EditableGraph, names: Mapping[str, str] = MappingProxyTyp
     Raises:
         BundleError: the graph is not a decoder with a cache, or one that cannot be upgraded; the message says which.
     """
-    _require_known_operators(graph)
-    _free_names(graph)
+    unknown = sorted({node.domain for node in graph.nodes if node.domain not in _KNOWN_DOMAINS} - graph.own_domains)
+    if unknown:
+        raise BundleError(
+            f"the model uses operators of {unknown[0]}, which ONNX Runtime has only with a vendor's library",
+            "export the model for CPU",
+        )
+    for name in (MASK, *(info.name for info in inputs_outputs.pass_inputs())):  # of inputs that will be added
+        if graph.producer(name) is not None or name in graph.tensors:
+            graph.rename(name, graph.fresh(f"{name}.before"))
     for usual, name in names.items():
         if usual in (TOKENS, MASK, POSITIONS) and name in graph.inputs and usual not in graph.inputs:
             graph.rename(name, graph.fresh(usual))
@@ -167,7 +171,8 @@ def identify_io(graph: EditableGraph, names: Mapping[str, str] = MappingProxyTyp
     others = [name for name in graph.inputs if name not in past and name != TOKENS]
     _rename_only(graph, POSITIONS, [name for name in others if re.search("position", name)])
     _rename_only(graph, MASK, [name for name in others if re.search("mask", name) and name in graph.inputs])
-    logits = _logits(graph, [name for name in graph.outputs if name not in {cache.present for cache in caches}])
+    presents = {cache.present for cache in caches}
+    logits = _logits(graph, [name for name in graph.outputs if name not in presents])
     info = ValueInfoProto()
     info.CopyFrom(graph.outputs[logits])
     info.name = inputs_outputs.LOGITS
@@ -177,15 +182,10 @@ def identify_io(graph: EditableGraph, names: Mapping[str, str] = MappingProxyTyp
 
 def embedding_lookup(graph: EditableGraph, ids: str) -> Node | None:
     """The operator that gathers rows of a table by the ids of an input; None if there is none."""
-    waiting = [ids]
-    while waiting:
-        value = waiting.pop()
-        for node in graph.consumers(value):
-            by_row = node.attribute("gather_axis" if node.op == "GatherBlockQuantized" else "axis", 0) == 0
-            if node.op in _GATHERS and node.input(1) == value and by_row:
-                return node
-            if node.op in _BEFORE_GATHER:
-                waiting.append(node.output(0))
+    for value, node in graph.readers(ids, lambda _, node: node.op in _BEFORE_GATHER):
+        by_row = node.attribute("gather_axis" if node.op == "GatherBlockQuantized" else "axis", 0) == 0
+        if node.op in _GATHERS and node.input(1) == value and by_row:
+            return node
     return None
 
 
@@ -215,25 +215,7 @@ def constant_inputs(graph: EditableGraph, node: Node) -> list[str]:
 
 def stored_constant(graph: EditableGraph, name: str) -> Tensor | None:
     """The constant that a value is, possibly stored in another layout or type; None if it is computed."""
-    while (node := graph.producer_of(name, *_STORED_LAYOUT)) is not None:
-        name = node.input(0)
-    return graph.tensors.get(name)
-
-
-def _require_known_operators(graph: EditableGraph) -> None:
-    unknown = sorted({node.domain for node in graph.nodes if node.domain not in _KNOWN_DOMAINS} - graph.own_domains)
-    if unknown:
-        raise BundleError(
-            f"the model uses operators of {unknown[0]}, which ONNX Runtime has only with a vendor's library",
-            "export the model for CPU",
-        )
-
-
-def _free_names(graph: EditableGraph) -> None:
-    """Rename results and constants that have the name of an input that will be added."""
-    for name in (MASK, *(info.name for info in inputs_outputs.pass_inputs())):
-        if graph.producer(name) is not None or name in graph.tensors:
-            graph.rename(name, graph.fresh(f"{name}.before"))
+    return graph.tensors.get(graph.source(name, *_STORED_LAYOUT))
 
 
 def _no_cache(graph: EditableGraph) -> BundleError:
@@ -250,19 +232,16 @@ def _no_cache(graph: EditableGraph) -> BundleError:
 def _caches(graph: EditableGraph) -> tuple[CacheTensor, ...]:
     """Cache inputs with their outputs, as `identify_io` returns them."""
     attentions = [node for node in graph.in_order() if node.op == "GroupQueryAttention"]
-    if attentions:
-        return tuple(cache for node in attentions for cache in _caches_of(graph, node))
-    return joined_caches(graph)
+    return tuple(cache for node in attentions for cache in _caches_of(graph, node)) or joined_caches(graph)
 
 
 def joined_caches(graph: EditableGraph) -> tuple[CacheTensor, ...]:
     """Cache inputs to which a Concat appends new slots, in the order of the graph inputs."""
-    joins = [
-        (name, node) for name in graph.inputs for node in graph.consumers(name) if graph.element_type(name) in _FLOATS
-    ]
     return tuple(
         CacheTensor(name, node.output(0), node.input(1))
-        for name, node in joins
+        for name in graph.inputs
+        if graph.element_type(name) in _FLOATS
+        for node in graph.consumers(name)
         if node.op == "Concat" and node.output(0) in graph.outputs and node.input(0) == name and len(node.inputs) == 2
     )
 
@@ -277,18 +256,15 @@ def _caches_of(graph: EditableGraph, node: Node) -> tuple[CacheTensor, CacheTens
             )
         if graph.element_type(cache.past) not in _FLOATS:
             raise BundleError("the model's key-value cache is quantized to integers", _RUN_AS_IT_IS)
-        if len(graph.consumers(cache.past)) != 1 and any(
-            each.op == "GroupQueryAttention" and each is not node for each in graph.consumers(cache.past)
-        ):
+        if any(each.op == node.op and each is not node for each in graph.consumers(cache.past)):
             raise BundleError("two layers of the model share a cache", _RUN_AS_IT_IS)
     return caches[0], caches[1]
 
 
 def _is_tokens(graph: EditableGraph, name: str) -> bool:
     """Whether an input is integers by which rows of a table are gathered."""
-    if graph.element_type(name) not in _INTEGERS or re.search("position|mask|type", name):
-        return False
-    return embedding_lookup(graph, name) is not None
+    may_be = graph.element_type(name) in _INTEGERS and not re.search("position|mask|type", name)
+    return may_be and embedding_lookup(graph, name) is not None
 
 
 def _rename_only(graph: EditableGraph, wanted: str, candidates: list[str]) -> None:

@@ -149,29 +149,18 @@ def architecture_of(
 
 def _weights(graph: EditableGraph, node: Node) -> Tensor | None:
     """The constant matrix that a node multiplies with or gathers from."""
-    index = _WEIGHT_INPUTS.get(node.op)
-    if index is None:
-        return None
-    tensor = stored_constant(graph, node.input(index))
+    tensor = stored_constant(graph, node.input(_WEIGHT_INPUTS[node.op])) if node.op in _WEIGHT_INPUTS else None
     return tensor if tensor is not None and len(tensor.shape) >= 2 and min(tensor.shape) > 0 else None
 
 
 def _leads_to_attention(graph: EditableGraph, node: Node) -> bool:
     """Whether an attention reads the output of a node, with no other matrix and no residual in between."""
-    waiting, seen = [name for name in node.outputs if name], set(node.outputs)
-    while waiting:
-        for reader in graph.consumers(waiting.pop()):
-            if reader.op == _ATTENTION:
-                return True
-            if _weights(graph, reader) is None and not _adds_residual(graph, reader):
-                fresh = [name for name in reader.outputs if name and name not in seen]
-                seen.update(fresh)
-                waiting += fresh
-    return False
 
+    def goes_on(_: str, reader: Node) -> bool:
+        adds = reader.op == "Add" and not any(name in graph.tensors for name in reader.inputs)
+        return not adds and not reader.op.startswith("Skip") and _weights(graph, reader) is None
 
-def _adds_residual(graph: EditableGraph, node: Node) -> bool:
-    return node.op.startswith("Skip") or (node.op == "Add" and not any(name in graph.tensors for name in node.inputs))
+    return any(reader.op == _ATTENTION for _, reader in graph.readers(node.output(0), goes_on))
 
 
 def _matrix(graph: EditableGraph, node: Node, name: str, weights: Tensor) -> WeightMatrix:

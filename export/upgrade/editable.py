@@ -24,19 +24,21 @@ Rules:
 - Tensors are not loaded to be copied: those of the source are ranges of its files (`tensors.FileRange`), large new
   ones are computed while the new file is written, in the order in which they were added (`tensors.Computed`).
 - `replace_uses` does not change graph outputs; `rename` and `replace_value` do, and `set_output` declares one.
+
+Patterns follow values with `source` and `sole_reader`, and find all that depends on a value with `readers`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
-from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto, helper
+from onnx import GraphProto, ModelProto, ValueInfoProto, helper
 
 from ...errors import BundleError
 from ...models.onnx_file.wire import check_external_data
@@ -77,8 +79,11 @@ class EditableGraph:
         self._consumers: defaultdict[str, dict[Node, None]] = defaultdict(dict)
         self._numbers: dict[str, int] = {}
         for proto in graph.node:
-            self._add_node_or_constant(proto)
-        self.drop_identities()
+            if proto.op_type == "Constant" and proto.domain in ("", "ai.onnx"):
+                self.tensors[proto.output[0]] = constant_of(proto, folder)
+            else:
+                self._attach(Node(proto))
+        self._drop_identities()
 
     @classmethod
     def open(cls, path: Path) -> EditableGraph:
@@ -108,6 +113,32 @@ class EditableGraph:
     def consumers(self, name: str) -> list[Node]:
         """The nodes that read a value, each once."""
         return list(self._consumers.get(name, ()))
+
+    def source(self, name: str, *ops: str) -> str:
+        """The value from which another is computed by these operators alone, each applied to its first input."""
+        while (node := self.producer_of(name, *ops)) is not None:
+            name = node.input(0)
+        return name
+
+    def sole_reader(self, name: str, *ops: str, besides: Collection[str] = ()) -> Node | None:
+        """The node that alone reads a value, if it is one of these operators; operators in `besides` do not count."""
+        readers = [node for node in self.consumers(name) if node.op not in besides]
+        return readers[0] if len(readers) == 1 and readers[0].op in ops else None
+
+    def readers(self, name: str, through: Callable[[str, Node], bool]) -> Iterator[tuple[str, Node]]:
+        """Yield each node that reads a value, or what is computed from it by nodes that `through` accepts.
+
+        Yields:
+            The value that is read, and the node, of which `through` is asked too.
+        """
+        values, seen = [name], {name}
+        for value in values:  # the list grows while it is walked
+            for node in self.consumers(value):
+                yield value, node
+                if through(value, node):
+                    fresh = [each for each in node.outputs if each and each not in seen]
+                    seen.update(fresh)
+                    values += fresh
 
     def is_read(self, name: str) -> bool:
         """Whether a node reads the value, or it is a graph output."""
@@ -147,9 +178,8 @@ class EditableGraph:
         Raises:
             BundleError: the graph has a cycle.
         """
-        waiting = {
-            node: {self._producers[name] for name in node.reads() if name in self._producers} for node in self._nodes
-        }
+        producers = self._producers
+        waiting = {node: {producers[name] for name in node.reads() if name in producers} for node in self._nodes}
         done = [node for node, needed in waiting.items() if not needed]
         for node in done:  # the list grows while it is walked
             for reader in {each: None for name in node.outputs for each in self._consumers.get(name, ())}:
@@ -190,7 +220,7 @@ class EditableGraph:
             outputs = [f"{stem}.{index}" if index else stem for index in range(outputs)]
         names = [self.fresh(each) if each else "" for each in outputs]
         read = [
-            each if isinstance(each, str) else self.add_tensor(f"{names[0]}.{index}", _constant(each))
+            each if isinstance(each, str) else self.add_tensor(f"{names[0]}.{index}", each)
             for index, each in enumerate(inputs)
         ]
         given = {key: value for key, value in attributes.items() if value is not None}
@@ -203,28 +233,26 @@ class EditableGraph:
         """Add a node with one output and return that output's name; arguments as for `add`."""
         return self.add(op, inputs, domain=domain, name=name, **attributes).output(0)
 
-    def add_tensor(self, name: str, value: Tensor | Array) -> str:
-        """Add a constant; returns its name."""
+    def add_tensor(self, name: str, value: int | Sequence[int] | Array | Tensor) -> str:
+        """Add a constant, of int64 unless it is an array; returns its name."""
         name = self.fresh(name)
-        self.tensors[name] = value if isinstance(value, Tensor) else Tensor.of(value)
+        self.tensors[name] = value if isinstance(value, Tensor) else Tensor.of(np.asarray(value))
         return name
 
-    def add_input(self, info: ValueInfoProto) -> str:
-        """Declare a graph input, or replace its declaration; returns its name.
+    def add_input(self, info: ValueInfoProto) -> None:
+        """Declare a graph input.
 
         Raises:
-            ValueError: a node's output or a constant has that name; `rename` it first.
+            ValueError: the name is taken.
         """
-        if info.name in self._producers or info.name in self.tensors:
-            raise ValueError(f"{info.name} is taken")
+        self._require_free(info.name)
         self.inputs[info.name] = info
-        return info.name
 
     def set_output(self, info: ValueInfoProto, value: str) -> None:
         """Declare a graph output. `value` takes its name, and an existing output of that name is replaced."""
         self.outputs.pop(info.name, None)
         if value != info.name:
-            if info.name in self._producers or info.name in self.inputs or info.name in self.tensors:
+            if self._is_taken(info.name):
                 self.rename(info.name, self.fresh(f"{info.name}.before"))
             self.rename(value, info.name)
         self.outputs[info.name] = info
@@ -252,13 +280,14 @@ class EditableGraph:
         names[index] = name
         self.set_inputs(node, names)
 
-    def replace_uses(self, old: str, new: str, exclude: Iterable[Node] = ()) -> None:
-        """Make every node that reads `old` read `new`, except those in `exclude`; graph outputs do not change."""
-        excluded = set(exclude)
-        for node in self.consumers(old):
-            if node not in excluded:
-                self._require_uncaptured(node, old)
-                self.set_inputs(node, [new if name == old else name for name in node.inputs])
+    def replace_uses(self, old: str, new: str, readers: Sequence[Node] | None = None) -> None:
+        """Make nodes that read `old`, all or the given ones, read `new`; graph outputs do not change."""
+        for node in self.consumers(old) if readers is None else readers:
+            if old in node.captured:
+                raise BundleError(
+                    f"a branch of the model's {node.op} node {node.name} reads {old}", "such a model cannot be upgraded"
+                )
+            self.set_inputs(node, [new if name == old else name for name in node.inputs])
 
     def replace_value(self, old: str, new: str) -> None:
         """Replace `old` by `new` everywhere, as a graph output too; the producer of `old` may then be removed."""
@@ -274,8 +303,7 @@ class EditableGraph:
         """
         if old == new:
             return
-        if new in self._producers or new in self.inputs or new in self.tensors:
-            raise ValueError(f"{new} is taken")
+        self._require_free(new)
         producer = self._producers.pop(old, None)
         if producer is not None:
             producer.outputs = tuple(new if name == old else name for name in producer.outputs)
@@ -313,12 +341,12 @@ class EditableGraph:
     def fresh(self, stem: str) -> str:
         """Return a name that is not taken: `stem`, or `stem` with a number."""
         name = stem
-        while name in self._producers or name in self.tensors or name in self.inputs or name in self.outputs:
+        while self._is_taken(name) or name in self.outputs:
             self._numbers[stem] = self._numbers.get(stem, 1) + 1
             name = f"{stem}.{self._numbers[stem]}"
         return name
 
-    def drop_identities(self) -> None:
+    def _drop_identities(self) -> None:
         """Remove Identity nodes. If one computes a graph output, its input takes the name of the output."""
         for node in self.nodes_of("Identity"):
             old, new = node.input(0), node.output(0)
@@ -351,12 +379,6 @@ class EditableGraph:
             producer_name="edge-run",
         )
 
-    def _add_node_or_constant(self, proto: NodeProto) -> None:
-        if proto.op_type == "Constant" and proto.domain in ("", "ai.onnx"):
-            self.tensors[proto.output[0]] = constant_of(proto, self.folder)
-        else:
-            self._attach(Node(proto))
-
     def _attach(self, node: Node) -> None:
         self._nodes[node] = None
         for name in node.outputs:
@@ -368,11 +390,12 @@ class EditableGraph:
     def _described(self, name: str) -> ValueInfoProto | None:
         return self.inputs.get(name) or self.outputs.get(name)
 
-    def _require_uncaptured(self, node: Node, name: str) -> None:
-        if name in node.captured:
-            raise BundleError(
-                f"a branch of the model's {node.op} node {node.name} reads {name}", "such a model cannot be upgraded"
-            )
+    def _is_taken(self, name: str) -> bool:
+        return name in self._producers or name in self.inputs or name in self.tensors
+
+    def _require_free(self, name: str) -> None:
+        if self._is_taken(name):
+            raise ValueError(f"{name} is taken")
 
     def _is_captured(self, name: str) -> bool:
         return any(name in reader.captured for reader in self._consumers.get(name, ()))
@@ -391,7 +414,3 @@ def read_model(path: Path) -> ModelProto:
         raise BundleError(f"{path} is not an ONNX model", "give a complete .onnx file") from error
     except OSError as error:
         raise BundleError(f"{path} cannot be read: {error.strerror or error}", "check its permissions") from error
-
-
-def _constant(value: int | Sequence[int] | Array | Tensor) -> Array | Tensor:
-    return value if isinstance(value, np.ndarray | Tensor) else np.array(value, np.int64)

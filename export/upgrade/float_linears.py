@@ -150,12 +150,14 @@ def quantize_linears(graph: EditableGraph, body: WeightFormat, head: WeightForma
             continue
         if not _is_product(graph, node, matrix):
             continue
-        if node is lm_head and tied is not None:
-            stored = tied
-        else:  # layers may share their weights
-            key = (matrix.tensor.source, matrix.transposed, weight_format)
-            stored = shared[key] if key in shared else shared.setdefault(key, RoundedMatrix(matrix, weight_format))
-        _replace(graph, node, matrix, stored)
+        key = (matrix.tensor.source, matrix.transposed, weight_format)  # layers may share their weights
+        stored = tied if node is lm_head and tied is not None else shared.get(key)
+        if stored is None:
+            stored = shared[key] = RoundedMatrix(matrix, weight_format)
+        inputs = [node.input(0), stored.codes, stored.scales, *(("", "", node.input(2)) if node.input(2) else ())]
+        name = node.name or node.output(0)
+        linear = quantized_linear(graph, name, inputs, matrix.shape, weight_format.bits, weight_format.block)
+        graph.replace_value(node.output(0), linear)
     graph.sweep()
 
 
@@ -166,14 +168,6 @@ def _is_product(graph: EditableGraph, node: Node, matrix: Matrix) -> bool:
     bias = graph.tensors.get(node.input(2))
     fits = not node.input(2) or (bias is not None and bias.shape == (matrix.shape[0],))
     return fits and node.attribute("alpha", 1.0) == 1 and node.attribute("beta", 1.0) == 1
-
-
-def _replace(graph: EditableGraph, node: Node, matrix: Matrix, stored: RoundedMatrix) -> None:
-    bias = ("", "", node.input(2)) if node.input(2) else ()
-    inputs = [node.input(0), stored.codes, stored.scales, *bias]
-    name = node.name or node.output(0)
-    linear = quantized_linear(graph, name, inputs, matrix.shape, stored.format.bits, stored.format.block)
-    graph.replace_value(node.output(0), linear)
 
 
 def _quantize_embedding(graph: EditableGraph, weight_format: WeightFormat, head: Matrix | None) -> RoundedMatrix | None:
@@ -203,9 +197,7 @@ def _quantize_embedding(graph: EditableGraph, weight_format: WeightFormat, head:
 
 def is_half(graph: EditableGraph) -> bool:
     """Whether the graph's caches or weights are in half precision."""
-    return any(tensor.element_type in _HALVES for tensor in graph.tensors.values()) or any(
-        graph.element_type(name) in _HALVES for name in graph.inputs
-    )
+    return any(graph.element_type(name) in _HALVES for name in (*graph.tensors, *graph.inputs))
 
 
 def widen(graph: EditableGraph) -> None:
@@ -246,9 +238,7 @@ def _widen_gathered(graph: EditableGraph, name: str) -> None:
     """Convert the rows that are gathered from a table instead of the table."""
     for node in graph.consumers(name):
         rows, readers = node.output(0), graph.consumers(node.output(0))
-        wide = graph.value("Cast", [rows], name=f"{rows}.float", to=TensorProto.FLOAT)
-        for reader in readers:
-            graph.set_inputs(reader, [wide if each == rows else each for each in reader.inputs])
+        graph.replace_uses(rows, graph.value("Cast", [rows], name=f"{rows}.float", to=TensorProto.FLOAT), readers)
 
 
 def _widened(tensor: Tensor) -> Tensor:

@@ -241,7 +241,8 @@ class _Upgrade:
 
 def _context_for(source: Bundle, graph: EditableGraph, recipe: ExportRecipe) -> int:
     """Number of positions to serve, limited by the model's settings and its position tables."""
-    limits = [limit for limit in (source.context, _shortest_table(graph)) if limit is not None]
+    lengths = (source.context, *(_table_length(graph, node) for node in graph.nodes))
+    limits = [length for length in lengths if length is not None]
     if recipe.context is None:
         return min([DEFAULT_CONTEXT_LIMIT, *limits])
     limit = min(limits, default=LONGEST_CONTEXT)
@@ -252,27 +253,17 @@ def _context_for(source: Bundle, graph: EditableGraph, recipe: ExportRecipe) -> 
     return recipe.context
 
 
-def _shortest_table(graph: EditableGraph) -> int | None:
-    """Length of the shortest table that positions are looked up in; None if there is none."""
-    lengths = [length for node in graph.nodes if (length := _table_length(graph, node)) is not None]
-    return min(lengths, default=None)
-
-
 def _table_length(graph: EditableGraph, node: Node) -> int | None:
+    """Length of the table in which a node looks up positions; None if it is another node."""
     if node.op == "RotaryEmbedding":
         name = node.input(2 if node.domain else 1)
-    elif node.op == "Gather" and node.attribute("axis", 0) == 0 and _is_positions(graph, node.input(1)):
-        name = node.input(0)
+    elif node.op == "Gather" and node.attribute("axis", 0) == 0:
+        positions = graph.source(node.input(1), "Cast", "Reshape", "Squeeze", "Unsqueeze") == POSITIONS
+        name = node.input(0) if positions else ""
     else:
         name = node.input(_COSINES) if node.op == _ATTENTION else ""
     tensor = graph.tensors.get(name)
     return tensor.shape[0] if tensor is not None and len(tensor.shape) == 2 else None
-
-
-def _is_positions(graph: EditableGraph, name: str) -> bool:
-    while (node := graph.producer_of(name, "Cast", "Reshape", "Squeeze", "Unsqueeze")) is not None:
-        name = node.input(0)
-    return name == POSITIONS
 
 
 def _require_attention_alone(graph: EditableGraph, source: Bundle) -> None:

@@ -17,7 +17,7 @@ from ...errors import ExportError
 from .decoder_io import PassShape
 from .editable import MICROSOFT, EditableGraph, Node
 from .graph_parts import Array
-from .subgraph_runner import Dimension, SubgraphRunner, sizes
+from .subgraph_runner import SubgraphRunner, sizes
 
 _PASSES: Final = (PassShape(5, 9), PassShape(3, 17))
 _POLYNOMIAL: Final = frozenset({"Add", "Mul", "Pow", "Tanh"})
@@ -39,44 +39,29 @@ def fold_shapes(graph: EditableGraph, context: int) -> None:
     for node in graph.nodes_of("Reshape"):
         dimensions = runner.shape(node.output(0))
         if node.input(1) not in graph.tensors and dimensions is not None:
-            shape = _reshape_target(dimensions)
-            if shape is not None:
+            shape = [each if isinstance(each, int) else -1 for each in dimensions]
+            if sum(not isinstance(each, int) for each in dimensions) <= 1:
                 graph.set_input(node, 1, graph.add_tensor("shape.settled", np.array(shape, np.int64)))
     tokens = min(_MANY_TOKENS, context - 1)
     _fold_bounds(graph, runner, (*_PASSES, PassShape(tokens, context - tokens)))
     for node in graph.nodes_of("Gemm"):
         _keep_batch_axis(graph, runner, node)
     for node in graph.nodes_of("Reshape"):
-        if runner.shape(node.input(0)) == runner.shape(node.output(0)) and runner.shape(node.input(0)) is not None:
+        if runner.shape(node.input(0)) == runner.shape(node.output(0)) is not None:
             graph.replace_uses(node.output(0), node.input(0))
     graph.sweep()
 
 
-def _reshape_target(dimensions: Sequence[Dimension]) -> list[int] | None:
-    """The shape with -1 for the dimension that is not a number; None if there are several."""
-    variable = [each for each in dimensions if not isinstance(each, int)]
-    return [each if isinstance(each, int) else -1 for each in dimensions] if len(variable) <= 1 else None
-
-
 def _fold_bounds(graph: EditableGraph, runner: SubgraphRunner, passes: Sequence[PassShape]) -> None:
-    names = sorted(
-        {
-            name
-            for node in graph.nodes
-            if node.op in _ARRANGING
-            for name in node.inputs[1:]
-            if name and name not in graph.tensors and name not in runner.token_dependent and name not in graph.inputs
-        }
-    )
+    bounds = {name for node in graph.nodes_of(*_ARRANGING) for name in node.inputs[1:]}
+    names = sorted(bounds - {"", *graph.tensors, *graph.inputs, *runner.token_dependent})
     try:
         first, *others = (runner.run(names, lengths) for lengths in passes)
     except ExportError:
         return
-    constant: dict[str, Array] = {
-        name: first[name] for name in names if all(np.array_equal(first[name], other[name]) for other in others)
-    }
-    for name, value in constant.items():
-        graph.replace_uses(name, graph.add_tensor("bound.settled", value))
+    for name in names:
+        if all(np.array_equal(first[name], other[name]) for other in others):
+            graph.replace_uses(name, graph.add_tensor("bound.settled", first[name]))
 
 
 def _keep_batch_axis(graph: EditableGraph, runner: SubgraphRunner, gemm: Node) -> None:
@@ -89,13 +74,12 @@ def _keep_batch_axis(graph: EditableGraph, runner: SubgraphRunner, gemm: Node) -
     reshaped = [node for node in graph.consumers(gemm.output(0)) if node.op != "Shape"]
     if flattened is None or matrix is None or not _is_product(gemm) or gemm.output(0) in graph.outputs:
         return
-    source, product = runner.shape(flattened.input(0)), runner.shape(gemm.output(0))
-    wanted = (1, "new", *(product or ())[1:])
-    if source is None or source[:2] != (1, "new") or runner.shape(gemm.input(0)) != ("new", matrix.shape[0]):
-        return
-    if not reshaped or not all(node.op == "Reshape" and runner.shape(node.output(0)) == wanted for node in reshaped):
-        return
     value = flattened.input(0)
+    source, wanted = runner.shape(value) or (), (1, "new", *(runner.shape(gemm.output(0)) or ())[1:])
+    if source[:2] != (1, "new") or runner.shape(gemm.input(0)) != ("new", matrix.shape[0]) or not reshaped:
+        return
+    if not all(node.op == "Reshape" and runner.shape(node.output(0)) == wanted for node in reshaped):
+        return
     if len(source) > 3:
         value = graph.value("Reshape", [value, [1, -1, matrix.shape[0]]], name=f"{value}.joined")
     value = graph.value("MatMul", [value, gemm.input(1)], name=gemm.name or gemm.output(0))
@@ -124,11 +108,10 @@ def fuse_norms(graph: EditableGraph) -> None:
         if add is None or any(name in graph.tensors for name in add.inputs) or add.output(0) in graph.outputs:
             continue
         outputs = [f"{norm.output(0)}.added", "", "", f"{add.output(0)}.sum"]
-        epsilon = norm.attribute("epsilon")
-        inputs = [*add.inputs, norm.input(1)]
+        epsilon, inputs = norm.attribute("epsilon"), [*add.inputs, norm.input(1)]
         fused = graph.add(f"Skip{_NORM}", inputs, outputs, domain=MICROSOFT, epsilon=epsilon)
         graph.replace_value(norm.output(0), fused.output(0))
-        graph.replace_uses(add.output(0), fused.output(3), exclude=[fused])
+        graph.replace_uses(add.output(0), fused.output(3))
     graph.sweep()
 
 
@@ -136,22 +119,19 @@ def _fuse_norm(runner: SubgraphRunner, value: str, result: str) -> None:
     """Replace the norm of `value` that is computed from `result`, its mean square, if there is one."""
     graph = runner.graph
     known = {value, result}
-    while (cast := graph.producer_of(value, "Cast")) is not None:
-        value = cast.input(0)
-        known.add(value)
+    value = graph.source(value, "Cast")
+    known.add(value)
     shape, lengths = runner.shape(value) or (), PassShape(3, 0)
     x = np.random.default_rng(0).uniform(-1, 1, sizes(shape, lengths)).astype(np.float32)
     epsilon, weight, found = 0.0, "", ("", "", 0.0)
-    while len(readers := graph.consumers(result)) == 1 and readers[0].op in _NORMALIZING:
-        if not runner.token_dependent.intersection(readers[0].inputs) <= known:
-            break
-        result = readers[0].output(0)
+    while (node := graph.sole_reader(result, *_NORMALIZING)) is not None and known.issuperset(runner.inputs(node)):
+        result = node.output(0)
         known.add(result)
-        for name in readers[0].inputs:
+        for name in node.inputs:
             constant = graph.array(name)
-            if constant is not None and readers[0].op == "Add" and constant.size == 1:
+            if constant is not None and node.op == "Add" and constant.size == 1:
                 epsilon = float(constant.reshape(-1)[0])
-            elif constant is not None and readers[0].op == "Mul" and constant.shape == shape[-1:]:
+            elif constant is not None and node.op == "Mul" and constant.shape == shape[-1:]:
                 weight = name
         expected = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + epsilon)
         scaled = expected if not weight else expected * graph.tensors[weight].array()
@@ -179,8 +159,8 @@ def fuse_gelu(graph: EditableGraph) -> None:
     runner = SubgraphRunner(graph) if cores else None
     for core in cores:
         result = core.output(0)
-        while runner and len(readers := graph.consumers(result)) == 1 and readers[0].op in _POLYNOMIAL:
-            result = readers[0].output(0)
+        while runner and (node := graph.sole_reader(result, *_POLYNOMIAL)) is not None:
+            result = node.output(0)
             source = _only_source(runner, result)
             if source is not None and _is_gelu(runner, source, result):
                 graph.replace_value(result, graph.value("FastGelu", [source], name=f"{result}.gelu", domain=MICROSOFT))
@@ -197,7 +177,7 @@ def _only_source(runner: SubgraphRunner, result: str) -> str | None:
         if node is None:
             sources.add(name)
         else:
-            waiting += [each for each in node.inputs if each in runner.token_dependent]
+            waiting += runner.inputs(node)
     source = sources.pop()
     return source if not sources and runner.shape(source) == runner.shape(result) is not None else None
 

@@ -19,7 +19,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -31,33 +33,13 @@ from .graph_parts import Array, Computed, Tensor
 
 _CODES, _SCALES, _ZERO_POINTS, _GROUPS, _BIAS = 1, 2, 3, 4, 5
 """Indices of the inputs of MatMulNBits."""
+_SETTINGS: Final = ("K", "bits", "block_size", "accuracy_level")
 _SIGN_SHIFT: Final = 128
 """Added to signed codes to make them unsigned; also the default zero point of MatMulNBits."""
 _BLOCK_SIZES: Final = (128, 32)
 _CHUNK: Final = 1 << 24
 """Number of codes that are transposed at once."""
 _FLOATS: Final = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
-
-
-@dataclass(frozen=True)
-class _Linear:
-    """A dynamically quantized linear."""
-
-    value: str
-    """The input."""
-    result: str
-    """The output."""
-    codes: Tensor
-    """int8 or uint8 [K, N]"""
-    scales: Array
-    """float32 [N]"""
-    zeros: Array
-    """Zero points of the unsigned codes, uint8 [N]"""
-
-    @property
-    def shift(self) -> int:
-        """Number that is added to the codes to make them unsigned."""
-        return _SIGN_SHIFT if self.codes.element_type == TensorProto.INT8 else 0
 
 
 def quantized_linear(
@@ -100,16 +82,13 @@ def round_activations(graph: EditableGraph) -> int:
 def absorb_biases(graph: EditableGraph) -> None:
     """Replace the Add of a constant vector after a quantized linear by a bias of the linear."""
     for node in graph.nodes_of("MatMulNBits"):
-        readers = graph.consumers(node.output(0))
-        if node.input(_BIAS) or len(readers) != 1 or readers[0].op != "Add" or node.output(0) in graph.outputs:
+        add = graph.sole_reader(node.output(0), "Add")
+        if node.input(_BIAS) or add is None or node.output(0) in graph.outputs:
             continue
-        add = readers[0]
         bias = next((name for name in add.inputs if name in graph.tensors), "")
         if bias and graph.tensors[bias].shape == (node.attribute("N"),):
             graph.set_input(node, _BIAS, bias)
-            graph.replace_uses(add.output(0), node.output(0))
-            if add.output(0) in graph.outputs:
-                graph.set_output(graph.outputs[add.output(0)], node.output(0))
+            graph.replace_value(add.output(0), node.output(0))
             graph.remove(add)
 
 
@@ -145,18 +124,12 @@ def share_reshaped_constants(graph: EditableGraph) -> None:
 
 def _group_key(graph: EditableGraph, node: Node) -> tuple[object, ...] | None:
     """What linears must have in common to be joined; None for one that cannot be joined."""
-    stored = [graph.tensors.get(node.input(index)) for index in (_CODES, _SCALES)]
-    if None in stored or node.input(_GROUPS) or node.output(0) in graph.outputs:
+    computed = any(name and name not in graph.tensors for name in node.inputs[1:])
+    if computed or node.input(_GROUPS) or node.output(0) in graph.outputs:
         return None
-    optional = []
-    for index in (_ZERO_POINTS, _BIAS):
-        tensor = graph.tensors.get(node.input(index))
-        if node.input(index) and tensor is None:
-            return None
-        optional.append(None if tensor is None else tensor.element_type)
-    settings = tuple(node.attribute(name, 0) for name in ("K", "bits", "block_size", "accuracy_level"))
     # Linears without a bias get zeros; zero points change the arithmetic, so all or none must have them.
-    return (node.input(0), *settings, *(each.element_type for each in stored if each), optional[0])
+    types = (graph.element_type(node.input(index)) for index in (_CODES, _SCALES, _ZERO_POINTS))
+    return (node.input(0), *(node.attribute(name, 0) for name in _SETTINGS), *types)
 
 
 def _join(graph: EditableGraph, nodes: Sequence[Node]) -> None:
@@ -168,11 +141,16 @@ def _join(graph: EditableGraph, nodes: Sequence[Node]) -> None:
         tensors = [graph.tensors[node.input(index)] for node in nodes if node.input(index)]
         inputs.append(_concatenated(tensors, sum(widths)) if tensors else "")
     if any(node.input(_BIAS) for node in nodes):
-        biases = [_bias(graph, node, width) for node, width in zip(nodes, widths, strict=True)]
+        dtype = graph.tensors[first.input(_SCALES)].array().dtype
+        found = [graph.array(node.input(_BIAS)) for node in nodes]
+        biases = [
+            np.zeros(width, dtype) if bias is None else bias.reshape(-1)
+            for bias, width in zip(found, widths, strict=True)
+        ]
         inputs += ["", np.concatenate(biases)]
     while isinstance(inputs[-1], str):
         inputs.pop()
-    attributes = {name: first.attribute(name) for name in ("K", "bits", "block_size", "accuracy_level")}
+    attributes = {name: first.attribute(name) for name in _SETTINGS}
     joined = graph.add("MatMulNBits", inputs, name=stem, domain=MICROSOFT, N=sum(widths), **attributes)
     split = graph.add("Split", [joined.output(0), widths], [f"{stem}.{index}" for index in range(len(nodes))], axis=-1)
     for node, part in zip(nodes, split.outputs, strict=True):
@@ -181,54 +159,50 @@ def _join(graph: EditableGraph, nodes: Sequence[Node]) -> None:
 
 def _concatenated(tensors: Sequence[Tensor], rows: int) -> Tensor:
     """Concatenate tensors [N, ...]; flat ones become [N, columns], as the operator documents them."""
-    length = sum(tensor.nbytes for tensor in tensors)
-
-    def pieces() -> Iterator[Array]:
-        for tensor in tensors:
-            yield from tensor.source.pieces()
-
     width = sum(tensor.size for tensor in tensors) // rows
     shape = (rows, *tensors[0].shape[1:]) if len(tensors[0].shape) == 3 else (rows, width)
-    return replace(tensors[0], shape=shape, source=Computed(length, pieces))
-
-
-def _bias(graph: EditableGraph, node: Node, width: int) -> Array:
-    name = node.input(_BIAS)
-    if name:
-        return graph.tensors[name].array().reshape(-1)
-    return np.zeros(width, graph.tensors[node.input(_SCALES)].array().dtype)
+    length = sum(tensor.nbytes for tensor in tensors)
+    source = Computed(length, lambda: chain.from_iterable(tensor.source.pieces() for tensor in tensors))
+    return replace(tensors[0], shape=shape, source=source)
 
 
 def convert_integer_linears(graph: EditableGraph) -> None:
     """Replace every dynamically quantized linear that is recognized."""
     for node in graph.nodes_of("MatMulInteger"):
-        linear = _linear(graph, node)
-        if linear is not None:
-            _replace(graph, node.name or node.output(0), linear)
+        _convert(graph, node)
     graph.sweep()
 
 
-def _linear(graph: EditableGraph, node: Node) -> _Linear | None:
+def _convert(graph: EditableGraph, node: Node) -> None:
     quantize = graph.producer_of(node.input(0), "DynamicQuantizeLinear")
     codes = graph.tensors.get(node.input(1))
-    cast = _reader(graph, node.output(0), "Cast")
-    product = None if cast is None else _reader(graph, cast.output(0), "Mul")
+    cast = graph.sole_reader(node.output(0), "Cast")
+    product = None if cast is None else graph.sole_reader(cast.output(0), "Mul")
     if quantize is None or codes is None or len(codes.shape) != 2 or cast is None or product is None:
-        return None
+        return
     if codes.element_type not in (TensorProto.INT8, TensorProto.UINT8) or node.input(2) != quantize.output(2):
-        return None
+        return
     others = [name for name in product.inputs if name != cast.output(0)]
     combined = graph.producer_of(others[0], "Mul") if len(others) == 1 else None
     if combined is None or quantize.output(1) not in combined.inputs:
-        return None
+        return
     stored = [graph.array(name) for name in combined.inputs if name != quantize.output(1)]
-    scales = _by_column(stored[0] if len(stored) == 1 else None, codes.shape[1])
-    zeros = _by_column(graph.array(node.input(3)) if node.input(3) else np.zeros(1), codes.shape[1])
+    columns, rows = codes.shape
+    scales = _by_column(stored[0] if len(stored) == 1 else None, rows)
+    zeros = _by_column(graph.array(node.input(3)) if node.input(3) else np.zeros(1), rows)
     if scales is None or zeros is None:
-        return None
+        return
     shift = _SIGN_SHIFT if codes.element_type == TensorProto.INT8 else 0
-    unsigned = (zeros.astype(np.int64) + shift).astype(np.uint8)
-    return _Linear(quantize.input(0), product.output(0), codes, scales.astype(np.float32), unsigned)
+    zeros = (zeros.astype(np.int64) + shift).astype(np.uint8)
+    block = next((each for each in _BLOCK_SIZES if columns % each == 0), _BLOCK_SIZES[-1])
+    blocks = -(-columns // block)
+    make = partial(_packed, codes, np.uint8(shift), zeros, blocks * block)
+    packed = Tensor.computed(np.uint8, (rows, blocks, block), make)
+    inputs: list[Operand] = [quantize.input(0), packed, np.repeat(scales.astype(np.float32)[:, None], blocks, axis=1)]
+    if (zeros != _SIGN_SHIFT).any():
+        inputs.append(np.repeat(zeros[:, None], blocks, axis=1))
+    linear = quantized_linear(graph, node.name or node.output(0), inputs, (rows, columns), 8, block)
+    graph.replace_value(product.output(0), linear)
 
 
 def _by_column(value: Array | None, columns: int) -> Array | None:
@@ -238,30 +212,12 @@ def _by_column(value: Array | None, columns: int) -> Array | None:
     return np.broadcast_to(value.reshape(-1), columns)
 
 
-def _replace(graph: EditableGraph, stem: str, linear: _Linear) -> None:
-    columns, rows = linear.codes.shape
-    block = next((each for each in _BLOCK_SIZES if columns % each == 0), _BLOCK_SIZES[-1])
-    blocks = -(-columns // block)
-    packed = Tensor.computed(np.uint8, (rows, blocks, block), lambda: _packed(linear, blocks * block))
-    inputs: list[Operand] = [linear.value, packed, np.repeat(linear.scales[:, None], blocks, axis=1)]
-    if (linear.zeros != _SIGN_SHIFT).any():
-        inputs.append(np.repeat(linear.zeros[:, None], blocks, axis=1))
-    graph.replace_value(linear.result, quantized_linear(graph, stem, inputs, (rows, columns), 8, block))
-
-
-def _packed(linear: _Linear, width: int) -> Iterator[Array]:
-    """Yield unsigned codes, uint8 [rows, width]; an incomplete last block is padded with the zero point."""
-    columns, rows = linear.codes.shape
-    stored = linear.codes.array()
+def _packed(codes: Tensor, shift: np.uint8, zeros: Array, width: int) -> Iterator[Array]:
+    """Yield the unsigned codes of a matrix [K, N], uint8 [N, width]; the rest of a row has its zero point."""
+    columns, rows = codes.shape
+    stored = codes.array()
     step = max(1, _CHUNK // width)
     for start in range(0, rows, step):
         part = np.ascontiguousarray(stored[:, start : start + step].T).view(np.uint8)
-        unsigned = part + np.uint8(linear.shift)  # modulo 256: -128 becomes 0
-        padding = np.repeat(linear.zeros[start : start + step, None], width - columns, axis=1)
-        yield np.concatenate([unsigned, padding], axis=1)
-
-
-def _reader(graph: EditableGraph, name: str, op: str) -> Node | None:
-    """The only reader of a value, if it is that operator."""
-    readers = graph.consumers(name)
-    return readers[0] if len(readers) == 1 and readers[0].op == op else None
+        padding = np.repeat(zeros[start : start + step, None], width - columns, axis=1)
+        yield np.concatenate([part + shift, padding], axis=1)  # modulo 256: -128 becomes 0

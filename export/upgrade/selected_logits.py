@@ -45,16 +45,13 @@ def select_positions(graph: EditableGraph) -> None:
     head = find_lm_head(graph)
     _remove_last_position_only(graph, head)
     region = _positionwise_region(graph) or [head]
-    inside = {name for node in region for name in node.outputs}
-    crossing: dict[str, None] = {}
-    for node in region:
-        for name in node.inputs:
-            if name and name not in inside and stored_constant(graph, name) is None:
-                crossing[name] = None
+    inside = {"", *(name for node in region for name in node.outputs)}
+    read = dict.fromkeys(name for node in region for name in node.inputs if name not in inside)
+    crossing = [name for name in read if stored_constant(graph, name) is None]
     gathered = {name: graph.value("Gather", [name, SELECTED], name=f"asked.{name}", axis=1) for name in crossing}
     for node in region:
         graph.set_inputs(node, [gathered.get(name, name) for name in node.inputs])
-    _remove_batch_axis(graph, head)
+    graph.set_input(head, 0, graph.value("Squeeze", [head.input(0), [0]], name="head.rows"))  # [R, hidden]
     width = _width(graph, head)
     logits = inputs_outputs.LOGITS
     if graph.element_type(logits) != TensorProto.FLOAT:
@@ -62,21 +59,10 @@ def select_positions(graph: EditableGraph) -> None:
     graph.set_output(helper.make_tensor_value_info(inputs_outputs.LOGITS, TensorProto.FLOAT, ["R", width]), logits)
 
 
-def _remove_batch_axis(graph: EditableGraph, head: Node) -> None:
-    """Squeeze the input of the head from [1, R, hidden] to [R, hidden]."""
-    graph.set_input(head, 0, graph.value("Squeeze", [head.input(0), [0]], name="head.rows"))
-
-
 def _positionwise_region(graph: EditableGraph) -> list[Node]:
     """The nodes between the last attention and the logits if all process positions separately, else none."""
     last = [node for node in graph.in_order() if node.op == "GroupQueryAttention"][-1]
-    after: dict[Node, None] = {}
-    waiting = [last.output(0)]
-    while waiting:
-        for node in graph.consumers(waiting.pop()):
-            if node not in after:
-                after[node] = None
-                waiting += [name for name in node.outputs if name]
+    after = dict.fromkeys(node for _, node in graph.readers(last.output(0), lambda _value, _node: True))
     positionwise = all(_is_positionwise(graph, node) for node in after)
     leaving = {name for node in after for name in node.outputs if name in graph.outputs}
     return list(after) if positionwise and leaving == {inputs_outputs.LOGITS} else []

@@ -9,8 +9,7 @@ Concat becomes the new output.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from onnx import TensorProto, helper
@@ -26,8 +25,7 @@ _JOINING: Final = frozenset({"Cast", "Concat", "Reshape", "Squeeze", "Transpose"
 _FLOATS: Final = (TensorProto.FLOAT, TensorProto.FLOAT16)
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """Keys or values within a cache tensor."""
 
     cache: str
@@ -62,15 +60,10 @@ def _may_be_cache(graph: EditableGraph, name: str) -> bool:
 
 def _parts(graph: EditableGraph, cache: str) -> Iterator[_Part]:
     """Find the Concat nodes that are reached from a cache through operators that take it apart."""
-    waiting = [cache]
-    while waiting:
-        value = waiting.pop(0)
-        for node in graph.consumers(value):
-            if node.op == "Concat" and len(node.inputs) == 2 and node.input(0) == value:
-                if value != cache or node.output(0) not in graph.outputs:
-                    yield _Part(cache, value, node)
-            elif node.op in _SPLITTING and node.input(0) == value:
-                waiting += [name for name in node.outputs if name]
+    for value, node in graph.readers(cache, lambda value, node: node.op in _SPLITTING and node.input(0) == value):
+        appends = node.op == "Concat" and len(node.inputs) == 2 and node.input(0) == value
+        if appends and (value != cache or node.output(0) not in graph.outputs):
+            yield _Part(cache, value, node)
 
 
 def _replace_shapes(graph: EditableGraph, part: _Part, index: int) -> None:
@@ -84,9 +77,8 @@ def _replace_shapes(graph: EditableGraph, part: _Part, index: int) -> None:
             raise _unknown_structure(part.cache)
         whole = graph.value("Shape", [part.value], name=f"parted.{index}.shape")
         past = graph.value("Gather", [whole, [2]], name=f"parted.{index}.past", axis=0)
-        sizes = [
-            past if axis == symbolic[-1] else [size if isinstance(size, int) else 1] for axis, size in enumerate(shape)
-        ]
+        sizes: list[str | list[int]] = [[size if isinstance(size, int) else 1] for size in shape]
+        sizes[symbolic[-1]] = past
         graph.replace_uses(node.output(0), graph.value("Concat", sizes, name=f"parted.{index}.extents", axis=0))
 
 
@@ -98,13 +90,15 @@ def _symbolic_axes(shape: tuple[int | str, ...]) -> list[int]:
 def _replace_cache(graph: EditableGraph, part: _Part, index: int) -> None:
     _, heads, _, channels = _part_shape(graph, part)
     element_type = graph.element_type(part.cache)
-    for output in _outputs_with(graph, part.joined.output(0)):
-        del graph.outputs[output]
+    joined = part.joined.output(0)
+    joining = [node for _, node in graph.readers(joined, lambda _, node: node.op in _JOINING) if node.op in _JOINING]
+    for output in {joined, *(name for node in joining for name in node.outputs)}:  # they contain the part's slots
+        graph.outputs.pop(output, None)
     past, present = (f"{part.cache}.{side}.{index}" for side in ("past", "present"))
     graph.add_input(helper.make_tensor_value_info(past, element_type, [1, heads, "past", channels]))
     graph.replace_uses(part.value, past)
     info = helper.make_tensor_value_info(present, element_type, [1, heads, "total", channels])
-    graph.set_output(info, part.joined.output(0))
+    graph.set_output(info, joined)
 
 
 def _part_shape(graph: EditableGraph, part: _Part) -> tuple[int, ...]:
@@ -122,21 +116,6 @@ def _part_shape(graph: EditableGraph, part: _Part) -> tuple[int, ...]:
     if len(found) != 4 or found[0] != 1 or found[2] != _PAST:
         raise _unknown_structure(part.cache)
     return tuple(found.tolist())
-
-
-def _outputs_with(graph: EditableGraph, joined: str) -> list[str]:
-    """Graph outputs that contain the slots of a part."""
-    found, waiting, seen = [], [joined], {joined}
-    while waiting:
-        value = waiting.pop()
-        if value in graph.outputs:
-            found.append(value)
-        for node in graph.consumers(value):
-            fresh = [name for name in node.outputs if name and name not in seen]
-            if node.op in _JOINING and value in node.inputs:
-                seen.update(fresh)
-                waiting += fresh
-    return found
 
 
 def _unknown_structure(cache: str) -> BundleError:

@@ -11,6 +11,7 @@ A run reads one sequence: new tokens after a number of cached ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal
 
@@ -29,6 +30,7 @@ Dimension = int | Literal["new", "past", "total"]
 _FIRST: Final = PassShape(7, 13)
 _SECOND: Final = PassShape(11, 19)
 """The two passes from which shapes are learned. Their numbers and sums are all different."""
+_OF_SHAPES: Final = ("Shape", "Size")
 _LENGTHS: Final[Mapping[tuple[int, int], Dimension]] = {
     (_FIRST.new, _SECOND.new): "new",
     (_FIRST.past, _SECOND.past): "past",
@@ -49,15 +51,23 @@ class SubgraphRunner:
         self.graph = graph
         self.order: dict[Node, int] = {node: index for index, node in enumerate(graph.in_order())}
         """Position of each node in topological order."""
-        self.token_dependent = self._dependents(TOKENS)
+        readers = [node for _, node in graph.readers(TOKENS, lambda _, node: node.op not in _OF_SHAPES)]
+        self.token_dependent = {
+            TOKENS,
+            *(name for node in readers if node.op not in _OF_SHAPES for name in node.outputs),
+        }
         """Values that depend on the token ids, other than through their shape."""
         self._shapes: dict[str, tuple[Dimension, ...]] = {}
         self._learn_shapes()
 
+    def inputs(self, node: Node) -> list[str]:
+        """Inputs of a node that depend on the token ids."""
+        return [name for name in node.inputs if name in self.token_dependent]
+
     def shape(self, name: str) -> tuple[Dimension, ...] | None:
         """Shape of a value; None if it is unknown or depends on anything but the lengths of the pass."""
         tensor = self.graph.tensors.get(name)
-        return tensor.shape if tensor is not None else self._shapes.get(name)
+        return self._shapes.get(name) if tensor is None else tensor.shape
 
     def run(
         self, wanted: Sequence[str], lengths: PassShape, given: Mapping[str, Array] | None = None
@@ -90,29 +100,14 @@ class SubgraphRunner:
 
         return run_part(self.graph, self.order, "Identity", wanted, known)[0]
 
-    def _dependents(self, name: str) -> frozenset[str]:
-        found, waiting = {name}, [name]
-        while waiting:
-            for node in self.graph.consumers(waiting.pop()):
-                if node.op not in ("Shape", "Size"):
-                    fresh = [name for name in node.outputs if name and name not in found]
-                    found.update(fresh)
-                    waiting += fresh
-        return frozenset(found)
-
     def _learn_shapes(self) -> None:
         names = [*self.graph.inputs, *(name for node in self.order for name in node.outputs if name)]
+        fed = (
+            {name: input_value(info, lengths) for name, info in self.graph.inputs.items()}.get
+            for lengths in (_FIRST, _SECOND)
+        )
         try:
-            first, second = run_part(
-                self.graph,
-                self.order,
-                "Shape",
-                names,
-                *(
-                    {name: input_value(info, lengths) for name, info in self.graph.inputs.items()}.get
-                    for lengths in (_FIRST, _SECOND)
-                ),
-            )
+            first, second = run_part(self.graph, self.order, "Shape", names, *fed)
         except ExportError as error:
             raise BundleError(
                 f"the model's graph does not run on one sequence with a cache: {error.what}",
@@ -127,6 +122,11 @@ class SubgraphRunner:
 def sizes(dimensions: Sequence[Dimension], lengths: PassShape) -> list[int]:
     """The numbers that dimensions are in a pass."""
     return [each if isinstance(each, int) else int(getattr(lengths, each)) for each in dimensions]
+
+
+def channels(dimensions: Sequence[Dimension]) -> int:
+    """Product of the dimensions that are numbers: channels of all heads together, or heads."""
+    return math.prod(each for each in dimensions if isinstance(each, int))
 
 
 def run_part(
