@@ -28,6 +28,10 @@ LAST_SLOT: Final = "seqlens_k"
 TOTAL: Final = "total_sequence_length"
 
 _MASKED: Final = np.array(-1e9, np.float32)
+_CACHE_NAMES: Final = (
+    (inputs_outputs.past_key, inputs_outputs.present_key),
+    (inputs_outputs.past_value, inputs_outputs.present_value),
+)
 _MASKED_BELOW: Final = -1e4
 """A bias below this hides a position."""
 
@@ -71,7 +75,12 @@ def wire_attention(
     for node, window in zip(layers, windows, strict=True):
         if window not in biases:
             biases[window] = _windowed_bias(graph, window, element_type)
-        _wire(graph, node, biases[window])
+        inputs = [*node.inputs, *[""] * (11 - len(node.inputs))]
+        inputs[5], inputs[6], inputs[10] = LAST_SLOT, TOTAL, biases[window]
+        inputs[9] = POSITIONS if node.attribute("do_rotary", 0) else ""
+        graph.set_inputs(node, inputs)
+        for name in ("local_window_size", "sliding_window_cache"):
+            graph.set_attribute(node, name, None)
     for node in graph.nodes_of("RotaryEmbedding"):
         index = 1 if node.domain else 3
         if node.input(index):  # without positions, its cosines have been gathered for the tokens already
@@ -117,11 +126,10 @@ def window_of_bias(runner: SubgraphRunner, bias: str, context: int) -> int:
         return seen
 
     try:
-        window = sliding_window(visible, context)
+        if (window := sliding_window(visible, context)) is None:
+            raise unknown
     except ExportError as error:
         raise unknown from error
-    if window is None:
-        raise unknown
     return max(window, 0)
 
 
@@ -171,12 +179,12 @@ def _window(node: Node, of_bias: int, context: int) -> int:
 
 def _declare_inputs(graph: EditableGraph) -> None:
     for info in inputs_outputs.pass_inputs():
-        if info.name in graph.inputs and info.name in (TOKENS, POSITIONS):
-            _declare_ids(graph, info)
-        elif info.name in graph.inputs:
-            graph.inputs[info.name].CopyFrom(info)
-        else:
+        if info.name not in graph.inputs:
             graph.add_input(info)
+        elif info.name in (TOKENS, POSITIONS):
+            _declare_ids(graph, info)
+        else:
+            graph.inputs[info.name].CopyFrom(info)
 
 
 def _declare_ids(graph: EditableGraph, info: ValueInfoProto) -> None:
@@ -188,8 +196,7 @@ def _declare_ids(graph: EditableGraph, info: ValueInfoProto) -> None:
     if len(shape) == 3:  # positions of time, height and width
         lifted = graph.value("Unsqueeze", [value, [0]], name="positions.lifted")
         value = graph.value("Expand", [lifted, [int(shape[0] or 3), 1, 1]], name="positions.copied")
-    for node in readers:
-        graph.set_inputs(node, [value if name == info.name else name for name in node.inputs])
+    graph.replace_uses(info.name, value, readers)
     graph.inputs[info.name].CopyFrom(info)
 
 
@@ -202,16 +209,12 @@ def _windowed_bias(graph: EditableGraph, window: int, element_type: int) -> str:
     """The bias with all positions masked that are at least `window` back, [1, 1, M, T]."""
     stem = f"window.{window}"
     queries = graph.value("Unsqueeze", [POSITIONS, [1, 3]], name=f"{stem}.queries")
-    distance = graph.value("Sub", [queries, _key_positions(graph)], name=f"{stem}.distance")
-    near = graph.value("Less", [distance, window], name=f"{stem}.near")
-    return _typed(graph, graph.value("Where", [near, BIAS, _MASKED], name=f"{stem}.bias"), element_type)
-
-
-def _key_positions(graph: EditableGraph) -> str:
-    """Positions of all T keys, int64 [T]: the slot number for cached tokens, `position_ids` for new ones."""
     cached = graph.value("Range", [0, _cached_tokens(graph), 1], name="keys.cached")
     new = graph.value("Squeeze", [POSITIONS, [0]], name="keys.new")
-    return graph.value("Concat", [cached, new], name="keys.positions", axis=0)
+    keys = graph.value("Concat", [cached, new], name="keys.positions", axis=0)  # the slot for a cached token
+    distance = graph.value("Sub", [queries, keys], name=f"{stem}.distance")
+    near = graph.value("Less", [distance, window], name=f"{stem}.near")
+    return _typed(graph, graph.value("Where", [near, BIAS, _MASKED], name=f"{stem}.bias"), element_type)
 
 
 def _cached_tokens(graph: EditableGraph) -> str:
@@ -225,37 +228,22 @@ def _total(graph: EditableGraph) -> str:
     return graph.value("Cast", [TOTAL], name="total.wide", to=TensorProto.INT64)
 
 
-def _wire(graph: EditableGraph, node: Node, bias: str) -> None:
-    inputs = [*node.inputs, *[""] * (11 - len(node.inputs))]
-    inputs[5], inputs[6], inputs[10] = LAST_SLOT, TOTAL, bias
-    inputs[9] = POSITIONS if node.attribute("do_rotary", 0) else ""
-    graph.set_inputs(node, inputs)
-    for name in ("local_window_size", "sliding_window_cache"):
-        graph.set_attribute(node, name, None)
-
-
 def _rename_caches(
     graph: EditableGraph, caches: tuple[CacheTensor, ...], attention: AttentionShape, element_type: int
 ) -> None:
     shape: list[str | int] = [1, attention.kv_heads, "capacity", attention.head_dim]
-    renamed: list[tuple[str, str, dict[str, ValueInfoProto]]] = []
+    renamed: dict[str, str] = {}
     for index, cache in enumerate(caches):
         layer, half = divmod(index, 2)
-        past, present = (
-            (inputs_outputs.past_value, inputs_outputs.present_value)
-            if half
-            else (inputs_outputs.past_key, inputs_outputs.present_key)
-        )
+        past, present = _CACHE_NAMES[half]
         # The new names may be the old names of other caches, so all are first renamed to names that are free.
-        for old, new, declared in (
-            (cache.past, past(layer), graph.inputs),
-            (cache.present, present(layer), graph.outputs),
-        ):
+        for old, new in ((cache.past, past(layer)), (cache.present, present(layer))):
             free = graph.fresh(f"{new}.cache")
             graph.rename(old, free)
-            renamed.append((free, new, declared))
-    for free, new, declared in renamed:
+            renamed[free] = new
+    for free, new in renamed.items():
         graph.rename(free, new)
+        declared = graph.inputs if new in graph.inputs else graph.outputs
         declared[new] = helper.make_tensor_value_info(new, element_type, shape)
 
 

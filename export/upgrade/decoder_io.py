@@ -173,10 +173,7 @@ def identify_io(graph: EditableGraph, names: Mapping[str, str] = MappingProxyTyp
     _rename_only(graph, MASK, [name for name in others if re.search("mask", name) and name in graph.inputs])
     presents = {cache.present for cache in caches}
     logits = _logits(graph, [name for name in graph.outputs if name not in presents])
-    info = ValueInfoProto()
-    info.CopyFrom(graph.outputs[logits])
-    info.name = inputs_outputs.LOGITS
-    graph.set_output(info, logits)
+    graph.set_output(ValueInfoProto(name=inputs_outputs.LOGITS, type=graph.outputs[logits].type), logits)
     return caches
 
 

@@ -4,20 +4,18 @@ A graph pass is a function `(graph: EditableGraph, ...) -> ...`. It finds nodes 
 `graph.consumers(name)`), reads constants (`graph.array(name)`), and changes the graph only through its methods, which
 keep the look-up tables consistent:
 
-    for node in graph.nodes_of("MatMul"):                  # a new list, so editing in the loop is safe
-        weight = graph.array(node.input(1))                # NumPy, mapped from the file; None if not a constant
-        if weight is None:
-            continue
-        codes = graph.add_tensor("layers.0.o.codes", Tensor.computed(np.uint8, shape, make_pieces))
-        new = graph.add("MatMulNBits", [node.input(0), codes, scales], domain=MICROSOFT, N=.., K=.., bits=4, ..)
-        graph.replace_uses(node.output(0), new.output(0))  # every reader now reads the new value
-    graph.sweep()                                          # removes nodes and constants that nothing reads
+    for node in graph.nodes_of("MatMul"):       # a new list, so editing in the loop is safe
+        weight = graph.array(node.input(1))     # NumPy, mapped from the file; None if not a constant
+        if weight is not None:
+            codes = Tensor.computed(np.uint8, shape, make_pieces)
+            new = graph.value("MatMulNBits", [node.input(0), codes, scales], domain=MICROSOFT, N=.., K=.., bits=4, ..)
+            graph.replace_value(node.output(0), new)
+    graph.sweep()                               # removes nodes and constants that nothing reads
 
 Rules:
 
 - Values are identified by name, as in ONNX; "" is an absent optional input. Nodes are compared by identity.
-- `add` and `add_tensor` append a number to a name that is taken, and return the name used (in `Node.outputs`, or
-  directly).
+- `add` and `add_tensor` append a number to a name that is taken.
 - `Constant` nodes of the file are tensors here and `Identity` nodes are removed, so a constant is always in
   `graph.tensors`. Constants inside the branches of If and Loop stay there. `Node.captured` lists what such a branch
   reads from the enclosing graph; these values count as read.
@@ -36,16 +34,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
-from google.protobuf.message import DecodeError
 from onnx import GraphProto, ModelProto, ValueInfoProto, helper
 
 from ...errors import BundleError
-from ...models.onnx_file.wire import check_external_data
 from ..graph.nodes import MICROSOFT
-from .graph_parts import Array, Node, Store, Tensor, constant_of, read_tensor
+from .graph_parts import Array, Node, Store, Tensor, constant_of, read_model, read_tensor
 
-__all__ = ["MICROSOFT", "EditableGraph", "Node", "read_model"]
+__all__ = ["MICROSOFT", "EditableGraph", "Node"]
 
 Operand = str | int | Sequence[int] | Array | Tensor
 """An input of a new node: the name of a value, or a constant, of int64 unless it is an array."""
@@ -126,11 +121,7 @@ class EditableGraph:
         return readers[0] if len(readers) == 1 and readers[0].op in ops else None
 
     def readers(self, name: str, through: Callable[[str, Node], bool]) -> Iterator[tuple[str, Node]]:
-        """Yield each node that reads a value, or what is computed from it by nodes that `through` accepts.
-
-        Yields:
-            The value that is read, and the node, of which `through` is asked too.
-        """
+        """Yield what is read, and by which node: a value, and what nodes that `through` accepts compute from it."""
         values, seen = [name], {name}
         for value in values:  # the list grows while it is walked
             for node in self.consumers(value):
@@ -312,10 +303,7 @@ class EditableGraph:
             self.tensors[new] = self.tensors.pop(old)
         for declared in (self.inputs, self.outputs):
             if old in declared:
-                info = ValueInfoProto()
-                info.CopyFrom(declared.pop(old))
-                info.name = new
-                declared[new] = info
+                declared[new] = ValueInfoProto(name=new, type=declared.pop(old).type)
         self.replace_uses(old, new)
 
     def remove(self, node: Node) -> None:
@@ -399,18 +387,3 @@ class EditableGraph:
 
     def _is_captured(self, name: str) -> bool:
         return any(name in reader.captured for reader in self._consumers.get(name, ()))
-
-
-def read_model(path: Path) -> ModelProto:
-    """Read an .onnx file without its external weights.
-
-    Raises:
-        BundleError: the file is not an ONNX model, or its weights are missing.
-    """
-    try:
-        check_external_data(path)
-        return onnx.load(path, load_external_data=False)
-    except DecodeError as error:
-        raise BundleError(f"{path} is not an ONNX model", "give a complete .onnx file") from error
-    except OSError as error:
-        raise BundleError(f"{path} cannot be read: {error.strerror or error}", "check its permissions") from error

@@ -9,6 +9,7 @@ Bytes are little-endian and packed as ONNX stores them: two 4-bit values per byt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,9 +17,12 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from ...errors import BundleError
+from ...models.onnx_file.wire import check_external_data
 from ..graph.initializers import INLINE_BELOW, WeightFile, external_tensor
 
 Array = npt.NDArray[Any]
@@ -27,10 +31,8 @@ _PIECE: Final = 4 << 20
 _FOUR_BITS: Final[Mapping[int, bool]] = {TensorProto.UINT4: False, TensorProto.INT4: True}
 """Element types with two elements per byte, and whether they are signed."""
 _CONSTANT_TYPES: Final = {
-    "value_int": "int64",
-    "value_ints": "int64",
-    "value_float": "float32",
-    "value_floats": "float32",
+    **dict.fromkeys(("value_int", "value_ints"), "int64"),
+    **dict.fromkeys(("value_float", "value_floats"), "float32"),
 }
 
 
@@ -54,13 +56,11 @@ class FileRange:
         try:
             with path.open("rb") as file:
                 file.seek(self.offset)
-                left = self.length
-                while left:
-                    piece = file.read(min(left, _PIECE))
-                    if not piece:
+                for start in range(0, self.length, _PIECE):
+                    piece = np.fromfile(file, np.uint8, min(self.length - start, _PIECE))
+                    if not piece.size:
                         raise BundleError(f"{path} shrank while it was read", "do not change the model meanwhile")
-                    left -= len(piece)
-                    yield np.frombuffer(piece, np.uint8)
+                    yield piece
         except OSError as error:
             raise BundleError(f"{path} cannot be read: {error.strerror or error}", "check the disk") from error
 
@@ -115,12 +115,12 @@ class Tensor:
     def computed(cls, dtype: npt.DTypeLike, shape: tuple[int, ...], make: Callable[[], Iterable[Array]]) -> Tensor:
         """Declare a tensor whose bytes are computed when it is written (see `Computed`)."""
         dtype = np.dtype(dtype)
-        return cls(helper.np_dtype_to_tensor_dtype(dtype), shape, Computed(int(np.prod(shape)) * dtype.itemsize, make))
+        return cls(helper.np_dtype_to_tensor_dtype(dtype), shape, Computed(math.prod(shape) * dtype.itemsize, make))
 
     @property
     def size(self) -> int:
         """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -143,6 +143,21 @@ class Tensor:
                 values = (values.astype(np.int8) ^ 8) - 8
             return values.reshape(self.shape)
         return data.view(helper.tensor_dtype_to_np_dtype(self.element_type)).reshape(self.shape)
+
+
+def read_model(path: Path) -> ModelProto:
+    """Read an .onnx file without its external weights.
+
+    Raises:
+        BundleError: the file is not an ONNX model, or its weights are missing.
+    """
+    try:
+        check_external_data(path)
+        return onnx.load(path, load_external_data=False)
+    except DecodeError as error:
+        raise BundleError(f"{path} is not an ONNX model", "give a complete .onnx file") from error
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read: {error.strerror or error}", "check its permissions") from error
 
 
 def read_tensor(proto: TensorProto, folder: Path) -> Tensor:
@@ -222,9 +237,7 @@ def _inline(name: str, tensor: Tensor) -> TensorProto:
 
 
 def _bytes_of(element_type: int, shape: tuple[int, ...], name: str) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
+    count = math.prod(shape)
     if element_type in _FOUR_BITS:
         return (count + 1) // 2
     try:
@@ -311,12 +324,8 @@ def _captured(proto: NodeProto) -> set[str]:
     found: set[str] = set()
     for attribute in proto.attribute:
         for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-            found |= _outer_names(graph)
+            made = {each.name for each in graph.input} | {each.name for each in graph.initializer}
+            made.update(name for node in graph.node for name in node.output)
+            read = {name for node in graph.node for name in (*node.input, *_captured(node)) if name}
+            found |= (read | {each.name for each in graph.output}) - made
     return found
-
-
-def _outer_names(graph: GraphProto) -> set[str]:
-    made = {each.name for each in graph.input} | {each.name for each in graph.initializer}
-    made.update(name for node in graph.node for name in node.output)
-    read = {name for node in graph.node for name in (*node.input, *_captured(node)) if name}
-    return (read | {each.name for each in graph.output}) - made

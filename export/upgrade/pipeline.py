@@ -6,13 +6,12 @@ import time
 from pathlib import Path
 from typing import Final
 
-import onnx
 from onnx import ModelProto
 from onnx.inliner import inline_selected_functions
 
 from ...errors import BundleError, InputError
 from ...models.bundle import GRAPH_NAME, TOKENIZER_AND_CONFIG_FILES, WEIGHTS_NAME, Bundle, digest_file
-from ...models.manifest import MANIFEST_NAME, FileDigest, GraphLayout, Manifest, Method, WeightFormat
+from ...models.manifest import MANIFEST_NAME, GraphLayout, Manifest, Method, WeightFormat
 from ...models.progress import Progress, counted, silent
 from ...runtime.graph.cache_io import states_by_key
 from ...runtime.graph.graph_io import GraphValue
@@ -39,9 +38,9 @@ from .describe import (
     formats_of,
     weight_matrices,
 )
-from .editable import EditableGraph, Node, read_model
+from .editable import EditableGraph, Node
 from .float_linears import is_half, quantize_linears, widen
-from .graph_parts import in_place, to_file
+from .graph_parts import in_place, read_model, to_file
 from .parity import POSITIONS_READ, Reference, measure, require_same, run_reference
 from .quantized_linears import (
     absorb_biases,
@@ -141,12 +140,13 @@ class _Upgrade:
             quantize_linears(graph, body, head)
         self._tune(graph)
         matrices = weight_matrices(graph)
-        weights = self._write_graph(folder, graph)
+        total = sum(tensor.nbytes for tensor in graph.tensors.values())
+        with WeightFile(folder / WEIGHTS_NAME) as data:
+            model = graph.model(to_file(data, counted(total, self._progress, "writing weights")))
+        (folder / GRAPH_NAME).write_bytes(model.SerializeToString())
         copy_config_files(self._source, folder)
         if not rounds:
-            difference = self._require_same(
-                folder, shape, onnx.load(folder / GRAPH_NAME, load_external_data=False), reference
-            )
+            difference = self._require_same(folder, shape, model, reference)
         parity = measure(folder, shape, reference, difference)
         require_config_files(folder, vocab_size)
         names = (GRAPH_NAME, *TOKENIZER_AND_CONFIG_FILES)
@@ -157,7 +157,7 @@ class _Upgrade:
             architecture=architecture_of(matrices, shape, family, context, width if isinstance(width, int) else None),
             weights=formats_of(matrices),
             bits_per_weight=self.bits_per_weight,
-            files={WEIGHTS_NAME: weights}
+            files={WEIGHTS_NAME: data.digest()}
             | {name: digest_file(folder / name) for name in names if (folder / name).is_file()},
             parity=parity.as_mapping(),
             producer=PRODUCER,
@@ -176,7 +176,7 @@ class _Upgrade:
                 self._widen(graph)
             for cache in caches:
                 symbolic = any(isinstance(size, str) for size in (graph.shape(cache.past) or ())[1::2])
-                if symbolic and len(self._sizes) == len((1, 3)):
+                if symbolic and len(self._sizes) == 2:
                     declare_cache_shape(graph, cache, self._sizes[1], self._sizes[3])
             fuse_operators(graph, max(context, POSITIONS_READ))
             caches = identify_io(graph)
@@ -229,14 +229,6 @@ class _Upgrade:
         difference = require_same(folder, shape, model, reference)
         self._progress("checking", 0.5)
         return difference
-
-    def _write_graph(self, folder: Path, graph: EditableGraph) -> FileDigest:
-        """Write graph and weights; returns the digest of the weights."""
-        total = sum(tensor.nbytes for tensor in graph.tensors.values())
-        with WeightFile(folder / WEIGHTS_NAME) as data:
-            model = graph.model(to_file(data, counted(total, self._progress, "writing weights")))
-        (folder / GRAPH_NAME).write_bytes(model.SerializeToString())
-        return data.digest()
 
 
 def _context_for(source: Bundle, graph: EditableGraph, recipe: ExportRecipe) -> int:
