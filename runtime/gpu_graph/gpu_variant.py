@@ -14,7 +14,7 @@ from ...models.graph_variant import DeviceKind
 from ...models.regular_file import read_regular
 from ...models.user_folders import cache_folder
 from ..graph.session import SessionConfig
-from .rewriting import REWRITING, GpuForm, form_of
+from .rewriting import REWRITING, form_of
 
 _MAX_CACHED_BYTES: Final = 64 << 20
 """Largest graph that is cached; a larger one has its weights inside and is made again at every load."""
@@ -38,12 +38,17 @@ def variant_for(bundle: Bundle, config: SessionConfig, *, cache: bool, plain: bo
     Raises:
         BundleError: the model's graph is not an ONNX model.
     """
-    form = form_of(config.device.provider)
-    if (own := _of_bundle(bundle, config.device.provider, plain)) is not None:
-        return own
-    path = None
+    provider, path = config.device.provider, None
+    form = form_of(provider)
+    if bundle.manifest is not None and bundle.graph.name == GRAPH_NAME:
+        for variant in bundle.manifest.variants:
+            fits = variant.device is DeviceKind.GPU and variant.precision is form.variant.precision
+            if fits and variant.plain is plain and (not variant.providers or provider in variant.providers):
+                return bundle.graph.parent / variant.file
     if cache and bundle.graph.stat().st_size <= _MAX_CACHED_BYTES:
-        path = _cached_path(bundle.graph, form, plain)
+        digest = hashlib.sha256(read_regular(bundle.graph, _MAX_CACHED_BYTES))
+        digest.update(f"\0{REWRITING}\0{form}\0{plain}".encode())
+        path = cache_folder() / "graphs" / f"{digest.hexdigest()[:32]}.onnx"
         if (model := _read_cached(path)) is not None:
             return model
     # Both import protobuf, which takes a while, and which programs on a CPU do not need.
@@ -55,31 +60,17 @@ def variant_for(bundle: Bundle, config: SessionConfig, *, cache: bool, plain: bo
     except CannotRewriteError:
         return bundle.graph
     if path is not None:
-        _write_cached(path, model)
+        # With a read-only cache the graph is made again next time.
+        with suppress(OSError):
+            write_atomically(path, hashlib.sha256(model).digest() + model)
+            for old in sorted(path.parent.glob("*.onnx"), key=lambda each: each.stat().st_mtime)[:-_MAX_FILES]:
+                remove(old)
     return model
 
 
 def has_plain_form(config: SessionConfig) -> bool:
     """Whether passes of consecutive tokens are faster on a graph of their own, without a bias."""
     return config.device.kind is DeviceKind.GPU and form_of(config.device.provider).has_plain_form
-
-
-def _of_bundle(bundle: Bundle, provider: str, plain: bool) -> Path | None:
-    """The variant that lies in the bundle for a provider, if there is one."""
-    form = form_of(provider)
-    if bundle.manifest is None or bundle.graph.name != GRAPH_NAME:
-        return None
-    for variant in bundle.manifest.variants:
-        fits = variant.device is DeviceKind.GPU and variant.precision is form.variant.precision
-        if fits and variant.plain is plain and (not variant.providers or provider in variant.providers):
-            return bundle.graph.parent / variant.file
-    return None
-
-
-def _cached_path(graph: Path, form: GpuForm, plain: bool) -> Path:
-    digest = hashlib.sha256(read_regular(graph, _MAX_CACHED_BYTES))
-    digest.update(f"\0{REWRITING}\0{form}\0{plain}".encode())
-    return cache_folder() / "graphs" / f"{digest.hexdigest()[:32]}.onnx"
 
 
 def _read_cached(path: Path) -> bytes | None:
@@ -90,12 +81,3 @@ def _read_cached(path: Path) -> bytes | None:
         return None
     size = hashlib.sha256().digest_size
     return data[size:] if hashlib.sha256(data[size:]).digest() == data[:size] else None
-
-
-def _write_cached(path: Path, model: bytes) -> None:
-    # With a read-only cache the graph is made again next time.
-    with suppress(OSError):
-        write_atomically(path, hashlib.sha256(model).digest() + model)
-        files = sorted(path.parent.glob("*.onnx"), key=lambda each: each.stat().st_mtime)
-        for each in files[:-_MAX_FILES]:
-            remove(each)

@@ -94,6 +94,17 @@ def input_at(of: Message, place: int) -> str:
     return str(of.input[place]) if len(of.input) > place else ""
 
 
+def rotary_before(editor: GraphEditor, name: str) -> Message | None:
+    """The RotaryEmbedding that rotates a value in front of an operator; None if there is none."""
+    while (producer := editor.producer(name)) is not None:
+        if producer.op_type == "RotaryEmbedding":
+            return producer
+        if producer.op_type not in ("Reshape", "Transpose"):
+            return None
+        name = producer.input[0]
+    return None
+
+
 def rotate_outside(editor: GraphEditor) -> None:
     """Rotate queries and keys in front of each attention operator that takes positions, instead of in it.
 

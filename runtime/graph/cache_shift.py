@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from ...errors import EdgeError
 from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor, attributes_of
-from ...models.onnx_file.model_messages import Message
 from ..kv.arena import KVArena
 from ..kv.buffers import NumpyBuffers
+from .attention_edits import OPERATOR, rotary_before
 from .bound_graph import BoundGraph
 from .graph_io import GraphIO
 
@@ -28,7 +28,6 @@ _CHECK_TOKENS: Final = 9
 _CHECK_TOLERANCE: Final = 0.01
 """Largest difference of a key from the one that it must equal, relative to the largest key. Activations in 8 bits
 change keys by less, wrong rotations by about as much as the keys."""
-_ATTENTION: Final = "GroupQueryAttention"
 _KEY, _PAST_KEY, _COSINES, _SINES = 1, 3, 7, 8
 """Indices of the operator's inputs."""
 _MAX_GRAPH_BYTES: Final = 256 << 20
@@ -141,13 +140,13 @@ def _rotations(editor: GraphEditor) -> Mapping[str, KeyRotation]:
     """The rotations of a graph's keys, inside the attention operators or in front of them, by the name of the cache."""
     found: dict[str, KeyRotation] = {}
     for node in editor.graph.node:
-        if node.op_type != _ATTENTION:
+        if node.op_type != OPERATOR:
             continue
         attributes = attributes_of(node)
         if attributes.get("do_rotary"):
             tables, interleaved = node.input[_COSINES : _SINES + 1], attributes.get("rotary_interleaved")
         else:
-            rotary = _rotary_before(editor, node.input[_KEY])
+            rotary = rotary_before(editor, node.input[_KEY])
             if rotary is None:
                 continue
             # ONNX's own operator has the tables before the positions.
@@ -157,17 +156,6 @@ def _rotations(editor: GraphEditor) -> Mapping[str, KeyRotation]:
         if cosines is not None and sines is not None:
             found[node.input[_PAST_KEY]] = KeyRotation(cosines, sines, bool(interleaved))
     return found
-
-
-def _rotary_before(editor: GraphEditor, name: str) -> Message | None:
-    """The node that rotates a value; None if it is not one."""
-    while (producer := editor.producer(name)) is not None:
-        if producer.op_type == "RotaryEmbedding":
-            return producer
-        if producer.op_type not in ("Reshape", "Transpose"):
-            return None
-        name = producer.input[0]
-    return None
 
 
 @dataclass(frozen=True, eq=False)

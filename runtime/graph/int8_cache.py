@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import BundleError
+from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor
 from ...models.onnx_file.model_messages import (
     ELEMENT_TYPES,
     Message,
@@ -27,8 +28,8 @@ from ...models.onnx_file.model_messages import (
     tensor,
 )
 from ..kv.cache_scales import CacheScales, Floats
+from .attention_edits import OPERATOR, rotary_before
 
-_ATTENTION: Final = "GroupQueryAttention"
 _KEY, _PAST_KEY, _PAST_VALUE, _COSINES = 1, 3, 4, 7
 """Indices of the operator's inputs."""
 _PRESENT_KEY, _PRESENT_VALUE = 1, 2
@@ -73,11 +74,11 @@ def rotated_pairs(graph: Path) -> dict[str, RotatedPairs]:
     Raises:
         BundleError: the file is not an ONNX model, or has a cache that no such operator keeps, or a quantized one.
     """
-    model = read_model(graph)
-    nodes = list(_attentions(model, graph))
-    shapes = {each.name: tuple(each.dims) for each in model.graph.initializer}
-    producers = {output: node for node in model.graph.node for output in node.output}
-    return {node.input[_PAST_KEY]: _pairs_of(node, shapes, producers) for node in nodes}
+    try:
+        editor = GraphEditor(graph)
+    except CannotRewriteError as error:
+        raise BundleError(f"{graph} has no {OPERATOR}, which an int8 cache needs", _HINT) from error
+    return {node.input[_PAST_KEY]: _pairs_of(editor, node) for node in _attentions(editor.model, graph)}
 
 
 def with_int8_cache(graph: Path, scales: CacheScales, serialized: bytes | None = None) -> bytes:
@@ -124,9 +125,9 @@ def _attentions(model: Message, graph: Path) -> Iterator[Message]:
     """
     inputs = {value.name for value in model.graph.input}
     outputs = {value.name for value in model.graph.output}
-    found = [node for node in model.graph.node if node.op_type == _ATTENTION]
+    found = [node for node in model.graph.node if node.op_type == OPERATOR]
     if not found:
-        raise BundleError(f"{graph} has no {_ATTENTION}, which an int8 cache needs", _HINT)
+        raise BundleError(f"{graph} has no {OPERATOR}, which an int8 cache needs", _HINT)
     written = {name for node in found for name in node.output[_PRESENT_KEY : _PRESENT_VALUE + 1]}
     for node in found:
         if written.intersection(node.input[_PAST_KEY : _PAST_VALUE + 1]):
@@ -135,32 +136,24 @@ def _attentions(model: Message, graph: Path) -> Iterator[Message]:
         caches = list(node.input[_PAST_KEY : _PAST_VALUE + 1])
         presents = list(node.output[_PRESENT_KEY : _PRESENT_VALUE + 1])
         if len(caches) != 2 or len(presents) != 2 or not inputs.issuperset(caches) or not outputs.issuperset(presents):
-            raise BundleError(f"{graph} computes with its cache before {_ATTENTION} reads it ({node.name})", _HINT)
+            raise BundleError(f"{graph} computes with its cache before {OPERATOR} reads it ({node.name})", _HINT)
         if attribute_values(node).get("k_quant_type", "NONE") != "NONE":
             raise BundleError(f"{graph} has a quantized cache already", "leave --kv out")
     yield from found
 
 
-def _pairs_of(node: Message, shapes: Mapping[str, tuple[int, ...]], producers: Mapping[str, Message]) -> RotatedPairs:
+def _pairs_of(editor: GraphEditor, node: Message) -> RotatedPairs:
     """How the keys of an attention are rotated: inside of it, or by the RotaryEmbedding before it.
 
     What is rotated in another way is taken for a whole head, which is never too small a size.
     """
     attributes = attribute_values(node)
     if attributes.get("do_rotary"):
-        table = shapes.get(node.input[_COSINES], ())
-        return RotatedPairs(2 * table[-1] if table else 0, bool(attributes.get("rotary_interleaved")))
-    name = node.input[_KEY]
-    while name in producers:
-        producer = producers[name]
-        if producer.op_type == "RotaryEmbedding":
-            found = attribute_values(producer)
-            interleaved = bool(found.get("interleaved"))
-            return RotatedPairs(int(found.get("rotary_embedding_dim", 0)), interleaved)
-        if producer.op_type not in ("Reshape", "Transpose"):
-            break
-        name = producer.input[0]
-    return RotatedPairs(0)
+        table = editor.initializers.get(node.input[_COSINES])
+        return RotatedPairs(2 * table.dims[-1] if table else 0, bool(attributes.get("rotary_interleaved")))
+    rotary = rotary_before(editor, node.input[_KEY])
+    found = {} if rotary is None else attribute_values(rotary)
+    return RotatedPairs(int(found.get("rotary_embedding_dim", 0)), bool(found.get("interleaved")))
 
 
 def observed_sizes(tensors: Mapping[str, npt.NDArray[Any]], pairs: Mapping[str, RotatedPairs]) -> dict[str, Floats]:

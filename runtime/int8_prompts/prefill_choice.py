@@ -25,8 +25,6 @@ from .prompt_graph import PromptGraph
 MAKING: Final = "making the int8 prompt graph"
 CHECKING: Final = "checking the int8 prompt graph"
 TIMING: Final = "timing prompts"
-_WORTH_MAKING: Final = 512
-"""Prompt tokens that it would have read, from which on it is made in the background."""
 _NO_ROOM: Final = "could not be written to the cache folder"
 _NOT_LOADED: Final = "not loaded, which would take longer than it saves"
 """Why it did not read a prompt that is too short."""
@@ -69,9 +67,9 @@ class PrefillChoice:
         self._background: Final = IdleThread(queue, self._make, "edge-run prompt graph")
         self._preloading: Final = IdleThread(queue, lambda _: self._preload(), "edge-run prompt graph")
         if self._prompt is not None and mode is PrefillMode.AUTO:
-            self._prompt.when_unloaded(self._preloading.start)
+            self._prompt.preload = self._preloading.start
             if options.learned:
-                self._prompt.when_missed(_WORTH_MAKING, self._background.start)
+                self._prompt.make = self._background.start
 
     @property
     def refusal(self) -> str | None:

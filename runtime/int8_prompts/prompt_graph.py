@@ -29,6 +29,8 @@ from ..prefill import INT8_GRAPH, PrefillMode
 
 _PASSES_TO_REST: Final = 8
 """Number of narrow passes in a row after which a prompt has been read: answers that alternate run one each."""
+_WORTH_MAKING: Final = 512
+"""Prompt tokens that it would have read, from which on it is made in the background."""
 _NEVER: Final = sys.maxsize
 
 
@@ -43,22 +45,28 @@ class PromptGraph(FurtherGraph):
 
     Attributes:
         mode: whether it was asked for by name.
+        refusal: why the model's own graph reads prompts; None if this one does.
+        choice: what was measured of it; None before that.
+        preload: called, and returns at once, when a prompt was too short to load the graph for it.
+        make: called, and returns at once, when many tokens were not read because the graph was not made.
     """
 
     name = INT8_GRAPH
 
     def __init__(self, bundle: Bundle, config: SessionConfig, metadata: ModelMetadata, mode: PrefillMode) -> None:
         self.mode: Final = mode
+        self.refusal: str | None = NOT_MADE
+        self.choice: PromptChoice | None = None
+        self.preload: Callable[[], None] = lambda: None
+        self.make: Callable[[], None] = lambda: None
+        self._least_width = _NEVER
         self._missed_tokens = 0
         """Number of prompt tokens that it would have read if it had been made."""
-        self._missed_enough = _NEVER
-        self._make: Callable[[], None] | None = None
         self._is_loaded = False
         self._pays_to_load = True
         """Whether the prompt that is being read is long enough to load the graph for it."""
         self._unloaded_tokens = 0
         """Number of prompt tokens that it has not read because it was not loaded."""
-        self._preload: Callable[[], None] | None = None
         self._passes_to_rest = 0
         """Number of narrow passes after which memory is given back; 0 where there is none to give."""
         self._bundle: Final = bundle
@@ -67,44 +75,32 @@ class PromptGraph(FurtherGraph):
         self._metadata: Final = metadata
         self._weights: tuple[Path, ...] = ()
         """Files that the loaded graph maps."""
-        self._choice: PromptChoice | None = None
-        self._refusal: str | None = NOT_MADE
-        self._least_width = _NEVER
         self._key: Final = model_key(bundle, config)
         stored = PROMPT_CHOICES.load(self._key)
         if stored is not None:
-            self._adopt(stored)
-
-    @property
-    def refusal(self) -> str | None:
-        """Why the model's own graph reads prompts; None if this one does."""
-        return self._refusal
+            self.adopt(stored, store=False)
 
     @property
     def was_declined(self) -> bool:
         """Whether it is not loaded, because the latest prompt was too short to load it for."""
         return not (self._is_loaded or self._pays_to_load)
 
-    @property
-    def choice(self) -> PromptChoice | None:
-        """What was measured of it; None before that."""
-        return self._choice
-
     def adopt(self, choice: PromptChoice, *, store: bool) -> None:
         """Follow a measurement from now on, and keep it on disk if `store`."""
-        self._adopt(choice)
+        self.choice = choice if choice.obstacle is None else None
+        by_name = self.mode is PrefillMode.INT8 and choice.obstacle is None
+        self.refusal = None if by_name else choice.refusal
+        self._least_width = _NEVER if self.refusal is not None else LEAST_WIDTH if by_name else choice.least_width
         if store:
             PROMPT_CHOICES.save(self._key, choice)
 
     def use(self) -> None:
         """Read prompts from now on, because the graph was asked for by name."""
-        self._refusal = None
-        self._least_width = LEAST_WIDTH
+        self.refusal, self._least_width = None, LEAST_WIDTH
 
     def refuse(self, reason: str) -> None:
         """Read no prompts from now on."""
-        self._refusal = reason
-        self._least_width = _NEVER
+        self.refusal, self._least_width = reason, _NEVER
 
     def takes(self, request: PassRequest) -> bool:
         """Whether it runs a pass: one that reads so much of a prompt that it is faster, and that wants its end only."""
@@ -120,30 +116,21 @@ class PromptGraph(FurtherGraph):
             return False
         if width < self._least_width:
             self._missed_tokens += width
-            if self._missed_tokens >= self._missed_enough and self._make is not None and self._refusal == NOT_MADE:
-                self._make()
+            if self._missed_tokens >= _WORTH_MAKING and self.refusal == NOT_MADE:
+                self.make()
             return False
         if not (self._is_loaded or self._pays_to_load):
             self._unloaded_tokens += width
-            if self._preload is not None:
-                self._preload()
+            self.preload()
             return False
         self._passes_to_rest = _PASSES_TO_REST
         return True
-
-    def when_unloaded(self, preload: Callable[[], None]) -> None:
-        """Call `preload`, which returns at once, when a prompt was too short to load the graph for it."""
-        self._preload = preload
-
-    def when_missed(self, tokens: int, make: Callable[[], None]) -> None:
-        """Call `make`, which returns at once, when so many tokens were not read because the graph was not made."""
-        self._missed_enough, self._make = tokens, make
 
     def prefill_width(self, preferred: int, base: int, remaining: int) -> int:
         """Number of prompt tokens to run in the next pass: as measured, so that no pass takes long."""
         if self._least_width == _NEVER:
             return preferred
-        choice = self._choice or _UNMEASURED
+        choice = self.choice or PromptChoice()
         if not self._is_loaded:
             # Prompts that were read without it count too: at worst, twice the time of the better choice is lost.
             needed = choice.tokens_to_load if self.mode is PrefillMode.AUTO else 0
@@ -177,12 +164,3 @@ class PromptGraph(FurtherGraph):
         """
         self._passes_to_rest = 0
         return sum(drop_file_pages(file) for file in self._weights)
-
-    def _adopt(self, choice: PromptChoice) -> None:
-        self._choice = choice if choice.obstacle is None else None
-        by_name = self.mode is PrefillMode.INT8 and choice.obstacle is None
-        self._refusal = None if by_name else choice.refusal
-        self._least_width = _NEVER if self._refusal is not None else LEAST_WIDTH if by_name else choice.least_width
-
-
-_UNMEASURED: Final = PromptChoice()

@@ -14,7 +14,7 @@ and measured again when the model is next loaded on an idle machine.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Final
@@ -126,7 +126,9 @@ def load_or_measure_pass_cost(
         stored = None  # of graphs of other widths
     doubt = None
     if stored is not None:
-        doubt = _doubt_of(stored)
+        doubt = stored.doubt
+        if doubt is None and stored.measurements == 1 and not all(map(is_plausible, stored.measured.values())):
+            doubt = Doubt.IMPLAUSIBLE
         if doubt is None or stored.measurements >= _MAX_MEASUREMENTS:
             return stored
         meter = meter or LoadMeter(config.threads)
@@ -150,13 +152,6 @@ def load_or_measure_pass_cost(
     return cost
 
 
-def _doubt_of(stored: PassCost) -> Doubt | None:
-    """Why stored costs may be wrong. Implausible ones are accepted if a second measurement found the same."""
-    if stored.doubt is None and stored.measurements == 1 and not _all_plausible(stored.measured):
-        return Doubt.IMPLAUSIBLE
-    return stored.doubt
-
-
 def _measured_again(stored: PassCost, cost: PassCost) -> PassCost:
     """Combine doubtful costs with those that were measured afterwards, at one context.
 
@@ -171,10 +166,6 @@ def _measured_again(stored: PassCost, cost: PassCost) -> PassCost:
             for end, times in measured.items()
         }
     return PassCost(measured, cost.doubt, stored.measurements + 1, stairs=cost.stairs is not None)
-
-
-def _all_plausible(measured: Mapping[int, Mapping[int, float]]) -> bool:
-    return all(is_plausible(times) for times in measured.values())
 
 
 def measure_pass_cost(

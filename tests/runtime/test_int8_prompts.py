@@ -25,7 +25,7 @@ from edgerun.runtime.graph import open_graph, session
 from edgerun.runtime.graph.graph_choice import ChosenGraphs
 from edgerun.runtime.graph.probe import probe
 from edgerun.runtime.graph.session import SessionConfig
-from edgerun.runtime.int8_prompts import int8_graph_files, prefill_choice
+from edgerun.runtime.int8_prompts import int8_graph_files, prefill_choice, prompt_graph
 from edgerun.runtime.int8_prompts.prompt_graph import PromptGraph
 from edgerun.runtime.measure import prompt_choice
 from edgerun.runtime.measure.measurement_store import model_key
@@ -359,7 +359,7 @@ def test_a_prompt_is_cancelled_between_two_passes(bundle: Path) -> None:
 def test_it_is_made_in_the_background_after_a_long_prompt(
     bundle: Path, monkeypatch: pytest.MonkeyPatch, files: Callable[[], list[Path]]
 ) -> None:
-    monkeypatch.setattr(prefill_choice, "_WORTH_MAKING", 150)
+    monkeypatch.setattr(prompt_graph, "_WORTH_MAKING", 150)
     monkeypatch.setattr(prompt_choice, "_WORTH", 0.0)
     monkeypatch.setattr(PromptChoice, "tokens_to_load", 0)
     monkeypatch.setattr(prompt_choice, "_SECONDS_BUDGET", 0.0)
@@ -395,7 +395,7 @@ def test_it_is_made_in_the_background_after_a_long_prompt(
 def test_closing_an_engine_ends_work_in_the_background(
     bundle: Path, monkeypatch: pytest.MonkeyPatch, files: Callable[[], list[Path]]
 ) -> None:
-    monkeypatch.setattr(prefill_choice, "_WORTH_MAKING", 150)
+    monkeypatch.setattr(prompt_graph, "_WORTH_MAKING", 150)
     with loaded(bundle) as engine:
         answer(engine)
     names = {thread.name for thread in threading.enumerate()}
