@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,13 @@ def servers(tmp_path: Path) -> Iterator[ToolServers]:
 
 
 def processes(folder: Path) -> list[psutil.Process]:
-    """The servers that run, which have a file of the folder among their arguments."""
-    children = psutil.Process().children(recursive=True)
-    return [each for each in children if each.is_running() and str(folder) in " ".join(each.cmdline())]
+    """The processes of servers in `folder`; one that ends at this moment has no command line any more."""
+    found = []
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # also that of a zombie
+            if str(folder) in " ".join(each.cmdline()):
+                found.append(each)
+    return found
 
 
 def weather(folder: Path, **fields: Any) -> ToolServer:
