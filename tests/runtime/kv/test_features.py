@@ -19,19 +19,17 @@ def rows(values: list[float]) -> np.ndarray:
     return np.repeat(np.array(values, np.float32)[:, None], SIZE, axis=1)
 
 
-def new_arena(window: int) -> InPlaceArena:
+def new_arena(window: int) -> tuple[InPlaceArena, FeatureSlots]:
     arena = InPlaceArena(TYPES, 4096)
-    arena.features = FeatureSlots(SIZE, window)
-    return arena
+    arena.features = features = FeatureSlots(SIZE, window)
+    return arena, features
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_known_features_are_those_of_the_last_pass_over_their_slot(data: st.DataObject) -> None:
     window = data.draw(st.integers(1, 40))
-    arena = new_arena(window)
-    features = arena.features
-    assert features is not None
+    arena, features = new_arena(window)
     committed: list[float | None] = []
     """Number of every committed slot; None where a pass gave no features."""
     number = 0.0
@@ -44,17 +42,13 @@ def test_known_features_are_those_of_the_last_pass_over_their_slot(data: st.Data
                 rewound = True
                 continue
             case "copy":
-                source, arena = arena, new_arena(window)
+                source, (arena, features) = arena, new_arena(window)
                 rewound = True
                 del committed[data.draw(st.integers(0, len(committed))) :]
                 arena.copy_from(source, len(committed))
-                features = arena.features
-                assert features is not None
             case "restore":
-                snapshot, arena = arena.snapshot(), new_arena(window)
+                snapshot, (arena, features) = arena.snapshot(), new_arena(window)
                 arena.restore(snapshot)
-                features = arena.features
-                assert features is not None
                 committed = [None] * len(committed)
             case action:
                 width = data.draw(st.integers(1, 300 if action == "prefill" else 8))
@@ -63,17 +57,15 @@ def test_known_features_are_those_of_the_last_pass_over_their_slot(data: st.Data
                 number += width
                 if action == "unknown":
                     features.forget(arena.length)
-                    arena.commit(width)
-                    committed += [None] * width
-                elif action == "prefill":
-                    features.write(arena.length, rows(new))
-                    arena.commit(width)
-                    committed += new
                 else:
                     features.write(arena.length, rows(new))
+                if action == "verify":
                     path = [0, *sorted(data.draw(st.sets(st.integers(1, width), max_size=width)) - {width})]
                     arena.compact(arena.length, path)
                     committed += [new[node] for node in path]
+                else:
+                    arena.commit(width)
+                    committed += [None] * width if action == "unknown" else new
         last = min(features.end, arena.length)
         if features.start >= last:
             continue

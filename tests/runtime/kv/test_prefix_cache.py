@@ -14,7 +14,13 @@ from edgerun.runtime.kv.prefix_cache import MIN_SHARED, PrefixCache
 
 TENSOR_TYPES = (CacheTensorType(np.dtype(np.float32), (1, 1, 0, 2), 2),) * 2
 LIMIT = 512
-FIRST = InPlaceArena(TENSOR_TYPES, LIMIT).nbytes
+
+
+def new() -> InPlaceArena:
+    return InPlaceArena(TENSOR_TYPES, LIMIT)
+
+
+FIRST = new().nbytes
 
 
 class Conversation:
@@ -45,7 +51,7 @@ def run(arena: KVArena, token_ids: list[int]) -> None:
 
 def holds(arena: KVArena, token_ids: list[int]) -> bool:
     """Whether every slot holds what `run` computes."""
-    fresh = InPlaceArena(TENSOR_TYPES, LIMIT)
+    fresh = new()
     run(fresh, token_ids[: arena.length])
     return all(np.array_equal(a, b) for a, b in zip(arena.snapshot(), fresh.snapshot(), strict=True))
 
@@ -58,8 +64,7 @@ def kept(cache: PrefixCache, *sequences: list[int]) -> None:
 
 
 def test_a_continued_sequence_is_taken_over_without_a_copy() -> None:
-    cache = PrefixCache(lambda: InPlaceArena(TENSOR_TYPES, LIMIT), 10 * FIRST)
-    first = InPlaceArena(TENSOR_TYPES, LIMIT)
+    cache, first = PrefixCache(new, 10 * FIRST), new()
     run(first, list(range(50)))
     cache.keep(first, list(range(50)))
     assert cache.take([*range(45), 7, 8]) is first
@@ -67,28 +72,21 @@ def test_a_continued_sequence_is_taken_over_without_a_copy() -> None:
     assert len(cache) == 0
 
 
-def test_the_slots_of_a_shared_beginning_are_copied_and_the_rest_is_kept() -> None:
-    cache = PrefixCache(lambda: InPlaceArena(TENSOR_TYPES, LIMIT), 10 * FIRST)
-    long = list(range(200))
+@pytest.mark.parametrize(("budget", "rest"), [(10, 200), (1, 0)])
+def test_the_slots_of_a_shared_beginning_are_copied_where_there_is_room(budget: int, rest: int) -> None:
+    """Without room for a copy the old sequence is cut."""
+    cache, long = PrefixCache(new, budget * FIRST), list(range(200))
     kept(cache, long)
     arena = cache.take([*long[:60], 999])
     assert arena.length == 60
     assert holds(arena, long)
-    assert cache.take([*long, 5]).length == 200
-
-
-def test_without_room_for_a_copy_the_old_sequence_is_cut() -> None:
-    cache = PrefixCache(lambda: InPlaceArena(TENSOR_TYPES, LIMIT), FIRST)
-    long = list(range(200))
-    kept(cache, long)
-    assert cache.take([*long[:60], 999]).length == 60
-    assert len(cache) == 0
+    assert cache.take([*long, 5]).length == rest
 
 
 def test_a_conversation_keeps_its_own_slots() -> None:
-    cache = PrefixCache(lambda: InPlaceArena(TENSOR_TYPES, LIMIT), 10 * FIRST)
+    cache = PrefixCache(new, 10 * FIRST)
     tokens = list(range(80))
-    conversation = Conversation(InPlaceArena(TENSOR_TYPES, LIMIT), tokens)
+    conversation = Conversation(new(), tokens)
     run(conversation.arena, tokens)
     cache.watch(conversation)
     arena = cache.take([*tokens, 5])
@@ -99,29 +97,23 @@ def test_a_conversation_keeps_its_own_slots() -> None:
 
 
 def test_a_kept_beginning_of_another_sequence_takes_no_memory() -> None:
-    cache = PrefixCache(lambda: InPlaceArena(TENSOR_TYPES, LIMIT), 10 * FIRST)
-    arena = InPlaceArena(TENSOR_TYPES, LIMIT)
-    run(arena, list(range(30)))
-    cache.keep(arena, list(range(30)))
-    longer = InPlaceArena(TENSOR_TYPES, LIMIT)
-    run(longer, list(range(40)))
-    cache.keep(longer, list(range(40)))
-    again = InPlaceArena(TENSOR_TYPES, LIMIT)
-    run(again, list(range(20)))
-    cache.keep(again, list(range(20)))
+    cache, arenas = PrefixCache(new, 10 * FIRST), {length: new() for length in (30, 40, 20)}
+    for length, arena in arenas.items():
+        run(arena, list(range(length)))
+        cache.keep(arena, list(range(length)))
     assert len(cache) == 1
-    assert cache.take(list(range(50))) is longer
+    assert cache.take(list(range(50))) is arenas[40]
 
 
 def test_a_few_shared_tokens_are_not_worth_it() -> None:
-    cache = PrefixCache(lambda: InPlaceArena(TENSOR_TYPES, LIMIT), 10 * FIRST)
+    cache = PrefixCache(new, 10 * FIRST)
     kept(cache, list(range(50)))
     assert cache.take([*range(MIN_SHARED - 1), 99]).length == 0
     assert cache.take([*range(MIN_SHARED), 99]).length == MIN_SHARED
 
 
 def test_the_least_recently_used_sequence_is_dropped_first() -> None:
-    cache = PrefixCache(lambda: InPlaceArena(TENSOR_TYPES, LIMIT), 2 * FIRST)
+    cache = PrefixCache(new, 2 * FIRST)
     kept(cache, [1] * 20, [2] * 20)
     kept(cache, [1] * 30, [3] * 20)
     assert cache.nbytes == 2 * FIRST
