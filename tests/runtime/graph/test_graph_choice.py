@@ -126,9 +126,12 @@ def test_a_further_graph_that_cannot_be_loaded_costs_a_line_and_no_answer(
     assert wide.loaded == 1
 
 
-def test_a_graph_with_another_cache_is_not_used(tmp_path: Path, tiny_bundle: Path) -> None:
+@pytest.mark.parametrize(("family", "changed"), [("llama", {"num_key_value_heads": 1}), ("lfm2", {"conv_L_cache": 4})])
+def test_a_graph_with_another_cache_or_other_states_is_not_used(
+    tmp_path: Path, family: str, changed: dict[str, int]
+) -> None:
     tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
-    other = tiny.write_bundle(tmp_path, num_key_value_heads=1)
-    graphs = ChosenGraphs(load(tiny_bundle), (WidePasses(lambda: load(other)),))
+    own, other = tiny.write_bundle(tmp_path / "own", family), tiny.write_bundle(tmp_path / "other", family, **changed)
+    graphs = ChosenGraphs(load(own), (WidePasses(lambda: load(other)),))
     assert set(graphs_run(graphs.bind(graphs.arena(64)), PROMPT)) == {BASE_GRAPH}
     assert "cache of other tensors" in graphs.failures["wide"]

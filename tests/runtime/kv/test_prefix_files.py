@@ -53,6 +53,19 @@ def arena_of(tokens: int, value: float = 1.0) -> InPlaceArena:
     return arena
 
 
+def write(prefixes: PrefixFiles, arena: InPlaceArena, first: int = 0, stop: int = 100) -> None:
+    prefixes.keep(arena, np.arange(first, stop))
+    prefixes.wait()
+
+
+def restored_slots(prefixes: PrefixFiles, first: int = 0, stop: int = 100) -> InPlaceArena | None:
+    """An arena with the slots that a file has of a sequence; None if no file has any."""
+    arena = arena_of(0)
+    shared, stored = prefixes.find(np.arange(first, stop))
+    assert stored is None or prefixes.restore(stored, shared, arena)
+    return None if stored is None else arena
+
+
 @pytest.mark.parametrize("kind", ["float", "int8", "optimum"])
 def test_a_fresh_process_continues_from_the_file_with_the_same_text(
     tiny_bundle: Path, tmp_path: Path, kind: str
@@ -74,8 +87,7 @@ def test_a_fresh_process_continues_from_the_file_with_the_same_text(
         assert [reply.text for reply in answers(engine)] == expected
     (file,) = files()
     if os.name == "posix":
-        assert file.stat().st_mode & 0o777 == 0o600
-        assert file.parent.stat().st_mode & 0o777 == 0o700
+        assert [path.stat().st_mode & 0o777 for path in (file, file.parent)] == [0o600, 0o700]
     with loaded(model, kv=kv, prefix_cache=0) as engine:
         replies = answers(engine)
     assert [reply.text for reply in replies] == expected
@@ -184,34 +196,26 @@ def test_the_least_recently_used_files_of_all_models_make_room() -> None:
     kept: list[Path] = []
     for number in range(3):
         prefixes = PrefixFiles(lambda number=number: f"model {number}")  # type: ignore[misc]
-        prefixes.keep(arena_of(100), np.arange(100))
-        prefixes.wait()
+        write(prefixes, arena_of(100))
         (new,) = set(files()) - set(kept)
         os.utime(new, (1000 + number, 1000 + number))
         kept.append(new)
         size = new.stat().st_size
     first = PrefixFiles(lambda: "model 0", 3 * size)
-    shared, stored = first.find(np.arange(120))
-    assert stored is not None
-    assert first.restore(stored, shared, arena_of(0))
-    first.keep(arena_of(100), np.arange(1, 101))
-    first.wait()
+    assert restored_slots(first, 0, 120) is not None
+    write(first, arena_of(100), 1, 101)
     assert sorted(files()) == sorted({*kept, *files()} - {kept[1]})
     assert len(files()) == 3
     # What can never fit removes nothing.
-    none = PrefixFiles(lambda: "model 0", 100)
-    none.keep(arena_of(100), np.arange(2, 102))
-    none.wait()
+    write(PrefixFiles(lambda: "model 0", 100), arena_of(100), 2, 102)
     assert len(files()) == 3
 
 
 def test_a_prefix_within_another_takes_no_file_unless_it_is_much_shorter() -> None:
     prefixes = PrefixFiles(lambda: "a model")
-    prefixes.keep(arena_of(400), np.arange(400))
-    prefixes.wait()
+    write(prefixes, arena_of(400), 0, 400)
     for tokens, number in ((300, 1), (100, 2), (prefix_files.MIN_STORED - 1, 2)):
-        prefixes.keep(arena_of(400), np.arange(tokens))
-        prefixes.wait()
+        write(prefixes, arena_of(400), 0, tokens)
         assert len(files()) == number
     # Few tokens of a long file are not worth reading it, and of two files that have them the shorter one is read.
     assert [prefixes.find(np.arange(shared))[0] for shared in (10, 60, 350)] == [0, 60, 350]
@@ -222,23 +226,18 @@ def test_slots_of_another_graph_are_used_only_where_it_may_read_prompts() -> Non
     arena = arena_of(100, 2.0)
     arena.plain_length = 40  # a further graph computed the others
     either, plain = (PrefixFiles(lambda: "a model", plain_only=lambda only=only: only) for only in (False, True))
-    either.keep(arena, np.arange(100))
-    either.wait()
+    write(either, arena)
     assert [prefixes.find(np.arange(100))[0] for prefixes in (either, plain)] == [100, 40]
-    restored = arena_of(0)
-    shared, stored = plain.find(np.arange(100))
-    assert stored is not None
-    assert plain.restore(stored, shared, restored)
+    restored = restored_slots(plain)
+    assert restored is not None
     assert (restored.length, restored.plain_length) == (40, 40)
     written = files()[0].stat().st_ino
-    plain.keep(restored_and_computed := arena_of(100, 2.0), np.arange(100))
+    write(plain, restored_and_computed := arena_of(100, 2.0))
     assert restored_and_computed.plain_length == 0  # no more plain slots than the file has: it stays
-    plain.wait()
     assert files()[0].stat().st_ino == written
     computed = arena_of(100, 1.0)
     computed.plain_length = 100
-    plain.keep(computed, np.arange(100))
-    plain.wait()
+    write(plain, computed)
     assert [prefixes.find(np.arange(100))[0] for prefixes in (either, plain)] == [100, 100]
     assert len(files()) == 1
 
@@ -261,10 +260,8 @@ def test_a_cache_that_is_being_written_is_copied_and_not_taken_over(monkeypatch:
     taken.buffers.fill(0, 90, 3.0)
     begin.set()
     memory.wait()
-    restored = arena_of(0)
-    (stored,) = [found for _, found in [prefixes.find(np.arange(100))]]
-    assert stored is not None
-    assert prefixes.restore(stored, 100, restored)
+    restored = restored_slots(prefixes)
+    assert restored is not None
     assert all((each == 5.0).all() for each in restored.snapshot())
     assert memory.take([*range(90), 7]) is arena
 
@@ -288,14 +285,8 @@ def test_a_kill_at_any_step_leaves_a_whole_file_or_none(kills: Callable[[Path, i
         names = [path.name for path in prefix_folder().rglob("*") if path.is_file()]
         assert all(name.endswith(".kv") and not name.startswith(".") for name in names)
         for value in (1, 2):
-            prefixes = PrefixFiles(lambda: "a model")
-            shared, stored = prefixes.find(np.arange(value, value + 100))
-            if stored is not None:
-                restored = arena_of(0)
-                assert prefixes.restore(stored, shared, restored)
-                assert all((each == value).all() for each in restored.snapshot())
-            else:
-                assert value == 1
+            restored = restored_slots(PrefixFiles(lambda: "a model"), value, value + 100)
+            assert value == 1 if restored is None else all((each == value).all() for each in restored.snapshot())
     assert steps >= 5
 
 
