@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -122,10 +122,7 @@ def _given_entries(given: Sequence[str], kind: DeviceKind) -> tuple[ModelEntry, 
     entries = [_given_entry(name, kind) for name in given]
     ids = [entry.id for entry in entries]
     return tuple(
-        entry
-        if ids.count(entry.id) == 1
-        else ModelEntry(entry.source, entry.source, (entry.id,), entry.created, entry.owner)
-        for entry in entries
+        entry if ids.count(entry.id) == 1 else replace(entry, id=entry.source, aliases=(entry.id,)) for entry in entries
     )
 
 

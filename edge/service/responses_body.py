@@ -47,33 +47,32 @@ class OutputText(StrictStruct, tag_field="type", tag="output_text"):
 ResponseContent: TypeAlias = str | list[InputText | OutputText]
 
 
-class MessageItem(StrictStruct, tag_field="type", tag="message"):
+class _Item(StrictStruct, kw_only=True, tag_field="type"):
+    id: str | None = None
+    status: str | None = None
+
+
+class MessageItem(_Item, tag="message"):
     """A message; items without a type are messages."""
 
     role: Literal["user", "assistant", "system", "developer"]
     content: ResponseContent
-    id: str | None = None
-    status: str | None = None
     phase: str | None = None
 
 
-class CallItem(StrictStruct, tag_field="type", tag="function_call"):
+class CallItem(_Item, tag="function_call"):
     """A call of a function by the assistant."""
 
     name: str
     arguments: str
     call_id: str
-    id: str | None = None
-    status: str | None = None
 
 
-class CallOutputItem(StrictStruct, tag_field="type", tag="function_call_output"):
+class CallOutputItem(_Item, tag="function_call_output"):
     """The result of a function."""
 
     output: ResponseContent
     call_id: str
-    id: str | None = None
-    status: str | None = None
 
 
 class ReasoningText(StrictStruct, tag_field="type", tag="reasoning_text"):
@@ -82,14 +81,12 @@ class ReasoningText(StrictStruct, tag_field="type", tag="reasoning_text"):
     text: str
 
 
-class ReasoningItem(StrictStruct, tag_field="type", tag="reasoning"):
+class ReasoningItem(_Item, tag="reasoning"):
     """What the model thought before the assistant's next message or call."""
 
     content: list[ReasoningText] | None = None
     summary: list[Any] | None = None
     encrypted_content: None = None
-    id: str | None = None
-    status: str | None = None
 
 
 class ResponseTool(StrictStruct, tag_field="type", tag="function"):

@@ -80,6 +80,7 @@ def test_a_category_is_the_ratio_of_its_sums_and_the_mean_is_geometric() -> None
     assert mode.mean.value == pytest.approx(4.0)
     assert mode.categories[0].plain.decode_tokens_per_second == pytest.approx(5.0)
     assert mode.by_turn == {1: pytest.approx(4.0)}
+    assert rate_ratio(answer(30, 1.0), answer(10, 1.0)) == pytest.approx(3.0)
     assert mode.stats.answers == 3
 
 
@@ -88,10 +89,6 @@ def test_an_answer_of_one_token_is_not_comparable() -> None:
     assert compare_modes([short]) == []
     (mode,) = compare_modes([short, turn("a", 0, 1.0, 0.5)])
     assert mode.stats.answers == 1
-
-
-def test_different_numbers_of_tokens_are_compared_by_rate() -> None:
-    assert rate_ratio(answer(30, 1.0), answer(10, 1.0)) == pytest.approx(3.0)
 
 
 def test_the_interval_depends_on_how_much_conversations_differ() -> None:
@@ -106,11 +103,8 @@ def test_the_interval_depends_on_how_much_conversations_differ() -> None:
     together = mean(*((number // 3, 0.2 + 0.3 * (number % 3)) for number in range(9)))
     assert together.interval == pytest.approx((together.value, together.value)), "turns stay with their conversation"
     assert mean((0, 0.2), (1, 0.5)).interval is None, "two conversations do not tell how much they differ"
-
-
-def test_the_same_measurement_gives_the_same_interval() -> None:
     turns = [turn("a", number, 1.0, 0.3 + 0.1 * number) for number in range(5)]
-    assert compare_modes(turns) == compare_modes(turns)
+    assert compare_modes(turns) == compare_modes(turns), "the same measurement gives the same interval"
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=8))

@@ -19,10 +19,10 @@ import pytest
 
 import edgerun
 from edgerun.edge.cli import run as run_module
+from edgerun.edge.cli.command_line import COMMANDS
 from edgerun.edge.cli.main import main
 from edgerun.edge.service.offered_models import OfferedModels
 from edgerun.edge.terminal.chat.chat_model import local_models
-from edgerun.edge.terminal.output import for_terminal
 from support.commands import Capture, Patch, fails, json_of, output_of
 from support.processes import EDGE_RUN, started
 from support.tiny_models import write_endless_bundle
@@ -174,11 +174,15 @@ def test_the_prompt_may_come_on_standard_input(tiny_bundle: Path, capsys: Captur
     assert output_of(capsys, tiny_bundle, "-n", "6") == expected
 
 
-def test_empty_or_undecodable_standard_input_is_refused(tiny_bundle: Path, capsys: Capture, monkeypatch: Patch) -> None:
+def test_empty_closed_or_undecodable_standard_input_is_refused(
+    tiny_bundle: Path, capsys: Capture, monkeypatch: Patch
+) -> None:
     standard_input(monkeypatch, b"")
     assert fails(capsys, tiny_bundle) == "the prompt is empty; give -p TEXT, or text on standard input"
     standard_input(monkeypatch, b"\xff\xfe")
     assert fails(capsys, tiny_bundle) == "standard input is not UTF-8 text; convert it first"
+    monkeypatch.setattr("sys.stdin", None)
+    assert "the prompt is empty" in fails(capsys, tiny_bundle)
 
 
 def test_sampling_options_reach_the_sampler(tiny_bundle: Path, capsys: Capture) -> None:
@@ -289,7 +293,7 @@ def test_debug_shows_the_traceback(tmp_path: Path, capsys: Capture) -> None:
     assert err.splitlines()[-1].startswith("edge-run: error: ")
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["export"], ["inspect"], ["devices"]])
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
 def test_every_command_has_help_with_an_example(command: list[str], capsys: Capture) -> None:
     assert "Example" in output_of(capsys, *command, "--help")
 
@@ -473,15 +477,6 @@ def test_any_character_can_be_written_whatever_the_locale(tiny_bundle: Path) -> 
     )
     assert (result.returncode, result.stderr) == (0, b"")
     assert result.stdout.decode("utf-8")
-
-
-def test_closed_standard_input_is_an_empty_prompt(tiny_bundle: Path, capsys: Capture, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("sys.stdin", None)
-    assert "the prompt is empty" in fails(capsys, tiny_bundle)
-
-
-def test_control_characters_do_not_reach_the_terminal() -> None:
-    assert for_terminal("a\x1b[2Jb\x07\r\nc\td\x9b") == "a\ufffd[2Jb\ufffd\ufffd\nc\td\ufffd"
 
 
 def test_the_wait_for_a_first_answer_is_shown_on_a_terminal_and_gone_with_the_answer(

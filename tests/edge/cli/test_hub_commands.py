@@ -191,13 +191,6 @@ def test_export_downloads_its_checkpoint_from_the_hub(
     assert run([str(tmp_path / "out"), *answer_options], capsys) == run([str(tiny_bundle), *answer_options], capsys)
 
 
-@pytest.mark.parametrize("command", ["pull", "models"])
-def test_help_has_an_example(command: str, capsys: Capture) -> None:
-    code, out, _ = run([command, "--help"], capsys)
-    assert code == 0
-    assert f"Example: edge-run {command} " in " ".join(out.split())
-
-
 @contextmanager
 def start(arguments: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     """Start `edge-run` in another process, with the package and the hub of this one."""

@@ -128,10 +128,6 @@ def test_bad_options_are_a_one_line_error(
     assert "does not exist" in fails(capsys, "tune", "nothing")
 
 
-def test_help_has_an_example(capsys: Capture) -> None:
-    assert "Example: edge-run tune my-model" in output_of(capsys, "tune", "--help")
-
-
 def test_break_even_acceptance_is_where_the_rates_are_equal() -> None:
     one, two = 0.008, 0.0106
     (entry,) = describe_cost(PassCost({0: {1: one, 2: two, 5: 0.02}}))

@@ -172,11 +172,7 @@ ERRORS: dict[str, Callable[[Path], list[str]]] = {
 @pytest.mark.parametrize("debug", [[], ["--debug"]], ids=["", "debug"])
 @pytest.mark.parametrize("arguments", ERRORS.values(), ids=ERRORS)
 def test_errors_show_hostile_names_as_text(
-    tiny_bundle: Path,
-    tmp_path: Path,
-    capsys: Capture,
-    arguments: Callable[[Path], list[str]],
-    debug: list[str],
+    tiny_bundle: Path, tmp_path: Path, capsys: Capture, arguments: Callable[[Path], list[str]], debug: list[str]
 ) -> None:
     model = shutil.copytree(tiny_bundle, tmp_path / NAME)
     (model / "edge.json").unlink()  # its digests would be looked at first
