@@ -91,8 +91,8 @@ def test_json_lists_tokens_with_their_log_probabilities(tiny_bundle: Path, capsy
     for token in tokens:
         assert list(token) == ["token_id", "text", "bytes", "logprob", "top"]
         assert token["logprob"] == token["top"][0]["logprob"] > token["top"][1]["logprob"]
-    assert main([str(tiny_bundle), "-p", "the", "--logprobs", "2"]) == 2
-    assert "--logprobs lists tokens in the JSON of an answer; add --json, or leave" in capsys.readouterr().err
+    error = fails(capsys, tiny_bundle, "-p", "the", "--logprobs", "2")
+    assert "--logprobs lists tokens in the JSON of an answer; add --json, or leave" in error
 
 
 def test_streamed_json_is_a_line_for_each_piece_and_the_whole_object_last(tiny_bundle: Path, capsys: Capture) -> None:

@@ -24,7 +24,7 @@ from edgerun.runtime.measure.prompt_choice import PROMPT_CHOICES, PromptChoice
 from edgerun.runtime.measure.system_load import LoadMeter
 from edgerun.runtime.prefill import prefill
 from edgerun.runtime.text.tokenizer import TextTokenizer
-from support.commands import Capture, Patch, json_of, output_of
+from support.commands import Capture, Patch, fails, json_of, output_of
 from support.layouts import HYBRID_LAYOUTS, LAYOUTS, quantize_products, write_layout
 
 LONG = "the cat sat on the mat and " * 12
@@ -134,10 +134,7 @@ def test_a_line_says_why_there_is_none(
     model = write_layout(tmp_path / "model", LAYOUTS[layout])
     if quantized:
         quantize_products(model)
-    assert main([str(model), "--raw", "-p", LONG, "-n", "2", "--prefill", "int8"]) == 2
-    error = capsys.readouterr().err
-    assert by_name in error
-    assert len(error.splitlines()) == 1
+    assert by_name in fails(capsys, model, "--raw", "-p", LONG, "-n", "2", "--prefill", "int8")
     assert json_of(capsys, "tune", model, "--threads", "1", "--json")["prompts"]["reason"] == by_itself
     found, line = answer(capsys, model)
     assert found["prompt_graphs"]["int8_refusal"] == by_itself

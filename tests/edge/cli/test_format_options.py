@@ -15,7 +15,7 @@ pytest.importorskip("llguidance", reason="needs the extra structured")
 
 from edgerun.edge.cli.main import main
 from edgerun.runtime.structure import grammar
-from support.commands import Capture, Patch
+from support.commands import Capture, Patch, fails
 from support.hostile_formats import HOSTILE
 from support.nightly import some_nightly
 
@@ -59,10 +59,7 @@ def test_an_answer_follows_each_option(tiny_bundle: Path, tmp_path: Path, capsys
     ],
 )
 def test_a_wrong_format_is_one_line(tiny_bundle: Path, capsys: Capture, options: tuple[str, ...], message: str) -> None:
-    assert main([str(tiny_bundle), "--raw", "-p", "the", *options]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert len(error.strip().splitlines()) == 1
+    assert message in fails(capsys, tiny_bundle, "--raw", "-p", "the", *options)
 
 
 OPTIONS = {"guided_json": "--json-schema", "guided_grammar": "--grammar"}
@@ -100,5 +97,4 @@ def test_without_the_extra_the_error_says_what_to_install(
         return imported(name, *args, **options)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    assert main([str(tiny_bundle), "--raw", "-p", "the", "--regex", "a"]) == 2
-    assert "pip install 'edge-run[structured]'" in capsys.readouterr().err
+    assert "pip install 'edge-run[structured]'" in fails(capsys, tiny_bundle, "--raw", "-p", "the", "--regex", "a")

@@ -16,7 +16,7 @@ from edgerun.runtime.graph import open_graph
 from edgerun.runtime.graph.session import SessionConfig
 from edgerun.runtime.measure import bundle_timing, prompt_choice
 from edgerun.runtime.measure.measurement_store import model_key
-from support.commands import Capture, Patch, json_of, output_of
+from support.commands import Capture, Patch, fails, json_of, output_of
 
 LONG = "the cat sat on the mat and " * 12
 
@@ -55,8 +55,7 @@ def test_statistics_say_what_read_the_prompt(bundle: str, capsys: Capture) -> No
     plain, line = answer("--prefill", "plain")
     assert plain == {"tokens": {"base": tokens}, "int8_refusal": "not asked for"}
     assert "int8" not in line
-    assert main([bundle, "-p", "x", "--prefill", "fast"]) == 2
-    assert "--prefill" in capsys.readouterr().err
+    assert "--prefill" in fails(capsys, bundle, "-p", "x", "--prefill", "fast")
 
 
 def test_tune_measures_and_inspect_shows_it(bundle: str, capsys: Capture, monkeypatch: Patch) -> None:

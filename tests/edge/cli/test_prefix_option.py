@@ -9,7 +9,7 @@ import pytest
 
 from edgerun.edge.cli.main import main
 from edgerun.runtime.kv.prefix_files import prefix_folder
-from support.commands import Capture, Patch, json_of
+from support.commands import Capture, Patch, fails, json_of
 
 DOCUMENT = "the other and the one who is at the end of it, and on to " * 4
 
@@ -68,11 +68,10 @@ def test_without_room_or_cache_nothing_is_kept(tiny_bundle: Path, document: Path
 def test_a_document_that_cannot_be_read_or_used(
     tiny_bundle: Path, document: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    missing = [str(tiny_bundle), "-p", "in", "--prefix", str(tmp_path / "missing")]
-    assert main(missing) == 2
-    assert "missing cannot be read: No such file" in capsys.readouterr().err
-    assert main([str(tiny_bundle), "-p", "in", "--prefix", str(document), "--resume", "saved"]) == 2
-    assert "a resumed conversation has its beginning already; leave out --prefix" in capsys.readouterr().err
+    missing = fails(capsys, tiny_bundle, "-p", "in", "--prefix", tmp_path / "missing")
+    assert "missing cannot be read: No such file" in missing
+    error = fails(capsys, tiny_bundle, "-p", "in", "--prefix", document, "--resume", "saved")
+    assert "a resumed conversation has its beginning already; leave out --prefix" in error
 
 
 def test_an_answer_that_outgrows_the_context(tiny_bundle: Path, capsys: Capture) -> None:
@@ -83,6 +82,6 @@ def test_an_answer_that_outgrows_the_context(tiny_bundle: Path, capsys: Capture)
     short, long = found["error"], found["window"]
     assert short["usage"]["completion_tokens"] < 64 < long["usage"]["completion_tokens"] == 150
     assert long["text"].startswith(short["text"].rstrip("\ufffd"))
-    assert main([str(tiny_bundle), "--raw", "-p", "in the " * 60, "--context", "64", "--overflow", "error"]) == 2
-    assert "tokens and the model's context is 64; shorten it" in capsys.readouterr().err
+    error = fails(capsys, tiny_bundle, "--raw", "-p", "in the " * 60, "--context", "64", "--overflow", "error")
+    assert "tokens and the model's context is 64; shorten it" in error
     assert main([str(tiny_bundle), "--raw", "-p", "in the " * 60, "--context", "64", "--overflow", "window"]) == 0

@@ -12,7 +12,7 @@ import pytest
 
 import edgerun
 from edgerun.edge.cli.main import main
-from support.commands import Capture
+from support.commands import Capture, fails
 
 PROMPT = "the other thing"
 SAMPLING = ("-n", "8", "-t", "1", "--seed", "7")
@@ -77,7 +77,4 @@ def test_several_answers_as_json(tiny_bundle: Path, alone: list[edgerun.Reply], 
     ids=" ".join,
 )
 def test_impossible_numbers_of_answers(tiny_bundle: Path, arguments: list[str], message: str, capsys: Capture) -> None:
-    assert main([str(tiny_bundle), "-p", PROMPT, *arguments]) == 2
-    _, err = capsys.readouterr()
-    assert message in err
-    assert len(err.splitlines()) == 1
+    assert message in fails(capsys, tiny_bundle, "-p", PROMPT, *arguments)

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from edgerun.edge.cli.main import main
-from support.commands import Capture
+from support.commands import Capture, fails
 from support.processes import EDGE_RUN, started
 from support.serving import CHAT, PATIENCE_S, Served, chat_body, raw_request, read_all, served, wait_until
 
@@ -58,19 +57,14 @@ def test_the_key_comes_from_the_environment(tiny_bundle: Path) -> None:
     ],
 )
 def test_bad_options_are_one_line(options: list[str], message: str, capsys: Capture) -> None:
-    assert main(["serve", "--offline", *options]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert len(error.splitlines()) == 1
+    assert message in fails(capsys, "serve", "--offline", *options)
 
 
 def test_a_port_in_use_is_an_error(tiny_bundle: Path, capsys: Capture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        assert main(["serve", str(tiny_bundle), "--port", str(port)]) == 2
-    error = capsys.readouterr().err
+        error = fails(capsys, "serve", tiny_bundle, "--port", port)
     assert f"port {port} of 127.0.0.1 is in use; end what uses it, or give another --port" in error
-    assert len(error.splitlines()) == 1
 
 
 def test_a_missing_extra_is_named(tiny_bundle: Path) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 import edgerun
-from edgerun.edge.cli.main import main
-from support.commands import Capture
+from support.commands import Capture, fails
 from support.serving import CHAT, Served, chat_body, served
 
 SYSTEM = "the other and the one who is at the end of it, and on to " * 4
@@ -78,7 +77,4 @@ def test_a_file_without_a_prefix_is_refused(
 ) -> None:
     if content is not None:
         (tmp_path / name).write_text(content, encoding="utf-8")
-    assert main(["serve", str(tiny_bundle), "--port", "0", "--prefix", str(tmp_path / name)]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert len(error.splitlines()) == 1
+    assert message in fails(capsys, "serve", tiny_bundle, "--port", "0", "--prefix", tmp_path / name)
