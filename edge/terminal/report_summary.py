@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from rich.table import Table
@@ -96,57 +95,40 @@ def _plans(report: ModelReport) -> Table:
     return table
 
 
-@dataclass(frozen=True)
-class LayerRun:
-    """Neighbouring layers whose linears have the same formats."""
+def layer_runs(weights: Mapping[str, WeightFormat]) -> list[tuple[int, int, dict[str, str]]]:
+    """The layers of a plan in order, of which equal neighbours are one run.
 
-    first: int
-    last: int
-    linears: Mapping[str, str]
-    """Format of each linear in words, by its name within a layer."""
-
-    @property
-    def label(self) -> str:
-        """The layers of this run in words."""
-        return f"layer {self.first}" if self.first == self.last else f"layers {self.first} to {self.last}"
-
-
-def layer_runs(weights: Mapping[str, WeightFormat]) -> list[LayerRun]:
-    """The layers of a plan in order; equal neighbours are one run."""
-    formats = _format_texts(weights)
+    Returns:
+        For each run its first and last layer, and the format of each linear in words, by its name within a layer.
+        Formats name their method where there are several methods.
+    """
+    in_layers = {found: each for name, each in weights.items() if (found := _LAYER_LINEAR.fullmatch(name))}
+    several = len({each.method for each in in_layers.values() if each.bits != 32}) > 1
     layers: dict[int, dict[str, str]] = {}
-    for name, text in formats.items():
-        if found := _LAYER_LINEAR.fullmatch(name):
-            layers.setdefault(int(found[1]), {})[found[2]] = text
-    runs: list[LayerRun] = []
+    for found, each in in_layers.items():
+        text = f"{each} {each.method.value}" if each.method is not None and several else str(each)
+        layers.setdefault(int(found[1]), {})[found[2]] = text
+    runs: list[tuple[int, int, dict[str, str]]] = []
     for layer, linears in sorted(layers.items()):
-        if runs and runs[-1].last == layer - 1 and runs[-1].linears == linears:
-            runs[-1] = LayerRun(runs[-1].first, layer, linears)
+        if runs and runs[-1][1:] == (layer - 1, linears):
+            runs[-1] = (runs[-1][0], layer, linears)
         else:
-            runs.append(LayerRun(layer, layer, linears))
+            runs.append((layer, layer, linears))
     return runs
 
 
 def plan_table(weights: Mapping[str, WeightFormat]) -> Table:
-    """The layers of a plan for a terminal; formats name their method where there are several methods."""
+    """The layers of a plan for a terminal."""
     runs = layer_runs(weights)
-    parts = sorted({part for run in runs for part in run.linears}, key=_order)
+    parts = sorted({part for _, _, linears in runs for part in linears}, key=_order)
     table = Table(title="weights by layer", title_justify="left", title_style="bold", min_width=len("weights by layer"))
     for name in ("", *parts):
         table.add_column(name, overflow="fold")
-    for run in runs:
-        table.add_row(run.label, *(run.linears.get(part, "-") for part in parts))
+    for first, last, linears in runs:
+        label = f"layer {first}" if first == last else f"layers {first} to {last}"
+        table.add_row(label, *(linears.get(part, "-") for part in parts))
     return table
 
 
 def _order(part: str) -> tuple[int, str]:
     return (_PARTS.index(part) if part in _PARTS else len(_PARTS), part)
-
-
-def _format_texts(weights: Mapping[str, WeightFormat]) -> dict[str, str]:
-    in_layers = [each for name, each in weights.items() if each.bits != 32 and _LAYER_LINEAR.fullmatch(name)]
-    several = len({each.method for each in in_layers}) > 1
-    return {
-        name: f"{each} {each.method.value}" if each.method is not None and several else str(each)
-        for name, each in weights.items()
-    }
