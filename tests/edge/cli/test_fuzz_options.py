@@ -19,33 +19,9 @@ CASES = 125
 VALUES = (
     *("0", "1", "-1", "2", "7", "1024", "3000000000", str(1 << 63), str(10**40), "1" * 5000, "0x10", "1e3", "٣"),
     *("0.5", "nan", "inf", "-inf", "1e400", "1e-400", "", " ", "x", "auto", "none", "off", "all", "cpu", "gpu", "npu"),
-    *(
-        "suffix",
-        "suffix,model",
-        "suffix,,",
-        "model",
-        "chain",
-        "tree",
-        "int4",
-        "fp32",
-        "mixed",
-        "3.5bpw",
-        "self",
-        "\x1b[31m",
-    ),
-    *(
-        "é",
-        "\ud800",
-        "a" * 5000,
-        "{",
-        "org/name",
-        "org/name:q4@main",
-        "../..",
-        "/",
-        "/dev/zero",
-        "/dev/null",
-        "~nobody/x",
-    ),
+    *("suffix", "suffix,model", "suffix,,", "model", "chain", "tree", "int4", "fp32", "mixed", "3.5bpw", "self"),
+    *("\x1b[31m", "é", "\ud800", "a" * 5000, "{", "org/name", "org/name:q4@main", "../..", "/", "/dev/zero"),
+    *("/dev/null", "~nobody/x"),
     *("FOLDER", "MODEL", "FILE", "MISSING", "PIPE", "-", "--", "-p", "1-2", "2-", "9-1", "--help"),
 )
 ALWAYS: dict[str, list[str]] = {
@@ -103,7 +79,8 @@ def test_random_options(tiny_bundle: Path, tmp_path: Path, part: int) -> None:
 def _command(name: str) -> Any:
     """The command of that name with its options."""
     app = typer.Typer(add_completion=False)
-    app.command()(getattr(import_module(f"edgerun.edge.cli.{name}"), name))
+    module = "chat_or_answer" if name == "run" else name
+    app.command()(getattr(import_module(f"edgerun.edge.cli.{module}"), module))
     return typer.main.get_command(app)
 
 
