@@ -66,7 +66,7 @@ class FurtherGraph(ABC):
 
     Attributes:
         name: what statistics call it; unique among the graphs of a model.
-        required: whether the base graph cannot run the passes that this one takes, which are those of token trees.
+        required: whether the base graph cannot run the passes that this one takes, such as token trees.
     """
 
     name: ClassVar[str]
@@ -85,7 +85,7 @@ class FurtherGraph(ABC):
         Args:
             preferred: number of tokens that others want.
             base: number of cached tokens before them.
-            remaining: number of tokens of the prompt that are left, those of the next pass among them.
+            remaining: number of tokens of the prompt that are left, including the next pass.
         """
         del base, remaining
         return preferred
@@ -114,7 +114,7 @@ class FurtherGraph(ABC):
 
 
 class ChosenGraphs(DecoderGraph):
-    """A base graph and further ones; inputs and outputs are those of all together, the rest is the base graph's.
+    """A base graph and further ones; the inputs and outputs are all that any of them has.
 
     Attributes:
         further: the further graphs; the first that takes a pass runs it.
@@ -128,7 +128,7 @@ class ChosenGraphs(DecoderGraph):
         Args:
             base: runs every pass that no other graph takes.
             further: the other graphs.
-            graph_io: inputs and outputs of all graphs together; those of the base graph when None.
+            graph_io: inputs and outputs of all graphs together; None if the base graph has them all.
         """
         self.config, self.probe_result, self.assignments = base.config, base.probe_result, base.assignments
         self.graph_io = base.graph_io if graph_io is None else graph_io

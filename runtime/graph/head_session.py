@@ -6,9 +6,9 @@ docs/graph-contract.md.
 
 from __future__ import annotations
 
-import time
+import timeit
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,16 +23,15 @@ from .ort import ORT_ERRORS, error_reason, load_session
 from .pass_inputs import wrapped
 
 _MEDUSA_OUTPUTS: Final = ("top_ids", "top_probabilities")
-_TIMED_RUNS: Final = 3
 _HINT: Final = "restore it or export the model with its heads again"
 
 
 class HeadSession(BoundSession):
-    """Runs passes of a draft head. The states of the tokens with logits are those of `next_states` after a pass.
+    """Runs passes of a draft head. A pass also gives the states of the tokens with logits.
 
     Args:
         session: the graph's session.
-        graph_io: the graph's inputs and outputs, those of a draft head among them.
+        graph_io: the graph's inputs and outputs, which include the inputs of a draft head.
         arena: an arena of the graph's cache tensors.
     """
 
@@ -89,15 +88,6 @@ class HeadSession(BoundSession):
         return super()._run_pass(new)
 
 
-class HeadTokens(NamedTuple):
-    """The likeliest tokens of every head, best first."""
-
-    ids: npt.NDArray[np.int64]
-    """int64 `[heads, count]`."""
-    probabilities: Floats
-    """float32 `[heads, count]`."""
-
-
 class MedusaSession:
     """Loaded Medusa heads.
 
@@ -127,16 +117,15 @@ class MedusaSession:
         """Number of features of a token."""
         self.heads: Final = heads
         """Number of heads."""
-        self.seconds: Final = min(self._timed_run() for _ in range(_TIMED_RUNS))
+        nothing = np.zeros(size, np.float32)
+        self.seconds: Final = min(timeit.repeat(lambda: self.run(nothing), number=1, repeat=3))
         """Seconds of a run, measured now."""
 
-    def _timed_run(self) -> float:
-        started = time.perf_counter()
-        self.run(np.zeros(self.feature_size, np.float32))
-        return time.perf_counter() - started
-
-    def run(self, features: Floats) -> HeadTokens:
+    def run(self, features: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
         """Run all heads on the target's hidden state float32 `[f]`.
+
+        Returns:
+            The likeliest tokens of every head, best first, and their probabilities: int64 and float32 `[heads, count]`.
 
         Raises:
             EdgeError: ONNX Runtime failed.
@@ -146,4 +135,4 @@ class MedusaSession:
         except ORT_ERRORS as error:
             what = f"the Medusa heads failed to run: {error_reason(error)}"
             raise EdgeError(what, "run again with --debug and report it") from error
-        return HeadTokens(ids, probabilities)
+        return ids, probabilities

@@ -98,7 +98,8 @@ class HybridSession(BoundSession):
 
     def _bind_states(self, width: int) -> StateCheckpoint:
         """Bind the states before and after a pass over `width` tokens; returns the buffers of those after it."""
-        outputs, tensors = self._states.new_outputs(width), iter(self.graph_io.states)
+        outputs = tuple(each.new_output(width) for each in self._states.buffers)
+        tensors = iter(self.graph_io.states)
         self._bound_outputs.clear()
         for buffers, output in zip(self._states.buffers, outputs, strict=True):
             whole = StateView(output, -1, output)

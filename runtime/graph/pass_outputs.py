@@ -62,7 +62,7 @@ class LogitsOutput:
         return width - count
 
     def bind_rows(self, count: int) -> None:
-        """Bind a buffer of `count` rows of logits, and that of the positions that they belong to."""
+        """Bind buffers of `count` rows of logits, and of the positions that they belong to."""
         if count > len(self._logits) or len(self._logits) > max(count, KEPT_LOGIT_ROWS):
             self._positions = np.zeros(count, np.int64)
             self._logits = np.empty((count, self._graph_io.vocab_size), self._logits.dtype)
@@ -81,7 +81,7 @@ class LogitsOutput:
         io.bind_ortvalue_output(self._graph_io.logits.name, wrapped(self._view(self.count)))
 
     def select(self, first: int, wanted: npt.NDArray[np.int64]) -> Floats:
-        """The wanted logits of a pass that gave those of the tokens from index `first` on, or just the wanted ones."""
+        """The wanted logits of a pass that gave logits of the tokens from index `first` on, or just the wanted ones."""
         logits = self._bound_logits
         if self._is_plain:
             return logits

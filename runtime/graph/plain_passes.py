@@ -39,7 +39,7 @@ class TreeGraph(FurtherGraph):
         self._load: Final = load
 
     def takes(self, request: PassRequest) -> bool:
-        """Whether a pass is over a tree. Mask and positions of consecutive tokens are those of a pass without them."""
+        """Whether a pass is over a tree. Consecutive tokens need neither mask nor positions."""
         return not request.is_consecutive
 
     def load(self) -> GraphSession:

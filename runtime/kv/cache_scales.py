@@ -21,7 +21,6 @@ from .buffers import CacheSnapshot, CacheTensorType
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 MAX_CODE: Final = 127
-_MIN_CODE: Final = -128
 _DIGITS: Final = 6
 """Significant digits with which scales are kept."""
 
@@ -87,7 +86,7 @@ def quantize_slots(slots: npt.NDArray[Any], scales: Floats) -> npt.NDArray[np.in
     The codes are those that the operator stores, of halves the even one.
     """
     codes = np.rint(slots / scales[:, None, :, None, :])
-    return np.clip(codes, _MIN_CODE, MAX_CODE).astype(np.int8)
+    return np.clip(codes, -MAX_CODE - 1, MAX_CODE).astype(np.int8)
 
 
 def dequantize_slots(codes: npt.NDArray[np.int8], scales: Floats) -> Floats:

@@ -24,7 +24,7 @@ _FIRST_ROWS: Final = 256
 class FeatureSlots:
     """Features by cache slot, known from `start` up to `end`.
 
-    Slots from the committed length of the arena on are those of the last pass, accepted or not.
+    Slots from the committed length of the arena on were written by the last pass, accepted or not.
 
     Args:
         size: number of features of a token.

@@ -34,7 +34,7 @@ _IN_SNAPSHOT: Final = 2
 
 
 def largest_state_snapshot(types: Sequence[StateType], slots: int) -> int:
-    """Bytes that a snapshot of `slots` slots may have besides those of the KV cache."""
+    """Bytes that a snapshot of `slots` slots may have besides the slots of the KV cache."""
     return 8 * slots + (slots // _LEAST_SPACING + _OTHER_CHECKPOINTS) * (total_bytes(types) + 8)
 
 
@@ -239,10 +239,6 @@ class LayerStates:
         self._pass_ids, self._pass_base = [], length
         return self.token_ids[self._position : length]
 
-    def new_outputs(self, width: int) -> StateCheckpoint:
-        """Buffers for what a pass over `width` tokens returns of the states, by type."""
-        return tuple(each.new_output(width) for each in self.buffers)
-
     def end_pass(self, ids: list[int], outputs: StateCheckpoint) -> None:
         """Take over the result of a pass over `ids`, before which `move_to` was called."""
         self._outputs, self._pass_ids = outputs, ids
@@ -257,7 +253,7 @@ class LayerStates:
                     buffers.held[position] = buffers.past
 
     def join_passes(self, ids: list[int]) -> None:
-        """Take the tokens of several passes, which began at the committed length, for those of the last pass."""
+        """Take the tokens of several passes, which began at the committed length, as the tokens of the last pass."""
         self._pass_ids, self._pass_base = ids, len(self.token_ids)
 
     def end_replay(self, tokens: int, outputs: StateCheckpoint) -> None:

@@ -76,7 +76,7 @@ class PrefixCache:
 
     Args:
         new_arena: makes an empty arena.
-        max_bytes: maximum size of the buffers of all kept sequences together, those of a draft model included; 0 keeps
+        max_bytes: maximum size of the buffers of all kept sequences together, of a draft model too; 0 keeps
             none.
         store: where chosen prefixes are kept besides memory; None for nowhere.
     """
@@ -86,7 +86,7 @@ class PrefixCache:
         self._store: Final = store or PrefixStore()
         self._new_arena = new_arena
         self._kept: list[_Kept] = []
-        """The least recently used first; those of all caches with one budget."""
+        """The sequences of all caches with one budget, the least recently used first."""
         self._open: weakref.WeakSet[OpenSequence] = weakref.WeakSet()
         self._open_lock = threading.Lock()
 
@@ -102,7 +102,7 @@ class PrefixCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers of all kept sequences, those of a draft model included."""
+        """Bytes of the buffers of all kept sequences, of a draft model too."""
         return sum(kept.arena.nbytes for kept in self._kept)
 
     def watch(self, sequence: OpenSequence) -> None:
@@ -187,7 +187,7 @@ class PrefixCache:
         self._store.wait()
 
     def clear(self) -> None:
-        """Drop all kept sequences in memory, those of a draft model included."""
+        """Drop all kept sequences in memory, of a draft model too."""
         self._kept.clear()
 
     def _copy(self, source: KVArena, slots: int) -> KVArena:
@@ -212,7 +212,7 @@ class PrefixCache:
 
 
 def _reusable(arena: KVArena, shared: int, wanted: TokenIds) -> int:
-    """Number of slots to reuse of the `shared` ones: not those of the last prefill pass of the same prompt."""
+    """Number of slots to reuse of the `shared` ones, without the last prefill pass of the same prompt."""
     start, end = arena.last_prefill
     return start if shared == end == wanted.size else shared
 

@@ -44,7 +44,7 @@ Reading a token's slots takes about a hundredth of the time of computing them.""
 _ENOUGH: Final = 2
 """A prefix gets no file of its own if a file of at most so many times its tokens begins with it."""
 _HEADERS: Final = 2
-"""Number of arrays before those of the cache: the description and the token ids."""
+"""Number of arrays before the cache: the description and the token ids."""
 
 _log: Final = logging.getLogger("edgerun")
 
@@ -60,11 +60,11 @@ class StoredPrefix(NamedTuple):
     path: Path
     token_ids: TokenIds
     plain_length: int
-    """Number of its slots that equal those of plain decoding bit for bit."""
+    """Number of its slots that plain decoding would compute bit for bit."""
 
 
 class PrefixFiles(PrefixStore):
-    """The prefixes of one model on disk, and the size of those of all models.
+    """The prefixes of one model on disk, within a size for all models.
 
     Args:
         key: gives what the slots of a token depend on besides the tokens before it; called when it is needed first.

@@ -45,7 +45,7 @@ class StateType:
     layers: int
     """Number of layers with such a state."""
     shape: tuple[int, ...]
-    """Shape of one state; of a convolution, the number of tokens and that of channels."""
+    """Shape of one state; of a convolution, the numbers of tokens and of channels."""
     of_every_token: bool
     """Whether a pass returns the states followed by the inputs of its tokens, from which the state after each of them
     can be taken. Otherwise it returns the states after its last token."""
@@ -84,7 +84,7 @@ class StateView(NamedTuple):
     first: int
     """Number of tokens of the buffer before the states."""
     states: States
-    """The part of the buffer that is the states, `[layers, *shape]`; those of one layer are contiguous."""
+    """The part of the buffer that is the states, `[layers, *shape]`; the states of one layer are contiguous."""
 
 
 class StateBuffers:

@@ -28,7 +28,7 @@ from typing import Final
 import numpy as np
 
 from ...graph.bound_graph import BoundGraph
-from ...graph.head_session import HeadSession, HeadTokens, MedusaSession
+from ...graph.head_session import HeadSession, MedusaSession
 from ...kv.arena import InPlaceArena, KVArena
 from ...kv.borrowed import BorrowedArena
 from ...kv.features import FeatureSlots
@@ -222,7 +222,7 @@ class MedusaDraft(ModelDrafter):
         self._target_vocab: Final = target_vocab
         self._features: FeatureSlots | None = None
         self._length = 0
-        self._found: HeadTokens | None = None
+        self._found: tuple[np.typing.NDArray[np.int64], Floats] | None = None
         """What the heads propose behind the sequence; None if they were not run."""
         self._seconds = session.seconds
         """Average time of a run."""
@@ -274,7 +274,7 @@ class MedusaDraft(ModelDrafter):
             seconds = time.perf_counter() - started
             self._spent += seconds
             self._seconds += (seconds - self._seconds) / _OBSERVED_RUNS
-        ids, probabilities = self._found.ids[len(path)], self._found.probabilities[len(path)]
+        ids, probabilities = (each[len(path)] for each in self._found)
         known = ids < self._target_vocab
         return TopTokens(tuple(ids[known][:count].tolist()), tuple(probabilities[known][:count].tolist()))
 
