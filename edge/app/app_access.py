@@ -190,13 +190,11 @@ def only_app(folder: Path) -> Iterator[bool]:
             return
         # What a killed app has left names a port that may be another program's now.
         (folder / _ENDPOINT_FILE).unlink(missing_ok=True)
-        stack.callback(_remove_endpoint, folder)
-        yield True
-
-
-def _remove_endpoint(folder: Path) -> None:
-    with suppress(OSError):
-        (folder / _ENDPOINT_FILE).unlink(missing_ok=True)
+        try:
+            yield True
+        finally:
+            with suppress(OSError):
+                (folder / _ENDPOINT_FILE).unlink(missing_ok=True)
 
 
 def announce(folder: Path, port: int, access: AppAccess) -> None:

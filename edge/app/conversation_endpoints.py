@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from types import MappingProxyType
 from typing import Annotated, Any, Final, TypeAlias
 from urllib.parse import quote
 
@@ -37,8 +36,8 @@ _UNSAFE: Final = re.compile(r"[^\w .,()-]+")
 """What file names of exports do not have."""
 
 
-class ConversationChange(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of a change; fields that are left out stay as they are."""
+class ConversationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a conversation; those that are left out stay as they are."""
 
     title: str | UnsetType = UNSET
     pinned: bool | UnsetType = UNSET
@@ -49,6 +48,20 @@ class ConversationChange(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     tools: list[str] | UnsetType = UNSET
     allowed_tools: list[str] | UnsetType = UNSET
     """Those of them that are called without asking."""
+
+    def given(self) -> dict[str, Any]:
+        """The fields that have a value.
+
+        Raises:
+            InputError: an option of the sampling is unknown, or its value is not valid.
+        """
+        fields = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not UNSET}
+        return fields | ({"sampling": checked_sampling(fields["sampling"])} if "sampling" in fields else {})
+
+
+class ConversationChange(ConversationFields, kw_only=True, forbid_unknown_fields=True):
+    """Body of a change."""
+
     leaf: str | UnsetType = UNSET
     """A message whose branch is to be shown."""
 
@@ -107,18 +120,8 @@ class _ConversationEndpoints:
             "writing": sorted({each.conversation for each in self._generations.all()}),
         }
 
-    def create(
-        self,
-        title: str = "",
-        folder: str | None = None,
-        system: str = "",
-        sampling: Mapping[str, Any] = MappingProxyType({}),
-        model: str | None = None,
-        tools: Sequence[str] = (),
-    ) -> dict[str, Any]:
-        """Add a conversation, whose answers may call tools by their ids."""
-        fields = {"title": title, "folder": folder, "system": system, "model": model, "tools": tools}
-        return _object(self._store.create(**fields, sampling=checked_sampling(sampling)))
+    def create(self, body: ConversationFields) -> dict[str, Any]:
+        return _object(self._store.create(**body.given()))
 
     def read(self, conversation_id: str) -> dict[str, Any]:
         conversation = self._store.conversation(conversation_id)
@@ -143,21 +146,17 @@ class _ConversationEndpoints:
         """Messages that were left out of the prompt of the last answer that is shown."""
         if conversation.leaf is None:
             return []
-        for message in reversed(self._store.branch(conversation.leaf)):
-            if message.role is Role.ASSISTANT and message.stats is not None:
-                trimmed = message.stats.get("trimmed", [])
-                return trimmed if isinstance(trimmed, list) else []
-        return []
+        stats = [message.stats for message in self._store.branch(conversation.leaf) if message.stats is not None]
+        trimmed = stats[-1].get("trimmed", []) if stats else []
+        return trimmed if isinstance(trimmed, list) else []
 
     def change(self, conversation_id: str, body: ConversationChange) -> dict[str, Any]:
-        fields = {name: value for name, value in msgspec.structs.asdict(body).items() if value is not UNSET}
-        leaf = fields.pop("leaf", None)
-        if "sampling" in fields:
-            fields["sampling"] = checked_sampling(fields["sampling"])
+        fields = body.given()
+        fields.pop("leaf", None)
         if fields:
             self._store.change(conversation_id, **fields)
-        if leaf is not None:
-            self._store.select_leaf(conversation_id, leaf)
+        if body.leaf is not UNSET:
+            self._store.select_leaf(conversation_id, body.leaf)
         return _object(self._store.conversation(conversation_id))
 
     def delete(self, conversation_id: str) -> dict[str, Any]:
@@ -173,8 +172,9 @@ class _ConversationEndpoints:
         """Tokens that the conversation takes with a message that is being written."""
         conversation = self._store.conversation(conversation_id)
         model = conversation.model or self._context.default_model()
+        unknown: dict[str, Any] = {"tokens": None, "context": None, "reserve": None, "trimmed": []}
         if not self._is_loaded(model):
-            return {"tokens": None, "context": None, "reserve": None, "trimmed": []}
+            return unknown
         branch = [] if conversation.leaf is None else self._store.branch(conversation.leaf)
         if content or attachments or not branch:
             parent, files = conversation.leaf, tuple(attachments)
@@ -184,11 +184,11 @@ class _ConversationEndpoints:
             offered = GenerateOptions(tools=tools if takes_calls(engine) else ())
             options = offered.changed(conversation.sampling)
             if engine.template is None:
-                return {"tokens": None, "context": engine.context, "reserve": None, "trimmed": []}
+                return {**unknown, "context": engine.context}
             try:
                 fit = fit_context(engine, conversation.system, branch, options)
             except ContextError as error:
-                return {"tokens": None, "context": engine.context, "reserve": 0, "trimmed": [], "problem": str(error)}
+                return {**unknown, "context": engine.context, "reserve": 0, "problem": str(error)}
         return {"tokens": fit.tokens, "context": fit.context, "reserve": fit.reserve, "trimmed": fit.trimmed}
 
     def count_tokens(self, text: str, model: str | None = None) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
+import msgspec
 import psutil
 from starlette.routing import Route
 
@@ -20,7 +21,7 @@ from .app_context import AppContext, SettingsBody, change_settings, read_setting
 from .conversation_endpoints import checked_sampling
 from .models.model_endpoints import ModelServices
 from .tools.tool_servers import ToolServers
-from .tools.tool_settings import ToolServer, read_configuration
+from .tools.tool_settings import ServerFields, ToolServer, read_configuration
 
 
 def state_routes(context: AppContext, models: ModelServices) -> list[Route]:
@@ -107,18 +108,8 @@ class _ToolEndpoints:
         except InputError as error:  # the text may still be being typed, so the request has not failed
             return {"servers": [], "problem": str(error)}
 
-    def save(
-        self,
-        name: str,
-        command: str,
-        arguments: Sequence[str] = (),
-        environment: Mapping[str, str] = MappingProxyType({}),
-        enabled: bool = True,
-    ) -> dict[str, Any]:
-        environment = dict(environment)
-        self._servers.save(
-            ToolServer(name=name, command=command, arguments=list(arguments), environment=environment, enabled=enabled)
-        )
+    def save(self, name: str, body: ServerFields) -> dict[str, Any]:
+        self._servers.save(ToolServer(name=name, **msgspec.structs.asdict(body)))
         return self.list()
 
     def remove(self, name: str) -> dict[str, Any]:

@@ -90,10 +90,6 @@ class CallRound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Whether all calls have results."""
         return all(call.result is not None for call in self.calls)
 
-    def with_call(self, call: StoredCall) -> CallRound:
-        """The round with another state of one of its calls."""
-        return replace(self, calls=tuple(call if each.id == call.id else each for each in self.calls))
-
     def undecided(self) -> CallRound:
         """The round with the calls that have no result waiting: a tool that was running has ended with its process."""
         calls = tuple(replace(each, state=CallState.WAITING) if each.result is None else each for each in self.calls)
@@ -140,12 +136,6 @@ class ReasoningText:
             written += _CLOSING + text if self._reasons else text
             self._reasons = False
         return written
-
-    def finish(self) -> str:
-        """What closes reasoning that no text has followed."""
-        closing = _CLOSING if self._reasons else ""
-        self._reasons = False
-        return closing
 
 
 def split_reasoning(content: str) -> tuple[str, str]:

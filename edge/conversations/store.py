@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from ...models.user_folders import data_folder
@@ -23,7 +23,7 @@ KEPT_DAYS: Final = 30
 """For how long deletions can be undone."""
 
 
-class ConversationStore(CompletionTable):
+class ConversationStore(CompletionTable, AbstractContextManager["ConversationStore"]):
     """Conversations in a file. Any thread may call any method; other processes may have the file open as well.
 
     Every change is one transaction, which is on the disk when the method returns. Ids that are not known, or of what is
@@ -121,12 +121,7 @@ class ConversationStore(CompletionTable):
             finally:
                 self.database.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     @writes

@@ -13,17 +13,15 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ....errors import EdgeError, InputError
-from ....models.graph_variant import DeviceKind
 from ....models.hub.client import ConnectionFailedError, require_online
 from ....models.hub.downloaded_model import HubId, parse_hub_id
 from ....models.hub.fetch import fetch_model
 from ....models.hub.local_store import Store, stores
-from ...conversations.store import ConversationStore
+from ..app_context import AppContext
 from .work_queue import QueuedWork, WorkQueue, WorkState, outcome
 
 _SETTING: Final = "downloads"
@@ -73,37 +71,29 @@ class DownloadQueue(WorkQueue[_Download]):
     """The downloads of the app.
 
     Args:
-        store: keeps the list between runs.
-        kind: kind of device that models run on; decides the variant where an id names none.
-        publish: called with the JSON object of a download that has changed, or one with a state of `removed`.
-        finished: called when a model has arrived.
+        context: the store, which keeps the list between runs, the windows, and the kind of device that models run on,
+            which decides the variant where an id names none.
     """
 
-    def __init__(
-        self,
-        store: ConversationStore,
-        kind: DeviceKind,
-        publish: Callable[[dict[str, Any]], None],
-        finished: Callable[[], None],
-    ) -> None:
-        super().__init__("download", publish, finished)
-        self._store: Final = store
-        self._kind: Final = kind
+    def __init__(self, context: AppContext) -> None:
+        super().__init__("download", "download", context.events)
+        self._store: Final = context.store
+        self._kind: Final = context.pool.kind
         self._items.update({each.key: each for each in self._restored()})
         self._current: _Download | None = None
         """The download that the thread works on, also while it is ending one that was paused or cancelled."""
 
-    def add(self, name: str) -> dict[str, Any]:
+    def add(self, id: str) -> dict[str, Any]:  # noqa: A002  the name of the field
         """Queue the download of a model; one that is in the list already is resumed.
 
         Args:
-            name: `org/name[:variant][@revision]`.
+            id: `org/name[:variant][@revision]`.
 
         Raises:
             InputError: it is not an id, or too many downloads wait.
             OfflineError: edge-run is offline.
         """
-        id_ = parse_hub_id(name.strip().removeprefix("https://huggingface.co/").strip("/"))
+        id_ = parse_hub_id(id.strip().removeprefix("https://huggingface.co/").strip("/"))
         require_online()
         with self._changed:
             known = next((each for each in self._items.values() if each.id == id_), None)
@@ -115,7 +105,7 @@ class DownloadQueue(WorkQueue[_Download]):
                 known = _Download(secrets.token_hex(8), id_)
                 self._items[known.key] = known
             self._enqueue(known)
-            return known.as_object()
+            return {"download": known.as_object()}
 
     def pause(self, key: str) -> dict[str, Any]:
         """Stop a download and keep its partial files.
@@ -127,7 +117,7 @@ class DownloadQueue(WorkQueue[_Download]):
             download = self._of(key)
             if download.state in {WorkState.QUEUED, WorkState.DOWNLOADING}:
                 self._set(download, WorkState.PAUSED)
-            return download.as_object()
+            return {"download": download.as_object()}
 
     def resume(self, key: str) -> dict[str, Any]:
         """Continue a download that was paused or has failed.
@@ -138,7 +128,7 @@ class DownloadQueue(WorkQueue[_Download]):
         with self._changed:
             download = self._of(key)
             self._enqueue(download)
-            return download.as_object()
+            return {"download": download.as_object()}
 
     def cancel(self, key: str) -> dict[str, Any]:
         """Take a download off the list and remove its partial files; of one that is done only the entry.
@@ -177,12 +167,27 @@ class DownloadQueue(WorkQueue[_Download]):
         self._set(work, WorkState.DOWNLOADING)
 
     def _do(self, work: _Download) -> None:
-        paused = False
+        paused, reported = False, 0.0
+
+        def progress(_name: str, received: int, total: int) -> None:
+            """Keep how far the download is, and tell the page now and then."""
+            nonlocal reported
+            now = time.monotonic()
+            with self._changed:
+                if self._closed or work.key not in self._items or work.state is WorkState.PAUSED:
+                    raise _StoppedError
+                work.received, work.total = received, total
+                work.samples.append((now, received))
+                while now - work.samples[0][0] > _RATE_S:
+                    work.samples.popleft()
+                if now - reported >= _REPORT_S or received == total:
+                    reported = now
+                    self._told(work)
 
         def fetch() -> None:
             nonlocal paused
             try:
-                work.model = fetch_model(work.id, self._kind, newest=True, progress=self._progress(work)).id
+                work.model = fetch_model(work.id, self._kind, newest=True, progress=progress).id
                 work.received = work.total
             except _StoppedError:
                 paused = True
@@ -201,27 +206,7 @@ class DownloadQueue(WorkQueue[_Download]):
             if cancelled:
                 self._remove_partial(work)
         else:
-            self._finished()
-
-    def _progress(self, download: _Download) -> Callable[[str, int, int], None]:
-        """What keeps how far a download is, and tells the page now and then."""
-        reported = 0.0
-
-        def progress(_name: str, received: int, total: int) -> None:
-            nonlocal reported
-            now = time.monotonic()
-            with self._changed:
-                if self._closed or download.key not in self._items or download.state is WorkState.PAUSED:
-                    raise _StoppedError
-                download.received, download.total = received, total
-                download.samples.append((now, received))
-                while now - download.samples[0][0] > _RATE_S:
-                    download.samples.popleft()
-                if now - reported >= _REPORT_S or received == total:
-                    reported = now
-                    self._told(download)
-
-        return progress
+            self._events.publish("models")
 
     def _remove_partial(self, download: _Download) -> None:
         """Remove partial files, unless another download of the repository may need them."""

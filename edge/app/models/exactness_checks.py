@@ -44,7 +44,7 @@ class ExactnessChecks:
         """The check that runs or ran last, and the last report of each model."""
         return {"check": self._check or None, "reports": self._context.store.setting(_SETTING, {})}
 
-    def start(self, model: str | None, limit: int = 1, max_tokens: int = 48) -> dict[str, Any]:
+    def start(self, model: str | None = None, limit: int = 1, max_tokens: int = 48) -> dict[str, Any]:
         """Begin a check.
 
         Args:
@@ -70,7 +70,7 @@ class ExactnessChecks:
             if self._run is not None and not self._run.ended:
                 raise InputError("an exactness check is running", "cancel it, or wait for its end")
             self._check = {"model": entry.id, "state": WorkState.RUNNING, "stage": "", "fraction": 0.0, "error": ""}
-            shown = self._check
+            shown = {"check": self._check}
             self._run = Run(partial(self._work, entry.id, arguments), "edge-run exactness")
             self._run.start()
         return shown

@@ -79,7 +79,7 @@ class ExportJobs(WorkQueue[_ExportJob]):
     def describe(self) -> dict[str, Any]:
         """All jobs, where their models go, and what is missing to export anything."""
         missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-        return {"jobs": self.objects(), "folder": str(exports_folder()), "missing": missing, "install": INSTALL}
+        return {**self.list(), "folder": str(exports_folder()), "missing": missing, "install": INSTALL}
 
     def add(
         self, source: str, name: str | None = None, bits: int | None = None, calibration_tokens: int | None = None
@@ -152,7 +152,7 @@ class ExportJobs(WorkQueue[_ExportJob]):
                 self._end(job, WorkState.CANCELLED)
         # It reads a flag and closes a pipe; the thread of the job sets its state.
         job.cancellation.cancel()
-        return job.as_object()
+        return {"job": job.as_object()}
 
     def close(self) -> None:
         """End the job that works."""
@@ -174,7 +174,7 @@ class ExportJobs(WorkQueue[_ExportJob]):
         if state is not WorkState.DONE or work.state is WorkState.EXPORTING:  # else it waits for a choice
             self._end(work, state, error)
         if work.state is WorkState.DONE:
-            self._finished()
+            self._events.publish("models")
 
     def _work(self, job: _ExportJob) -> None:
         arguments: dict[str, Any] = {"source": job.source, "calibration_tokens": job.calibration_tokens}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -39,8 +39,8 @@ class ModelServices:
         pool, store = context.pool, context.store
         pool.offer_local()
         self.catalog: Final = ModelCatalog(pool, store)
-        self.downloads: Final = DownloadQueue(store, pool.kind, self._publishing("download"), self._tell_models)
-        self.exports: Final = ExportJobs("export", self._publishing("job", "export"), self._tell_models)
+        self.downloads: Final = DownloadQueue(context)
+        self.exports: Final = ExportJobs("export", "job", context.events)
         self.comparisons: Final = SpeedComparisons(context)
         self.exactness: Final = ExactnessChecks(context)
         self._observed: Final[deque[tuple[str, Any]]] = deque(maxlen=_MAX_OBSERVED)
@@ -60,19 +60,19 @@ class ModelServices:
         try:
             self.context.pool.load(id, progress)
         finally:
-            self._tell_models()
+            self.context.events.publish("models")
         return self.models()
 
     def unload(self, id: str) -> object:  # noqa: A002  the name of the field
         """Unload a model."""
         self.context.pool.unload(id)
-        self._tell_models()
+        self.context.events.publish("models")
         return self.models()
 
     def remove(self, id: str) -> object:  # noqa: A002  the name of the field
         """Remove a model that was downloaded or exported here."""
         freed = self.catalog.remove(id)
-        self._tell_models()
+        self.context.events.publish("models")
         return {"freed": freed, **self.models()}
 
     def recommended(self) -> object:
@@ -86,20 +86,6 @@ class ModelServices:
         if not words:
             raise InputError("there is nothing to search for", "type a part of a model's name")
         return {"found": [asdict(each) for each in search_models(words, _MOST_FOUND)]}
-
-    def download(self, id: str) -> object:  # noqa: A002  the name of the field
-        """Queue a download."""
-        return {"download": self.downloads.add(id)}
-
-    def export(
-        self, source: str, name: str | None = None, bits: int | None = None, calibration_tokens: int | None = None
-    ) -> object:
-        """Queue an export."""
-        return {"job": self.exports.add(source, name, bits, calibration_tokens)}
-
-    def choose_plan(self, key: str, plan: int) -> object:
-        """Export one of the plans that were measured."""
-        return {"job": self.exports.choose(key, plan)}
 
     def compare(
         self,
@@ -120,25 +106,13 @@ class ModelServices:
                 branch.pop()
             messages = model_messages(stored.system, branch, calls=False) if branch else []
             model, sampling = model or stored.model, stored.sampling
-        return {"comparison": self.comparisons.start(messages, model, sampling, max_tokens)}
-
-    def check(self, model: str | None = None, limit: int = 1, max_tokens: int = 48) -> object:
-        """Begin an exactness check."""
-        return {"check": self.exactness.start(model, limit, max_tokens)}
+        return self.comparisons.start(messages, model, sampling, max_tokens)
 
     def close(self) -> None:
         """End what works in the background: downloads and exports, the comparison and the check."""
         self._stop_observing()
         for each in (self.comparisons, self.exactness, self.exports, self.downloads):
             each.close()
-
-    def _publishing(self, field: str, kind: str | None = None) -> Callable[[dict[str, Any]], None]:
-        """What tells the windows of a change, as a field of an event that has its name or another kind."""
-        return lambda value: self.context.events.publish(kind or field, **{field: value})
-
-    def _tell_models(self) -> None:
-        """Tell the windows that the list of models has changed."""
-        self.context.events.publish("models")
 
     def _observe(self, change: Change) -> None:
         """Keep the speed of an answer that has ended."""
@@ -155,7 +129,7 @@ class ModelServices:
             return
         self._observed.append(answer)
         if self.catalog.record_speed(message.model, stats.get("tokens"), stats.get("tokens_per_second")):
-            self._tell_models()
+            self.context.events.publish("models")
 
 
 def model_routes(services: ModelServices) -> list[Route]:
@@ -167,20 +141,20 @@ def model_routes(services: ModelServices) -> list[Route]:
         ("POST", "/api/models/unload", services.unload),
         ("POST", "/api/models/remove", services.remove),
         ("GET", "/api/models/recommended", services.recommended),
-        ("GET", "/api/downloads", lambda: {"downloads": downloads.objects()}),
-        ("POST", "/api/downloads", services.download),
-        ("POST", "/api/downloads/{key}/pause", lambda key: {"download": downloads.pause(key)}),
-        ("POST", "/api/downloads/{key}/resume", lambda key: {"download": downloads.resume(key)}),
-        ("POST", "/api/downloads/{key}/cancel", lambda key: {"download": downloads.cancel(key)}),
+        ("GET", "/api/downloads", downloads.list),
+        ("POST", "/api/downloads", downloads.add),
+        ("POST", "/api/downloads/{key}/pause", downloads.pause),
+        ("POST", "/api/downloads/{key}/resume", downloads.resume),
+        ("POST", "/api/downloads/{key}/cancel", downloads.cancel),
         ("GET", "/api/exports", exports.describe),
-        ("POST", "/api/exports", services.export),
-        ("POST", "/api/exports/{key}/choose", services.choose_plan),
-        ("POST", "/api/exports/{key}/cancel", lambda key: {"job": exports.cancel(key)}),
-        ("GET", "/api/comparisons", lambda: {"comparison": services.comparisons.current()}),
+        ("POST", "/api/exports", exports.add),
+        ("POST", "/api/exports/{key}/choose", exports.choose),
+        ("POST", "/api/exports/{key}/cancel", exports.cancel),
+        ("GET", "/api/comparisons", services.comparisons.current),
         ("POST", "/api/comparisons", services.compare),
-        ("POST", "/api/comparisons/stop", lambda: {"comparison": services.comparisons.stop()}),
+        ("POST", "/api/comparisons/stop", services.comparisons.stop),
         ("GET", "/api/exactness", services.exactness.describe),
-        ("POST", "/api/exactness", services.check),
+        ("POST", "/api/exactness", services.exactness.start),
         ("POST", "/api/exactness/cancel", services.exactness.cancel),
     ]
     settings = services.context.settings

@@ -153,10 +153,10 @@ class SpeedComparisons:
         self._race: _Race | None = None
         self._run: Run[None] | None = None
 
-    def current(self) -> dict[str, Any] | None:
-        """The comparison as a JSON object; None before the first one."""
+    def current(self) -> dict[str, Any]:
+        """The comparison; None before the first one."""
         with self._lock:
-            return None if self._race is None else self._race.as_object()
+            return {"comparison": None if self._race is None else self._race.as_object()}
 
     def start(
         self,
@@ -188,12 +188,12 @@ class SpeedComparisons:
             if self._run is not None and not self._run.ended:
                 raise InputError("a comparison is running", "stop it, or wait for its end")
             self._race = race = _Race(secrets.token_hex(8), entry.id, str(messages[-1]["content"]), max_tokens)
-            shown = race.as_object()
+            shown = {"comparison": race.as_object()}
             self._run = Run(partial(self._work, race, messages, options), "edge-run comparison")
             self._run.start()
         return shown
 
-    def stop(self) -> dict[str, Any] | None:
+    def stop(self) -> dict[str, Any]:
         """End the comparison that runs after its current pass."""
         if (run := self._run) is not None:
             run.cancellation.cancel()

@@ -10,6 +10,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from ....errors import CancelledError, EdgeError
 from ..api_endpoint import not_found
+from ..event_channel import EventChannel
 
 _log: Final = logging.getLogger(__name__)
 
@@ -73,23 +74,23 @@ class WorkQueue(Generic[_Work]):
 
     Args:
         what: what a piece is called, such as `export`.
-        publish: called with the JSON object of one that has changed, or one with a state of `removed`.
-        finished: called when a model has arrived.
+        field: name of a piece in events and responses.
+        events: told of one that has changed, or one with a state of `removed`, and of a model that has arrived.
     """
 
-    def __init__(self, what: str, publish: Callable[[dict[str, Any]], None], finished: Callable[[], None]) -> None:
+    def __init__(self, what: str, field: str, events: EventChannel) -> None:
         self._what: Final = what
-        self._publish: Final = publish
-        self._finished: Final = finished
+        self._field: Final = field
+        self._events: Final = events
         self._changed: Final = threading.Condition()
         self._items: Final[dict[str, _Work]] = {}
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def objects(self) -> list[dict[str, Any]]:
-        """All work as JSON objects, in the order in which it was added."""
+    def list(self) -> dict[str, Any]:
+        """All work, in the order in which it was added."""
         with self._changed:
-            return [each.as_object() for each in self._items.values()]
+            return {f"{self._field}s": [each.as_object() for each in self._items.values()]}
 
     def _begin(self, work: _Work) -> None:
         """Set the state of a piece that is worked on from now on; the lock is held."""
@@ -127,8 +128,8 @@ class WorkQueue(Generic[_Work]):
 
     def _told(self, work: _Work, state: str | None = None) -> dict[str, Any]:
         """Tell the page of a piece, in its state or another; the lock is held."""
-        shown = {**work.as_object(), **({} if state is None else {"state": state})}
-        self._publish(shown)
+        shown = {self._field: {**work.as_object(), **({} if state is None else {"state": state})}}
+        self._events.publish(self._what, **shown)
         return shown
 
     def _of(self, key: str) -> _Work:

@@ -40,7 +40,9 @@ def make_calls(context: AppContext, generation: MessageGeneration, offered: Mapp
 def _make(context: AppContext, generation: MessageGeneration, call: StoredCall, tool: ServerTool | None) -> None:
     def show(state: CallState, result: str | None = None) -> None:
         *before, last = generation.writer.rounds
-        generation.set_rounds([*before, last.with_call(replace(call, state=state, result=result))])
+        changed = replace(call, state=state, result=result)
+        calls = tuple(changed if each.id == call.id else each for each in last.calls)
+        generation.set_rounds([*before, replace(last, calls=calls)])
 
     try:
         values = json.loads(call.arguments)

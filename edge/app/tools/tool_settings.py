@@ -30,10 +30,9 @@ _PLACEHOLDER: Final = re.compile(r"\$\{[^}]*\}")
 _FORM: Final = 'paste {"mcpServers": {"name": {"command": "…", "args": ["…"]}}}'
 
 
-class ToolServer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An MCP server that speaks over its standard input and output."""
+class ServerFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is said of a server that has a name."""
 
-    name: str
     command: _Text
     """The program: a path, or a name that is looked up in PATH."""
     arguments: Annotated[list[_Text], Meta(max_length=200)] = []
@@ -41,6 +40,12 @@ class ToolServer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Variables that it gets besides PATH, HOME and the like."""
     enabled: bool = True
     """Whether it may be started."""
+
+
+class ToolServer(ServerFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An MCP server that speaks over its standard input and output."""
+
+    name: str
 
     def check(self) -> None:
         """Raise if it cannot be started with certainty.

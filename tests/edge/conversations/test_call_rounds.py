@@ -43,8 +43,6 @@ def test_reasoning_is_written_in_tags_whatever_its_pieces() -> None:
     assert ReasoningText().push("all", "at once") == "<think>\nall\n</think>\n\nat once"
     assert split_reasoning("no <think>\nhere</think>") == ("", "no <think>\nhere</think>")
     assert split_reasoning("<think>\nnot finished") == ("not finished", "")
-    alone = ReasoningText()
-    assert alone.push("a", "") + alone.finish() == "<think>\na\n</think>\n\n"
 
 
 def test_models_read_calls_and_results() -> None:

@@ -70,40 +70,6 @@ def test_a_conversation_is_there_after_opening_again(tmp_path: Path) -> None:
         assert message_text(question) == "a.py\n```\nprint(1)\n```\n\nWhat is this?"
 
 
-def test_alternatives_are_siblings_and_branches_are_chosen(store: ConversationStore) -> None:
-    conversation = store.create()
-    question = store.add_message(conversation.id, None, "user", "q")
-    first = store.add_message(conversation.id, question.id, "assistant", "one")
-    further = store.add_message(conversation.id, first.id, "user", "more")
-    second = store.add_message(conversation.id, question.id, "assistant", "two")
-    assert store.conversation(conversation.id).leaf == second.id
-    assert [message.content for message in store.branch(second.id)] == ["q", "two"]
-    assert store.select_leaf(conversation.id, first.id).leaf == further.id
-    assert [message.content for message in store.branch(further.id)] == ["q", "one", "more"]
-    store.delete_message(first.id)
-    assert store.conversation(conversation.id).leaf == second.id
-    assert [message.content for message in store.messages(conversation.id)] == ["q", "two"]
-    store.restore_message(first.id)
-    assert store.conversation(conversation.id).leaf == further.id
-    assert len(store.messages(conversation.id)) == 4
-
-
-def test_deleting_the_message_in_view_shows_what_is_left(store: ConversationStore) -> None:
-    conversation = store.create()
-    question = store.add_message(conversation.id, None, "user", "q")
-    answer = store.add_message(conversation.id, question.id, "assistant", "a")
-    store.delete_message(answer.id)
-    assert store.conversation(conversation.id).leaf == question.id
-    store.delete_message(question.id)
-    assert store.conversation(conversation.id).leaf is None
-    with pytest.raises(ConversationError, match="restore it first"):
-        store.restore_message(answer.id)
-    store.restore_message(question.id)
-    assert [message.id for message in store.messages(conversation.id)] == [question.id]
-    store.restore_message(answer.id)
-    assert store.conversation(conversation.id).leaf == answer.id
-
-
 def test_titles(store: ConversationStore) -> None:
     conversation = store.create()
     message = store.add_message(conversation.id, None, "user", "\n\n## " + "word " * 20 + "\nsecond line")
