@@ -81,7 +81,7 @@ _GROW: Final = """async ([answer, length, times]) => {
 
 def filled(home: Path, messages: int) -> str:
     """Write a conversation of so many messages into a data folder, and return its id."""
-    store = ConversationStore.open(home / "conversations.sqlite3")
+    store = ConversationStore(home / "conversations.sqlite3")
     conversation = store.create(title="Long").id
     parent = None
     for number in range(messages // 2):

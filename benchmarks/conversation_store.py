@@ -89,12 +89,12 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "conversations.sqlite3"
-        with ConversationStore.open(path) as store:
+        with ConversationStore(path) as store:
             long = fill(store, arguments.conversations, arguments.messages)
             first_search = timed(1, lambda: store.search("conduct1"))
         results = {"first search, which indexes everything": first_search}
-        results["open and close"] = timed(arguments.times, lambda: ConversationStore.open(path).close())
-        with ConversationStore.open(path) as store:
+        results["open and close"] = timed(arguments.times, lambda: ConversationStore(path).close())
+        with ConversationStore(path) as store:
             results |= operations(store, long, arguments.times)
         size = path.stat().st_size
     table = Table("operation", "by the clock, ms", "processor time, ms", title=f"{size / 2**20:.0f} MiB")

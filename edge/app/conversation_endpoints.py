@@ -135,20 +135,11 @@ class _ConversationEndpoints:
                     writing.append(progress)
             else:
                 messages.append(as_object(message))
-        return {
-            **_object(conversation),
-            "messages": messages,
-            "writing": writing,
-            "trimmed": self._trimmed(conversation),
-        }
-
-    def _trimmed(self, conversation: Conversation) -> Sequence[str]:
-        """Messages that were left out of the prompt of the last answer that is shown."""
-        if conversation.leaf is None:
-            return []
-        stats = [message.stats for message in self._store.branch(conversation.leaf) if message.stats is not None]
+        branch = [] if conversation.leaf is None else self._store.branch(conversation.leaf)
+        stats = [message.stats for message in branch if message.stats is not None]
+        # The messages that were left out of the prompt of the last answer that is shown.
         trimmed = stats[-1].get("trimmed", []) if stats else []
-        return trimmed if isinstance(trimmed, list) else []
+        return {**_object(conversation), "messages": messages, "writing": writing, "trimmed": trimmed}
 
     def change(self, conversation_id: str, body: ConversationChange) -> dict[str, Any]:
         fields = body.given()

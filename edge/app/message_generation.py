@@ -96,7 +96,7 @@ class MessageGeneration:
         with self._lock:
             if content != self._published:
                 self._published = content
-                self._publish_message()
+                self._events.publish("message", message=self._as_known(self.message))
 
     def add(self, chunk: Chunk) -> None:
         """Add a chunk, keep it, and tell the windows now and then.
@@ -126,7 +126,7 @@ class MessageGeneration:
         with self._lock:
             self._rounds, self._published, self._pending, self._stage = tuple(rounds), "", "", {}
             self._tokens, self._first_token = 0, None  # what it writes next has a rate of its own
-            self._publish_message()
+            self._events.publish("message", message=self._as_known(self.message))
 
     def finish(self, error: str | None = None) -> None:
         """Keep the whole message, and tell the windows of its end.
@@ -182,10 +182,6 @@ class MessageGeneration:
     def _wake(self) -> None:
         with self._lock:
             self._lock.notify_all()
-
-    def _publish_message(self) -> None:
-        """Tell the windows all of it; the lock is held."""
-        self._events.publish("message", message=self._as_known(self.message))
 
     def _publish_pending(self) -> None:
         """Tell the windows what has been added; the lock is held."""

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-import msgspec
 import psutil
 from starlette.routing import Route
 
@@ -20,8 +19,7 @@ from .api_endpoint import api_route
 from .app_context import AppContext, SettingsBody, change_settings, read_settings
 from .conversation_endpoints import checked_sampling
 from .models.model_endpoints import ModelServices
-from .tools.tool_servers import ToolServers
-from .tools.tool_settings import ServerFields, ToolServer, read_configuration
+from .tools.tool_settings import read_configuration
 
 
 def state_routes(context: AppContext, models: ModelServices) -> list[Route]:
@@ -84,34 +82,18 @@ class _StateEndpoints:
 
 def tool_routes(context: AppContext) -> list[Route]:
     """The routes of MCP servers."""
-    endpoints = _ToolEndpoints(context.tools)
     table = (
-        ("GET", "/api/tools", endpoints.list),
-        ("POST", "/api/tools/configuration", endpoints.read),
-        ("PUT", "/api/tools/{name}", endpoints.save),
-        ("DELETE", "/api/tools/{name}", endpoints.remove),
+        ("GET", "/api/tools", context.tools.list),
+        ("POST", "/api/tools/configuration", _read_configuration),
+        ("PUT", "/api/tools/{name}", context.tools.save),
+        ("DELETE", "/api/tools/{name}", context.tools.remove),
     )
     return [api_route(context.settings, method, path, handler) for method, path, handler in table]
 
 
-class _ToolEndpoints:
-    def __init__(self, servers: ToolServers) -> None:
-        self._servers: Final = servers
-
-    def list(self) -> dict[str, Any]:
-        return {"servers": self._servers.servers(), "problem": self._servers.problem}
-
-    def read(self, text: str) -> dict[str, Any]:
-        """The servers of a configuration, of which none is added, or why it cannot be read."""
-        try:
-            return {"servers": read_configuration(text), "problem": None}
-        except InputError as error:  # the text may still be being typed, so the request has not failed
-            return {"servers": [], "problem": str(error)}
-
-    def save(self, name: str, body: ServerFields) -> dict[str, Any]:
-        self._servers.save(ToolServer(name=name, **msgspec.structs.asdict(body)))
-        return self.list()
-
-    def remove(self, name: str) -> dict[str, Any]:
-        self._servers.remove(name)
-        return self.list()
+def _read_configuration(text: str) -> dict[str, Any]:
+    """The servers of a configuration, of which none is added, or why it cannot be read."""
+    try:
+        return {"servers": read_configuration(text), "problem": None}
+    except InputError as error:  # the text may still be being typed, so the request has not failed
+        return {"servers": [], "problem": str(error)}

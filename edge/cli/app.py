@@ -87,7 +87,7 @@ def app(
             write_error(f"edge-run: the app runs already{others if models else ''}")
             _show(running, browser=options.browser, window=options.window)
             return
-        store = stack.enter_context(ConversationStore.open(notice=lambda text: write_error(f"edge-run: {text}")))
+        store = stack.enter_context(ConversationStore(notice=lambda text: write_error(f"edge-run: {text}")))
         pool = stack.enter_context(POOL.record(given).open(models, load))
         listening = stack.enter_context(_bound_socket(options.port))
         server, url = _server(store, pool, listening.getsockname()[1], load)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -84,31 +83,22 @@ class ConversationTable:
         self.database: Final = database
         self.noted: list[Change] = []
         """Changes that listeners are told of after the transaction."""
-        self._listeners: list[Callable[[Change], None]] = []
-        self._listeners_lock: Final = threading.Lock()
+        self._listeners: Final[dict[object, Callable[[Change], None]]] = {}
 
-    def listen(self, callback: Callable[[Change], None]) -> Callable[[], None]:
+    def listen(self, callback: Callable[[Change], None]) -> Callable[[], object]:
         """Call `callback` after every change that this store makes, in the thread that makes it.
 
         Returns:
             A function that ends it.
         """
-
-        def end() -> None:
-            with self._listeners_lock:
-                if callback in self._listeners:
-                    self._listeners.remove(callback)
-
-        with self._listeners_lock:
-            self._listeners.append(callback)
-        return end
+        key = object()
+        self._listeners[key] = callback
+        return lambda: self._listeners.pop(key, None)
 
     def tell(self, changes: Sequence[Change]) -> None:
         """Tell the listeners of changes."""
-        with self._listeners_lock:
-            listeners = tuple(self._listeners)
         for change in changes:
-            for listener in listeners:
+            for listener in tuple(self._listeners.values()):
                 listener(change)
 
     def note(self, kind: ChangeKind, conversation_id: str | None = None, message_id: str | None = None) -> None:

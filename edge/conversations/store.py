@@ -26,11 +26,14 @@ KEPT_DAYS: Final = 30
 class ConversationStore(CompletionTable, AbstractContextManager["ConversationStore"]):
     """Conversations in a file. Any thread may call any method; other processes may have the file open as well.
 
+    A file of an earlier version is brought to the present one, and a damaged one is set aside. Answers whose process
+    has ended become `interrupted`; what was deleted more than 30 days ago is removed for good.
+
     Every change is one transaction, which is on the disk when the method returns. Ids that are not known, or of what is
     deleted, raise a `ConversationError`, and so does a file that cannot be read or written.
 
     Args:
-        path: the file; None for `conversations.sqlite3` in the user's data folder.
+        path: the file, which is created if necessary; None for `conversations.sqlite3` in the user's data folder.
         notice: called with a sentence for the user, such as where a damaged file was set aside to.
 
     Raises:
@@ -46,15 +49,6 @@ class ConversationStore(CompletionTable, AbstractContextManager["ConversationSto
         except BaseException:
             self.database.close()
             raise
-
-    @classmethod
-    def open(cls, path: Path | None = None, notice: Callable[[str], None] = _log.warning) -> Self:
-        """Open the file, which is created if necessary; arguments and errors as for the class.
-
-        A file of an earlier version is brought to the present one, and a damaged one is set aside. Answers whose
-        process has ended become `interrupted`; what was deleted more than 30 days ago is removed for good.
-        """
-        return cls(path, notice)
 
     @classmethod
     def in_memory(cls) -> Self:

@@ -35,7 +35,7 @@ def write_conversations(path: str) -> None:
     from edgerun.edge.conversations.records import MessageState
     from edgerun.edge.conversations.store import ConversationStore
 
-    store = ConversationStore.open(Path(path))
+    store = ConversationStore(Path(path))
     while True:
         conversation = store.create(title="kept")
         acknowledge(conversation=conversation.id)
@@ -59,7 +59,7 @@ def write_one_answer(path: str, conversation_id: str, question_id: str) -> None:
     from edgerun.edge.conversations.records import MessageState
     from edgerun.edge.conversations.store import ConversationStore
 
-    store = ConversationStore.open(Path(path))
+    store = ConversationStore(Path(path))
     answer = store.add_message(conversation_id, question_id, "assistant", "so far", state=MessageState.WRITING)
     acknowledge(answer=answer.id)
     sys.stdin.read()
@@ -69,7 +69,7 @@ def add_messages(path: str, conversation_id: str, name: str, count: str) -> None
     """Add messages to a conversation that other processes write as well, each below the leaf of that moment."""
     from edgerun.edge.conversations.store import ConversationStore
 
-    with ConversationStore.open(Path(path)) as store:
+    with ConversationStore(Path(path)) as store:
         for number in range(int(count)):
             leaf = store.conversation(conversation_id).leaf
             message = store.add_message(conversation_id, leaf, "user", f"{name} {number}")
@@ -85,7 +85,7 @@ def open_and_add(path: str) -> None:
 
     sys.stdin.readline()
     notices: list[str] = []
-    with ConversationStore.open(Path(path), notices.append) as store:
+    with ConversationStore(Path(path), notices.append) as store:
         acknowledge(conversation=store.create(title="new").id, notices=notices)
         sys.stdin.read()
 

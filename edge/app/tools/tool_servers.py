@@ -16,7 +16,7 @@ import msgspec
 from ....errors import InputError, UnknownIdError
 from ....runtime.scheduling.request_run import Cancellation
 from .mcp_connection import START_S, McpConnection, ServerState, ServerTool
-from .tool_settings import MAX_SERVERS, ToolServer, ToolSettings
+from .tool_settings import MAX_SERVERS, ServerFields, ToolServer, ToolSettings
 
 _CLOSE_S: Final = 10.0
 _POLL_S: Final = 0.1
@@ -46,11 +46,11 @@ class ToolServers:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
 
-    def servers(self) -> list[dict[str, Any]]:
-        """All servers with their tools and states, as JSON objects; starts those that are on."""
+    def list(self) -> dict[str, Any]:
+        """All servers with their tools and states, and why the list could not be read; starts those that are on."""
         with self._lock:
             found = [(server, self._started(server)) for server in self._all().values()]
-        return [
+        servers = [
             {
                 **msgspec.structs.asdict(server),
                 "state": ServerState.OFF if running is None else running.state,
@@ -62,21 +62,16 @@ class ToolServers:
             }
             for server, running in found
         ]
+        return {"servers": servers, "problem": self._settings.problem}
 
-    @property
-    def problem(self) -> str | None:
-        """Why the list could not be read."""
-        with self._lock:
-            self._all()
-            return self._settings.problem
-
-    def save(self, server: ToolServer) -> None:
-        """Add a server, or replace that of its name, which ends; it is started if it is on.
+    def save(self, name: str, body: ServerFields) -> dict[str, Any]:
+        """Add a server, or replace that of its name, which ends; it is started if it is on. Returns the list.
 
         Raises:
             InputError: it is not one, or there are too many.
             EdgeError: the list cannot be written.
         """
+        server = ToolServer(name=name, **msgspec.structs.asdict(body))
         server.check()
         with self._lock:
             listed = {**self._all(), server.name: server}
@@ -85,9 +80,10 @@ class ToolServers:
             self._replace(listed, server.name)
             self._started(server)
         self._changed()
+        return self.list()
 
-    def remove(self, name: str) -> None:
-        """Take a server off the list, and end it.
+    def remove(self, name: str) -> dict[str, Any]:
+        """Take a server off the list, and end it. Returns the list.
 
         Raises:
             UnknownIdError: there is none of that name.
@@ -98,6 +94,7 @@ class ToolServers:
                 raise UnknownIdError("server", name)
             self._replace({key: server for key, server in self._all().items() if key != name}, name)
         self._changed()
+        return self.list()
 
     def offered(self, ids: Sequence[str], cancellation: Cancellation) -> dict[str, ServerTool]:
         """The tools of these ids that are there, once the servers that have them run, by the names for the model.

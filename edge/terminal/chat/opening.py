@@ -80,7 +80,7 @@ def _open_store(settings: ChatSettings) -> ConversationStore:
     if not settings.saving:
         return ConversationStore.in_memory()
     try:
-        return ConversationStore.open(notice=write_warning)
+        return ConversationStore(notice=write_warning)
     except ConversationError as error:
         if settings.conversation is not None or settings.latest:
             raise

@@ -59,7 +59,7 @@ def test_an_answer_goes_on_while_no_window_is_open(app: RunningApp, cookies: htt
 
 def test_an_answer_can_be_stopped_as_soon_as_it_is_told_of(tmp_path: Path, endless_bundle: Path) -> None:
     with (
-        ConversationStore.open(tmp_path / "conversations.sqlite3") as store,
+        ConversationStore(tmp_path / "conversations.sqlite3") as store,
         ModelPool([str(endless_bundle)], lambda path, progress: load(path, progress=progress, draft=None)) as pool,
     ):
         generations = Generations(AppContext(store, pool, EventChannel(), ServerSettings()))

@@ -141,7 +141,7 @@ def test_all_conversations_are_exported(client: httpx.Client) -> None:
 
 
 def test_windows_are_told_what_another_process_writes(app: RunningApp, page: Window) -> None:
-    with ConversationStore.open(app.home / FILE_NAME) as other:
+    with ConversationStore(app.home / FILE_NAME) as other:
         conversation = other.create(title="from elsewhere").id
     page.wait(lambda: page.of("reload"), "the window is told")
     assert get(page.client, f"/api/conversations/{conversation}")["conversation"]["title"] == "from elsewhere"

@@ -103,7 +103,7 @@ VIEWS: dict[str, tuple[Callable[[Page], None], str]] = {
 def window(tmp_path_factory: pytest.TempPathFactory, chromium: Browser) -> Iterator[BrowserPage]:
     """A window of an app with one conversation, which is `window.conversation` of its scripts."""
     home = tmp_path_factory.mktemp("home")
-    store = ConversationStore.open(home / "conversations.sqlite3")
+    store = ConversationStore(home / "conversations.sqlite3")
     conversation = store.create(title="A title", folder="A folder").id
     question = store.add_message(conversation, None, "user", "question")
     store.add_message(conversation, question.id, "assistant", ANSWER)

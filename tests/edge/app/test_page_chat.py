@@ -69,7 +69,7 @@ def test_a_chat_model_is_offered_only_where_there_is_none(endless: OpenedApp) ->
 
 def test_commands_of_the_bundled_model_are_shown_as_they_are(tmp_path: Path, chromium: Browser) -> None:
     command = "rm *.log *.tmp && echo `pwd` # _done_"
-    store = ConversationStore.open(tmp_path / "conversations.sqlite3")
+    store = ConversationStore(tmp_path / "conversations.sqlite3")
     conversation = store.create(title="Cleaning")
     question = store.add_message(conversation.id, None, "user", "remove the logs")
     store.add_message(conversation.id, question.id, "assistant", command, model="shell-helper")

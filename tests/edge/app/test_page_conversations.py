@@ -75,7 +75,7 @@ def test_deleted_conversations_say_how_long_they_are_kept_and_there_is_a_way_bac
     tmp_path: Path, chromium: Browser
 ) -> None:
     path = tmp_path / "conversations.sqlite3"
-    with ConversationStore.open(path) as store:
+    with ConversationStore(path) as store:
         store.create(title="Still here")
         for title in ("Old", "Oldest"):
             store.delete(store.create(title=title).id)

@@ -17,7 +17,7 @@ from support.chat_page import opened
 
 
 def test_an_answer_is_regenerated_with_another_model(tmp_path: Path, chromium: Browser, tiny_bundle: Path) -> None:
-    with ConversationStore.open(tmp_path / "conversations.sqlite3") as store:
+    with ConversationStore(tmp_path / "conversations.sqlite3") as store:
         path = f"/#/c/{store.create(sampling={'max_tokens': 3}).id}"
     server = AppServer(tmp_path, [tiny_bundle], "--draft", "none")
     with server, opened(server, chromium) as app, app.window(path=path) as chat:

@@ -20,7 +20,7 @@ ANSWER = "## Sizes\n\n- **Large** files: `<img src=x onerror=alert(1)>`\n- see `
 def page(tmp_path_factory: pytest.TempPathFactory, chromium: Browser) -> Iterator[Page]:
     """A window of an app with two conversations."""
     home = tmp_path_factory.mktemp("home")
-    with ConversationStore.open(home / "conversations.sqlite3") as store:
+    with ConversationStore(home / "conversations.sqlite3") as store:
         first = store.create(title="Disk usage").id
         question = store.add_message(first, None, "user", "What takes room?")
         store.add_message(first, question.id, "assistant", ANSWER)

@@ -48,7 +48,7 @@ ESCAPED = """() => {
 
 def stored(home: Path, answers: Mapping[str, str]) -> dict[str, str]:
     """Write a conversation for each answer into a data folder, and return their ids."""
-    store = ConversationStore.open(home / "conversations.sqlite3")
+    store = ConversationStore(home / "conversations.sqlite3")
     ids = {}
     for name, text in answers.items():
         # All have the same title, since the page around them has to stay the same.

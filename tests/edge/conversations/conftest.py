@@ -13,5 +13,5 @@ from edgerun.edge.conversations.store import ConversationStore
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[ConversationStore]:
     """A new store; a notice that something is wrong with its file fails the test."""
-    with ConversationStore.open(tmp_path / "home" / "conversations.sqlite3", pytest.fail) as opened:
+    with ConversationStore(tmp_path / "home" / "conversations.sqlite3", pytest.fail) as opened:
         yield opened

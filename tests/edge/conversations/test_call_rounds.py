@@ -68,7 +68,7 @@ def test_models_without_calls_read_what_was_written() -> None:
 
 def test_calls_are_kept_with_their_answer(tmp_path: Path) -> None:
     path = tmp_path / "conversations.sqlite3"
-    with ConversationStore.open(path, pytest.fail) as store:
+    with ConversationStore(path, pytest.fail) as store:
         conversation = store.create(tools=["clock/now", "clock/now"])
         question = store.add_message(conversation.id, None, "user", "What time is it?")
         answer = store.add_message(conversation.id, question.id, "assistant", "", state=MessageState.WRITING)
@@ -77,7 +77,7 @@ def test_calls_are_kept_with_their_answer(tmp_path: Path) -> None:
         assert store.message(answer.id).rounds == (ROUND,)
         assert store.tokens(answer.id) == []
         store.change(conversation.id, allowed_tools=["clock/now"])
-    with ConversationStore.open(path, pytest.fail) as store:
+    with ConversationStore(path, pytest.fail) as store:
         kept = store.message(answer.id)
         assert (kept.state, kept.rounds) == (MessageState.INTERRUPTED, (ROUND,))
         assert kept.rounds[0].undecided().calls == (DONE, replace(RUNNING, state=CallState.WAITING))

@@ -39,7 +39,7 @@ def path(tmp_path: Path, filled: bytes) -> Path:
 
 
 def fill(path: Path, conversations: int) -> None:
-    with ConversationStore.open(path, pytest.fail) as store:
+    with ConversationStore(path, pytest.fail) as store:
         for number in range(conversations):
             conversation = store.create(title=f"number {number}")
             parent = None
@@ -60,7 +60,7 @@ def overwrite(path: Path, start: int, data: bytes) -> None:
 def opened_after_damage(path: Path) -> tuple[ConversationStore, str]:
     """A store, and its one notice."""
     notices: list[str] = []
-    store = ConversationStore.open(path, notices.append)
+    store = ConversationStore(path, notices.append)
     (notice,) = notices
     return store, notice
 
@@ -85,7 +85,7 @@ def test_a_file_that_cannot_be_read_is_set_aside_whole(path: Path, damage: Calla
         assert "0 conversations with 0 messages could be read" in notice
         assert store.conversations() == []
         store.create(title="new")
-    with ConversationStore.open(path, pytest.fail) as store:
+    with ConversationStore(path, pytest.fail) as store:
         assert [each.title for each in store.conversations()] == ["new"]
 
 
@@ -119,7 +119,7 @@ def test_what_can_be_read_of_a_damaged_file_is_there(path: Path, seed: int) -> N
 @pytest.mark.skipif(WINDOWS_RULES, reason="files in use cannot be replaced")
 def test_damage_that_is_found_while_running(path: Path) -> None:
     notices: list[str] = []
-    with ConversationStore.open(path, notices.append) as store, closing(sqlite3.connect(path)) as other:
+    with ConversationStore(path, notices.append) as store, closing(sqlite3.connect(path)) as other:
         (conversation, *_) = store.conversations()
         # A change elsewhere makes the store read its pages again.
         other.execute("UPDATE conversation SET pinned = 1")
@@ -141,14 +141,14 @@ def test_a_damaged_file_that_another_program_uses_stays(path: Path) -> None:
         other.execute("SELECT count(*) FROM message").fetchone()
         overwrite(path, 0, b"not a database!!")
         with pytest.raises(ConversationError, match="is damaged, and other programs use it; end them"):
-            ConversationStore.open(path, pytest.fail)
+            ConversationStore(path, pytest.fail)
     opened_after_damage(path)[0].close()
 
 
 @pytest.mark.skipif(WINDOWS_RULES, reason="files in use cannot be replaced")
 def test_text_that_cannot_be_decoded_is_damage(path: Path) -> None:
     notices: list[str] = []
-    with ConversationStore.open(path, notices.append) as store, closing(sqlite3.connect(path)) as other:
+    with ConversationStore(path, notices.append) as store, closing(sqlite3.connect(path)) as other:
         (conversation, *_) = store.conversations()
         other.execute("UPDATE message SET content = CAST(x'61ff62' AS TEXT) WHERE id = ?", (conversation.leaf,))
         other.commit()
@@ -165,7 +165,7 @@ def test_a_log_without_its_database_is_kept(path: Path) -> None:
         content = log.read_bytes()
     path.write_bytes(b"")
     log.write_bytes(content)
-    with ConversationStore.open(path, pytest.fail) as store:
+    with ConversationStore(path, pytest.fail) as store:
         assert store.conversations() == []
         (kept,) = path.parent.glob("conversations.damaged-*.sqlite3-wal")
         assert kept.read_bytes() == content
@@ -174,10 +174,10 @@ def test_a_log_without_its_database_is_kept(path: Path) -> None:
 def test_a_replacement_that_was_killed_half_way_is_completed(path: Path) -> None:
     salvaged = path.with_name("conversations.sqlite3.salvaged")
     path.replace(salvaged)
-    with ConversationStore.open(path, pytest.fail) as store:
+    with ConversationStore(path, pytest.fail) as store:
         assert len(store.conversations()) == 40
     salvaged.write_bytes(b"older")
-    with ConversationStore.open(path, pytest.fail) as store:
+    with ConversationStore(path, pytest.fail) as store:
         assert len(store.conversations()) == 40
     assert not salvaged.exists()
 
@@ -191,7 +191,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(path: Path, monkeypatch: pyte
         return connection
 
     monkeypatch.setattr(database, "connect", connect_to_full_disk)
-    with ConversationStore.open(path, pytest.fail) as store:
+    with ConversationStore(path, pytest.fail) as store:
         (conversation, *_) = store.conversations()
         before = store.messages(conversation.id)
         with pytest.raises(ConversationError) as caught:
@@ -199,7 +199,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(path: Path, monkeypatch: pyte
         assert str(caught.value) == f"{path}: the disk is full; free some space and try again"
         assert store.messages(conversation.id) == before
     monkeypatch.undo()
-    with ConversationStore.open(path, pytest.fail) as store:
+    with ConversationStore(path, pytest.fail) as store:
         store.add_message(conversation.id, None, "user", "x" * 1_000_000)
 
 
@@ -207,7 +207,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(path: Path, monkeypatch: pyte
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(ConversationError) as caught:
-        ConversationStore.open(tmp_path / "file" / "conversations.sqlite3", pytest.fail)
+        ConversationStore(tmp_path / "file" / "conversations.sqlite3", pytest.fail)
     assert str(caught.value) == (
         f"conversations cannot be kept in {tmp_path / 'file'}: it is not a folder; "
         "give yourself the permission to write there, or name another folder with EDGERUN_HOME"
@@ -215,11 +215,11 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     if os.geteuid() != 0:  # nothing is forbidden to root
         (tmp_path / "folder").mkdir(mode=0o500)
         with pytest.raises(ConversationError, match="Permission denied"):
-            ConversationStore.open(tmp_path / "folder" / "conversations.sqlite3", pytest.fail)
+            ConversationStore(tmp_path / "folder" / "conversations.sqlite3", pytest.fail)
 
 
 def test_what_was_deleted_long_ago_is_removed_when_the_file_is_opened(path: Path) -> None:
-    with ConversationStore.open(path, pytest.fail) as store:
+    with ConversationStore(path, pytest.fail) as store:
         first, second, *_ = store.conversations()
         branch = store.branch(second.leaf or "")
         store.search("question")
@@ -230,7 +230,7 @@ def test_what_was_deleted_long_ago_is_removed_when_the_file_is_opened(path: Path
             connection.execute("UPDATE conversation SET deleted = ? WHERE deleted > 0", (time.time() - days * 86400,))
             connection.execute("UPDATE message SET deleted = ? WHERE deleted > 0", (time.time() - days * 86400,))
             connection.commit()
-        with ConversationStore.open(path, pytest.fail) as store:
+        with ConversationStore(path, pytest.fail) as store:
             assert [each.id for each in store.conversations(deleted=True)] == [first.id] * there
             if there:
                 store.message(branch[9].id)

@@ -37,7 +37,7 @@ def check(path: Path, stored: list[dict[str, Any]]) -> None:
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
-    with ConversationStore.open(path, pytest.fail) as store:
+    with ConversationStore(path, pytest.fail) as store:
         latest: dict[str, dict[str, Any]] = {}
         for line in stored:
             if "conversation" in line:
@@ -77,7 +77,7 @@ def test_an_answer_is_interrupted_only_after_its_writer_has_ended(store: Convers
     with writing_process("write_one_answer", store.path, conversation.id, question.id) as process:
         assert process.stdout is not None
         answer = json.loads(process.stdout.readline())["answer"]
-        with ConversationStore.open(store.path, pytest.fail) as other:
+        with ConversationStore(store.path, pytest.fail) as other:
             assert other.message(answer).state is MessageState.WRITING
         assert store.messages(conversation.id)[1].state is MessageState.WRITING
         with pytest.raises(ConversationError, match="being written by another window; wait until it is finished"):
@@ -93,11 +93,11 @@ def test_an_answer_is_interrupted_only_after_its_writer_has_ended(store: Convers
 
 def test_closing_the_store_interrupts_its_answers(tmp_path: Path) -> None:
     path = tmp_path / "conversations.sqlite3"
-    with ConversationStore.open(path, pytest.fail) as store:
+    with ConversationStore(path, pytest.fail) as store:
         conversation = store.create()
         question = store.add_message(conversation.id, None, "user", "q")
         answer = store.add_message(conversation.id, question.id, "assistant", "half", state=MessageState.WRITING)
-    with ConversationStore.open(path, pytest.fail) as store:
+    with ConversationStore(path, pytest.fail) as store:
         assert store.message(answer.id).state is MessageState.INTERRUPTED
         store.close()
         store.close()

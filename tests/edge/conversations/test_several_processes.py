@@ -55,7 +55,7 @@ def test_no_message_of_several_processes_is_lost(store: ConversationStore, proce
 
 
 def test_two_windows_see_what_the_other_writes(store: ConversationStore) -> None:
-    with ConversationStore.open(store.path, pytest.fail) as other:
+    with ConversationStore(store.path, pytest.fail) as other:
         store.changed_elsewhere()
         conversation = other.create(title="theirs")
         assert store.changed_elsewhere()
@@ -94,7 +94,7 @@ def test_threads_share_a_store(store: ConversationStore) -> None:
 @pytest.mark.skipif(WINDOWS_RULES, reason="files in use cannot be replaced")
 def test_a_file_that_is_replaced_is_opened_again(store: ConversationStore, tmp_path: Path) -> None:
     backup = tmp_path / "backup.sqlite3"
-    with ConversationStore.open(backup, pytest.fail) as other:
+    with ConversationStore(backup, pytest.fail) as other:
         other.create(title="from the backup")
     store.create(title="before")
     store.changed_elsewhere()
@@ -104,7 +104,7 @@ def test_a_file_that_is_replaced_is_opened_again(store: ConversationStore, tmp_p
     store.path.unlink()
     assert store.conversations() == []
     store.create(title="new")
-    with ConversationStore.open(store.path, pytest.fail) as other:
+    with ConversationStore(store.path, pytest.fail) as other:
         assert [each.title for each in other.conversations()] == ["new"]
 
 
@@ -122,5 +122,5 @@ def test_several_processes_open_a_file_at_the_same_moment(tmp_path: Path, damage
         outputs = [json.loads(process.communicate()[0]) for process in processes]
     assert sum(len(output["notices"]) for output in outputs) == damaged
     assert len(list(tmp_path.glob("*.damaged-*"))) == damaged
-    with ConversationStore.open(path, pytest.fail) as store:
+    with ConversationStore(path, pytest.fail) as store:
         assert {each.id for each in store.conversations()} == {output["conversation"] for output in outputs}

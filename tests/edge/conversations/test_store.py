@@ -44,7 +44,7 @@ def test_the_use_of_each_model_is_counted_also_in_deleted_answers(store: Convers
 
 def test_a_conversation_is_there_after_opening_again(tmp_path: Path) -> None:
     path = tmp_path / "conversations.sqlite3"
-    with ConversationStore.open(path, pytest.fail) as store:
+    with ConversationStore(path, pytest.fail) as store:
         conversation = store.create(system="Be brief.", sampling={"temperature": 0.5}, folder="work", model="m")
         question = store.add_message(
             conversation.id, None, "user", "What is this?", attachments=[Attachment("a.py", "print(1)\n")]
@@ -53,7 +53,7 @@ def test_a_conversation_is_there_after_opening_again(tmp_path: Path) -> None:
         store.write_answer(answer.id, "A", [{"id": 1}])
         store.write_answer(answer.id, "A program", [{"id": 1}, {"id": 2}])
         finished = store.finish_answer(answer.id, "A program.", MessageState.COMPLETE, stats={"tokens": 3})
-    with ConversationStore.open(path, pytest.fail) as store:
+    with ConversationStore(path, pytest.fail) as store:
         (found,) = store.conversations()
         assert (found.system, found.sampling, found.folder, found.model) == (
             "Be brief.",
@@ -217,5 +217,5 @@ def test_the_data_folder_can_be_chosen(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.delenv("EDGERUN_HOME", raising=False)
     assert "edge-run" in data_folder().parts
     monkeypatch.setenv("EDGERUN_HOME", str(tmp_path / "mine"))
-    with ConversationStore.open() as store:
+    with ConversationStore() as store:
         assert store.path == tmp_path / "mine" / "conversations.sqlite3"

@@ -46,7 +46,7 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
-        self.store = ConversationStore.open(self.folder / "c.sqlite3", pytest.fail)
+        self.store = ConversationStore(self.folder / "c.sqlite3", pytest.fail)
         self.conversations: dict[str, ModelConversation] = {}
         self.messages: dict[str, ModelMessage] = {}
 
@@ -196,7 +196,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def reopen(self) -> None:
         self.store.close()
-        self.store = ConversationStore.open(self.folder / "c.sqlite3", pytest.fail)
+        self.store = ConversationStore(self.folder / "c.sqlite3", pytest.fail)
 
     @rule(text=st.sampled_from(["ab", "aba", "é", "a b", "😀😀😀"]))
     def search(self, text: str) -> None:

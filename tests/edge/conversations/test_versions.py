@@ -31,7 +31,7 @@ def version_of(path: Path) -> int:
 
 
 def test_a_database_of_version_1_opens_with_everything(version_1: Path) -> None:
-    with ConversationStore.open(version_1, pytest.fail) as store:
+    with ConversationStore(version_1, pytest.fail) as store:
         (conversation,) = store.conversations()
         assert (conversation.title, conversation.folder, conversation.pinned) == ("How do I list files?", "work", True)
         question, first, second = store.messages(conversation.id)
@@ -54,22 +54,22 @@ def test_a_step_that_fails_leaves_the_version_before(version_1: Path, monkeypatc
     broken = (*schema.STEPS[1], "CREATE TABLE conversation (twice)")
     monkeypatch.setattr(schema, "STEPS", (schema.STEPS[0], broken))
     with pytest.raises(ConversationError, match="table conversation already exists"):
-        ConversationStore.open(version_1, pytest.fail)
+        ConversationStore(version_1, pytest.fail)
     assert version_of(version_1) == 1
     monkeypatch.undo()
-    with ConversationStore.open(version_1, pytest.fail) as store:
+    with ConversationStore(version_1, pytest.fail) as store:
         assert len(store.conversations()) == 1
 
 
 def test_a_database_of_a_newer_version_is_refused_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "conversations.sqlite3"
-    ConversationStore.open(path, pytest.fail).close()
+    ConversationStore(path, pytest.fail).close()
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(f"PRAGMA user_version = {schema.VERSION + 1}")
     before = path.read_bytes()
     said = f"was written by a newer edge-run: its version is {schema.VERSION + 1}, .*; update edge-run"
     with pytest.raises(ConversationError, match=said):
-        ConversationStore.open(path, pytest.fail)
+        ConversationStore(path, pytest.fail)
     assert path.read_bytes() == before
 
 
@@ -78,6 +78,6 @@ def test_a_database_of_another_program_is_refused_and_left_alone(tmp_path: Path)
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("CREATE TABLE theirs (x)")
     with pytest.raises(ConversationError, match="is a database of another program; move it elsewhere"):
-        ConversationStore.open(path, pytest.fail)
+        ConversationStore(path, pytest.fail)
     with closing(sqlite3.connect(path)) as connection:
         assert [row[0] for row in connection.execute("SELECT name FROM sqlite_schema")] == ["theirs"]

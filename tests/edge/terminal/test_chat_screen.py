@@ -77,7 +77,7 @@ def open_chat(home: Path) -> Iterator[OpenChat]:
 
 def stored(home: Path) -> list[StoredMessage]:
     """The messages of the latest conversation, in the order in which they were added."""
-    with ConversationStore.open(home / FILE_NAME) as store:
+    with ConversationStore(home / FILE_NAME) as store:
         return store.messages(store.conversations()[0].id)
 
 

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("mcp", reason="needs the mcp extra")
 
 from edgerun.edge.app.tools.tool_servers import ToolServers
-from edgerun.edge.app.tools.tool_settings import FILE_NAME, ToolServer
+from edgerun.edge.app.tools.tool_settings import FILE_NAME, ServerFields
 from edgerun.errors import CancelledError, InputError, UnknownIdError
 from edgerun.runtime.scheduling.request_run import Cancellation
 from support.waiting import wait_until
@@ -52,19 +52,19 @@ def processes(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def weather(folder: Path, **fields: Any) -> ToolServer:
+def weather(folder: Path, **fields: Any) -> tuple[str, ServerFields]:
     arguments = [WEATHER_SERVER, str(folder / "calls.txt")]
-    return ToolServer(name="weather", command=sys.executable, arguments=arguments, **fields)
+    return "weather", ServerFields(command=sys.executable, arguments=arguments, **fields)
 
 
 def described(servers: ToolServers, name: str) -> dict[str, Any]:
-    return next(each for each in servers.servers() if each["name"] == name)
+    return next(each for each in servers.list()["servers"] if each["name"] == name)
 
 
 def test_tools_of_two_servers_with_one_name_are_told_apart(servers: ToolServers, tmp_path: Path) -> None:
-    servers.save(weather(tmp_path))
+    servers.save(*weather(tmp_path))
     marker = tmp_path / "called"
-    servers.save(ToolServer(name="slow", command=sys.executable, arguments=["-c", SLOW_SERVER, str(marker)]))
+    servers.save("slow", ServerFields(command=sys.executable, arguments=["-c", SLOW_SERVER, str(marker)]))
     offered = servers.offered(["weather/get_weather", "slow/get_weather", "weather/storm", "x/y"], Cancellation())
     assert [*offered] == ["weather_get_weather", "slow_get_weather", "storm"]
     tool = offered["weather_get_weather"]
@@ -86,7 +86,7 @@ def test_tools_of_two_servers_with_one_name_are_told_apart(servers: ToolServers,
 
 
 def test_a_server_that_dies_is_noticed_and_can_be_started_again(servers: ToolServers, tmp_path: Path) -> None:
-    servers.save(weather(tmp_path))
+    servers.save(*weather(tmp_path))
     (tool,) = servers.offered(["weather/get_weather"], Cancellation()).values()
     for process in processes(tmp_path):
         process.kill()
@@ -95,35 +95,34 @@ def test_a_server_that_dies_is_noticed_and_can_be_started_again(servers: ToolSer
     assert described(servers, "weather")["error"] == "the server has ended; start it again in the settings"
     assert servers.call(tool, {}, Cancellation()) == ("error: the server weather does not run", True)
     assert servers.offered(["weather/get_weather"], Cancellation()) == {}
-    servers.save(weather(tmp_path))
+    servers.save(*weather(tmp_path))
     assert len(servers.offered(["weather/get_weather"], Cancellation())) == 1
 
 
 def test_a_server_that_is_turned_off_ends(servers: ToolServers, tmp_path: Path) -> None:
-    servers.save(weather(tmp_path))
+    servers.save(*weather(tmp_path))
     assert servers.offered(["weather/storm"], Cancellation())
     assert processes(tmp_path)
-    servers.save(weather(tmp_path, enabled=False))
+    servers.save(*weather(tmp_path, enabled=False))
     wait_until(lambda: not processes(tmp_path))
     assert servers.offered(["weather/storm"], Cancellation()) == {}
     assert described(servers, "weather")["state"] == "off"
-    servers.remove("weather")
-    assert servers.servers() == []
+    assert servers.remove("weather")["servers"] == []
     with pytest.raises(UnknownIdError, match="there is no server 'weather'"):
         servers.remove("weather")
 
 
 def test_waiting_for_a_server_has_an_end() -> None:
     servers = ToolServers(start_s=0.2)
-    silent = ToolServer(name="silent", command=sys.executable, arguments=["-c", "import sys; sys.stdin.read()"])
-    servers.save(silent)
+    silent = ServerFields(command=sys.executable, arguments=["-c", "import sys; sys.stdin.read()"])
+    servers.save("silent", silent)
     assert servers.offered(["silent/x"], Cancellation()) == {}
     assert described(servers, "silent")["error"] == (
         f"{sys.executable} has not answered within 0.2 seconds; is it an MCP server that speaks over stdio?"
     )
     servers.close()
     patient = ToolServers(start_s=600.0)
-    patient.save(silent)
+    patient.save("silent", silent)
     cancellation = Cancellation()
     cancellation.cancel()
     with pytest.raises(CancelledError):
@@ -134,17 +133,17 @@ def test_waiting_for_a_server_has_an_end() -> None:
 def test_a_list_that_cannot_be_read_is_kept(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_text("{", encoding="utf-8")
     servers = ToolServers(tmp_path)
-    assert servers.servers() == []
-    assert "tools.json cannot be read: " in (servers.problem or "")
-    servers.save(ToolServer(name="off", command="x", enabled=False))
-    assert servers.problem is None
+    listed = servers.list()
+    assert listed["servers"] == []
+    assert "tools.json cannot be read: " in listed["problem"]
+    assert servers.save("off", ServerFields(command="x", enabled=False))["problem"] is None
     assert (tmp_path / f"{FILE_NAME}.unreadable").read_text(encoding="utf-8") == "{"
-    assert [each["name"] for each in ToolServers(tmp_path).servers()] == ["off"]
+    assert [each["name"] for each in ToolServers(tmp_path).list()["servers"]] == ["off"]
 
 
 def test_the_number_of_servers_is_limited() -> None:
     servers = ToolServers()
     for number in range(32):
-        servers.save(ToolServer(name=f"s{number}", command="x", enabled=False))
+        servers.save(f"s{number}", ServerFields(command="x", enabled=False))
     with pytest.raises(InputError, match="there are 32 servers already; remove one first"):
-        servers.save(ToolServer(name="more", command="x"))
+        servers.save("more", ServerFields(command="x"))
