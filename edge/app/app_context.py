@@ -23,7 +23,7 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
     "show_statistics": True,
     "default_model": None,
 }
-_PREFIX: Final = "page."
+SETTING_PREFIX: Final = "page."
 """What the names of these settings begin with in the store."""
 
 
@@ -44,14 +44,7 @@ class SettingsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 def read_settings(store: ConversationStore) -> dict[str, Any]:
     """All settings, by name."""
-    return {name: store.setting(_PREFIX + name, default) for name, default in _DEFAULTS.items()}
-
-
-def change_settings(store: ConversationStore, changes: SettingsBody) -> None:
-    """Keep the settings that a body has."""
-    for name, value in msgspec.structs.asdict(changes).items():
-        if value is not UNSET:
-            store.set_setting(_PREFIX + name, value)
+    return {name: store.setting(SETTING_PREFIX + name, default) for name, default in _DEFAULTS.items()}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
+import msgspec
 import psutil
+from msgspec import UNSET
 from starlette.routing import Route
 
 from ...errors import InputError
@@ -16,7 +18,7 @@ from ...version import __version__
 from ..conversations.records import Preset, as_object
 from ..conversations.store import KEPT_DAYS
 from .api_endpoint import api_route
-from .app_context import AppContext, SettingsBody, change_settings, read_settings
+from .app_context import SETTING_PREFIX, AppContext, SettingsBody, read_settings
 from .conversation_endpoints import checked_sampling
 from .models.model_endpoints import ModelServices
 from .tools.tool_settings import read_configuration
@@ -61,7 +63,9 @@ class _StateEndpoints:
         return {"usage": self._store.usage()}
 
     def change(self, body: SettingsBody) -> dict[str, Any]:
-        change_settings(self._store, body)
+        for name, value in msgspec.structs.asdict(body).items():
+            if value is not UNSET:
+                self._store.set_setting(SETTING_PREFIX + name, value)
         return {"settings": read_settings(self._store)}
 
     def save_preset(
