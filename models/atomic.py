@@ -101,7 +101,7 @@ def folder_written_atomically(destination: Path, replaceable: Callable[[Path], b
 def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
     """Yield an empty hidden folder in `parent` and remove it after the block, if it is still there.
 
-    It has the permissions of any new folder; those of `tempfile` are for their owner alone. What killed processes left
+    It has the permissions of any new folder; `tempfile` makes folders for their owner alone. What killed processes left
     in `parent` is removed first.
 
     Raises:

@@ -135,10 +135,10 @@ def record_export(folder: Path) -> None:
 
 
 def exported_models() -> dict[str, Path]:
-    """Return the folders of the exported models that are still there, by their names: those of the app come first.
+    """Return the folders of the exported models that are still there, by their names: the app's come first.
 
-    A model's name is that of its folder. Of several folders of one name the first has it, and the others have their
-    paths; none has that of the bundled model.
+    A model is named after its folder. Of several folders of one name the first has it, and the others have their
+    paths; none has the name of the bundled model.
     """
     of_app: list[Path] = []
     with suppress(OSError):  # the app has exported nothing yet

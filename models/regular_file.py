@@ -16,7 +16,7 @@ from typing import Final
 MAX_JSON_BYTES: Final = 32 << 20
 """Largest file of settings, a hundred times what such files have; parsing takes about thirty times as much memory."""
 MAX_TOKENIZER_BYTES: Final = 128 << 20
-"""Largest tokenizer.json; those of 262,144 tokens have 33 MB."""
+"""Largest tokenizer.json; one of 262,144 tokens has 33 MB."""
 MAX_TEXT_BYTES: Final = 256 << 20
 """Largest text file: prompts, recordings and calibration text."""
 _OPEN_FILES: Final = ("/dev/fd", "/proc/self/fd")

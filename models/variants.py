@@ -106,7 +106,7 @@ def choose_graph(
     named: Mapping[str, str] | None = None,
     where: str = "the folder",
 ) -> GraphFiles:
-    """Choose the graph to run among those of a model folder.
+    """Choose the graph of a model folder to run.
 
     Args:
         files: POSIX paths of all files, relative to the model folder.

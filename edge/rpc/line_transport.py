@@ -43,48 +43,27 @@ def binary(descriptor: int) -> None:
         msvcrt.setmode(descriptor, os.O_BINARY)
 
 
-class LineReader:
-    """Reads lines from a descriptor.
+def read_lines(descriptor: int, max_bytes: int) -> Iterator[bytes | None]:
+    """The lines of a descriptor without their ends; None for one that is longer than `max_bytes`, which is skipped.
 
     Descriptors are read without Python's buffers: a thread that waits in one of those keeps the process from ending.
-
-    Args:
-        descriptor: where to read.
-        max_bytes: largest length of a line.
     """
-
-    def __init__(self, descriptor: int, max_bytes: int) -> None:
-        self._descriptor = descriptor
-        self._max_bytes = max_bytes
-
-    def __iter__(self) -> Iterator[bytes | None]:
-        """The lines without their ends; None for one that is too long, of which no more than the maximum is kept."""
-        line = bytearray()
-        skipping = False
-        while piece := self._read():
-            *ended, rest = piece.split(b"\n")
-            for part in ended:
-                if skipping or len(line) + len(part) > self._max_bytes:
-                    yield None
-                else:
-                    line += part
-                    yield bytes(line)
-                line, skipping = bytearray(), False
-            if skipping or len(line) + len(rest) > self._max_bytes:
-                line, skipping = bytearray(), True
-            else:
-                line += rest
-        if skipping:
-            yield None
-        elif line:
-            yield bytes(line)
-
-    def _read(self) -> bytes:
-        """The next bytes; none at the end of the input."""
-        try:
-            return os.read(self._descriptor, _READ_BYTES)
-        except OSError:  # closed from the other side, or never open
-            return b""
+    line = bytearray()
+    skipping = False
+    while True:
+        piece = b""
+        with suppress(OSError):  # closed from the other side, or never open
+            piece = os.read(descriptor, _READ_BYTES)
+        if not piece:
+            break
+        *ended, rest = piece.split(b"\n")
+        for part in ended:
+            yield None if skipping or len(line) + len(part) > max_bytes else bytes(line + part)
+            line, skipping = bytearray(), False
+        skipping = skipping or len(line) + len(rest) > max_bytes
+        line = bytearray() if skipping else line + rest
+    if skipping or line:
+        yield None if skipping else bytes(line)
 
 
 class LineWriter:

@@ -1,6 +1,6 @@
 """The methods of the protocol: their parameters, results and notifications.
 
-Names of fields are those of OpenAI's API where it has them. Unknown parameters are refused by name; results may get
+Fields are named as in OpenAI's API where it has them. Unknown parameters are refused by name; results may get
 further fields in later versions.
 """
 

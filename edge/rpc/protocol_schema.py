@@ -31,7 +31,7 @@ def protocol_schema() -> dict[str, Any]:
     sent = [_call(name, by_type[kind]) for name, kind in CLIENT_NOTIFICATIONS.items()]
     received = [_call(name, by_type[kind]) for name, kind in NOTIFICATIONS.items()]
     results = list({str(by_type[method.result]): by_type[method.result] for method in METHODS.values()}.values())
-    # The id of an error is null where the request's could not be read, or is that of another one.
+    # The id of an error is null where the request's could not be read, or belongs to another request.
     nullable_id = {"anyOf": [*id_.get("anyOf", [id_]), {"type": "null"}]}
     responses = [
         _message({"id": id_, "result": {"anyOf": results}}),

@@ -12,7 +12,7 @@ from ..service.request_error import ErrorCode, RequestError, describe
 
 
 class ProtocolCode(StrEnum):
-    """What is wrong, for errors that only this protocol has; the other codes are those of `ErrorCode`."""
+    """What is wrong, for errors that only this protocol has; the other codes are in `ErrorCode`."""
 
     CANCELLED = "cancelled"
     NOT_INITIALIZED = "not_initialized"

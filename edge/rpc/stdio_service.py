@@ -10,7 +10,7 @@ from ...version import __version__
 from ..service.body_decoder import decode_body
 from ..service.model_pool import ModelPool
 from .connection import Call, Connection
-from .line_transport import MAX_UNREAD_BYTES, LineReader, LineWriter
+from .line_transport import MAX_UNREAD_BYTES, LineWriter, read_lines
 from .model_methods import ModelMethods
 from .protocol import (
     METHODS,
@@ -82,6 +82,6 @@ def serve(
     writer = LineWriter(output, lambda: connection.end())  # noqa: PLW0108  the connection is made after it
     handlers |= {"initialize": initialize, "shutdown": shutdown}
     connection = Connection(writer, handlers, _AT_ONCE, MAX_REQUESTS, debug=debug)
-    connection.serve(LineReader(input_, max_line_bytes))
+    connection.serve(read_lines(input_, max_line_bytes))
     pool.close()
     writer.close(_LAST_LINES_S)

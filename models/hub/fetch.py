@@ -235,7 +235,7 @@ def _graph_files(downloads: PartialDownloads, chosen: GraphFiles) -> dict[str, s
 
 
 def _named_by_manifest(downloads: PartialDownloads, path: str) -> dict[str, str]:
-    """Return the files that a bundle's manifest names, and those of its draft if that lies inside."""
+    """Return the files that a bundle's manifest names, and the files of its draft if that lies inside."""
     folder = PurePosixPath(path).parent
     manifest = Manifest.from_json(downloads.get([path])[path][0].read_bytes(), f"{path} of {downloads.listing.repo}")
     names = [MANIFEST_NAME, *manifest.files]

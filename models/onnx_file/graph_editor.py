@@ -174,7 +174,7 @@ class GraphEditor:
 
     def serialized(self) -> bytes:
         """The model as the bytes of a file, the same for the same graph."""
-        # Types of values inside are those of the graph that this one was made from.
+        # Types of values inside describe the graph that this one was made from.
         del self.graph.value_info[:]
         data: bytes = self.model.SerializeToString(deterministic=True)
         return data

@@ -142,7 +142,7 @@ def with_tensors_of(graph: Path, other: Path) -> bytes:
 
 
 def model(graph: Message, *, opset: int, microsoft: bool = True, ir_version: int = 10) -> Message:
-    """A model of a graph: ONNX's operators of version `opset`, and those of com.microsoft if `microsoft`."""
+    """A model of a graph: ONNX's operators of version `opset`, and com.microsoft's if `microsoft`."""
     opsets = [OperatorSetIdProto(domain="", version=opset)]
     if microsoft:
         opsets.append(OperatorSetIdProto(domain="com.microsoft", version=1))

@@ -44,7 +44,7 @@ class Operators:
     """Domains of the functions that the model contains."""
 
     def __or__(self, other: Operators) -> Operators:
-        """Return those of both."""
+        """Return the operators of both."""
         return Operators(self.used | other.used, self.own_domains | other.own_domains)
 
     def __contains__(self, operator: str) -> bool:

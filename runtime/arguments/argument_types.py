@@ -186,7 +186,7 @@ class Option:
     label: str = ""
     """What errors call the option; empty for the name of its field."""
     flags: tuple[str, ...] = ()
-    """Spellings on the command line; none for that of the name."""
+    """Spellings on the command line; none for the name's own."""
     metavar: str | None = None
     """What help pages call the value."""
     unset: str | None = None

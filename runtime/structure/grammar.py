@@ -208,7 +208,7 @@ class Grammars:
             raise _refused(response_format, matcher.get_error())
         return matcher
 
-    def after_text(self, matcher: Matcher, text: str) -> Matcher:
+    def after_text(self, matcher: GrammarMatcher, text: str) -> MatcherAfterText:
         """A matcher that begins after a text of the answer."""
         tokenizer = self._text_tokenizer
         not_end = np.ones(self.vocab_size, np.uint8)

@@ -84,7 +84,7 @@ def generate_aligned(
         request: the answer to generate, and the number of samples, which have its seed and the next ones.
 
     Yields:
-        The chunks of the last answer; its statistics are those of all.
+        The chunks of the last answer; its statistics cover all answers.
 
     Raises:
         DeadEndError: the last answer cannot be completed.

@@ -18,7 +18,7 @@ class GrammarState:
     """A `TokenConstraint` of one answer.
 
     The matcher has one position, which moves along the paths that are asked about. Masks are computed once for each
-    path, those of a pass in a thread while the pass runs.
+    path; the masks of a pass are computed in a thread while the pass runs.
 
     Args:
         matcher: at the beginning of the answer.
@@ -148,12 +148,9 @@ class GrammarState:
         self._matcher.rollback(1)
         return not ends
 
-    def _mask(self, path: _Path) -> TokenMask | None:
+    def _mask(self, path: _Path) -> TokenMask:
         self._seek(path)
-        bits = self._matcher.bits()
-        if bits is None:
-            return None
-        mask = TokenMask(bits, self._vocab_size)
+        mask = TokenMask(self._matcher.bits(), self._vocab_size)
         if mask.ids is not None and not len(mask.ids):
             raise DeadEndError(
                 "only the end of the answer may come, and the model has no token for it", "allow longer answers"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
 import llguidance
 import numpy as np
@@ -21,36 +21,8 @@ _SLOW_MASK_S: Final = 0.01
 """Time of a mask in seconds after which it is looked whether a long forced text is the reason."""
 
 
-class Matcher(Protocol):
-    """Follows the tokens of an answer through a grammar."""
-
-    def consume(self, token: int) -> bool:
-        """Go on by a token; False if it may not come, after which the matcher is where it was.
-
-        Raises:
-            InputError: the grammar is too complex here; the matcher is where it was.
-        """
-
-    def rollback(self, count: int) -> None:
-        """Go back by some tokens."""
-
-    def bits(self) -> Bits | None:
-        """The tokens that may come, a bit each; None if all may.
-
-        Raises:
-            DeadEndError: none may.
-            InputError: the grammar is too complex here.
-        """
-
-    def forced(self) -> Sequence[int]:
-        """The tokens that have to come now, as far as they are known."""
-
-    def at_end(self) -> bool:
-        """Whether the answer is complete, and nothing but its end may follow."""
-
-
 class GrammarMatcher:
-    """A `Matcher` of a grammar from the first token on.
+    """Follows the tokens of an answer through a grammar from the first token on.
 
     llguidance's matcher stays in an error for good, also where one path of a tree has led into it, so it is replaced by
     another one then.
@@ -74,7 +46,11 @@ class GrammarMatcher:
         """llguidance's matcher."""
 
     def consume(self, token: int) -> bool:
-        """Go on by a token; False if it may not come."""
+        """Go on by a token; False if it may not come, after which the matcher is where it was.
+
+        Raises:
+            InputError: the grammar is too complex here; the matcher is where it was.
+        """
         if self.matcher.try_consume_tokens([token]) == 1:
             forced = self._rest_of_run(1)
             if forced and token != forced[0]:
@@ -95,8 +71,13 @@ class GrammarMatcher:
         if not self.matcher.rollback(count):
             self._recover()
 
-    def bits(self) -> Bits | None:
-        """The tokens that may come, a bit each; None if all may."""
+    def bits(self) -> Bits:
+        """The tokens that may come, a bit each.
+
+        Raises:
+            DeadEndError: none may.
+            InputError: the grammar is too complex here.
+        """
         if forced := self._rest_of_run(1):
             only = np.zeros(self._size, np.uint8)
             only[forced[0] // 8] = 1 << forced[0] % 8
@@ -142,7 +123,7 @@ class GrammarMatcher:
 
 
 class MatcherAfterText:
-    """A `Matcher` of a grammar that begins after a text of the answer, and after the white space behind it.
+    """A matcher of a grammar that begins after a text of the answer, and after the white space behind it.
 
     Before that, everything may come but the end of the answer. What the token in which the text ends has besides does
     not belong to the grammar.
@@ -157,7 +138,7 @@ class MatcherAfterText:
 
     def __init__(
         self,
-        matcher: Matcher,
+        matcher: GrammarMatcher,
         text: str,
         token_bytes: Callable[[int], bytes],
         not_end: Bits,
@@ -203,12 +184,12 @@ class MatcherAfterText:
         if before := count - matched - spaces:
             del self._tails[-before:]
 
-    def bits(self) -> Bits | None:
-        """The tokens that may come, a bit each; None if all may."""
+    def bits(self) -> Bits:
+        """The tokens that may come, a bit each."""
         if not self._began:
             return self._not_end
         bits = self._matcher.bits()
-        if self._matched or bits is None:
+        if self._matched:
             return bits
         bits = bits.copy()
         for token in self._white_space:
@@ -222,6 +203,10 @@ class MatcherAfterText:
     def at_end(self) -> bool:
         """Whether the answer is complete, and nothing but its end may follow."""
         return self._began and self._matcher.at_end()
+
+
+Matcher: TypeAlias = GrammarMatcher | MatcherAfterText
+"""What follows the tokens of an answer through its grammar."""
 
 
 def first_line(message: str) -> str:

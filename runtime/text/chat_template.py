@@ -1,6 +1,6 @@
 """Chat templates: Jinja text from a model's files, rendered in a sandbox.
 
-The dialect is that of `transformers`: trimmed blocks, loop controls, a `tojson` filter that keeps non-ASCII text, the
+The dialect is `transformers`' own: trimmed blocks, loop controls, a `tojson` filter that keeps non-ASCII text, the
 functions `raise_exception` and `strftime_now`, and a second template for tools where a model has one. Templates are
 untrusted: they run in Jinja's immutable sandbox, which gives no access to Python internals, and within a budget of time
 and memory (`template_budget`).
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from io import StringIO
 from typing import Any, Final, TypeAlias
 
+from jinja2 import Template
 from jinja2 import TemplateError as JinjaError
 
 from ...errors import TemplateError
@@ -48,8 +49,8 @@ class ChatTemplate:
         self._variables = dict(special_tokens or {})
         self.written: Final = "".join((source, with_tools or "", *map(str, self._variables.values())))
         """Everything that the template may write by itself."""
-        self._template = _CompiledTemplate(source)
-        self._with_tools = self._template if with_tools is None else _CompiledTemplate(with_tools)
+        self._template = _compiled(source)
+        self._with_tools = self._template if with_tools is None else _compiled(with_tools)
 
     def render(
         self,
@@ -83,48 +84,45 @@ class ChatTemplate:
             "documents": None if documents is None else list(documents),
             "add_generation_prompt": add_generation_prompt,
         }
-        template = self._template if tools is None else self._with_tools
         try:
-            return template.render(context, mark)
+            return _rendered(self._template if tools is None else self._with_tools, context, mark)
         except Exception as error:
             raise TemplateError(f"the chat template failed: {_reason(error)}", _HINT) from error
 
 
-class _CompiledTemplate:
-    """One template, compiled."""
+def _compiled(source: str) -> tuple[Template, Mapping[str, int]] | NotAllowedError:
+    """Compile a template: it and the costs of its bodies, or why it is refused; the model still continues plain text.
 
-    def __init__(self, source: str) -> None:
-        """Compile a template.
+    Raises:
+        TemplateError: it is not valid Jinja.
+    """
+    environment = template_environment()
+    try:
+        tree, body_costs = environment.parse_within_limits(source)
+        return environment.from_string(tree), body_costs
+    except NotAllowedError as error:
+        return error
+    except Exception as error:
+        raise TemplateError(f"the chat template is not valid: {_reason(error)}", _HINT) from error
 
-        Raises:
-            TemplateError: it is not valid Jinja.
-        """
-        environment = template_environment()
-        self._refusal: NotAllowedError | None = None
-        try:
-            tree, self._body_costs = environment.parse_within_limits(source)
-            self._template = environment.from_string(tree)
-        except NotAllowedError as error:
-            self._refusal = error  # the model still continues plain text
-        except Exception as error:
-            raise TemplateError(f"the chat template is not valid: {_reason(error)}", _HINT) from error
 
-    def render(self, variables: Mapping[str, Any], mark: str) -> str:
-        """Render within a budget; may raise anything."""
-        if self._refusal is not None:
-            raise self._refusal
-        context = self._template.new_context(dict(variables))
-        assert isinstance(context, BudgetContext)  # noqa: S101  the environment makes no others
-        context.budget = Budget(variables.values())
-        context.mark = mark
-        context.body_costs = self._body_costs
-        context.budget.spend(*self._body_costs[""])
-        written = StringIO()
-        for piece in self._template.root_render_func(context):
-            if written.tell() + len(piece) > MAX_CHARACTERS:
-                raise BudgetError(f"it writes over {MAX_CHARACTERS} characters")
-            written.write(piece)
-        return written.getvalue()
+def _rendered(
+    compiled: tuple[Template, Mapping[str, int]] | NotAllowedError, variables: Mapping[str, Any], mark: str
+) -> str:
+    """Render within a budget; may raise anything."""
+    if isinstance(compiled, NotAllowedError):
+        raise compiled
+    template, body_costs = compiled
+    context = template.new_context(dict(variables))
+    assert isinstance(context, BudgetContext)  # noqa: S101  the environment makes no others
+    context.budget = Budget(variables.values(), body_costs)
+    context.mark = mark
+    written = StringIO()
+    for piece in template.root_render_func(context):
+        if written.tell() + len(piece) > MAX_CHARACTERS:
+            raise BudgetError(f"it writes over {MAX_CHARACTERS} characters")
+        written.write(piece)
+    return written.getvalue()
 
 
 def _reason(error: Exception) -> str:

@@ -152,7 +152,7 @@ class StopMatcher:
 class AnswerStart:
     """The tokens that an answer begins with, and the state of the detokenizer behind them.
 
-    The state is that of an answer which was generated up to there, so that the text goes on as it would have.
+    The state is as if the answer had been generated up to there, so that the text goes on as it would have.
     """
 
     token_ids: tuple[int, ...]

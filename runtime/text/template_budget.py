@@ -21,20 +21,17 @@ MAX_CHARACTERS: Final = 8_000_000
 _MAX_WHOLE_NUMBER: Final = 2**60
 """Whole numbers stay below the modulus of Python's hash, so that numbers cannot be made to collide."""
 _MAX_NESTING: Final = 100
-_WORK: Final = 1_000_000_000
-_WORK_PER_CHARACTER: Final = 1000
-_MAX_WORK: Final = 3_000_000_000
-_MEMORY: Final = 256_000_000
-_MEMORY_PER_CHARACTER: Final = 64
-_MAX_MEMORY: Final = 640_000_000
+_COST: Final = 1_200_000_000
+_COST_PER_CHARACTER: Final = 1200
+_MAX_COST: Final = 3_200_000_000
 _SCALAR: Final = 24
-_LIST_ITEM: Final = 80
+_ITEM: Final = 720
+"""Cost of taking an item from an iterator and listing it."""
 _LONGEST_SEARCH: Final = 100
 """A search from the left is fast for parts that are longer than this."""
 _MAX_NODES: Final = 10_000
 _MAX_LITERAL: Final = 2**53
-_WORK_PER_NODE: Final = 300
-_BYTES_PER_CHARACTER: Final = 4
+_COST_PER_NODE: Final = 300
 _ALLOWED_NODES: Final = (
     *(nodes.Template, nodes.Output, nodes.TemplateData, nodes.If, nodes.For, nodes.Macro, nodes.CallBlock),
     *(nodes.FilterBlock, nodes.With, nodes.Assign, nodes.AssignBlock, nodes.ExprStmt, nodes.Break, nodes.Continue),
@@ -56,33 +53,39 @@ class NotAllowedError(TemplateSyntaxError):
 class Budget:
     """What one rendering may still take.
 
-    Work is counted in nanoseconds, roughly: 300 for a node of the template, 100 for an item, 1 for a character. Memory
-    is counted in bytes that are allocated, whether they are freed again or not. Both limits grow with the size of the
-    messages.
+    Costs are counted in nanoseconds, roughly: 300 for a node of the template, 100 for an item, 1 for a character, and 4
+    for each byte that is allocated, whether it is freed again or not. The limit grows with the size of the messages.
     """
 
-    def __init__(self, inputs: Iterable[Any] = ()) -> None:
-        """Start a budget for a rendering of `inputs`, which are the messages, the tools and so on."""
+    def __init__(self, inputs: Iterable[Any], body_costs: Mapping[str, int]) -> None:
+        """Start a budget for a rendering.
+
+        Args:
+            inputs: the messages, the tools and so on.
+            body_costs: cost of the body of each macro by name, and of the whole template under the empty name.
+        """
         self._weights: dict[int, tuple[object, int, int]] = {}
-        self._work = self._memory = _MAX_WORK
+        self._left = _MAX_COST
         self._value_limit = MAX_CHARACTERS
         size = sum(self.weigh(value) for value in inputs)
         self._value_limit += 2 * size
-        self._work = min(_WORK + _WORK_PER_CHARACTER * size, _MAX_WORK)
-        self._memory = min(_MEMORY + _MEMORY_PER_CHARACTER * size, _MAX_MEMORY)
+        self._left = min(_COST + _COST_PER_CHARACTER * size, _MAX_COST)
+        self._body_costs: Final = body_costs
+        self.spend_body("")
 
-    def spend(self, work: int, memory: int = 0) -> None:
-        """Count work and memory.
+    def spend(self, cost: int) -> None:
+        """Count a cost.
 
         Raises:
             BudgetError: there is not enough left.
         """
-        self._work -= work
-        self._memory -= memory
-        if self._work < 0:
+        self._left -= cost
+        if self._left < 0:
             raise BudgetError("it computes for too long")
-        if self._memory < 0:
-            raise BudgetError("it takes too much memory")
+
+    def spend_body(self, macro: str) -> None:
+        """Count what running the body of a macro costs once; an unknown macro costs as much as the whole template."""
+        self.spend(self._body_costs.get(macro, self._body_costs[""]))
 
     def reserve(self, weight: int) -> None:
         """Check the weight of a value before it is made.
@@ -102,13 +105,13 @@ class Budget:
         if isinstance(value, str):
             size = len(value)
             self.reserve(size)
-            self.spend(100 + size, 60 + (size if value.isascii() else 4 * size))
+            self.spend(340 + size * (5 if value.isascii() else 17))
             return value if type(value) is str else str(value)
         if isinstance(value, Iterator):
-            value = list(self.steps(value, 400, _LIST_ITEM))
+            value = list(self.steps(value, _ITEM))
         if isinstance(value, (list, tuple, dict)):
             self.reserve(self.weigh(value))
-            self.spend(100, 64 + (120 if isinstance(value, dict) else 10) * len(value))
+            self.spend(356 + (480 if isinstance(value, dict) else 40) * len(value))
         elif isinstance(value, int) and not -_MAX_WHOLE_NUMBER < value < _MAX_WHOLE_NUMBER:
             raise BudgetError("a whole number is too large")
         return value
@@ -122,10 +125,10 @@ class Budget:
             value = str(value)
         return str(self.made(value))
 
-    def steps(self, values: Iterable[Any], work: int, memory: int) -> Iterator[Any]:
-        """Iterate over values; every step counts as this much work and memory."""
+    def steps(self, values: Iterable[Any], cost: int) -> Iterator[Any]:
+        """Iterate over values, each step at this cost."""
         for item in values:
-            self.spend(work, memory)
+            self.spend(cost)
             yield item
 
     def run(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -150,7 +153,7 @@ class Budget:
             return known
         if level > _MAX_NESTING:
             raise BudgetError(f"a value is nested more than {_MAX_NESTING} deep")
-        self.spend(400 + 100 * len(value), 160)
+        self.spend(1040 + 100 * len(value))
         weight, depth = _SCALAR, 0
         parts = value if not isinstance(value, dict) else (part for pair in value.items() for part in pair)
         for part in parts:
@@ -167,64 +170,40 @@ class Budget:
         return self._weights[id(value)]
 
 
-_EMPTY: Final[dict[str, str]] = {}
-_VIEWS: Final = (type(_EMPTY.keys()), type(_EMPTY.values()), type(_EMPTY.items()))
+_VIEWS: Final = tuple(type(view) for view in ({}.keys(), {}.values(), {}.items()))  # type: ignore[var-annotated]
 
 
 def _magnitude(budget: Budget, value: Any) -> int:
     """Size of an argument: characters of a text, the amount of a number, the weight of a list."""
     if isinstance(value, str):
         return len(value)
-    return int(min(abs(value), _MAX_WORK)) if isinstance(value, (int, float)) else budget.weigh(value)
+    return int(min(abs(value), _MAX_COST)) if isinstance(value, (int, float)) else budget.weigh(value)
 
 
 def _product(budget: Budget, *args: Any, **kwargs: Any) -> int:
-    """The largest work and result of any function here: the first argument's size times those of the others."""
+    """The largest cost and result of any function here: the first argument's size times the size of the others."""
     first, *rest = (_magnitude(budget, value) for value in (*args, *kwargs.values())) if args or kwargs else (0,)
     return 5 * (1 + first) * (1 + sum(rest))
 
 
-def _constant(*_: Any, **__: Any) -> int:
-    """Work of what does not walk through its arguments."""
-    return 100
-
-
-def _items(budget: Budget, values: Any = (), *_: Any, **__: Any) -> int:
-    """Work of what looks at each item once, however large it is, and lists it."""
-    items = len(values) if hasattr(values, "__len__") else 0
-    budget.spend(400 * items, _LIST_ITEM * items)
-    return 100
-
-
-def _ordered(budget: Budget, values: Any, *args: Any, **kwargs: Any) -> int:
-    """Work of what compares items with each other, maybe by an attribute such as `a.b.c`."""
-    return 200 * _product(budget, values, *args, **kwargs)
-
-
-def _sum(budget: Budget, values: Any, *args: Any, **kwargs: Any) -> int:
-    """Lists are copied with every list that is added to them."""
-    return _product(budget, values, len(values) if hasattr(values, "__len__") else 1, *args, **kwargs)
+def _length(values: Any, otherwise: int = 0) -> int:
+    return len(values) if hasattr(values, "__len__") else otherwise
 
 
 def search_cost(text: str, part: Any) -> int:
-    """Work of looking for a part of a text from the left."""
+    """Cost of looking for a part of a text from the left."""
     return len(text) * (1 + min(len(part) if isinstance(part, str) else 1, _LONGEST_SEARCH))
 
 
 def _search(budget: Budget, text: Any, part: Any = "", *_: Any) -> int:
-    """Work of a method that looks for a part of a text, or for an item of a list."""
+    """Cost of a method that looks for a part of a text, or for an item of a list."""
     return search_cost(text, part) if isinstance(text, str) else _product(budget, text, part)
 
 
-def _split(budget: Budget, text: str, sep: str | None = None, maxsplit: int = -1, **_: Any) -> int:
+def _split(_: Budget, text: str, sep: str | None = None, maxsplit: int = -1, **__: Any) -> int:
     pieces = text.count(sep) if sep else len(text) // 2
-    budget.spend(100 * pieces, 4 * len(text) + _LIST_ITEM * (pieces if maxsplit < 0 else min(pieces, maxsplit)))
-    return search_cost(text, sep)
-
-
-def _splitlines(budget: Budget, text: str, *_: Any) -> int:
-    budget.spend(len(text), (4 + _LIST_ITEM) * len(text))
-    return 0
+    listed = pieces if maxsplit < 0 else min(pieces, maxsplit)
+    return search_cost(text, sep) + 16 * len(text) + 100 * pieces + 320 * listed
 
 
 def _replace(budget: Budget, text: Any, old: Any, new: Any, *_: Any, **__: Any) -> int:
@@ -234,7 +213,7 @@ def _replace(budget: Budget, text: Any, old: Any, new: Any, *_: Any, **__: Any) 
 
 
 def percent_cost(budget: Budget, form: Any, *args: Any, **kwargs: Any) -> int:
-    """Work of filling in a format such as `%s: %d`, whose widths have at most three digits."""
+    """Cost of filling in a format such as `%s: %d`, whose widths have at most three digits."""
     form = budget.text(form)
     if (field := _WIDE_PERCENT.search(form)) is not None:
         raise BudgetError(f"a width of {field[2]:.10} in a format is not allowed")
@@ -242,7 +221,7 @@ def percent_cost(budget: Budget, form: Any, *args: Any, **kwargs: Any) -> int:
 
 
 def _format_cost(budget: Budget, form: str, *args: Any, **kwargs: Any) -> int:
-    """Work of `form.format(...)`, with fields that are names or numbers, and widths of at most three digits."""
+    """Cost of `form.format(...)`, with fields that are names or numbers, and widths of at most three digits."""
     for _, field, spec, _ in string.Formatter().parse(form):
         if field is not None and (not re.fullmatch(r"\w*", field) or re.search(r"\d{4}|\{", spec or "")):
             raise BudgetError(f"the format field {{{field[:40]}:{(spec or '')[:40]}}} is not allowed")
@@ -250,7 +229,7 @@ def _format_cost(budget: Budget, form: str, *args: Any, **kwargs: Any) -> int:
 
 
 def _filled(budget: Budget, form: str, *args: Any, **kwargs: Any) -> int:
-    """Work of a format whose fields may all name the largest value, or be padded to the largest width."""
+    """Cost of a format whose fields may all name the largest value, or be padded to the largest width."""
     fields = form.count("%") + form.count("{")
     weight = len(form) + fields * (1000 + 10 * sum(map(budget.weigh, (*args, *kwargs.values()))))
     budget.reserve(weight)
@@ -264,16 +243,23 @@ def _tojson(budget: Budget, value: Any, ensure_ascii: bool = False, indent: Any 
 
 _WIDE_PERCENT: Final = re.compile(r"%(\([^)]*\))?[^a-zA-Z%]*?(\*|\d{4,})", re.DOTALL)
 _COSTS: Final[dict[str, Callable[..., int]]] = {
-    **dict.fromkeys(("get", "items", "keys", "values"), _constant),
-    **dict.fromkeys(("copy", "dict", "list", "namespace", "reverse"), _items),
-    **dict.fromkeys(("dictsort", "groupby", "max", "min", "sort", "unique"), _ordered),
+    **dict.fromkeys(("get", "items", "keys", "values"), lambda *_, **__: 100),
+    # Each item is looked at once, however large it is, and listed.
+    **dict.fromkeys(
+        ("copy", "dict", "list", "namespace", "reverse"), lambda _, values=(), *__, **___: 100 + _ITEM * _length(values)
+    ),
+    # Items are compared with each other, maybe by an attribute such as `a.b.c`.
+    **dict.fromkeys(
+        ("dictsort", "groupby", "max", "min", "sort", "unique"), lambda *args, **named: 200 * _product(*args, **named)
+    ),
     **dict.fromkeys(("count", "find", "index", "partition"), _search),
     **dict.fromkeys(("rsplit", "split"), _split),
-    "splitlines": _splitlines,
+    "splitlines": lambda _, text, *__: 340 * len(text),
     "str.format": _format_cost,
     "format": percent_cost,
     "replace": _replace,
-    "sum": _sum,
+    # Lists are copied with every list that is added to them.
+    "sum": lambda budget, values, *args, **named: _product(budget, values, _length(values, 1), *args, **named),
     "tojson": _tojson,
 }
 """What a call may cost, by the name of the function; any other costs the product of the sizes of its arguments."""
@@ -289,13 +275,13 @@ class Rewriting(NodeTransformer):
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
         self._nodes = self._characters = 0
-        self.body_costs: dict[str, tuple[int, int]] = {}
-        """Work and memory of running the body of each macro once."""
+        self.body_costs: dict[str, int] = {}
+        """Cost of running the body of each macro once."""
 
     @property
-    def cost(self) -> tuple[int, int]:
-        """Work and memory of running every node visited so far once."""
-        return _WORK_PER_NODE * self._nodes + self._characters, _BYTES_PER_CHARACTER * self._characters
+    def cost(self) -> int:
+        """Cost of running every node visited so far once."""
+        return _COST_PER_NODE * self._nodes + 17 * self._characters
 
     def visit(self, node: nodes.Node, *_: Any, **__: Any) -> Any:
         """Return what takes the place of a node."""
@@ -305,14 +291,13 @@ class Rewriting(NodeTransformer):
         self._check(node)
         before = self.cost
         self.generic_visit(node)
-        work, memory = (now - then for now, then in zip(self.cost, before, strict=True))
+        cost = self.cost - before
         match node:
             case nodes.For():
-                node.iter = self._call("steps", cast(nodes.Expr, node.iter), nodes.Const(work), nodes.Const(memory))
+                node.iter = self._call("steps", cast(nodes.Expr, node.iter), nodes.Const(cost))
             case nodes.Macro() | nodes.CallBlock():
                 name = node.name if isinstance(node, nodes.Macro) else "caller"
-                known = self.body_costs.get(name, (0, 0))
-                self.body_costs[name] = max(known[0], work), max(known[1], memory)
+                self.body_costs[name] = max(self.body_costs.get(name, 0), cost)
             case nodes.List() | nodes.Tuple(ctx="load") | nodes.Dict():
                 return self._call("new", node)
             case nodes.Concat():
@@ -326,20 +311,23 @@ class Rewriting(NodeTransformer):
         return node
 
     def _check(self, node: nodes.Node) -> None:
-        environment = self._environment
-        if isinstance(node, nodes.TemplateData):
-            self._characters += len(node.data)
-        elif isinstance(node, nodes.Const) and isinstance(node.value, (int, float)):
-            if not -_MAX_LITERAL <= node.value <= _MAX_LITERAL:
-                raise TemplateSyntaxError("a number in it is too large", node.lineno)
-        elif not isinstance(node, _ALLOWED_NODES):
-            raise NotAllowedError(f"{type(node).__name__.lower()} is not allowed in a chat template", node.lineno)
-        elif isinstance(node, nodes.Filter) and node.name not in environment.filters:
-            raise NotAllowedError(f"the filter {node.name!r} is not allowed in a chat template", node.lineno)
-        elif isinstance(node, nodes.Test) and node.name not in environment.tests:
-            raise NotAllowedError(f"the test {node.name!r} is not allowed in a chat template", node.lineno)
-        elif isinstance(node, nodes.For) and node.recursive:
-            raise NotAllowedError("a recursive loop is not allowed in a chat template", node.lineno)
+        refused = ""
+        match node:
+            case nodes.TemplateData():
+                self._characters += len(node.data)
+            case nodes.Const(value=int() | float() as number):
+                if not -_MAX_LITERAL <= number <= _MAX_LITERAL:
+                    raise TemplateSyntaxError("a number in it is too large", node.lineno)
+            case nodes.Filter(name=name) if name not in self._environment.filters:
+                refused = f"the filter {name!r}"
+            case nodes.Test(name=name) if name not in self._environment.tests:
+                refused = f"the test {name!r}"
+            case nodes.For(recursive=True):
+                refused = "a recursive loop"
+            case _ if not isinstance(node, _ALLOWED_NODES):
+                refused = type(node).__name__.lower()
+        if refused:
+            raise NotAllowedError(f"{refused} is not allowed in a chat template", node.lineno)
 
     def _call(self, name: str, first: nodes.Expr, *rest: nodes.Expr) -> nodes.Call:
         function = nodes.EnvironmentAttribute(name, lineno=first.lineno)

@@ -73,8 +73,6 @@ class BudgetContext(Context):
     budget: Budget
     mark: str
     """A character to keep as it is wherever text is escaped; empty for none."""
-    body_costs: Mapping[str, tuple[int, int]]
-    """Work and memory of the body of each macro, by name, and of the whole template under the empty name."""
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
@@ -100,11 +98,11 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.tests.update({name: _within_budget(name, test=True) for name in ("lower", "upper")})
         self.globals = dict(_FUNCTIONS)
 
-    def parse_within_limits(self, source: str) -> tuple[nodes.Template, dict[str, tuple[int, int]]]:
+    def parse_within_limits(self, source: str) -> tuple[nodes.Template, dict[str, int]]:
         """Parse a template and rewrite its syntax tree.
 
         Returns:
-            The tree, and the costs for `BudgetContext.body_costs`.
+            The tree, and the costs of bodies for `Budget`.
 
         Raises:
             NotAllowedError: the template uses what is not allowed.
@@ -133,7 +131,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             size = len(left) if isinstance(left, str) else budget.weigh(left)
             if isinstance(right, int):
                 budget.reserve(size * max(right, 0))
-                budget.spend(100 + 10 * len(left) * max(right, 0), 10 * len(left) * max(right, 0))
+                budget.spend(100 + 50 * len(left) * max(right, 0))
             elif type(right) is type(left):
                 budget.reserve(size + len(right))
         elif operator == "**" and isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > 120:
@@ -154,7 +152,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         if owner is __self:
             return __obj(__context, *args)
         if isinstance(__obj, (Macro, Undefined)):
-            budget.spend(*_body_cost(__context, getattr(__obj, "name", "")))
+            budget.spend_body(getattr(__obj, "name", ""))
             return budget.made(super().call(__context, __obj, *args, **kwargs))
         kwargs.pop("_loop_vars", None)
         kwargs.pop("_block_vars", None)
@@ -180,9 +178,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         """`str.format` has a check of its own in the budget."""
         return
 
-    def steps(self, context: BudgetContext, values: Iterable[Any], work: int, memory: int) -> Iterable[Any]:
+    def steps(self, context: BudgetContext, values: Iterable[Any], cost: int) -> Iterable[Any]:
         """Iterate for a loop whose body costs this much."""
-        return context.budget.steps(values, work, memory)
+        return context.budget.steps(values, cost)
 
     def new(self, context: BudgetContext, value: Any) -> Any:
         """Count a list, tuple or dictionary that the template writes down."""
@@ -201,7 +199,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def cut(self, context: BudgetContext, value: Any, start: Any, stop: Any, step: Any) -> Any:
         """`value[start:stop:step]`."""
         size = len(value) if isinstance(value, (str, list, tuple)) else 0
-        context.budget.spend(100 + 10 * size, 0 if isinstance(value, str) else 10 * size)
+        context.budget.spend(100 + (10 if isinstance(value, str) else 50) * size)
         return context.budget.made(value[start:stop:step])
 
     def compare(self, context: BudgetContext, left: Any, *rest: Any) -> Any:
@@ -217,11 +215,6 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 def _budget(context: Context) -> Budget:
     assert isinstance(context, BudgetContext)  # noqa: S101  the environment makes no others
     return context.budget
-
-
-def _body_cost(context: Context, name: str) -> tuple[int, int]:
-    assert isinstance(context, BudgetContext)  # noqa: S101  the environment makes no others
-    return context.body_costs.get(name, context.body_costs[""])
 
 
 def _require_scalar(key: Any) -> None:

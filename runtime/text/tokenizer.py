@@ -92,7 +92,7 @@ class TextTokenizer:
     def encode_marked(self, marked: str, mark: str) -> list[int]:
         """Token ids of a text in which special tokens with a mark in them are plain text.
 
-        Where no special token has a mark in it, the ids are those of `encode` for the text without marks.
+        Where no special token has a mark in it, `encode` gives the same ids for the text without marks.
 
         Raises:
             BundleError: the tokenizer fails, or gives token ids that the model does not have.
@@ -188,7 +188,7 @@ class TextTokenizer:
             )
 
     def _find_eos(self, bundle: Bundle, vocab_size: int) -> frozenset[int]:
-        """End-of-sequence ids: those of the first configuration file that has some, and the tokenizer's eos_token."""
+        """End-of-sequence ids: what the first configuration file with some lists, and the tokenizer's eos_token."""
         generation = bundle.json_file("generation_config.json")
         configs = {"generation_config.json": generation, "config.json": bundle.config, GENAI_CONFIG: bundle.genai}
         found = {name: config.get("eos_token_id") for name, config in configs.items()}

@@ -30,7 +30,7 @@ class AnswerFormat:
 
     Args:
         template: text of its chat template; empty if it has none.
-        tool_format: name of the form of its calls, `auto` for that of the template, or `none`.
+        tool_format: name of the form of its calls, `auto` for the template's, or `none`.
         tokenizer: its tokenizer.
 
     Raises:

@@ -117,7 +117,7 @@ class CallGrammar:
         return f"{_quoted(f'{chr(10)}<function={name}>{chr(10)}')} {' '.join(parts)} {_quoted(f'</function>{chr(10)}')}"
 
     def _texts(self, *texts: str) -> str:
-        """Texts that follow each other; those of special tokens stand for the tokens."""
+        """Texts that follow each other; texts of special tokens stand for the tokens."""
         return " ".join(
             _quoted(text) if (token := self._special_id(text)) is None else f"<[{token}]>" for text in texts
         )

@@ -231,7 +231,7 @@ class EitherRegion(Region):
         tools: functions that may be called.
         bracket: the character that the JSON form begins with.
         as_json: makes the region of that form.
-        otherwise: makes that of the other one.
+        otherwise: makes the region of the other form.
     """
 
     def __init__(

@@ -15,11 +15,9 @@ from .markup_regions import BracedRegion, PythonRegion, XmlRegion
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes calls."""
+    """How a family of models writes calls; docs/tools.md shows what they look like."""
 
     name: str
-    about: str
-    """What a call looks like."""
     is_for: Callable[[str], bool]
     """Whether a chat template, given as its text, is made for it."""
     open: RegionMaker
@@ -58,7 +56,6 @@ _HARMONY_MARKS: Final = (
 def _braced(name: str, opening: str, closing: str, quote: str) -> ToolFormat:
     return ToolFormat(
         name,
-        f"{opening}call:name{{key:value}}{closing}",
         is_for=_has(opening),
         open=partial(BracedRegion, closing=closing, quote=quote),
         openings=(opening,),
@@ -70,7 +67,6 @@ def _braced(name: str, opening: str, closing: str, quote: str) -> ToolFormat:
 FORMATS: Final = (
     ToolFormat(
         "harmony",
-        "<|channel|>commentary to=functions.name<|message|>{arguments}<|call|>",
         is_for=_has("<|channel|>", "<|message|>"),
         open=JsonRegion,
         marks=_HARMONY_MARKS,
@@ -80,7 +76,6 @@ FORMATS: Final = (
     _braced("function-gemma", "<start_function_call>", "<end_function_call>", "<escape>"),
     ToolFormat(
         "tool-code",
-        "```tool_code, and name(key=value) in the lines after it",
         is_for=_has("```tool_code"),
         open=partial(PythonRegion, closing="```"),
         openings=("```tool_code\n",),
@@ -88,7 +83,6 @@ FORMATS: Final = (
     ),
     ToolFormat(
         "qwen3-coder",
-        "<tool_call><function=name><parameter=key>value</parameter></function></tool_call>",
         is_for=_has("<function=", "<parameter="),
         open=XmlRegion,
         openings=("<tool_call>", "<function="),
@@ -96,7 +90,6 @@ FORMATS: Final = (
     ),
     ToolFormat(
         "phi4",
-        '<|tool_call|>[{"name": ..., "arguments": ...}]<|/tool_call|>',
         is_for=_any(_has("<|/tool_call|>"), _has("<|tool|>", "<|/tool|>")),
         open=partial(JsonRegion, closing="<|/tool_call|>"),
         openings=("<|tool_call|>",),
@@ -104,7 +97,6 @@ FORMATS: Final = (
     ),
     ToolFormat(
         "granite",
-        '<|tool_call|>[{"name": ..., "arguments": ...}], or with <tool_call>',
         is_for=lambda template: (
             ("<|tool_call|>" in template or ("<tool_call>" in template and "<|start_of_role|>" in template))
             and "</tool_call>" not in template
@@ -115,7 +107,6 @@ FORMATS: Final = (
     ),
     ToolFormat(
         "mistral",
-        '[TOOL_CALLS][{"name": ..., "arguments": ...}], or [TOOL_CALLS]name[ARGS]{arguments}',
         is_for=_has("[TOOL_CALLS]"),
         open=partial(EitherRegion, bracket="[", as_json=JsonRegion, otherwise=NamedJsonRegion),
         openings=("[TOOL_CALLS]",),
@@ -123,7 +114,6 @@ FORMATS: Final = (
     ),
     ToolFormat(
         "hermes",
-        '<tool_call>{"name": ..., "arguments": ...}</tool_call>',
         is_for=_has("<tool_call>"),
         open=partial(JsonRegion, closing="</tool_call>"),
         openings=("<tool_call>",),
@@ -131,7 +121,6 @@ FORMATS: Final = (
     ),
     ToolFormat(
         "llama3",
-        '{"name": ..., "parameters": ...}, or the same or name.call(key=value) after <|python_tag|>',
         is_for=_any(_has("<|python_tag|>"), _has("<|start_header_id|>", '"parameters": ')),
         open=partial(EitherRegion, bracket="{", as_json=partial(JsonRegion, alone=True), otherwise=PythonRegion),
         openings=("<|python_tag|>",),
@@ -145,7 +134,7 @@ def choose_format(wanted: str, template: str) -> ToolFormat | None:
     """The format in which a model writes calls.
 
     Args:
-        wanted: its name, `auto` for that of the template, or `none`.
+        wanted: its name, `auto` for the template's, or `none`.
         template: text of the chat template; empty if the model has none.
 
     Raises:

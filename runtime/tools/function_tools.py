@@ -50,7 +50,7 @@ class FunctionTool:
     def of(cls, function: Callable[..., Any]) -> FunctionTool:
         """Describe a function by its name, its docstring and its type hints.
 
-        The first paragraph of the docstring is the description; those of the arguments are taken from a section
+        The first paragraph of the docstring is the description; arguments are described by a section
         `Args:`, or from `Annotated[type, "description"]`.
 
         Raises:

@@ -22,14 +22,10 @@ _LITERALS: Final = ("true", "false", "null")
 
 
 class _Expects(Enum):
-    """What may come next, outside of strings and numbers."""
+    """What comes next, outside of strings and numbers."""
 
     VALUE = auto()
-    FIRST_VALUE = auto()
-    """A value, or the end of the empty array."""
     KEY = auto()
-    FIRST_KEY = auto()
-    """A key, or the end of the empty object."""
     COLON = auto()
     COMMA_OR_END = auto()
 
@@ -45,6 +41,8 @@ class JsonScanner:
         self._stack: list[str] = []
         """The brackets that close what is open."""
         self._expects = _Expects.VALUE
+        self._is_empty = False
+        """Whether the innermost array or object has just begun, and so may end."""
         self._in_string = self._escaped = False
         self._scalar = ""
         """The number or literal that has begun; empty outside of one."""
@@ -108,46 +106,34 @@ class JsonScanner:
 
     def _read_sign(self, char: str) -> None:
         """Read a character that is not part of a string or number; of those, the first one."""
-        expects = self._expects
-        if expects in (_Expects.VALUE, _Expects.FIRST_VALUE):
-            if char == "]" and expects is _Expects.FIRST_VALUE:
-                self._close(char)
-            else:
-                self._begin_value(char)
-        elif expects in (_Expects.KEY, _Expects.FIRST_KEY):
-            if char == '"':
-                self._in_string, self._expects = True, _Expects.KEY
-            elif char == "}" and expects is _Expects.FIRST_KEY:
-                self._close(char)
-            else:
+        expects, is_empty = self._expects, self._is_empty
+        self._is_empty = False
+        if char in "]}" and (is_empty or expects is _Expects.COMMA_OR_END):
+            if self._stack.pop() != char:
                 raise NotACallError
-        elif expects is _Expects.COLON:
-            if char != ":":
-                raise NotACallError
+            self._expects = _Expects.COMMA_OR_END
+            self.ended = not self._stack
+        elif expects is _Expects.VALUE:
+            self._begin_value(char)
+        elif expects is _Expects.KEY and char == '"':
+            self._in_string = True
+        elif expects is _Expects.COLON and char == ":":
             self._expects = _Expects.VALUE
-        elif char == ",":
+        elif expects is _Expects.COMMA_OR_END and char == ",":
             self._expects = _Expects.KEY if self._stack[-1] == "}" else _Expects.VALUE
         else:
-            self._close(char)
+            raise NotACallError
 
     def _begin_value(self, char: str) -> None:
         if char in "{[":
             if len(self._stack) >= MAX_DEPTH:
                 raise NotACallError
             self._stack.append("}" if char == "{" else "]")
-            self._expects = _Expects.FIRST_KEY if char == "{" else _Expects.FIRST_VALUE
-        elif not self._stack:  # neither an object nor an array
-            raise NotACallError
-        elif char == '"':
-            self._in_string, self._expects = True, _Expects.VALUE
-        elif char in "-0123456789tfn":
+            self._expects = _Expects.KEY if char == "{" else _Expects.VALUE
+            self._is_empty = True
+        elif self._stack and char == '"':
+            self._in_string = True
+        elif self._stack and char in "-0123456789tfn":
             self._scalar = char
-        else:
+        else:  # neither an object nor an array, or no value
             raise NotACallError
-
-    def _close(self, char: str) -> None:
-        if self._stack[-1] != char:
-            raise NotACallError
-        self._stack.pop()
-        self._expects = _Expects.COMMA_OR_END
-        self.ended = not self._stack

@@ -28,14 +28,11 @@ def test_a_lock_is_exclusive_and_released_after_the_block(tmp_path: Path) -> Non
             pass
         with locked(tmp_path / "another", 0.0):
             pass
-    with locked(tmp_path / "lock", 0.0):
-        pass
-
-
-def test_an_error_in_the_block_releases_the_lock(tmp_path: Path) -> None:
     with pytest.raises(KeyError), locked(tmp_path / "lock", 0.0):
         raise KeyError
     with locked(tmp_path / "lock", 0.0):
+        pass
+    with pytest.raises(FileNotFoundError), locked(tmp_path / "missing" / "lock", 0.0):
         pass
 
 
@@ -67,9 +64,4 @@ def test_a_killed_process_releases_its_lock(tmp_path: Path) -> None:
         with pytest.raises(TimeoutError), locked(path, 0.05):
             pass
     with locked(path, 5.0):
-        pass
-
-
-def test_a_missing_folder_is_an_os_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), locked(tmp_path / "missing" / "lock", 0.0):
         pass

@@ -18,12 +18,19 @@ from edgerun.models.regular_file import (
 from support.unusual_files import needs_pipes, replace_by_pipe, replace_by_sparse_file
 
 
-def test_a_regular_file_is_read_whole(tmp_path: Path) -> None:
+def test_a_regular_file_of_a_bounded_size_is_read_whole(tmp_path: Path) -> None:
     file = tmp_path / "a"
     file.write_bytes(b"x\r\n" * 1000)
     assert read_regular(file, 3000) == b"x\r\n" * 1000
     with open_regular(file) as opened:
         assert opened.read(2) == b"x\r"
+    large = replace_by_sparse_file(tmp_path / "large.json", 8 << 30)
+    with pytest.raises(UnsuitableFileError, match="it has 8589934592 bytes, and files of its kind at most 1000"):
+        read_regular(large, 1000)
+    with pytest.raises(UnsuitableFileError, match="it is a folder"):
+        open_regular(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        open_regular(tmp_path / "nothing")
 
 
 @needs_pipes
@@ -64,19 +71,6 @@ def test_devices_and_sockets_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
         bound.bind("s")
         with pytest.raises(UnsuitableFileError, match="it is a socket"):
             open_regular(Path("s"))
-
-
-def test_folders_and_missing_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsuitableFileError, match="it is a folder"):
-        open_regular(tmp_path)
-    with pytest.raises(FileNotFoundError):
-        open_regular(tmp_path / "nothing")
-
-
-def test_a_large_file_is_refused_by_its_size(tmp_path: Path) -> None:
-    file = replace_by_sparse_file(tmp_path / "large.json", 8 << 30)
-    with pytest.raises(UnsuitableFileError, match="it has 8589934592 bytes, and files of its kind at most 1000"):
-        read_regular(file, 1000)
 
 
 @needs_pipes

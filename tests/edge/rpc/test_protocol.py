@@ -105,71 +105,63 @@ def test_a_line_that_cannot_be_a_request_gets_one_error(client: RpcClient, name:
     assert client.call("models/list")["models"][0]["loaded"]
 
 
+FORMS: list[tuple[dict[str, Any], str, str | None, str]] = [
+    ({"method": "status"}, "invalid_message", "jsonrpc", "jsonrpc is missing"),
+    ({"jsonrpc": "1.0", "method": "status"}, "invalid_message", "jsonrpc", "jsonrpc is the string '1.0'"),
+    ({"jsonrpc": "2.0"}, "invalid_message", "method", "method is missing"),
+    ({"jsonrpc": math.inf, "method": "status"}, "invalid_message", "jsonrpc", "jsonrpc is the number inf"),
+    ({"jsonrpc": "2.0", "method": math.inf}, "invalid_message", "method", "method is the number inf"),
+    (
+        {"jsonrpc": "2.0", "method": "status", "params": math.inf},
+        "invalid_type",
+        "params",
+        "params is the number inf",
+    ),
+    ({"jsonrpc": "2.0", "method": 5}, "invalid_message", "method", "method is the integer 5"),
+    ({"jsonrpc": "2.0", "result": {}}, "invalid_message", "result", "unknown member 'result'"),
+    ({"jsonrpc": "2.0", "method": "status", "x": 1}, "invalid_message", "x", "unknown member 'x'"),
+    ({"jsonrpc": "2.0", "method": "chat"}, "method_not_found", "method", "there is no method 'chat'"),
+    ({"jsonrpc": "2.0", "method": "rpc.x"}, "method_not_found", "method", "there is no method 'rpc.x'"),
+    ({"jsonrpc": "2.0", "method": "status", "params": []}, "invalid_type", "params", "params is the array"),
+    ({"jsonrpc": "2.0", "method": "status", "params": None}, "invalid_type", "params", "params is null"),
+    ({"jsonrpc": "2.0", "method": "initialize"}, "invalid_message", None, "initialize was sent before"),
+]
+"""Messages of another form than a request, with the code, the parameter and the message of the error."""
+PARAMETERS: list[tuple[str, dict[str, Any], str, str | None, str]] = [
+    ("status", {"x": 1}, "unknown_parameter", "x", "unknown field x"),
+    ("models/load", {"model": 5}, "invalid_type", "model", "model is the integer 5"),
+    ("models/load", {"model": "x"}, "model_not_found", "model", "there is no model 'x'"),
+    ("models/unload", {"model": "x"}, "model_not_found", "model", "there is no model 'x'"),
+    ("models/pull", {"id": "x"}, "invalid_request", None, "'x' is not an id of a model"),
+    ("models/pull", {}, "missing_required_parameter", "id", "id is missing"),
+    ("generate", {}, "missing_required_parameter", "messages", "messages is missing"),
+    ("generate", {"messages": []}, "invalid_value", "messages", "messages"),
+    ("generate", {"messages": [{"role": "user"}]}, "missing_required_parameter", "messages[0].content", "content"),
+    ("generate", {"messages": USER, "tempreature": 1}, "unknown_parameter", "tempreature", "unknown field"),
+    ("generate", {"messages": USER, "temperature": "hot"}, "invalid_type", "temperature", "temperature is"),
+    ("generate", {"messages": USER, "top_p": 2}, "invalid_value", "top_p", "top_p"),
+    ("generate", {"messages": USER, "num_ctx": 4097}, "unsupported_parameter", "num_ctx", "num_ctx is 4097"),
+    ("generate", {"messages": USER, "model": "gpt"}, "model_not_found", "model", "there is no model 'gpt'"),
+    ("generate", {"messages": USER, "audio": {}}, "unsupported_parameter", "audio", "audio is not supported"),
+    ("tokenize", {}, "missing_required_parameter", "content", "neither a text nor messages"),
+    ("tokenize", {"content": "a", "messages": USER}, "invalid_value", "content", "a text and messages"),
+    ("detokenize", {"tokens": [1, -1]}, "invalid_value", "tokens[1]", "tokens[1] is the integer -1"),
+    ("detokenize", {"tokens": [1, 300]}, "invalid_value", "tokens[1]", "tokens[1] is 300"),
+    ("session/prompt", {"session_id": "x"}, "missing_required_parameter", "prompt", "prompt is missing"),
+    ("session/close", {"session_id": "x"}, "session_not_found", "session_id", "there is no session 'x'"),
+    ("session/restore", {"path": "/none/x.session"}, "invalid_request", None, "cannot be read"),
+]
+"""Wrong parameters of methods, and the same of the error."""
+
+
 @pytest.mark.parametrize(
     ("message", "code", "param", "text"),
-    [
-        ({"method": "status"}, "invalid_message", "jsonrpc", "jsonrpc is missing"),
-        ({"jsonrpc": "1.0", "method": "status"}, "invalid_message", "jsonrpc", "jsonrpc is the string '1.0'"),
-        ({"jsonrpc": "2.0"}, "invalid_message", "method", "method is missing"),
-        ({"jsonrpc": math.inf, "method": "status"}, "invalid_message", "jsonrpc", "jsonrpc is the number inf"),
-        ({"jsonrpc": "2.0", "method": math.inf}, "invalid_message", "method", "method is the number inf"),
-        (
-            {"jsonrpc": "2.0", "method": "status", "params": math.inf},
-            "invalid_type",
-            "params",
-            "params is the number inf",
-        ),
-        ({"jsonrpc": "2.0", "method": 5}, "invalid_message", "method", "method is the integer 5"),
-        ({"jsonrpc": "2.0", "result": {}}, "invalid_message", "result", "unknown member 'result'"),
-        ({"jsonrpc": "2.0", "method": "status", "x": 1}, "invalid_message", "x", "unknown member 'x'"),
-        ({"jsonrpc": "2.0", "method": "chat"}, "method_not_found", "method", "there is no method 'chat'"),
-        ({"jsonrpc": "2.0", "method": "rpc.x"}, "method_not_found", "method", "there is no method 'rpc.x'"),
-        ({"jsonrpc": "2.0", "method": "status", "params": []}, "invalid_type", "params", "params is the array"),
-        ({"jsonrpc": "2.0", "method": "status", "params": None}, "invalid_type", "params", "params is null"),
-        ({"jsonrpc": "2.0", "method": "initialize"}, "invalid_message", None, "initialize was sent before"),
-    ],
+    [*FORMS, *(({"jsonrpc": "2.0", "method": name, "params": given}, *error) for name, given, *error in PARAMETERS)],
 )
-def test_a_request_of_another_form_gets_its_id_back(
+def test_a_wrong_request_gets_its_id_back_and_what_is_wrong_is_named(
     client: RpcClient, message: dict[str, Any], code: str, param: str | None, text: str
 ) -> None:
     client.write(json.dumps({"id": "bad", **message}).replace("Infinity", "1e400").encode())
-    with pytest.raises(RpcFailedError) as caught:
-        client.result("bad")
-    assert (caught.value.code, caught.value.param) == (code, param)
-    assert text in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("method", "params", "code", "param", "text"),
-    [
-        ("status", {"x": 1}, "unknown_parameter", "x", "unknown field x"),
-        ("models/load", {"model": 5}, "invalid_type", "model", "model is the integer 5"),
-        ("models/load", {"model": "x"}, "model_not_found", "model", "there is no model 'x'"),
-        ("models/unload", {"model": "x"}, "model_not_found", "model", "there is no model 'x'"),
-        ("models/pull", {"id": "x"}, "invalid_request", None, "'x' is not an id of a model"),
-        ("models/pull", {}, "missing_required_parameter", "id", "id is missing"),
-        ("generate", {}, "missing_required_parameter", "messages", "messages is missing"),
-        ("generate", {"messages": []}, "invalid_value", "messages", "messages"),
-        ("generate", {"messages": [{"role": "user"}]}, "missing_required_parameter", "messages[0].content", "content"),
-        ("generate", {"messages": USER, "tempreature": 1}, "unknown_parameter", "tempreature", "unknown field"),
-        ("generate", {"messages": USER, "temperature": "hot"}, "invalid_type", "temperature", "temperature is"),
-        ("generate", {"messages": USER, "top_p": 2}, "invalid_value", "top_p", "top_p"),
-        ("generate", {"messages": USER, "num_ctx": 4097}, "unsupported_parameter", "num_ctx", "num_ctx is 4097"),
-        ("generate", {"messages": USER, "model": "gpt"}, "model_not_found", "model", "there is no model 'gpt'"),
-        ("generate", {"messages": USER, "audio": {}}, "unsupported_parameter", "audio", "audio is not supported"),
-        ("tokenize", {}, "missing_required_parameter", "content", "neither a text nor messages"),
-        ("tokenize", {"content": "a", "messages": USER}, "invalid_value", "content", "a text and messages"),
-        ("detokenize", {"tokens": [1, -1]}, "invalid_value", "tokens[1]", "tokens[1] is the integer -1"),
-        ("detokenize", {"tokens": [1, 300]}, "invalid_value", "tokens[1]", "tokens[1] is 300"),
-        ("session/prompt", {"session_id": "x"}, "missing_required_parameter", "prompt", "prompt is missing"),
-        ("session/close", {"session_id": "x"}, "session_not_found", "session_id", "there is no session 'x'"),
-        ("session/restore", {"path": "/none/x.session"}, "invalid_request", None, "cannot be read"),
-    ],
-)
-def test_wrong_parameters_are_named(
-    client: RpcClient, method: str, params: dict[str, Any], code: str, param: str | None, text: str
-) -> None:
-    client.write(json.dumps({"jsonrpc": "2.0", "id": "bad", "method": method, "params": params}).encode())
     with pytest.raises(RpcFailedError) as caught:
         client.result("bad")
     assert (caught.value.code, caught.value.param) == (code, param)
@@ -204,9 +196,7 @@ def test_a_key_that_occurs_twice_is_refused(client: RpcClient) -> None:
     client.write(b'{"jsonrpc": "2.0", "id": "bad", "method": "tokenize", "params": {"content": "a", "content": "b"}}')
     with pytest.raises(RpcFailedError, match="the key 'content' occurs twice"):
         client.result("bad")
-
-
-def test_names_inside_of_a_member_may_be_those_of_the_message(client: RpcClient) -> None:
+    # Names inside of a member may be the names of the message's own members.
     parameters = rb'{"content": "\"id\": {[", "id": {"id": 1, "method": "id"}}'
     client.write(b'{"jsonrpc": "2.0", "params": ' + parameters + b', "id": "own", "method": "tokenize"}')
     with pytest.raises(RpcFailedError, match="unknown field id"):

@@ -82,6 +82,13 @@ def test_only_the_files_of_one_graph_are_downloaded(hub: HubServer) -> None:
     assert sorted(hub.bodies()) == ["config.json", "onnx/model_q4.onnx", "onnx/model_q4.onnx_data", "tokenizer.json"]
     assert (found.folder / "model_q4.onnx_data").read_bytes() == weights(2)
     assert open_bundle(found.path).graph == found.folder / "model_q4.onnx"
+    for path in found.folder.iterdir():
+        assert not path.is_symlink()
+        assert path.stat().st_nlink == 1
+    assert onnx.load(str(found.folder / "model_q4.onnx")).graph.initializer[0].raw_data == weights(2)
+    assert {seen.path.split("/")[1] for seen in hub.seen} == {"api", "org", "cdn"}
+    assert [seen.path for seen in hub.seen if seen.path.startswith("/api")] == ["/api/models/org/js"]
+    assert {seen.method for seen in hub.seen} == {"GET"}
 
 
 def test_the_embedding_of_a_multimodal_model_comes_along(hub: HubServer) -> None:
@@ -98,15 +105,6 @@ def test_the_embedding_of_a_multimodal_model_comes_along(hub: HubServer) -> None
     bundle = open_bundle(found.path)
     assert bundle.graph == found.folder / "decoder_model_merged_q4.onnx"
     assert bundle.embedding == found.folder / "embed_tokens_q4.onnx"
-
-
-def test_a_model_folder_holds_plain_files_of_its_own(hub: HubServer) -> None:
-    hub.repo("org/js", TRANSFORMERS_JS)
-    found = fetch_model(HubId("org/js", "fp32"))
-    for path in found.folder.iterdir():
-        assert not path.is_symlink()
-        assert path.stat().st_nlink == 1
-    assert onnx.load(str(found.folder / "model.onnx")).graph.initializer[0].raw_data == weights(1)
 
 
 def test_a_downloaded_model_is_used_without_a_request(hub: HubServer) -> None:
@@ -216,6 +214,10 @@ def test_a_checkpoint_is_downloaded_for_export(hub: HubServer) -> None:
     message = "^org/ckpt holds no .onnx file; export its checkpoint: edge-run export org/ckpt@main OUT$"
     with pytest.raises(BundleError, match=message):
         find_model("org/ckpt@main")
+    hub.repo("org/data", {"README.md": b"", "data.csv": b""})
+    message = "^org/data holds no .onnx file; and no safetensors or GGUF weights to export"
+    with pytest.raises(BundleError, match=message):
+        find_model("org/data")
     folder = fetch_checkpoint(HubId("org/ckpt"))
     assert names(folder) == {*wanted, "config.json", "tokenizer.json"}
     assert fetch_checkpoint(HubId("org/ckpt")) == folder
@@ -245,14 +247,6 @@ def test_an_export_prefers_safetensors(hub: HubServer) -> None:
     assert "model_q4.onnx" in names(fetch_checkpoint(HubId("org/both", "q4")))
     hub.repo("org/js", TRANSFORMERS_JS)
     assert "model_q4.onnx" in names(fetch_checkpoint(HubId("org/js")))
-
-
-def test_a_repository_without_a_model_is_an_error(hub: HubServer) -> None:
-    hub.repo("org/data", {"README.md": b"", "data.csv": b""})
-    with pytest.raises(
-        BundleError, match="^org/data holds no .onnx file; and no safetensors or GGUF weights to export"
-    ):
-        find_model("org/data")
 
 
 @pytest.mark.parametrize(
@@ -358,38 +352,24 @@ def test_a_damaged_record_is_written_again(hub: HubServer, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "error", "message"),
+    ("path", "status", "error", "message"),
     [
-        (
-            401,
-            InputError,
-            "org/js is neither a model on the hub nor a file or folder on this machine; check the name",
-        ),
-        (404, InputError, "org/js is neither a model on the hub nor a file"),
-        (429, HubError, "the hub received too many requests from this address; wait a little"),
-        (
-            500,
-            HubError,
-            "the hub refused the list of files of org/js (status 500); run the command again in a while",
-        ),
-        (400, HubError, "the hub refused the list of files of org/js (status 400); check the name"),
+        ("/api/models", 401, InputError, "org/js is neither a model on the hub nor a file or folder on this machine; "),
+        ("/api/models", 404, InputError, "org/js is neither a model on the hub nor a file"),
+        ("/resolve/", 403, InputError, "org/js is neither a model on the hub nor a file"),
+        ("/api/models", 429, HubError, "the hub received too many requests from this address; wait a little"),
+        ("/api/models", 500, HubError, "the hub refused the list of files of org/js (status 500); run the command"),
+        ("/api/models", 400, HubError, "the hub refused the list of files of org/js (status 400); check the name"),
     ],
 )
 def test_refusals_of_the_hub_are_errors_of_one_line(
-    hub: HubServer, status: int, error: type[EdgeError], message: str
+    hub: HubServer, path: str, status: int, error: type[EdgeError], message: str
 ) -> None:
     hub.repo("org/js", TRANSFORMERS_JS)
-    hub.faults.status["/api/models"] = status
+    hub.faults.status[path] = status
     with pytest.raises(error, match=f"^{re.escape(message)}") as caught:
         fetch_model(HubId("org/js"))
     assert "\n" not in str(caught.value)
-
-
-def test_a_refused_file_is_an_error_of_one_line(hub: HubServer) -> None:
-    hub.repo("org/js", TRANSFORMERS_JS)
-    hub.faults.status["/resolve/"] = 403
-    with pytest.raises(InputError, match="org/js is neither a model on the hub nor a file"):
-        fetch_model(HubId("org/js"))
 
 
 def test_private_and_gated_models_need_a_token(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,14 +389,6 @@ def test_private_and_gated_models_need_a_token(hub: HubServer, monkeypatch: pyte
     assert {seen.token for seen in hub.seen if "/cdn/" in seen.path} == {None}
 
 
-def test_no_other_requests_are_sent(hub: HubServer) -> None:
-    hub.repo("org/js", TRANSFORMERS_JS)
-    fetch_model(HubId("org/js"))
-    assert {seen.path.split("/")[1] for seen in hub.seen} == {"api", "org", "cdn"}
-    assert [seen.path for seen in hub.seen if seen.path.startswith("/api")] == ["/api/models/org/js"]
-    assert {seen.method for seen in hub.seen} == {"GET"}
-
-
 @pytest.mark.parametrize(
     "sibling",
     [
@@ -434,12 +406,6 @@ def test_files_with_impossible_values_are_left_out(hub: HubServer, sibling: dict
     assert set(list_repository(HubId("org/js")).files) == set(TRANSFORMERS_JS)
 
 
-def test_an_answer_that_is_not_the_hubs_is_an_error(hub: HubServer) -> None:
-    hub.faults.html = True
-    with pytest.raises(HubError, match=f"^{hub.url} does not answer like the hub; check HF_ENDPOINT"):
-        find_model("org/js")
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -449,11 +415,13 @@ def test_an_answer_that_is_not_the_hubs_is_an_error(hub: HubServer) -> None:
         lambda info: info.update(sha=None),
         lambda info: info.update(sha="../../x"),
         lambda info: info.pop("id"),
+        None,
     ],
 )
-def test_incomplete_listings_are_errors(hub: HubServer, change: Callable[[dict[str, Any]], None]) -> None:
+def test_what_is_no_listing_is_an_error(hub: HubServer, change: Callable[[dict[str, Any]], None] | None) -> None:
     hub.repo("org/js", TRANSFORMERS_JS)
     hub.faults.change = change
+    hub.faults.html = change is None
     with pytest.raises(HubError, match=f"^{hub.url} does not answer like the hub; check HF_ENDPOINT"):
         find_model("org/js")
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from edgerun.models.bundle import Bundle
-from edgerun.runtime.text.detokenizer import StreamDecoder
+from edgerun.runtime.text.detokenizer import StopMatcher, StreamDecoder
 from edgerun.runtime.text.tokenizer import TextTokenizer
 
 TEXTS = ["Grüße, Welt!", "naïve café", "日本語のテキスト", "👩‍👩‍👧‍👦 family 🎉", "tabs\tand\nlines", " leading"]
@@ -87,3 +87,39 @@ def test_special_tokens_do_not_remove_the_space_of_the_next_word(metaspace: Text
     ids = [metaspace._tokenizer.token_to_id(piece) for piece in ("<s>", "▁hello", "<s>", "▁world")]
     decoder = StreamDecoder(metaspace)
     assert "".join(decoder.push([token]) for token in ids) == "hello world"
+
+
+TEXT = st.text(alphabet="ab\n", max_size=30)
+
+
+@given(text=TEXT, stops=st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size=3), data=st.data())
+def test_text_ends_at_the_first_stop_sequence_however_it_is_split(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    matcher = StopMatcher(stops)
+    shown = pushed = ""
+    for piece in pieces:
+        shown += matcher.push(piece)
+        pushed += piece
+        if not matcher.stopped:
+            # Only text that begins some stop sequence is held back.
+            held = pushed.removeprefix(shown)
+            assert shown + held == pushed
+            assert not held or any(stop.startswith(held) for stop in stops)
+    ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    if ends:
+        assert matcher.stopped
+        assert shown == text[: min(ends)[1]]
+    else:
+        assert not matcher.stopped
+        assert shown + matcher.flush() == text
+
+
+def test_text_after_a_stop_sequence_is_dropped() -> None:
+    matcher = StopMatcher(["END"])
+    assert matcher.push("abcE") == "abc"
+    assert matcher.push("ND more") == ""
+    assert matcher.push("again") == ""
+    assert matcher.flush() == ""
