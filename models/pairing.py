@@ -84,28 +84,19 @@ def find_draft(target: Bundle, draft: str | os.PathLike[str] | None = "auto") ->
     named = target.manifest.draft if target.manifest is not None else None
     beside = Path(os.path.realpath(target.folder / named.path)) if named is not None else None
     if draft == "auto" and named is not None and named.graph:
-        return _draft_in_bundle(target, named)
+        graph, ids = target.folder / named.graph, target.folder / named.d2t
+        for path in (graph, ids) if named.d2t else (graph,):
+            if not path.is_file():
+                raise BundleError(f"{path} is missing", "copy the whole model folder")
+        check_external_data(graph)
+        target_ids = _read_map(ids, offsets=named.d2t_offsets) if named.d2t else None
+        bundle = dataclasses.replace(target, graph=graph, manifest=None)
+        return DraftPair(bundle, target_ids, layer_skip=named.head is None, head=named.head)
     if draft == "auto":
         return pair(target, open_bundle(beside), named) if beside is not None and beside.is_dir() else None
     found = open_bundle(find_model(draft))
     is_named = Path(os.path.realpath(found.folder)) == beside and found.folder != target.folder
     return pair(target, found, named if is_named else None)
-
-
-def _draft_in_bundle(target: Bundle, named: DraftPairing) -> DraftPair:
-    """Open the target's graph without some sub-layers, or a draft head.
-
-    Raises:
-        BundleError: the graph or the map of its ids is missing or damaged.
-    """
-    graph, ids = target.folder / named.graph, target.folder / named.d2t
-    for path in (graph, ids) if named.d2t else (graph,):
-        if not path.is_file():
-            raise BundleError(f"{path} is missing", "copy the whole model folder")
-    check_external_data(graph)
-    target_ids = _read_map(ids, offsets=named.d2t_offsets) if named.d2t else None
-    bundle = dataclasses.replace(target, graph=graph, manifest=None)
-    return DraftPair(bundle, target_ids, layer_skip=named.head is None, head=named.head)
 
 
 def pair(target: Bundle, draft: Bundle, named: DraftPairing | None = None) -> DraftPair:

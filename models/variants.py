@@ -142,7 +142,11 @@ def choose_graph(
     embedding = embedding_name(files_of_best.graph)
     if embedding is not None and PurePosixPath(embedding) in paths:
         files_of_best = replace(files_of_best, embedding=embedding)
-    _require_text_decoder(best[0], files_of_best, paths, names, where)
+    folder = best[0].folder
+    part = _find_component([path for path in paths if path.parent == folder and path.suffix == ".onnx"])
+    takes_text = files_of_best.embedding is not None and part is not None and part[1] in _WITH_TEXT
+    if part is not None and not takes_text and names.get(folder) != part[0].name:
+        raise _not_a_text_decoder(part, where)
     return files_of_best
 
 
@@ -258,26 +262,6 @@ def _by_file_name(variant: str, paths: Sequence[PurePosixPath]) -> list[_Candida
             files = GraphFiles(str(path), str(first) if first != path and first in paths else None)
             found.append(_candidate(files, _precision_of(path.stem)))
     return found
-
-
-def _require_text_decoder(
-    chosen: _Candidate,
-    files: GraphFiles,
-    paths: Sequence[PurePosixPath],
-    named: Mapping[PurePosixPath, str],
-    where: str,
-) -> None:
-    """Check that a decoder is not a part of a larger model.
-
-    Raises:
-        BundleError: the graphs beside it show that it is.
-    """
-    beside = [path for path in paths if path.parent == chosen.folder and path.suffix == ".onnx"]
-    part = _find_component(beside)
-    if part is None or named.get(chosen.folder) == part[0].name:
-        return
-    if files.embedding is None or part[1] not in _WITH_TEXT:
-        raise _not_a_text_decoder(part, where)
 
 
 def _find_component(graphs: Sequence[PurePosixPath]) -> tuple[PurePosixPath, str] | None:

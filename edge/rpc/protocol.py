@@ -7,8 +7,7 @@ further fields in later versions.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -338,8 +337,7 @@ class SessionUpdate(Result):
     reasoning: Annotated[str | UnsetType, Meta(description="A piece of what the model thinks.")] = UNSET
 
 
-@dataclass(frozen=True)
-class Method:
+class Method(NamedTuple):
     """A method of the protocol."""
 
     params: type[msgspec.Struct]

@@ -207,7 +207,8 @@ def with_embedding(decoder: Path, embedding: Path) -> bytes | None:
     taken = [value for value in model.graph.input if value.name == _EMBEDDINGS]
     if not taken:
         return None
-    inputs = _own_inputs(part.graph)
+    given = {each.name for each in part.graph.initializer}
+    inputs = [value for value in part.graph.input if value.name not in given]
     branches = any(each.HasField("g") or each.graphs for one in part.graph.node for each in one.attribute)
     if len(inputs) != 1 or len(part.graph.output) != 1 or branches:
         takes, gives = (", ".join(value.name for value in each) for each in (inputs, part.graph.output))
@@ -230,12 +231,6 @@ def with_embedding(decoder: Path, embedding: Path) -> bytes | None:
     model.opset_import.extend(each for each in part.opset_import if each.domain not in domains)
     serialized: bytes = model.SerializeToString()
     return serialized
-
-
-def _own_inputs(graph: Message) -> list[Message]:
-    """The inputs of a graph that no initializer gives."""
-    given = {each.name for each in graph.initializer}
-    return [value for value in graph.input if value.name not in given]
 
 
 def _rename(graph: Message, names: dict[str, str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from .calls import ToolCall, ToolCallDelta, new_call_id
 
@@ -76,8 +76,7 @@ class AnswerParser:
                 self._count += 1
 
 
-@dataclass(frozen=True)
-class ReasoningTags:
+class ReasoningTags(NamedTuple):
     """What stands around the part of an answer in which the model thinks."""
 
     opening: str

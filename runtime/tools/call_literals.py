@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from .calls import NotACallError
 from .json_scanner import MAX_DEPTH
@@ -26,8 +25,7 @@ _ESCAPED: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "
 _MAX_DIGITS: Final = 400
 
 
-@dataclass(frozen=True)
-class Quote:
+class Quote(NamedTuple):
     """What strings are written between."""
 
     mark: str

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from .calls import NotACallError, OfferedTools, ToolCall, calls_of_json, read_json, written_call
 from .json_scanner import JsonScanner
@@ -17,8 +16,7 @@ _MAX_NAME: Final = 200
 _BARE_CALL: Final = re.compile(r'\s*\{\s*"(?:name|type|function)"\s*:')
 
 
-@dataclass(frozen=True)
-class RegionEnd:
+class RegionEnd(NamedTuple):
     """How a region ended."""
 
     calls: Sequence[ToolCall]

@@ -93,29 +93,16 @@ def test_variants_of_a_newer_program_are_left_out(newer: dict[str, object]) -> N
     assert manifest.variants == (VariantFile(DeviceKind.GPU, "model.onnx", Precision.FLOAT32),)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [put("later", {"a": 1}), put("architecture/window", 5), put("weights/head/outliers", True)],
-    ids=["top", "architecture", "weights"],
-)
-def test_unknown_fields_are_ignored(change: Change) -> None:
-    assert Manifest.from_json(changed(change)) == MANIFEST
-
-
-def test_an_older_name_of_a_field_is_read() -> None:
+def test_fields_of_newer_and_earlier_versions_are_read() -> None:
+    """Unknown fields are ignored; codes and scales of earlier bundles are stored like all others."""
+    for change in (put("later", {"a": 1}), put("architecture/window", 5), put("weights/head/outliers", True)):
+        assert Manifest.from_json(changed(change)) == MANIFEST
     calibration = {"origin": "a.txt", "tokens": 9, "held_out_tokens": 3, "folded": True}
     manifest = Manifest.from_json(changed(put("calibration", calibration)))
     assert manifest.calibration == Calibration("a.txt", 9, 3, awq=True)
-
-
-def test_methods_and_scales_of_earlier_versions_are_read() -> None:
-    """Codes and scales of such bundles are stored like all others."""
     head = {"bits": 4, "block": 64, "powers_of_two": True, "method": "hqq"}
     weight_format = Manifest.from_json(changed(put("weights/head", head))).weights["head"]
     assert (str(weight_format), weight_format.method) == ("int4/64", None)
-
-
-def test_fields_with_a_default_may_be_missing() -> None:
     manifest = Manifest.from_json(changed(drop("parity", "producer", "command")))
     assert (manifest.parity, manifest.producer, manifest.command) == ({}, "", "")
 
