@@ -418,7 +418,7 @@ def test_files_with_impossible_values_are_left_out(hub: HubServer, sibling: dict
         None,
     ],
 )
-def test_what_is_no_listing_is_an_error(hub: HubServer, change: Callable[[dict[str, Any]], None] | None) -> None:
+def test_invalid_listings_are_errors(hub: HubServer, change: Callable[[dict[str, Any]], None] | None) -> None:
     hub.repo("org/js", TRANSFORMERS_JS)
     hub.faults.change = change
     hub.faults.html = change is None
