@@ -277,21 +277,18 @@ def grammar_text(response_format: ResponseFormat) -> str:
 
 
 def _refused(response_format: ResponseFormat, why: str) -> InputError:
+    described = f"the {response_format.described} of the answer"
     if keys := _UNSUPPORTED.match(why):
         names = ", ".join(json.loads(keys[1]))
-        return InputError(
-            f"the JSON schema of the answer has keywords that are not supported: {names}", "leave them out"
-        )
-    if why.startswith("oneOf constraints"):
-        return InputError(
-            "the JSON schema of the answer has oneOf with alternatives that may be true of one value",
-            "use anyOf, or make them exclude each other by their types or constants",
-        )
-    if why.startswith("NoExtensionBias"):
-        return InputError(f"nothing can follow the {response_format.described} of the answer", "correct it")
-    return InputError(
-        f"the {response_format.described} of the answer is refused: {first_line(why)}", "correct or simplify it"
-    )
+        what, hint = f"the JSON schema of the answer has keywords that are not supported: {names}", "leave them out"
+    elif why.startswith("oneOf constraints"):
+        what = "the JSON schema of the answer has oneOf with alternatives that may be true of one value"
+        hint = "use anyOf, or make them exclude each other by their types or constants"
+    elif why.startswith("NoExtensionBias"):
+        what, hint = f"nothing can follow {described}", "correct it"
+    else:
+        what, hint = f"{described} is refused: {first_line(why)}", "correct or simplify it"
+    return InputError(what, hint)
 
 
 def _matcher_tokenizer(tokenizer: TextTokenizer) -> llguidance.LLTokenizer:

@@ -125,7 +125,7 @@ class ChatPrompt:
         own = {name: variables.pop(name) for name in SPECIAL_TOKENS if name in variables}
         written = "".join((self.template.written, *map(str, own.values())))
         inputs = {"messages": messages, **variables}
-        marked = None if self.special_tokens_in_messages else self.tokenizer.mark(inputs, written)
+        marked = None if self.special_tokens_in_messages else self.tokenizer.marks.mark(inputs, written)
         if marked is None:
             text = self.template.render(messages, **self.variables)
             return self.tokenizer.encode(text, add_special_tokens=False)

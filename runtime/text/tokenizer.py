@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Final
 
@@ -56,7 +56,7 @@ class TextTokenizer:
         self._check_ids([*beyond, *added])
         self.config: Final = bundle.json_file("tokenizer_config.json")
         self.special_ids: Final = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._marks: Final = MessageMarks(token.content for token in added.values() if token.special)
+        self.marks: Final = MessageMarks(token.content for token in added.values() if token.special)
         self._plain: PlainEncoding | None = None
         """Encodes texts with special tokens in messages; made for the first of them."""
         self.eos: Final = self._find_eos(bundle, vocab_size)
@@ -79,15 +79,11 @@ class TextTokenizer:
 
     def encode_plain(self, text: str) -> list[int]:
         """Token ids of a text in which the texts of special tokens are plain text too; errors as for `encode`."""
-        marked = self.mark({"text": text}, "")
+        marked = self.marks.mark({"text": text}, "")
         if marked is None:
             return self.encode(text, add_special_tokens=False)
         values, mark = marked
         return self.encode_marked(values["text"], mark)
-
-    def mark(self, inputs: Mapping[str, Any], written: str) -> tuple[dict[str, Any], str] | None:
-        """Mark what looks like a special token in the inputs of a chat template, as `MessageMarks.mark` does."""
-        return self._marks.mark(inputs, written)
 
     def encode_marked(self, marked: str, mark: str) -> list[int]:
         """Token ids of a text in which special tokens with a mark in them are plain text.
@@ -100,14 +96,14 @@ class TextTokenizer:
         """
         text = marked.replace(mark, "")
         ids = self.encode(text, add_special_tokens=False)
-        own = self._marks.own_tokens(marked, mark)
-        if own == self._marks.own_tokens(text) and self._count_special(ids) <= len(own):
+        own = self.marks.own_tokens(marked, mark)
+        if own == self.marks.own_tokens(text) and self._count_special(ids) <= len(own):
             return ids
         with failures_as(self._failure, text):
             plain = self._plain
             if plain is None or plain.occurs_in(text):
                 plain = self._plain = PlainEncoding(self._tokenizer, text)
-            written = self._marks.replace_own(marked, mark, plain.stand_ins.__getitem__)
+            written = self.marks.replace_own(marked, mark, plain.stand_ins.__getitem__)
             ids = plain.encode(written.replace(mark, ""))
             if self._count_special(ids) > len(own):
                 # The model itself has a special token among its words: let no word go past a mark.
