@@ -174,18 +174,14 @@ def salvage(damaged: Path, target: sqlite3.Connection) -> tuple[int, int]:
 
 def _readable_rows(damaged: Path, table: str) -> Iterator[dict[str, Any]]:
     for direction in ("ASC", "DESC"):
-        with suppress(sqlite3.Error, OSError), closing(_open_damaged(damaged)) as source:
+        address = f"{damaged.absolute().as_uri()}?mode=ro"
+        with suppress(sqlite3.Error), closing(sqlite3.connect(address, uri=True, isolation_level=None)) as source:
+            source.text_factory = lambda data: data.decode("utf-8", "replace")
             cursor = source.execute(f"SELECT * FROM {table} ORDER BY rowid {direction}")  # noqa: S608
             names = [column[0] for column in cursor.description]
             for row in cursor:
                 yield dict(zip(names, row, strict=True))
             return
-
-
-def _open_damaged(damaged: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(f"{damaged.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
-    connection.text_factory = lambda data: data.decode("utf-8", "replace")
-    return connection
 
 
 def _repair_references(target: sqlite3.Connection) -> None:

@@ -92,7 +92,8 @@ class McpConnection:
         """Set when its process has ended."""
         self._changed: Final = changed
         self._start_s: Final = start_s
-        self._stop: Final = asyncio.Event()
+        self.stop: Final = asyncio.Event()
+        """Set to end it."""
         self._session: ClientSession | None = None
 
     async def run(self) -> None:
@@ -110,10 +111,6 @@ class McpConnection:
             self.known.set()
             self.ended.set()
             self._changed()
-
-    def stop(self) -> None:
-        """End it."""
-        self._stop.set()
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
         """Call a tool; returns a text for the model, also where something goes wrong, and whether the call failed."""
@@ -137,7 +134,7 @@ class McpConnection:
     def _fail(self, error: EdgeError) -> None:
         """Note that it has failed, and end it."""
         self.state, self.error, self._session, self.tools = ServerState.FAILED, str(error), None, ()
-        self.stop()
+        self.stop.set()
 
     async def _run(self) -> None:
         """Start the process, and speak with it until it is stopped.
@@ -163,7 +160,7 @@ class McpConnection:
                     started = True
                     await self._speak(session)
             except Exception as error:
-                if not self._stop.is_set():
+                if not self.stop.is_set():
                     raise self._failure(error, started=started, said=lines) from error
 
     async def _speak(self, session: ClientSession) -> None:
@@ -172,10 +169,10 @@ class McpConnection:
         Raises:
             TimeoutError: it does not list them in time.
         """
-        listing, ending = asyncio.ensure_future(self._list_tools(session)), asyncio.ensure_future(self._stop.wait())
+        listing, ending = asyncio.ensure_future(self._list_tools(session)), asyncio.ensure_future(self.stop.wait())
         try:
             await asyncio.wait({listing, ending}, timeout=self._start_s, return_when=asyncio.FIRST_COMPLETED)
-            if not self._stop.is_set():
+            if not self.stop.is_set():
                 if not listing.done():
                     raise TimeoutError
                 self.tools = tuple(listing.result())

@@ -16,7 +16,7 @@ import msgspec
 from ....errors import InputError, UnknownIdError
 from ....runtime.scheduling.request_run import Cancellation
 from .mcp_connection import START_S, McpConnection, ServerState, ServerTool
-from .tool_settings import MAX_SERVERS, ServerFields, ToolServer, ToolSettings
+from .tool_settings import FILE_NAME, MAX_SERVERS, ServerFields, ToolServer, read_servers, write_servers
 
 _CLOSE_S: Final = 10.0
 _POLL_S: Final = 0.1
@@ -37,7 +37,9 @@ class ToolServers:
     def __init__(
         self, folder: Path | None = None, changed: Callable[[], None] = lambda: None, start_s: float = START_S
     ) -> None:
-        self._settings: Final = ToolSettings(folder)
+        self._path: Final = None if folder is None else folder / FILE_NAME
+        self._problem: str | None = None
+        """Why the list could not be read."""
         self._changed: Final = changed
         self._start_s: Final = start_s
         self._lock: Final = threading.RLock()
@@ -62,7 +64,7 @@ class ToolServers:
             }
             for server, running in found
         ]
-        return {"servers": servers, "problem": self._settings.problem}
+        return {"servers": servers, "problem": self._problem}
 
     def save(self, name: str, body: ServerFields) -> dict[str, Any]:
         """Add a server, or replace that of its name, which ends; it is started if it is on. Returns the list.
@@ -157,13 +159,16 @@ class ToolServers:
 
     def _all(self) -> dict[str, ToolServer]:
         if self._listed is None:
-            self._listed = {server.name: server for server in self._settings.read()}
+            servers, self._problem = ([], None) if self._path is None else read_servers(self._path)
+            self._listed = {server.name: server for server in servers}
         return self._listed
 
     def _replace(self, servers: Mapping[str, ToolServer], name: str) -> None:
         """Keep the list, in which the server of a name is another or none, so that it ends; the lock is held."""
         listed = dict(sorted(servers.items()))
-        self._settings.write(list(listed.values()))
+        if self._path is not None:
+            write_servers(self._path, list(listed.values()), unreadable=self._problem is not None)
+            self._problem = None
         self._listed = listed
         self._end(name)
 
@@ -183,7 +188,7 @@ class ToolServers:
         """Let a server end; the lock is held."""
         running = self._running.pop(name, None)
         if running is not None and self._loop is not None:
-            self._loop.call_soon_threadsafe(running.stop)
+            self._loop.call_soon_threadsafe(running.stop.set)
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

@@ -65,54 +65,43 @@ class ToolServer(ServerFields, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise InputError(f"{variable!r:.60} cannot be the name of a variable", "write NAME=value")
 
 
-class ToolSettings:
-    """Reads and writes the list of servers.
+def read_servers(path: Path) -> tuple[list[ToolServer], str | None]:
+    """The servers of a list by name, and why it could not be read, in a sentence; none if there is no list."""
+    try:
+        servers = msgspec.json.decode(path.read_bytes(), type=list[ToolServer])
+        for server in servers:
+            server.check()
+    except FileNotFoundError:
+        return [], None
+    except (OSError, msgspec.DecodeError, EdgeError) as error:
+        problem = f"{path} cannot be read: {error}; it stays as it is until a server is added"
+        _log.warning("%s", problem)
+        return [], problem
+    return sorted(servers, key=lambda server: server.name), None
+
+
+def write_servers(path: Path, servers: Sequence[ToolServer], *, unreadable: bool) -> None:
+    """Keep the servers, in a file that only its owner can read: variables may be secrets.
 
     Args:
-        folder: the user's data folder; None to keep nothing.
+        path: the file.
+        servers: the servers.
+        unreadable: whether the file could not be read; it is kept under another name.
+
+    Raises:
+        EdgeError: the file cannot be written.
     """
-
-    def __init__(self, folder: Path | None) -> None:
-        self._path: Final = None if folder is None else folder / FILE_NAME
-        self.problem: str | None = None
-        """Why the list could not be read, in a sentence."""
-
-    def read(self) -> list[ToolServer]:
-        """The servers by name; none if there is no list, or if it cannot be read."""
-        if self._path is None:
-            return []
-        try:
-            servers = msgspec.json.decode(self._path.read_bytes(), type=list[ToolServer])
-            for server in servers:
-                server.check()
-        except FileNotFoundError:
-            return []
-        except (OSError, msgspec.DecodeError, EdgeError) as error:
-            self.problem = f"{self._path} cannot be read: {error}; it stays as it is until a server is added"
-            _log.warning("%s", self.problem)
-            return []
-        return sorted(servers, key=lambda server: server.name)
-
-    def write(self, servers: Sequence[ToolServer]) -> None:
-        """Keep the servers, in a file that only its owner can read: variables may be secrets.
-
-        Raises:
-            EdgeError: the file cannot be written.
-        """
-        if self._path is None:
-            return
-        try:
-            make_private_folder(self._path.parent)
-            if self.problem is not None:  # the list that could not be read is kept under another name
-                self._path.replace(self._path.with_name(f"{FILE_NAME}.unreadable"))
-                self.problem = None
-            make_private_file(self._path)
-            write_atomically(self._path, msgspec.json.format(msgspec.json.encode(servers)), private=True)
-        except OSError as error:
-            raise EdgeError(
-                f"the list of servers cannot be written: {error.strerror or error}",
-                f"give yourself the permission to write {self._path}",
-            ) from error
+    try:
+        make_private_folder(path.parent)
+        if unreadable:
+            path.replace(path.with_name(f"{path.name}.unreadable"))
+        make_private_file(path)
+        write_atomically(path, msgspec.json.format(msgspec.json.encode(servers)), private=True)
+    except OSError as error:
+        raise EdgeError(
+            f"the list of servers cannot be written: {error.strerror or error}",
+            f"give yourself the permission to write {path}",
+        ) from error
 
 
 class _Configured(msgspec.Struct, kw_only=True):
