@@ -36,7 +36,7 @@ from edgerun import Engine
 from edgerun.edge.server.asgi_app import asgi_app
 from edgerun.edge.server.endpoint import RequestService
 from edgerun.edge.server.server_settings import ServerSettings
-from edgerun.edge.server.uvicorn_server import bound_socket, draining_server
+from edgerun.edge.server.uvicorn_server import DrainingServer, bound_socket
 from edgerun.edge.service.model_pool import ModelPool
 from shapes import SHAPES
 
@@ -54,7 +54,7 @@ def served(engine: Engine, model: Path) -> Iterator[tuple[int, Callable[[], floa
     pool = ModelPool([str(model)], lambda _path, _progress: engine)
     listening = bound_socket("127.0.0.1", 0)
     service = RequestService(pool, ServerSettings())
-    server = draining_server(asgi_app(service), service, service.settings, 0.0)
+    server = DrainingServer(asgi_app(service), service, service.settings, 0.0)
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:

@@ -108,7 +108,7 @@ def _server(store: ConversationStore, pool: ModelPool, port: int, load: LoadOpti
     from ..app.event_channel import EventChannel
     from ..app.tools.tool_servers import ToolServers
     from ..server.server_settings import ServerSettings
-    from ..server.uvicorn_server import draining_server
+    from ..server.uvicorn_server import DrainingServer
 
     folder = data_folder()
     settings = ServerSettings(host=_HOST, max_body_bytes=_MAX_BODY_BYTES)
@@ -120,7 +120,7 @@ def _server(store: ConversationStore, pool: ModelPool, port: int, load: LoadOpti
     # Checks of exactness compare texts whose prompts were read by the model's own graph.
     shared |= {"prefill": PrefillMode.PLAIN.value}
     service = AppService(AppContext(store, pool, events, settings, tools, shared), access)
-    server = draining_server(chat_app(service), service, settings, _DRAIN_S)
+    server = DrainingServer(chat_app(service), service, settings, _DRAIN_S)
     announce(folder, port, access)
     return server, open_url(port, access.new_token())
 

@@ -79,7 +79,7 @@ def serve(
         from ..server.asgi_app import asgi_app
         from ..server.endpoint import RequestService
         from ..server.server_settings import ServerSettings
-        from ..server.uvicorn_server import bound_socket, draining_server
+        from ..server.uvicorn_server import DrainingServer, bound_socket
         from ..service.kept_prefixes import KeptPrefix
 
     settings = ServerSettings(
@@ -103,7 +103,7 @@ def serve(
         write_error(f"edge-run: try: {_curl(base, settings.api_key, options.api_key_file)}")
         service = RequestService(pool, settings)
         with showing_tracebacks(debug):
-            draining_server(asgi_app(service), service, settings, options.drain).run([listening])
+            DrainingServer(asgi_app(service), service, settings, options.drain).run([listening])
 
 
 def _api_key(option: str | None, file: Path | None) -> str | None:

@@ -79,8 +79,8 @@ class DrainedService(Protocol):
         """End all answers soon."""
 
 
-def draining_server(app: ASGIApp, service: DrainedService, settings: ServerSettings, drain_s: float) -> DrainingServer:
-    """A server that answers requests until a signal; `run` runs it on a socket.
+class DrainingServer(uvicorn.Server):
+    """A server that answers requests until a signal, and finishes running answers; `run` runs it on a socket.
 
     Args:
         app: the application, whose lifespan ends with the server.
@@ -89,29 +89,25 @@ def draining_server(app: ASGIApp, service: DrainedService, settings: ServerSetti
         drain_s: seconds for which answers that have begun may go on after the signal. A second signal ends the process
             at once.
     """
-    # Its warnings are about requests that are not HTTP, of which anybody can send any number.
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    config = uvicorn.Config(
-        app,
-        http=guarded_connection(settings),
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        timeout_keep_alive=round(settings.keep_alive_s),
-        timeout_graceful_shutdown=_CLOSING_S,
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        backlog=_BACKLOG,
-    )
-    return DrainingServer(config, service, drain_s)
 
-
-class DrainingServer(uvicorn.Server):
-    """A server whose running answers are finished before it ends."""
-
-    def __init__(self, config: uvicorn.Config, service: DrainedService, drain_s: float) -> None:
+    def __init__(self, app: ASGIApp, service: DrainedService, settings: ServerSettings, drain_s: float) -> None:
+        # Its warnings are about requests that are not HTTP, of which anybody can send any number.
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        connection = type("GuardedConnection", (GuardedConnection,), {"settings": settings})
+        config = uvicorn.Config(
+            app,
+            http=cast("type[asyncio.Protocol]", connection),
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=round(settings.keep_alive_s),
+            timeout_graceful_shutdown=_CLOSING_S,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            backlog=_BACKLOG,
+        )
         super().__init__(config)
         self._service: Final = service
         self._drain_s: Final = drain_s
@@ -172,7 +168,7 @@ class GuardedConnection(H11Protocol):
     """A connection that is checked from time to time, and closed when its client sends or reads nothing."""
 
     settings: ClassVar[ServerSettings]
-    """Limits, which `guarded_connection` sets in a subclass."""
+    """Limits, which `DrainingServer` sets in a subclass."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to check the connection, or refuse it where there are too many."""
@@ -251,8 +247,3 @@ class GuardedConnection(H11Protocol):
             self.transport.abort()
             return
         self._check_later()
-
-
-def guarded_connection(settings: ServerSettings) -> type[asyncio.Protocol]:
-    """The connections of a server with these limits, as a class that uvicorn makes them from."""
-    return cast("type[asyncio.Protocol]", type("GuardedConnection", (GuardedConnection,), {"settings": settings}))

@@ -25,7 +25,7 @@ from edgerun import load
 from edgerun.edge.server.asgi_app import asgi_app
 from edgerun.edge.server.endpoint import RequestService
 from edgerun.edge.server.server_settings import ServerSettings
-from edgerun.edge.server.uvicorn_server import bound_socket, draining_server
+from edgerun.edge.server.uvicorn_server import DrainingServer, bound_socket
 from edgerun.edge.service.model_pool import ModelPool
 from support.processes import EDGE_RUN, started_until
 
@@ -135,7 +135,7 @@ def served_here(model: Path, settings: ServerSettings, **options: Any) -> Iterat
     pool = ModelPool([str(model)], lambda path, progress: load(path, progress=progress, **options))
     listening = bound_socket("127.0.0.1", 0)
     service = RequestService(pool, settings)
-    server = draining_server(asgi_app(service), service, settings, 0.0)
+    server = DrainingServer(asgi_app(service), service, settings, 0.0)
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     try:

@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ....errors import ConversationError
 from ...conversations.records import Attachment, Conversation, MessageState, Role, StoredMessage
 from ...conversations.store import ConversationStore
-
-
-@dataclass(frozen=True)
-class BranchPoint:
-    """Messages that follow the same one, of which one is shown."""
-
-    before: StoredMessage | None
-    """The message that they follow; None for first messages."""
-    alternatives: tuple[StoredMessage, ...]
-    shown: int
-    """Index of the one that is shown."""
 
 
 class ChatConversation:
@@ -96,16 +84,19 @@ class ChatConversation:
             raise ConversationError(f"there is no {what} yet", "write a message first")
         return found
 
-    def branch_points(self) -> list[BranchPoint]:
-        """Where the conversation has alternatives to what is shown, the last place first."""
+    def branch_points(self) -> list[tuple[StoredMessage | None, list[StoredMessage], StoredMessage]]:
+        """Where the conversation has alternatives to what is shown, the last place first.
+
+        Returns:
+            For each place the message before it (None for first messages), the alternatives, and the one that is shown.
+        """
         branch = self.branch()
         messages = self._store.messages(branch[0].conversation) if branch else []
         points = []
         for before, message in zip([None, *branch], branch, strict=False):
-            alternatives = tuple(each for each in messages if each.parent == message.parent)
+            alternatives = [each for each in messages if each.parent == message.parent]
             if len(alternatives) > 1:
-                shown = [each.id for each in alternatives].index(message.id)
-                points.append(BranchPoint(before, alternatives, shown))
+                points.append((before, alternatives, message))
         return points[::-1]
 
     def _field(self, name: str) -> Any:

@@ -145,7 +145,7 @@ class ChatCommands:
     def _branch(self, argument: str) -> None:
         chat = self._chat
         points = chat.conversation.branch_points()
-        choices = [message for point in points for message in point.alternatives]
+        choices = [message for _, alternatives, _ in points for message in alternatives]
         if not choices:
             raise InputError("there are no other answers or messages", "/regenerate and /edit make some")
         if argument:
@@ -154,12 +154,11 @@ class ChatCommands:
             chat.open(chat.conversation)
             return
         number = 0
-        for point in points:
-            chat.note(f"after {_beginning(point.before)}" if point.before else "at the beginning")
-            for index, message in enumerate(point.alternatives):
+        for before, alternatives, shown in points:
+            chat.note(f"after {_beginning(before)}" if before else "at the beginning")
+            for message in alternatives:
                 number += 1
-                shown = " (shown)" if index == point.shown else ""
-                chat.note(f"  {number}  {_beginning(message)}{shown}")
+                chat.note(f"  {number}  {_beginning(message)}{' (shown)' if message.id == shown.id else ''}")
         chat.note("/branch N shows one of them")
 
     def _set(self, argument: str) -> None:
