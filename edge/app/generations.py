@@ -51,7 +51,8 @@ class Generations:
     def all(self, conversation_id: str | None = None) -> list[MessageGeneration]:
         """All generations, or those of a conversation, in progress, also one that is beginning."""
         with self._lock:
-            return [each for each in self._live.values() if conversation_id in {None, each.conversation}]
+            live = list(self._live.values())
+        return live if conversation_id is None else [each for each in live if each.conversation == conversation_id]
 
     def check_room(self, count: int = 1) -> None:
         """Raise if no further messages can be begun.

@@ -29,7 +29,7 @@ def state_routes(context: AppContext, models: ModelServices) -> list[Route]:
     endpoints = _StateEndpoints(context, models)
     table = (
         ("GET", "/api/state", endpoints.state),
-        ("GET", "/api/usage", endpoints.usage),
+        ("GET", "/api/usage", lambda: {"usage": context.store.usage()}),
         ("PATCH", "/api/settings", endpoints.change),
         ("PUT", "/api/presets/{preset:path}", endpoints.save_preset),
         ("DELETE", "/api/presets/{preset:path}", endpoints.delete_preset),
@@ -58,9 +58,6 @@ class _StateEndpoints:
                 "memory_bytes": psutil.virtual_memory().total,
             },
         }
-
-    def usage(self) -> dict[str, Any]:
-        return {"usage": self._store.usage()}
 
     def change(self, body: SettingsBody) -> dict[str, Any]:
         for name, value in msgspec.structs.asdict(body).items():

@@ -204,6 +204,8 @@ def test_a_branch_begins_with_the_chosen_token(page: Window) -> None:
     path = f"/api/messages/{answer['id']}/branch"
     branch = post(page.client, path, index=index, alternative=chosen["id"])["answer"]
     assert branch["parent"] == answer["parent"]
+    begun = [*tokens[:index], chosen]
+    assert branch["content"] == "".join(each["text"] for each in begun if not each.get("special"))
     ended = page.wait_for_end(branch["id"])
     now = tokens_of(page.client, branch["id"])
     assert now[:index] == tokens[:index]
