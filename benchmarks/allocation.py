@@ -78,7 +78,7 @@ class Comparison:
         self.model = SourceModel(checkpoint, config, recipe.context_for(config))
         self.observed, text, store = calibrate(self.model, recipe, work, silent)
         self.methods = {**CALIBRATED_METHODS, 2: options.method, 4: options.method}
-        self.formats = format_candidates([self.methods], options.zero_points)
+        self.formats = format_candidates(self.methods, options.zero_points)
         self.text = text
         self.correction_target = store.correction_target
         self.search_evaluator = PlanEvaluator(self.model, text.calibration, store.weights, work / "search")
@@ -88,7 +88,7 @@ class Comparison:
 
     def print_all(self) -> None:
         """Measure and print every budget."""
-        rounded = self.uniform(format_candidates([dict.fromkeys(DEFAULT_METHODS, Method.RTN)]), self.kl)
+        rounded = self.uniform(format_candidates(dict.fromkeys(DEFAULT_METHODS, Method.RTN)), self.kl)
         uniform = self.uniform(self.formats, self.exported_kl)
         for kind, plans in (("", uniform), ("to nearest", rounded)):
             for plan in plans:
@@ -166,7 +166,7 @@ class Comparison:
             plan = uniform_plan(self.config, form)
             size = self.size(plan)
             bits = 8 * size / weight_count(self.config)
-            found.append(PlanFigures(str(form), PlanKind.UNIFORM, size, bits, kl(plan)))
+            found.append(PlanFigures(str(form), PlanKind.UNIFORM, size, bits, kl(plan), {}))
         return found
 
     def size(self, plan: Plan) -> int:

@@ -37,7 +37,7 @@ from .drafts.make_draft import DraftRequest, make_draft
 from .quantization.methods import FP32
 from .recipe import ExportRecipe, ExportRequest
 from .report.compared_plans import PlanComparison
-from .report.figures import ModelReport, PlanFigures, PlanKind, Speed, linear_figures, plan_figures, search_steps
+from .report.figures import ModelReport, PlanFigures, PlanKind, SearchStep, Speed, linear_figures, plan_figures
 from .report.page import write_report
 from .report.tables import megabytes
 
@@ -84,10 +84,18 @@ def complete_bundle(
         OSError: The disk refused a write.
     """
     config, plan, text, recipe, times = content.config, model.plan, model.text, request.recipe, model.times
-    quality, shipped = _quality(folder, model, progress)
+    progress(_STAGE, 0.0)
+    quality = model.evaluator.divergence(plan)
+    # The matrices of a large model must not stay in memory while the bundle is measured.
+    model.evaluator.release()
+    shipped = model.evaluator.divergence_of_bundle(folder)
+    model.evaluator.release()
+    progress(_STAGE, 0.5)
     calibration_tokens, held_out_tokens = (sum(map(len, part)) for part in (text.calibration, text.held_out))
     calibration = Calibration(text.origin, calibration_tokens, held_out_tokens, awq=recipe.awq)
-    _record(folder, calibration, shipped)
+    manifest = Manifest.from_json((folder / MANIFEST_NAME).read_bytes(), str(folder / MANIFEST_NAME))
+    recorded = replace(manifest, calibration=calibration, quality=shipped.as_mapping())
+    write_atomically(folder / MANIFEST_NAME, recorded.to_json().encode())
     cache_note = store_cache_scales(folder, text)
     (measured,) = BundleTimer().time_passes([folder], _WIDTHS, _ROUNDS)
     progress(_STAGE, 1.0)
@@ -109,7 +117,7 @@ def complete_bundle(
         bandwidths=_TYPICAL_BANDWIDTHS if recipe.bandwidth is None else (recipe.bandwidth,),
         drafts=[] if figures is None else [figures],
         budget="" if recipe.parsed_budget is None else str(recipe.parsed_budget),
-        search=[] if model.allocation is None else search_steps(model.allocation.history),
+        search=[] if model.allocation is None else [SearchStep(*each) for each in model.allocation.history],
         seconds=time.perf_counter() - started,
         machine=describe_machine(),
         notes=[*filter(None, (*_notes(plan), *model.notes, cache_note, draft_note))],
@@ -118,26 +126,6 @@ def complete_bundle(
         write_atomically(folder / PLAN_NAME, _plan_text(content, sensitivities, quality).encode())
     write_report(folder, report)
     return report
-
-
-def _quality(folder: Path, model: CalibratedModel, progress: Progress) -> tuple[Divergence, Divergence]:
-    """Quality on held-out text with quantized weights alone, and of the graph as it runs."""
-    progress(_STAGE, 0.0)
-    quality = model.evaluator.divergence(model.plan)
-    # The matrices of a large model must not stay in memory while the bundle is measured.
-    model.evaluator.release()
-    shipped = model.evaluator.divergence_of_bundle(folder)
-    model.evaluator.release()
-    progress(_STAGE, 0.5)
-    return quality, shipped
-
-
-def _record(folder: Path, calibration: Calibration, quality: Divergence) -> None:
-    """Write the calibration and the measured quality into the manifest."""
-    path = folder / MANIFEST_NAME
-    manifest = Manifest.from_json(path.read_bytes(), str(path))
-    recorded = replace(manifest, calibration=calibration, quality=quality.as_mapping())
-    write_atomically(path, recorded.to_json().encode())
 
 
 def _notes(plan: QuantPlan) -> list[str]:

@@ -158,10 +158,10 @@ def _request(target: str, out: Path, text: Sequence[Path], options: TrainDraftOp
     import numpy as np
 
     from ...export.draft_training.draft_tasks import LossKind
+    from ...export.draft_training.optimizer import TrainOptions
     from ...export.draft_training.request import DraftKind, DraftSize, DraftTrainingRequest
     from ...export.draft_training.target_data import AnswerOptions, PromptConversation
     from ...export.draft_training.torch_llama import BlockRounding
-    from ...export.draft_training.training_loop import TrainOptions
 
     try:
         rounded = None if options.rounding is None else BlockRounding.parse(options.rounding)

@@ -56,11 +56,9 @@ def show_report(console: SafeConsole, report: ModelReport) -> None:
         console.print(layers)
     if len(report.compared) > 1:
         console.print(_plans(report))
-    quality = report.shipped or report.quality
-    if quality is not None:
-        text = report.calibration
-        name = "held-out text" if text is None else f"{text.held_out_tokens} held-out tokens of {text.origin}"
-        _line(console, f"quality on {name}: {quality_text(quality)}")
+    text = report.calibration
+    measured_on = f"{text.held_out_tokens} held-out tokens of {text.origin}"
+    _line(console, f"quality on {measured_on}: {quality_text(report.shipped)}")
     if gain := gain_text(report):
         _line(console, gain)
     for headline in headlines(report):
@@ -81,14 +79,11 @@ def _plans(report: ModelReport) -> Table:
     table = Table(title="plans", title_justify="left", title_style="bold")
     timed = any(1 in plan.milliseconds for plan in report.compared)
     table.add_column("")
-    measured = any(plan.kl is not None for plan in report.compared)
-    names = ("bits per weight read", "MB per token", *("KL of the weights alone",) * measured, *("tokens/s",) * timed)
+    names = ("bits per weight read", "MB per token", "KL of the weights alone", *("tokens/s",) * timed)
     for name in names:
         table.add_column(name, justify="right")
     for plan in report.compared:
-        cells = [plan.name, f"{plan.bits_per_weight:.2f}", megabytes(plan.bytes_read)]
-        if measured:
-            cells.append("-" if plan.kl is None else f"{plan.kl:#.3g}")
+        cells = [plan.name, f"{plan.bits_per_weight:.2f}", megabytes(plan.bytes_read), f"{plan.kl:#.3g}"]
         if timed:
             cells.append(f"{1e3 / plan.milliseconds[1]:.1f}" if 1 in plan.milliseconds else "-")
         table.add_row(*cells, style="bold" if plan is report.chosen else None)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Final
+from typing import Final, NamedTuple
 
 from ...errors import InputError
 from ...models.atomic import temporary_folder
@@ -95,8 +94,7 @@ class CostLimit:
         return self.limit / self.measured_ratio - self.costs.fixed
 
 
-@dataclass(frozen=True)
-class AllocationProblem:
+class AllocationProblem(NamedTuple):
     """What to allocate, and by which measurements."""
 
     config: DecoderConfig
@@ -113,8 +111,7 @@ class AllocationProblem:
     the assumed cost of that one is its measured cost."""
 
 
-@dataclass(frozen=True)
-class Allocation:
+class Allocation(NamedTuple):
     """A chosen quantization plan, and what was measured on the way."""
 
     plan: QuantPlan
@@ -163,13 +160,9 @@ def require_feasible(
         InputError: Even the cheapest plan exceeds the budget.
     """
     costs, linears = cost_limit.costs, list(planned_linears(config))
+    of_linears = [[costs.of(linear, each) for each in formats if is_allowed(linear, each)] for linear in linears]
     cheapest, dearest = (
-        cost_limit.measured_ratio
-        * (
-            costs.fixed
-            + sum(extreme(costs.of(linear, each) for each in formats if is_allowed(linear, each)) for linear in linears)
-        )
-        for extreme in (min, max)
+        cost_limit.measured_ratio * (costs.fixed + sum(map(extreme, of_linears))) for extreme in (min, max)
     )
     if budget.limit(config) < cheapest:
         raise InputError(
@@ -265,12 +258,7 @@ class PlanSearch:
         self._config = model.config
         self._recipe = recipe
         self._folder = folder
-        self._formats = format_candidates(
-            [recipe.methods],
-            zero_points=recipe.zero_points,
-            half_scales=recipe.half_scales,
-            low_rank=recipe.low_rank,
-        )
+        self._formats = format_candidates(recipe.methods, recipe.zero_points, recipe.half_scales, recipe.low_rank)
         self._evaluator = PlanEvaluator(model, text.calibration, store.weights, folder / "calibration")
         self._all_tokens = sum(map(len, text.calibration))
 
@@ -313,12 +301,17 @@ class PlanSearch:
         config, recipe = self._config, self._recipe
         timed = budget.measure is Measure.MILLISECONDS
         widths = dict.fromkeys((budget.width, *_TIMED_WIDTHS) if timed else _TIMED_WIDTHS)
+
+        def divergence_on(share: float) -> PlanDivergence:
+            tokens = max(_MIN_TOKENS, int(share * min(measured_tokens(config), self._all_tokens)))
+            return lambda plan: self._evaluator.divergence(plan, tokens).mean_kl
+
         limits = cost_limits(budget, config, [times.costs(width) for width in widths])
         require_feasible(config, budget, limits[0], self._formats)
         problem = AllocationProblem(
             config,
             self.sensitivities(progress),
-            [partial(self._divergence, share) for share in _STAGES],
+            [divergence_on(share) for share in _STAGES],
             budget,
             limits,
             (lambda plan: measured_over_predicted(times, plan, [budget.width])) if timed else None,
@@ -326,10 +319,6 @@ class PlanSearch:
         seconds = _DEFAULT_SECONDS if recipe.time_limit is None else 60 * recipe.time_limit
         found = allocate(problem, self._folder, SearchSettings(seed=recipe.seed, seconds=seconds), progress)
         return found, times.scaled(found.measured_ratio)
-
-    def _divergence(self, share: float, plan: QuantPlan) -> float:
-        tokens = int(share * min(measured_tokens(self._config), self._all_tokens))
-        return self._evaluator.divergence(plan, max(_MIN_TOKENS, tokens)).mean_kl
 
 
 def measured_tokens(config: DecoderConfig, work: float = PLAN_WORK) -> int:

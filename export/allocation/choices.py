@@ -30,8 +30,7 @@ STAGE: Final = "measuring sensitivities"
 _BISECTIONS: Final = 100
 
 
-@dataclass(frozen=True)
-class FormatOption:
+class FormatOption(NamedTuple):
     """A format that a linear may take."""
 
     weight_format: WeightFormat
@@ -41,8 +40,7 @@ class FormatOption:
     """Mean KL in nats with only this linear quantized, in this format."""
 
 
-@dataclass(frozen=True)
-class LinearChoice:
+class LinearChoice(NamedTuple):
     """A linear and its options, in ascending order of cost in the first measure."""
 
     linear: str
@@ -128,13 +126,9 @@ def pareto_options(options: Iterable[FormatOption]) -> tuple[FormatOption, ...]:
     kept: list[FormatOption] = []
     for option in sorted(options, key=lambda each: (each.costs, each.divergence)):
         # Sorted by cost, an earlier option is never dearer in the first measure; of equal ones the first is kept.
-        if not any(_dominates(other, option) for other in kept):
+        if not any(at_most_as_dear(other, option) and other.divergence <= option.divergence for other in kept):
             kept.append(option)
     return tuple(kept)
-
-
-def _dominates(one: FormatOption, other: FormatOption) -> bool:
-    return at_most_as_dear(one, other) and one.divergence <= other.divergence
 
 
 def at_most_as_dear(one: FormatOption, other: FormatOption) -> bool:
@@ -144,15 +138,18 @@ def at_most_as_dear(one: FormatOption, other: FormatOption) -> bool:
 
 def total_costs(choices: Sequence[LinearChoice], selection: Selection) -> tuple[float, ...]:
     """Sum of the costs of the selected options, in each measure."""
-    each = (choice.options[number].costs for choice, number in zip(choices, selection, strict=True))
-    return tuple(map(sum, zip(*each, strict=True)))
+    return tuple(map(sum, zip(*(each.costs for each in selected(choices, selection)), strict=True)))
 
 
 def plan_of(choices: Sequence[LinearChoice], selection: Selection) -> dict[str, WeightFormat]:
     """The selected format of each linear, by its name."""
-    return {
-        choice.linear: choice.options[number].weight_format for choice, number in zip(choices, selection, strict=True)
-    }
+    options = zip(choices, selected(choices, selection), strict=True)
+    return {choice.linear: option.weight_format for choice, option in options}
+
+
+def selected(choices: Sequence[LinearChoice], selection: Selection) -> list[FormatOption]:
+    """The selected option of each linear."""
+    return [choice.options[number] for choice, number in zip(choices, selection, strict=True)]
 
 
 class Sensitivity(NamedTuple):
@@ -185,7 +182,11 @@ def measure_sensitivities(
     Raises:
         OSError: The disk refused a write.
     """
-    known = _stored(file)
+    try:
+        stored: Mapping[str, object] = parse_json_object(read_regular(file, MAX_JSON_BYTES))
+    except (OSError, ValueError):  # missing or damaged
+        stored = {}
+    known = {key: float(value) for key, value in stored.items() if isinstance(value, (int, float)) and is_finite(value)}
     allowed = {linear.name: [each for each in formats if is_allowed(linear, each)] for linear in linears}
     total = sum(map(len, allowed.values()))
     done = 0
@@ -201,15 +202,6 @@ def measure_sensitivities(
         return Sensitivity(weight_format, known[key])
 
     return {linear: tuple(measured(linear, each) for each in its_formats) for linear, its_formats in allowed.items()}
-
-
-def _stored(file: Path) -> dict[str, float]:
-    """Values of an earlier run; none where the file is missing or damaged."""
-    try:
-        values: Mapping[str, object] = parse_json_object(read_regular(file, MAX_JSON_BYTES))
-    except (OSError, ValueError):
-        return {}
-    return {key: float(value) for key, value in values.items() if isinstance(value, (int, float)) and is_finite(value)}
 
 
 def cheapest_selection(problem: KnapsackProblem) -> Selection:
@@ -240,15 +232,14 @@ def first_selection(problem: KnapsackProblem) -> Selection:
     largest = max(range(len(problem.choices)), key=lambda index: problem.choices[index].options[-1].costs[0])
     found = [lagrangian_selection(problem)]
     for number, option in enumerate(problem.choices[largest].options):
-        fixed = replace(problem.choices[largest], options=(option,))
+        fixed = problem.choices[largest]._replace(options=(option,))
         part = replace(problem, choices=(*problem.choices[:largest], fixed, *problem.choices[largest + 1 :]))
         if part.fits(cheapest_selection(part)):
             selection = lagrangian_selection(part)
             found.append((*selection[:largest], number, *selection[largest + 1 :]))
 
     def divergence(selection: Selection) -> float:
-        chosen = zip(problem.choices, selection, strict=True)
-        return sum(choice.options[number].divergence for choice, number in chosen)
+        return sum(each.divergence for each in selected(problem.choices, selection))
 
     return min(found, key=divergence)
 
@@ -275,16 +266,14 @@ def _spend_remainder(problem: KnapsackProblem, selection: Selection) -> Selectio
 def _at_multiplier(problem: KnapsackProblem, multiplier: float) -> Selection:
     """The best option of each linear for a Lagrange multiplier of the whole budget; of equal ones the cheaper."""
 
-    def best(options: Sequence[FormatOption]) -> int:
-        return min(range(len(options)), key=lambda number: objective(options[number]))
-
     def objective(option: FormatOption) -> tuple[float, float]:
         share = _limit_share(option, problem.limits)
         if math.isinf(multiplier):
             return share, option.divergence
         return option.divergence + multiplier * share, share
 
-    return tuple(best(choice.options) for choice in problem.choices)
+    objectives = [[objective(option) for option in choice.options] for choice in problem.choices]
+    return tuple(each.index(min(each)) for each in objectives)
 
 
 def _limit_share(option: FormatOption, limits: Sequence[float]) -> float:

@@ -17,7 +17,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import combinations, islice
 from pathlib import Path
 from typing import Any, Final
@@ -35,6 +35,7 @@ from .choices import (
     at_most_as_dear,
     lagrangian_selection,
     plan_of,
+    selected,
 )
 from .format_candidates import spelled
 
@@ -146,7 +147,12 @@ def evolve(
             break
         _advance(state, problem, divergence, settings)
         _save(state_file, state, problem.choices)
-        progress(_STAGE, _share_done(state, settings))
+        shares = (
+            state.generation / settings.generations,
+            state.seconds / settings.seconds,
+            state.idle / settings.patience,
+        )
+        progress(_STAGE, min(1.0, max(shares)))
     progress(_STAGE, 1.0)
     return state
 
@@ -201,24 +207,10 @@ def _is_balanced(parent: Selection, child: Selection, choices: Sequence[LinearCh
     return freed == 0 or added >= _MIN_SPENT_SHARE * freed
 
 
-def _share_done(state: SearchState, settings: SearchSettings) -> float:
-    shares = (
-        state.generation / settings.generations,
-        state.seconds / settings.seconds,
-        state.idle / settings.patience,
-    )
-    return min(1.0, max(shares))
-
-
 def _save(file: Path, state: SearchState, choices: Sequence[LinearChoice]) -> None:
-    data = {
-        "plan": {linear: spelled(chosen) for linear, chosen in plan_of(choices, state.parent).items()},
-        "divergence": state.divergence,
-        "generation": state.generation,
-        "idle": state.idle,
-        "seconds": state.seconds,
-        "history": state.history,
-    }
+    data = asdict(state)
+    del data["parent"]
+    data["plan"] = {linear: spelled(chosen) for linear, chosen in plan_of(choices, state.parent).items()}
     write_atomically(file, json.dumps(data, indent=1).encode())
 
 
@@ -349,8 +341,7 @@ def _promising(problem: KnapsackProblem, selection: Selection, changes: Sequence
     """Selections that fit and that the single changes predict to be better, the most promising first."""
     yield _best_if_additive(problem, selection, changes)
     expected = []
-    singles = [(each,) for each in changes]
-    for group in (*singles, *combinations(changes, 2)):
+    for group in (*combinations(changes, 1), *combinations(changes, 2)):
         gain = sum(change.rise for change in group)
         if gain < 0 and len({change.index for change in group}) == len(group):
             trial = _changed(selection, [(change.index, change.number) for change in group])
@@ -362,12 +353,12 @@ def _promising(problem: KnapsackProblem, selection: Selection, changes: Sequence
 def _best_if_additive(problem: KnapsackProblem, selection: Selection, changes: Sequence[_Change]) -> Selection:
     """The selection that would be best if the measured changes added up."""
     measured: list[dict[int, FormatOption]] = [
-        {number: replace(choice.options[number], divergence=0.0)}
-        for choice, number in zip(problem.choices, selection, strict=True)
+        {number: option._replace(divergence=0.0)}
+        for number, option in zip(selection, selected(problem.choices, selection), strict=True)
     ]
     for change in changes:
         option = problem.choices[change.index].options[change.number]
-        measured[change.index][change.number] = replace(option, divergence=change.rise)
+        measured[change.index][change.number] = option._replace(divergence=change.rise)
     numbers = [sorted(options) for options in measured]
     around = tuple(
         LinearChoice(choice.linear, tuple(options[number] for number in known))

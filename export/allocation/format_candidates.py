@@ -54,6 +54,7 @@ _FORMATS: Final = {
     )
 }
 """Formats that a plan may name, by their spelling."""
+_METHODS: Final = {each.value: each for each in Method}
 _MAX_BYTES: Final = 1 << 22
 """Largest file that is read; a plan of a thousand layers takes a tenth of it."""
 _MAX_NAMED: Final = 3
@@ -61,26 +62,21 @@ _HINT: Final = "give a TOML file with a [linears] table"
 
 
 def format_candidates(
-    methods: Sequence[Mapping[int, Method]],
-    zero_points: bool = False,
-    half_scales: bool = False,
-    low_rank: bool = False,
+    methods: Mapping[int, Method], zero_points: bool = False, half_scales: bool = False, low_rank: bool = False
 ) -> tuple[WeightFormat, ...]:
-    """List the candidates: every base format with every quantization method for its number of bits.
+    """List the candidates: every base format with the quantization method for its number of bits.
 
     Args:
-        methods: Quantization method by bits; each further mapping adds further versions of the formats.
+        methods: Quantization method by bits.
         zero_points: Whether to add versions with zero points.
         half_scales: Whether all scales are stored in float16.
         low_rank: Whether to add 2-bit formats with a low-rank correction.
     """
-    formats = (
-        replace(base, method=by_bits[base.bits], zero_points=with_points, half_scales=half_scales)
+    return tuple(
+        replace(base, method=methods[base.bits], zero_points=with_points, half_scales=half_scales)
         for base in (*BASE_FORMATS, *(LOW_RANK_FORMATS if low_rank else ()))
         for with_points in ((False, True) if zero_points else (False,))
-        for by_bits in methods
     )
-    return tuple({(each, each.method): each for each in formats}.values())
 
 
 def is_allowed(linear: FusedLinear, weight_format: WeightFormat) -> bool:
@@ -187,18 +183,6 @@ def spelled(weight_format: WeightFormat) -> str:
     return f"{weight_format} {weight_format.method.value}" if weight_format.method is not None else str(weight_format)
 
 
-def _parse_format(text: str) -> WeightFormat | None:
-    """The format with that spelling, or None."""
-    name, _, method = text.partition(" ")
-    weight_format = _FORMATS.get(name)
-    if weight_format is None or not method.strip():
-        return weight_format
-    known = {each.value: each for each in Method}
-    if weight_format.bits == 32 or method.strip() not in known:
-        return None
-    return replace(weight_format, method=known[method.strip()])
-
-
 def _table(file: Path) -> dict[str, object]:
     try:
         text = decode_text(read_regular(file, _MAX_BYTES), str(file))
@@ -213,14 +197,15 @@ def _table(file: Path) -> dict[str, object]:
 
 
 def _parsed(file: Path, name: str, value: object) -> WeightFormat:
-    weight_format = _parse_format(value) if isinstance(value, str) else None
-    if weight_format is None:
+    named, _, method = value.partition(" ") if isinstance(value, str) else ("", "", "")
+    weight_format, chosen = _FORMATS.get(named), _METHODS.get(method.strip())
+    if weight_format is None or (method.strip() and (chosen is None or weight_format.bits == 32)):
         raise InputError(
             f"{file} gives {name} the unknown format {shown(value)}",
             'write "fp32", "int4/64" or "int4/64 gptq": 2, 4 or 8 bits in blocks of 32, 64 or 128; for 2 bits also '
             '"int2/64+rank32", of rank 16, 32 or 64',
         )
-    return weight_format
+    return replace(weight_format, method=chosen)
 
 
 def _names_hint(needed: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -43,7 +43,6 @@ WIDTHS: Final = (1, 2, 4, 8)
 """Widths of the passes that are measured; times in between are interpolated."""
 STAGE: Final = "timing linears"
 _ROUNDS: Final = 16
-_MIN_ROUNDS: Final = 1
 _WEIGHTS_PER_ROUND: Final = 1 << 20
 """Models of so many weights for each of the `_ROUNDS` and more are timed in all rounds. Smaller ones lie in caches, and
 sessions and pauses would take longer than their passes."""
@@ -101,7 +100,7 @@ class LinearTimes:
         """All times multiplied by a factor: those of the machine when it is slower."""
         return replace(
             self,
-            linears={key: _scaled(times, factor) for key, times in self.linears.items()},
+            linears={key: _scaled(each, factor) for key, each in self.linears.items()},
             overhead=_scaled(self.overhead, factor),
         )
 
@@ -120,11 +119,11 @@ class LinearTimes:
             ValueError: The object is something else.
         """
         try:
-            linears = {
-                (str(kind), _parsed_format(text)): _parsed_times(times)
-                for kind, formats in data["linears"].items()
-                for text, times in formats.items()
-            }
+            linears = {}
+            for kind, formats in data["linears"].items():
+                for text, times in formats.items():
+                    bits, block, *rank = map(int, text.split("/"))
+                    linears[str(kind), WeightFormat(bits, block, rank=sum(rank))] = _parsed_times(times)
             return cls(config, linears, _parsed_times(data["overhead"]))
         except (KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"not times of linears: {error}") from error
@@ -138,7 +137,7 @@ def load_or_measure(
 ) -> LinearTimes:
     """Load the times of a model's shape from the cache, or measure and store them.
 
-    Times from the cache are those of the machine as it was; see `plan_selection.measured_over_predicted`.
+    Times from the cache are from the machine as it was; see `allocate.measured_over_predicted`.
 
     Raises:
         BundleError, EdgeError: ONNX Runtime cannot run the timed models.
@@ -152,7 +151,7 @@ def load_or_measure(
     key = MeasurementKey((replace(config, tied_head=True), timed, timer.conditions), {})
     times = store.load(key)
     if times is None:
-        rounds = max(_MIN_ROUNDS, min(_ROUNDS, weight_count(config) // _WEIGHTS_PER_ROUND))
+        rounds = max(1, min(_ROUNDS, weight_count(config) // _WEIGHTS_PER_ROUND))
         times = measure(config, timed, progress, rounds, timer)
         store.save(key, times)
     return times
@@ -231,8 +230,7 @@ def _fitted(times: LinearTimes, bundles: Sequence[TimingBundle], passes: _Passes
     return LinearTimes(times.config, linears, overhead)
 
 
-@dataclass(frozen=True)
-class WholePass:
+class WholePass(NamedTuple):
     """A pass over a model, timed as a whole."""
 
     layers: int
@@ -241,8 +239,7 @@ class WholePass:
     """Sum of the milliseconds of its linears, timed one by one, by their bits."""
 
 
-@dataclass(frozen=True)
-class PassFit:
+class PassFit(NamedTuple):
     """Parameters fitted to whole passes."""
 
     factors: Mapping[int, float]
@@ -321,8 +318,3 @@ def _parsed_times(data: Mapping[str, Any]) -> Times:
     if not times or not all(map(is_finite, times.values())):
         raise ValueError("not times")
     return times
-
-
-def _parsed_format(text: str) -> WeightFormat:
-    bits, block, *rank = map(int, text.split("/"))
-    return WeightFormat(bits, block, rank=sum(rank))

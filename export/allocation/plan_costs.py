@@ -83,10 +83,8 @@ def bytes_stored(linear: FusedLinear, weight_format: WeightFormat, *, tied_head:
     if weight_format.bits == 32:
         return 4 * rows * columns
     stored = _stored_bytes(rows, columns, weight_format)
-    if weight_format.rank:
-        stored += _stored_bytes(weight_format.rank, columns, FACTOR_FORMAT) + _stored_bytes(
-            rows, weight_format.rank, FACTOR_FORMAT
-        )
+    stored += _stored_bytes(weight_format.rank, columns, FACTOR_FORMAT)
+    stored += _stored_bytes(rows, weight_format.rank, FACTOR_FORMAT)
     if weight_format.zero_points and (linear.name == EMBEDDING_LINEAR or (tied_head and linear.name == HEAD_LINEAR)):
         stored += rows * blocks_of(columns, weight_format)
         if linear.name == EMBEDDING_LINEAR:
@@ -140,9 +138,6 @@ class Measure(StrEnum):
     """Time of a pass."""
 
 
-_MEASURES: Final = {measure.value.lower(): measure for measure in Measure}
-
-
 @dataclass(frozen=True)
 class Budget:
     """An upper limit to the cost of a quantization plan."""
@@ -189,7 +184,8 @@ def parse_budget(text: str) -> Budget:
     found = _PATTERN.fullmatch(text)
     if found is None:
         raise InputError(f"{text!r} is not a budget", _HINT)
-    amount, measure, place = float(found[1]), _MEASURES[found[2].lower()], (found[3] or "1").lower()
+    measure = next(each for each in Measure if each.value.lower() == found[2].lower())
+    amount, place = float(found[1]), (found[3] or "1").lower()
     in_file = place == "file"
     width = 1 if in_file else int(place)
     if not 0 < amount < math.inf or width < 1:

@@ -31,6 +31,7 @@ from ..checkpoint.source import (
     QuantizedRows,
     RowRange,
     in_order,
+    joined_rows,
 )
 from ..quantization.codes import CorrectionTarget, InputStatistics, correction_factors, dequantized
 from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR
@@ -72,16 +73,18 @@ class QuantizedLinearStore:
         folder = self._folder_of(linear, weight_format)
         if weight_format.bits == 32 or folder.is_dir():
             return
-        if weight_format.rank:
-            self._make_factors(linear, weight_format)
+        if weight_format.rank:  # the codes are shared with the format without a rank
+            weights, inputs = self.correction_target(linear)
+            if inputs is None:
+                ones = np.ones(linear.columns, np.float32)
+                inputs = InputStatistics(ones, ones)
+            error = weights - self.weights(linear, replace(weight_format, rank=0))
+            _save(folder, correction_factors(error, inputs, weight_format)._asdict())
             return
         ranges = (rows for name in linear.weights for rows in self._source.row_ranges(name))
         with _blas().limit(limits=1, user_api="blas"):
             pieces = list(in_order(lambda rows: self._source.quantized(rows, weight_format), ranges))
-        with folder_written_atomically(folder, replaceable=lambda _: False) as staging:
-            for field, parts in zip(QuantizedRows._fields, zip(*pieces, strict=True), strict=True):
-                if parts[0] is not None:
-                    np.save(staging / f"{field}.npy", np.concatenate(parts), allow_pickle=False)
+        _save(folder, joined_rows(pieces)._asdict())
 
     def quantized(self, linear: FusedLinear, weight_format: WeightFormat) -> QuantizedRows:
         """All rows of a quantized linear, memory-mapped; quantized first if necessary."""
@@ -90,12 +93,9 @@ class QuantizedLinearStore:
         if weight_format.rank:
             mapped = (map_array(folder / f"{name}.npy") for name in LowRankFactors._fields)
             return self.quantized(linear, replace(weight_format, rank=0))._replace(factors=LowRankFactors(*mapped))
-        return QuantizedRows(
-            map_array(folder / "packed.npy"),
-            map_array(folder / "scales.npy"),
-            _mapped(folder / "offsets.npy"),
-            _mapped(folder / "zero_points.npy"),
-        )
+        files = (folder / f"{name}.npy" for name in QuantizedRows._fields)
+        arrays: dict[str, Any] = {file.stem: map_array(file) for file in files if file.is_file()}
+        return QuantizedRows(**arrays)
 
     def weights(self, linear: FusedLinear, weight_format: WeightFormat) -> Float32Array:
         """A linear's matrix, float32 [N, K], quantized and dequantized."""
@@ -106,19 +106,6 @@ class QuantizedLinearStore:
     def view(self, plan: Mapping[str, WeightFormat]) -> StoredSource:
         """The source, with the codes of a plan's linears read from the store."""
         return StoredSource(self._source, {name: self._linears[name] for name in plan}, self.quantized)
-
-    def _make_factors(self, linear: FusedLinear, weight_format: WeightFormat) -> None:
-        """Compute the low-rank correction of the format without a rank, whose codes it shares."""
-        weights, inputs = self.correction_target(linear)
-        if inputs is None:
-            ones = np.ones(linear.columns, np.float32)
-            inputs = InputStatistics(ones, ones)
-        error = weights - self.weights(linear, replace(weight_format, rank=0))
-        factors = correction_factors(error, inputs, weight_format)
-        folder = self._folder_of(linear, weight_format)
-        with folder_written_atomically(folder, replaceable=lambda _: False) as staging:
-            for field, values in factors._asdict().items():
-                np.save(staging / f"{field}.npy", values, allow_pickle=False)
 
     def _own_weights(self, linear: FusedLinear) -> CorrectionTarget:
         return CorrectionTarget(np.concatenate([self._source.read(name) for name in linear.weights]), None)
@@ -176,5 +163,9 @@ class StoredSource(ModelSourceWrapper):
         )
 
 
-def _mapped(file: Path) -> npt.NDArray[Any] | None:
-    return map_array(file) if file.is_file() else None
+def _save(folder: Path, arrays: Mapping[str, npt.NDArray[Any] | None]) -> None:
+    """Write the arrays that there are, each to a file of its own."""
+    with folder_written_atomically(folder, replaceable=lambda _: False) as staging:
+        for name, values in arrays.items():
+            if values is not None:
+                np.save(staging / f"{name}.npy", values, allow_pickle=False)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from .eagle_head import EagleNetwork
@@ -41,8 +40,7 @@ class LossKind(StrEnum):
     """Total variation distance, whose complement is the probability of acceptance, with normalized rewards."""
 
 
-@dataclass(frozen=True)
-class Labels:
+class Labels(NamedTuple):
     """What the target has at N positions, in the token ids of the draft's head."""
 
     tokens: Tensor
@@ -51,6 +49,10 @@ class Labels:
     """Its most likely tokens, int64 [N, k]; what the head does not have is 0 with probability 0."""
     top_probs: Tensor
     """Their probabilities, float32 [N, k]."""
+
+    def at(self, places: Tensor) -> Labels:
+        """The labels of some positions."""
+        return Labels(*(each[places] for each in self))
 
 
 def draft_loss(kind: LossKind, logits: Tensor, labels: Labels, hard: float = 0.0) -> Tensor:
@@ -94,14 +96,16 @@ def total_variation(logprobs: Tensor, labels: Labels) -> Tensor:
     return -(probs * (reward - mean) / deviation * logprobs).sum(-1).mean()
 
 
-@dataclass(frozen=True)
-class AnswerAcceptance:
+class AnswerAcceptance(NamedTuple):
     """A draft compared with one answer of `n` tokens, whose first token the prompt's pass gives."""
 
     matches: npt.NDArray[np.bool_]
     """[depth, n]: whether a chain has token i as its token number `depth`, if all its tokens before are right."""
     expected: npt.NDArray[np.float64]
     """[n]: sum over tokens of min(p, q), the probability that a sampled token is accepted at position i."""
+
+
+_Compared = Callable[[Sequence[Example], torch.device], AnswerAcceptance]
 
 
 def chain_passes(matches: npt.NDArray[np.bool_]) -> int:
@@ -161,29 +165,38 @@ def model_loss(model: CausalLM, kind: LossKind, hard: float = 0.0) -> Callable[[
 
 
 @torch.no_grad()
+def _acceptance(draft: nn.Module, examples: Sequence[Example], compared: _Compared) -> dict[str, float]:
+    """Figures of a draft on the target's greedy answers; see `acceptance_figures`.
+
+    `compared` gives `AnswerAcceptance` for all tokens of some answers, one after the other.
+    """
+    was_training = draft.training
+    draft.eval()
+    device = next(draft.parameters()).device
+    answers: list[AnswerAcceptance] = []
+    ordered = sorted(examples, key=lambda example: len(example.ids))
+    for start in range(0, len(ordered), _EVALUATED):
+        chosen = ordered[start : start + _EVALUATED]
+        with autocast(device):
+            matches, expected = compared(chosen, device)
+        ends = np.cumsum([sum(example.answer) for example in chosen])[:-1]
+        answers += map(AnswerAcceptance, np.split(matches, ends, axis=1), np.split(expected, ends))
+    draft.train(was_training)
+    return acceptance_figures(answers)
+
+
 def model_acceptance(model: CausalLM, examples: Sequence[Example], pad: int) -> dict[str, float]:
     """Figures of a draft model on the target's greedy answers; see `acceptance_figures`.
 
     As long as a chain is right, its tokens are those of the answer, so one pass over an answer tells all chains.
     """
-    was_training = model.training
-    model.eval()
-    device = next(model.parameters()).device
-    answers: list[AnswerAcceptance] = []
-    ordered = sorted(examples, key=lambda example: len(example.ids))
-    for start in range(0, len(ordered), _EVALUATED):
-        chosen = ordered[start : start + _EVALUATED]
+
+    def compared(chosen: Sequence[Example], device: torch.device) -> AnswerAcceptance:
         batch = collate(chosen, pad).to(device)
-        with autocast(device):
-            logits = model.head(model.hidden(batch.ids)[batch.predicts])
-        matches, expected = compare(logits, labels_of(batch))
-        place = 0
-        for example in chosen:
-            end = place + sum(example.answer)
-            answers.append(AnswerAcceptance(np.tile(matches[place:end], (CHAIN, 1)), expected[place:end]))
-            place = end
-    model.train(was_training)
-    return acceptance_figures(answers)
+        matches, expected = compare(model.head(model.hidden(batch.ids)[batch.predicts]), labels_of(batch))
+        return AnswerAcceptance(np.tile(matches, (CHAIN, 1)), expected)
+
+    return _acceptance(model, examples, compared)
 
 
 def compare(logits: Tensor, labels: Labels) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
@@ -193,8 +206,7 @@ def compare(logits: Tensor, labels: Labels) -> tuple[npt.NDArray[np.bool_], npt.
     return (logits.argmax(-1) == labels.tokens).cpu().numpy(), expected.double().cpu().numpy()
 
 
-@dataclass(frozen=True)
-class HeadBatch:
+class HeadBatch(NamedTuple):
     """Right-padded texts with the target's embeddings and states."""
 
     batch: Batch
@@ -212,9 +224,7 @@ class HeadBatch:
 
     def to(self, device: torch.device) -> HeadBatch:
         """The same batch on `device`."""
-        return HeadBatch(
-            self.batch.to(device), self.places.to(device), self.embedded.to(device), self.states.to(device)
-        )
+        return self._replace(**{name: each.to(device) for name, each in self._asdict().items()})
 
 
 def with_states(examples: Sequence[Example], source: TargetStates, pad: int) -> HeadBatch:
@@ -250,14 +260,12 @@ def head_loss(head: EagleNetwork, kind: LossKind, depths: int, hard: float = 0.0
         for places, logits in _logits(head, batch, depths):
             if not len(places):
                 continue
-            chosen = Labels(labels.tokens[places], labels.top_ids[places], labels.top_probs[places])
-            losses.append(_DEPTH_WEIGHT ** len(losses) * draft_loss(kind, logits, chosen, hard))
+            losses.append(_DEPTH_WEIGHT ** len(losses) * draft_loss(kind, logits, labels.at(places), hard))
         return torch.stack(losses).sum()
 
     return loss
 
 
-@torch.no_grad()
 def head_acceptance(
     head: EagleNetwork, examples: Sequence[Example], source: TargetStates, pad: int
 ) -> dict[str, float]:
@@ -265,32 +273,19 @@ def head_acceptance(
 
     As long as a chain is right, it reads the tokens of the answer, so that chains from all indices run at once.
     """
-    was_training = head.training
-    head.eval()
-    device = next(head.parameters()).device
-    answers: list[AnswerAcceptance] = []
-    ordered = sorted(examples, key=lambda example: len(example.ids))
-    for start in range(0, len(ordered), _EVALUATED):
-        chosen = ordered[start : start + _EVALUATED]
+
+    def compared(chosen: Sequence[Example], device: torch.device) -> AnswerAcceptance:
         batch = with_states(chosen, source, pad).to(device)
         labels = head_labels(head, batch.batch)
-        matches = np.zeros((CHAIN, len(labels.tokens)), np.bool_)
-        expected = np.zeros(len(labels.tokens))
-        with autocast(device):
-            by_depth = list(_logits(head, batch, CHAIN))
-        for depth, (places, logits) in enumerate(by_depth):
-            some = Labels(labels.tokens[places], labels.top_ids[places], labels.top_probs[places])
+        matches, expected = np.zeros((CHAIN, len(labels.tokens)), np.bool_), np.zeros(len(labels.tokens))
+        for depth, (places, logits) in enumerate(_logits(head, batch, CHAIN)):
             where = places.cpu().numpy()
-            matches[depth, where], sums = compare(logits, some)
+            matches[depth, where], sums = compare(logits, labels.at(places))
             if depth == 0:
                 expected[where] = sums
-        place = 0
-        for example in chosen:
-            end = place + sum(example.answer)
-            answers.append(AnswerAcceptance(matches[:, place:end], expected[place:end]))
-            place = end
-    head.train(was_training)
-    return acceptance_figures(answers)
+        return AnswerAcceptance(matches, expected)
+
+    return _acceptance(head, examples, compared)
 
 
 def _logits(head: EagleNetwork, batch: HeadBatch, depths: int) -> list[tuple[Tensor, Tensor]]:

@@ -8,8 +8,7 @@ several depths ("training-time test"; Li et al., "EAGLE-3", arXiv:2503.01840).
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from ...models.draft_heads import (
     TARGET_ID_OFFSETS,
 )
 from ...models.manifest import Architecture
-from .torch_llama import MLP, Linear, ModelShape, RMSNorm, rotary_tables, rotate
+from .torch_llama import MLP, AttentionProjections, Linear, ModelShape, RMSNorm, initialize, rotary_tables
 from .training_loop import write_weights
 
 
@@ -61,44 +60,24 @@ class EagleShape:
 
     def to_config(self) -> dict[str, Any]:
         """The `config.json` of the head's checkpoint."""
-        shape = self.llama
         return {
             "architectures": [EAGLE_ARCHITECTURES[0]],
             "model_type": "llama",
-            "hidden_size": shape.hidden_size,
-            "intermediate_size": shape.intermediate_size,
-            "num_hidden_layers": 1,
-            "num_attention_heads": shape.num_attention_heads,
-            "num_key_value_heads": shape.num_key_value_heads,
-            "head_dim": shape.head_dim,
-            "max_position_embeddings": shape.max_position_embeddings,
-            "rms_norm_eps": shape.rms_norm_eps,
-            "rope_theta": shape.rope_theta,
+            **asdict(self.llama),
+            "vocab_size": self.target.vocab_size,
             "hidden_act": "silu",
             "attention_bias": False,
             "mlp_bias": False,
             "tie_word_embeddings": False,
-            "vocab_size": self.target.vocab_size,
             DRAFT_VOCAB_SIZE: self.vocab_size,
             # SpecForge and SGLang count from the output of the layer before.
-            EAGLE_CONFIG: {
-                EAGLE_LAYERS: [layer - 1 for layer in self.layers],
-                "use_aux_hidden_state": True,
-            },
+            EAGLE_CONFIG: {EAGLE_LAYERS: [layer - 1 for layer in self.layers], "use_aux_hidden_state": True},
             "torch_dtype": "bfloat16",
         }
 
 
-class _ChainAttention(nn.Module):
+class _ChainAttention(AttentionProjections):
     """Attention of the head's layer over the text and, in a chain, over the tokens of the chain before."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.head_dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
-        self.q_proj = Linear(2 * shape.hidden_size, self.heads * self.head_dim)
-        self.k_proj = Linear(2 * shape.hidden_size, self.kv_heads * self.head_dim)
-        self.v_proj = Linear(2 * shape.hidden_size, self.kv_heads * self.head_dim)
-        self.o_proj = Linear(self.heads * self.head_dim, shape.hidden_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, chain: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Mix x [B, T, 2 C] at the depth of `chain`, to which keys and values [B, H, T, D] are added.
@@ -106,19 +85,9 @@ class _ChainAttention(nn.Module):
         The query at index t sees the text up to t, whose keys are the first of the chain, and its own chain: of each
         later depth the key at index t alone.
         """
-        batch, length, _ = x.shape
-
-        def split(projected: Tensor, heads: int) -> Tensor:
-            return projected.view(batch, length, heads, self.head_dim).transpose(1, 2)
-
-        query, key, value = (
-            split(self.q_proj(x), self.heads),
-            split(self.k_proj(x), self.kv_heads),
-            split(self.v_proj(x), self.kv_heads),
-        )
-        query, key = rotate(query, cos, sin).to(value.dtype), rotate(key, cos, sin).to(value.dtype)
-        repeats = self.heads // self.kv_heads
-        chain.append((key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)))
+        length = x.shape[1]
+        query, key, value = self.rotated(x, cos, sin)
+        chain.append((self.repeated(key), self.repeated(value)))
         keys, values = chain[0]
         mask = torch.full((length, length), -torch.inf, device=x.device).triu(1)
         scores = [(query @ keys.transpose(2, 3)).float() * self.head_dim**-0.5 + mask]
@@ -127,8 +96,7 @@ class _ChainAttention(nn.Module):
         mixed = weights[..., :length] @ values
         for depth, (_, own) in enumerate(chain[1:]):
             mixed = mixed + weights[..., length + depth : length + depth + 1] * own
-        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
-        return out
+        return self.output(mixed)
 
 
 class _HeadLayer(nn.Module):
@@ -136,7 +104,7 @@ class _HeadLayer(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.self_attn = _ChainAttention(shape)
+        self.self_attn = _ChainAttention(shape, 2 * shape.hidden_size)
         self.mlp = MLP(shape)
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
@@ -175,10 +143,7 @@ class EagleNetwork(nn.Module):
         cos, sin = rotary_tables(llama)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2) if residual else 1.0))
+        initialize(self, 1)
 
     def draft_tokens(self, token_ids: Tensor) -> Tensor:
         """The head's numbers of the target's tokens; -1 for those that it does not have."""

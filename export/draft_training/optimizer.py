@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,26 @@ _BY_TOKEN = ("model.embed_tokens.", "lm_head.")
 """Matrices with a row for each token, which are not Muon's: most rows have no gradient in a step."""
 
 
-@dataclass
+@dataclass(frozen=True)
+class TrainOptions:
+    """Options of a run, which ends with the first of its budgets, `steps` or `minutes`."""
+
+    steps: int = 4000
+    minutes: float | None = None
+    batch_tokens: int = 8192
+    matrix_rate: float = 1e-3
+    other_rate: float = 1e-3
+    weight_decay: float = 0.1
+    warmup: int = 100
+    average: float = 0.997
+    optimizer: OptimizerKind = OptimizerKind.MUON
+    seed: int = 1
+    evaluate_every: int = 250
+    save_every: int = 100
+    save_seconds: float = 30.0
+    """A run is saved when this much time has passed, too."""
+
+
 class Schedule:
     """Warm-up, then cosine decay to zero at the end of the step or time budget, whichever is nearer.
 
@@ -30,59 +50,46 @@ class Schedule:
     during which the process is suspended counts too.
     """
 
-    steps: int
-    minutes: float | None
-    warmup: int
-    used_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._started = time.monotonic()
+    def __init__(self, options: TrainOptions, used_seconds: float = 0.0) -> None:
+        self._options = options
+        self._started = time.monotonic() - used_seconds
 
     @property
     def elapsed(self) -> float:
         """Seconds of training so far, including earlier runs."""
-        return self.used_seconds + time.monotonic() - self._started
+        return time.monotonic() - self._started
 
     def progress(self, step: int) -> float:
         """Fraction of the budget that is used before step `step`, 0 to 1."""
-        share = step / self.steps
-        if self.minutes is not None:
-            share = max(share, self.elapsed / (60 * self.minutes))
+        share = step / self._options.steps
+        if self._options.minutes is not None:
+            share = max(share, self.elapsed / (60 * self._options.minutes))
         return min(1.0, share)
 
     def factor(self, step: int, progress: float) -> float:
         """Learning-rate multiplier for `step` at `progress`."""
-        return min(1.0, (step + 1) / max(1, self.warmup)) * 0.5 * (1 + math.cos(math.pi * progress))
+        return min(1.0, (step + 1) / max(1, self._options.warmup)) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 class Optimizers:
     """Both optimizers, with a common state that fits in a safetensors file."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        matrix_rate: float,
-        other_rate: float,
-        weight_decay: float,
-        kind: OptimizerKind = OptimizerKind.MUON,
-    ) -> None:
+    def __init__(self, model: nn.Module, options: TrainOptions) -> None:
         named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         vectors = [p for p in named.values() if p.dim() != 2]
         embedding = [p for name, p in named.items() if p.dim() == 2 and name.startswith(_BY_TOKEN)]
         matrices = [p for name, p in named.items() if p.dim() == 2 and not name.startswith(_BY_TOKEN)]
-        adam_groups = [
-            {"params": embedding, "lr": other_rate, "weight_decay": 0.0},
-            {"params": vectors, "lr": other_rate, "weight_decay": 0.0},
+        adam_groups: list[dict[str, Any]] = [
+            {"params": embedding, "lr": options.other_rate, "weight_decay": 0.0},
+            {"params": vectors, "lr": options.other_rate, "weight_decay": 0.0},
         ]
         self.parts: list[torch.optim.Optimizer] = []
-        if kind is OptimizerKind.MUON:
+        of_matrices: dict[str, Any] = {"lr": options.matrix_rate, "weight_decay": options.weight_decay}
+        if options.optimizer is OptimizerKind.MUON:
             # match_rms_adamw scales each update to the size an AdamW update would have, so rates mean the same.
-            self.parts.append(
-                torch.optim.Muon(matrices, lr=matrix_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-            )
+            self.parts.append(torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **of_matrices))
         else:
-            adam_groups.append({"params": matrices, "lr": matrix_rate, "weight_decay": weight_decay})
+            adam_groups.append({"params": matrices, **of_matrices})
         self.parts.append(torch.optim.AdamW(adam_groups, betas=(0.9, 0.98), eps=1e-9))
         self.base = [[float(group["lr"]) for group in part.param_groups] for part in self.parts]
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in named.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -12,9 +14,9 @@ from ...errors import InputError
 from ...models.bundle import TOKENIZER_AND_CONFIG_FILES, Bundle
 from ...models.json_file import is_whole
 from .draft_tasks import LossKind
+from .optimizer import TrainOptions
 from .target_data import AnswerOptions, PromptConversation
 from .torch_llama import BlockRounding, ModelShape
-from .training_loop import TrainOptions
 
 DEFAULT_VOCABULARY: Final = 32_000
 _HEAD_MULTIPLE: Final = 128
@@ -99,23 +101,22 @@ class DraftTrainingRequest:
 
     def settings(self, target: Bundle) -> dict[str, Any]:
         """What has to be the same when a run is continued, as JSON values."""
-        return {
+        prompts = [[each.system, *each.turns] for each in (*self.conversations, *self.held_out)]
+        kept = ("kind", "loss", "hard", "vocabulary", "depths", "dropout")
+        settings = {
+            **{name: getattr(self, name) for name in kept},
             "target": target.fingerprint,
-            "conversations": [[each.system, *each.turns] for each in (*self.conversations, *self.held_out)],
+            "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
             "held_out": len(self.held_out),
             "answers": asdict(self.answers),
-            "kind": self.kind,
-            "loss": self.loss,
-            "hard": self.hard,
             "size": asdict(self.size),
-            "vocabulary": self.vocabulary,
-            "depths": self.depths,
             "initial": None if self.initial is None else str(self.initial),
-            "dropout": self.dropout,
             "rounding": None if self.rounding is None else asdict(self.rounding),
             "seed": self.training.seed,
             "batch_tokens": self.training.batch_tokens,
         }
+        values: dict[str, Any] = json.loads(json.dumps(settings))
+        return values
 
 
 def checkpoint_files(target: Bundle) -> Mapping[str, bytes]:

@@ -143,35 +143,49 @@ class LayerCache:
         return 0 if self.keys is None else self.keys.shape[2]
 
 
-class Attention(nn.Module):
-    """Causal self-attention with rotary positions and optional grouped keys and values."""
+class AttentionProjections(nn.Module):
+    """The projections of self-attention with rotary positions and optional grouped keys and values."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, inputs: int) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
-        self.q_proj = Linear(shape.hidden_size, self.heads * self.head_dim)
-        self.k_proj = Linear(shape.hidden_size, self.kv_heads * self.head_dim)
-        self.v_proj = Linear(shape.hidden_size, self.kv_heads * self.head_dim)
+        self.q_proj = Linear(inputs, self.heads * self.head_dim)
+        self.k_proj = Linear(inputs, self.kv_heads * self.head_dim)
+        self.v_proj = Linear(inputs, self.kv_heads * self.head_dim)
         self.o_proj = Linear(self.heads * self.head_dim, shape.hidden_size)
+
+    def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [B, H, T, D] and keys, and values, [B, Hkv, T, D], of x [B, T, C]; cos, sin [T, D]."""
+        query, key, value = (
+            projection(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return rotate(query, cos, sin).to(value.dtype), rotate(key, cos, sin).to(value.dtype), value
+
+    def repeated(self, shared: Tensor) -> Tensor:
+        """Keys or values of every query head [B, H, T, D] from grouped ones [B, Hkv, T, D]."""
+        repeats = self.heads // self.kv_heads
+        return shared if repeats == 1 else shared.repeat_interleave(repeats, dim=1)
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """The output [B, T, C] of mixed values [B, H, T, D]."""
+        projected: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return projected
+
+
+class Attention(AttentionProjections):
+    """Causal self-attention."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: LayerCache | None) -> Tensor:
         """Mix x [B, T, C] along T; cos, sin [T, D], mask [.., T, past + T] with 0 or a large negative number."""
-        batch, length, _ = x.shape
-        query = self.q_proj(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)
-        key = self.k_proj(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
-        value = self.v_proj(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
-        query, key = rotate(query, cos, sin).to(value.dtype), rotate(key, cos, sin).to(value.dtype)
+        query, key, value = self.rotated(x, cos, sin)
         if cache is not None:
             key, value = cache.extend(key, value)
-        if self.kv_heads != self.heads:
-            key = key.repeat_interleave(self.heads // self.kv_heads, dim=1)
-            value = value.repeat_interleave(self.heads // self.kv_heads, dim=1)
+        key, value = self.repeated(key), self.repeated(value)
         # Training sequences are short (about 40 tokens), where plain matrix products beat fused attention kernels on
         # CPUs: measured a fifth off the whole training step.
         scores = (query @ key.transpose(2, 3)).float() * self.head_dim**-0.5 + mask
-        mixed = torch.softmax(scores, dim=-1).to(value.dtype) @ value
-        projected: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
-        return projected
+        return self.output(torch.softmax(scores, dim=-1).to(value.dtype) @ value)
 
 
 class MLP(nn.Module):
@@ -195,7 +209,7 @@ class Layer(nn.Module):
     def __init__(self, shape: ModelShape, dropout: float) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = Attention(shape)
+        self.self_attn = Attention(shape, shape.hidden_size)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = MLP(shape)
         self.dropout = ChannelDropout(dropout)
@@ -243,6 +257,15 @@ class Backbone(nn.Module):
         return out
 
 
+def initialize(model: nn.Module, layers: int) -> None:
+    """Draw the matrices of a model of that many layers at random."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            # Projections that write into the residual stream start smaller, so depth does not raise its variance.
+            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * layers) if residual else 1.0))
+
+
 class CausalLM(nn.Module):
     """Llama decoder with a tied LM head.
 
@@ -256,11 +279,7 @@ class CausalLM(nn.Module):
         self.rounding: BlockRounding | None = None
         self.model = Backbone(shape, dropout)
         self._compiled: Callable[[Tensor], Tensor] | None = None
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                # Projections that write into the residual stream start smaller, so depth does not raise its variance.
-                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * shape.num_hidden_layers) if residual else 1.0))
+        initialize(self, shape.num_hidden_layers)
 
     def hidden(self, ids: Tensor, cache: Sequence[LayerCache] | None = None, padding: Tensor | None = None) -> Tensor:
         """Final hidden states, float [B, T, hidden_size], for token ids int64 [B, T].

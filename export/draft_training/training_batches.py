@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -53,8 +54,7 @@ ExampleSource = Callable[[range], list[Example]]
 """Returns the examples at a range of places in the endless sequence of training examples."""
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Right-padded token ids and the positions whose loss counts."""
 
     ids: Tensor
@@ -74,15 +74,7 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on `device`."""
-        return Batch(
-            self.ids.to(device),
-            self.predicts.to(device),
-            self.targets.to(device),
-            self.leads.to(device),
-            self.tokens,
-            None if self.top_ids is None else self.top_ids.to(device),
-            None if self.top_probs is None else self.top_probs.to(device),
-        )
+        return self._replace(**{name: each.to(device) for name, each in self._asdict().items() if hasattr(each, "to")})
 
 
 def collate(examples: Sequence[Example], pad: int) -> Batch:
@@ -120,25 +112,11 @@ def cut_by_cost(lengths: Sequence[int], parts: int) -> list[int]:
     return edges
 
 
-def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
-    """The order in which epoch `epoch` visits `count` items."""
-    order: list[int] = np.random.default_rng((seed, 1, epoch)).permutation(count).tolist()
-    return order
-
-
 def in_epochs(count: int, seed: int, places: range) -> list[int]:
     """The item at each place of the endless sequence "all items shuffled, all items shuffled again, ..."."""
-    orders = {epoch: epoch_order(count, seed, epoch) for epoch in {place // count for place in places}}
+    epochs = {place // count for place in places}
+    orders = {epoch: np.random.default_rng((seed, 1, epoch)).permutation(count).tolist() for epoch in epochs}
     return [orders[place // count][place % count] for place in places]
-
-
-def fixed_examples(examples: Sequence[Example], seed: int) -> ExampleSource:
-    """The same examples in every epoch, in a new order."""
-
-    def source(places: range) -> list[Example]:
-        return [examples[index] for index in in_epochs(len(examples), seed, places)]
-
-    return source
 
 
 class BatchStream:
@@ -159,7 +137,7 @@ class BatchStream:
         return collate(self.examples(number), self.pad)
 
     def examples(self, number: int) -> list[Example]:
-        """Return the examples of batch `number`."""
+        """Return the examples of a batch."""
         pool, place = divmod(number, self.per_pool)
         if pool != self._number:
             self._number, self._pool = pool, self._encode(pool)

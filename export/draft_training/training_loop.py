@@ -7,9 +7,9 @@ import functools
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...models.atomic import write_atomically
 from ...models.progress import Progress, silent
-from .optimizer import Average, OptimizerKind, Optimizers, Schedule
+from .optimizer import Average, Optimizers, Schedule, TrainOptions
 from .torch_llama import CausalLM, ModelShape
 
 RECORD_NAME: Final = "training.json"
@@ -25,11 +25,8 @@ RECORD_NAME: Final = "training.json"
 _STAGE: Final = "training"
 _RECENT: Final = 50
 """Number of steps over which the reported loss is averaged."""
-
-
 WEIGHTS_NAME: Final = "model.safetensors"
 STATE_TENSORS: Final = "state.safetensors"
-STATE_NUMBERS: Final = "state.json"
 
 
 def write_checkpoint(folder: Path, model: CausalLM, files: Mapping[str, bytes], end_ids: list[int]) -> None:
@@ -81,8 +78,6 @@ def save_state(folder: Path, tensors: dict[str, Tensor], numbers: dict[str, Any]
     """Write a training state to one file, so that tensors and numbers always belong together."""
     flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     write_atomically(folder / STATE_TENSORS, save(flat, metadata={"numbers": json.dumps(numbers)}))
-    # A readable copy for people; a resumed run reads the safetensors header only.
-    write_atomically(folder / STATE_NUMBERS, json.dumps(numbers, indent=2).encode())
 
 
 def load_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
@@ -96,49 +91,14 @@ def load_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     return load_file(path), numbers
 
 
-class DeviceBatch(Protocol):
-    """A batch that can be moved to a device."""
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens without padding."""
-
-    def to(self, device: torch.device) -> DeviceBatch:
-        """The same batch on `device`."""
-
-
-BatchT = TypeVar("BatchT", bound=DeviceBatch)
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """Options of a run, which ends with the first of its budgets, `steps` or `minutes`."""
-
-    steps: int = 4000
-    minutes: float | None = None
-    batch_tokens: int = 8192
-    matrix_rate: float = 1e-3
-    other_rate: float = 1e-3
-    weight_decay: float = 0.1
-    warmup: int = 100
-    average: float = 0.997
-    optimizer: OptimizerKind = OptimizerKind.MUON
-    seed: int = 1
-    evaluate_every: int = 250
-    save_every: int = 100
-    save_seconds: float = 30.0
-    """A run is saved when this much time has passed, too."""
-
-
-@dataclass(frozen=True)
-class TrainingTask(Generic[BatchT]):
+class TrainingTask(NamedTuple):
     """What a run trains, on what, and how it is judged."""
 
     model: nn.Module
     """Trained in place, on the device of its parameters."""
-    batch: Callable[[int], BatchT]
-    """The batch of each step, which depends on its number alone."""
-    loss: Callable[[BatchT], Tensor]
+    batch: Callable[[int], Any]
+    """The batch of each step, `Batch` or `HeadBatch`, which depends on its number alone."""
+    loss: Callable[[Any], Tensor]
     """The loss to minimize, a scalar."""
     validate: Callable[[], dict[str, float]]
     """Named figures of the model as it is now."""
@@ -149,7 +109,7 @@ class TrainingTask(Generic[BatchT]):
 
 
 def train(
-    task: TrainingTask[BatchT],
+    task: TrainingTask,
     options: TrainOptions,
     folder: Path,
     progress: Progress = silent,
@@ -172,9 +132,9 @@ def train(
         The run's record: `step`, `tokens`, `seconds`, `best` (the highest score), `best_step`, and `history` with the
         figures of every evaluation.
     """
-    optimizers, average = _optimizers(task.model, options), Average(task.model, options.average)
+    optimizers, average = Optimizers(task.model, options), Average(task.model, options.average)
     record = _resumed(folder, task.model, optimizers, average, report)
-    schedule = Schedule(options.steps, options.minutes, options.warmup, record["seconds"])
+    schedule = Schedule(options, record["seconds"])
     task.model.train()
     recent: list[float] = []
     share = schedule.progress(record["step"])
@@ -209,16 +169,6 @@ def train(
     return record
 
 
-def _optimizers(model: nn.Module, options: TrainOptions) -> Optimizers:
-    return Optimizers(
-        model,
-        matrix_rate=options.matrix_rate,
-        other_rate=options.other_rate,
-        weight_decay=options.weight_decay,
-        kind=options.optimizer,
-    )
-
-
 def _resumed(
     folder: Path, model: nn.Module, optimizers: Optimizers, average: Average, report: Callable[[str], None]
 ) -> dict[str, Any]:
@@ -232,18 +182,18 @@ def _resumed(
     return record
 
 
-def _backward(task: TrainingTask[BatchT], step: int, seed: int) -> tuple[int, float]:
+def _backward(task: TrainingTask, step: int, seed: int) -> tuple[int, float]:
     """Compute the gradients of a step; returns the number of its tokens and its loss."""
     device = next(task.model.parameters()).device
     torch.manual_seed(seed * 1_000_003 + step)
     batch = task.batch(step).to(device)
     with autocast(device):
-        loss = task.loss(batch)  # type: ignore[arg-type]
+        loss = task.loss(batch)
     loss.backward()  # type: ignore[no-untyped-call]
     return batch.tokens, float(loss.detach())
 
 
-def _evaluate(task: TrainingTask[BatchT], average: Average, record: dict[str, Any], train_loss: float) -> str:
+def _evaluate(task: TrainingTask, average: Average, record: dict[str, Any], train_loss: float) -> str:
     """Measure the averaged weights, keep them if they are the best, and return a line about them."""
     average.swap(task.model)
     measured = task.validate()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +23,7 @@ from .eagle_head import EagleNetwork, EagleShape
 from .request import DraftKind, DraftTrainingRequest, checkpoint_files
 from .target_data import AnswerOptions, TargetStates, TargetText
 from .torch_llama import CausalLM
-from .training_batches import BatchStream, Example, fixed_examples
+from .training_batches import POOL_EXAMPLES, BatchStream, Example, in_epochs
 from .training_loop import TrainingTask, read_checkpoint, train, write_checkpoint
 
 WORK_FOLDER: Final = "training"
@@ -33,8 +31,7 @@ WORK_FOLDER: Final = "training"
 _SETTINGS_NAME: Final = "request.json"
 
 
-@dataclass(frozen=True)
-class _Texts:
+class _Texts(NamedTuple):
     """What the target answered."""
 
     train: list[Example]
@@ -75,20 +72,12 @@ def train_draft(
         texts = _Texts(answered, held_out, ends[0] if ends else 0, ends)
         device = torch.device(request.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.manual_seed(request.training.seed)
-        if request.kind is DraftKind.MODEL:
-            return _train_model(request, engine, texts, device, progress, report)
-        return _train_head(request, engine, texts, device, progress, report)
+        task_of = _model_task if request.kind is DraftKind.MODEL else _head_task
+        return train(task_of(request, engine, texts, device), request.training, work, progress, report)
 
 
-def _train_model(
-    request: DraftTrainingRequest,
-    engine: Engine,
-    texts: _Texts,
-    device: torch.device,
-    progress: Progress,
-    report: Callable[[str], None],
-) -> dict[str, Any]:
-    """Train a draft model."""
+def _model_task(request: DraftTrainingRequest, engine: Engine, texts: _Texts, device: torch.device) -> TrainingTask:
+    """Training of a draft model."""
     files = checkpoint_files(engine.bundle)
     vocabulary = engine.graph_io.input_vocab
     if request.initial is None:
@@ -99,7 +88,7 @@ def _train_model(
     model.round_weights(request.rounding)
     context = model.shape.max_position_embeddings
     held_out = [each.clipped(context) for each in texts.held_out]
-    task = TrainingTask(
+    return TrainingTask(
         model,
         _stream(request, texts, context).batch,
         model_loss(model, request.loss, request.hard),
@@ -107,18 +96,10 @@ def _train_model(
         SCORE,
         lambda: write_checkpoint(request.out, model, files, texts.ends),
     )
-    return train(task, request.training, request.out / WORK_FOLDER, progress, report)
 
 
-def _train_head(
-    request: DraftTrainingRequest,
-    engine: Engine,
-    texts: _Texts,
-    device: torch.device,
-    progress: Progress,
-    report: Callable[[str], None],
-) -> dict[str, Any]:
-    """Train an EAGLE-3 head."""
+def _head_task(request: DraftTrainingRequest, engine: Engine, texts: _Texts, device: torch.device) -> TrainingTask:
+    """Training of an EAGLE-3 head."""
     if request.rounding is not None or request.initial is not None:
         raise InputError("--round and --init are for draft models", "leave them out with --head")
     source = TargetStates(engine.bundle, max(len(each.ids) for each in (*texts.train, *texts.held_out)))
@@ -132,7 +113,7 @@ def _train_head(
             head.lm_head.weight.copy_(torch.from_numpy(source.embeddings(kept)))
     head.to(device)
     stream = _stream(request, texts, source.architecture.context)
-    task = TrainingTask(
+    return TrainingTask(
         head,
         lambda number: with_states(stream.examples(number), source, texts.pad),
         head_loss(head, request.loss, request.depths, request.hard),
@@ -140,7 +121,6 @@ def _train_head(
         SCORE,
         lambda: head.write(request.out),
     )
-    return train(task, request.training, request.out / WORK_FOLDER, progress, report)
 
 
 def head_tokens(examples: Sequence[Example], ends: Sequence[int], most: int) -> npt.NDArray[np.int64]:
@@ -154,13 +134,15 @@ def head_tokens(examples: Sequence[Example], ends: Sequence[int], most: int) -> 
 
 
 def _stream(request: DraftTrainingRequest, texts: _Texts, context: int) -> BatchStream:
+    """The same examples in every epoch, in a new order."""
+    examples, seed = texts.train, request.training.seed
     return BatchStream(
-        fixed_examples(texts.train, request.training.seed),
+        lambda places: [examples[index] for index in in_epochs(len(examples), seed, places)],
         pad=texts.pad,
         batch_tokens=request.training.batch_tokens,
         context=context,
-        seed=request.training.seed,
-        pool=min(len(texts.train), 8192),
+        seed=seed,
+        pool=min(len(examples), POOL_EXAMPLES),
     )
 
 
@@ -195,9 +177,6 @@ def _claim(path: Path, settings: dict[str, Any]) -> None:
     Raises:
         InputError: that run has other settings.
     """
-    listed = settings.pop("conversations")
-    settings["prompts"] = hashlib.sha256(json.dumps(listed).encode()).hexdigest()
-    settings = json.loads(json.dumps(settings))
     if not path.is_file():
         write_atomically(path, json.dumps(settings, indent=2).encode())
         return

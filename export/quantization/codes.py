@@ -194,9 +194,9 @@ def dequantized(quantized: QuantizedRows, columns: int, weight_format: WeightFor
     weights = dequantize_rows(
         quantized.packed, quantized.scales, columns, weight_format, offsets, quantized.zero_points
     )
-    return (
-        weights if quantized.factors is None else weights + low_rank_product(quantized.factors, columns, weight_format)
-    )
+    if (factors := quantized.factors) is None:
+        return weights
+    return weights + low_rank_product(factors, columns, weight_format)
 
 
 def low_rank_product(factors: LowRankFactors, columns: int, weight_format: WeightFormat) -> Float32Array:
@@ -260,25 +260,16 @@ class CorrectionTarget(NamedTuple):
     """Statistics of the linear's inputs; None where unknown."""
 
 
-@dataclass(frozen=True)
-class LowRankCorrection:
-    """The correction `up` @ `down` of rounded weights, in float32."""
-
-    down: Float32Array
-    """[rank, K]."""
-    up: Float32Array
-    """[N, rank], with orthonormal columns."""
-    residual_error: float
-    """Fraction of the output's squared error that remains, before the factors are quantized."""
-
-
-def low_rank_correction(errors: Float32Array, inputs: InputStatistics, rank: int) -> LowRankCorrection:
-    """Compute the optimal correction of that rank.
+def low_rank_correction(errors: Float32Array, inputs: InputStatistics, rank: int) -> tuple[Float32Array, Float32Array]:
+    """Compute the optimal correction `up` @ `down` of that rank.
 
     Args:
         errors: weights minus quantized weights, float32 [N, K].
         inputs: statistics of the K inputs; without second moments they count as uncorrelated.
         rank: from 1 to the smaller of N and K.
+
+    Returns:
+        `down`, float32 [rank, K], and `up`, float32 [N, rank], with orthonormal columns.
 
     Raises:
         InputError: the rank is out of range, or the moments are not finite numbers of shape [K, K].
@@ -292,42 +283,24 @@ def low_rank_correction(errors: Float32Array, inputs: InputStatistics, rank: int
     if moments.shape != (columns, columns) or not np.isfinite(moments).all():
         raise InputError(f"the second moments of {columns} inputs must be {columns} x {columns} finite numbers")
     exact, squares = errors.astype(np.float64), moments.astype(np.float64)
-    vectors, fraction = (
-        _eigenvectors_by_rows(exact, squares, rank)
-        if rows <= columns
-        else _eigenvectors_by_columns(exact, squares, rank)
-    )
-    return LowRankCorrection((vectors.T @ exact).astype(np.float32), vectors.astype(np.float32), 1 - fraction)
+    if rows <= columns:
+        vectors = np.linalg.eigh(exact @ squares @ exact.T)[1][:, ::-1][:, :rank]
+    else:
+        # The same from a K x K matrix: with R = L LT, they are E L v for the eigenvectors v of LT ET E L.
+        sizes, directions = np.linalg.eigh(squares)
+        # The moments of few tokens have low rank, and their other eigenvalues may be negative in float32.
+        weighted = exact @ (directions * np.sqrt(np.maximum(sizes, 0)))
+        leading = np.linalg.eigh(weighted.T @ weighted)[1][:, ::-1][:, :rank]
+        # Vectors of length 0 have no direction; the QR decomposition replaces them with orthogonal ones.
+        vectors, _ = np.linalg.qr(weighted @ leading)
+    return (vectors.T @ exact).astype(np.float32), vectors.astype(np.float32)
 
 
 def correction_factors(errors: Float32Array, inputs: InputStatistics, weight_format: WeightFormat) -> LowRankFactors:
     """Quantize the optimal correction of the format's rank; see `low_rank_correction`."""
-    correction = low_rank_correction(errors, inputs, weight_format.rank)
+    down, up = low_rank_correction(errors, inputs, weight_format.rank)
     # Columns of one block share a scale. So each column of `up` gets the same length as its row of `down`.
-    lengths = np.sqrt(np.linalg.norm(correction.down, axis=1))
+    lengths = np.sqrt(np.linalg.norm(down, axis=1))
     inverse = np.divide(1, lengths, out=np.zeros_like(lengths), where=lengths > 0)
-    down = quantize_rows(correction.down * inverse[:, None], FACTOR_FORMAT)
-    return LowRankFactors(*down, *quantize_rows(correction.up * lengths, FACTOR_FORMAT))
-
-
-def _eigenvectors_by_rows(errors: Float64Array, moments: Float64Array, rank: int) -> tuple[Float64Array, float]:
-    """Return the first eigenvectors of E R ET, [N, rank], and their fraction of its trace."""
-    values, vectors = np.linalg.eigh(errors @ moments @ errors.T)
-    return vectors[:, ::-1][:, :rank], _leading_fraction(values, rank)
-
-
-def _eigenvectors_by_columns(errors: Float64Array, moments: Float64Array, rank: int) -> tuple[Float64Array, float]:
-    """Return the same from a K x K matrix: with R = L LT, they are E L v for the eigenvectors v of LT ET E L."""
-    sizes, directions = np.linalg.eigh(moments)
-    # The moments of few tokens have low rank, and their other eigenvalues may be negative in float32.
-    weighted = errors @ (directions * np.sqrt(np.maximum(sizes, 0)))
-    values, vectors = np.linalg.eigh(weighted.T @ weighted)
-    # Vectors of length 0 have no direction; the QR decomposition replaces them with orthogonal ones.
-    orthogonal, _ = np.linalg.qr(weighted @ vectors[:, ::-1][:, :rank])
-    return orthogonal, _leading_fraction(values, rank)
-
-
-def _leading_fraction(values: Float64Array, rank: int) -> float:
-    """Fraction of the largest `rank` eigenvalues in the sum of all."""
-    total = float(np.maximum(values, 0).sum())
-    return float(np.maximum(values[-rank:], 0).sum()) / total if total > 0 else 1.0
+    stored = quantize_rows(down * inverse[:, None], FACTOR_FORMAT)
+    return LowRankFactors(*stored, *quantize_rows(up * lengths, FACTOR_FORMAT))

@@ -60,19 +60,19 @@ class PlanComparison:
             return figures
 
         uniform, best = [], []
-        for versions in _by_size(formats):
-            tried = [
-                (measured(uniform_plan(self.config, each), str(each), PlanKind.UNIFORM), each) for each in versions
-            ]
-            figures, weight_format = min(tried, key=lambda each: each[0].kl or 0.0)
-            uniform.append(figures)
-            best.append(weight_format)
+        by_size: dict[tuple[int, int], list[WeightFormat]] = {}
+        for each in formats:
+            by_size.setdefault((each.bits, each.block), []).append(each)
+        for versions in by_size.values():
+            tried = [measured(uniform_plan(self.config, each), str(each), PlanKind.UNIFORM) for each in versions]
+            uniform.append(min(tried, key=lambda figures: figures.kl))
+            best.append(versions[tried.index(uniform[-1])])
         rules = _of_similar_size([*rule_plans(self.config, tuple(best), BYTES_READ, limit)], self.config, limit)
         total += len(rules)
         found = sorted(uniform, key=lambda figures: figures.bytes_read)
         if rules:
             by_rule = [measured(plan, "by rule", PlanKind.RULE) for plan in rules]
-            found.append(min(by_rule, key=lambda figures: figures.kl or 0.0))
+            found.append(min(by_rule, key=lambda figures: figures.kl))
         return found + [measured(plan, "for another budget", PlanKind.SEARCHED) for plan in others]
 
     def round_to_nearest(self, formats: Sequence[WeightFormat]) -> list[PlanFigures]:
@@ -125,14 +125,6 @@ def rule_plans(
                 if name not in favoured and plan_cost(trial, costs, config) <= limit:
                     plan = trial
             yield plan
-
-
-def _by_size(formats: Sequence[WeightFormat]) -> list[list[WeightFormat]]:
-    """Group formats by bits and block size."""
-    found: dict[tuple[int, int], list[WeightFormat]] = {}
-    for each in formats:
-        found.setdefault((each.bits, each.block), []).append(each)
-    return list(found.values())
 
 
 def _of_similar_size(

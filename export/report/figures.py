@@ -7,8 +7,8 @@ not those of the file. Divergences are means over positions of KL(float32 model 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 from typing import Final
@@ -23,7 +23,6 @@ from ..calibration.divergence import Divergence
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear, QuantPlan
 
-GIGA: Final = 1e9
 SIZE_TOLERANCE: Final = 0.03
 """Plans whose bytes differ by less than this share count as equally large."""
 WIDTHS: Final = (1, 4)
@@ -76,13 +75,14 @@ class PlanFigures:
     kind: PlanKind
     bytes_read: int
     bits_per_weight: float
-    kl: float | None = None
-    milliseconds: Mapping[int, float] = field(default_factory=dict)
+    kl: float
+    """Mean KL from the float model, in nats."""
+    milliseconds: Mapping[int, float]
     """Predicted milliseconds of a pass by its width."""
 
     def memory_bound_rate(self, bandwidth: float) -> float:
         """Tokens per second where reading the weights at `bandwidth` GB/s takes all the time."""
-        return bandwidth * GIGA / self.bytes_read
+        return bandwidth * 1e9 / self.bytes_read
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ class Speed:
     """Milliseconds by the width of the pass, of the bundle as written."""
 
     @property
-    def rate(self) -> float | None:
+    def rate(self) -> float:
         """Measured tokens per second of plain decoding."""
-        return 1e3 / self.measured[1] if 1 in self.measured else None
+        return 1e3 / self.measured[1]
 
     @property
     def predicted_rate(self) -> float | None:
@@ -139,23 +139,23 @@ class ModelReport:
     file_bytes: int
     """Bytes of the files of the model."""
     parity: Mapping[str, float]
-    bits_per_weight_in_file: float | None = None
+    bits_per_weight_in_file: float
     """Bits of all linears in the file, divided by the number of their weights; plans count what a pass reads."""
-    calibration: Calibration | None = None
-    quality: Divergence | None = None
+    calibration: Calibration
+    quality: Divergence
     """Quality on held-out text with quantized weights and float32 activations."""
-    shipped: Divergence | None = None
+    shipped: Divergence
     """Quality on held-out text of the graph as it runs, with 8-bit activations."""
-    speed: Speed | None = None
-    bandwidths: Sequence[float] = ()
+    speed: Speed
+    bandwidths: Sequence[float]
     """Memory bandwidths in GB/s for which speeds are predicted."""
-    drafts: Sequence[DraftFigures] = ()
-    budget: str = ""
-    search: Sequence[SearchStep] = ()
-    seconds: float = 0.0
+    drafts: Sequence[DraftFigures]
+    budget: str
+    search: Sequence[SearchStep]
+    seconds: float
     """Duration of the export."""
-    machine: Mapping[str, str] = field(default_factory=dict)
-    notes: Sequence[str] = ()
+    machine: Mapping[str, str]
+    notes: Sequence[str]
 
     @property
     def chosen(self) -> PlanFigures:
@@ -171,14 +171,16 @@ class ModelReport:
     @property
     def against_uniform(self) -> float | None:
         """KL of the chosen plan relative to uniform plans of as many bytes; None without one on either side."""
-        expected = log_line(self.chosen.bytes_read, _of_kind(self.plans, PlanKind.UNIFORM))
-        return None if expected is None or self.chosen.kl is None else self.chosen.kl / expected
+        return self._against(PlanKind.UNIFORM)
 
     @property
     def against_nearest(self) -> float | None:
         """KL of the chosen plan relative to round-to-nearest of as many bytes; None where that was not measured."""
-        expected = log_line(self.chosen.bytes_read, _of_kind(self.plans, PlanKind.NEAREST))
-        return None if expected is None or self.chosen.kl is None else self.chosen.kl / expected
+        return self._against(PlanKind.NEAREST)
+
+    def _against(self, kind: PlanKind) -> float | None:
+        expected = log_line(self.chosen.bytes_read, [plan for plan in self.plans if plan.kind is kind])
+        return None if expected is None else self.chosen.kl / expected
 
     @property
     def against_rule(self) -> float | None:
@@ -189,7 +191,7 @@ class ModelReport:
             for plan in self.plans
             if plan.kind is PlanKind.RULE and plan.kl and abs(plan.bytes_read - size) <= SIZE_TOLERANCE * size
         ]
-        return None if not rules or self.chosen.kl is None else self.chosen.kl / min(rules)
+        return self.chosen.kl / min(rules) if rules else None
 
 
 def log_line(bytes_read: float, plans: Sequence[PlanFigures]) -> float | None:
@@ -198,8 +200,7 @@ def log_line(bytes_read: float, plans: Sequence[PlanFigures]) -> float | None:
     Plans that another one beats in bytes and KL are left out. None outside the range of the plans.
     """
     kept: list[tuple[float, float]] = []
-    known = ((float(plan.bytes_read), plan.kl) for plan in plans if plan.kl is not None and plan.kl > 0)
-    for size, kl in sorted(known):
+    for size, kl in sorted((float(plan.bytes_read), plan.kl) for plan in plans if plan.kl > 0):
         if not kept or kl < kept[-1][1]:
             kept.append((size, kl))
     for (left, left_kl), (right, right_kl) in pairwise(kept):
@@ -207,10 +208,6 @@ def log_line(bytes_read: float, plans: Sequence[PlanFigures]) -> float | None:
             share = (bytes_read - left) / (right - left)
             return math.exp((1 - share) * math.log(left_kl) + share * math.log(right_kl))
     return next((kl for size, kl in kept if size == bytes_read), None)
-
-
-def _of_kind(plans: Sequence[PlanFigures], kind: PlanKind) -> list[PlanFigures]:
-    return [plan for plan in plans if plan.kind is kind]
 
 
 def linear_figures(
@@ -246,10 +243,14 @@ def plan_figures(
     plan: QuantPlan,
     name: str,
     kind: PlanKind,
-    kl: float | None = None,
+    kl: float,
     times: LinearTimes | None = None,
 ) -> PlanFigures:
     """Figures of a plan; arguments as for `linear_figures`."""
+    try:
+        milliseconds = {} if times is None else {width: plan_cost(plan, times.costs(width), config) for width in WIDTHS}
+    except KeyError:  # a format was not timed
+        milliseconds = {}
     size = sum(bytes_read(linear, plan[linear.name]) for linear in planned_linears(config))
     return PlanFigures(
         name=name,
@@ -257,13 +258,8 @@ def plan_figures(
         bytes_read=size,
         bits_per_weight=8 * size / weight_count(config),
         kl=kl,
-        milliseconds={} if times is None else _pass_times(times, config, plan),
+        milliseconds=milliseconds,
     )
-
-
-def search_steps(history: Iterable[tuple[int, float]]) -> list[SearchStep]:
-    """Steps of a search from its history of generations and best KL."""
-    return [SearchStep(generation, kl) for generation, kl in history]
 
 
 def _kl_alone(weight_format: WeightFormat, sensitivities: Sequence[Sensitivity]) -> float | None:
@@ -279,11 +275,3 @@ def _milliseconds(times: LinearTimes, linear: FusedLinear, weight_format: Weight
         return times.linear(linear, weight_format, 1)
     except KeyError:
         return None
-
-
-def _pass_times(times: LinearTimes, config: DecoderConfig, plan: QuantPlan) -> dict[int, float]:
-    """Milliseconds of passes by their width; empty where a format was not timed."""
-    try:
-        return {width: plan_cost(plan, times.costs(width), config) for width in WIDTHS}
-    except KeyError:
-        return {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from html import escape
@@ -76,12 +76,13 @@ def page(report: ModelReport) -> str:
 
 def as_values(report: ModelReport) -> dict[str, Any]:
     """The report as plain values, for JSON."""
-    values: dict[str, Any] = _plain(report)
-    values["bits_per_weight_read"] = _plain(report.chosen.bits_per_weight)
-    values["kl_against_uniform"] = _plain(report.against_uniform)
-    values["kl_against_nearest"] = _plain(report.against_nearest)
-    values["kl_against_rule"] = _plain(report.against_rule)
-    return values
+    relative = {
+        "bits_per_weight_read": report.chosen.bits_per_weight,
+        "kl_against_uniform": report.against_uniform,
+        "kl_against_nearest": report.against_nearest,
+        "kl_against_rule": report.against_rule,
+    }
+    return {**_fields(report), **{name: _plain(value) for name, value in relative.items()}}
 
 
 def _plain(value: Any) -> Any:
@@ -122,7 +123,7 @@ def _plans(
     joined: bool = False,
 ) -> str | None:
     """KL of plans, on a logarithmic scale, over their cost; `joined` connects the uniform plans by a line."""
-    known = [(plan, cost, plan.kl) for plan in plans if (cost := cost_of(plan)) is not None and plan.kl and plan.kl > 0]
+    known = [(plan, cost, plan.kl) for plan in plans if (cost := cost_of(plan)) is not None and plan.kl > 0]
     if len(known) < 2:
         return None
     frame = Frame(title, label, "mean KL, nats")
@@ -154,11 +155,9 @@ def _legend(entries: Sequence[tuple[str, str]]) -> list[str]:
     return parts
 
 
-def _passes(report: ModelReport) -> str | None:
+def _passes(report: ModelReport) -> str:
     """Predicted and measured milliseconds of a pass over its width."""
     speed = report.speed
-    if speed is None or len(speed.measured) < 2:
-        return None
     frame = Frame("A pass over several tokens", "tokens in a pass", "milliseconds")
     both = {"chosen": ("measured", speed.measured), "uniform": ("predicted", speed.predicted)}
     series = {css_class: (name, sorted(times.items())) for css_class, (name, times) in both.items() if times}
@@ -210,15 +209,15 @@ class Axis:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             parts = (1.0,) if len(decades) > count else _LOG_TICKS
             every = math.ceil(len(decades) / (2 * count))
-            found = self._within([part * 10.0**decade for decade in decades[::every] for part in parts])
+            found = self._within(part * 10.0**decade for decade in decades[::every] for part in parts)
             if len(found) > 1:
                 return found
         raw = (self.high - self.low) / count
         power = 10.0 ** math.floor(math.log10(raw))
         step = next(part * power for part in _TICK_STEPS if part * power >= raw * (1 - 1e-9))
-        return self._within([step * at for at in range(math.floor(self.low / step), math.ceil(self.high / step) + 1)])
+        return self._within(step * at for at in range(math.floor(self.low / step), math.ceil(self.high / step) + 1))
 
-    def _within(self, values: Sequence[float]) -> list[float]:
+    def _within(self, values: Iterable[float]) -> list[float]:
         return [value for value in values if self.low <= value <= self.high]
 
     def _scaled(self, value: float) -> float:
@@ -247,9 +246,9 @@ class Frame:
     width: int = 540
     height: int = 350
 
-    def x_axis(self, values: Sequence[float], *, log: bool = False, zero: bool = False) -> Axis:
+    def x_axis(self, values: Sequence[float], *, zero: bool = False) -> Axis:
         """The horizontal axis; arguments as for `axis_for`."""
-        return axis_for(values, _LEFT, self.width - _RIGHT, log=log, zero=zero)
+        return axis_for(values, _LEFT, self.width - _RIGHT, zero=zero)
 
     def y_axis(self, values: Sequence[float], *, log: bool = False, zero: bool = False) -> Axis:
         """The vertical axis; arguments as for `axis_for`."""

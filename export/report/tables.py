@@ -52,29 +52,30 @@ class Headline:
 
 def headlines(report: ModelReport) -> list[Headline]:
     """The headline figures of a report."""
-    chosen, quality, speed = report.chosen, report.shipped or report.quality, report.speed
+    chosen, quality, predicted = report.chosen, report.shipped, report.speed.predicted_rate
+    ratio, other = _gain(report)
+    gained = "nats from the float32 model" if ratio is None else f"{_difference(ratio)} {other}"
+    own, of_float = perplexities(quality.perplexity, quality.float_perplexity)
     found = [
         Headline(
             "weights read per token",
             f"{megabytes(chosen.bytes_read)} MB",
             bits_text(chosen.bits_per_weight, report.bits_per_weight_in_file),
-        )
+        ),
+        Headline("mean KL", f"{quality.mean_kl:#.3g}", gained, "" if ratio is None else _tone(ratio < 1), True),
+        Headline(
+            "top-1 agreement",
+            f"{quality.top1_agreement:.1%}",
+            f"KL below {quality.p99_kl:#.3g} at 99 % of positions",
+            of_quality=True,
+        ),
+        Headline("perplexity", own, f"float32 model: {of_float}", of_quality=True),
+        Headline(
+            "tokens per second",
+            f"{report.speed.rate:.1f}",
+            "plain decoding" + ("" if predicted is None else f"; {predicted:.1f} predicted"),
+        ),
     ]
-    if chosen.kl is not None:
-        ratio, other = _gain(report)
-        detail = "nats from the float32 model" if ratio is None else f"{_difference(ratio)} {other}"
-        kl = chosen.kl if quality is None else quality.mean_kl
-        tone = "" if ratio is None else _tone(ratio < 1)
-        found.append(Headline("mean KL", f"{kl:#.3g}", detail, tone, of_quality=quality is not None))
-    if quality is not None:
-        detail = f"KL below {quality.p99_kl:#.3g} at 99 % of positions"
-        found.append(Headline("top-1 agreement", f"{quality.top1_agreement:.1%}", detail, of_quality=True))
-        own, other = perplexities(quality.perplexity, quality.float_perplexity)
-        found.append(Headline("perplexity", own, f"float32 model: {other}", of_quality=True))
-    if speed is not None and speed.rate is not None:
-        predicted = speed.predicted_rate
-        detail = "plain decoding" if predicted is None else f"plain decoding; {predicted:.1f} predicted"
-        found.append(Headline("tokens per second", f"{speed.rate:.1f}", detail))
     for draft in report.drafts:
         gain = draft.benefit.plain_seconds / draft.benefit.speculative_seconds
         detail = f"{draft.benefit.tokens_per_pass:.2f} tokens per pass"
@@ -144,8 +145,8 @@ def _plans(report: ModelReport) -> Table | None:
     columns += tuple(f"tokens/s at {bandwidth:g} GB/s" for bandwidth in report.bandwidths)
 
     def cells(plan: PlanFigures) -> tuple[str, ...]:
-        size = (plan.name, f"{plan.bits_per_weight:.2f}", megabytes(plan.bytes_read), _number(plan.kl, "#.3g"))
-        relative = plan.kl / report.chosen.kl if plan.kl is not None and report.chosen.kl else None
+        size = (plan.name, f"{plan.bits_per_weight:.2f}", megabytes(plan.bytes_read), f"{plan.kl:#.3g}")
+        relative = plan.kl / report.chosen.kl if report.chosen.kl else None
         times = (_number(plan.milliseconds.get(width), "#.3g") for width in widths)
         rates = (f"{plan.memory_bound_rate(bandwidth):.1f}" for bandwidth in report.bandwidths)
         return (*size, _number(relative, ".3g"), *times, *rates)
@@ -168,7 +169,7 @@ def _comparisons(report: ModelReport) -> str:
         )
     if report.against_rule is not None:
         sentences.append(f"It is {_difference(report.against_rule)} than that of a rule-based plan of the same bytes.")
-    if report.quality is not None and any(plan.kind is PlanKind.UNIFORM for plan in report.plans):
+    if any(plan.kind is PlanKind.UNIFORM for plan in report.plans):
         sentences.append(
             "In this comparison every linear is quantized independently, in all plans alike; in the model as written, "
             f"linears may compensate for those before them, and its mean KL is {report.quality.mean_kl:#.3g}."
@@ -178,7 +179,7 @@ def _comparisons(report: ModelReport) -> str:
     return " ".join(sentences)
 
 
-def _quality(report: ModelReport) -> Table | None:
+def _quality(report: ModelReport) -> Table:
     """Quality with quantized weights alone, and of the graph as it runs."""
     known = (("quantized weights", report.quality), ("as it runs, with 8-bit activations", report.shipped))
     rows = tuple(
@@ -193,7 +194,6 @@ def _quality(report: ModelReport) -> Table | None:
             )
         )
         for name, found in known
-        if found is not None
     )
     columns = (
         "",
@@ -204,12 +204,10 @@ def _quality(report: ModelReport) -> Table | None:
         "perplexity of float32",
         "tokens",
     )
-    return Table("Quality on held-out text", columns, rows) if rows else None
+    return Table("Quality on held-out text", columns, rows)
 
 
-def _speed(speed: Speed | None) -> Table | None:
-    if speed is None:
-        return None
+def _speed(speed: Speed) -> Table:
     rows = []
     for width in sorted({*speed.predicted, *speed.measured}):
         predicted, measured = speed.predicted.get(width), speed.measured.get(width)
@@ -274,19 +272,17 @@ def _linears(linears: Sequence[LinearFigures]) -> Table:
 
 
 def _conditions(report: ModelReport) -> Table:
-    facts = {"command": report.command}
-    if report.calibration is not None:
-        text = report.calibration
-        facts["calibration text"] = (
-            f"{text.origin}: {text.tokens} tokens, and {text.held_out_tokens} held out for these figures"
-        )
-        facts["AWQ scaling"] = "applied" if text.awq else "not applied"
-    facts |= {
+    text = report.calibration
+    facts = {
+        "command": report.command,
+        "calibration text": f"{text.origin}: {text.tokens} tokens, "
+        f"and {text.held_out_tokens} held out for these figures",
+        "AWQ scaling": "applied" if text.awq else "not applied",
         "difference from the reference decoder": ", ".join(
             f"{name.replace('_', ' ')} {value:.3g}" for name, value in report.parity.items()
         ),
         "model files": f"{megabytes(report.file_bytes)} MB",
-        "duration of the export": f"{report.seconds:.1f} s" if report.seconds else "",
+        "duration of the export": f"{report.seconds:.1f} s",
         **report.machine,
     }
     return Table("Conditions", (), tuple(Row((name, value)) for name, value in facts.items() if value))

@@ -17,12 +17,11 @@ torch = pytest.importorskip("torch")
 
 from safetensors import safe_open  # noqa: E402
 
-from edgerun.export.draft_training.optimizer import OptimizerKind, Schedule  # noqa: E402
+from edgerun.export.draft_training.optimizer import OptimizerKind, Schedule, TrainOptions  # noqa: E402
 from edgerun.export.draft_training.torch_llama import CausalLM, ModelShape  # noqa: E402
 from edgerun.export.draft_training.training_batches import LEAD, Batch, BatchStream, cut_by_cost  # noqa: E402
 from edgerun.export.draft_training.training_loop import (  # noqa: E402
     TrainingTask,
-    TrainOptions,
     load_state,
     train,
 )
@@ -154,11 +153,11 @@ def test_time_budget_ends_a_run_and_counts_earlier_runs(codec: ChatCodec, tmp_pa
 
 
 def test_schedule_follows_the_budget_that_ends_first() -> None:
-    by_steps = Schedule(steps=100, minutes=None, warmup=10)
+    by_steps = Schedule(TrainOptions(steps=100, warmup=10))
     assert by_steps.progress(50) == 0.5
     assert by_steps.factor(0, 0.0) == pytest.approx(0.1)
     assert by_steps.factor(99, 1.0) == pytest.approx(0.0)
-    by_time = Schedule(steps=100, minutes=1.0, warmup=10, used_seconds=45.0)
+    by_time = Schedule(TrainOptions(steps=100, minutes=1.0), used_seconds=45.0)
     assert 0.75 <= by_time.progress(1) < 1.0
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 pytest.importorskip("onnx", reason="needs the export extra")
 
 from edgerun.edge.terminal.output import SafeConsole
 from edgerun.edge.terminal.report_summary import show_report
-from edgerun.export.report.figures import ModelReport, PlanKind
+from edgerun.export.report.figures import ModelReport
 from support.export_reports import whole_report
 
 
@@ -46,12 +44,3 @@ def test_each_figure_has_a_line() -> None:
     assert "speed-up with the draft: 1.69x (2.34 tokens per pass)" in lines
     assert "tokens per second: 113.6 (plain decoding; 116.3 predicted)" in lines
     assert lines[-1] == "2 linears have a low-rank correction of rank 16."
-
-
-def test_an_export_without_measurements_shows_layers_and_size() -> None:
-    report = whole_report(3)
-    (chosen,) = [dataclasses.replace(plan, kl=None) for plan in report.plans if plan.kind is PlanKind.CHOSEN]
-    lines = shown(ModelReport("m", "c", report.linears, [chosen], 1, {}, bits_per_weight_in_file=3.0553))
-    assert lines[0].startswith("weights by layer")
-    assert lines[-1] == "weights read per token: 216.1 MB (bits per weight: 3.50 as read per token, 3.06 in the file)"
-    assert not any("KL" in line for line in lines)

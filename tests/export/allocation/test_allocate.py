@@ -69,7 +69,7 @@ class TestSensitivities:
         assert [each.weight_format for each in found[linears[1].name]] == list(FORMATS)
 
     def test_methods_of_one_format_are_distinguished(self, tmp_path: Path, config: DecoderConfig) -> None:
-        candidates = format_candidates((DEFAULT_METHODS,))
+        candidates = format_candidates(DEFAULT_METHODS)
         formats = [version for each in candidates for version in (each, replace(each, method=None))]
         linear = next(planned_linears(config))
         file = tmp_path / "sensitivities.json"
@@ -85,7 +85,7 @@ class TestAllocation:
         text = [np.random.default_rng(seed).integers(0, config.vocab_size, 40) for seed in range(4)]
         store = QuantizedLinearStore(source, config, tmp_path / "linears")
         evaluator = PlanEvaluator(SourceModel(source, config, 64), text, store.weights, tmp_path / "states")
-        formats = format_candidates((DEFAULT_METHODS,))
+        formats = format_candidates(DEFAULT_METHODS)
 
         def divergence(plan: Mapping[str, WeightFormat]) -> float:
             return evaluator.divergence(plan).mean_kl

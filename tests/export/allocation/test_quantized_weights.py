@@ -38,7 +38,7 @@ class _Unreadable(Checkpoint):
         raise AssertionError("quantized again")
 
 
-@pytest.mark.parametrize("weight_format", format_candidates((DEFAULT_METHODS,), zero_points=True)[::3], ids=str)
+@pytest.mark.parametrize("weight_format", format_candidates(DEFAULT_METHODS, zero_points=True)[::3], ids=str)
 def test_rows_are_those_of_the_source(
     tmp_path: Path, checkpoint: Path, config: DecoderConfig, weight_format: WeightFormat
 ) -> None:

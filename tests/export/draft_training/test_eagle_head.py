@@ -25,6 +25,7 @@ from edgerun.export.draft_training.draft_tasks import (  # noqa: E402
     with_states,
 )
 from edgerun.export.draft_training.eagle_head import EagleNetwork, EagleShape  # noqa: E402
+from edgerun.export.draft_training.optimizer import TrainOptions  # noqa: E402
 from edgerun.export.draft_training.request import DraftKind, DraftTrainingRequest  # noqa: E402
 from edgerun.export.draft_training.target_data import (  # noqa: E402  # noqa: E402
     AnswerOptions,
@@ -34,7 +35,6 @@ from edgerun.export.draft_training.target_data import (  # noqa: E402  # noqa: E
     state_layers,
 )
 from edgerun.export.draft_training.training_batches import Example  # noqa: E402
-from edgerun.export.draft_training.training_loop import TrainOptions  # noqa: E402
 from edgerun.export.draft_training.training_run import train_draft  # noqa: E402
 from edgerun.models.bundle import open_bundle  # noqa: E402
 from edgerun.models.manifest import Architecture  # noqa: E402

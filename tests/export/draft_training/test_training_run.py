@@ -11,17 +11,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from edgerun.export.draft_training.draft_tasks import LossKind  # noqa: E402
-from edgerun.export.draft_training.request import (  # noqa: E402
-    DraftKind,
-    DraftSize,
-    DraftTrainingRequest,
-)
+from edgerun.export.draft_training.optimizer import TrainOptions  # noqa: E402
+from edgerun.export.draft_training.request import DraftKind, DraftSize, DraftTrainingRequest  # noqa: E402
 from edgerun.export.draft_training.target_data import AnswerOptions, PromptConversation  # noqa: E402
 from edgerun.export.draft_training.torch_llama import BlockRounding  # noqa: E402
-from edgerun.export.draft_training.training_loop import (  # noqa: E402
-    TrainOptions,
-    load_state,
-)
+from edgerun.export.draft_training.training_loop import load_state  # noqa: E402
 from edgerun.export.draft_training.training_run import train_draft  # noqa: E402
 from support.tiny_models import write_bundle  # noqa: E402
 
