@@ -19,7 +19,7 @@ import numpy as np
 from ...models.manifest import Method, WeightFormat
 from ...models.progress import Progress
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layer_weights import FusedLinear, Layer, Norm, SharedExpertWeights
+from ..checkpoint.layer_weights import FusedLinear, Layer, Norm
 from ..checkpoint.layout import final_norm, head_layout, layer_layout
 from ..checkpoint.source import Float32Array, ModelSource, ModelSourceWrapper, QuantizedRows, RowRange, in_order
 from ..quantization.codes import InputStatistics, dequantized
@@ -95,19 +95,16 @@ def scaled_statistics(statistics: StatisticsOf, scales: AwqScales) -> Statistics
 
     def of(linear: str) -> InputStatistics | None:
         known, factors = statistics(linear), scales.inputs.get(linear)
-        return known if known is None or factors is None else scaled_inputs(known, factors)
+        if known is None or factors is None:
+            return known
+        moments = known.second_moment
+        return InputStatistics(
+            known.mean_square * factors**2,
+            known.mean_magnitude * factors,
+            None if moments is None else moments * factors[:, None] * factors,
+        )
 
     return of
-
-
-def scaled_inputs(inputs: InputStatistics, factors: Float32Array) -> InputStatistics:
-    """Statistics of inputs multiplied by factors [K]."""
-    moments = inputs.second_moment
-    return InputStatistics(
-        inputs.mean_square * factors**2,
-        inputs.mean_magnitude * factors,
-        None if moments is None else moments * factors[:, None] * factors,
-    )
 
 
 def apply_awq(
@@ -133,7 +130,10 @@ def apply_awq(
     Raises:
         CheckpointError: A tensor cannot be read.
     """
-    candidates = list(_scalable_linears(config))
+    layers = (layer_layout(config, index) for index in range(config.layers))
+    candidates = [each for layer in layers for each in _scalable_linears(layer, config)]
+    if not config.tied_head:
+        candidates.append(_ScalableLinear(head_layout(config), norm=final_norm(config)))
     found: dict[str, Float32Array] = {}
 
     def search(candidate: _ScalableLinear) -> Float32Array | None:
@@ -184,14 +184,7 @@ class _ScalableLinear:
             scales.rows.update(_by_tensor(self.producer, self.first_row, outputs))
 
 
-def _scalable_linears(config: DecoderConfig) -> Iterator[_ScalableLinear]:
-    for index in range(config.layers):
-        yield from _scalable_in_layer(layer_layout(config, index), config)
-    if not config.tied_head:
-        yield _ScalableLinear(head_layout(config), norm=final_norm(config))
-
-
-def _scalable_in_layer(layer: Layer, config: DecoderConfig) -> Iterator[_ScalableLinear]:
+def _scalable_linears(layer: Layer, config: DecoderConfig) -> Iterator[_ScalableLinear]:
     if layer.before_attention is not None:
         beside: tuple[FusedLinear, ...] = () if layer.gates is None else (layer.gates,)
         yield _ScalableLinear(layer.qkv, norm=layer.before_attention, beside=beside)
@@ -199,31 +192,19 @@ def _scalable_in_layer(layer: Layer, config: DecoderConfig) -> Iterator[_Scalabl
         yield _ScalableLinear(layer.output, None, layer.qkv, producer.first_row, producer.shared)
     if layer.before_mlp is not None:
         # The router keeps its scores: its columns are multiplied by the same factors, and it stays in float32.
-        beside = () if layer.router is None else (layer.router, *_shared_inputs(layer.shared))
+        of_shared = () if layer.shared is None else (layer.shared.gate_up, *filter(None, (layer.shared.gate,)))
+        beside = () if layer.router is None else (layer.router, *of_shared)
         yield _ScalableLinear(layer.gate_up, norm=layer.before_mlp, beside=beside)
     if layer.router is None:
         yield _ScalableLinear(layer.down, producer=layer.gate_up, first_row=layer.gate_up.shape[0] // 2)
     elif config.experts is not None and not config.experts.up_offset and config.experts.limit is None:
-        yield from _scalable_experts(layer.gate_up, layer.down)
+        # The inputs of an expert's second linear are proportional to the rows of up of its first one. With bounds of
+        # up, or a constant that is added to it, they would not be.
+        for expert in range(layer.down.experts):
+            second, first = _expert(layer.down, expert), _expert(layer.gate_up, expert)
+            yield _ScalableLinear(second, producer=first, first_row=first.shape[0] // 2)
     if (shared := layer.shared) is not None:
         yield _ScalableLinear(shared.down, producer=shared.gate_up, first_row=shared.gate_up.shape[0] // 2)
-
-
-def _shared_inputs(shared: SharedExpertWeights | None) -> tuple[FusedLinear, ...]:
-    """The linears of a shared expert that read what the router reads."""
-    if shared is None:
-        return ()
-    return (shared.gate_up,) if shared.gate is None else (shared.gate_up, shared.gate)
-
-
-def _scalable_experts(gate_up: FusedLinear, down: FusedLinear) -> Iterator[_ScalableLinear]:
-    """The second linear of every expert, whose inputs are proportional to the rows of up of its first one.
-
-    Bounds of up, or a constant that is added to it, would not be.
-    """
-    for expert in range(down.experts):
-        second, first = _expert(down, expert), _expert(gate_up, expert)
-        yield _ScalableLinear(second, producer=first, first_row=first.shape[0] // 2)
 
 
 def _expert(linear: FusedLinear, expert: int) -> FusedLinear:

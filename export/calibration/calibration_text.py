@@ -84,8 +84,10 @@ def calibration_text(model: SourceModel, recipe: ExportRecipe, folder: Path, pro
                 sliding_windows=any(layer.window is not None for layer in model.config.attention),
             )
         else:
+            # Texts from all over the file, until they have `max_tokens` tokens.
             read = read_texts(trial, file, max_tokens, max_text_tokens, recipe.seed)
-            texts = _random_sample(read, max_tokens, recipe.seed)
+            shuffled = [read[number] for number in np.random.default_rng(recipe.seed).permutation(len(read))]
+            texts = shuffled[: int(np.searchsorted(np.cumsum([*map(len, shuffled)]), max_tokens)) + 1]
         remove(trial)
         _store(folder, texts)
         progress(_STAGE, 1.0)
@@ -148,17 +150,6 @@ def _write_trial(model: SourceModel, folder: Path, progress: Progress) -> None:
         source=model.source, original=model.source, config=model.config, plan=plan, context=model.context
     )
     write_bundle(folder, content, lambda _, fraction: progress(_STAGE, 0.5 * fraction))
-
-
-def _random_sample(texts: list[TokenArray], max_tokens: int, seed: int) -> list[TokenArray]:
-    """Texts from all over the file, until they have `max_tokens` tokens."""
-    order = np.random.default_rng(seed).permutation(len(texts))
-    found: list[TokenArray] = []
-    for number in order.tolist():
-        if sum(map(len, found)) >= max_tokens:
-            break
-        found.append(texts[number])
-    return found
 
 
 def _store(folder: Path, texts: list[TokenArray]) -> None:

@@ -85,7 +85,7 @@ class PlanEvaluator:
         self._text = tuple(text)
         self._batches = pack_texts(self._text)
         self._linears = {linear.name: linear for linear in fused_linears(config)}
-        self._runner, self._comparison = self._sessions()
+        self._runner, self._comparison = LayerRunner(model), LogitComparison(config.vocab_size)
         self._matrices = RecentArrays(_MATRIX_BYTES)
         self._exact = PinnedArrays(2 * _STATE_BYTES, folder)
         self._recent = RecentArrays(_STATE_BYTES)
@@ -134,7 +134,7 @@ class PlanEvaluator:
     def release(self) -> None:
         """Free the memory of matrices, recent plans and sessions; they are recomputed when needed."""
         # ONNX Runtime keeps the largest memory of a pass for as long as a session lives.
-        self._runner, self._comparison = self._sessions()
+        self._runner, self._comparison = LayerRunner(self._model), LogitComparison(self._config.vocab_size)
         self._matrices.clear()
         self._recent.clear()
 
@@ -166,9 +166,6 @@ class PlanEvaluator:
                 part = slice(start, start + step)
                 differences.append(self._comparison.compare(logits[part], following[part], reference))
         return self._summary(differences, numbers)
-
-    def _sessions(self) -> tuple[LayerRunner, LogitComparison]:
-        return LayerRunner(self._model), LogitComparison(self._config.vocab_size)
 
     def _first_batches(self, tokens: int | None) -> list[int]:
         """Indices of the first batches that have that many counted tokens."""
@@ -205,7 +202,8 @@ class PlanEvaluator:
     def _run(self, plan: QuantPlan, numbers: Sequence[int]) -> dict[int, Float32Array]:
         """Hidden states after the last layer, by the index of the batch."""
         keys = self._keys(plan)
-        exact_stages = self._exact_stages(plan)
+        exact = [all(plan[linear.name] == EXACT for linear in linears) for linears in self._stages]
+        exact_stages = [*exact, False].index(False)
         begun = {number: self._latest(number, keys, exact_stages) for number in numbers}
         hidden: dict[int, Float32Array] = {number: state for number, (_, state) in begun.items() if state is not None}
         for stage, linears in enumerate(self._stages):
@@ -235,8 +233,8 @@ class PlanEvaluator:
             return self._runner.embed(batch, weights.get("embedding"))
         index, second_half = divmod(stage - 1, 2)
         if second_half:
-            return self._runner.feed_forward(index, hidden, lambda linear: weights[linear.name])
-        return self._runner.mixer(index, hidden, batch, lambda linear: weights[linear.name])
+            return self._runner.feed_forward(index, hidden, lambda linear: weights[linear.name])[0]
+        return self._runner.mixer(index, hidden, batch, lambda linear: weights[linear.name])[0]
 
     def _latest(self, number: int, keys: Sequence[int], exact_stages: int) -> tuple[int, Float32Array | None]:
         """The stage to begin with, and the states before it; None before the first."""
@@ -257,11 +255,6 @@ class PlanEvaluator:
             key = self._prefixes.setdefault(step, len(self._prefixes) + 1)
             keys.append(key)
         return keys
-
-    def _exact_stages(self, plan: QuantPlan) -> int:
-        """Number of stages, from the first on, that quantize nothing."""
-        exact = [all(plan[linear.name] == EXACT for linear in linears) for linears in self._stages]
-        return [*exact, False].index(False)
 
     def _logits(
         self, number: int, hidden: Float32Array, head: Float32Array

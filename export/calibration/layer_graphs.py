@@ -8,7 +8,6 @@ computed in NumPy, each on the tokens that the router sends there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -31,12 +30,11 @@ HIDDEN: Final = "hidden"
 """Name of the input: hidden states before the half, [B, S, hidden]."""
 TEXT_STARTS: Final = "text_starts"
 """Name of the input with `Batch.text_starts`."""
-_SUM: Final = "sum"
+SUM: Final = "sum"
 """Name of the output: hidden states after the half."""
 
 
-@dataclass(frozen=True)
-class Vector:
+class Vector(NamedTuple):
     """A vector input: checkpoint vectors concatenated, with `plus` added to each element."""
 
     sources: tuple[str, ...]
@@ -45,8 +43,7 @@ class Vector:
     """Which token of the kernels `[channels, 1, kernel]` of a convolution; None for sources that are vectors."""
 
 
-@dataclass(frozen=True)
-class HalfLayer:
+class HalfLayer(NamedTuple):
     """A graph of half a layer, and what its inputs take besides the hidden states."""
 
     model: ModelProto
@@ -56,7 +53,6 @@ class HalfLayer:
     """Linears, by the name of the input that takes their matrix [N, K]."""
     captured: dict[str, str]
     """Name of the value [B, S, K] that a linear multiplies, an output or `HIDDEN`, by the linear's name."""
-    output: str = _SUM
 
 
 class _FedWeights(Initializers):
@@ -112,7 +108,7 @@ class _FedNodes(Nodes):
         if after is not None:
             value = self.norm(value, after, "after")
         value = self.scaled(value, self.config.residual_scale, "residual.scale", "scaled")
-        self.add("Add", [HIDDEN, value], _SUM)
+        self.add("Add", [HIDDEN, value], SUM)
 
     def finished(self, feeds: Sequence[ValueInfoProto]) -> HalfLayer:
         """The graph, whose inputs are the hidden states, `feeds`, and the weights that its nodes use."""
@@ -122,7 +118,7 @@ class _FedNodes(Nodes):
             self.protos,
             "half",
             [hidden, *feeds, *(_floats(name, 1) for name in names), *(_floats(name, 2) for name in self.matrices)],
-            [_floats(name, 3) for name in (_SUM, *captured)],
+            [_floats(name, 3) for name in (SUM, *captured)],
             self.fed.protos,
         )
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)]
@@ -201,7 +197,7 @@ def router_half(config: DecoderConfig, index: int) -> HalfLayer:
     normed = _normed(nodes, layer.before_mlp)
     scores = nodes.linear(layer.router, normed)
     shared = [] if layer.shared is None else [append_shared_expert(nodes, index, layer.shared, normed)]
-    nodes.add("Concat", [scores, *shared], _SUM, axis=-1)
+    nodes.add("Concat", [scores, *shared], SUM, axis=-1)
     return nodes.finished([])
 
 

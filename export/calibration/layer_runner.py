@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, NodeProto, TensorProto, helper
+from onnx import ModelProto
 
 from ..bundle_content import SourceModel
 from ..check.contract_session import ModelSession
@@ -24,10 +24,9 @@ from ..checkpoint.layer_weights import FusedLinear, Layer
 from ..checkpoint.layout import embedding_layout, final_norm, head_layout, layer_layout
 from ..checkpoint.source import Float32Array, RowRange
 from ..graph import inputs_outputs
-from ..graph.decoder import IR_VERSION, OPSET
-from ..graph.nodes import MICROSOFT
 from .layer_graphs import (
     HIDDEN,
+    SUM,
     TEXT_STARTS,
     ExpertWeights,
     HalfLayer,
@@ -40,6 +39,7 @@ from .layer_graphs import (
     state_half,
     within_text,
 )
+from .logit_comparison import parsed_model
 from .text_batches import Batch
 
 WeightsOf = Callable[[FusedLinear], Float32Array]
@@ -73,9 +73,9 @@ class LayerRunner:
         """Attention halves by their kind; that of the other layers, which are of one kind, by None."""
         self._feed_forwards: dict[bool, _Half] = {}
         """Dense feed-forwards, and routers where the key is true."""
-        self._norm = _session(_norm_graph(config))
-        self._head = _session(_head_graph(config))
-        self._vectors: dict[tuple[tuple[str, ...], float, int | None], Float32Array] = {}
+        self._norm = _session(_norm_model(config))
+        self._head = _session(_head_model(config))
+        self._vectors: dict[Vector, Float32Array] = {}
 
     def matrix(self, linear: FusedLinear) -> Float32Array:
         """A linear's matrix from the checkpoint, float32 [N, K].
@@ -101,49 +101,52 @@ class LayerRunner:
             hidden = matrix[batch.tokens]
         return np.asarray(hidden * np.float32(self.config.embedding_scale), np.float32)
 
-    def mixer(self, index: int, hidden: Float32Array, batch: Batch, weights_of: WeightsOf) -> Float32Array:
-        """Hidden states after the attention, or the convolution, of layer `index`."""
-        half = self._mixer_half(index)
-        return self._run(half, index, hidden, weights_of, self._mixer_feeds(half, index, batch), [])[0]
+    def mixer(
+        self, index: int, hidden: Float32Array, batch: Batch, weights_of: WeightsOf, *, capture: bool = False
+    ) -> tuple[Float32Array, dict[str, Float32Array]]:
+        """Hidden states after the attention, or the convolution, of layer `index`.
 
-    def feed_forward(self, index: int, hidden: Float32Array, weights_of: WeightsOf) -> Float32Array:
-        """Hidden states after the feed-forward of layer `index`."""
-        if layer_layout(self.config, index).router is not None:
-            return self._experts(index, hidden, weights_of)[0]
-        return self._run(self._feed_forward_half(index), index, hidden, weights_of, {}, [])[0]
+        Returns:
+            The states; with `capture`, the inputs of its linears by their names, float32 [B, S, K].
+        """
+        attends = index not in {*self.config.convolution_layers, *self.config.recurrent_layers}
+        kind = self.config.attention[index] if attends else None
+        if kind not in self._mixers:
+            graph = attention_half(self.config, index, self._context) if attends else state_half(self.config, index)
+            self._mixers[kind] = _Half(graph, _session(graph.model), index)
+        half = self._mixers[kind]
+        return self._run(half, index, hidden, weights_of, self._mixer_feeds(half, index, batch), capture)
+
+    def feed_forward(
+        self, index: int, hidden: Float32Array, weights_of: WeightsOf, *, capture: bool = False
+    ) -> tuple[Float32Array, dict[str, Float32Array], dict[str, RoutedInputs]]:
+        """Hidden states after the feed-forward of layer `index`.
+
+        Returns:
+            The states; with `capture`, the inputs of its linears by their names, float32 [B, S, K]; the inputs of
+            single experts by `expert_of`.
+        """
+        routed = layer_layout(self.config, index).router is not None
+        if routed not in self._feed_forwards:
+            graph = router_half(self.config, index) if routed else feed_forward_half(self.config, index)
+            self._feed_forwards[routed] = _Half(graph, _session(graph.model), index)
+        half = self._feed_forwards[routed]
+        if routed:
+            return self._experts(half, index, hidden, weights_of)
+        return *self._run(half, index, hidden, weights_of, {}, capture), {}
 
     def captured(
         self, index: int, hidden: Float32Array, batch: Batch, weights_of: WeightsOf
     ) -> tuple[Float32Array, dict[str, Float32Array], dict[str, RoutedInputs]]:
-        """Hidden states after layer `index`, and the inputs of its linears.
-
-        Returns:
-            The states; the inputs by the names of linears, float32 [B, S, K]; those of single experts by `expert_of`.
-        """
-        middle, first = self.mixer_captured(index, hidden, batch, weights_of)
-        after, second, routed = self._feed_forward_captured(index, middle, weights_of)
+        """Hidden states after layer `index`, and the inputs of its linears; see `feed_forward`."""
+        middle, first = self.mixer(index, hidden, batch, weights_of, capture=True)
+        after, second, routed = self.feed_forward(index, middle, weights_of, capture=True)
         return after, {**first, **second}, routed
-
-    def mixer_captured(
-        self, index: int, hidden: Float32Array, batch: Batch, weights_of: WeightsOf
-    ) -> tuple[Float32Array, dict[str, Float32Array]]:
-        """Hidden states as after `mixer`, and the inputs of its linears by their names."""
-        half = self._mixer_half(index)
-        return self._captured(half, index, hidden, weights_of, self._mixer_feeds(half, index, batch))
-
-    def feed_forward_captured(
-        self, index: int, hidden: Float32Array, weights_of: WeightsOf
-    ) -> tuple[Float32Array, dict[str, Float32Array]]:
-        """Hidden states after the feed-forward of layer `index`, and the inputs of its linears by their names.
-
-        The linears of experts, which get inputs of their own each, are not among them.
-        """
-        return self._feed_forward_captured(index, hidden, weights_of)[:2]
 
     def head_inputs(self, states: Float32Array) -> Float32Array:
         """Inputs of the head, float32 [R, hidden], from hidden states [R, hidden] after the last layer."""
         norm = final_norm(self.config)
-        weight = self._vector((norm.weight,), Vector((), float(self.config.traits.norms_add_one)))
+        weight = self._vector(Vector((norm.weight,), float(self.config.traits.norms_add_one)))
         return self._norm.run(["normed"], {HIDDEN: states, "norm": weight})[0]
 
     def logits(self, states: Float32Array, weights_of: WeightsOf) -> Float32Array:
@@ -156,15 +159,6 @@ class LayerRunner:
         """Number of positions whose logits fit into memory at once."""
         return max(1, _MAX_LOGITS // self.config.vocab_size)
 
-    def _captured(
-        self, half: _Half, index: int, hidden: Float32Array, weights_of: WeightsOf, feeds: Mapping[str, Any]
-    ) -> tuple[Float32Array, dict[str, Float32Array]]:
-        outputs = [name for name in dict.fromkeys(half.graph.captured.values()) if name != HIDDEN]
-        after, *values = self._run(half, index, hidden, weights_of, feeds, outputs)
-        found = {HIDDEN: hidden, **dict(zip(outputs, values, strict=True))}
-        names = {linear.name: _of_layer(linear.name, half.index, index) for linear in half.graph.matrices.values()}
-        return after, {names[linear]: found[value] for linear, value in half.graph.captured.items()}
-
     def _run(
         self,
         half: _Half,
@@ -172,52 +166,31 @@ class LayerRunner:
         hidden: Float32Array,
         weights_of: WeightsOf,
         feeds: Mapping[str, Any],
-        outputs: list[str],
-    ) -> list[Float32Array]:
-        linears = {linear.name: linear for linear in layer_layout(self.config, index).linears}
-        matrices = {
-            name: weights_of(linears[_of_layer(linear.name, half.index, index)])
-            for name, linear in half.graph.matrices.items()
-        }
-        vectors = {
-            name: self._vector(tuple(_of_layer(each, half.index, index) for each in vector.sources), vector)
-            for name, vector in half.graph.vectors.items()
-        }
-        return half.session.run([half.graph.output, *outputs], {HIDDEN: hidden, **matrices, **vectors, **feeds})
+        capture: bool,
+    ) -> tuple[Float32Array, dict[str, Float32Array]]:
+        graph, linears = half.graph, {linear.name: linear for linear in layer_layout(self.config, index).linears}
 
-    def _mixer_half(self, index: int) -> _Half:
-        has_attention = index not in {*self.config.convolution_layers, *self.config.recurrent_layers}
-        kind = self.config.attention[index] if has_attention else None
-        if kind not in self._mixers:
-            graph = (
-                attention_half(self.config, index, self._context) if has_attention else state_half(self.config, index)
-            )
-            self._mixers[kind] = _Half(graph, _session(graph.model), index)
-        return self._mixers[kind]
+        def own(name: str) -> str:
+            """The name that a linear or tensor of the layer that the graph was built for has in this layer."""
+            return name.replace(f"layers.{half.index}.", f"layers.{index}.", 1)
 
-    def _feed_forward_half(self, index: int) -> _Half:
-        routed = layer_layout(self.config, index).router is not None
-        if routed not in self._feed_forwards:
-            graph = router_half(self.config, index) if routed else feed_forward_half(self.config, index)
-            self._feed_forwards[routed] = _Half(graph, _session(graph.model), index)
-        return self._feed_forwards[routed]
-
-    def _feed_forward_captured(
-        self, index: int, hidden: Float32Array, weights_of: WeightsOf
-    ) -> tuple[Float32Array, dict[str, Float32Array], dict[str, RoutedInputs]]:
-        if layer_layout(self.config, index).router is not None:
-            return self._experts(index, hidden, weights_of)
-        half = self._feed_forward_half(index)
-        return *self._captured(half, index, hidden, weights_of, {}), {}
+        weights = {name: weights_of(linears[own(linear.name)]) for name, linear in graph.matrices.items()}
+        for name, vector in graph.vectors.items():
+            weights[name] = self._vector(vector._replace(sources=tuple(map(own, vector.sources))))
+        wanted = {own(linear): value for linear, value in graph.captured.items()} if capture else {}
+        outputs = [name for name in dict.fromkeys(wanted.values()) if name != HIDDEN]
+        after, *values = half.session.run([SUM, *outputs], {HIDDEN: hidden, **weights, **feeds})
+        found = {HIDDEN: hidden, **dict(zip(outputs, values, strict=True))}
+        return after, {linear: found[value] for linear, value in wanted.items()}
 
     def _experts(
-        self, index: int, hidden: Float32Array, weights_of: WeightsOf
+        self, half: _Half, index: int, hidden: Float32Array, weights_of: WeightsOf
     ) -> tuple[Float32Array, dict[str, Float32Array], dict[str, RoutedInputs]]:
         """Hidden states after experts, the inputs of router and shared expert, and those of the selected experts."""
         config, layer = self.config, layer_layout(self.config, index)
         if config.experts is None or layer.router is None:
             raise ValueError(f"layer {index} has no experts")
-        outputs, inputs = self._captured(self._feed_forward_half(index), index, hidden, weights_of, {})
+        outputs, inputs = self._run(half, index, hidden, weights_of, {}, capture=True)
         scores, shared = np.split(outputs.reshape(-1, outputs.shape[-1]), [config.experts.count], axis=-1)
         gate_up, down = (
             ExpertWeights(linear, weights_of(linear), self._biases(linear)) for linear in (layer.gate_up, layer.down)
@@ -227,7 +200,7 @@ class LayerRunner:
         if layer.shared is not None:
             output = output + shared
         if layer.after_mlp is not None:
-            weight = self._vector((layer.after_mlp.weight,), Vector((), float(config.traits.norms_add_one)))
+            weight = self._vector(Vector((layer.after_mlp.weight,), float(config.traits.norms_add_one)))
             output = (rms_norm(output.astype(np.float64), config.norm_epsilon) * weight).astype(np.float32)
         after = hidden + np.float32(config.residual_scale) * output.reshape(hidden.shape)
         return after, inputs, routed
@@ -239,23 +212,22 @@ class LayerRunner:
         return np.concatenate([self.source.read(name).reshape(-1) for name in linear.biases])
 
     def _mixer_feeds(self, half: _Half, index: int, batch: Batch) -> dict[str, npt.NDArray[Any]]:
-        names = {value.name for value in half.graph.model.graph.input}
-        return {name: value for name, value in self._feeds(half, index, batch).items() if name in names}
-
-    def _feeds(self, half: _Half, index: int, batch: Batch) -> dict[str, npt.NDArray[Any]]:
         rows, slots = batch.tokens.shape
         layer = layer_layout(self.config, index)
         if layer.convolution is not None or layer.recurrent is not None:
-            return self._states(half, layer, batch)
-        empty = np.zeros((rows, self.config.kv_heads, 0, self.config.head_dim), np.float32)
-        return {
-            "position_ids": batch.positions,
-            "attention_bias": batch.bias(self.config.attention[index].window),
-            "seqlens_k": np.full(rows, slots - 1, np.int32),
-            "total_sequence_length": np.array(slots, np.int32),
-            inputs_outputs.past_key(half.index): empty,
-            inputs_outputs.past_value(half.index): empty,
-        }
+            feeds = self._states(half, layer, batch)
+        else:
+            empty = np.zeros((rows, self.config.kv_heads, 0, self.config.head_dim), np.float32)
+            feeds = {
+                "position_ids": batch.positions,
+                "attention_bias": batch.bias(self.config.attention[index].window),
+                "seqlens_k": np.full(rows, slots - 1, np.int32),
+                "total_sequence_length": np.array(slots, np.int32),
+                inputs_outputs.past_key(half.index): empty,
+                inputs_outputs.past_value(half.index): empty,
+            }
+        names = {value.name for value in half.graph.model.graph.input}
+        return {name: value for name, value in feeds.items() if name in names}
 
     def _states(self, half: _Half, layer: Layer, batch: Batch) -> dict[str, npt.NDArray[Any]]:
         """Empty states, and where texts begin."""
@@ -275,60 +247,37 @@ class LayerRunner:
         masks = {within_text(back): batch.within_text(back) for back in range(1, convolution.kernel)}
         return {inputs_outputs.past_conv(half.index): before, **masks, **feeds}
 
-    def _vector(self, sources: tuple[str, ...], vector: Vector) -> Float32Array:
-        """The value of a vector input, read from these tensors."""
-        key = sources, vector.plus, vector.tap
-        if key not in self._vectors:
-            tensors = [self.source.read(name) for name in sources]
-            value = np.concatenate([each if vector.tap is None else each[:, 0, vector.tap] for each in tensors])
-            self._vectors[key] = value + np.float32(vector.plus)
-        return self._vectors[key]
+    def _vector(self, vector: Vector) -> Float32Array:
+        """The value of a vector input."""
+        if vector not in self._vectors:
+            tensors = [self.source.read(name) for name in vector.sources]
+            parts = [each if vector.tap is None else each[:, 0, vector.tap] for each in tensors]
+            self._vectors[vector] = np.concatenate(parts) + np.float32(vector.plus)
+        return self._vectors[vector]
 
 
 def _session(model: ModelProto) -> ModelSession:
     return ModelSession(model, Path(), max(1, (os.cpu_count() or 1) // CONCURRENT_PASSES))
 
 
-def _of_layer(name: str, built_for: int, index: int) -> str:
-    """The name that a linear or tensor of one layer has in another."""
-    return name.replace(f"layers.{built_for}.", f"layers.{index}.", 1)
-
-
-def _norm_graph(config: DecoderConfig) -> ModelProto:
+def _norm_model(config: DecoderConfig) -> ModelProto:
     """The final norm, and the scale of the logits, applied to the head's inputs as in `graph.embedding_head`."""
     factor = config.logits_scale / (config.logits_softcap or 1.0)
-    norm = helper.make_node(
-        "SimplifiedLayerNormalization",
-        [HIDDEN, "norm"],
-        ["unscaled"],
-        axis=-1,
-        epsilon=config.norm_epsilon,
-        stash_type=1,
-    )
-    scaled = helper.make_node("Mul", ["unscaled", "scale"], ["normed"])
-    return _model([norm, scaled], {HIDDEN: 2, "norm": 1}, "normed", {"scale": factor})
+    return parsed_model(f"""norm (float[r, h] {HIDDEN}, float[h] norm) => (float[r, h] normed)
+    <float scale = {{{factor!r}}}>
+    {{
+        unscaled = SimplifiedLayerNormalization
+            <axis = -1, epsilon = {float(config.norm_epsilon)!r}, stash_type = 1> ({HIDDEN}, norm)
+        normed = Mul(unscaled, scale)
+    }}""")
 
 
-def _head_graph(config: DecoderConfig) -> ModelProto:
+def _head_model(config: DecoderConfig) -> ModelProto:
     """Product and soft cap of the logits, as in `graph.embedding_head`."""
     cap = config.logits_softcap
-    product = helper.make_node("Gemm", ["inputs", "head"], ["logits" if cap is None else "product"], transB=1)
-    if cap is None:
-        return _model([product], {"inputs": 2, "head": 2}, "logits", {})
-    bounded = helper.make_node("Tanh", ["product"], ["bounded"])
-    capped = helper.make_node("Mul", ["bounded", "cap"], ["logits"])
-    return _model([product, bounded, capped], {"inputs": 2, "head": 2}, "logits", {"cap": cap})
-
-
-def _model(nodes: list[NodeProto], inputs: Mapping[str, int], output: str, scalars: Mapping[str, float]) -> ModelProto:
-    """A graph with float32 inputs, given with their ranks, and one output of rank 2."""
-    floats = TensorProto.FLOAT
-    graph = helper.make_graph(
-        nodes,
-        "head",
-        [helper.make_tensor_value_info(name, floats, [None] * rank) for name, rank in inputs.items()],
-        [helper.make_tensor_value_info(output, floats, [None, None])],
-        [helper.make_tensor(name, floats, [], [value]) for name, value in scalars.items()],
-    )
-    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION)
+    bounded = "" if cap is None else "bounded = Tanh(product) logits = Mul(bounded, cap)"
+    return parsed_model(f"""head (float[r, h] inputs, float[v, h] head) => (float[r, v] logits)
+    <float cap = {{{float(cap or 1.0)!r}}}>
+    {{
+        {"logits" if cap is None else "product"} = Gemm <transB = 1> (inputs, head) {bounded}
+    }}""")

@@ -7,14 +7,12 @@ differ among themselves (top-K KL, as in EvoPress, Sieberling et al. 2024).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, NodeProto, TensorProto, helper
+from onnx import ModelProto, parser
 
 from ..check.contract_session import ModelSession
 from ..checkpoint.source import Float32Array
@@ -30,10 +28,17 @@ TOP_TOKENS: Final = 1024
 """Number of tokens of a larger vocabulary that are compared one by one."""
 _MIN_REMAINDER: Final = 1e-9
 """Lower bound of the total probability of all other tokens, so that its logarithm is finite."""
+_INPUTS: Final = "float[r, v] logits, int64[r, one] following"
+_OUTPUTS: Final = "int64[r] best, float[r, one] next"
+_COMMON: Final = """
+log_probs = LogSoftmax <axis = -1> (logits)
+best = ArgMax <axis = -1, keepdims = 0> (logits)
+next = GatherElements <axis = 1> (log_probs, following)
+"""
+"""Log-probabilities of all tokens, the likeliest token, and the log-probability of the next token of the text."""
 
 
-@dataclass(frozen=True)
-class ReferenceLogits:
+class ReferenceLogits(NamedTuple):
     """Log-probabilities of the float model at R positions."""
 
     log_probs: Float32Array
@@ -46,8 +51,7 @@ class ReferenceLogits:
     """-log p of the next token of the text, float64 [R]; NaN at its end."""
 
 
-@dataclass(frozen=True)
-class LogitDifference:
+class LogitDifference(NamedTuple):
     """Differences of another model from the reference, each array [R]."""
 
     kl: Float64Array
@@ -63,8 +67,26 @@ class LogitComparison:
 
     def __init__(self, vocabulary_size: int) -> None:
         self._full = vocabulary_size <= FULL_VOCABULARY
-        self._reference = ModelSession(_reference_graph(min(TOP_TOKENS, vocabulary_size), self._full), Path())
-        self._comparison = ModelSession(_comparison_graph(self._full), Path())
+        top = "" if self._full else "top, tokens = TopK <axis = -1> (log_probs, count)"
+        outputs = "log_probs" if self._full else "top, int64[a, b] tokens"
+        count = min(TOP_TOKENS, vocabulary_size)
+        reference = f"""reference ({_INPUTS}) => ({_OUTPUTS}, float[a, b] {outputs}) <int64[1] count = {{{count}}}>
+        {{ {_COMMON} {top} }}"""
+        other = "log_probs" if self._full else "other"
+        gather = "" if self._full else "other = GatherElements <axis = 1> (log_probs, tokens)"
+        tokens = "" if self._full else ", int32[r, k] tokens"
+        comparison = f"""comparison ({_INPUTS}, float[r, k] reference{tokens})
+        => ({_OUTPUTS}, float[r] divergence{"" if self._full else ", float[a, b] other"}) <int64[1] axis = {{1}}>
+        {{
+            {_COMMON} {gather}
+            difference = Sub(reference, {other})
+            probs = Exp(reference)
+            terms = Mul(probs, difference)
+            divergence = ReduceSum <keepdims = 0> (terms, axis)
+        }}"""
+        self._reference, self._comparison = (
+            ModelSession(parsed_model(text), Path()) for text in (reference, comparison)
+        )
 
     def reference(self, logits: Float32Array, following: npt.NDArray[np.int64]) -> ReferenceLogits:
         """Log-probabilities of the float model.
@@ -92,72 +114,22 @@ class LogitComparison:
         divergence, best, next_, *other = self._comparison.run(outputs, feeds)
         kl: Float64Array = divergence.astype(np.float64)
         for log_probs in other:
-            kl += _remainder_kl(reference.log_probs, log_probs)
+            # All other tokens count as one.
+            first, second = (
+                np.maximum(1 - np.exp(each.astype(np.float64)).sum(axis=1), _MIN_REMAINDER)
+                for each in (reference.log_probs, log_probs)
+            )
+            kl += first * np.log(first / second)
         return LogitDifference(kl, best == reference.best, _nll(next_, following))
-
-
-def _remainder_kl(reference: Float32Array, other: Float32Array) -> Float64Array:
-    """Contribution of all tokens but the K whose log-probabilities [R, K] are given, counted as one token."""
-    first, second = (
-        np.maximum(1 - np.exp(each.astype(np.float64)).sum(axis=1), _MIN_REMAINDER) for each in (reference, other)
-    )
-    return np.asarray(first * np.log(first / second))
 
 
 def _nll(log_probs: Float32Array, following: npt.NDArray[np.int64]) -> Float64Array:
     return np.where(following < 0, np.nan, -log_probs[:, 0].astype(np.float64))
 
 
-def _reference_graph(count: int, full: bool) -> ModelProto:
-    nodes = _common_nodes()
-    if full:
-        return _model(nodes, {}, {"log_probs": TensorProto.FLOAT}, [])
-    nodes.append(helper.make_node("TopK", ["log_probs", "count"], ["top", "tokens"], axis=-1))
-    outputs = {"top": TensorProto.FLOAT, "tokens": TensorProto.INT64}
-    return _model(nodes, {}, outputs, [helper.make_tensor("count", TensorProto.INT64, [1], [count])])
-
-
-def _comparison_graph(full: bool) -> ModelProto:
-    nodes, inputs = _common_nodes(), {"reference": TensorProto.FLOAT}
-    if full:
-        other = "log_probs"
-    else:
-        other = "other"
-        inputs["tokens"] = TensorProto.INT32
-        nodes.append(helper.make_node("GatherElements", ["log_probs", "tokens"], ["other"], axis=1))
-    nodes += [
-        helper.make_node("Sub", ["reference", other], ["difference"]),
-        helper.make_node("Exp", ["reference"], ["probs"]),
-        helper.make_node("Mul", ["probs", "difference"], ["terms"]),
-        helper.make_node("ReduceSum", ["terms", "axis"], ["divergence"], keepdims=0),
-    ]
-    outputs = {"divergence": TensorProto.FLOAT, **({} if full else {"other": TensorProto.FLOAT})}
-    return _model(nodes, inputs, outputs, [helper.make_tensor("axis", TensorProto.INT64, [1], [1])])
-
-
-def _common_nodes() -> list[NodeProto]:
-    """Log-probabilities of all tokens, the likeliest token, and the log-probability of the next token of the text."""
-    return [
-        helper.make_node("LogSoftmax", ["logits"], ["log_probs"], axis=-1),
-        helper.make_node("ArgMax", ["logits"], ["best"], axis=-1, keepdims=0),
-        helper.make_node("GatherElements", ["log_probs", "following"], ["next"], axis=1),
-    ]
-
-
-def _model(
-    nodes: list[NodeProto], inputs: Mapping[str, int], outputs: Mapping[str, int], constants: list[TensorProto]
-) -> ModelProto:
-    """A graph with the inputs and outputs of `_common_nodes` and those given with their element types."""
-    feeds = {"logits": TensorProto.FLOAT, "following": TensorProto.INT64, **inputs}
-    results = {"best": TensorProto.INT64, "next": TensorProto.FLOAT, **outputs}
-    graph = helper.make_graph(
-        nodes,
-        "comparison",
-        [helper.make_tensor_value_info(name, kind, [None, None]) for name, kind in feeds.items()],
-        [helper.make_tensor_value_info(name, kind, None) for name, kind in results.items()],
-        constants,
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+def parsed_model(graph: str) -> ModelProto:
+    """A model of a graph in ONNX's text format."""
+    return parser.parse_model(f'<ir_version: {IR_VERSION}, opset_import: ["": {OPSET}]> {graph}')
 
 
 def owned(array: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:

@@ -25,7 +25,7 @@ from ..quantization.methods import FP32, with_methods
 from ..recipe import ExportRecipe
 from .awq import apply_awq
 from .calibration_text import CalibrationText, calibration_text
-from .collect_statistics import CalibratedSource, StatisticsStore, collect_statistics, rare_experts
+from .collect_statistics import CalibratedSource, StatisticsOf, StatisticsStore, collect_statistics, rare_experts
 from .divergence import PlanEvaluator
 from .sequential import STAGE, quantize_sequentially
 
@@ -120,7 +120,14 @@ def calibrate(
     text = calibration_text(checkpoint, recipe, folder, progress)
     if not recipe.calibrated:
         return checkpoint, text, QuantizedLinearStore(checkpoint.source, checkpoint.config, folder / _LINEARS)
-    source = _calibrated_source(checkpoint, text, recipe, folder, progress)
+    second_moments = recipe.awq or recipe.mixed or Method.GPTQ in recipe.methods.values()
+    statistics: StatisticsOf = collect_statistics(checkpoint, text, folder / _STATISTICS, second_moments, progress).of
+    scaled = checkpoint.source
+    if recipe.awq:
+        weight_format = AWQ_FORMAT if recipe.mixed or recipe.body in (None, FP32) else recipe.body
+        weight_format = replace(weight_format, method=recipe.methods.get(weight_format.bits))
+        scaled, statistics = apply_awq(checkpoint.source, checkpoint.config, statistics, weight_format, progress)
+    source = CalibratedSource(scaled, checkpoint.config, statistics)
     store = QuantizedLinearStore(source, checkpoint.config, folder / _LINEARS, source.correction_target)
     return replace(checkpoint, source=source), text, store
 
@@ -144,17 +151,3 @@ def _quantize_all(config: DecoderConfig, plan: QuantPlan, store: QuantizedLinear
         if linear.paired is not None:
             store.make(linear.paired, plan[linear.paired.name])
         progress(STAGE, number / len(linears))
-
-
-def _calibrated_source(
-    model: SourceModel, text: CalibrationText, recipe: ExportRecipe, folder: Path, progress: Progress
-) -> CalibratedSource:
-    """The checkpoint, quantized with the statistics of its linears' inputs, with AWQ scaling if the recipe has it."""
-    second_moments = recipe.awq or recipe.mixed or Method.GPTQ in recipe.methods.values()
-    statistics = collect_statistics(model, text, folder / _STATISTICS, second_moments, progress).of
-    if not recipe.awq:
-        return CalibratedSource(model.source, model.config, statistics)
-    weight_format = AWQ_FORMAT if recipe.mixed or recipe.body in (None, FP32) else recipe.body
-    weight_format = replace(weight_format, method=recipe.methods.get(weight_format.bits))
-    scaled, scaled_statistics = apply_awq(model.source, model.config, statistics, weight_format, progress)
-    return CalibratedSource(scaled, model.config, scaled_statistics)

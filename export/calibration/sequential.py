@@ -148,10 +148,10 @@ class _SequentialQuantizer:
         matrices = {linear.name: self._runner.matrix(linear) for linear in layer.linears}
 
         def mixer(states: list[Float32Array], number: int, weights_of: WeightsOf) -> _Captured:
-            return self._runner.mixer_captured(index, states[number], self._batches[number], weights_of)
+            return self._runner.mixer(index, states[number], self._batches[number], weights_of, capture=True)
 
         def feed_forward(states: list[Float32Array], number: int, weights_of: WeightsOf) -> _Captured:
-            return self._runner.feed_forward_captured(index, states[number], weights_of)
+            return self._runner.feed_forward(index, states[number], weights_of, capture=True)[:2]
 
         self._quantize_half(mixer, layer.mixer_linears, matrices)
         self._quantize_half(feed_forward, layer.feed_forward_linears, matrices)

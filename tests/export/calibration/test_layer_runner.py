@@ -29,7 +29,7 @@ def runner_of(folder, family: str = "llama", **overrides) -> LayerRunner:
 
 def run_layer(runner: LayerRunner, index: int, hidden, batch: Batch, weights_of: WeightsOf):
     """Hidden states after a layer."""
-    return runner.feed_forward(index, runner.mixer(index, hidden, batch, weights_of), weights_of)
+    return runner.feed_forward(index, runner.mixer(index, hidden, batch, weights_of)[0], weights_of)[0]
 
 
 def texts_of(*lengths: int):
@@ -95,7 +95,7 @@ def test_captured_inputs_give_the_outputs(tmp_path, family: str) -> None:
     }
     if family == "llama":
         linears = {linear.name: linear for linear in fused_linears(runner.config)}
-        middle = runner.mixer(0, hidden, batch, runner.matrix)
+        middle, _ = runner.mixer(0, hidden, batch, runner.matrix)
         for linear, before, later in (("o", hidden, middle), ("down", middle, after)):
             product = inputs[f"layers.0.{linear}"] @ runner.matrix(linears[f"layers.0.{linear}"]).T
             np.testing.assert_allclose(later - before, product, atol=1e-4)
