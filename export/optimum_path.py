@@ -66,8 +66,7 @@ def export_by_optimum(request: ExportRequest, progress: Progress) -> ExportResul
             return replace(result, seconds=time.perf_counter() - started)
     except OSError as error:
         raise DestinationError(
-            f"{parent} cannot be written: {error.strerror or error}",
-            "free space there, or choose another folder",
+            f"{parent} cannot be written: {error.strerror or error}", "free space there, or choose another folder"
         ) from error
 
 

@@ -176,7 +176,12 @@ def export_checkpoint(request: ExportRequest, progress: Progress = silent) -> Ex
         if draft is not None and draft.kind is None:
             require_draft(checkpoint.folder, draft)
         elif draft is not None:
-            head, notes = _open_head(draft, recipe, model)
+            try:
+                head = open_draft_head(draft, recipe, model.source.folder, model.config)
+            except CheckpointError as error:
+                if not draft.optional:
+                    raise
+                notes.append(f"exported without a draft head: {error.what}")
         request = replace(request, recipe=recipe)
         if not _needs_text(recipe, draft):
             result = _write(request, model, draft, head, None, progress, started)
@@ -239,16 +244,6 @@ def require_expressible(recipe: ExportRecipe, draft: DraftRequest | None, config
         raise InputError(f"{choice}: not supported for {config.family} models, which have {has}", "leave it out")
 
 
-def _open_head(draft: DraftRequest, recipe: ExportRecipe, model: SourceModel) -> tuple[DraftHead | None, list[str]]:
-    """Open the draft head of an export; returns notes where an optional one cannot be used."""
-    try:
-        return open_draft_head(draft, recipe, model.source.folder, model.config), []
-    except CheckpointError as error:
-        if not draft.optional:
-            raise
-        return None, [f"exported without a draft head: {error.what}"]
-
-
 def _write(
     request: ExportRequest,
     model: SourceModel,
@@ -261,11 +256,16 @@ def _write(
     """Write the bundle; `folder` keeps intermediate results of an export that reads text, and is None for others."""
     recipe = request.recipe
     prepared = None if folder is None else prepare(model, recipe, folder, progress)
+    if prepared is not None:
+        plan: QuantPlan = prepared.plan
+    else:
+        plan = recipe.quant_plan(model.config, model.source.stored_format)
+        plan = plan if is_gguf(request.source) else with_methods(plan, recipe.methods)
     content = BundleContent(
         source=model.source if prepared is None else prepared.source,
         original=model.source,
         config=model.config,
-        plan=_plan(request, model) if prepared is None else prepared.plan,
+        plan=plan,
         context=model.context,
         layout=recipe.layout,
         command=request.command,
@@ -296,8 +296,3 @@ def _write(
         notes=tuple(filter(None, notes)),
         report=report,
     )
-
-
-def _plan(request: ExportRequest, model: SourceModel) -> QuantPlan:
-    plan = request.recipe.quant_plan(model.config, model.source.stored_format)
-    return plan if is_gguf(request.source) else with_methods(plan, request.recipe.methods)

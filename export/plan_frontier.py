@@ -7,8 +7,7 @@ text.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from ..errors import InputError
 from ..models.progress import Progress, silent
@@ -30,8 +29,7 @@ from .upgrade import holds_graph
 _STAGE: Final = "measuring plans"
 
 
-@dataclass(frozen=True)
-class FrontierPlan:
+class FrontierPlan(NamedTuple):
     """A quantization plan and what it costs."""
 
     plan: str
@@ -75,24 +73,18 @@ def measure_frontier(request: ExportRequest, progress: Progress = silent) -> tup
             search = PlanSearch(model, text, recipe, store, folder)
             sensitivities = search.sensitivities(progress)
             search.release()
-            costs = BYTES_READ
-            plans = frontier_plans(config, linear_choices(config, sensitivities, [costs]))
+            plans = frontier_plans(config, linear_choices(config, sensitivities, [BYTES_READ]))
             held_out = PlanEvaluator(model, text.held_out, store.weights, folder / "independent")
             found = []
             for number, plan in enumerate(plans, 1):
-                size = round(plan_cost(plan, costs, config))
+                size = round(plan_cost(plan, BYTES_READ, config))
                 kl = held_out.divergence(plan, measured_tokens(config)).mean_kl
                 named = {linear.name: plan[linear.name] for linear in planned_linears(config)}
                 found.append(FrontierPlan(write_plan(named), size, 8 * size / weight_count(config), kl))
                 progress(_STAGE, number / len(plans))
             held_out.release()
-    return _pareto_optimal(found)
-
-
-def _pareto_optimal(plans: list[FrontierPlan]) -> tuple[FrontierPlan, ...]:
-    """The plans that no other one beats in bytes and KL, in ascending order of bytes."""
     kept: list[FrontierPlan] = []
-    for plan in sorted(plans, key=lambda each: (each.bytes_read, each.kl)):
-        if not kept or plan.kl < kept[-1].kl:
-            kept.append(plan)
+    for each in sorted(found, key=lambda each: (each.bytes_read, each.kl)):
+        if not kept or each.kl < kept[-1].kl:
+            kept.append(each)
     return tuple(kept)

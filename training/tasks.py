@@ -22,14 +22,7 @@ class Turn(NamedTuple):
 
 Chat = list[Turn]
 
-TASK_SHARES = {
-    "direct": 0.80,
-    "named": 0.06,
-    "explain": 0.04,
-    "about": 0.02,
-    "tool": 0.06,
-    "follow_up": 0.02,
-}
+TASK_SHARES = {"direct": 0.80, "named": 0.06, "explain": 0.04, "about": 0.02, "tool": 0.06, "follow_up": 0.02}
 """Fractions of the kinds of conversation. Direct questions are what users ask and what is evaluated; the other kinds
 teach which words belong to which tool."""
 NAMED_FORMS = ("{request} with {tool}", "{request} using {tool}", "{tool}: {request}", "use {tool} to {lower}")

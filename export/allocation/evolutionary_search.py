@@ -297,10 +297,7 @@ def lower_useless_options(choices: Sequence[LinearChoice], start: Selection, div
 
 
 def _single_changes(
-    choices: Sequence[LinearChoice],
-    selection: Selection,
-    divergence: CachedDivergence,
-    is_late: Callable[[], bool],
+    choices: Sequence[LinearChoice], selection: Selection, divergence: CachedDivergence, is_late: Callable[[], bool]
 ) -> Iterator[_Change]:
     own = divergence(selection)
     # From the last linear to the first: plans that agree up to a layer share the computation before it.

@@ -299,8 +299,4 @@ def _statistics_of(linear: FusedLinear, rows: RowRange) -> Iterator[tuple[str, i
     else:
         size = linear.shape[0] // linear.experts
         for expert in range(rows.start // size, -(-rows.stop // size)):
-            yield (
-                expert_of(linear.name, expert),
-                max(rows.start, expert * size),
-                min(rows.stop, (expert + 1) * size),
-            )
+            yield (expert_of(linear.name, expert), max(rows.start, expert * size), min(rows.stop, (expert + 1) * size))

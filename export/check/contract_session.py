@@ -24,15 +24,7 @@ from onnx import ModelProto
 
 from ...errors import ExportError
 from ...models.bundle import GRAPH_NAME
-from ...runtime.graph.ort import (
-    ORT_ERRORS,
-    SILENT,
-    VERBOSE,
-    error_reason,
-    load_session,
-    run_options,
-    session_options,
-)
+from ...runtime.graph.ort import ORT_ERRORS, SILENT, VERBOSE, error_reason, load_session, run_options, session_options
 from ..graph import inputs_outputs
 
 _BLOCKED: Final = np.float32(-1e9)
@@ -51,17 +43,14 @@ class CacheShape(Protocol):
     @property
     def layers(self) -> int:
         """Number of layers; those with attention have a key and a value cache."""
-        ...
 
     @property
     def kv_heads(self) -> int:
         """Number of key and value heads."""
-        ...
 
     @property
     def head_dim(self) -> int:
         """Number of channels per head."""
-        ...
 
 
 class ContractSession:
@@ -290,8 +279,7 @@ def _serialized(model: ModelProto) -> bytes:
         return bytes(model.SerializeToString())
     except (EncodeError, ValueError) as error:
         raise ExportError(
-            "the model holds 2 GB or more in its graph file",
-            "save it with its weights in a separate file",
+            "the model holds 2 GB or more in its graph file", "save it with its weights in a separate file"
         ) from error
 
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..checkpoint.source import RowRange
 from .reference import (
     language_settings,
     reference_attention,
@@ -20,7 +19,7 @@ from .reference import (
     reference_lm_head,
     reference_norm,
 )
-from .reference_operations import WeightSource, linear, silu
+from .reference_operations import WeightSource, embedding_rows, linear, silu
 from .reference_positions import Float64Array
 
 
@@ -34,11 +33,7 @@ class HeadOutputs(NamedTuple):
 
 
 def reference_head(
-    weights: WeightSource,
-    config: Mapping[str, Any],
-    embeddings: Float64Array,
-    features: Float64Array,
-    context: int,
+    weights: WeightSource, config: Mapping[str, Any], embeddings: Float64Array, features: Float64Array, context: int
 ) -> HeadOutputs:
     """Run an EAGLE-3 head over a sequence: first over tokens with the target's features, then from its own states.
 
@@ -85,12 +80,6 @@ def reference_medusa(weights: WeightSource, heads: Sequence[Sequence[str]], stat
             hidden = hidden + silu(linear(weights, block, hidden, biased=True))
         logits.append(linear(weights, output, hidden, biased=False))
     return np.array(logits)
-
-
-def embedding_rows(weights: WeightSource, tokens: npt.NDArray[np.int64]) -> Float64Array:
-    """Embeddings of tokens, float64 [n, hidden], without the factor that some families apply."""
-    rows = [RowRange("model.embed_tokens.weight", token, token + 1) for token in tokens.tolist()]
-    return np.concatenate([weights.read_rows(row) for row in rows]).astype(np.float64)
 
 
 class TargetWeights(NamedTuple):

@@ -149,7 +149,13 @@ def check_parity(folder: Path, content: BundleContent, progress: Callable[[float
         logits, expanded = ContractSession(folder, config, len(tokens)).forward_counting_expansions(
             tokens, np.arange(len(tokens))
         )
-        _require_fast_kernels(expanded, content)
+        if expanded:
+            formats = sorted({str(each) for each in content.plan.values() if each.bits != 32})
+            raise ExportError(
+                f"ONNX Runtime has no fast kernel on this machine for some of {', '.join(formats)}: {expanded} "
+                "products of a pass would expand their matrices to float32 every time",
+                "choose another --weights or --block, or upgrade onnxruntime",
+            )
     shipped = logits.astype(np.float64)
     correlation = float(np.corrcoef(shipped.ravel(), expected.ravel())[0, 1])
     if not correlation >= MIN_CORRELATION:
@@ -158,16 +164,6 @@ def check_parity(folder: Path, content: BundleContent, progress: Callable[[float
             "ONNX Runtime's low-bit kernels look wrong here: upgrade onnxruntime, or export fp32",
         )
     return Parity(difference, mean_kl(original, shipped), float(np.mean(shipped.argmax(-1) == original.argmax(-1))))
-
-
-def _require_fast_kernels(expanded: int, content: BundleContent) -> None:
-    if expanded:
-        formats = sorted({str(each) for each in content.plan.values() if each.bits != 32})
-        raise ExportError(
-            f"ONNX Runtime has no fast kernel on this machine for some of {', '.join(formats)}: {expanded} products of "
-            "a pass would expand their matrices to float32 every time",
-            "choose another --weights or --block, or upgrade onnxruntime",
-        )
 
 
 def _logits_with_cache(session: ContractSession, tokens: TokenArray) -> npt.NDArray[np.float32]:
@@ -222,11 +218,7 @@ def _with_float32(node: NodeProto) -> list[NodeProto]:
             helper.make_node("Shape", [scales], [f"{name}.shape"]),
             helper.make_node("ConstantOfShape", [f"{name}.shape"], [f"{name}.zero_point"], value=zero_point),
             helper.make_node(
-                "DequantizeLinear",
-                [codes, scales, f"{name}.zero_point"],
-                [name],
-                axis=2,
-                block_size=block.i,
+                "DequantizeLinear", [codes, scales, f"{name}.zero_point"], [name], axis=2, block_size=block.i
             ),
         ]
         weights.append(name)
@@ -247,7 +239,12 @@ def quality_on_sample_text(folder: Path, content: BundleContent) -> Divergence |
         CheckpointError: a tensor cannot be read.
         ExportError: the graph cannot be loaded or run.
     """
-    tokens = _tokens(folder, content)
+    try:
+        tokenizer = TextTokenizer(Bundle(folder, folder / GRAPH_NAME, None), content.config.vocab_size)
+        ids = tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True)
+    except BundleError:  # the tokenizer cannot be used
+        return None
+    tokens = np.array(ids[: min(MAX_TOKENS, content.context)], np.int64)
     if len(tokens) < 2:
         return None
     settings = read_json(content.source.folder / "config.json")
@@ -265,13 +262,3 @@ def quality_on_sample_text(folder: Path, content: BundleContent) -> Divergence |
         float_perplexity=float(np.exp(-original[before, following].mean())),
         tokens=len(tokens),
     )
-
-
-def _tokens(folder: Path, content: BundleContent) -> TokenArray:
-    """The first tokens of the text; none where the tokenizer cannot be used."""
-    try:
-        tokenizer = TextTokenizer(Bundle(folder, folder / GRAPH_NAME, None), content.config.vocab_size)
-        ids = tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True)
-    except BundleError:
-        ids = []
-    return np.array(ids[: min(MAX_TOKENS, content.context)], np.int64)

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..checkpoint.source import RowRange
 from .reference_gemma4 import gemma4_logits
 from .reference_operations import (
     WeightSource,
     convolved,
     delta_net,
+    embedding_rows,
     experts,
     gated,
     gated_by_half,
@@ -93,8 +93,7 @@ def reference_states(
         float64 [n, hidden] before each layer, and after the last one.
     """
     config = language_settings(config)
-    rows = [RowRange("model.embed_tokens.weight", token, token + 1) for token in tokens.tolist()]
-    hidden = np.concatenate([weights.read_rows(row) for row in rows]).astype(np.float64)
+    hidden = embedding_rows(weights, tokens)
     if config["model_type"] in _GEMMA:
         hidden = hidden * math.sqrt(config["hidden_size"])
     states = [hidden * _granite(config, "embedding_multiplier")]

@@ -13,8 +13,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..checkpoint.source import RowRange
-from .reference_operations import WeightSource, gelu_tanh, linear, rms_norm, rotate, soft_capped, softmax
+from .reference_operations import (
+    WeightSource,
+    embedding_rows,
+    gelu_tanh,
+    linear,
+    rms_norm,
+    rotate,
+    soft_capped,
+    softmax,
+)
 from .reference_positions import Float64Array, Settings
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -55,7 +63,7 @@ class _Gemma4:
 
     def logits(self, tokens: npt.NDArray[np.int64]) -> Float64Array:
         config = self._config
-        embedded = self._rows("model.embed_tokens", tokens) * math.sqrt(config["hidden_size"])
+        embedded = embedding_rows(self._weights, tokens) * math.sqrt(config["hidden_size"])
         inputs = self._layer_inputs(tokens, embedded)
         hidden = embedded
         for layer in range(config["num_hidden_layers"]):
@@ -80,7 +88,7 @@ class _Gemma4:
         shape = (len(tokens), self._config["num_hidden_layers"], width)
         projected = self._linear("model.per_layer_model_projection", embedded) / math.sqrt(embedded.shape[-1])
         normed = self._norm("model.per_layer_projection_norm", projected.reshape(shape))
-        own = self._rows("model.embed_tokens_per_layer", tokens).reshape(shape) * math.sqrt(width)
+        own = embedding_rows(self._weights, tokens, "model.embed_tokens_per_layer").reshape(shape) * math.sqrt(width)
         return np.asarray((normed + own) / math.sqrt(2))
 
     def _attention(self, layer: int, normed: Float64Array) -> Float64Array:
@@ -135,7 +143,3 @@ class _Gemma4:
     def _norm(self, name: str, value: Float64Array) -> Float64Array:
         weight = self._weights.read(f"{name}.weight").astype(np.float64)
         return rms_norm(value, self._config["rms_norm_eps"]) * weight
-
-    def _rows(self, name: str, tokens: npt.NDArray[np.int64]) -> Float64Array:
-        rows = [self._weights.read_rows(RowRange(f"{name}.weight", token, token + 1)) for token in tokens.tolist()]
-        return np.concatenate(rows).astype(np.float64)

@@ -20,15 +20,12 @@ class WeightSource(Protocol):
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """Read a whole tensor."""
-        ...
 
     def read_rows(self, rows: RowRange) -> npt.NDArray[np.float32]:
         """Read some rows of a matrix."""
-        ...
 
     def chunks(self, name: str) -> Iterator[npt.NDArray[np.float32]]:
         """Read a matrix from top to bottom, some rows at a time."""
-        ...
 
 
 def linear(weights: WeightSource, name: str, value: Float64Array, biased: bool) -> Float64Array:
@@ -67,6 +64,20 @@ def rotate(heads: Float64Array, cosine: Float64Array, sine: Float64Array) -> Flo
     return np.concatenate([first * cosine - second * sine, second * cosine + first * sine, rest], axis=-1)
 
 
+def embedding_rows(
+    weights: WeightSource, tokens: npt.NDArray[np.int64], module: str = "model.embed_tokens"
+) -> Float64Array:
+    """Embeddings of tokens, float64 [n, hidden], without the factor that some families apply."""
+    rows = [RowRange(f"{module}.weight", token, token + 1) for token in tokens.tolist()]
+    return np.concatenate([weights.read_rows(row) for row in rows]).astype(np.float64)
+
+
+def _steps(weights: WeightSource, name: str, step: Float64Array) -> tuple[Float64Array, Float64Array]:
+    """Step sizes and decays of a state, from the outputs of a projection."""
+    step = np.logaddexp(0, step + weights.read(f"{name}.dt_bias"))
+    return step, np.exp(-np.exp(weights.read(f"{name}.A_log").astype(np.float64)) * step)
+
+
 def delta_net(weights: WeightSource, config: Settings, name: str, normed: Float64Array) -> Float64Array:
     """A layer's gated delta net (Yang et al. 2024) as Qwen3.5 has it.
 
@@ -98,8 +109,7 @@ def delta_net(weights: WeightSource, config: Settings, name: str, normed: Float6
     query, key = (np.repeat(each, heads // key_heads, axis=1) for each in (query, key))
     value = value.reshape(length, heads, -1)
     beta = 1 / (1 + np.exp(-beta))
-    step = step + weights.read(f"{name}.dt_bias")
-    decay = np.exp(-np.exp(weights.read(f"{name}.A_log").astype(np.float64)) * np.logaddexp(0, step))
+    _, decay = _steps(weights, name, step)
     state = np.zeros((heads, key_dim, value.shape[-1]))
     read = np.empty_like(value)
     for token in range(length):
@@ -152,17 +162,7 @@ def gated_by_half(weights: WeightSource, name: str, value: Float64Array) -> Floa
 
 
 def mamba2(weights: WeightSource, config: Settings, name: str, normed: Float64Array) -> Float64Array:
-    """A layer's state space (Dao, Gu 2024) as Granite 4.0-H has it.
-
-    Args:
-        weights: the checkpoint's tensors.
-        config: the settings of the language model.
-        name: the module of the state space.
-        normed: its input, float64 [n, hidden].
-
-    Returns:
-        float64 [n, hidden].
-    """
+    """A layer's state space (Dao, Gu 2024) as Granite 4.0-H has it; arguments and result as for `delta_net`."""
     length, heads, groups = len(normed), config.get("mamba_n_heads", 128), config.get("mamba_n_groups", 1)
     width, states = config.get("mamba_expand", 2) * config["hidden_size"], config.get("mamba_d_state", 256)
     biased = bool(config.get("mamba_proj_bias"))
@@ -174,8 +174,7 @@ def mamba2(weights: WeightSource, config: Settings, name: str, normed: Float64Ar
     value, key, query = np.split(mixed, [width, width + groups * states], axis=-1)
     value = value.reshape(length, heads, -1)
     key, query = (np.repeat(each.reshape(length, groups, -1), heads // groups, axis=1) for each in (key, query))
-    step = np.logaddexp(0, step + weights.read(f"{name}.dt_bias"))
-    decay = np.exp(-np.exp(weights.read(f"{name}.A_log").astype(np.float64)) * step)
+    step, decay = _steps(weights, name, step)
     state, read = np.zeros((heads, states, value.shape[-1])), np.empty_like(value)
     for token in range(length):
         state *= decay[token][:, None, None]

@@ -122,12 +122,7 @@ def _rotary_settings(config: Settings, layer: int) -> tuple[Settings, float]:
     """RoPE scaling settings and theta of a layer."""
     settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if config["model_type"] == "gpt_oss" and not settings:
-        settings = {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "original_max_position_embeddings": 4096,
-            "truncate": False,
-        }
+        settings = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
     default = {"smollm3": 2e6, "gemma3_text": 1e6, "gpt_oss": 1.5e5, "lfm2": 1e6}.get(config["model_type"], 1e4)
     theta = config.get("rope_theta") or default
     if config["model_type"] == "gemma3_text":

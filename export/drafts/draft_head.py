@@ -21,15 +21,9 @@ from ...models.progress import Progress, counted
 from ..bundle_content import BundleContent
 from ..calibration.calibration_text import CalibrationText
 from ..check.contract_session import ContractSession, ModelSession
-from ..check.head_reference import (
-    HeadOutputs,
-    TargetWeights,
-    embedding_rows,
-    reference_head,
-    reference_medusa,
-    reference_mtp,
-)
+from ..check.head_reference import HeadOutputs, TargetWeights, reference_head, reference_medusa, reference_mtp
 from ..check.parity import TOLERANCE, RoundedLinears, log_softmax, quantized_weights, with_float_activations
+from ..check.reference_operations import embedding_rows
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import QuantPlan
 from ..checkpoint.layout import final_norm
@@ -137,11 +131,7 @@ def open_draft_head(request: DraftRequest, recipe: ExportRecipe, folder: Path, t
 
 
 def _build_graph(
-    folder: Path,
-    target: BundleContent,
-    head: Head,
-    plan: QuantPlan,
-    weights: Initializers,
+    folder: Path, target: BundleContent, head: Head, plan: QuantPlan, weights: Initializers
 ) -> onnx.ModelProto:
     if isinstance(head, MedusaHeads):
         return build_medusa_heads(head, plan, weights)

@@ -50,7 +50,6 @@ class Quantizer(Protocol):
         Raises:
             InputError: the statistics are not K finite numbers of at least 0.
         """
-        ...
 
 
 def nearest_rows(

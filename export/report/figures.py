@@ -239,12 +239,7 @@ def linear_figures(
 
 
 def plan_figures(
-    config: DecoderConfig,
-    plan: QuantPlan,
-    name: str,
-    kind: PlanKind,
-    kl: float,
-    times: LinearTimes | None = None,
+    config: DecoderConfig, plan: QuantPlan, name: str, kind: PlanKind, kl: float, times: LinearTimes | None = None
 ) -> PlanFigures:
     """Figures of a plan; arguments as for `linear_figures`."""
     try:

@@ -65,9 +65,15 @@ def export(source: Path, destination: Path, recipe: ExportRecipe) -> ExportResul
     return export_checkpoint(ExportRequest(source, destination, recipe))
 
 
+def spent_by(bundle: Path, source: Path) -> float:
+    """Bits per weight that a pass over a bundle reads."""
+    plan, config = weights_of(bundle), read_config(source)
+    read = sum(bytes_read(linear, plan[linear.name]) for linear in planned_linears(config))
+    return 8 * read / weight_count(config)
+
+
 def weights_of(bundle: Path) -> dict[str, WeightFormat]:
     manifest = open_bundle(bundle).manifest
-    assert manifest is not None
     return dict(manifest.weights)
 
 
@@ -83,14 +89,8 @@ def test_calibration_lowers_the_divergence(checkpoint: Path, tmp_path: Path, met
     recipe = ExportRecipe(WeightFormat(2, 64), method=f"awq+{method}" if awq else method, **TEXT)
     calibrated = export(checkpoint, tmp_path / "calibrated", recipe).report
     plain = export(checkpoint, tmp_path / "plain", ExportRecipe(WeightFormat(2, 64), method=Method.RTN, **TEXT))
-    assert calibrated is not None
-    assert plain.report is not None
-    assert calibrated.quality is not None
-    assert plain.report.quality is not None
     assert calibrated.quality.mean_kl < 0.9 * plain.report.quality.mean_kl
     manifest = open_bundle(tmp_path / "calibrated").manifest
-    assert manifest is not None
-    assert manifest.calibration is not None
     assert manifest.calibration.awq is awq
     assert {each.method for each in manifest.weights.values()} == {method}
 
@@ -106,30 +106,40 @@ EXPERTS = {
 }
 
 
+def nightly(*values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
 @pytest.mark.parametrize(
-    ("family", "awq"),
+    ("family", "linears", "awq"),
     [
-        ("qwen3_moe", False),
-        pytest.param("qwen3_moe", True, marks=pytest.mark.nightly),
-        pytest.param("gpt_oss", False, marks=pytest.mark.nightly),
-        ("qwen3_5_moe_text", False),
-        pytest.param("qwen3_5_moe_text", True, marks=pytest.mark.nightly),
+        ("qwen3_moe", "gate_up down", False),
+        nightly("qwen3_moe", "gate_up down", True),
+        nightly("gpt_oss", "gate_up down", False),
+        ("qwen3_5_moe_text", "gate_up down", False),
+        nightly("qwen3_5_moe_text", "gate_up down", True),
+        ("lfm2", "conv_in conv_out", False),
+        nightly("lfm2", "conv_in conv_out", True),
+        nightly("qwen3_5_text", "delta_in delta_out", False),
+        nightly("qwen3_5_text", "delta_in delta_out", True),
+        nightly("granitemoehybrid", "mamba_in mamba_out", False),
+        nightly("granitemoehybrid", "mamba_in mamba_out", True),
     ],
 )
-def test_experts_are_calibrated_too(tmp_path: Path, family: str, awq: bool) -> None:
-    source = write_checkpoint(tmp_path / "checkpoint", family, **EXPERTS[family])
-    done = export(
-        source, tmp_path / "bundle", ExportRecipe(WeightFormat(4, 32), method="awq+gptq" if awq else "gptq", **TEXT)
-    )
+def test_experts_and_layers_with_states_are_calibrated_too(
+    tmp_path: Path, family: str, linears: str, awq: bool
+) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint", family, **EXPERTS.get(family, {}))
+    recipe = ExportRecipe(WeightFormat(4, 32), method="awq+gptq" if awq else "gptq", **TEXT)
+    done = export(source, tmp_path / "bundle", recipe)
     assert done.parity.max_abs_diff < 1e-3  # the graph equals the reference with the dequantized weights
-    assert done.report is not None
     chosen, nearest = (each.kl for each in done.report.plans)
-    assert chosen is not None
-    assert nearest is not None
     assert chosen < 0.9 * nearest
     weights = weights_of(tmp_path / "bundle")
-    assert weights["layers.0.gate_up"].method is weights["layers.0.down"].method is Method.GPTQ
+    assert {weights[f"layers.0.{linear}"].method for linear in linears.split()} == {Method.GPTQ}
     assert answer(tmp_path / "bundle")
+    assert any(note.startswith("With --kv int8 the mean KL from a float cache is 0.0") for note in done.report.notes)
+    assert (tmp_path / "bundle" / "kv_scales.json").exists()
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "lfm2"])
@@ -160,9 +170,8 @@ def test_a_mixed_export_of_experts_from_the_command_line(tmp_path: Path) -> None
     source = write_checkpoint(tmp_path / "checkpoint", "qwen3_moe", **EXPERTS["qwen3_moe"])
     options = ["--weights", "mixed", "--budget", "6bpw", "--calibration", "text.txt", "--calibration-tokens", "1100"]
     assert main(["export", str(source), str(tmp_path / "bundle"), *options, "--time-limit", "0.05"]) == 0
-    plan, config = weights_of(tmp_path / "bundle"), read_config(source)
-    spent = sum(bytes_read(linear, plan[linear.name]) for linear in planned_linears(config))
-    assert spent <= 6 * weight_count(config) / 8
+    plan = weights_of(tmp_path / "bundle")
+    assert spent_by(tmp_path / "bundle", source) <= 6
     assert plan["layers.0.gate_up"] == plan["layers.0.down"]
     assert plan["layers.0.router"].bits == 32
     graph = onnx.load(tmp_path / "bundle" / "model.onnx", load_external_data=False).graph
@@ -186,47 +195,13 @@ def test_drafts_of_their_own_layers_are_refused_for_experts(tmp_path: Path) -> N
         export(source, tmp_path / "bundle", ExportRecipe(draft_layers="auto"))
 
 
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose layers are mostly convolutions."""
-    return write_checkpoint(tmp_path_factory.mktemp("by-text") / "hybrid", "lfm2")
-
-
-@pytest.mark.parametrize(
-    ("family", "mixer", "awq"),
-    [
-        ("lfm2", "conv", False),
-        pytest.param("lfm2", "conv", True, marks=pytest.mark.nightly),
-        pytest.param("qwen3_5_text", "delta", False, marks=pytest.mark.nightly),
-        pytest.param("qwen3_5_text", "delta", True, marks=pytest.mark.nightly),
-        pytest.param("granitemoehybrid", "mamba", False, marks=pytest.mark.nightly),
-        pytest.param("granitemoehybrid", "mamba", True, marks=pytest.mark.nightly),
-    ],
-)
-def test_layers_with_states_are_calibrated_too(tmp_path: Path, family: str, mixer: str, awq: bool) -> None:
-    source = write_checkpoint(tmp_path / "checkpoint", family)
-    recipe = ExportRecipe(WeightFormat(4, 32), method="awq+gptq" if awq else "gptq", **TEXT)
-    done = export(source, tmp_path / "bundle", recipe)
-    assert done.parity.max_abs_diff < 1e-3
-    assert done.report is not None
-    chosen, nearest = (each.kl for each in done.report.plans)
-    assert chosen is not None
-    assert nearest is not None
-    assert chosen < 0.9 * nearest
-    weights = weights_of(tmp_path / "bundle")
-    assert weights[f"layers.0.{mixer}_in"].method is weights[f"layers.0.{mixer}_out"].method is Method.GPTQ
-    assert answer(tmp_path / "bundle")
-    assert any(note.startswith("With --kv int8 the mean KL from a float cache is 0.0") for note in done.report.notes)
-    assert (tmp_path / "bundle" / "kv_scales.json").exists()
-
-
 @pytest.mark.nightly
-def test_a_mixed_export_of_a_hybrid_from_the_command_line(hybrid: Path, tmp_path: Path) -> None:
+def test_a_mixed_export_of_a_hybrid_from_the_command_line(tmp_path: Path) -> None:
+    hybrid = write_checkpoint(tmp_path / "hybrid", "lfm2")
     options = ["--weights", "mixed", "--budget", "5bpw", "--calibration", "text.txt", "--calibration-tokens", "1100"]
     assert main(["export", str(hybrid), str(tmp_path / "bundle"), *options, "--time-limit", "0.05"]) == 0
-    plan, config = weights_of(tmp_path / "bundle"), read_config(hybrid)
-    spent = sum(bytes_read(linear, plan[linear.name]) for linear in planned_linears(config))
-    assert spent <= 5 * weight_count(config) / 8
+    plan = weights_of(tmp_path / "bundle")
+    assert spent_by(tmp_path / "bundle", hybrid) <= 5
     graph = onnx.load(tmp_path / "bundle" / "model.onnx", load_external_data=False).graph
     for node in graph.node:
         if node.name in plan and node.op_type == "MatMulNBits":
@@ -240,17 +215,14 @@ def test_a_mixed_export_is_within_its_budget_and_writes_its_plan(
     checkpoint: Path, tmp_path: Path, own_cache: Path
 ) -> None:
     done = export(checkpoint, tmp_path / "bundle", mixed("5bpw"))
-    plan, config = weights_of(tmp_path / "bundle"), read_config(checkpoint)
-    spent = sum(bytes_read(linear, plan[linear.name]) for linear in planned_linears(config))
-    assert spent <= 5 * weight_count(config) / 8
+    plan, spent = weights_of(tmp_path / "bundle"), spent_by(tmp_path / "bundle", checkpoint)
+    assert spent <= 5
     assert set(plan.values()) <= set(BASE_FORMATS)
     assert len(set(plan.values())) > 1
-    assert done.report is not None
     assert done.report.budget == "5bpw"
     data = json.loads((tmp_path / "bundle" / "report.json").read_text(encoding="utf-8"))
-    assert data["bits_per_weight_read"] == pytest.approx(8 * spent / weight_count(config), rel=1e-5)
+    assert data["bits_per_weight_read"] == pytest.approx(spent, rel=1e-5)
     manifest = open_bundle(tmp_path / "bundle").manifest
-    assert manifest is not None
     assert manifest.bits_per_weight_read == pytest.approx(data["bits_per_weight_read"], rel=1e-5)
     assert manifest.bits_per_weight == pytest.approx(data["bits_per_weight_in_file"], rel=1e-5)
     assert manifest.bits_per_weight < manifest.bits_per_weight_read <= 5
@@ -262,8 +234,6 @@ def test_a_mixed_export_is_within_its_budget_and_writes_its_plan(
     export(checkpoint, tmp_path / "again", again)
     names = ("model.onnx", "model.onnx.data")
     first, second = (open_bundle(tmp_path / name).manifest for name in ("bundle", "again"))
-    assert first is not None
-    assert second is not None
     assert [first.files[name] for name in names] == [second.files[name] for name in names]
 
 
@@ -285,11 +255,8 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_low_rank_corrections_are_chosen_where_they_win(narrow: Path, tmp_path: Path) -> None:
     plain = export(narrow, tmp_path / "plain", mixed("4.8bpw")).report
     corrected = export(narrow, tmp_path / "bundle", mixed("4.8bpw", low_rank=True)).report
-    assert plain is not None
-    assert corrected is not None
-    plan, config = weights_of(tmp_path / "bundle"), read_config(narrow)
-    spent = sum(bytes_read(linear, plan[linear.name]) for linear in planned_linears(config))
-    assert spent <= 4.8 * weight_count(config) / 8
+    plan = weights_of(tmp_path / "bundle")
+    assert spent_by(tmp_path / "bundle", narrow) <= 4.8
     ranked = {linear for linear, each in plan.items() if each.rank}
     assert ranked & {"layers.0.qkv", "layers.0.gate_up"}
     assert not ranked & {"embedding", "head"}
@@ -303,8 +270,6 @@ def test_low_rank_corrections_are_chosen_where_they_win(narrow: Path, tmp_path: 
     again = ExportRecipe(plan=tmp_path / "bundle" / "plan.toml", **TEXT)
     export(narrow, tmp_path / "again", again)
     first, second = (open_bundle(tmp_path / name).manifest for name in ("bundle", "again"))
-    assert first is not None
-    assert second is not None
     assert first.files["model.onnx.data"] == second.files["model.onnx.data"]
 
 
@@ -365,7 +330,6 @@ def test_an_interrupted_search_is_resumed(checkpoint: Path, tmp_path: Path, own_
         ExportRequest(checkpoint, tmp_path / "bundle", recipe), lambda stage, _: stages.append(stage)
     )
     assert "text" not in stages
-    assert done.report is not None
     assert all(linear.kl_alone is not None and linear.kl_alone > 1 for linear in done.report.linears)
     assert not left.exists()
 
@@ -378,22 +342,17 @@ def test_a_draft_does_not_change_the_text(
     made_of: dict[str, Any] = {"draft_layers": "auto"} if own_layers else {"draft": draft}
     done = export(checkpoint, tmp_path / "bundle", ExportRecipe(draft_vocab=vocabulary, **made_of, **TEXT))
     manifest = open_bundle(tmp_path / "bundle").manifest
-    assert manifest is not None
-    assert manifest.draft is not None
     assert bool(manifest.draft.d2t) == (vocabulary == 150) or vocabulary == "auto"
     assert answer(tmp_path / "bundle") == answer(tmp_path / "bundle", draft=None)
-    assert done.report is not None
     assert len(done.report.drafts) == 1
 
 
 def test_the_scales_of_an_int8_cache_are_stored_and_used(checkpoint: Path, tmp_path: Path) -> None:
     done = export(checkpoint, tmp_path / "bundle", ExportRecipe(**TEXT))
-    assert done.report is not None
     assert any(note.startswith("With --kv int8 the mean KL from a float cache is 0.0") for note in done.report.notes)
     stored = tmp_path / "bundle" / "kv_scales.json"
     stages: list[str] = []
     with edgerun.load(tmp_path / "bundle", kv="int8", progress=lambda stage, _: stages.append(stage)) as engine:
-        assert engine.model.kv_scales is not None
         assert engine.model.kv_scales.to_json() == json.loads(stored.read_bytes())
     assert not stages
     stored.write_bytes(stored.read_bytes().replace(b"0", b"1", 1))

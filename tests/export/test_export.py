@@ -288,30 +288,14 @@ def test_every_architecture_file_has_a_tiny_model() -> None:
     assert supported_families() == sorted([*FAMILIES, "gemma3", "gemma4", "mistral3", "qwen3_5", "qwen3_5_moe"])
 
 
-def test_an_earlier_bundle_is_replaced(tmp_path) -> None:
-    first = write_bundle(tmp_path, weights=FP32)
-    before = digest_file(first / "model.onnx.data")
-    export_checkpoint(ExportRequest(tmp_path / "checkpoint", first, ExportRecipe(INT4)))
-    assert digest_file(first / "model.onnx.data") != before
-    open_bundle(first)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "checkpoint"]
-
-
-def test_a_folder_with_other_files_is_not_replaced(tmp_path) -> None:
-    source = write_checkpoint(tmp_path / "checkpoint")
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / "thesis.txt").write_text("all my work", encoding="utf-8")
-    with pytest.raises(InputError, match="holds files that are not part of a bundle; choose another folder"):
-        export_checkpoint(ExportRequest(source, tmp_path / "precious", ExportRecipe(FP32)))
-    assert (tmp_path / "precious" / "thesis.txt").read_text(encoding="utf-8") == "all my work"
-
-
+@pytest.mark.parametrize("manifest", [True, False])
 @pytest.mark.parametrize("foreign", ["thesis.txt", "model.safetensors", "photos/", "tokenizer.json/"])
-def test_a_bundle_with_added_files_is_not_replaced(tmp_path, capsys, foreign: str) -> None:
+def test_a_folder_with_other_files_is_not_replaced(tmp_path, capsys, foreign: str, manifest: bool) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     out = tmp_path / "out"
     out.mkdir()
-    (out / "edge.json").write_text("{}", encoding="utf-8")
+    if manifest:
+        (out / "edge.json").write_text("{}", encoding="utf-8")
     if foreign.endswith("/"):
         (out / foreign).mkdir()
     else:
@@ -320,7 +304,7 @@ def test_a_bundle_with_added_files_is_not_replaced(tmp_path, capsys, foreign: st
     message = capsys.readouterr().err
     assert "exists and holds files that are not part of a bundle; choose another folder" in message
     assert message.count("\n") == 1
-    assert sorted(path.name for path in out.iterdir()) == sorted(["edge.json", foreign.rstrip("/")])
+    assert sorted(path.name for path in out.iterdir()) == sorted([*["edge.json"] * manifest, foreign.rstrip("/")])
 
 
 @needs_links
@@ -337,12 +321,14 @@ def test_a_destination_that_overlaps_the_source_is_refused(tmp_path, capsys, whe
 
 
 @needs_links
-def test_a_link_to_a_bundle_is_kept_and_its_target_replaced(tmp_path) -> None:
+@pytest.mark.parametrize("name", ["bundle", "link"])
+def test_an_earlier_bundle_is_replaced_and_a_link_to_it_is_kept(tmp_path, name: str) -> None:
     bundle = write_bundle(tmp_path, weights=FP32)
     (tmp_path / "link").symlink_to(bundle)
     before = digest_file(bundle / "model.onnx.data")
-    export_checkpoint(ExportRequest(tmp_path / "checkpoint", tmp_path / "link", ExportRecipe(INT4)))
+    export_checkpoint(ExportRequest(tmp_path / "checkpoint", tmp_path / name, ExportRecipe(INT4)))
     assert digest_file(bundle / "model.onnx.data") != before
+    open_bundle(bundle)
     assert (tmp_path / "link").is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "checkpoint", "link"]
 

@@ -97,7 +97,6 @@ def _bytes(config: DecoderConfig, linear: FusedLinear, weight_format: WeightForm
 
 def _is_within_budget(source: Path, bundle: Path, typed: str) -> bool:
     config, budget, manifest = read_config(source), parse_budget(typed), open_bundle(bundle).manifest
-    assert manifest is not None
     place = "@file" if budget.in_file else ""
     sizes = (_bytes(config, each, manifest.weights[each.name], place) for each in planned_linears(config))
     return sum(sizes) <= budget.limit(config)

@@ -12,14 +12,9 @@ import numpy.typing as npt
 
 from edgerun import GenerateOptions
 from edgerun.export import FP32, ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
-from edgerun.export.check.head_reference import (
-    HeadOutputs,
-    TargetWeights,
-    embedding_rows,
-    reference_head,
-    reference_mtp,
-)
+from edgerun.export.check.head_reference import HeadOutputs, TargetWeights, reference_head, reference_mtp
 from edgerun.export.check.reference import reference_states
+from edgerun.export.check.reference_operations import embedding_rows
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.drafts.eagle_draft import open_eagle_head

@@ -127,13 +127,10 @@ def test_resumed_run_equals_uninterrupted_run(codec: ChatCodec, tmp_path: Path) 
     with pytest.raises(KeyboardInterrupt):
         run(codec, tiny_model(codec), interrupted, steps=12, stop_after=7)
     state = load_state(interrupted)
-    assert state is not None
     assert state[1]["record"]["step"] == 7
     # Another initialization shows that the outcome depends on the saved state only.
     run(codec, tiny_model(codec, seed=9), interrupted, steps=12)
     first, second = load_state(whole), load_state(interrupted)
-    assert first is not None
-    assert second is not None
     assert first[0].keys() == second[0].keys()
     for name, tensor in first[0].items():
         assert torch.equal(tensor, second[0][name]), name
@@ -143,12 +140,10 @@ def test_resumed_run_equals_uninterrupted_run(codec: ChatCodec, tmp_path: Path) 
 def test_time_budget_ends_a_run_and_counts_earlier_runs(codec: ChatCodec, tmp_path: Path) -> None:
     run(codec, tiny_model(codec), tmp_path, steps=100_000, minutes=0.02)
     state = load_state(tmp_path)
-    assert state is not None
     steps = state[1]["record"]["step"]
     assert 0 < steps < 100_000
     run(codec, tiny_model(codec), tmp_path, steps=100_000, minutes=0.02)
     again = load_state(tmp_path)
-    assert again is not None
     assert again[1]["record"]["step"] == steps
 
 

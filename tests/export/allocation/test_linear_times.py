@@ -132,12 +132,6 @@ def test_damaged_times_are_rejected(damaged: dict[str, object], tmp_path: Path) 
         LinearTimes.from_json(damaged, config_of(tmp_path))
 
 
-def test_times_round_trip_through_json(tmp_path: Path, cache: Path) -> None:
-    config = config_of(tmp_path)
-    times = measure(config, FORMATS, timer=KnownMachine())
-    assert LinearTimes.from_json(json.loads(json.dumps(times.to_json())), config) == times
-
-
 @given(st.dictionaries(st.integers(1, 64), st.floats(0.1, 10), min_size=1), st.integers(1, 80))
 def test_widths_in_between_are_interpolated(times: dict[int, float], width: int) -> None:
     found = interpolated(times, width)

@@ -207,9 +207,11 @@ def test_divergence_of_a_bundle(tmp_path) -> None:
     assert few.tokens == weights_alone.tokens == found.tokens < sum(map(len, texts))
 
 
-@pytest.mark.parametrize("vocabulary", [50, 400])
-def test_tokens_beyond_the_likeliest_count_as_one(monkeypatch, vocabulary: int) -> None:
-    monkeypatch.setattr(comparison_module, "FULL_VOCABULARY", 10)
+@pytest.mark.parametrize(("vocabulary", "whole"), [(50, 10), (400, 10), (400, 400)])
+def test_tokens_beyond_the_likeliest_of_a_large_vocabulary_count_as_one(
+    monkeypatch, vocabulary: int, whole: int
+) -> None:
+    monkeypatch.setattr(comparison_module, "FULL_VOCABULARY", whole)
     monkeypatch.setattr(comparison_module, "TOP_TOKENS", 60)
     random = np.random.default_rng(0)
     ours, theirs = (4 * random.standard_normal((7, vocabulary)).astype(np.float32) for _ in range(2))
@@ -221,7 +223,7 @@ def test_tokens_beyond_the_likeliest_count_as_one(monkeypatch, vocabulary: int) 
     p, q = (each / each.sum(-1, keepdims=True) for each in (p, q))
     order = np.argsort(-p, axis=-1)
     p_sorted, q_sorted = (np.take_along_axis(each, order, -1) for each in (p, q))
-    if vocabulary > 60:
+    if vocabulary > max(60, whole):
         p_sorted, q_sorted = (
             np.concatenate([each[:, :60], each[:, 60:].sum(-1, keepdims=True)], -1) for each in (p_sorted, q_sorted)
         )
@@ -231,16 +233,3 @@ def test_tokens_beyond_the_likeliest_count_as_one(monkeypatch, vocabulary: int) 
     for nll, probabilities in ((reference.next_nll, p), (difference.next_nll, q)):
         positions = following >= 0
         np.testing.assert_allclose(nll[positions], -np.log(probabilities[positions, following[positions]]), rtol=1e-4)
-
-
-def test_a_small_vocabulary_is_compared_as_a_whole() -> None:
-    random = np.random.default_rng(0)
-    ours, theirs = (4 * random.standard_normal((7, 400)).astype(np.float32) for _ in range(2))
-    nothing = np.full(7, -1)
-    comparison = LogitComparison(400)
-    difference = comparison.compare(theirs, nothing, comparison.reference(ours, nothing))
-    p, q = (
-        each.astype(np.float64) - np.log(np.exp(each.astype(np.float64)).sum(-1, keepdims=True))
-        for each in (ours, theirs)
-    )
-    np.testing.assert_allclose(difference.kl, (np.exp(p) * (p - q)).sum(-1), rtol=1e-4)

@@ -75,7 +75,6 @@ def test_statistics_are_those_of_the_tokens_of_an_expert(tmp_path: Path, family:
         every = np.concatenate(own)
         for expert, values in enumerate(own):
             known = found.store.of(expert_of(linear.name, expert))
-            assert known is not None
             assert known.second_moment is not None
             assert found.store.tokens(expert_of(linear.name, expert)) == len(values)
             moment = (values.T @ values + PRIOR_TOKENS * every.T @ every / len(every)) / (len(values) + PRIOR_TOKENS)
@@ -92,8 +91,6 @@ def test_large_experts_share_the_second_moments_of_their_layer(tmp_path: Path, m
         together = shared.store.of(name)
         first, second = own.store.of(f"{name}.1"), shared.store.of(f"{name}.1")
         assert together is not None
-        assert first is not None
-        assert second is not None
         np.testing.assert_array_equal(first.mean_square, second.mean_square)
         expected = together if is_shared else first
         assert expected.second_moment is not None
@@ -108,7 +105,6 @@ def test_the_output_error_of_every_expert_is_less_than_that_of_rounding(tmp_path
     for linear in found.experts:
         for expert in range(linear.experts):
             known, errors = found.store.of(expert_of(linear.name, expert)), []
-            assert known is not None
             for weight_format in (GPTQ, NEAREST):
                 total = 0.0
                 for rows in found.rows_of(linear, expert):
@@ -142,10 +138,8 @@ def test_experts_that_the_text_hardly_reaches_are_named_and_use_the_statistics_o
     assert f"({tokens.count(0)} of them none)" in note
     for linear in few.experts:
         together = few.store.of(linear.name)
-        assert together is not None
         for expert in range(linear.experts):
             known = few.store.of(expert_of(linear.name, expert))
-            assert known is not None
             if few.store.tokens(expert_of(linear.name, expert)) == 0:
                 np.testing.assert_allclose(known.mean_square, together.mean_square, rtol=1e-5)
     many = Collected(tmp_path / "many", "qwen3_moe", tokens=3000)
@@ -190,7 +184,5 @@ def test_scaling_leaves_the_float_model_as_it_is(tmp_path: Path, family: str, se
     before = scaled_statistics(found.store.of, model.scales)
     for name in sorted(each for each in changed if ".gate_up." in each):
         first, second = before(name), after.store.of(name)
-        assert first is not None
-        assert second is not None
         np.testing.assert_allclose(first.mean_square, second.mean_square, rtol=1e-3)
     assert statistics(next(iter(changed))) is not None

@@ -137,11 +137,6 @@ def test_factors_lower_the_error_of_the_output(shape: tuple[int, int]) -> None:
         before = left
 
 
-def test_without_errors_the_correction_is_zero() -> None:
-    factors = correction_factors(np.zeros((40, 64), np.float32), correlated_inputs(0, 64), replace(TWO, rank=8))
-    assert not low_rank_product(factors, 64, replace(TWO, rank=8)).any()
-
-
 def test_a_store_keeps_corrections_beside_the_codes(tmp_path) -> None:
     source = Checkpoint(write_checkpoint(tmp_path / "checkpoint"))
     config = read_config(source.folder)

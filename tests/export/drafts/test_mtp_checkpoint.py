@@ -48,10 +48,8 @@ def test_the_module_becomes_the_draft_where_no_other_is_asked_for(tmp_path: Path
     source, bundle = write_mtp_checkpoint(tmp_path / "source"), tmp_path / "bundle"
     assert export(source, bundle) == 0
     draft = draft_of(bundle)
-    assert draft is not None
     assert draft["head"] == "mtp"
     pair = find_draft(open_bundle(bundle))
-    assert pair is not None
     assert pair.head is HeadKind.MTP
     graph = onnx.load(bundle / "draft.onnx", load_external_data=False).graph
     bits = {a.i for node in graph.node if node.op_type == "MatMulNBits" for a in node.attribute if a.name == "bits"}
@@ -149,15 +147,10 @@ def test_a_module_that_cannot_be_used_is_left_out_with_a_line(
     assert "exported without a draft head" in printed
     assert message.rpartition(".")[2] in printed
     assert draft_of(bundle) is None
-
-
-@pytest.mark.parametrize(("overrides", "message"), PARTS.values(), ids=PARTS)
-def test_and_refused_where_it_was_asked_for(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:
-    source = write_mtp_checkpoint(tmp_path / "source", **overrides)
-    with pytest.raises(CheckpointError, match=message) as error:
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(INT4, draft=OWN_MODULE)))
+    with pytest.raises(CheckpointError, match=message) as error:  # where it was asked for
+        export_checkpoint(ExportRequest(source, tmp_path / "other", ExportRecipe(INT4, draft=OWN_MODULE)))
     assert "\n" not in str(error.value)
-    assert not (tmp_path / "bundle").exists()
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])

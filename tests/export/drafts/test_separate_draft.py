@@ -69,15 +69,12 @@ def adopted(target: Path, wanted: DraftTokens) -> tuple[int | None, float | None
 def test_a_whole_draft_is_named(target: Path) -> None:
     assert adopted(target, None) == (None, None)
     found = find_draft(open_bundle(target))
-    assert found is not None
     assert (found.draft.folder, found.target_ids) == ((target / "draft").resolve(), None)
 
 
 def test_a_head_is_trimmed_to_the_given_size(target: Path) -> None:
     tokens, coverage = adopted(target, 40)
     found = find_draft(open_bundle(target))
-    assert found is not None
-    assert found.target_ids is not None
     kept = set(found.target_ids.tolist())
     assert tokens == len(kept) == 40
     assert set(range(5)) <= kept

@@ -25,7 +25,6 @@ TOKENS = np.array([5, 299, 17, 120, 64, 3])
 
 def logits(folder: Path) -> npt.NDArray[np.float32]:
     manifest = open_bundle(folder).manifest
-    assert manifest is not None
     return ContractSession(folder, manifest.architecture, 16).forward(TOKENS, np.arange(TOKENS.size))
 
 
@@ -97,8 +96,6 @@ def test_a_tied_head_gets_rows_of_its_own(whole: Path, folder: Path) -> None:
     assert matrices(folder)["embedding.codes"] == (300, 2, 16)
     assert matrices(folder)["head.codes.kept"] == (30, 2, 16)
     manifest, before = open_bundle(folder).manifest, open_bundle(whole).manifest
-    assert manifest is not None
-    assert before is not None
     assert manifest.architecture == dataclasses.replace(before.architecture, tied_head=False)
     assert manifest.weights == before.weights
 
@@ -106,7 +103,6 @@ def test_a_tied_head_gets_rows_of_its_own(whole: Path, folder: Path) -> None:
 def test_the_folder_is_a_complete_bundle(whole: Path, folder: Path) -> None:
     write_trimmed(open_bundle(whole), folder, np.array([1, 2, 40]))
     manifest = open_bundle(folder).manifest
-    assert manifest is not None
     assert set(manifest.files) == {file.name for file in folder.iterdir()} - {"edge.json"}
     assert manifest.bits_per_weight == pytest.approx(5.0)
 

@@ -87,7 +87,6 @@ def test_export(tmp_path: Path, weight_format: WeightFormat, tied: bool) -> None
     bundle = write_bundle(tmp_path / "half", "qwen2", weights=half, **options)
     whole = write_bundle(tmp_path / "whole", "qwen2", weights=weight_format, **options)
     manifest = open_bundle(bundle).manifest
-    assert manifest is not None
     assert set(manifest.weights.values()) == {half}
     assert str(half).endswith("+half-scales")
     assert manifest.parity["max_abs_diff"] < 1e-4
@@ -128,7 +127,6 @@ def test_static_graphs_for_npus(tmp_path: Path) -> None:
     )
     export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe))  # compares the graphs
     manifest = open_bundle(tmp_path / "bundle").manifest
-    assert manifest is not None
     assert [each.precision for each in manifest.variants] == [Precision.FLOAT16]
 
 
