@@ -1,10 +1,15 @@
-"""The model to export, and the content of the bundle made of it."""
+"""The model to export, the content of the bundle made of it, and its manifest."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from ..models.manifest import GraphLayout
+from ..models.atomic import write_atomically
+from ..models.bundle import digest_file
+from ..models.manifest import MANIFEST_NAME, GraphLayout, Manifest
 from .checkpoint.config import DecoderConfig
 from .checkpoint.layer_weights import QuantPlan
 from .checkpoint.source import ModelSource
@@ -44,3 +49,26 @@ class BundleContent:
     """Sizes of the static graphs for NPUs to write beside it."""
     features: DraftFeatures | None = None
     """The hidden states that the graph gives for a draft head; None for none."""
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a bundle.
+
+    Raises:
+        BundleError: it is damaged.
+        OSError: it cannot be read.
+    """
+    path = folder / MANIFEST_NAME
+    return Manifest.from_json(path.read_bytes(), str(path))
+
+
+def change_manifest(folder: Path, files: Iterable[str] = (), **changes: Any) -> None:
+    """Change fields of a bundle's manifest, and the digests of files that were written since.
+
+    Raises:
+        BundleError: the manifest is damaged.
+        OSError: a file cannot be read or written.
+    """
+    manifest = read_manifest(folder)
+    digests = {**manifest.files, **{name: digest_file(folder / name) for name in files}}
+    write_atomically(folder / MANIFEST_NAME, replace(manifest, files=digests, **changes).to_json().encode())

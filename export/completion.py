@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from ..models.atomic import write_atomically
-from ..models.bundle import CACHE_SCALES_NAME, GRAPH_NAME, PLAN_NAME, WEIGHTS_NAME, digest_file, open_bundle
-from ..models.manifest import MANIFEST_NAME, Calibration, GraphLayout, Manifest
+from ..models.bundle import CACHE_SCALES_NAME, GRAPH_NAME, PLAN_NAME, WEIGHTS_NAME, open_bundle
+from ..models.manifest import Calibration, GraphLayout
 from ..models.progress import Progress
 from ..runtime.devices.providers import choose_device
 from ..runtime.graph.int8_cache import rotated_pairs
@@ -26,7 +26,7 @@ from .allocation.choices import STAGE as SENSITIVITY_STAGE
 from .allocation.choices import Sensitivity
 from .allocation.format_candidates import planned_linears, write_plan
 from .allocation.plan_costs import weight_count
-from .bundle_content import BundleContent
+from .bundle_content import BundleContent, change_manifest
 from .bundle_writer import WrittenBundle
 from .calibration.calibration_text import CalibrationText
 from .calibration.divergence import Divergence
@@ -93,9 +93,7 @@ def complete_bundle(
     progress(_STAGE, 0.5)
     calibration_tokens, held_out_tokens = (sum(map(len, part)) for part in (text.calibration, text.held_out))
     calibration = Calibration(text.origin, calibration_tokens, held_out_tokens, awq=recipe.awq)
-    manifest = Manifest.from_json((folder / MANIFEST_NAME).read_bytes(), str(folder / MANIFEST_NAME))
-    recorded = replace(manifest, calibration=calibration, quality=shipped.as_mapping())
-    write_atomically(folder / MANIFEST_NAME, recorded.to_json().encode())
+    change_manifest(folder, calibration=calibration, quality=shipped.as_mapping())
     cache_note = store_cache_scales(folder, text)
     (measured,) = BundleTimer().time_passes([folder], _WIDTHS, _ROUNDS)
     progress(_STAGE, 1.0)
@@ -168,14 +166,13 @@ def _plans(
         evaluator = model.evaluator if allocation is None else model.independent_evaluator
         return evaluator.divergence(of, tokens).mean_kl
 
-    def uncalibrated_divergence(of: QuantPlan) -> float:
-        return model.uncalibrated_evaluator.divergence(of, tokens).mean_kl
-
     kl = divergence(plan)
     if allocation is None:
         model.evaluator.release()
     chosen = plan_figures(config, plan, _CHOSEN, PlanKind.CHOSEN, kl, times)
-    uncalibrated = PlanComparison(config, uncalibrated_divergence, times, progress)
+    uncalibrated = PlanComparison(
+        config, lambda of: model.uncalibrated_evaluator.divergence(of, tokens).mean_kl, times, progress
+    )
     if allocation is None:
         used = {plan[linear.name] for linear in planned_linears(config)}
         if not recipe.calibrated or len(used) > 1 or FP32 in used:
@@ -231,10 +228,8 @@ def store_cache_scales(folder: Path, text: CalibrationText) -> str:
     bound = session.bind(session.arena(context))
     texts = list(_first(text.calibration, _CALIBRATION_TOKENS, context))
     scales = calibrated_scales(bound, rotated_pairs(bundle.graph), texts)
-    path = folder / CACHE_SCALES_NAME
-    path.write_text(json.dumps(scales.to_json()) + "\n", encoding="utf-8")
-    files = {**manifest.files, CACHE_SCALES_NAME: digest_file(path)}
-    (folder / MANIFEST_NAME).write_text(replace(manifest, files=files).to_json(), encoding="utf-8")
+    (folder / CACHE_SCALES_NAME).write_text(json.dumps(scales.to_json()) + "\n", encoding="utf-8")
+    change_manifest(folder, [CACHE_SCALES_NAME])
     quantized = GraphSession(bundle.graph, replace(config, kv_scales=scales))
     compared = [part.tolist() for part in _first(text.held_out, _COMPARED_TOKENS, context)]
     quality = measure_cache_quality(quantized.bind(quantized.arena(context)), bound, compared)

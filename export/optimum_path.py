@@ -32,7 +32,10 @@ _STAGE: Final = "exporting with Optimum"
 
 def needs_optimum(source: Path) -> bool:
     """Whether a source is a checkpoint folder of a family that is not supported here, and Optimum is installed."""
-    if not (source / "config.json").is_file() or not _is_installed():
+    try:
+        if not (source / "config.json").is_file() or importlib.util.find_spec(_MODULE) is None:
+            return False
+    except ModuleNotFoundError:
         return False
     config = read_json_object(source / "config.json", CheckpointError, "download the checkpoint again")
     model_type = config.get("model_type")
@@ -68,13 +71,6 @@ def export_by_optimum(request: ExportRequest, progress: Progress) -> ExportResul
         raise DestinationError(
             f"{parent} cannot be written: {error.strerror or error}", "free space there, or choose another folder"
         ) from error
-
-
-def _is_installed() -> bool:
-    try:
-        return importlib.util.find_spec(_MODULE) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _run_optimum(source: Path, folder: Path) -> None:

@@ -155,24 +155,16 @@ class Budget:
 
     def limit(self, config: DecoderConfig) -> float:
         """The limit for a model, in bytes or milliseconds."""
-        match self.measure:
-            case Measure.BITS:
-                return self.amount * weight_count(config) / 8
-            case Measure.MEGABYTES:
-                return self.amount * 1e6
-            case Measure.MILLISECONDS:
-                return self.amount
+        return self.amount * self._unit(config)
 
     def spelled(self, cost: float, config: DecoderConfig) -> str:
         """Write a cost, in bytes or milliseconds, as a budget of this measure."""
-        place = "@file" if self.in_file else ""
-        match self.measure:
-            case Measure.BITS:
-                return f"{cost * 8 / weight_count(config):.3f}bpw{place}"
-            case Measure.MEGABYTES:
-                return f"{cost / 1e6:.2f}MB{place}"
-            case Measure.MILLISECONDS:
-                return f"{cost:.2f}ms"
+        digits = 3 if self.measure is Measure.BITS else 2
+        return f"{cost / self._unit(config):.{digits}f}{self.measure.value}" + "@file" * self.in_file
+
+    def _unit(self, config: DecoderConfig) -> float:
+        """Bytes or milliseconds of a cost of 1."""
+        return {Measure.BITS: weight_count(config) / 8, Measure.MEGABYTES: 1e6, Measure.MILLISECONDS: 1.0}[self.measure]
 
 
 def parse_budget(text: str) -> Budget:

@@ -18,7 +18,6 @@ from ..allocation.linear_times import LinearTimes, load_or_measure
 from ..allocation.plan_costs import Measure
 from ..allocation.quantized_weights import QuantizedLinearStore
 from ..bundle_content import SourceModel
-from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import QuantPlan
 from ..checkpoint.source import ModelSource
 from ..quantization.methods import FP32, with_methods
@@ -92,7 +91,13 @@ def prepare(checkpoint: SourceModel, recipe: ExportRecipe, folder: Path, progres
             model, text, plan, folder / f"sequential-{key}", progress, store.correction_target
         )
     else:
-        _quantize_all(config, plan, store, progress)
+        # One after the other, before the threads that write the bundle need them.
+        linears = list(planned_linears(config))
+        for number, linear in enumerate(linears, 1):
+            store.make(linear, plan[linear.name])
+            if linear.paired is not None:
+                store.make(linear.paired, plan[linear.paired.name])
+            progress(STAGE, number / len(linears))
     uncalibrated = QuantizedLinearStore(checkpoint.source, config, folder / "uncalibrated" / "linears")
     statistics = StatisticsStore(folder / _STATISTICS, config)
     return CalibratedModel(
@@ -141,13 +146,3 @@ def settings_of(recipe: ExportRecipe, context: int) -> str:
     tokens = recipe.calibration_tokens
     formats = (recipe.zero_points, recipe.half_scales, recipe.low_rank) if recipe.mixed else None
     return repr((file, tokens, recipe.seed, recipe.rounding, recipe.awq, recipe.calibrated, formats, context))
-
-
-def _quantize_all(config: DecoderConfig, plan: QuantPlan, store: QuantizedLinearStore, progress: Progress) -> None:
-    """Quantize all linears of a plan one after the other, before the threads that write the bundle need them."""
-    linears = list(planned_linears(config))
-    for number, linear in enumerate(linears, 1):
-        store.make(linear, plan[linear.name])
-        if linear.paired is not None:
-            store.make(linear.paired, plan[linear.paired.name])
-        progress(STAGE, number / len(linears))

@@ -44,7 +44,8 @@ def work_folder(source: Path, settings: str, kept: Path | None = None) -> Iterat
         InputError: `kept` belongs to another model or other settings, or another process uses it.
         DestinationError: The disk refused a write.
     """
-    made_from = json.dumps([_file_stats(source), settings])
+    stats = ((path.name, path.stat()) for path in source.iterdir() if path.is_file())
+    made_from = json.dumps([sorted((name, each.st_size, each.st_mtime_ns) for name, each in stats), settings])
     name = hashlib.sha256(made_from.encode()).hexdigest()[:16]
     folder = cache_folder() / "exports" / name if kept is None else kept
     try:
@@ -115,8 +116,3 @@ def _claim(folder: Path, made_from: str) -> None:
         raise InputError(f"{folder} holds other files", "choose an empty or new folder for --work")
     else:
         write_atomically(record, made_from.encode())
-
-
-def _file_stats(source: Path) -> list[tuple[str, int, int]]:
-    files = (path for path in source.iterdir() if path.is_file())
-    return sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)

@@ -74,14 +74,8 @@ def read_checkpoint(folder: Path, dropout: float = 0.0) -> CausalLM:
     return model
 
 
-def save_state(folder: Path, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-    """Write a training state to one file, so that tensors and numbers always belong together."""
-    flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_atomically(folder / STATE_TENSORS, save(flat, metadata={"numbers": json.dumps(numbers)}))
-
-
 def load_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Read the state that `save_state` wrote; None if there is none."""
+    """Read the tensors and numbers of the state of a run; None if there is none."""
     path = folder / STATE_TENSORS
     if not path.exists():
         return None
@@ -176,8 +170,19 @@ def _resumed(
     found = load_state(folder)
     if found is None:
         return {"step": 0, "tokens": 0, "seconds": 0.0, "best": 0.0, "best_step": 0, "history": []}
-    record: dict[str, Any] = found[1]["record"]
-    _restore(model, optimizers, average, *found)
+    tensors, numbers = found
+    parts: dict[str, dict[str, Tensor]] = {"model": {}, "average": {}, "optimizer": {}}
+    for key, value in tensors.items():
+        part, name = key.split("/", 1)
+        parts[part][name] = value
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, values in parts["model"].items():
+            parameters[name].copy_(values)
+            average.weights[name].copy_(parts["average"][name])
+    average.updates = int(numbers["average_updates"])
+    optimizers.load_state(parts["optimizer"])
+    record: dict[str, Any] = numbers["record"]
     report(f"resuming at step {record['step']}, {record['seconds'] / 60:.1f} minutes used")
     return record
 
@@ -213,24 +218,10 @@ def _snapshot(folder: Path, model: nn.Module, optimizers: Optimizers, average: A
     tensors: dict[str, Tensor] = {f"model/{name}": p for name, p in trained.items()}
     tensors |= {f"average/{name}": p for name, p in average.weights.items()}
     tensors |= {f"optimizer/{name}": value for name, value in optimizers.state().items()}
-    save_state(folder, tensors, {"record": record, "average_updates": average.updates})
-
-
-def _restore(
-    model: nn.Module, optimizers: Optimizers, average: Average, tensors: dict[str, Tensor], numbers: dict[str, Any]
-) -> None:
-    """Restore what `_snapshot` wrote."""
-    parts: dict[str, dict[str, Tensor]] = {"model": {}, "average": {}, "optimizer": {}}
-    for key, value in tensors.items():
-        part, name = key.split("/", 1)
-        parts[part][name] = value
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, values in parts["model"].items():
-            parameters[name].copy_(values)
-            average.weights[name].copy_(parts["average"][name])
-    average.updates = int(numbers["average_updates"])
-    optimizers.load_state(parts["optimizer"])
+    flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    # One file, so that tensors and numbers always belong together.
+    numbers = json.dumps({"record": record, "average_updates": average.updates})
+    write_atomically(folder / STATE_TENSORS, save(flat, metadata={"numbers": numbers}))
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -13,12 +13,11 @@ import onnx
 from threadpoolctl import threadpool_limits
 
 from ...errors import ExportError, InputError
-from ...models.atomic import write_atomically
-from ...models.bundle import DRAFT_GRAPH_NAME, DRAFT_WEIGHTS_NAME, GRAPH_NAME, TARGET_IDS_NAME, digest_file
+from ...models.bundle import DRAFT_GRAPH_NAME, DRAFT_WEIGHTS_NAME, GRAPH_NAME, TARGET_IDS_NAME
 from ...models.draft_heads import HeadKind
-from ...models.manifest import MANIFEST_NAME, DraftPairing, FileDigest, Manifest, WeightFormat
+from ...models.manifest import DraftPairing, WeightFormat
 from ...models.progress import Progress, counted
-from ..bundle_content import BundleContent
+from ..bundle_content import BundleContent, change_manifest
 from ..calibration.calibration_text import CalibrationText
 from ..check.contract_session import ContractSession, ModelSession
 from ..check.head_reference import HeadOutputs, TargetWeights, reference_head, reference_medusa, reference_mtp
@@ -32,7 +31,7 @@ from ..graph.initializers import Initializers, WeightFile
 from ..graph.inputs_outputs import DraftFeatures
 from ..quantization.methods import DEFAULT_METHODS, FP32, INT4, require_expert_format, with_methods
 from ..recipe import DraftTokens, ExportRecipe
-from .eagle_draft import EagleHead, TargetIds, build_eagle_head, open_eagle_head
+from .eagle_draft import EagleHead, build_eagle_head, open_eagle_head
 from .make_draft import DraftRequest
 from .medusa_draft import TOP_IDS, TOP_PROBABILITIES, MedusaHeads, build_medusa_heads, open_medusa_heads
 from .mtp_draft import MtpModule, build_mtp_module, open_mtp_module
@@ -88,9 +87,13 @@ class DraftHead:
         with WeightFile(folder / DRAFT_WEIGHTS_NAME) as data:
             weights = Initializers(head.checkpoint, data, counted(total, progress, _STAGE))
             graph = _build_graph(folder, target, head, plan, weights)
-            digests = {DRAFT_WEIGHTS_NAME: data.digest()}
         (folder / DRAFT_GRAPH_NAME).write_bytes(graph.SerializeToString())
-        _name_head(folder, head.kind, head.target_ids if isinstance(head, EagleHead) else None, digests)
+        names, ids = [DRAFT_WEIGHTS_NAME, DRAFT_GRAPH_NAME], ""
+        if isinstance(head, EagleHead) and head.target_ids is not None:
+            ids = TARGET_IDS_NAME
+            np.save(folder / ids, head.target_ids)
+            names.append(ids)
+        change_manifest(folder, names, draft=DraftPairing(".", ids, graph=DRAFT_GRAPH_NAME, head=head.kind))
         if isinstance(head, MedusaHeads):
             _check_medusa(folder, head, plan, graph)
             return ""
@@ -231,16 +234,3 @@ def _reference(
         return reference_mtp(rounded, weights, head.settings, tokens, features, target.context)
     embedded = embedding_rows(rounded if head.has_embedding else used, tokens)
     return reference_head(rounded, head.settings, embedded, features, target.context)
-
-
-def _name_head(folder: Path, kind: HeadKind, target_ids: TargetIds | None, digests: Mapping[str, FileDigest]) -> None:
-    """Name a draft head, whose graph is in the bundle, in the manifest."""
-    names = [DRAFT_GRAPH_NAME]
-    if target_ids is not None:
-        np.save(folder / TARGET_IDS_NAME, target_ids)
-        names.append(TARGET_IDS_NAME)
-    path = folder / MANIFEST_NAME
-    manifest = Manifest.from_json(path.read_bytes(), str(path))
-    named = DraftPairing(".", "" if target_ids is None else TARGET_IDS_NAME, graph=DRAFT_GRAPH_NAME, head=kind)
-    files = {**manifest.files, **digests, **{name: digest_file(folder / name) for name in names}}
-    write_atomically(path, replace(manifest, draft=named, files=files).to_json().encode())

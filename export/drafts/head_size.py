@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import InputError
-from ...models.manifest import MANIFEST_NAME, Manifest
 from ...runtime.text.turn_markers import TokenArray
+from ..bundle_content import read_manifest
 from ..check.contract_session import ContractSession
 
 _MAX_CHAIN: Final = 7
@@ -139,8 +139,7 @@ def agreement_by_size(
     Raises:
         ExportError: A graph does not run.
     """
-    manifests = [Manifest.from_json((bundle / MANIFEST_NAME).read_bytes()) for bundle in (target, draft)]
-    target_shape, draft_shape = (each.architecture for each in manifests)
+    target_shape, draft_shape = (read_manifest(bundle).architecture for bundle in (target, draft))
     longest = min(max(map(len, texts)), target_shape.context, draft_shape.context)
     sessions = (ContractSession(target, target_shape, longest), ContractSession(draft, draft_shape, longest))
 

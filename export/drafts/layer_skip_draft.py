@@ -22,10 +22,11 @@ from onnx import ModelProto
 
 from ...errors import InputError
 from ...models.bundle import DRAFT_GRAPH_NAME, GRAPH_NAME
-from ...models.manifest import MANIFEST_NAME, GraphLayout, Manifest
+from ...models.manifest import GraphLayout, Manifest
 from ...models.progress import Progress
 from ...runtime.measure.bundle_timing import BundleTimer
 from ...runtime.text.turn_markers import Markers, TokenArray, answer_start, read_markers
+from ..bundle_content import read_manifest
 from ..calibration.calibration_text import CalibrationText
 from ..recipe import DraftTokens
 from ..upgrade.graph_parts import in_place
@@ -281,8 +282,7 @@ def _manifest(target: Path) -> Manifest:
     Raises:
         InputError: It cannot.
     """
-    path = target / MANIFEST_NAME
-    manifest = Manifest.from_json(path.read_bytes(), str(path))
+    manifest = read_manifest(target)
     if manifest.layout is not GraphLayout.EDGE:
         raise InputError("drafts need edge-run's own layout", "leave --layout or --draft-layers out")
     if manifest.architecture.layers < _MIN_LAYERS:

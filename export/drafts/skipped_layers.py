@@ -32,6 +32,7 @@ from ...models.atomic import temporary_folder, write_atomically
 from ...models.bundle import DRAFT_GRAPH_NAME, GRAPH_NAME, WEIGHTS_NAME, digest_file
 from ...models.manifest import MANIFEST_NAME, Architecture, DraftPairing, Manifest
 from ...runtime.text.turn_markers import TokenArray
+from ..bundle_content import change_manifest
 from ..check.contract_session import ContractSession
 from ..graph import inputs_outputs
 from ..graph.head_parts import needed_nodes
@@ -94,13 +95,10 @@ def write_layer_skip_draft(folder: Path, skipped: Collection[SubLayer]) -> None:
         ValueError: The graph does not have one of the sub-layers.
         OSError: The disk refused a write.
     """
-    path = folder / MANIFEST_NAME
-    manifest = Manifest.from_json(path.read_bytes(), str(path))
     model = without(onnx.load(folder / GRAPH_NAME, load_external_data=False), skipped)
     write_atomically(folder / DRAFT_GRAPH_NAME, model.SerializeToString())
     named = DraftPairing(".", graph=DRAFT_GRAPH_NAME, skips=tuple(map(str, sorted(skipped))))
-    files = {**manifest.files, DRAFT_GRAPH_NAME: digest_file(folder / DRAFT_GRAPH_NAME)}
-    write_atomically(path, replace(manifest, draft=named, files=files).to_json().encode())
+    change_manifest(folder, [DRAFT_GRAPH_NAME], draft=named)
 
 
 @contextmanager

@@ -31,12 +31,13 @@ from ...models.bundle import (
     digest_file,
 )
 from ...models.file_system import move
-from ...models.manifest import MANIFEST_NAME, Architecture, Manifest
+from ...models.manifest import MANIFEST_NAME, Architecture
 from ...models.progress import Progress
 from ...runtime.engine_loading import load
 from ...runtime.measure.bundle_timing import BundleTimer
 from ...runtime.speculation.drafters.target_drafts import HiddenStateHead
 from ...runtime.text.turn_markers import TokenArray, answer_start, read_markers
+from ..bundle_content import change_manifest, read_manifest
 from ..calibration.calibration_text import CalibrationText
 from ..check.contract_session import ContractSession
 from ..graph import inputs_outputs
@@ -209,27 +210,20 @@ def trim_own_draft(folder: Path, kept: TokenIds) -> None:
         model = graph.model(in_place)
     write_atomically(folder / DRAFT_GRAPH_NAME, model.SerializeToString())
     np.save(folder / TARGET_IDS_NAME, kept)
-    manifest = _manifest(folder)
-    assert manifest.draft is not None  # noqa: S101 -- it has just been trimmed
-    files = {**manifest.files, **{name: digest_file(folder / name) for name in changed}}
-    renamed = replace(manifest, draft=replace(manifest.draft, d2t=TARGET_IDS_NAME), files=files)
-    write_atomically(folder / MANIFEST_NAME, renamed.to_json().encode())
+    draft = read_manifest(folder).draft
+    assert draft is not None  # noqa: S101 -- it has just been trimmed
+    change_manifest(folder, changed, draft=replace(draft, d2t=TARGET_IDS_NAME))
 
 
 def trimmed_own_draft(folder: Path, kept: TokenIds) -> EditableGraph:
     """The graph of a bundle's own draft with a trimmed head; arguments and errors as for `trim_own_draft`."""
-    draft = _manifest(folder).draft
+    draft = read_manifest(folder).draft
     if draft is None or not draft.graph or draft.d2t:
         raise InputError(f"{folder} has no draft of its own with a whole head", "make one first")
     graph = EditableGraph.open(folder / draft.graph)
     _require_ascending(kept, head_tokens(graph))
     trim_head(graph, kept)
     return graph
-
-
-def _manifest(folder: Path) -> Manifest:
-    path = folder / MANIFEST_NAME
-    return Manifest.from_json(path.read_bytes(), str(path))
 
 
 def _require_ascending(kept: TokenIds, tokens: int) -> None:
@@ -272,7 +266,7 @@ def trim_vocabulary(folder: Path, wanted: DraftTokens, text: CalibrationText | N
         EdgeError: The bundle cannot be loaded.
         OSError: The disk refused a write.
     """
-    vocabulary = _manifest(folder).architecture.vocab_size
+    vocabulary = read_manifest(folder).architecture.vocab_size
     if text is None or wanted == "all" or (wanted is None and vocabulary < _LARGE):
         return ""
     markers = read_markers(folder)

@@ -62,7 +62,9 @@ def gptq_rows(
     """
     if inputs is None or inputs.second_moment is None or not inputs.mean_square.any():
         return k_quant_rows(weights, weight_format, inputs)
-    factorization = _factorization_of(inputs, weights.shape[1])
+    with _lock:
+        factorization = _factorizations.get(inputs) or _factorize(inputs, weights.shape[1])
+        _factorizations[inputs] = factorization
     k_quant = k_quant_rows(weights, weight_format, InputStatistics(factorization.importance, inputs.mean_magnitude))
     codes = _codes(weights, weight_format, k_quant, factorization)
     return k_quant._replace(packed=pack_codes(codes, weight_format.bits))
@@ -99,13 +101,6 @@ def _codes(
             np.subtract(exact[at], column, out=errors[at])
             targets[at - start + 1 :] += upper[at, at + 1 : stop, None] * errors[at]
     return np.ascontiguousarray(codes.T).reshape(rows, blocks, weight_format.block)
-
-
-def _factorization_of(inputs: InputStatistics, columns: int) -> _Factorization:
-    with _lock:
-        if inputs not in _factorizations:
-            _factorizations[inputs] = _factorize(inputs, columns)
-        return _factorizations[inputs]
 
 
 def _factorize(inputs: InputStatistics, columns: int) -> _Factorization:

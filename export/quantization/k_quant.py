@@ -80,9 +80,10 @@ class _Candidates:
             scales: [n], relative to those of round-to-nearest.
             zeros: integers [n]; None where the format has no zero points.
         """
-        match, power = _fit(
-            self.normalized, _rounded(self.normalized, scales, self.weight_format.bits, zeros), self.importance
-        )
+        codes = _rounded(self.normalized, scales, self.weight_format.bits, zeros)
+        weighted = codes if self.importance is None else codes * self.importance
+        match: Float32Array = np.einsum("nk,nk->n", self.normalized, weighted)
+        power: Float32Array = np.einsum("nk,nk->n", weighted, codes)
         fitted = np.divide(match, power, out=np.zeros_like(match), where=power > 0)
         gain = fitted * (2 * match - fitted * power)
         better = gain > self._gain
@@ -95,7 +96,6 @@ def k_quant_rows(
     weights: Float32Array, weight_format: WeightFormat, inputs: InputStatistics | None = None
 ) -> QuantizedRows:
     """Quantize rows [N, K] by k-quant; see `methods.Quantizer`."""
-    search = _search_with_zeros if weight_format.zero_points else _search
     grouped = in_blocks(weights, weight_format)
     default, centered = default_scales(grouped, weight_format)
     flat, scales = grouped.reshape(-1, weight_format.block), default.reshape(-1).copy()
@@ -109,7 +109,7 @@ def k_quant_rows(
         rows = np.arange(start, start + len(normalized))
         block_importance = None if importance is None else importance[rows % len(importance)]
         candidates = _Candidates(normalized, block_importance, weight_format)
-        search(candidates)
+        _search(candidates)
         scales[part] *= candidates.scales
         if zeros is not None:
             zeros[part] = candidates.zeros
@@ -160,34 +160,15 @@ def _rounded(
     return codes
 
 
-def _fit(
-    normalized: Float32Array, codes: Float32Array, importance: Float32Array | None
-) -> tuple[Float32Array, Float32Array]:
-    """Return sum(w x q) and sum(w q q), both [n]; their quotient is the best-fitting scale of codes q for weights x."""
-    weighted = codes if importance is None else codes * importance
-    match: Float32Array = np.einsum("nk,nk->n", normalized, weighted)
-    power: Float32Array = np.einsum("nk,nk->n", weighted, codes)
-    return match, power
-
-
 def _search(candidates: _Candidates) -> None:
-    for factor in _SCALE_FACTORS[candidates.weight_format.bits]:
-        candidates.offer(_uniform(candidates, factor))
+    bits, zero_points = candidates.weight_format.bits, candidates.weight_format.zero_points
+    for factor in (_SCALE_FACTORS_WITH_ZEROS if zero_points else _SCALE_FACTORS)[bits]:
+        scales = np.full(len(candidates.normalized), factor, np.float32)
+        if not zero_points:
+            candidates.offer(scales)
+            continue
+        centered = centered_zeros(candidates.normalized, scales, bits)
+        for shift in _ZERO_SHIFTS[bits]:
+            candidates.offer(scales, np.clip(centered + np.float32(shift), 0, (1 << bits) - 1))
     for _ in range(_REFINEMENTS):
-        candidates.offer(candidates.scales)
-
-
-def _search_with_zeros(candidates: _Candidates) -> None:
-    weight_format = candidates.weight_format
-    last = (1 << weight_format.bits) - 1
-    for factor in _SCALE_FACTORS_WITH_ZEROS[weight_format.bits]:
-        scales = _uniform(candidates, factor)
-        centered = centered_zeros(candidates.normalized, scales, weight_format.bits)
-        for shift in _ZERO_SHIFTS[weight_format.bits]:
-            candidates.offer(scales, np.clip(centered + np.float32(shift), 0, last))
-    for _ in range(_REFINEMENTS):
-        candidates.offer(candidates.scales, candidates.zeros)
-
-
-def _uniform(candidates: _Candidates, scale: float) -> Float32Array:
-    return np.full(len(candidates.normalized), scale, np.float32)
+        candidates.offer(candidates.scales, candidates.zeros if zero_points else None)
