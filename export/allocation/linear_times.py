@@ -222,11 +222,11 @@ def _fitted(times: LinearTimes, bundles: Sequence[TimingBundle], passes: _Passes
     }
     linears = {
         (kind, weight_format): {
-            width: each * fits[width].factors.get(weight_format.bits, 1.0) for width, each in by_width.items()
+            width: each * fits[width][0].get(weight_format.bits, 1.0) for width, each in by_width.items()
         }
         for (kind, weight_format), by_width in times.linears.items()
     }
-    overhead = {width: fit.layer * times.config.layers for width, fit in fits.items()}
+    overhead = {width: layer * times.config.layers for width, (_, layer) in fits.items()}
     return LinearTimes(times.config, linears, overhead)
 
 
@@ -239,18 +239,13 @@ class WholePass(NamedTuple):
     """Sum of the milliseconds of its linears, timed one by one, by their bits."""
 
 
-class PassFit(NamedTuple):
-    """Parameters fitted to whole passes."""
+def fit_passes(passes: Sequence[WholePass]) -> tuple[dict[int, float], float]:
+    """Fit factors and the overhead of a layer to at least one pass.
 
-    factors: Mapping[int, float]
-    """Time of a linear in a whole pass divided by its time alone, by its bits."""
-    layer: float
-    """Overhead of each layer in milliseconds. Profiling adds time to each linear that is subtracted here, so it may be
-    negative."""
-
-
-def fit_passes(passes: Sequence[WholePass]) -> PassFit:
-    """Fit factors and the overhead of a layer to at least one pass."""
+    Returns:
+        The time of a linear in a whole pass divided by its time alone, by its bits; and the overhead of each layer in
+        milliseconds. Profiling adds time to each linear that is subtracted here, so it may be negative.
+    """
     bits = sorted({each for one in passes for each in one.by_bits})
     rows = [[*(one.by_bits.get(each, 0.0) for each in bits), one.layers] for one in passes]
     milliseconds = np.array([one.milliseconds for one in passes])
@@ -259,7 +254,7 @@ def fit_passes(passes: Sequence[WholePass]) -> PassFit:
     wanted = np.concatenate([np.ones(len(passes)), np.full(len(bits), _RIDGE)])
     factors = np.clip(np.linalg.lstsq(system, wanted, rcond=None)[0][:-1], _MIN_FACTOR, _MAX_FACTOR)
     (layer,) = np.linalg.lstsq(system[:, -1:], wanted - system[:, :-1] @ factors, rcond=None)[0]
-    return PassFit(dict(zip(bits, map(float, factors), strict=True)), float(layer))
+    return dict(zip(bits, map(float, factors), strict=True)), float(layer)
 
 
 def _whole_pass(times: LinearTimes, bundle: TimingBundle, seconds: float, width: int) -> WholePass:

@@ -82,18 +82,10 @@ def reference_medusa(weights: WeightSource, heads: Sequence[Sequence[str]], stat
     return np.array(logits)
 
 
-class TargetWeights(NamedTuple):
-    """The weights of a module's target."""
-
-    used: WeightSource
-    """Those that the graph has, of which the module uses embedding and LM head."""
-    original: WeightSource
-    """Those of the checkpoint, which calibration may have scaled in `used`."""
-
-
 def reference_mtp(
     weights: WeightSource,
-    target: TargetWeights,
+    used: WeightSource,
+    original: WeightSource,
     config: Mapping[str, Any],
     tokens: npt.NDArray[np.int64],
     features: Float64Array,
@@ -103,7 +95,8 @@ def reference_mtp(
 
     Args:
         weights: the module's tensors; those of its layer are named like a decoder's first layer.
-        target: the target's tensors.
+        used: the target's tensors that its graph has, of which the module uses embedding and LM head.
+        original: those of the checkpoint, which calibration may have scaled in `used`.
         config: the parsed config.json of the target.
         tokens: token ids, int64 [n]; each is the one after the token that its features belong to.
         features: the target's residual stream after its last layer, float64 [k, hidden], of the first k tokens.
@@ -114,8 +107,8 @@ def reference_mtp(
     """
     layer = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "mlp_only_layers": [], "decoder_sparse_step": 1}
     settings = {**language_settings(config), **layer}
-    embedded = reference_norm(weights, settings, "mtp.pre_fc_norm_embedding", embedding_rows(target.used, tokens))
-    given = list(reference_norm(target.original, settings, "model.norm", features))
+    embedded = reference_norm(weights, settings, "mtp.pre_fc_norm_embedding", embedding_rows(used, tokens))
+    given = list(reference_norm(original, settings, "model.norm", features))
     while True:
         normed = reference_norm(weights, settings, "mtp.pre_fc_norm_hidden", np.array(given))
         both = np.concatenate([embedded[: len(given)], normed], axis=-1)
@@ -126,5 +119,5 @@ def reference_mtp(
         given.append(states[-1])
     # Where calibration multiplied the columns of the LM head, it divided the norm before it.
     ones = np.ones((1, states.shape[-1]))
-    scaled, unscaled = (reference_norm(each, settings, "model.norm", ones) for each in target)
-    return HeadOutputs(reference_lm_head(target.used, settings, states * (scaled / unscaled)), states)
+    scaled, unscaled = (reference_norm(each, settings, "model.norm", ones) for each in (used, original))
+    return HeadOutputs(reference_lm_head(used, settings, states * (scaled / unscaled)), states)

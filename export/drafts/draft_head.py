@@ -20,7 +20,7 @@ from ...models.progress import Progress, counted
 from ..bundle_content import BundleContent, change_manifest
 from ..calibration.calibration_text import CalibrationText
 from ..check.contract_session import ContractSession, ModelSession
-from ..check.head_reference import HeadOutputs, TargetWeights, reference_head, reference_medusa, reference_mtp
+from ..check.head_reference import HeadOutputs, reference_head, reference_medusa, reference_mtp
 from ..check.parity import TOLERANCE, RoundedLinears, log_softmax, quantized_weights, with_float_activations
 from ..check.reference_operations import embedding_rows
 from ..checkpoint.config import DecoderConfig
@@ -230,7 +230,6 @@ def _reference(
     rounded = RoundedLinears(head.checkpoint, head.linears, plan)
     used = quantized_weights(target.source, target.config, target.plan)
     if isinstance(head, MtpModule):
-        weights = TargetWeights(used, target.original)
-        return reference_mtp(rounded, weights, head.settings, tokens, features, target.context)
+        return reference_mtp(rounded, used, target.original, head.settings, tokens, features, target.context)
     embedded = embedding_rows(rounded if head.has_embedding else used, tokens)
     return reference_head(rounded, head.settings, embedded, features, target.context)

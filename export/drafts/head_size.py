@@ -99,22 +99,6 @@ def _common_prefix(texts: Sequence[TokenArray]) -> list[int]:
     return [int(token) for token in texts[0][: int(np.argmin(np.append(same, False)))]]
 
 
-class StepTimes(NamedTuple):
-    """Seconds of passes."""
-
-    target: Mapping[int, float]
-    """Seconds of a pass of the target by its width, for `TARGET_WIDTHS`."""
-    whole: float
-    """Seconds of a draft's step with a head of all tokens."""
-    smallest: float
-    """Seconds of a draft's step with the smallest head."""
-
-    def of_head(self, tokens: int, ranking: TokenRanking) -> float:
-        """Seconds of a draft's step with a head of that many tokens."""
-        share = (tokens - ranking.min_tokens) / max(1, ranking.order.size - ranking.min_tokens)
-        return self.smallest + share * max(0.0, self.whole - self.smallest)
-
-
 def agreement_by_size(
     target: Path,
     draft: Path,
@@ -181,14 +165,26 @@ def count_agreement(pairs: Iterable[tuple[Int64Array, Float32Array]], ranking: T
     return np.cumsum(changes)[:-1] / max(1, positions)
 
 
-def best_size(ranking: TokenRanking, agreement: Agreement, times: StepTimes) -> int:
-    """The size with the most tokens per second; the whole vocabulary where that gains less than `_MIN_GAIN`."""
-    sizes = np.unique(np.geomspace(ranking.min_tokens, ranking.order.size, _SIZES).round().astype(np.int64))
+def best_size(
+    ranking: TokenRanking, agreement: Agreement, target: Mapping[int, float], whole: float, smallest: float
+) -> int:
+    """The size with the most tokens per second; the whole vocabulary where that gains less than `_MIN_GAIN`.
+
+    Args:
+        ranking: Ranking of the head's tokens.
+        agreement: Agreement by the size of the head.
+        target: Seconds of the target's passes by their widths, for `TARGET_WIDTHS`.
+        whole: Seconds of a draft's step with a head of all tokens.
+        smallest: Seconds of a draft's step with the smallest head.
+    """
+    sizes = np.unique(np.geomspace(ranking.min_tokens, ranking.order.size, _SIZES).round().astype(np.int64)).tolist()
+    shares = [(size - sizes[0]) / max(1, sizes[-1] - sizes[0]) for size in sizes]
     speeds = [
-        tokens_per_second(float(agreement[size]), times.of_head(int(size), ranking), times.target) for size in sizes
+        tokens_per_second(float(agreement[size]), smallest + share * max(0.0, whole - smallest), target)
+        for size, share in zip(sizes, shares, strict=True)
     ]
     best = int(np.argmax(speeds))
-    return int(sizes[best]) if speeds[best] >= _MIN_GAIN * speeds[-1] else int(sizes[-1])
+    return int(sizes[best] if speeds[best] >= _MIN_GAIN * speeds[-1] else sizes[-1])
 
 
 def tokens_per_second(agreement: float, step: float, target: Mapping[int, float]) -> float:

@@ -33,7 +33,6 @@ from ..upgrade.graph_parts import in_place
 from .head_size import (
     TARGET_WIDTHS,
     Agreement,
-    StepTimes,
     TokenRanking,
     best_size,
     count_agreement,
@@ -80,15 +79,6 @@ class SubLayerTimes(NamedTuple):
         return max(self.target[1] - sum(self.saved[each] for each in skipped), self.target[1] / 1000)
 
 
-class SkipChoice(NamedTuple):
-    """Sub-layers to skip, and the expected result."""
-
-    skipped: frozenset[SubLayer]
-    agreement: float
-    """Share of positions where draft and target prefer the same token."""
-    tokens_per_second: float
-
-
 class SkipSearch:
     """Search of the sub-layers to skip.
 
@@ -115,16 +105,17 @@ class SkipSearch:
         self._generator = np.random.default_rng(seed)
         self._deadline = deadline
         self._progress = progress
-        self._measured: dict[frozenset[SubLayer], SkipChoice] = {}
+        self._agreements: dict[frozenset[SubLayer], float] = {}
 
-    def best(self) -> SkipChoice:
-        """Run the search; the result skips at least one sub-layer."""
-        best = self._better([frozenset({each}) for each in self._sub_layers], None)
+    def best(self) -> frozenset[SubLayer]:
+        """Run the search; returns the sub-layers to skip, at least one."""
+        alone = [frozenset({each}) for each in self._sub_layers]
+        best = self._better(alone, alone[0])
         best = self._better(self._prefixes(), best)
         failures = 0
         while failures < _PATIENCE * len(self._sub_layers) and not self._is_late():
-            found = self._better([self._changed(best.skipped)], best)
-            failures = failures + 1 if found is best else 0
+            found = self._better([self._changed(best)], best)
+            failures = failures + 1 if found == best else 0
             best = found
         return best
 
@@ -132,8 +123,7 @@ class SkipSearch:
         """Prefixes of several lengths of the sub-layers, ordered by lost agreement per saved time."""
 
         def loss_rate(sub_layer: SubLayer) -> float:
-            known = self._measured.get(frozenset({sub_layer}))
-            lost = 1.0 if known is None else 1 - known.agreement
+            lost = 1 - self._agreements.get(frozenset({sub_layer}), 0.0)
             return lost / max(self._times.saved[sub_layer], 1e-12)
 
         order = sorted(self._sub_layers, key=loss_rate)
@@ -152,22 +142,21 @@ class SkipSearch:
             changed.discard(out[int(self._generator.integers(len(out)))])
         return frozenset(changed) or skipped
 
-    def _better(self, choices: Sequence[frozenset[SubLayer]], best: SkipChoice | None) -> SkipChoice:
+    def _better(self, choices: Sequence[frozenset[SubLayer]], best: frozenset[SubLayer]) -> frozenset[SubLayer]:
         """Measure choices; the best of them, if it is better than the best so far."""
         for skipped in choices:
-            if best is not None and self._is_late():
-                return best
-            if skipped not in self._measured:
-                agreement = self._agreement(skipped)
-                speed = tokens_per_second(agreement, self._times.step(skipped), self._times.target)
-                self._measured[skipped] = SkipChoice(skipped, agreement, speed)
-                self._progress()
-            found = self._measured[skipped]
-            if best is None or found.tokens_per_second > best.tokens_per_second:
-                best = found
-        if best is None:
-            raise ValueError("no sub-layer may be skipped")
+            if self._agreements and self._is_late():
+                break
+            if self._speed(skipped) > self._speed(best):
+                best = skipped
         return best
+
+    def _speed(self, skipped: frozenset[SubLayer]) -> float:
+        """Expected tokens per second."""
+        if skipped not in self._agreements:
+            self._agreements[skipped] = self._agreement(skipped)
+            self._progress()
+        return tokens_per_second(self._agreements[skipped], self._times.step(skipped), self._times.target)
 
     def _is_late(self) -> bool:
         return time.monotonic() > self._deadline
@@ -273,7 +262,7 @@ def _search(
         deadline=started + max_seconds,
         progress=lambda: progress(_STAGE, 0.1 + 0.7 * min(1.0, (time.monotonic() - started) / max_seconds)),
     )
-    return search.best().skipped
+    return search.best()
 
 
 def _manifest(target: Path) -> Manifest:
@@ -327,7 +316,7 @@ def _best_head(
         as_bundle(target, manifest, trimmed.model(in_place)) as smallest,
     ):
         on_whole, on_smallest = BundleTimer().time_passes([whole, smallest], (1,), _ROUNDS)
-    return best_size(ranking, agreement, StepTimes(times.target, on_whole[1], on_smallest[1]))
+    return best_size(ranking, agreement, times.target, on_whole[1], on_smallest[1])
 
 
 def _draft_graph(target: Path) -> ModelProto:

@@ -26,7 +26,7 @@ from ..quantization.methods import FP32, with_methods
 from ..recipe import DraftTokens, ExportRecipe
 from ..report.figures import DraftFigures
 from ..upgrade.editable import EditableGraph
-from .head_size import TARGET_WIDTHS, StepTimes, agreement_by_size, best_size, rank_tokens
+from .head_size import TARGET_WIDTHS, agreement_by_size, best_size, rank_tokens
 from .layer_skip_draft import adopt_layer_skip_draft
 from .trimmed_head import head_tokens, write_trimmed
 
@@ -199,7 +199,7 @@ def _trim(
             write_trimmed(whole, trimmed, ranking.kept(ranking.min_tokens))
             times = BundleTimer().time_passes([target, draft, trimmed], TARGET_WIDTHS, _ROUNDS)
             remove(trimmed)
-            tokens = best_size(ranking, agreement, StepTimes(times[0], times[1][1], times[2][1]))
+            tokens = best_size(ranking, agreement, times[0], times[1][1], times[2][1])
         kept = ranking.kept(tokens)
         if tokens < ranking.order.size:
             write_trimmed(whole, trimmed, kept)

@@ -51,7 +51,6 @@ from .head_size import (
     TARGET_WIDTHS,
     Float32Array,
     Int64Array,
-    StepTimes,
     TokenRanking,
     best_size,
     count_agreement,
@@ -301,7 +300,7 @@ def _fastest(
     finally:
         smallest.unlink(missing_ok=True)
     (on_target,) = timer.time_passes([folder], TARGET_WIDTHS, _ROUNDS)
-    return best_size(ranking, agreement, StepTimes(on_target, on_whole, on_smallest))
+    return best_size(ranking, agreement, on_target, on_whole, on_smallest)
 
 
 def _predictions(

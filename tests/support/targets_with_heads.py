@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from edgerun import GenerateOptions
 from edgerun.export import FP32, ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
-from edgerun.export.check.head_reference import HeadOutputs, TargetWeights, reference_head, reference_mtp
+from edgerun.export.check.head_reference import HeadOutputs, reference_head, reference_mtp
 from edgerun.export.check.reference import reference_states
 from edgerun.export.check.reference_operations import embedding_rows
 from edgerun.export.checkpoint.config import read_config
@@ -70,10 +70,11 @@ class MtpReference:
 
     def run(self, tokens: list[int], path: tuple[int, ...], first: int = 0) -> HeadOutputs:
         """The module over a sequence from its token `first` on, and then a path of draft tokens."""
-        weights = TargetWeights(self._target, self._target)
         following = np.array([*tokens[first + 1 :], *path])
         features = self.features(tokens[:-1])[first:]
-        return reference_mtp(self._module.checkpoint, weights, self._config, following, features, CONTEXT)
+        return reference_mtp(
+            self._module.checkpoint, self._target, self._target, self._config, following, features, CONTEXT
+        )
 
 
 @dataclass(frozen=True)

@@ -214,9 +214,9 @@ def passes(factors: dict[int, float], layer: float, scale: float = 1.0) -> list[
 
 @given(st.floats(-0.02, 0.2), st.floats(0.1, 100))
 def test_exact_sums_are_not_changed(layer: float, scale: float) -> None:
-    fit = fit_passes(passes(dict.fromkeys(BITS, 1.0), layer * scale, scale))
-    assert fit.factors == pytest.approx(dict.fromkeys(BITS, 1.0))
-    assert fit.layer == pytest.approx(layer * scale, abs=1e-9 * scale)
+    factors, found = fit_passes(passes(dict.fromkeys(BITS, 1.0), layer * scale, scale))
+    assert factors == pytest.approx(dict.fromkeys(BITS, 1.0))
+    assert found == pytest.approx(layer * scale, abs=1e-9 * scale)
 
 
 @given(st.lists(st.floats(0.85, 1.15), min_size=3, max_size=3), st.floats(0.01, 0.1))
@@ -227,21 +227,21 @@ def test_fitted_passes_are_close_where_linears_take_longer_together(values: list
     for _ in range(10):
         linears = dict(zip(BITS, map(float, rng.uniform(0, 4, 3)), strict=True))
         expected = whole_pass(24, linears, factors, layer).milliseconds
-        assert whole_pass(24, linears, dict(fit.factors), fit.layer).milliseconds == pytest.approx(expected, rel=0.03)
+        assert whole_pass(24, linears, *fit).milliseconds == pytest.approx(expected, rel=0.03)
 
 
 def test_a_disturbed_pass_leaves_the_factors_bounded() -> None:
     good = passes(dict.fromkeys(BITS, 1.0), 0.04)
     slow = WholePass(24, 10 * good[0].milliseconds, good[0].by_bits)
-    fit = fit_passes([slow, *good[1:]])
-    assert all(0.5 < factor < 1.5 for factor in fit.factors.values())
+    factors, _ = fit_passes([slow, *good[1:]])
+    assert all(0.5 < factor < 1.5 for factor in factors.values())
 
 
 def test_one_pass_gives_the_overhead() -> None:
-    fit = fit_passes([WholePass(2, 5.0, {4: 4.0})])
-    assert 2 * fit.layer + 4 * fit.factors[4] == pytest.approx(5.0)
-    assert fit.factors[4] == pytest.approx(1.0)
+    factors, layer = fit_passes([WholePass(2, 5.0, {4: 4.0})])
+    assert 2 * layer + 4 * factors[4] == pytest.approx(5.0)
+    assert factors[4] == pytest.approx(1.0)
 
 
 def test_bits_without_a_linear_have_no_factor() -> None:
-    assert set(fit_passes(passes(dict.fromkeys(BITS, 1.0), 0.1)[:2]).factors) == {2, 4}
+    assert set(fit_passes(passes(dict.fromkeys(BITS, 1.0), 0.1)[:2])[0]) == {2, 4}

@@ -162,19 +162,16 @@ def test_the_search_comes_near_the_best_choice(shares: list[float], seed: int) -
     toy = Toy(shares)
     found = SkipSearch(toy.agreement, toy.times(), seed=seed).best()
     assert len(toy.measured) == len(set(toy.measured))
-    assert found.skipped
-    assert found.tokens_per_second == tokens_per_second(
-        toy.agreement(found.skipped), toy.times().step(found.skipped), TARGET
-    )
+    assert found
     again = SkipSearch(toy.agreement, toy.times(), seed=seed).best()
     assert again == found
-    assert found.tokens_per_second >= 0.97 * toy.best()
+    assert tokens_per_second(toy.agreement(found), toy.times().step(found), TARGET) >= 0.97 * toy.best()
 
 
 def test_a_search_without_time_measures_one_sub_layer() -> None:
     toy = Toy([0.9, 0.8, 0.99, 0.7])
     found = SkipSearch(toy.agreement, toy.times(), deadline=0).best()
-    assert found.skipped == {toy.parts[0]}
+    assert found == {toy.parts[0]}
     assert toy.measured == [{toy.parts[0]}]
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from edgerun.export import FP32, ExportRecipe, ExportRequest, export_checkpoint
 from edgerun.export.check.contract_session import ContractSession
-from edgerun.export.check.head_reference import TargetWeights, reference_mtp
+from edgerun.export.check.head_reference import reference_mtp
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.drafts.mtp_draft import open_mtp_module
@@ -87,8 +87,8 @@ def test_logits_and_states_equal_those_of_transformers(tmp_path: Path, overrides
     tokens = np.random.default_rng(5).integers(5, 300, COUNT + 1)
     features, logits, states = torch_module(source, tokens)
     checkpoint, config = Checkpoint(source), json.loads((source / "config.json").read_text(encoding="utf-8"))
-    module, weights = open_mtp_module(source, read_config(source)), TargetWeights(checkpoint, checkpoint)
-    computed = reference_mtp(module.checkpoint, weights, config, tokens[1:], features, 256)
+    module = open_mtp_module(source, read_config(source))
+    computed = reference_mtp(module.checkpoint, checkpoint, checkpoint, config, tokens[1:], features, 256)
     # transformers keeps its rotary angles in float32 even in a float64 model.
     np.testing.assert_allclose(computed.logits, logits, atol=2e-4)
     np.testing.assert_allclose(computed.states, states, atol=2e-4)
