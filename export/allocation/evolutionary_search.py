@@ -246,7 +246,6 @@ def local_search(
     divergence: CachedDivergence,
     seconds: float,
     progress: Progress = silent,
-    clock: Callable[[], float] = time.monotonic,
 ) -> Selection:
     """Improve a selection until no measured change is better.
 
@@ -256,18 +255,13 @@ def local_search(
         divergence: Measures selections.
         seconds: Time after which no further change is measured.
         progress: Receives the stage "local search".
-        clock: Clock that measures `seconds`.
     """
-    deadline = clock() + seconds
-
-    def is_late() -> bool:
-        return clock() > deadline
-
+    deadline = time.monotonic() + seconds
     selection = start
     for done in range(_ROUNDS):
         progress(_LOCAL_STAGE, done / _ROUNDS)
-        changes = list(_single_changes(problem.choices, selection, divergence, is_late))
-        better = _better(problem, selection, divergence, changes, is_late)
+        changes = list(_single_changes(problem.choices, selection, divergence, deadline))
+        better = _better(problem, selection, divergence, changes, deadline)
         if better is None:
             break
         selection = better
@@ -297,7 +291,7 @@ def lower_useless_options(choices: Sequence[LinearChoice], start: Selection, div
 
 
 def _single_changes(
-    choices: Sequence[LinearChoice], selection: Selection, divergence: CachedDivergence, is_late: Callable[[], bool]
+    choices: Sequence[LinearChoice], selection: Selection, divergence: CachedDivergence, deadline: float
 ) -> Iterator[_Change]:
     own = divergence(selection)
     # From the last linear to the first: plans that agree up to a layer share the computation before it.
@@ -305,7 +299,7 @@ def _single_changes(
         first = max(0, selection[index] - _REACH)
         last = min(len(choices[index].options) - 1, selection[index] + _REACH)
         for number in range(first, last + 1):
-            if number != selection[index] and not is_late():
+            if number != selection[index] and time.monotonic() <= deadline:
                 yield _Change(index, number, divergence(_changed(selection, ((index, number),))) - own)
 
 
@@ -314,13 +308,13 @@ def _better(
     selection: Selection,
     divergence: CachedDivergence,
     changes: Sequence[_Change],
-    is_late: Callable[[], bool],
+    deadline: float,
 ) -> Selection | None:
     """A selection that fits and is better, or as good and cheaper; None where none was found."""
     own = divergence(selection)
     best: Selection | None = None
     for trial in islice(_promising(problem, selection, changes), _MAX_TRIALS):
-        if is_late():
+        if time.monotonic() > deadline:
             break
         if divergence(trial) < (own if best is None else divergence(best)):
             best = trial

@@ -138,17 +138,16 @@ class PlanEvaluator:
         self._matrices.clear()
         self._recent.clear()
 
-    def divergence_of_bundle(self, bundle: Path, tokens: int | None = None) -> Divergence:
+    def divergence_of_bundle(self, bundle: Path) -> Divergence:
         """Measure a bundle's graph as it is, with activations in 8 bits.
 
         Args:
             bundle: Folder with a graph of edge-run's own contract.
-            tokens: Smallest number of tokens to measure on, from the beginning; None for all.
 
         Raises:
             ExportError: The graph cannot be loaded or run.
         """
-        numbers = self._first_batches(tokens)
+        numbers = self._first_batches(None)
         self._run_reference(numbers)
         session = ContractSession(bundle, self._config, max(map(len, self._text)))
         differences = []

@@ -22,7 +22,7 @@ from onnx import ModelProto
 
 from ...errors import InputError
 from ...models.bundle import DRAFT_GRAPH_NAME, GRAPH_NAME
-from ...models.manifest import GraphLayout, Manifest
+from ...models.manifest import Manifest
 from ...models.progress import Progress
 from ...runtime.measure.bundle_timing import BundleTimer
 from ...runtime.text.turn_markers import Markers, TokenArray, answer_start, read_markers
@@ -202,11 +202,15 @@ def adopt_layer_skip_draft(
 
     Raises:
         BundleError: The folder is not a bundle.
-        InputError: The model has too few layers or another layout, the head cannot have that size, or text is missing.
+        InputError: The model has too few layers, the head cannot have that size, or text is missing.
         ExportError: A graph does not run, or the head cannot be trimmed.
         OSError: The disk refused a write.
     """
-    manifest = _manifest(target)
+    manifest = read_manifest(target)
+    if manifest.architecture.layers < _MIN_LAYERS:
+        raise InputError(
+            f"a model of {manifest.architecture.layers} layers has none to skip", "leave --draft-layers out"
+        )
     progress(_STAGE, 0.0)
     markers = read_markers(target)
     chosen_on, measured_on = (beginning_of(texts) for texts in (text.calibration, text.held_out))
@@ -263,22 +267,6 @@ def _search(
         progress=lambda: progress(_STAGE, 0.1 + 0.7 * min(1.0, (time.monotonic() - started) / max_seconds)),
     )
     return search.best()
-
-
-def _manifest(target: Path) -> Manifest:
-    """The manifest of a bundle that can have a layer-skip draft.
-
-    Raises:
-        InputError: It cannot.
-    """
-    manifest = read_manifest(target)
-    if manifest.layout is not GraphLayout.EDGE:
-        raise InputError("drafts need edge-run's own layout", "leave --layout or --draft-layers out")
-    if manifest.architecture.layers < _MIN_LAYERS:
-        raise InputError(
-            f"a model of {manifest.architecture.layers} layers has none to skip", "leave --draft-layers out"
-        )
-    return manifest
 
 
 def _sub_layer_times(target: Path, manifest: Manifest, whole: ModelProto) -> SubLayerTimes:

@@ -8,12 +8,11 @@ from typing import Final
 
 import numpy as np
 
-from ...errors import BundleError, EdgeError, InputError
+from ...errors import EdgeError, InputError
 from ...models.bundle import DRAFT_FOLDER, open_bundle
 from ...models.draft_heads import HeadKind
 from ...models.file_system import move, remove
-from ...models.manifest import MANIFEST_NAME, GraphLayout
-from ...models.pairing import name_draft, pair, vocabulary_difference
+from ...models.pairing import name_draft, vocabulary_difference
 from ...models.progress import Progress
 from ...runtime.measure.bundle_timing import BundleTimer
 from ...runtime.measure.draft_benefit import measure_draft_benefit
@@ -131,21 +130,6 @@ def _write_bundle(folder: Path, source: Path, target: BundleContent, recipe: Exp
         write_bundle(folder, content)
 
 
-def require_fitting(target: Path, draft: Path) -> None:
-    """Check that a bundle can be the draft of another as it is.
-
-    Raises:
-        BundleError: The bundle has another vocabulary.
-        InputError: One of the bundles has a layout without drafts.
-    """
-    for folder, manifest in ((each.folder, each.manifest) for each in map(open_bundle, (target, draft))):
-        if manifest is None:
-            raise BundleError(f"{folder} has no {MANIFEST_NAME}", "export the model again")
-        if manifest.layout is not GraphLayout.EDGE:
-            raise InputError("drafts need edge-run's own layout", "leave --layout or --draft out")
-    pair(open_bundle(target), open_bundle(draft))
-
-
 def adopt_draft(
     target: Path, wanted: DraftTokens, text: CalibrationText, progress: Progress
 ) -> tuple[int | None, float | None]:
@@ -162,13 +146,11 @@ def adopt_draft(
         where no size is given.
 
     Raises:
-        BundleError: The draft has another vocabulary.
         InputError: The head cannot have that size, or no text is given.
         ExportError: The head cannot be trimmed.
         OSError: The disk refused a write.
     """
     draft = target / DRAFT_FOLDER
-    require_fitting(target, draft)
     tokens = coverage = None
     if wanted not in (None, "all"):
         progress(_STAGE, 0.0)

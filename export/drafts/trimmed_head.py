@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import ExportError, InputError
+from ...errors import ExportError
 from ...models.atomic import temporary_folder, write_atomically
 from ...models.bundle import (
     DRAFT_GRAPH_NAME,
@@ -81,7 +81,6 @@ def trim_head(graph: EditableGraph, kept: TokenIds) -> None:
 
     Raises:
         BundleError: The graph has no head.
-        ExportError: The head is of a kind that cannot be trimmed.
     """
     head = find_lm_head(graph)
     tokens = head_tokens(graph)
@@ -90,12 +89,10 @@ def trim_head(graph: EditableGraph, kept: TokenIds) -> None:
             if head.input(index):
                 _take(graph, head, index, kept, tokens, axis=0)
         graph.set_attribute(head, "N", kept.size)
-    elif head.op in ("MatMul", "Gemm"):
+    else:  # MatMul or Gemm
         _take(graph, head, 1, kept, tokens, axis=0 if head.attribute("transB", 0) else 1)
         if head.input(2) and graph.tensors[head.input(2)].shape[-1:] == (tokens,):
             _take(graph, head, 2, kept, tokens, axis=-1)
-    else:
-        raise ExportError(f"a head of {head.op} cannot be trimmed", "leave --draft-vocab out")
     after = graph.consumers(head.output(0))
     while after:
         for index, name in enumerate(after[0].inputs):
@@ -143,14 +140,10 @@ def write_trimmed(whole: Bundle, folder: Path, kept: TokenIds) -> None:
         kept: Token ids to keep, int64 [n], ascending; both draft and target have them.
 
     Raises:
-        ExportError: The head cannot be trimmed, or the trimmed draft computes other logits.
-        InputError: The ids are not ascending ids of the head.
+        ExportError: The trimmed draft computes other logits.
         OSError: The disk refused a write.
     """
-    if whole.manifest is None:
-        raise InputError(f"{whole.folder} has no {MANIFEST_NAME}", "export the draft again")
     graph = EditableGraph.open(whole.graph)
-    _require_ascending(kept, head_tokens(graph))
     trim_head(graph, kept)
     linears = weight_matrices(graph)
     folder.mkdir(parents=True, exist_ok=True)
@@ -162,12 +155,13 @@ def write_trimmed(whole: Bundle, folder: Path, kept: TokenIds) -> None:
     for name in TOKENIZER_AND_CONFIG_FILES:
         if (source := whole.file(name)) is not None:
             shutil.copyfile(source, folder / name)
-    architecture = whole.manifest.architecture
+    manifest = read_manifest(whole.folder)
+    architecture = manifest.architecture
     _require_same(whole.folder, folder, architecture, kept)
     names = (GRAPH_NAME, TARGET_IDS_NAME, *TOKENIZER_AND_CONFIG_FILES)
     files |= {name: digest_file(folder / name) for name in names if (folder / name).is_file()}
     manifest = replace(
-        whole.manifest,
+        manifest,
         architecture=replace(architecture, tied_head=False),
         bits_per_weight=bits_per_weight(linears),
         bits_per_weight_read=None,
@@ -187,8 +181,6 @@ def trim_own_draft(folder: Path, kept: TokenIds) -> None:
         kept: Token ids to keep, int64 [n], ascending.
 
     Raises:
-        ExportError: The head cannot be trimmed.
-        InputError: The bundle has no draft of its own with a whole head, or the ids are not ascending ids of it.
         OSError: The disk refused a write.
     """
     graph, changed = trimmed_own_draft(folder, kept), [DRAFT_GRAPH_NAME, TARGET_IDS_NAME]
@@ -216,18 +208,9 @@ def trim_own_draft(folder: Path, kept: TokenIds) -> None:
 
 def trimmed_own_draft(folder: Path, kept: TokenIds) -> EditableGraph:
     """The graph of a bundle's own draft with a trimmed head; arguments and errors as for `trim_own_draft`."""
-    draft = read_manifest(folder).draft
-    if draft is None or not draft.graph or draft.d2t:
-        raise InputError(f"{folder} has no draft of its own with a whole head", "make one first")
-    graph = EditableGraph.open(folder / draft.graph)
-    _require_ascending(kept, head_tokens(graph))
+    graph = EditableGraph.open(folder / DRAFT_GRAPH_NAME)
     trim_head(graph, kept)
     return graph
-
-
-def _require_ascending(kept: TokenIds, tokens: int) -> None:
-    if kept.size == 0 or kept.min() < 0 or kept.max() >= tokens or (np.diff(kept) <= 0).any():
-        raise InputError(f"the kept tokens are not ascending ids below {tokens}", "keep at least one token")
 
 
 def _require_same(whole: Path, trimmed: Path, architecture: Architecture, kept: TokenIds) -> None:

@@ -272,13 +272,9 @@ def low_rank_correction(errors: Float32Array, inputs: InputStatistics, rank: int
         `down`, float32 [rank, K], and `up`, float32 [N, rank], with orthonormal columns.
 
     Raises:
-        InputError: the rank is out of range, or the moments are not finite numbers of shape [K, K].
+        InputError: the moments are not finite numbers of shape [K, K].
     """
     rows, columns = errors.shape
-    if not 1 <= rank <= min(rows, columns):
-        raise InputError(
-            f"a matrix of {rows} x {columns} cannot have a correction of rank {rank}", "choose a smaller rank"
-        )
     moments = np.diag(inputs.mean_square) if inputs.second_moment is None else inputs.second_moment
     if moments.shape != (columns, columns) or not np.isfinite(moments).all():
         raise InputError(f"the second moments of {columns} inputs must be {columns} x {columns} finite numbers")

@@ -70,13 +70,6 @@ def test_a_given_folder_is_kept(source: Path, tmp_path: Path) -> None:
             pass
 
 
-def test_a_folder_with_other_files_is_refused(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work" / "letter.txt").touch()
-    with pytest.raises(InputError, match="holds other files"), work_folder(source, "", tmp_path / "work"):
-        pass
-
-
 def test_a_folder_in_the_cache_without_a_record_is_emptied(source: Path) -> None:
     left = interrupted_run(source, "4 bits")
     (left / "made-from.json").unlink()
@@ -134,12 +127,16 @@ def test_a_gptq_export_leaves_no_work_under_the_file_rules_of_windows(tmp_path: 
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_one_export_at_a_time(source: Path) -> None:
-    with work_folder(source, ""), pytest.raises(InputError, match="another export uses"), work_folder(source, ""):
+def test_folders_that_cannot_be_used_are_named(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "letter.txt").touch()
+    with pytest.raises(InputError, match="holds other files"), work_folder(source, "", tmp_path / "work"):
+        pass
+    file = tmp_path / "work" / "letter.txt"
+    with pytest.raises(DestinationError, match="cannot be written"), work_folder(source, "", file):
         pass
 
 
-def test_an_unwritable_folder_is_named(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(DestinationError, match="file cannot be written"), work_folder(source, "", tmp_path / "file"):
+def test_one_export_at_a_time(source: Path) -> None:
+    with work_folder(source, ""), pytest.raises(InputError, match="another export uses"), work_folder(source, ""):
         pass

@@ -78,19 +78,23 @@ def test_a_miswired_graph_is_rejected(tmp_path, monkeypatch, weight_format, defe
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
-def test_swapped_codes_are_rejected(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("defect", ["codes", "zero points"])
+def test_swapped_codes_and_wrong_zero_points_are_rejected(tmp_path, monkeypatch, defect: str) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
 
-    class Swapped(Checkpoint):
+    class Wrong(Checkpoint):
         def quantized(self, rows, weight_format):
-            quantized = super().quantized(rows, weight_format)
-            return quantized._replace(packed=(quantized.packed >> 4 | quantized.packed << 4).astype(np.uint8))
+            right = super().quantized(rows, weight_format)
+            if defect == "zero points":
+                return right._replace(zero_points=right.zero_points ^ 1)
+            return right._replace(packed=(right.packed >> 4 | right.packed << 4).astype(np.uint8))
 
     # Only the graph gets the wrong codes, not the reference.
     target = "edgerun.export.bundle_writer.Initializers"
-    monkeypatch.setattr(target, lambda _, *rest: Initializers(Swapped(source), *rest))
+    monkeypatch.setattr(target, lambda _, *rest: Initializers(Wrong(source), *rest))
+    recipe = ExportRecipe(WeightFormat(4, 32, zero_points=defect == "zero points"))
     with pytest.raises(ExportError, match="differs from the reference"):
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(INT4)))
+        export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe))
 
 
 def test_wrong_low_bit_kernels_are_detected(tmp_path, monkeypatch) -> None:

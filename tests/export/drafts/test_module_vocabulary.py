@@ -229,12 +229,6 @@ def test_options_that_cannot_be_used(source: Path, tmp_path: Path, arguments, me
     assert not (tmp_path / "bundle").exists()
 
 
-def test_a_head_is_trimmed_once(bundle: Path) -> None:
-    trim_own_draft(bundle, np.arange(40))
-    with pytest.raises(InputError, match="has no draft of its own with a whole head"):
-        trim_own_draft(bundle, np.arange(30))
-
-
 def test_a_bundle_without_the_map_still_opens(bundle: Path) -> None:
     """Bundles of earlier versions have a module with all tokens and no map."""
     draft = json.loads((bundle / "edge.json").read_text(encoding="utf-8"))["draft"]

@@ -10,17 +10,16 @@ import numpy as np
 import pytest
 
 import edgerun
-from edgerun import BundleError, InputError
+from edgerun import InputError
 from edgerun.export import ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
 from edgerun.export.calibration.calibration_text import CalibrationText
-from edgerun.export.drafts.make_draft import adopt_draft, require_fitting
+from edgerun.export.drafts.make_draft import adopt_draft
 from edgerun.export.recipe import DraftTokens
 from edgerun.models.bundle import holds_only_bundle_files, open_bundle
-from edgerun.models.manifest import GraphLayout
 from edgerun.models.pairing import find_draft
 from edgerun.runtime.measure.bundle_timing import BundleTimer
 from support.known_timings import BytesMachine, use_machine
-from support.tiny_models import write_bundle, write_checkpoint
+from support.tiny_models import write_checkpoint
 
 FORMAT = WeightFormat(8, 32)
 
@@ -105,25 +104,3 @@ def test_an_impossible_size_is_refused_without_changes(target: Path, vocabulary:
     with pytest.raises(InputError, match=f"a draft's head cannot have {vocabulary} tokens; give 5 to 300"):
         adopted(target, vocabulary)
     assert before == {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
-
-
-def test_a_draft_with_another_vocabulary_is_refused(target: Path, tmp_path: Path) -> None:
-    shutil.rmtree(target / "draft")
-    shutil.copytree(write_bundle(tmp_path / "other", vocab_size=290), target / "draft")
-    with pytest.raises(BundleError, match="has another vocabulary than"):
-        require_fitting(target, target / "draft")
-
-
-def test_a_target_in_another_layout_is_refused(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
-    target = export_checkpoint(
-        ExportRequest(checkpoints[0], tmp_path / "genai", ExportRecipe(FORMAT, layout=GraphLayout.GENAI))
-    ).bundle
-    draft = export_checkpoint(ExportRequest(checkpoints[1], tmp_path / "draft", ExportRecipe(FORMAT))).bundle
-    with pytest.raises(InputError, match="drafts need edge-run's own layout; leave --layout or --draft"):
-        require_fitting(target, draft)
-
-
-def test_a_folder_without_a_manifest_is_refused(target: Path) -> None:
-    (target / "draft" / "edge.json").unlink()
-    with pytest.raises(BundleError, match=r"has no edge\.json; export the model again"):
-        require_fitting(target, target / "draft")

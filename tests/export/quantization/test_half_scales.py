@@ -25,7 +25,6 @@ from edgerun.models.bundle import open_bundle
 from edgerun.models.graph_variant import Precision
 from edgerun.models.onnx_file.graph_editor import GraphEditor
 from edgerun.runtime.int8_prompts.integer_weights import OPERATOR, BlockMatrix
-from support.gguf_files import write_gguf
 from support.tiny_models import write_bundle, write_checkpoint
 from support.weight_operators import FORMATS, run_operators
 
@@ -128,13 +127,3 @@ def test_static_graphs_for_npus(tmp_path: Path) -> None:
     export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe))  # compares the graphs
     manifest = open_bundle(tmp_path / "bundle").manifest
     assert [each.precision for each in manifest.variants] == [Precision.FLOAT16]
-
-
-def test_sources_with_codes_and_experts_are_refused(tmp_path: Path) -> None:
-    half = ExportRecipe(WeightFormat(4, 32, half_scales=True))
-    file = write_gguf(tmp_path / "model.gguf", write_checkpoint(tmp_path / "checkpoint"), "Q8_0")
-    with pytest.raises(InputError, match="--half-scales is not supported for a GGUF file"):
-        export_checkpoint(ExportRequest(file, tmp_path / "bundle", half))
-    experts = write_checkpoint(tmp_path / "experts", "qwen3_moe")
-    with pytest.raises(InputError, match="does not support float16 scales"):
-        export_checkpoint(ExportRequest(experts, tmp_path / "bundle", half))

@@ -70,12 +70,6 @@ def test_without_second_moments_inputs_count_as_uncorrelated() -> None:
     )
 
 
-@pytest.mark.parametrize("rank", [0, 31])
-def test_ranks_out_of_range(rank: int) -> None:
-    with pytest.raises(InputError, match=f"a matrix of 30 x 40 cannot have a correction of rank {rank}"):
-        low_rank_correction(random_rows(0, 30, 40), correlated_inputs(0, 40), rank)
-
-
 def test_moments_of_another_shape() -> None:
     with pytest.raises(InputError, match="second moments of 40 inputs"):
         low_rank_correction(random_rows(0, 30, 40), correlated_inputs(0, 32), 2)
