@@ -138,7 +138,7 @@ def _notes(plan: QuantPlan) -> list[str]:
 def _sensitivities(
     config: DecoderConfig, model: CalibratedModel, progress: Progress
 ) -> Mapping[str, Sequence[Sensitivity]]:
-    """Sensitivities of linears: those of the search, or those of the plan where there was no search."""
+    """Sensitivities of linears in all formats of the search, or in the plan's formats where there was no search."""
     if model.allocation is not None:
         return model.allocation.sensitivities
     plan = model.plan

@@ -39,7 +39,7 @@ _OF_MIXED_WEIGHTS: Final = ("budget", "time_limit", "low_rank", "bandwidth")
 
 
 class WeightChoice(StrEnum):
-    """Names of weight formats, whose blocks are those of the recipe."""
+    """Names of weight formats, which have the recipe's blocks."""
 
     FP32 = "fp32"
     INT8 = "int8"
@@ -207,7 +207,7 @@ class ExportRecipe:
         if self.mixed:
             if self.weights not in (None, WeightChoice.MIXED):
                 raise InputError(f"--plan and --weights {self.weights} exclude each other", "leave one of them out")
-            # The search chooses the blocks too, but not those of the draft's weights.
+            # The search chooses the blocks too, but not for the draft's weights.
             others = ("head",) if self.draft_weights is not None else ("head", "block")
             self._refuse(others, "with mixed weights", "leave it out")
             if (self.budget is None) == (self.plan is None):

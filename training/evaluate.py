@@ -25,7 +25,7 @@ class Score:
     exact: float
     """Fraction of answers that equal the reference."""
     first_word: float
-    """Fraction of answers whose first word is that of the reference."""
+    """Fraction of answers with the reference's first word."""
 
 
 def answer_all(model: CausalLM, codec: ChatCodec, requests: Sequence[str], max_new: int = 96) -> list[str]:

@@ -129,12 +129,12 @@ class Allocation(NamedTuple):
 
 
 def cost_limits(budget: Budget, config: DecoderConfig, times: Sequence[Costs] = ()) -> list[CostLimit]:
-    """The measures of a search, that of the budget first.
+    """The measures of a search, the budget's first.
 
     Args:
         budget: Budget of the plan.
         config: The model's numbers.
-        times: Times of passes. If the budget limits the time, the first one is that of its pass. The others have no
+        times: Times of passes. If the budget limits the time, the first one is for its pass. The others have no
             limit, and keep options that are faster without being smaller.
     """
     limit = budget.limit(config)

@@ -87,7 +87,7 @@ def linear_choices(
     Args:
         config: The model's numbers.
         sensitivities: Sensitivities of each linear, by its name.
-        measures: Measures of cost, that of the budget first.
+        measures: Measures of cost, the budget's first.
     """
     found = []
     for linear in planned_linears(config):

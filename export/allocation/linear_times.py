@@ -1,6 +1,6 @@
 """Times of forward passes as sums of measured times of linears.
 
-Each kind of linear is measured once in each format. The time of a pass is that of its linears, which depends on their
+Each kind of linear is measured once in each format. A pass takes the time of its linears, which depends on their
 formats, plus an overhead that does not: attention, norms, activations, and the start of each node. The timed models
 (`timing_bundles`) have linears of all formats side by side, so that a disturbance slows all of them alike. Whole passes
 over these models, and over models of one format, are timed without a profiler, and the sums of linear times are fitted
@@ -97,7 +97,7 @@ class LinearTimes:
         return Costs(of, interpolated(self.overhead, width))
 
     def scaled(self, factor: float) -> LinearTimes:
-        """All times multiplied by a factor: those of the machine when it is slower."""
+        """All times multiplied by a factor, for a machine that has become slower."""
         return replace(
             self,
             linears={key: _scaled(each, factor) for key, each in self.linears.items()},

@@ -69,7 +69,7 @@ def bytes_read(linear: FusedLinear, weight_format: WeightFormat) -> int:
 def bytes_stored(linear: FusedLinear, weight_format: WeightFormat, *, tied_head: bool) -> int:
     """Bytes of a linear in the file, low-rank factors included.
 
-    Zero points of an embedding take a byte each there, and those of a tied head are stored in both ways.
+    Zero points of an embedding take a byte each there, and the zero points of a tied head are stored in both ways.
 
     Args:
         linear: The linear.

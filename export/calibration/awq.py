@@ -61,7 +61,7 @@ class AwqSource(ModelSourceWrapper):
         self.scales: Final = scales
 
     def read(self, name: str) -> Float32Array:
-        """See `ModelSource.read`."""
+        """Read a whole tensor, scaled."""
         value = self._source.read(name)
         if value.ndim == 2:
             return self._scaled(value, RowRange(name, 0, len(value)))
@@ -71,7 +71,7 @@ class AwqSource(ModelSourceWrapper):
         return value * self.scales.rows[name] if name in self.scales.rows else value
 
     def read_rows(self, rows: RowRange) -> Float32Array:
-        """See `ModelSource.read_rows`."""
+        """Read some rows of a matrix, scaled."""
         return self._scaled(self._source.read_rows(rows), rows)
 
     def quantized(self, rows: RowRange, weight_format: WeightFormat) -> QuantizedRows:

@@ -112,7 +112,7 @@ def split_texts(texts: Sequence[TokenArray], origin: str, max_text_tokens: int, 
         texts: Token ids; duplicates are dropped.
         origin: Source of the texts.
         max_text_tokens: Length at which longer texts are cut.
-        seed: Seed of the order, which is also that of the batches, so that the first few are a fair sample.
+        seed: Seed of the order, which is also the order of the batches, so that the first few are a fair sample.
 
     Raises:
         InputError: There are too few tokens.

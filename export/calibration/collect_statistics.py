@@ -48,10 +48,10 @@ Float64Array = npt.NDArray[np.float64]
 STAGE: Final = "collecting statistics"
 _HEAD: Final = "head"
 MAX_MOMENT_BYTES: Final = 1 << 29
-"""Largest size of the second moments of a linear's experts; beyond it they share those of all their tokens. The first
-linears of Qwen3-30B-A3B would have 2.1 GB in each of 48 layers, its second ones have 0.3 GB."""
+"""Largest size of the second moments of a linear's experts; beyond it they share the moments of all their tokens. The
+first linears of Qwen3-30B-A3B would have 2.1 GB in each of 48 layers, its second ones have 0.3 GB."""
 PRIOR_TOKENS: Final = 64
-"""Weight of the statistics of all experts of a layer in those of each one, in tokens."""
+"""Weight, in tokens, that the statistics of all experts of a layer have in the statistics of each one."""
 StatisticsOf = Callable[[str], InputStatistics | None]
 """Returns the statistics of a linear's inputs; None where there are none."""
 _CACHED_LINEARS: Final = 2
@@ -69,7 +69,7 @@ class StatisticsStore:
     def of(self, linear: str) -> InputStatistics | None:
         """Statistics of the inputs of a linear, or of one of its experts, which is named by `expert_of`.
 
-        An embedding has none, unless the head shares its matrix: then those of the head.
+        An embedding has none, unless the head shares its matrix: then it has the head's.
         """
         if linear == "embedding":
             return self.of(_HEAD) if self._tied else None
@@ -214,7 +214,7 @@ class _Sums:
 
 
 class _ExpertSums:
-    """Sums over the tokens of every expert of a linear, and over those of all of them together."""
+    """Sums over the tokens of every expert of a linear, and over the tokens of all of them together."""
 
     def __init__(self, linear: FusedLinear, second_moments: bool) -> None:
         self._name = linear.name
@@ -228,10 +228,10 @@ class _ExpertSums:
         self._together.add(inputs)
 
     def save(self, folder: Path) -> None:
-        """Write the averages of every expert, and those of all together.
+        """Write the averages of every expert, and of all together.
 
-        An expert's are drawn towards those of all, as if `PRIOR_TOKENS` further tokens had come with these: few tokens
-        say little about most directions of the inputs.
+        An expert's averages are drawn towards the common ones, as if `PRIOR_TOKENS` further tokens had come with these:
+        few tokens say little about most directions of the inputs.
         """
         for expert, each in enumerate(self._each):
             each.add_sums(self._together, PRIOR_TOKENS / max(self._together.tokens, 1))

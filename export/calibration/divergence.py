@@ -31,7 +31,7 @@ from .text_batches import Batch, pack_texts
 
 EXACT: Final = WeightFormat(32)
 _STATE_BYTES: Final = 1 << 28
-"""Memory for hidden states of recent plans; those of the float model may take twice as much before they go to disk."""
+"""Memory for hidden states of recent plans; states of the float model may take twice as much before they go to disk."""
 _MATRIX_BYTES: Final = 1 << 30
 """Memory for dequantized matrices."""
 _NOISE_KL: Final = 1e-8
@@ -97,7 +97,7 @@ class PlanEvaluator:
             self._stages += [layer.mixer_linears, layer.feed_forward_linears]
         plan_bytes = sum(batch.tokens.size for batch in self._batches) * config.hidden_size * 4 * len(self._stages)
         self._stride = max(1, math.ceil(plan_bytes / (_STATE_BYTES / 2)))
-        """States are kept after every `_stride`-th stage, so that those of two plans fit."""
+        """States are kept after every `_stride`-th stage, so that the states of two plans fit."""
 
     def divergence_alone(self, linear: str, weight_format: WeightFormat, tokens: int | None = None) -> float:
         """Mean KL in nats with only one linear quantized; a tied head and its embedding are one.

@@ -48,7 +48,7 @@ class HalfLayer(NamedTuple):
 
     model: ModelProto
     vectors: dict[str, Vector]
-    """Norms and biases, by the name of the input; the sources are those of the layer that the graph was built for."""
+    """Norms and biases, by the name of the input; the sources are tensors of the layer that the graph was built for."""
     matrices: dict[str, FusedLinear]
     """Linears, by the name of the input that takes their matrix [N, K]."""
     captured: dict[str, str]
@@ -218,7 +218,7 @@ def _floats(name: str, rank: int) -> Any:
 
 
 class RoutedInputs(NamedTuple):
-    """The inputs of a linear of one expert: those of the tokens that the router sent there."""
+    """The inputs of a linear of one expert, for the tokens that the router sent there."""
 
     tokens: npt.NDArray[np.intp]
     """Indices of the tokens among all of a pass, [n]."""

@@ -64,13 +64,13 @@ class LayerRunner:
     """Runs a decoder half a layer at a time; hidden states are float32 [B, S, hidden]."""
 
     def __init__(self, model: SourceModel) -> None:
-        """Load the graphs of norm and head; those of half layers are loaded when needed."""
+        """Load the graphs of norm and head; graphs of half layers are loaded when needed."""
         config = model.config
         self.source = model.source
         self.config = config
         self._context = model.context
         self._mixers: dict[LayerAttention | None, _Half] = {}
-        """Attention halves by their kind; that of the other layers, which are of one kind, by None."""
+        """Attention halves by their kind; None stands for layers without attention, which are of one kind."""
         self._feed_forwards: dict[bool, _Half] = {}
         """Dense feed-forwards, and routers where the key is true."""
         self._norm = _session(_norm_model(config))
@@ -186,7 +186,7 @@ class LayerRunner:
     def _experts(
         self, half: _Half, index: int, hidden: Float32Array, weights_of: WeightsOf
     ) -> tuple[Float32Array, dict[str, Float32Array], dict[str, RoutedInputs]]:
-        """Hidden states after experts, the inputs of router and shared expert, and those of the selected experts."""
+        """Hidden states after experts, and the inputs of router, shared expert and selected experts."""
         config, layer = self.config, layer_layout(self.config, index)
         if config.experts is None or layer.router is None:
             raise ValueError(f"layer {index} has no experts")

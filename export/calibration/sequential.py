@@ -90,7 +90,7 @@ def quantize_sequentially(
     progress: Progress,
     correction_targets: _CorrectionTargets | None = None,
 ) -> QuantizedLinearStore:
-    """Quantize all linears of a plan in the order of the graph, those of GPTQ to target weights.
+    """Quantize all linears of a plan in the order of the graph; linears of GPTQ are quantized to target weights.
 
     Args:
         model: The model, AWQ scaling applied; its source quantizes the linears without target weights.

@@ -71,7 +71,7 @@ def work_folder(source: Path, settings: str, kept: Path | None = None) -> Iterat
 
 
 def _lock_of(folder: Path) -> Path:
-    """The lock file of a folder in the cache; one with a number in its name has that of the folder without."""
+    """The lock file of a folder in the cache; a folder with a number in its name shares the lock of the one without."""
     lock = folder.parent.parent / "locks" / folder.name.partition("-")[0]
     lock.parent.mkdir(exist_ok=True)
     return lock

@@ -38,7 +38,7 @@ def reference_head(
     """Run an EAGLE-3 head over a sequence: first over tokens with the target's features, then from its own states.
 
     Args:
-        weights: the head's tensors, named like those of a decoder of one layer.
+        weights: the head's tensors, named like a decoder's of one layer.
         config: the parsed config.json of the head.
         embeddings: embeddings of the tokens, float64 [n, hidden].
         features: the target's features of the first tokens, float64 [k, 3 * target hidden], k at least 1.
@@ -94,9 +94,9 @@ def reference_mtp(
     """Run Qwen's module over a sequence: first over tokens with the target's features, then from its own states.
 
     Args:
-        weights: the module's tensors; those of its layer are named like a decoder's first layer.
+        weights: the module's tensors; its layer is named like a decoder's first layer.
         used: the target's tensors that its graph has, of which the module uses embedding and LM head.
-        original: those of the checkpoint, which calibration may have scaled in `used`.
+        original: the tensors of the checkpoint, which calibration may have scaled in `used`.
         config: the parsed config.json of the target.
         tokens: token ids, int64 [n]; each is the one after the token that its features belong to.
         features: the target's residual stream after its last layer, float64 [k, hidden], of the first k tokens.

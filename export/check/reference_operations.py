@@ -211,7 +211,7 @@ def experts(weights: WeightSource, config: Settings, layer: str, normed: Float64
         normed: the input, float64 [n, hidden].
 
     Returns:
-        The outputs of the selected experts weighted by their probabilities, and that of the shared one,
+        The outputs of the selected experts weighted by their probabilities, plus the output of the shared one,
         float64 [n, hidden].
     """
     kind = config["model_type"]

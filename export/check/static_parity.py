@@ -1,6 +1,6 @@
 """Checks that static graphs compute what model.onnx does, within the precision of float16.
 
-The check runs random tokens through a static graph on the CPU and compares the logits with those of model.onnx at
+The check runs random tokens through a static graph on the CPU and compares the logits with the ones of model.onnx at
 float activations, which agrees with the float64 reference (`parity`). A wrong mask, rotation or norm changes logits by
 about their standard deviation.
 """

@@ -26,7 +26,7 @@ SCORE: Final = "tokens_per_pass"
 _EVALUATED: Final = 32
 """Number of answers of an evaluating pass."""
 _DEPTH_WEIGHT: Final = 0.8
-"""Weight of a depth's loss, relative to that of the depth before, as in SpecForge."""
+"""Weight of a depth's loss, relative to the depth before, as in SpecForge."""
 
 
 class LossKind(StrEnum):
@@ -80,7 +80,7 @@ def draft_loss(kind: LossKind, logits: Tensor, labels: Labels, hard: float = 0.0
 
 
 def total_variation(logprobs: Tensor, labels: Labels) -> Tensor:
-    """A loss whose gradient is that of TVD++ for a draft's log-probabilities [N, V].
+    """A loss with the gradient of TVD++ for a draft's log-probabilities [N, V].
 
     With p the target's distribution, q the draft's and the reward r(x) = 1 where p(x) > q(x), the gradient of the total
     variation distance is -E_q[r(x) grad log q(x)], a policy gradient. TVD++ normalizes the rewards by their mean and
@@ -188,7 +188,7 @@ def _acceptance(draft: nn.Module, examples: Sequence[Example], compared: _Compar
 def model_acceptance(model: CausalLM, examples: Sequence[Example], pad: int) -> dict[str, float]:
     """Figures of a draft model on the target's greedy answers; see `acceptance_figures`.
 
-    As long as a chain is right, its tokens are those of the answer, so one pass over an answer tells all chains.
+    As long as a chain is right, its tokens are the answer's, so one pass over an answer tells all chains.
     """
 
     def compared(chosen: Sequence[Example], device: torch.device) -> AnswerAcceptance:

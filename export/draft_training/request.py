@@ -83,7 +83,7 @@ class DraftTrainingRequest:
     kind: DraftKind = DraftKind.MODEL
     loss: LossKind = LossKind.KL
     hard: float = 0.0
-    """See `draft_loss`."""
+    """Weight of the cross-entropy beside KL, 0 to 1, as in `draft_loss`."""
     answers: AnswerOptions = field(default_factory=AnswerOptions)
     size: DraftSize = field(default_factory=DraftSize)
     vocabulary: int = DEFAULT_VOCABULARY

@@ -225,8 +225,8 @@ def load_examples(path: Path) -> list[Example]:
 def state_layers(layers: int) -> tuple[int, ...]:
     """The layers before which a head reads the residual stream of a target with so many layers.
 
-    They are those of published heads: 2, half of the layers and the third from the end; targets with too few layers for
-    that have others.
+    Published heads read before the layers 2, half of the layers and the third from the end; targets with too few
+    layers for that have others.
 
     Raises:
         InputError: there are too few layers.

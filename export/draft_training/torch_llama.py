@@ -17,7 +17,7 @@ _NEGLIGIBLE: Final = 1e-30
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a Llama model; field names are those of Hugging Face's `config.json`."""
+    """Sizes of a Llama model; field names are the keys of Hugging Face's `config.json`."""
 
     vocab_size: int = 4096
     hidden_size: int = 320
@@ -129,7 +129,7 @@ class LayerCache:
         self.values: Tensor | None = None
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values of new tokens; returns those of all tokens."""
+        """Append keys and values of new tokens; returns the keys and values of all tokens."""
         self.keys = keys if self.keys is None else torch.cat((self.keys, keys), dim=2)
         self.values = values if self.values is None else torch.cat((self.values, values), dim=2)
         return self.keys, self.values
@@ -236,7 +236,7 @@ class Backbone(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def embeddings(self) -> Tensor:
-        """The embedding matrix [V, C], which is also that of the LM head."""
+        """The embedding matrix [V, C], which the LM head uses too."""
         weight = self.embed_tokens.weight
         return weight if self.rounding is None else self.rounding(weight)
 

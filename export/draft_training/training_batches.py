@@ -127,7 +127,7 @@ class BatchStream:
     ) -> None:
         self.source, self.pad, self.context, self.seed, self.pool_examples = source, pad, context, seed, pool
         self._number, self._pool = 0, self._encode(0)
-        # The number of batches per pool is that of the first pool, so that the pool of a batch follows from its
+        # All pools have as many batches as the first one, so that the pool of a batch follows from its
         # number without reading the pools before it.
         total = sum(len(example.ids) for example in self._pool)
         self.per_pool = max(1, min(round(total / batch_tokens), pool))

@@ -172,7 +172,7 @@ def _rotary_base(config: dict[str, Any]) -> float:
 
 
 def _claim(path: Path, settings: dict[str, Any]) -> None:
-    """Write the settings of a new run, or check them against those of the run in the folder.
+    """Write the settings of a new run, or check them against the settings of the run in the folder.
 
     Raises:
         InputError: that run has other settings.

@@ -51,14 +51,14 @@ _OTHER_VARIANTS: Final = ("fc_norm", "norm_output", "norm_before_residual")
 
 @dataclass(frozen=True)
 class EagleHead:
-    """An EAGLE-3 head for a target; its tensors are named like those of a decoder of one layer."""
+    """An EAGLE-3 head for a target; its tensors are named like a decoder's of one layer."""
 
     kind: ClassVar = HeadKind.EAGLE
     checkpoint: Checkpoint
     settings: Mapping[str, Any]
     """The parsed config.json."""
     config: DecoderConfig
-    """The layer. Its vocabulary is that of the embedding."""
+    """The layer, with the vocabulary of the embedding."""
     features: DraftFeatures
     """What the head reads of the target."""
     feature_size: int

@@ -11,7 +11,7 @@ the most tokens per second wins, at the chain length that suits it best (Leviath
     (1 - a ** (g + 1)) / (1 - a) / (g * t_draft + t_target(g + 1))        a: agreement, g: drafted tokens
 
 Tokens are counted in text that the target wrote itself, which is what a draft has to predict (VocabTrim). Some tokens
-are always kept: special tokens, those that end a text, and those of the template that all texts begin with. Tokens that
+are always kept: special tokens, tokens that end a text, and the template that all texts begin with. Tokens that
 do not occur come last, in the order of their ids, since earlier ids are more frequent in most vocabularies.
 """
 

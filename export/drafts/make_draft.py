@@ -165,7 +165,7 @@ def _trim(
 ) -> tuple[int, float]:
     whole, target_manifest = open_bundle(draft), open_bundle(target).manifest
     shared = head_tokens(EditableGraph.open(whole.graph))
-    if target_manifest is not None:  # tokens beyond those of the target are padding
+    if target_manifest is not None:  # tokens beyond the target's are padding
         shared = min(shared, target_manifest.architecture.vocab_size)
     markers = read_markers(target)
     ranking = rank_tokens(text.calibration, shared, markers.special | markers.ending)

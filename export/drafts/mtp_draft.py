@@ -36,7 +36,7 @@ class MtpModule:
 
     kind: ClassVar = HeadKind.MTP
     checkpoint: Checkpoint
-    """The tensors of its layer and of its last norm are named like those of a decoder of one layer."""
+    """The tensors of its layer and of its last norm are named like the tensors of a decoder of one layer."""
     names: MultiTokenPrediction
     config: DecoderConfig
     """The model with the module's layer only."""

@@ -79,7 +79,7 @@ class SubLayer:
 
 
 def inner_sub_layers(layers: int) -> list[SubLayer]:
-    """The sub-layers that may be skipped: those of all layers but the first and the last."""
+    """The sub-layers that may be skipped: all but the sub-layers of the first and the last layer."""
     return [SubLayer(layer, kind) for layer in range(1, layers - 1) for kind in SubLayerKind]
 
 
@@ -212,7 +212,7 @@ class _TextGroup(NamedTuple):
     measured: Int64Array
     """Slots of the positions that are measured, int64 [m]."""
     cache: list[tuple[str, str, npt.NDArray[Any]]]
-    """See `ContractSession.buffers`."""
+    """Names of past and present, and the KV buffer, of each cache, as in `ContractSession.buffers`."""
 
 
 class SkipAgreement:

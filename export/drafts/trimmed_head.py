@@ -2,7 +2,7 @@
 
 Source: VocabTrim (Goel et al. 2025), FR-Spec (Zhao et al. 2025). Draft tokens are verified, so a draft's head need not
 have every token: a missing one is only predicted wrong, and fewer rows have to be read at each step. The kept rows are
-those of the whole head, bit for bit, with their codes, scales and zero points. A head that shared the embedding's
+rows of the whole head, bit for bit, with their codes, scales and zero points. A head that shared the embedding's
 matrix gets rows of its own; the embedding stays whole, so a trimmed draft reads every token. The token ids of the rows
 are written beside the graph (`models.bundle.TARGET_IDS_NAME`), in ascending order.
 """

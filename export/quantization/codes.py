@@ -174,7 +174,7 @@ def dequantize_rows(
 ) -> Float32Array:
     """Return the weights of packed codes, float32 [N, columns].
 
-    Codes, scales, offsets and zero points are those of `QuantizedRows`.
+    Codes, scales, offsets and zero points have the shapes of `QuantizedRows`.
     """
     # Computed in place: a second copy of an embedding would take a gigabyte.
     weights: Float32Array = unpack_codes(packed, weight_format.bits).astype(np.float32)

@@ -1,10 +1,11 @@
 """k-quant: a search for the scale of each block.
 
-Scales around that of round-to-nearest are tried, with both signs, since one sign reaches a step further below zero and
-the other above. Each candidate gives codes, the codes give the best-fitting scale by least squares, and the pair with
-the least squared error is kept. Errors are weighted by the importance of their columns where it is known. Otherwise
-llama.cpp and ONNX Runtime give large weights more importance; equal importance gave up to 9 % less KL divergence on the
-models measured. Twice as many candidates take twice the time and reduce the error by at most half a percent.
+Scales around the one of round-to-nearest are tried, with both signs, since one sign reaches a step further below zero
+and the other above. Each candidate gives codes, the codes give the best-fitting scale by least squares, and the pair
+with the least squared error is kept. Errors are weighted by the importance of their columns where it is known.
+Otherwise llama.cpp and ONNX Runtime give large weights more importance; equal importance gave up to 9 % less KL
+divergence on the models measured. Twice as many candidates take twice the time and reduce the error by at most half a
+percent.
 
 Weights are normalized by the scale of round-to-nearest, so that no magnitude overflows and the search starts at a scale
 of 1. For a given scale and zero point, the nearest codes have the least error whatever the importance of the weights.
@@ -40,7 +41,7 @@ _SCALE_FACTORS: Final = {
     4: (1.0, 0.8, 0.85, 0.9, 0.95, 1.05, -0.85, -0.95),
     8: (1.0, 0.99, 1.01, -1.0),
 }
-"""Candidate scales by bits, relative to that of round-to-nearest, which comes first."""
+"""Candidate scales by bits, relative to the scale of round-to-nearest, which comes first."""
 _SCALE_FACTORS_WITH_ZEROS: Final = {2: (1.0, 0.55, 0.7, 0.85), 4: (1.0, 0.8, 0.85, 0.9, 0.95), 8: (1.0, 0.99)}
 _ZERO_SHIFTS: Final = {2: (-3, -2, -1, 0, 1, 2, 3), 4: (-1, 0, 1), 8: (0,)}
 """Candidate zero points by bits, relative to the one that centers the block."""
@@ -77,7 +78,7 @@ class _Candidates:
         scale fitted by least squares.
 
         Args:
-            scales: [n], relative to those of round-to-nearest.
+            scales: [n], relative to the scales of round-to-nearest.
             zeros: integers [n]; None where the format has no zero points.
         """
         codes = _rounded(self.normalized, scales, self.weight_format.bits, zeros)

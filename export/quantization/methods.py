@@ -72,7 +72,7 @@ QUANTIZERS: Final[Mapping[Method, Quantizer]] = {
 
 
 def with_methods(plan: QuantPlan, methods: Mapping[int, Method]) -> dict[str, WeightFormat]:
-    """Fill in the quantization method of each linear: the one it has, or that of `methods` for its bit width."""
+    """Fill in the quantization method of each linear: the one it has, or the one in `methods` for its bit width."""
     return {
         linear: each if each.bits == FP32.bits else replace(each, method=each.method or methods.get(each.bits))
         for linear, each in plan.items()

@@ -1,7 +1,7 @@
 """Figures of a report about an exported model, as plain values.
 
 Bytes are those that a pass over one token reads, as the processor's kernels store weights (`allocation.plan_costs`),
-not those of the file. Divergences are means over positions of KL(float32 model || quantized model) in nats.
+not bytes of the file. Divergences are means over positions of KL(float32 model || quantized model) in nats.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ _NOTHING: Final = "-"
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table; `chosen` marks that of the exported model."""
+    """A row of a table; `chosen` marks the exported model."""
 
     cells: tuple[str, ...]
     chosen: bool = False
