@@ -7,7 +7,8 @@ text.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final
 
 from ..errors import InputError
 from ..models.progress import Progress, silent
@@ -29,7 +30,8 @@ from .upgrade import holds_graph
 _STAGE: Final = "measuring plans"
 
 
-class FrontierPlan(NamedTuple):
+@dataclass(frozen=True)
+class FrontierPlan:
     """A quantization plan and what it costs."""
 
     plan: str
