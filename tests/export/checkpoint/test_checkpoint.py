@@ -18,7 +18,7 @@ from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, export_check
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.checkpoint.source import RowRange
-from support.tiny_models import tiny_config, tiny_weights, write_checkpoint, write_json, write_weights
+from support.tiny_models import exported, tiny_config, tiny_weights, write_checkpoint, write_json, write_weights
 
 
 @settings(max_examples=30)
@@ -273,17 +273,17 @@ def test_damaged_checkpoints_are_refused_in_one_line(tmp_path, damage: Damage, m
     source = write_checkpoint(tmp_path / "checkpoint")
     damage(source)
     with pytest.raises(CheckpointError, match=message) as caught:
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(weight_format)))
+        exported(source, tmp_path / "bundle", weight_format)
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
 def test_end_of_text_token_of_config_json_without_generation_config(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", eos_token_id=300)
-    export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
+    exported(source, tmp_path / "bundle")
     (source / "generation_config.json").unlink()
     with pytest.raises(CheckpointError, match=r"^config\.json: eos_token_id must be .* below 300, found 300"):
-        export_checkpoint(ExportRequest(source, tmp_path / "other", ExportRecipe(FP32)))
+        exported(source, tmp_path / "other")
 
 
 def test_null_settings_have_default_values(tmp_path) -> None:
@@ -296,7 +296,7 @@ def test_null_settings_have_default_values(tmp_path) -> None:
 
 def test_the_error_names_a_missing_folder(tmp_path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere does not contain config\.json"):
-        export_checkpoint(ExportRequest(tmp_path / "nowhere", tmp_path / "bundle", ExportRecipe(FP32)))
+        exported(tmp_path / "nowhere", tmp_path / "bundle")
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path) -> None:
@@ -306,7 +306,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path) -> None:
     with pytest.raises(
         CheckpointError, match=r"has token '.*' with id 300, but config\.json has vocab_size 300; the tokenizer"
     ):
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
+        exported(source, tmp_path / "bundle")
 
 
 def test_a_vocabulary_may_be_larger_than_the_tokenizer(tmp_path) -> None:
@@ -389,4 +389,4 @@ def test_invalid_settings_of_a_family_are_refused_in_one_line(tmp_path, family: 
 
 def test_a_window_that_no_layer_uses_is_ignored(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", "qwen2", use_sliding_window=True, max_window_layers=2)
-    export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
+    exported(source, tmp_path / "bundle")
