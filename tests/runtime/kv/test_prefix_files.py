@@ -153,14 +153,12 @@ def test_files_of_another_model_format_or_build_are_not_used(
         expected = asked(engine, "in the").text
     (own,) = files()
     content = own.read_bytes()
-    with loaded(tiny_bundle) as engine:
-        assert asked(engine, "in the").stats.reused_tokens == 0
-    with loaded(other, kv="int8") as engine:
-        assert asked(engine, "in the").stats.reused_tokens == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(loaded_model, "RUNTIME_BUILD", "another build")
-        with loaded(other) as engine:
-            assert asked(engine, "in the").stats.reused_tokens == 0
+    for model, kv, build in ((tiny_bundle, "float", None), (other, "int8", None), (other, "float", "another build")):
+        with monkeypatch.context() as patch:
+            if build is not None:
+                patch.setattr(loaded_model, "RUNTIME_BUILD", build)
+            with loaded(model, kv=kv) as engine:
+                assert asked(engine, "in the").stats.reused_tokens == 0
     assert len({file.parent for file in files()}) == 4
     # A file that was copied to this model's folder says itself that it is not of this model.
     (foreign,) = [file for file in files() if file.stat().st_size == own.stat().st_size and file != own][:1]
