@@ -146,6 +146,17 @@ class Region(ABC):
         self.at = end + len(stop)
         return name
 
+    def function(self, *stops: str) -> str | None:
+        """Read the name of an offered function up to one of several signs; None while it is incomplete.
+
+        Raises:
+            NotACallError: something else comes next, or the function was not offered.
+        """
+        name = self.name(*stops)
+        if name is not None and name not in self.tools:
+            raise NotACallError
+        return name
+
 
 RegionMaker: TypeAlias = Callable[[str, OfferedTools], Region]
 """Makes a region from the sign that it begins with and the functions that may be called."""
@@ -271,12 +282,9 @@ class NamedJsonRegion(Region):
     def read(self, *, ended: bool) -> RegionEnd | None:  # noqa: ARG002  the arguments end by themselves
         """Read on in the calls of this form."""
         if self._name is None:
-            name = self.name("[ARGS]", "[CALL_ID]")
-            if name is None:
+            self._name = self.function("[ARGS]", "[CALL_ID]")
+            if self._name is None:
                 return None
-            if name not in self.tools:
-                raise NotACallError
-            self._name = name
             self._id = "" if self.text.endswith("[ARGS]", 0, self.at) else None
         if self._id is None:
             self._id = self.name("[ARGS]")

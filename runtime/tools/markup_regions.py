@@ -58,11 +58,8 @@ class XmlRegion(Region):
             if not self.skip_space() or not self.require(_FUNCTION, ended=ended):
                 return False
             self._in_function = True
-        name = self.name(">")
-        if name is not None and name not in self.tools:
-            raise NotACallError
-        self._function = name
-        return name is not None
+        self._function = self.function(">")
+        return self._function is not None
 
     def _read_tag(self, *, ended: bool) -> bool:
         """Read the tag of a parameter, or the one that ends the function; whether it is complete."""
@@ -145,11 +142,9 @@ class BracedRegion(Region):
                 return None
             self._body = self._search = self.at
         if self._name is None:
-            self._name = self.name("{")
+            self._name = self.function("{")
             if self._name is None:
                 return None
-            if self._name not in self.tools:
-                raise NotACallError
             self._search = self.at
         while sign := self._signs.search(self.text, self._search):
             if sign[1] is None and not self._in_string:
