@@ -95,7 +95,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
             continue
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for mount in mounts:
-            # Inside a container the path may be that of the host, while the mount holds the container's own group.
+            # Inside a container the path may be the host's, while the mount holds the container's own group.
             folders = [mount.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
             quotas += [quota for quota in map(_quota, folders) if quota is not None]
     return min(quotas, default=None)

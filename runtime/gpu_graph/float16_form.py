@@ -85,7 +85,7 @@ class _Conversion:
         return nodes
 
     def _computes_in_half(self, each: Message) -> bool:
-        """Whether a node's float inputs are float16, or are all weights, as those of the embedding."""
+        """Whether a node's float inputs are float16, or are all weights, as in the embedding."""
         if any(name in self._half for name in each.input):
             if each.op_type == "Cast":
                 raise CannotRewriteError("the graph converts activations itself")

@@ -28,7 +28,6 @@ TOP_COUNT: Final = 64
 """Largest K."""
 _LOGITS: Final = "logits"
 _FLOAT: Final = ELEMENT_TYPES[np.dtype(np.float32)]
-_FILE: Final = "operator_kernels.json"
 REWRITING: Final = 5
 """Version of the graphs that `rewriting` makes of these forms; cached ones of other versions are not used."""
 
@@ -103,11 +102,8 @@ def _return_best_tokens(editor: GraphEditor) -> None:
     if logits.type.tensor_type.elem_type != _FLOAT:
         return
     count = min(TOP_COUNT, shape[1])
-    editor.graph.node.append(
-        node(
-            "TopK", [_LOGITS, editor.integers("top.count", count)], [TOP_LOGITS, TOP_IDS], axis=-1, largest=1, sorted=1
-        )
-    )
+    inputs = [_LOGITS, editor.integers("top.count", count)]
+    editor.graph.node.append(node("TopK", inputs, [TOP_LOGITS, TOP_IDS], axis=-1, largest=1, sorted=1))
     rows = shape[0] if shape[0] is not None else "rows"
     editor.graph.output.append(value_info(TOP_IDS, np.int64, (rows, count)))
     editor.graph.output.append(value_info(TOP_LOGITS, np.float32, (rows, count)))
@@ -144,9 +140,8 @@ def operator_table(provider: str) -> Mapping[str, Mapping[str, Mapping[str, Any]
     Each has `since`, the lowest operator set; `inputs` and `outputs`, names of types in order (with dots for any number
     of them); and `types`, the element types by name.
     """
-    package = __package__ or ""
-    data: dict[str, Any] = json.loads(resources.files(package).joinpath(_FILE).read_text(encoding="utf-8"))
-    table: dict[str, dict[str, dict[str, Any]]] = data[provider]
+    file = resources.files(__package__ or "").joinpath("operator_kernels.json")
+    table: dict[str, dict[str, dict[str, Any]]] = json.loads(file.read_text(encoding="utf-8"))[provider]
     return table
 
 
@@ -165,7 +160,7 @@ def operators_outside(editor: GraphEditor, provider: str) -> list[str]:
 
 @dataclass(frozen=True)
 class GpuForm:
-    """A form of the GPU graph. Weights, inputs and outputs are those of docs/graph-contract.md in all of them."""
+    """A form of the GPU graph. In all of them, weights, inputs and outputs follow docs/graph-contract.md."""
 
     variant: GraphVariant
     """Precision of activations, scales and cache."""
@@ -176,7 +171,7 @@ class GpuForm:
     gathers_blocks: bool = True
     """Whether GatherBlockQuantized has a kernel. Codes with zero points are never left to it: it fails on WebGPU."""
     onnx_gelu: bool = True
-    """Whether ONNX's own Gelu has a kernel; otherwise those of com.microsoft take its place."""
+    """Whether ONNX's own Gelu has a kernel; otherwise operators of com.microsoft take its place."""
     has_plain_form: bool = False
     """Whether passes of consecutive tokens have a graph of their own, because a bias takes a slow kernel."""
     only_operators_of: str = ""

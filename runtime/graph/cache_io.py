@@ -1,4 +1,4 @@
-"""Finds a graph's cache inputs and outputs with their slot dimension, and those of states of layers without attention.
+"""Finds a graph's cache inputs and outputs with their slot dimension, and the states of layers without attention.
 
 Exporters call the cache `past_key_values.3.key`, `past_keys_3`, `past_3` (keys and values in one tensor) and more, and
 return it as `present.3.key` and the like. What the names share is a layer number and a word for the content.
@@ -276,7 +276,7 @@ def states_by_key(values: Sequence[GraphValue], section: object, side: str) -> d
 
 
 def _key(name: str) -> Key:
-    """What the name of a state's input shares with that of its output: its words, then its numbers."""
+    """What the names of a state's input and output share: words, then numbers."""
     parts = [part for part in _WORD.findall(name.lower().replace("past_key_values", "")) if part not in _FILLERS]
     return tuple(sorted(parts, key=str.isdigit))
 

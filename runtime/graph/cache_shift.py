@@ -89,7 +89,7 @@ class CacheShift:
     def _is_correct(self, bound: BoundGraph) -> bool:
         """Whether dropping slots gives the keys of their new positions, found out once.
 
-        In a text that repeats one token every key is that of the first position, rotated: attention over equal values
+        In a text that repeats one token every key is the first one, rotated: attention over equal values
         gives that value. So after slots in the middle were dropped, the keys must be those that were there before.
         """
         if self._checked is None:
@@ -172,7 +172,7 @@ class KeyRotation:
         """Cosine and sine of every pair at a position, float64 `[channels / 2]`, without the attention factor.
 
         Raises:
-            ValueError: the tables do not have the position, or are not those of a rotation.
+            ValueError: the tables do not have the position, or do not belong to a rotation.
         """
         if not 0 <= position < len(self.cosines) or self.cosines.shape != self.sines.shape:
             raise ValueError(f"the rotary tables have no position {position}")

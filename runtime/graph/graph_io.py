@@ -119,7 +119,7 @@ class TopOutputs:
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """Inputs of a draft head besides those of a decoder. The first tokens of a pass have features of the target, the
+    """Inputs of a draft head besides a decoder's inputs. The first tokens of a pass have features of the target, the
     others have states that the head computed for the token before."""
 
     features: GraphValue
@@ -155,7 +155,7 @@ class GraphIO:
     """Whether a pass may have several new tokens after cached ones. Some graphs were traced with a single new token
     and let new tokens attend to each other in both directions."""
     window_biases: Mapping[int, GraphValue] = field(default_factory=dict)
-    """Biases of layers with a sliding window, by its size in tokens: that of `InputRole.BIAS`, which also hides what
+    """Biases of layers with a sliding window, by its size in tokens: as `InputRole.BIAS`, but each also hides what
     lies at least so many positions back."""
     hidden_states: GraphValue | None = None
     """The states that the LM head reads, where the graph gives them: `[1, M, d]` of all new tokens, or `[R, d]` of
@@ -194,7 +194,7 @@ class GraphIO:
 
     @property
     def selects_features(self) -> bool:
-        """Whether features are those of the tokens with logits only."""
+        """Whether only the tokens with logits have features."""
         return self.draft_features is not None and self.draft_features.shape[0] == self.logits.shape[0]
 
     @property

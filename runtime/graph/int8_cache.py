@@ -157,7 +157,7 @@ def _pairs_of(editor: GraphEditor, node: Message) -> RotatedPairs:
 
 
 def observed_sizes(tensors: Mapping[str, npt.NDArray[Any]], pairs: Mapping[str, RotatedPairs]) -> dict[str, Floats]:
-    """The largest values of a float cache by channel, with those of rotated keys at any position.
+    """The largest values of a float cache by channel; of rotated keys, at any position.
 
     Args:
         tensors: cache tensors `[1, kv_heads, slots, head_dim]` by the names of the cache inputs.

@@ -31,10 +31,9 @@ def drop_file_pages(path: Path) -> int:
     Returns:
         Number of bytes dropped.
     """
-    return _drop_mapped(str(path.resolve())) if sys.platform == "linux" else 0
-
-
-def _drop_mapped(file_name: str) -> int:
+    if sys.platform != "linux":
+        return 0
+    file_name = str(path.resolve())
     try:
         mappings = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace")
         madvise = ctypes.CDLL(None, use_errno=True).madvise

@@ -37,7 +37,7 @@ def open_graph(
         bundle: the model.
         config: how to run it.
         cache: whether to keep on disk weights packed for this machine, the GPU's form of the graph, the result of
-            probing it, and that of comparing a device with the CPU.
+            probing it, and the comparison of a device with the CPU.
         prefill: which graph reads prompts, where the model can have one for them; see `prompt_graph_obstacle`.
 
     Raises:
@@ -116,7 +116,7 @@ def _with_further_graphs(
     if prompt_graph_obstacle(bundle, base.config, base.graph_io, prefill, cache=cache) is None:
         from ..int8_prompts.prompt_graph import PromptGraph  # noqa: PLC0415 -- most commands need none
 
-        # Its cache works as that of the graph it was made from. Rounding to 8 bits would hide that from a probe.
+        # Its cache works as in the graph it was made from. Rounding to 8 bits would hide that from a probe.
         probed = replace(metadata, probe_result=base.probe_result)
         further.append(PromptGraph(bundle, base.config, probed, prefill))
     if _may_run_long_contexts(base, file, bundle):

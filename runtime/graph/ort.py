@@ -25,7 +25,7 @@ ORT_ERRORS: Final[tuple[type[Exception], ...]] = (
     *(value for value in vars(ort_errors).values() if isinstance(value, type) and issubclass(value, Exception)),
     *(RuntimeError, TypeError, ValueError),
 )
-"""Exceptions that ONNX Runtime raises: its own, which have no common base, and those of its Python binding."""
+"""Exceptions that ONNX Runtime raises: its own, which have no common base, and the errors of its Python binding."""
 _NODE_FAILED: Final = re.compile(
     r"(?:Error in execution: )?Non-zero status code returned while running (\S+ node)\. Name:'[^']*' Status Message: "
 )

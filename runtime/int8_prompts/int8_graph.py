@@ -90,7 +90,7 @@ def find_products(editor: GraphEditor, kept: frozenset[str] = frozenset()) -> In
         for name in each.input:
             consumers[name].append(each)
     results = {each.name for each in editor.graph.output}
-    narrow = _depends_on(nodes, {SELECTED})
+    narrow = _depending_on(SELECTED, nodes)
     products: list[Product] = []
     splits = set()
     for each in nodes:
@@ -117,7 +117,7 @@ def find_products(editor: GraphEditor, kept: frozenset[str] = frozenset()) -> In
 
 
 def use_integers(editor: GraphEditor, found: Int8Products, limits: IntegerRange) -> None:
-    """Replace products by those of integers.
+    """Replace products by products of integers.
 
     Their weights are the initializers `{name}.int8`, int8 `[inputs, outputs]`, and `{name}.int8.scales`, float32
     `[outputs]`, which the caller adds.
@@ -207,9 +207,9 @@ def _opset(editor: GraphEditor) -> int:
     return next((int(each.version) for each in editor.model.opset_import if each.domain in ("", "ai.onnx")), 0)
 
 
-def _depends_on(nodes: Iterable[Message], names: set[str]) -> set[str]:
-    """The values that depend on others, which are among them."""
-    found = set(names)
+def _depending_on(name: str, nodes: Iterable[Message]) -> set[str]:
+    """A value, and the values that depend on it."""
+    found = {name}
     for each in nodes:
         if not found.isdisjoint(each.input):
             found.update(each.output)
@@ -262,7 +262,10 @@ def _defer_steps(
         quantized = sum(each.inputs == inputs for each in products)
         if producer is None or producer.op_type != "Mul" or inputs in results or not quantized:
             continue
-        if any(each.op_type != OPERATOR or not _is_product(each, by_name, consumers) for each in users):
+        # Products are whole, or split into parts.
+        outputs = [each.output[0] for each in users if each.op_type == OPERATOR]
+        parts = [{name, *(part for user in consumers[name] for part in user.output)} for name in outputs]
+        if len(parts) < len(users) or any(each.isdisjoint(by_name) for each in parts):
             continue
         for name in producer.input:
             found = by_name.get(name)
@@ -271,9 +274,3 @@ def _defer_steps(
                 deferred[inputs] = found.inputs
                 break
     return deferred
-
-
-def _is_product(node: Message, by_name: dict[str, Product], consumers: dict[str, list[Message]]) -> bool:
-    """Whether a MatMulNBits is among the products, whole or in parts."""
-    output = node.output[0]
-    return output in by_name or any(name in by_name for user in consumers[output] for name in user.output)

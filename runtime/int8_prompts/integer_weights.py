@@ -50,7 +50,7 @@ class IntegerRange:
     """Largest magnitudes of the integers in a product."""
 
     activation: int
-    """That of quantized activations, which are stored with this number added to them, as bytes."""
+    """Largest quantized activation; activations are stored as bytes, with this number added to them."""
     weight: int
 
 
@@ -74,7 +74,7 @@ def to_integers(
         matrix: the weights.
         limit: largest integer, at most 127.
         rows: the rows to take.
-        column_factors: what the weights of each input are multiplied with, `[columns]`; those of SmoothQuant (Xiao et
+        column_factors: what the weights of each input are multiplied with, `[columns]`: SmoothQuant's factors (Xiao et
             al., 2023), by which the inputs are divided.
         row_factors: what the weights of each output are multiplied with, `[rows taken]`.
 

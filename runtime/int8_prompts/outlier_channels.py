@@ -118,7 +118,7 @@ def _factors(sample: InputSample, weights: Sequence[Floats], exponent: float) ->
 
 
 def _error(tokens: Floats, weights: Floats, factors: Floats | None, limits: IntegerRange) -> float:
-    """The error of a product in integers, as the square of its norm relative to that of the outputs; 0 for no output.
+    """The error of a product in integers, relative to the outputs (squares of norms); 0 for no output.
 
     Args:
         tokens: inputs, `[n, columns]`.
@@ -156,7 +156,8 @@ def _can_divide(editor: GraphEditor, found: Int8Products, inputs: str) -> bool:
     if producer is None or producer.output[0] != inputs:
         return False
     if producer.op_type in _NORMS:
-        return all(editor.array(name) is not None for name in _scaled_inputs(producer))
+        names = [input_at(producer, place) for place in _NORMS[producer.op_type]]
+        return all(editor.array(name) is not None for name in names if name)
     return inputs in found.extra_steps
 
 
@@ -188,10 +189,6 @@ def _float_weights(editor: GraphEditor, user: Message, inputs: str) -> Floats | 
         return None
     weights = editor.array(user.input[1])
     return weights if weights is not None and weights.ndim == 2 and weights.dtype == np.float32 else None
-
-
-def _scaled_inputs(norm: Message) -> list[str]:
-    return [name for place in _NORMS[norm.op_type] if (name := input_at(norm, place))]
 
 
 def sample_inputs(

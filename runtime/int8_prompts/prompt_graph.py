@@ -70,7 +70,7 @@ class PromptGraph(FurtherGraph):
         self._passes_to_rest = 0
         """Number of narrow passes after which memory is given back; 0 where there is none to give."""
         self._bundle: Final = bundle
-        # Idle threads must not spin beside those of the model's own graph, which runs the pass after a prompt.
+        # Idle threads must not spin beside the threads of the model's own graph, which runs the pass after a prompt.
         self._config: Final = replace(config, shares_cores=True)
         self._metadata: Final = metadata
         self._weights: tuple[Path, ...] = ()

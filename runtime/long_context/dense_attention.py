@@ -144,7 +144,7 @@ class _Places:
         """The bias of the queries of a group: float32 `[1, 1, M * group, capacity]`.
 
         Args:
-            bias: that of the new tokens, float32 `[1, 1, M, T]`; empty where only later slots are hidden.
+            bias: the bias of the new tokens, float32 `[1, 1, M, T]`; empty where only later slots are hidden.
             group: number of query heads that share a key and value head.
         """
         capacity = self._capacity()

@@ -2,8 +2,8 @@
 
 A choice holds for a range of contexts and of widths. It is made before the first such pass runs: both graphs run that
 pass a few times over its own cache, which takes a few times as long as the pass itself. So a loaded model follows one
-rule from the first pass to the last, whatever was drafted, and the ranges of contexts are those of `PassCost`, whose
-estimates see one graph in each.
+rule from the first pass to the last, whatever was drafted, and the ranges of contexts are the buckets of `PassCost`,
+whose estimates see one graph in each.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LARGEST_BIAS: Final = 1 << 20
 """New tokens times cached ones of the largest pass over more than 16: its bias has as many numbers for each query head
 of a group."""
 _WORTH: Final = 0.97
-"""Time relative to that of the model's own graph below which the graph is used."""
+"""Time relative to the model's own graph below which the graph is used."""
 _TURNS: Final = 3
 """Turns to measure at least; further ones follow while the time lasts."""
 _MAX_TURNS: Final = 11
@@ -143,9 +143,9 @@ class LongContextGraph(FurtherGraph):
     def __init__(self, bundle: Bundle, graph: Path, own: GraphSession, metadata: ModelMetadata, *, cache: bool) -> None:
         self.obstacle: str | None = None
         self._graph: Final = graph
-        # Idle threads must not spin beside those of the model's own graph.
+        # Idle threads must not spin beside the threads of the model's own graph.
         self._config: Final = replace(own.config, shares_cores=True)
-        # Its inputs and outputs mean what those of the model's own graph do, and no pass is the first one.
+        # Its inputs and outputs mean the same as in the model's own graph, and no pass is the first one.
         self._metadata: Final = replace(metadata, probe_result=own.probe_result, first_pass_graph=None)
         self._key: Final = model_key(bundle, own.config)
         self._stores: Final = cache

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
@@ -123,7 +124,7 @@ class BundleTimer:
         return [mean_of_fastest(times[1]) for times in time_in_turns(bound, (1,), rounds)]
 
     def time_nodes(self, bundles: Sequence[Path], widths: Sequence[int], rounds: int) -> list[dict[int, PassNodeTimes]]:
-        """Time passes and their graph nodes; arguments and errors are those of `time_passes`.
+        """Time passes and their graph nodes; arguments and errors as for `time_passes`.
 
         Returns:
             Times by width, for each bundle.
@@ -139,13 +140,14 @@ class BundleTimer:
                 )
                 for _ in range(loads)
             ]
-        return [
-            {
-                width: _mean([PassNodeTimes(passes[bundle][width], nodes[bundle][width]) for nodes, passes in measured])
-                for width in widths
-            }
-            for bundle in range(len(bundles))
-        ]
+        found: list[dict[int, PassNodeTimes]] = [{} for _ in bundles]
+        for bundle, width in product(range(len(bundles)), widths):
+            nodes = [nodes[bundle][width] for nodes, _ in measured]
+            found[bundle][width] = PassNodeTimes(
+                fmean(passes[bundle][width] for _, passes in measured),
+                {node: fmean(times[node] for times in nodes) for node in nodes[0]},
+            )
+        return found
 
 
 @contextmanager
@@ -255,13 +257,6 @@ def _fastest(seconds: Sequence[float]) -> list[int]:
 def mean_of_fastest(seconds: Sequence[float]) -> float:
     """Return the mean of the fastest third of the passes."""
     return fmean(seconds[index] for index in _fastest(seconds))
-
-
-def _mean(loads: Sequence[PassNodeTimes]) -> PassNodeTimes:
-    return PassNodeTimes(
-        fmean(load.seconds for load in loads),
-        {node: fmean(load.nodes[node] for load in loads) for node in loads[0].nodes},
-    )
 
 
 def _nodes_by_width(passes: Sequence[Mapping[str, float]], widths: Sequence[int]) -> dict[int, dict[str, float]]:

@@ -1,7 +1,7 @@
 """Scales of a model's int8 KV cache, from its bundle or measured on a text.
 
 The largest keys and values of a short text are not the largest ever, and values beyond the largest code saturate, which
-costs more than coarser codes do. Therefore scales have a margin, and those of rotated keys cover every position.
+costs more than coarser codes do. Therefore scales have a margin, and the scales of rotated keys cover every position.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What an int8 KV cache and an int8 prompt graph cost in quality: logits compared with those of the model without.
+"""What an int8 KV cache and an int8 prompt graph cost in quality: logits compared with the unchanged model's.
 
 Of two caches, the logits at every position of some texts are compared. After a prompt that the int8 graph read, the
-model's own graph goes on from there, as in an answer. The next tokens are those of the text, so that both see the same
-ones.
+model's own graph goes on from there, as in an answer. The next tokens come from the text, so that both see the
+same ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SOURCES: Final = ("conversation", "decode", "embedding", "engine", "generation"
 
 @dataclass(frozen=True)
 class LogitQuality:
-    """Next-token distributions compared with those of the model as it is."""
+    """Next-token distributions compared with the distributions of the unchanged model."""
 
     mean_kl: float
     """Mean KL divergence, in nats."""

@@ -76,7 +76,7 @@ class MeasurementStore(Generic[MeasurementT]):
     def of_records(
         cls, kind: str, format_version: int, record_type: type[MeasurementT]
     ) -> MeasurementStore[MeasurementT]:
-        """A store of dataclasses, whose fields are those of the file."""
+        """A store of dataclasses, whose fields are the fields of the file."""
         return cls(kind, format_version, partial(record_from_json, record_type))
 
     def file(self, key: MeasurementKey) -> Path:

@@ -2,7 +2,7 @@
 
 Short passes of every width take turns over a cache that is filled with arbitrary values. A disturbance makes a pass
 slower, never faster, so a low quantile is taken of every width: on a machine whose cores other processes use too, the
-ratios repeat better than those of medians or of single turns. Turns keep the widths together, so that a slow spell
+ratios repeat better than with medians or single turns. Turns keep the widths together, so that a slow spell
 affects all of them. The width changes with every pass, as it does in decoding, so the times include the cost of that.
 
 Where other programs take the cores all the time, wide passes come out far too expensive: on 2 cores with 1.5 of them in
@@ -327,7 +327,7 @@ def _attempt(
 
 
 def _affordable(widths: Sequence[int], single: float, seconds_budget: float) -> list[int]:
-    """Those of the widths that are measured where a pass of width 1 takes `single` seconds."""
+    """The widths to measure where a pass of width 1 takes `single` seconds."""
     chosen = list(widths)
     for tiers, limit in ((_FEWER_WIDTHS, seconds_budget), (_FEWEST_WIDTHS, _LONGEST_S)):
         for fewer in tiers:
@@ -337,5 +337,5 @@ def _affordable(widths: Sequence[int], single: float, seconds_budget: float) -> 
 
 
 def _expected_turn_seconds(widths: Sequence[int], single: float) -> float:
-    """Estimate the seconds that one pass of every width takes, from those of a pass of width 1."""
+    """Estimate the seconds of one pass of every width, given the seconds of a pass of width 1."""
     return single * sum(1 + POSITION_COST * (width - 1) for width in widths)

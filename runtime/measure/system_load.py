@@ -121,8 +121,11 @@ class LoadMeter:
 
 def read_times() -> ProcessorTimes | None:
     """Read the times of the system and of this process; None where the system does not tell them."""
-    busy = _busy_seconds()
-    return None if busy is None else ProcessorTimes(perf_counter(), busy, time.process_time())
+    try:
+        processors = [times._asdict() for times in psutil.cpu_times(percpu=True)]
+    except (OSError, RuntimeError):  # a sandbox without these times
+        return None
+    return ProcessorTimes(perf_counter(), busy_seconds(processors, allowed_cpus()), time.process_time())
 
 
 def busy_seconds(processors: Sequence[Mapping[str, float]], allowed: frozenset[int] | None) -> float:
@@ -130,7 +133,7 @@ def busy_seconds(processors: Sequence[Mapping[str, float]], allowed: frozenset[i
 
     Args:
         processors: the times of each, by what it did, as `psutil.cpu_times` names it. Time that a hypervisor gave to
-            other guests (`steal`) counts as busy; that of own guests is part of the user time.
+            other guests (`steal`) counts as busy; the time of own guests is part of the user time.
         allowed: numbers of the processors that count.
     """
     return sum(
@@ -139,10 +142,3 @@ def busy_seconds(processors: Sequence[Mapping[str, float]], allowed: frozenset[i
         for name, seconds in times.items()
         if name not in _NOT_BUSY and (allowed is None or number in allowed)
     )
-
-
-def _busy_seconds() -> float | None:
-    try:
-        return busy_seconds([times._asdict() for times in psutil.cpu_times(percpu=True)], allowed_cpus())
-    except (OSError, RuntimeError):  # a sandbox without these times
-        return None

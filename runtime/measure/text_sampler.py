@@ -7,7 +7,7 @@ requests answers a few neutral requests instead, and a model without a template 
 A pass over a few tokens costs little more than one over a single token, so several texts are sampled in the same
 passes. They share one KV cache with their slots interleaved: each token attends to the common prefix and to its own
 text, as the branches of a token tree do. That takes a cache slot per token of every text, and a graph whose masks do
-not count slots, as those of sliding windows do.
+not count slots, as masks of sliding windows do.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class SampledText:
     number: int
     """Index of the text in its batch."""
     tokens: list[int]
-    """Token ids so far, those of the prompt included."""
+    """Token ids so far, including the prompt."""
     sampler: Sampler
     pending: list[int] = field(default_factory=list)
     """The last token ids, which no pass has read yet."""

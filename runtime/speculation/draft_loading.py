@@ -241,7 +241,7 @@ def _require_features(graph: Path, size: int, target: DraftTarget) -> None:
 
 
 def _check_vocab(pair: DraftPair, vocab: int, target_vocab: int) -> None:
-    """Check that the tokens of a draft that comes with its target are those of the target, or have a map to them.
+    """Check that a draft that comes with its target has the tokens of the target, or a map to them.
 
     Raises:
         BundleError: they are not, or the map does not fit.

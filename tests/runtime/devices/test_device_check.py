@@ -15,7 +15,6 @@ import pytest
 
 from edgerun.errors import DeviceError
 from edgerun.models.bundle import open_bundle
-from edgerun.models.json_file import record_from_json
 from edgerun.models.onnx_file.model_messages import node, read_model, tensor
 from edgerun.runtime.devices.device_check import DEVICE_CHECKS, DeviceCheck, check_device, device_check_key
 from edgerun.runtime.devices.providers import cpu_device
@@ -172,17 +171,3 @@ def test_the_result_is_kept_for_the_model_and_the_device(tiny_bundle: Path) -> N
     DEVICE_CHECKS.file(key).write_text('{"plain": "x"}', encoding="utf-8")
     assert check(tiny_bundle, None, cache=True) == first
     DEVICE_CHECKS.file(key).unlink()
-
-
-@pytest.mark.parametrize(
-    "damaged",
-    [
-        {},
-        {"plain": 0.1},
-        {"plain": True, "plain_correct": True, "tree_correct": True, "on_cpu": {}},
-        {"plain": 0.1, "plain_correct": True, "tree_correct": True, "on_cpu": {"Add": -1}},
-    ],
-)
-def test_damaged_results_are_not_read(damaged: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="is not a DeviceCheck"):
-        record_from_json(DeviceCheck, damaged)

@@ -128,22 +128,13 @@ def value(name: str, shape: Sequence[int | str | None], type_: str = "tensor(flo
 
 
 INPUTS = {
-    each.name: each
-    for each in (
-        value("input_ids", NEW, "tensor(int64)"),
-        value("attention_mask", TOTAL, "tensor(int64)"),
-        value("position_ids", NEW, "tensor(int64)"),
-        value("past_key_values.0.key", PAST),
-        value("past_key_values.0.value", PAST),
-    )
+    **{name: value(name, shape, "tensor(int64)") for name, shape in (("input_ids", NEW), ("attention_mask", TOTAL))},
+    "position_ids": value("position_ids", NEW, "tensor(int64)"),
+    **{name: value(name, PAST) for name in ("past_key_values.0.key", "past_key_values.0.value")},
 }
 OUTPUTS = {
-    each.name: each
-    for each in (
-        value("logits", (*NEW, 300)),
-        value("present.0.key", PRESENT),
-        value("present.0.value", PRESENT),
-    )
+    "logits": value("logits", (*NEW, 300)),
+    **{name: value(name, PRESENT) for name in ("present.0.key", "present.0.value")},
 }
 
 
@@ -176,168 +167,140 @@ def test_usual_inputs_and_outputs() -> None:
     assert [tensor.tensor_type.shape_of(7) for tensor in graph_io.cache] == [(1, 2, 7, 16)] * 2
 
 
+KEY, VALUE = "past_key_values.0.key", "past_key_values.0.value"
+
+
+def both(**changes: object) -> tuple[dict[str, GraphValue], dict[str, GraphValue]]:
+    """Inputs and outputs whose cached keys are of another type or shape."""
+    return changed(INPUTS, KEY, **changes), changed(OUTPUTS, "present.0.key", **changes)
+
+
+def refusal(inputs: dict[str, GraphValue], outputs: dict[str, GraphValue]) -> str:
+    with pytest.raises(BundleError) as caught:
+        graph_io_of(inputs, outputs)
+    return str(caught.value)
+
+
+def expected(message: str) -> str:
+    """The whole text of an error, with the usual hint unless it has one."""
+    return f"F {message}" if ";" in message else f"F {message}; {OURS}"
+
+
+CONFIG_HINT = "put the model's config.json beside it"
+NO_LOGITS = "has no output for logits of 2 or 3 dimensions; beside its cache it gives"
+
+
 @pytest.mark.parametrize(
     ("inputs", "outputs", "message"),
     [
-        (without(INPUTS, "input_ids"), OUTPUTS, f"F has no input for token ids (input_ids); {OURS}"),
-        (
-            without(INPUTS, "past_key_values.0.key", "past_key_values.0.value"),
-            OUTPUTS,
-            EXPECTED_ERRORS["no-cache"].format(graph="F"),
-        ),
-        (
-            INPUTS,
-            without(OUTPUTS, "present.0.value"),
-            f"F has no output for its cache input past_key_values.0.value; {OURS}",
-        ),
+        (without(INPUTS, "input_ids"), OUTPUTS, "has no input for token ids (input_ids)"),
+        (without(INPUTS, KEY, VALUE), OUTPUTS, EXPECTED_ERRORS["no-cache"].removeprefix("{graph} ")),
+        (INPUTS, without(OUTPUTS, "present.0.value"), f"has no output for its cache input {VALUE}"),
         (
             INPUTS,
             changed(OUTPUTS, "present.0.key", type="tensor(float16)"),
-            f"F takes past_key_values.0.key as tensor(float) and gives present.0.key as tensor(float16); {OURS}",
+            f"takes {KEY} as tensor(float) and gives present.0.key as tensor(float16)",
+        ),
+        (*both(type="tensor(string)"), f"has a cache of type tensor(string) ({KEY}), which is not supported"),
+        (*both(shape=("n", 16)), f"has a cache of 2 dimensions ({KEY}): ['n', 16]"),
+        (
+            *both(shape=("b", "h", "t", "d")),
+            f"leaves the sizes of its cache open: {KEY} is [b, h, t, d]; {CONFIG_HINT}",
         ),
         (
-            changed(INPUTS, "past_key_values.0.key", type="tensor(string)"),
-            changed(OUTPUTS, "present.0.key", type="tensor(string)"),
-            f"F has a cache of type tensor(string) (past_key_values.0.key), which is not supported; {OURS}",
-        ),
-        (
-            changed(INPUTS, "past_key_values.0.key", shape=("n", 16)),
-            changed(OUTPUTS, "present.0.key", shape=("n", 16)),
-            f"F has a cache of 2 dimensions (past_key_values.0.key): ['n', 16]; {OURS}",
-        ),
-        (
-            changed(INPUTS, "past_key_values.0.key", shape=("b", "h", "t", "d")),
-            changed(OUTPUTS, "present.0.key", shape=("b", "h", "t", "d")),
-            "F leaves the sizes of its cache open: past_key_values.0.key is [b, h, t, d]; "
-            "put the model's config.json beside it",
-        ),
-        (
-            changed(INPUTS, "past_key_values.0.key", shape=(4, 2, "t", 16)),
+            changed(INPUTS, KEY, shape=(4, 2, "t", 16)),
             OUTPUTS,
-            f"F has a fixed batch size of 4 (past_key_values.0.key is [4, 2, t, 16]); {OURS}",
+            f"has a fixed batch size of 4 ({KEY} is [4, 2, t, 16])",
         ),
         (
-            changed(INPUTS, "past_key_values.0.key", shape=(1, 2, 63, 16)),
+            changed(INPUTS, KEY, shape=(1, 2, 63, 16)),
             changed(OUTPUTS, "present.0.key", shape=(1, 2, 64, 16)),
-            "F takes a cache of exactly 63 slots (past_key_values.0.key) and returns one of another size; "
-            "choose a variant of the model for the CPU",
+            f"takes a cache of exactly 63 slots ({KEY}) and returns one of another size; {FOR_CPU}",
         ),
         (
             added(INPUTS, value("past_key_0", PAST)),
             OUTPUTS,
-            f"F has two cache tensors for the same layer and content: past_key_values.0.key and past_key_0; {OURS}",
+            f"has two cache tensors for the same layer and content: {KEY} and past_key_0",
         ),
-        (
-            added(INPUTS, value("tokens", NEW)),
-            OUTPUTS,
-            f"F has two inputs of the same meaning: input_ids and tokens; {OURS}",
-        ),
-        (
-            added(INPUTS, value("z", NEW), value("a", NEW)),
-            OUTPUTS,
-            f"F has inputs that edge-run does not know: a, z; {OURS}",
-        ),
+        (added(INPUTS, value("tokens", NEW)), OUTPUTS, "has two inputs of the same meaning: input_ids and tokens"),
+        (added(INPUTS, value("z", NEW), value("a", NEW)), OUTPUTS, "has inputs that edge-run does not know: a, z"),
         (
             changed(INPUTS, "input_ids", type="tensor(float)"),
             OUTPUTS,
-            f"F takes input_ids as tensor(float) of 2 dimensions, which is not supported; {OURS}",
+            "takes input_ids as tensor(float) of 2 dimensions, which is not supported",
         ),
         (
             changed(INPUTS, "attention_mask", shape=("a", "b", "c")),
             OUTPUTS,
-            f"F takes attention_mask as tensor(int64) of 3 dimensions, which is not supported; {OURS}",
+            "takes attention_mask as tensor(int64) of 3 dimensions, which is not supported",
         ),
         (
             changed(INPUTS, "attention_mask", type="tensor(string)"),
             OUTPUTS,
-            f"F takes attention_mask as tensor(string) of 2 dimensions, which is not supported; {OURS}",
+            "takes attention_mask as tensor(string) of 2 dimensions, which is not supported",
         ),
-        (changed(INPUTS, "input_ids", shape=(2, "n")), OUTPUTS, f"F has a fixed batch size of 2 (input_ids); {OURS}"),
+        (changed(INPUTS, "input_ids", shape=(2, "n")), OUTPUTS, "has a fixed batch size of 2 (input_ids)"),
         (
             changed(INPUTS, "attention_mask", shape=(1, 4096)),
             OUTPUTS,
-            f"F takes exactly 4096 tokens per pass (attention_mask), as models for an NPU do; {FOR_CPU}",
+            f"takes exactly 4096 tokens per pass (attention_mask), as models for an NPU do; {FOR_CPU}",
         ),
         (
             INPUTS,
             added(without(OUTPUTS, "logits"), value("hidden", (*NEW, 64)), value("scores", (*NEW, 300))),
-            "F has no output for logits of 2 or 3 dimensions; beside its cache it gives hidden, scores; " + OURS,
+            f"{NO_LOGITS} hidden, scores; {OURS}",
         ),
-        (
-            INPUTS,
-            changed(OUTPUTS, "logits", type="tensor(int64)"),
-            "F has no output for logits of 2 or 3 dimensions; beside its cache it gives logits; " + OURS,
-        ),
+        (INPUTS, changed(OUTPUTS, "logits", type="tensor(int64)"), f"{NO_LOGITS} logits; {OURS}"),
         (
             INPUTS,
             changed(OUTPUTS, "logits", shape=(*NEW, "vocab_size")),
-            "F leaves the size of its vocabulary open; put the model's config.json beside it",
+            f"leaves the size of its vocabulary open; {CONFIG_HINT}",
         ),
     ],
 )
 def test_unsupported_inputs_and_outputs_are_rejected(
     inputs: dict[str, GraphValue], outputs: dict[str, GraphValue], message: str
 ) -> None:
-    with pytest.raises(BundleError) as caught:
-        graph_io_of(inputs, outputs)
-    assert str(caught.value) == message
+    assert refusal(inputs, outputs) == expected(message)
 
 
-STATE = value("past_conv.0", ("batch_size", 64, 3))
-NEXT_STATE = value("present_conv.0", ("batch_size", 64, 3))
+FLOAT, SIZES = "tensor(float)", ("batch_size", 64, 3)
 
 
 @pytest.mark.parametrize(
-    ("past", "presents", "message"),
+    ("past", "present", "message"),
     [
-        (STATE, [], f"F has no output for its state input past_conv.0; {OURS}"),
+        ((SIZES, FLOAT), None, "has no output for its state input past_conv.0"),
+        ((("batch_size", "h", "l"), FLOAT), ((None, 64, None), FLOAT), "leaves the size of its state open: {}"),
+        (((2, 64, 3), FLOAT), (SIZES, FLOAT), "has a fixed batch size of 2 ({})"),
+        ((("batch_size",), FLOAT), (SIZES, FLOAT), "leaves the size of its state open: {}"),
         (
-            STATE,
-            [replace(NEXT_STATE, name="present_conv.1")],
-            f"F has no output for its state input past_conv.0; {OURS}",
-        ),
-        (
-            replace(STATE, shape=("batch_size", "hidden", "length")),
-            [replace(NEXT_STATE, shape=("batch_size", 64, None))],
-            f"F leaves the size of its state open: past_conv.0 is [batch_size, hidden, length]; {OURS}",
-        ),
-        (
-            replace(STATE, shape=(2, 64, 3)),
-            [NEXT_STATE],
-            f"F has a fixed batch size of 2 (past_conv.0 is [2, 64, 3]); {OURS}",
-        ),
-        (
-            replace(STATE, shape=("batch_size",)),
-            [NEXT_STATE],
-            f"F leaves the size of its state open: past_conv.0 is [batch_size]; {OURS}",
-        ),
-        (
-            STATE,
-            [replace(NEXT_STATE, shape=("batch_size", 64, 4))],
-            f"F takes past_conv.0 as [batch_size, 64, 3] and gives present_conv.0 as [batch_size, 64, 4]; {OURS}",
+            (SIZES, FLOAT),
+            (("batch_size", 64, 4), FLOAT),
+            "takes past_conv.0 as [batch_size, 64, 3] and gives present_conv.0 as [batch_size, 64, 4]",
         ),
         # A window of states, as exported for CUDA.
         (
-            STATE,
-            [replace(NEXT_STATE, shape=(4, "batch_size", 64, 3))],
-            f"F takes past_conv.0 as [batch_size, 64, 3] and gives present_conv.0 as [4, batch_size, 64, 3]; {OURS}",
+            (SIZES, FLOAT),
+            ((4, *SIZES), FLOAT),
+            "takes past_conv.0 as [batch_size, 64, 3] and gives present_conv.0 as [4, batch_size, 64, 3]",
         ),
         (
-            replace(STATE, type="tensor(int8)"),
-            [replace(NEXT_STATE, type="tensor(int8)")],
-            f"F has a state of type tensor(int8) (past_conv.0), which is not supported; {OURS}",
+            (SIZES, "tensor(int8)"),
+            (SIZES, "tensor(int8)"),
+            "has a state of type tensor(int8) (past_conv.0), which is not supported",
         ),
         (
-            STATE,
-            [replace(NEXT_STATE, type="tensor(float16)")],
-            "F has a state of type tensor(float) and tensor(float16) (past_conv.0), which is not supported; " + OURS,
+            (SIZES, FLOAT),
+            (SIZES, "tensor(float16)"),
+            "has a state of type tensor(float) and tensor(float16) (past_conv.0), which is not supported",
         ),
     ],
 )
-def test_unsupported_states_are_rejected(past: GraphValue, presents: list[GraphValue], message: str) -> None:
-    with pytest.raises(BundleError) as caught:
-        graph_io_of(added(INPUTS, past), added(OUTPUTS, *presents))
-    assert str(caught.value) == message
+def test_unsupported_states_are_rejected(past: tuple, present: tuple | None, message: str) -> None:
+    outputs = added(OUTPUTS, value("present_conv.1" if present is None else "present_conv.0", *(present or past)))
+    shown = f"past_conv.0 is [{', '.join(map(str, past[0]))}]"
+    assert refusal(added(INPUTS, value("past_conv.0", *past)), outputs) == expected(message.format(shown))
 
 
 @pytest.mark.parametrize(
@@ -371,21 +334,13 @@ def test_states_are_recognised_by_many_names(past: str, present: str, kind: str)
 
 
 def test_states_of_several_shapes_are_of_several_types() -> None:
-    shapes = {
-        "past_conv.1": (1, 4, 8),
-        "past_conv.2": (1, 6, 8),
-        "past_conv.3": (1, 4, 8),
-        "past_recurrent.1": (1, 4, 8),
-    }
+    shapes = {"past_conv.1": (1, 4, 8), "past_conv.2": (1, 6, 8), "past_conv.3": (1, 4, 8)}
+    shapes["past_recurrent.1"] = (1, 4, 8)
     inputs = added(INPUTS, *(value(name, shape) for name, shape in shapes.items()))
     outputs = added(OUTPUTS, *(value(name.replace("past", "present"), shape) for name, shape in shapes.items()))
     graph_io = graph_io_of(inputs, outputs)
-    assert [tensor.past for tensor in graph_io.states] == [
-        "past_conv.1",
-        "past_conv.3",
-        "past_conv.2",
-        "past_recurrent.1",
-    ]
+    past = [tensor.past for tensor in graph_io.states]
+    assert past == ["past_conv.1", "past_conv.3", "past_conv.2", "past_recurrent.1"]
     assert [(each.layers, each.shape) for each in graph_io.state_types] == [(2, (4, 8)), (1, (6, 8)), (1, (4, 8))]
 
 

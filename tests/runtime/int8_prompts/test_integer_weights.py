@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 
 from edgerun.models.onnx_file.graph_editor import CannotRewriteError, GraphEditor
+from edgerun.models.onnx_file.model_messages import GraphProto, model, node, tensor, value_info
 from edgerun.runtime.int8_prompts.integer_weights import (
     FULL_RANGE,
     NARROW_RANGE,
@@ -48,19 +48,22 @@ def write_product(
         inputs[4] = "order"
         tensors["order"] = np.arange(COLUMNS, dtype=np.int32) // block
     tensors["bias"] = random.standard_normal(ROWS).astype(np.float32)
-    graph = helper.make_graph(
-        [
-            helper.make_node(
-                "MatMulNBits", inputs, ["y"], domain="com.microsoft", K=COLUMNS, N=ROWS, bits=bits, block_size=block
-            )
-        ],
-        "product",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, "tokens", COLUMNS])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, "tokens", ROWS])],
-        [numpy_helper.from_array(array, name) for name, array in tensors.items()],
+    attributes = {"K": COLUMNS, "N": ROWS, "bits": bits, "block_size": block}
+    return written(
+        folder, node("MatMulNBits", inputs, ["y"], domain="com.microsoft", **attributes), np.float32, tensors
     )
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), folder / "model.onnx")
+
+
+def written(folder: Path, product: Any, dtype: npt.DTypeLike, tensors: dict[str, npt.NDArray[Any]]) -> Path:
+    """A model file of one operator with an input `x` and an output `y`."""
+    graph = GraphProto(
+        name="product",
+        node=[product],
+        input=[value_info("x", dtype, (1, "tokens", "columns"))],
+        output=[value_info("y", np.float32, (1, "tokens", "rows"))],
+        initializer=[tensor(name, array) for name, array in tensors.items()],
+    )
+    (folder / "model.onnx").write_bytes(model(graph, opset=21).SerializeToString())
     return folder / "model.onnx"
 
 
@@ -69,7 +72,7 @@ def matrix_of(graph: Path) -> BlockMatrix:
     return BlockMatrix.of(editor, editor.graph.node[0])
 
 
-def run(graph: Path, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+def run(graph: Path, x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
     return np.asarray(session.run(None, {"x": x})[0])
 
@@ -121,30 +124,22 @@ def test_a_row_of_zeros_stays_zero(tmp_path: Path) -> None:
 def test_products_in_the_range_used_here_are_exact(tmp_path: Path) -> None:
     """The largest integers of the range give the true sum; those of the full range only where nothing overflows."""
     limits = NARROW_RANGE if products_overflow() else FULL_RANGE
-    assert _largest_product_is_exact(limits)
-    assert _largest_product_is_exact(FULL_RANGE) is not products_overflow()
+    assert _largest_product_is_exact(tmp_path, limits)
+    assert _largest_product_is_exact(tmp_path, FULL_RANGE) is not products_overflow()
     assert 4 * NARROW_RANGE.activation * NARROW_RANGE.weight < 1 << 15
 
 
-def _largest_product_is_exact(limits: IntegerRange) -> bool:
+def _largest_product_is_exact(folder: Path, limits: IntegerRange) -> bool:
     size = 64
-    nodes = [helper.make_node("MatMulIntegerToFloat", ["x", "w", "one", "one", "zero"], ["y"], domain="com.microsoft")]
-    graph = helper.make_graph(
-        nodes,
-        "product",
-        [helper.make_tensor_value_info("x", TensorProto.UINT8, [1, size])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, size])],
-        [
-            numpy_helper.from_array(np.full((size, size), limits.weight, np.int8), "w"),
-            numpy_helper.from_array(np.array(1, np.float32), "one"),
-            numpy_helper.from_array(np.array(limits.activation, np.uint8), "zero"),
-        ],
-    )
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    result = session.run(None, {"x": np.full((1, size), 2 * limits.activation, np.uint8)})[0]
-    return bool((np.asarray(result) == size * limits.activation * limits.weight).all())
+    product = node("MatMulIntegerToFloat", ["x", "w", "one", "one", "zero"], ["y"], domain="com.microsoft")
+    constants = {
+        "w": np.full((size, size), limits.weight, np.int8),
+        "one": np.array(1, np.float32),
+        "zero": np.array(limits.activation, np.uint8),
+    }
+    graph = written(folder, product, np.uint8, constants)
+    result = run(graph, np.full((1, 1, size), 2 * limits.activation, np.uint8))
+    return bool((result == size * limits.activation * limits.weight).all())
 
 
 def test_packed_weights_are_written_with_their_offsets_in_the_file(tmp_path: Path) -> None:
@@ -156,8 +151,8 @@ def test_packed_weights_are_written_with_their_offsets_in_the_file(tmp_path: Pat
         tensors = [writer.add_packed(f"matrix.{number}", each, 90) for number, each in enumerate(matrices)]
     assert {each.name for each in tmp_path.iterdir()} == {"int8.data"}
     data = (tmp_path / "int8.data").read_bytes()
-    for tensor, matrix in zip(tensors, matrices, strict=True):
-        entries = {each.key: each.value for each in tensor.external_data}
+    for packed_tensor, matrix in zip(tensors, matrices, strict=True):
+        entries = {each.key: each.value for each in packed_tensor.external_data}
         start = int(entries["offset"])
         assert data[start : start + matrix.size] == matrix.tobytes()
         packed = next(value for key, value in entries.items() if key.startswith("prepacked_"))
@@ -169,6 +164,6 @@ def test_packed_weights_are_written_with_their_offsets_in_the_file(tmp_path: Pat
 def test_a_tiny_matrix_is_not_packed(tmp_path: Path) -> None:
     with (tmp_path / "int8.data").open("xb") as file:
         writer = PackedWeightsWriter(file, tmp_path)
-        tensor = writer.add_packed("tiny", np.ones((8, 8), np.int8), 90)
-    assert tensor.raw_data == np.ones((8, 8), np.int8).tobytes()
-    assert not tensor.external_data
+        tiny = writer.add_packed("tiny", np.ones((8, 8), np.int8), 90)
+    assert tiny.raw_data == np.ones((8, 8), np.int8).tobytes()
+    assert not tiny.external_data

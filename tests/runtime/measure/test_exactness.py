@@ -209,16 +209,6 @@ def test_reports_survive_json(exactness_report: ExactnessReport) -> None:
     assert record_from_json(ExactnessReport, json.loads(json.dumps(exactness_report.to_json()))) == exactness_report
 
 
-def test_reports_are_stored_for_this_model_device_and_machine(tiny_bundle: Path, cache: Path) -> None:
-    bundle = open_bundle(tiny_bundle)
-    assert EXACTNESS_REPORTS.load(model_key(bundle, CONFIG)) is None
-    file = EXACTNESS_REPORTS.save(model_key(bundle, CONFIG), FULL)
-    assert file == EXACTNESS_REPORTS.file(model_key(bundle, CONFIG))
-    assert list(cache.iterdir()) == [file]
-    assert EXACTNESS_REPORTS.load(model_key(bundle, CONFIG)) == FULL
-    assert EXACTNESS_REPORTS.load(model_key(bundle, dataclasses.replace(CONFIG, threads=2))) is None
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -245,11 +235,3 @@ def test_a_damaged_report_is_not_loaded(tiny_bundle: Path, change: Callable[[dic
     assert EXACTNESS_REPORTS.load(model_key(bundle, CONFIG)) is None
     file.write_bytes(b"\xff\x00")
     assert EXACTNESS_REPORTS.load(model_key(bundle, CONFIG)) is None
-
-
-def test_an_unwritable_cache_is_not_an_error(
-    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "file"))
-    assert EXACTNESS_REPORTS.save(model_key(open_bundle(tiny_bundle), CONFIG), FULL) is None

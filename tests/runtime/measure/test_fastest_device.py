@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from edgerun.models.json_file import record_from_json, record_to_json
-from edgerun.runtime.measure.device_choice import FastestDevice
 from support.devices import require_webgpu, run_edge_run, run_json_script, webgpu_environment, without_software_vulkan
 
 LOADING = """
@@ -111,16 +109,3 @@ def test_a_slow_device_is_measured_and_not_chosen(tiny_bundle: Path, tmp_path: P
     assert "bundle: --device auto means CPU\n" in text
     assert "WebGpu:0: " in text
     assert " ms a token; logits differ from the CPU's by " in text
-
-
-def test_a_choice_is_stored_as_it_is() -> None:
-    choice = FastestDevice("WebGpu:0", {"CPU": 0.25, "WebGpu:0": 0.125}, {"QNN:0": "too slow"}, ("a", "b"))
-    assert record_from_json(FastestDevice, json.loads(json.dumps(record_to_json(choice)))) == choice
-
-
-@pytest.mark.parametrize(
-    "damaged", [{}, {"device": 3}, {"device": "CPU", "seconds": {"CPU": "1"}, "refused": {}, "identity": []}]
-)
-def test_damaged_choices_are_not_read(damaged: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="is not a FastestDevice"):
-        record_from_json(FastestDevice, damaged)

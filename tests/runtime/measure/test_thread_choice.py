@@ -9,13 +9,11 @@ import pytest
 
 import edgerun
 from edgerun.models.bundle import open_bundle
-from edgerun.models.json_file import record_from_json
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.session import SessionConfig
 from edgerun.runtime.measure import bundle_timing, device_choice
 from edgerun.runtime.measure.device_choice import (
     THREAD_CHOICES,
-    ThreadChoice,
     choose_threads,
     chosen_threads,
     thread_candidates,
@@ -86,14 +84,6 @@ def test_a_choice_holds_for_one_model_and_one_machine(tiny_bundle: Path, monkeyp
     assert chosen_threads(replace(bundle, manifest=None), CONFIG) == 0
     monkeypatch.setattr(device_choice, "usable_cores", lambda: 7)
     assert chosen_threads(bundle, CONFIG) == 0, "fewer processors may be used now"
-
-
-@pytest.mark.parametrize(
-    "data", [{}, {"threads": 0, "seconds": {}}, {"threads": 2, "seconds": {"x": 1.0}}, {"threads": 2, "seconds": [1]}]
-)
-def test_damaged_choices_are_refused(data: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="is not a ThreadChoice"):
-        record_from_json(ThreadChoice, data)
 
 
 def test_load_uses_the_choice_unless_threads_are_given(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
