@@ -260,18 +260,15 @@ class _Saved:
             about = json.loads(stored["about"].tobytes())
             tokens = stored["tokens"]
             cache = tuple(stored[name] for name in sorted(stored) if name.startswith("rows."))
-            messages = _checked_messages(about["messages"])
-            scales = None
-            if about.get("kv") == KVFormat.INT8:
-                scales = tuple(stored[name] for name in sorted(stored) if name.startswith("scales."))
+            scales = tuple(stored[name] for name in sorted(stored) if name.startswith("scales."))
             saved = cls(
                 about["format"],
                 about["model"],
                 str(about.get("name", "")),
-                messages,
+                _checked_messages(about["messages"]),
                 tokens,
                 cache,
-                scales,
+                scales if about.get("kv") == KVFormat.INT8 else None,
                 about.get("plain", 0),
                 about.get("device", CPU_PROVIDER),
             )
@@ -283,7 +280,8 @@ class _Saved:
             tokens.dtype != np.int64
             or tokens.ndim != 1
             or not all(array.dtype.kind in "fiu" and np.isfinite(array).all() for array in cache)
-            or not all(_are_scales(array) for array in scales or ())
+            or not all(each.dtype == np.float32 and np.isfinite(each).all() for each in saved.scales or ())
+            or not all((each > 0).all() for each in saved.scales or ())
             or not is_whole(saved.plain, 0)
         ):
             raise InputError(f"{path} is damaged", _HINT)
@@ -345,10 +343,6 @@ def _are_same(
     if first is None or second is None:
         return first is second
     return all(map(np.array_equal, first, second))
-
-
-def _are_scales(array: npt.NDArray[Any]) -> bool:
-    return array.dtype == np.float32 and bool(np.isfinite(array).all() and (array > 0).all())
 
 
 def _checked_messages(value: Any) -> list[Message]:

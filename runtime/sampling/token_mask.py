@@ -24,7 +24,7 @@ class TokenMask:
         vocab_size: number of logits.
     """
 
-    __slots__ = ("_allowed", "_forbidden", "_ids", "single")
+    __slots__ = ("_allowed", "_forbidden", "ids", "single")
 
     def __init__(self, bits: npt.NDArray[np.uint8], vocab_size: int) -> None:
         allowed = np.zeros(vocab_size, np.bool_)
@@ -32,21 +32,17 @@ class TokenMask:
         allowed[: flags.size] = flags
         count = np.count_nonzero(allowed)
         self._allowed: Final = allowed
-        self._ids: Final = np.flatnonzero(allowed) if count <= _FEW else None
-        forbidden = vocab_size - count
-        self._forbidden: Final = np.flatnonzero(~allowed) if forbidden <= _FEW and self._ids is None else ~allowed
-        self.single: Final = int(self._ids[0]) if self._ids is not None and count == 1 else None
-        """The only token that may come; None if there are several."""
-
-    @property
-    def ids(self) -> npt.NDArray[np.intp] | None:
+        self.ids: Final = np.flatnonzero(allowed) if count <= _FEW else None
         """The tokens that may come, ascending, if they are few; else None."""
-        return self._ids
+        forbidden = vocab_size - count
+        self._forbidden: Final = np.flatnonzero(~allowed) if forbidden <= _FEW and self.ids is None else ~allowed
+        self.single: Final = int(self.ids[0]) if self.ids is not None and count == 1 else None
+        """The only token that may come; None if there are several."""
 
     @property
     def every(self) -> npt.NDArray[np.intp]:
         """The tokens that may come, ascending."""
-        return np.flatnonzero(self._allowed) if self._ids is None else self._ids
+        return np.flatnonzero(self._allowed) if self.ids is None else self.ids
 
     def allows(self, token: int) -> bool:
         """Whether a token may come."""
@@ -69,8 +65,8 @@ class TokenMask:
             logits: float32 `[V]`.
             work: work array, float32 `[V]`.
         """
-        if self._ids is not None:
-            return int(self._ids[logits[self._ids].argmax()])
+        if self.ids is not None:
+            return int(self.ids[logits[self.ids].argmax()])
         # The likeliest token of all usually may come.
         token = int(logits.argmax())
         return token if self._allowed[token] else int(self.apply(logits, work).argmax())

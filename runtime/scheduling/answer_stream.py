@@ -124,7 +124,7 @@ class AnswerStream(Iterator[Chunk]):
         if index is not None and not 0 <= index < self._choices:
             raise InputError(f"there is no answer {index}", f"the request has {self._choices}, counted from 0")
         if index is None or self._choices == 1:
-            self._ticket.cancel()
+            self._ticket.cancelled = True
         else:
             self._cancelled.add(index)
 

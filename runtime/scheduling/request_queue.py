@@ -50,7 +50,8 @@ class Ticket:
     def __init__(self, stream: QueuedStream, owner: object | None = None) -> None:
         self.owner: Final = owner
         self._stream = weakref.ref(stream)
-        self._cancelled = threading.Event()
+        self.cancelled = False
+        """Whether the answer was asked to end."""
         self.waiting_reader: int | None = None
         """Who waits for this request's place just now."""
         self.used_turn = False
@@ -66,15 +67,6 @@ class Ticket:
         """Who reads the stream; None once it is dropped."""
         stream = self._stream()
         return None if stream is None else stream.reader
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether the answer was asked to end."""
-        return self._cancelled.is_set()
-
-    def cancel(self) -> None:
-        """Ask the answer to end."""
-        self._cancelled.set()
 
 
 class RequestQueue:
@@ -190,14 +182,14 @@ class RequestQueue:
 
     def drop(self, ticket: Ticket, chunks: Chunks | None) -> None:
         """End an answer whose stream nobody reads any more, as soon as a thread uses the queue; returns at once."""
-        ticket.cancel()
+        ticket.cancelled = True
         self._dropped.append((ticket, chunks))
 
     def cancel(self) -> None:
         """End the answers being generated."""
         with self._changed:
             for ticket in self._running:
-                ticket.cancel()
+                ticket.cancelled = True
 
     def close(self) -> None:
         """End the answers being generated and refuse all others.

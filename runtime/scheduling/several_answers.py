@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from operator import itemgetter
 from typing import Final, TypeAlias
 
 from ..decode import FinishReason
@@ -143,16 +144,6 @@ class EarlyStop:
         return deficit * deficit >= -2 * math.log1p(-self._confidence) * spread
 
 
-@dataclass(frozen=True)
-class _Finished:
-    """An answer that may be returned."""
-
-    candidate: int
-    """Its index among the candidates."""
-    mean_logprob: float
-    chunks: Sequence[Chunk]
-
-
 def best_of(start: Start, seeds: Sequence[int], wanted: int, early_stop: EarlyStop) -> Chunks:
     """Generate answers one after another, and return the chunks of the best when all have ended.
 
@@ -165,7 +156,8 @@ def best_of(start: Start, seeds: Sequence[int], wanted: int, early_stop: EarlySt
         wanted: number of answers to return.
         early_stop: decides which answers are stopped.
     """
-    best: list[_Finished] = []
+    best: list[tuple[float, int, list[Chunk]]] = []
+    """Negative mean log-probability, index and chunks of each."""
     candidates: list[AnswerCandidate] = []
     reading = Stats()
     cancelled = False
@@ -189,16 +181,16 @@ def best_of(start: Start, seeds: Sequence[int], wanted: int, early_stop: EarlySt
         if not cancelled:
             early_stop.add_finished(last.logprob_totals)
         if not cancelled or len(best) < wanted:
-            best.append(_Finished(index, mean, chunks))
-            best.sort(key=lambda each: -each.mean_logprob)
+            best.append((-mean, index, chunks))
+            best.sort(key=itemgetter(0))
             del best[wanted:]
         if cancelled:
             break
-    for choice, each in enumerate(best):
-        candidates[each.candidate] = replace(candidates[each.candidate], choice=choice)
+    for choice, (_, index, _) in enumerate(best):
+        candidates[index] = replace(candidates[index], choice=choice)
     report = BestOf(tuple(candidates), early_stop.most_tokens)
     for choice in range(wanted):
-        *chosen, last = best[choice].chunks if choice < len(best) else (Chunk("", FinishReason.CANCELLED, Stats()),)
+        *chosen, last = best[choice][2] if choice < len(best) else (Chunk("", FinishReason.CANCELLED, Stats()),)
         for chunk in chosen:
             yield replace(chunk, index=choice)
         reason = FinishReason.CANCELLED if cancelled else last.finish_reason

@@ -39,7 +39,7 @@ from ..graph.session import DecoderGraph, GraphSession, SessionConfig
 from ..kv.borrowed import BorrowedArena
 from ..kv.prefix_cache import PrefixCache
 from ..measure.pass_timing import MeasuringTime, load_or_measure_pass_cost
-from .drafters.draft_model import DraftModel, Int32, check_target_ids
+from .drafters.draft_model import DraftModel, Int32
 from .drafters.model import ModelDrafter
 from .drafters.target_drafts import HiddenStateHead, LayerSkipDraft, MedusaDraft
 from .pass_cost import PassCost
@@ -258,11 +258,14 @@ def _check_ids(pair: DraftPair, target_ids: Int32, head: int, target_vocab: int)
     Raises:
         BundleError: it does not.
     """
-    try:
-        check_target_ids(target_ids, head, target_vocab)
-    except ValueError as error:
-        what = f"the draft {pair.draft.folder} cannot be used: its map to the target's ids {error}"
-        raise BundleError(what, _HINT) from error
+    if target_ids.shape != (head,):
+        problem = f"has {target_ids.size} ids for a head of {head} tokens"
+    elif target_ids.max() >= target_vocab:
+        problem = f"has ids from {target_ids.min()} to {target_ids.max()}, but the target {target_vocab} tokens"
+    else:
+        return
+    what = f"the draft {pair.draft.folder} cannot be used: its map to the target's ids {problem}"
+    raise BundleError(what, _HINT)
 
 
 def _pass_cost(bundle: Bundle, config: SessionConfig, bound: BoundGraph, target: DraftTarget) -> PassCost:

@@ -174,7 +174,7 @@ class DraftModelValue:
         if not at_anchor:
             return False
         if self._backoff.left > 1:
-            self._backoff.count_down()
+            self._backoff.left -= 1
             return False
         self._backoff.start()
         return True
@@ -205,7 +205,7 @@ class Backoff:
 
     def __init__(self, first_wait: int, max_wait: int) -> None:
         self.left = 0
-        """Rounds left of the current wait; 0 when not waiting."""
+        """Rounds left of the current wait, which the owner counts down; 0 when not waiting."""
         self._first = self._next = first_wait
         self._max = max_wait
 
@@ -213,18 +213,6 @@ class Backoff:
         """Start a wait of at least `min_wait` rounds."""
         self.left = max(self._next, min_wait)
         self._next = min(2 * self.left, self._max)
-
-    def count_down(self) -> None:
-        """Count one round of the wait."""
-        self.left -= 1
-
-    def shorten(self, longest: int) -> None:
-        """Wait for at most `longest` further rounds."""
-        self.left = min(self.left, longest)
-
-    def cancel(self) -> None:
-        """End the current wait now."""
-        self.left = 0
 
     def reset(self) -> None:
         """Make the next wait as short as the first one; called after a success."""
@@ -257,7 +245,7 @@ class DraftingBalance:
 
     def resume(self) -> None:
         """End the wait and start a new trial."""
-        self.backoff.cancel()
+        self.backoff.left = 0
         self._rounds = 0
 
     def observe(self, balance: float, *, cheap: bool = False) -> None:

@@ -17,9 +17,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -122,7 +123,8 @@ class PassCost:
         self.measurements: Final = measurements
         self.stairs: Final = tuple(sorted(next(iter(measured.values())))) if stairs and measured else None
         """Widths of the passes if there are no others, ascending."""
-        self._doubt = doubt
+        self.doubt = doubt
+        """Why the costs may be wrong; None if nothing is known against them."""
         self._speed_strays = 0
         self._buckets: dict[int, _Bucket] = {}
         for context, times in measured.items():
@@ -153,37 +155,38 @@ class PassCost:
         """Number of passes observed since this object was made."""
 
     @property
-    def doubt(self) -> Doubt | None:
-        """Why the costs may be wrong; None if nothing is known against them."""
-        return self._doubt
-
-    @property
     def is_contradicted(self) -> bool:
         """Whether many passes in a row took something else than was measured."""
         return abs(self._speed_strays) >= _STRAY_SPEEDS or any(
-            abs(knot.strays) >= _STRAY_PASSES for bucket in self._buckets.values() for knot in bucket.knots.values()
+            abs(knot.strays) >= _STRAY_PASSES for knot in self._knots()
         )
 
     def distrust(self) -> None:
         """Doubt the costs from now on, because passes contradict them: learn quickly."""
-        self._doubt = self._doubt or Doubt.OUTDATED
+        self.doubt = self.doubt or Doubt.OUTDATED
         self._speed_strays = 0
-        for bucket in self._buckets.values():
-            for knot in bucket.knots.values():
-                knot.distrust()
+        for knot in self._knots():
+            knot.distrust()
 
     def forget_strays(self) -> None:
         """Hold nothing against the costs that passes took so far: other programs disturbed them."""
         self._speed_strays = 0
-        for bucket in self._buckets.values():
-            for knot in bucket.knots.values():
-                knot.strays = 0
+        for knot in self._knots():
+            knot.strays = 0
+
+    def _knots(self) -> Iterator[Knot]:
+        return chain.from_iterable(bucket.knots.values() for bucket in self._buckets.values())
 
     @property
     def measured(self) -> dict[int, dict[int, float]]:
-        """Seconds by end of the context bucket and width, for the widths that were run, at the current speed."""
+        """Seconds by end of the context bucket and width, for the widths that were run, at the current speed.
+
+        The last bucket, which has no end, has its shortest context.
+        """
         return {
-            _end_of(index): {width: math.exp(knot.log + self._speed) for width, knot in sorted(bucket.knots.items())}
+            (*BUCKET_ENDS, BUCKET_ENDS[-1] + 1)[index]: {
+                width: math.exp(knot.log + self._speed) for width, knot in sorted(bucket.knots.items())
+            }
             for index, bucket in sorted(self._buckets.items())
             if bucket.first_residuals is None
         }
@@ -206,7 +209,8 @@ class PassCost:
                 raise ValueError(f"a pass has at least one token, not {max_width}")
             curve = self._make_curve(index, max(max_width, 32))
         elif speed != self._speed:
-            curve = _frozen(curve * math.exp(self._speed - speed))
+            curve = curve * math.exp(self._speed - speed)
+        curve.flags.writeable = False
         self._curves[index] = self._speed, curve
         return curve[:max_width]
 
@@ -229,7 +233,7 @@ class PassCost:
             self._learn_level(index, bucket, seen.residual - self._speed)
             return
         self._recent.append(seen)
-        place = _MIDDLE if self._doubt is None else _QUARTER
+        place = _MIDDLE if self.doubt is None else _QUARTER
         # Without calling a property of each: between two passes, every further piece of code takes its time.
         speed = sorted([entry.log - entry.knot.log for entry in self._recent])[place]
         if abs(speed - self._speed) > TOLERANCE:
@@ -277,12 +281,13 @@ class PassCost:
     def _make_curve(self, index: int, max_width: int) -> npt.NDArray[np.float64]:
         bucket = self._nearest(index)
         level = self._speed + (_median(bucket.first_residuals) if bucket.first_residuals else 0.0)
-        curve = interpolated if self.stairs is None else staircase
-        return _frozen(curve(bucket.knots, np.arange(1, max_width + 1)) * math.exp(level))
+        make = interpolated if self.stairs is None else staircase
+        curve: npt.NDArray[np.float64] = make(bucket.knots, np.arange(1, max_width + 1)) * math.exp(level)
+        return curve
 
     def to_json(self) -> dict[str, Any]:
         """The measurements as a JSON object that `from_json` reads."""
-        return record_to_json(_StoredCosts(self.measured, self._doubt, self.measurements, self.stairs is not None))
+        return record_to_json(_StoredCosts(self.measured, self.doubt, self.measurements, self.stairs is not None))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PassCost:
@@ -307,16 +312,6 @@ class _StoredCosts:
 
 def _bucket_of(context: int) -> int:
     return bisect_left(BUCKET_ENDS, context)
-
-
-def _end_of(index: int) -> int:
-    """The longest context of a bucket; of the last bucket, which has no end, the shortest."""
-    return BUCKET_ENDS[index] if index < len(BUCKET_ENDS) else BUCKET_ENDS[-1] + 1
-
-
-def _frozen(curve: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    curve.flags.writeable = False
-    return curve
 
 
 def _median(values: list[float]) -> float:

@@ -117,10 +117,10 @@ class Speculator:
             replayed: number of tokens that the pass ran once more.
         """
         backoff, doubtful = self.balance.backoff, self.cost.doubt is not None
-        backoff.count_down()
+        backoff.left -= 1
         if doubtful:
             # The costs that decided against drafting may be wrong, and only drafts show what wider passes cost.
-            backoff.shorten(_DOUBTFUL_WAIT)
+            backoff.left = min(backoff.left, _DOUBTFUL_WAIT)
         if doubtful or backoff.left % _PLAIN_OBSERVED_EVERY == 0:
             self.cost.observe(1 + replayed, len(self._token_ids) - 1 - replayed, seconds)
         self._token_ids.append(token)
@@ -230,7 +230,7 @@ class Speculator:
         self._seconds = self._seconds * decay + pass_s + draft.draft_s + draft.host_s
         host_s = draft.host_s + time.perf_counter() - started
         if self.disabled:
-            self.balance.backoff.count_down()
+            self.balance.backoff.left -= 1
         elif draft.growth is not None:
             # One interrupted round says nothing about the next, so time beyond twice the average is not counted.
             self._host_s += 0.1 * (min(host_s, 2 * self._host_s) - self._host_s)

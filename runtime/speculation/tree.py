@@ -46,10 +46,6 @@ class Source(IntEnum):
     """The multi-token-prediction module of the target."""
 
 
-DRAFT_MODELS: Final = frozenset({Source.MODEL, Source.EAGLE, Source.MEDUSA, Source.MTP})
-"""Sources whose candidates take time to compute."""
-
-
 class Tree:
     """A tree of `n` nodes; see the module docstring for their order.
 
@@ -130,15 +126,10 @@ class Tree:
     @property
     def depths(self) -> Int32:
         """int32 `[n]`: distance from the anchor. The position of a node is the anchor's plus its depth."""
-        return np.array(self.node_depths, np.int32)
-
-    @property
-    def node_depths(self) -> list[int]:
-        """`depths` as a list."""
         depths = [0]
         for parent in self.parent_nodes[1:]:
             depths.append(depths[parent] + 1)
-        return depths
+        return np.array(depths, np.int32)
 
     @property
     def mask(self) -> npt.NDArray[np.bool_]:

@@ -53,9 +53,6 @@ class DraftModel(ModelDrafter):
         target_ids: int32 `[V]`, target ids of the tokens of the LM head; None if they are the same. A trimmed head has
             few tokens. If the embedding has no more tokens than the head, it is trimmed likewise.
         prefixes: caches of earlier sequences; None to keep the present one only.
-
-    Raises:
-        ValueError: `target_ids` does not have one id of the target for each token of the head, all different.
     """
 
     def __init__(
@@ -67,8 +64,6 @@ class DraftModel(ModelDrafter):
         prefixes: PrefixCache | None = None,
     ) -> None:
         graph_io = bound.graph_io
-        if target_ids is not None:
-            check_target_ids(target_ids, graph_io.vocab_size, target_vocab)
         self.cost: Final = cost
         self.passes = 0
         """Number of passes run so far."""
@@ -359,17 +354,3 @@ def _continues(path: Path, beginning: Path) -> bool:
 def is_chain(paths: Sequence[Path]) -> bool:
     """Whether each path continues the one before, and the first one the sequence."""
     return all(path[:-1] == above for above, path in zip(((), *paths), paths, strict=False))
-
-
-def check_target_ids(target_ids: Int32, head: int, target_vocab: int) -> None:
-    """Check the map from a head's tokens to the target's ids.
-
-    Raises:
-        ValueError: it does not have one id of the target for each token, all different; the message has no subject.
-    """
-    if target_ids.shape != (head,):
-        raise ValueError(f"has {target_ids.size} ids for a head of {head} tokens")
-    if target_ids.min() < 0 or target_ids.max() >= target_vocab:
-        raise ValueError(f"has ids from {target_ids.min()} to {target_ids.max()}, but the target {target_vocab} tokens")
-    if np.unique(target_ids).size < head:
-        raise ValueError("has an id more than once")

@@ -91,12 +91,8 @@ class AcceptanceEstimate:
         # distribution.
         self._rates = [[0.3 + 0.65 * each for each in confidence], [0.15 + 0.3 * each for each in confidence]]
         self._seen = [[_PRIOR_WEIGHT] * _BINS for _ in range(_RANKS)]
-        self._mean = 0.6
-
-    @property
-    def mean(self) -> float:
+        self.mean = 0.6
         """Acceptance rate of first children, whatever their distribution."""
-        return self._mean
 
     def rate(self, distribution: Distribution, rank: int) -> float:
         """Probability that child number `rank`, sampled from `distribution`, is accepted if those before it are not."""
@@ -109,7 +105,7 @@ class AcceptanceEstimate:
         step = max(1 / self._seen[kind][index], _MIN_STEP)
         self._rates[kind][index] += (accepted - self._rates[kind][index]) * step
         if rank == 0:
-            self._mean += (accepted - self._mean) * 0.02
+            self.mean += (accepted - self.mean) * 0.02
 
 
 class SampledDrafter:
@@ -192,7 +188,7 @@ class SampledDrafter:
         if trying:
             self._backoff.start()
         else:
-            self._backoff.count_down()
+            self._backoff.left -= 1
         while heap:
             node = heappop(heap)[1]
             left = len(prices.positions) - len(tokens)

@@ -227,11 +227,6 @@ class MedusaDraft(ModelDrafter):
         self._seconds = session.seconds
         """Average time of a run."""
 
-    @property
-    def heads(self) -> int:
-        """Number of heads."""
-        return self._session.heads
-
     def attach(self, arena: KVArena) -> None:
         """Read the features of the sequence in the target's `arena` from now on."""
         self._features = arena.features
@@ -250,7 +245,7 @@ class MedusaDraft(ModelDrafter):
 
     def has_logits(self, path: Path) -> bool:
         """Whether `top_tokens(path)` takes no time."""
-        return self._found is not None or len(path) >= self.heads
+        return self._found is not None or len(path) >= self._session.heads
 
     def seconds(self, path: Path) -> float:
         """Expected seconds of `top_tokens(path)` now."""
@@ -266,7 +261,7 @@ class MedusaDraft(ModelDrafter):
         """
         del temperature
         features, last = self._features, self._length - 2
-        if len(path) >= self.heads or features is None or not features.start <= last < features.end:
+        if len(path) >= self._session.heads or features is None or not features.start <= last < features.end:
             return TopTokens((), ())
         if self._found is None:
             started = time.perf_counter()

@@ -317,20 +317,6 @@ def test_a_model_with_trimmed_embedding_reads_only_its_tokens(trimmed: Path, tri
     assert model.passes == passes
 
 
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        (KEPT[:-1], "has 119 ids for a head of 120 tokens"),
-        (KEPT + 1, "has ids from 1 to 300, but the target 300 tokens"),
-        (KEPT - 2, "has ids from -2 to 297"),
-        (np.zeros(120, np.int32), "has an id more than once"),
-    ],
-)
-def test_invalid_target_ids_are_refused(trimmed: Path, ids: np.ndarray, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        draft(session(trimmed, VOCABULARY), target_ids=ids)
-
-
 def test_seconds_spent_are_counted(graph: GraphSession) -> None:
     model = draft(graph)
     model.reset([20, 21])

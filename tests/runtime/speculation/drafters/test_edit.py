@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from edgerun.runtime.speculation.drafters.edit import EditDrafter
 from edgerun.runtime.speculation.drafters.interface import Drafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
-from edgerun.runtime.speculation.growth import TokenPrices, TreeGrowth
 from edgerun.runtime.speculation.learned_rates import Mixer
-from edgerun.runtime.speculation.tree import Tree
 
 SOURCE = list(range(100, 180))
 """A text whose tokens are all different."""
@@ -179,21 +177,6 @@ def test_a_path_of_candidates_is_what_appending_them_gives(prompt: list[int], an
         if ahead is not None:
             assert state[:2] == ahead[:2]
             assert made.candidates(state) == made.candidates(ahead)
-
-
-@given(TEXTS, TEXTS, st.booleans())
-def test_trees_grown_with_it_are_valid(prompt: list[int], answer: list[int], chain: bool) -> None:
-    drafters: list[Drafter] = [EditDrafter(), SuffixDrafter()]
-    text = [3, *prompt, *prompt, *answer]
-    for each in drafters:
-        each.reset(text[: len(prompt) + 1])
-        for token in text[len(prompt) + 1 :]:
-            each.append(token)
-    growth = TreeGrowth(drafters, None, Mixer({each.source: each.prior for each in drafters}))
-    tree = growth.grow(text[-1], TokenPrices((0.01,) * 15 + (0.0,), 1.0), 12, chain=chain)
-    assert len(tree) <= 16
-    again = Tree.of(tree.tokens.tolist(), tree.parents.tolist(), tree.path_prob.tolist(), tree.source.tolist())
-    assert again.is_chain or not chain
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), TEXTS), max_size=5))

@@ -34,15 +34,6 @@ def test_the_highest_logits_are_kept_and_ties_go_to_the_lowest_id(seed: int, siz
     assert proposed(table, 0) == ranked(logits)
 
 
-@given(st.integers(0, 10_000), st.sampled_from([192, 320, 1003, 4096]))
-@settings(max_examples=40)
-def test_logits_without_ties_are_ranked_as_by_sorting(seed: int, size: int) -> None:
-    logits = np.random.default_rng(seed).standard_normal(size).astype(np.float32)
-    table = RecycledTable(size)
-    table.learn(size - 1, logits)
-    assert proposed(table, size - 1) == np.argsort(-logits, kind="stable")[:KEPT].tolist()
-
-
 @pytest.mark.parametrize("wild", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("size", [5, 300])
 @pytest.mark.parametrize("share", [0.1, 0.9, 1.0])
@@ -121,14 +112,9 @@ def test_loading_adds_to_learned_candidates(tmp_path: Path) -> None:
     other.learn(4, np.arange(40, dtype=np.float32))
     assert other.load(tmp_path / "a")
     assert proposed(other, 3) == proposed(other, 4) == [39, 38, 37]
-
-
-def test_an_empty_table_can_be_saved(tmp_path: Path) -> None:
-    RecycledTable(40).save(tmp_path / "a")
-    other = filled()
-    before = everything(other)
-    other.load(tmp_path / "a")
-    assert everything(other) == before
+    RecycledTable(40).save(tmp_path / "empty")
+    assert other.load(tmp_path / "empty")
+    assert proposed(other, 3) == proposed(other, 4) == [39, 38, 37]
 
 
 def test_a_table_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
@@ -212,14 +198,6 @@ def test_damaged_files_do_no_harm(saved: bytes, tmp_path: Path, data: st.DataObj
     candidates = everything(table)
     assert all(0 <= token < 40 and 0 <= bucket < 10 for row in candidates for token, bucket in row)
     assert candidates == [[]] * 40 if not loaded else bytes(damaged) == saved
-
-
-def test_a_flipped_bit_is_detected(saved: bytes, tmp_path: Path) -> None:
-    for at in range(len(saved)):
-        damaged = bytearray(saved)
-        damaged[at] ^= 1 << at % 8
-        (tmp_path / "damaged").write_bytes(damaged)
-        assert not RecycledTable(40).load(tmp_path / "damaged")
 
 
 def test_saving_to_a_missing_folder_raises(tmp_path: Path) -> None:

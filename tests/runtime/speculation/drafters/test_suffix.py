@@ -13,7 +13,6 @@ from edgerun.runtime.speculation.drafters.interface import (
     SAME_CONVERSATION,
     Agreement,
     Candidate,
-    Drafter,
     bucket,
 )
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
@@ -131,19 +130,6 @@ def test_with_a_short_reach_candidates_still_followed_the_match(text: list[int],
     tokens = [candidate.token for candidate in made.candidates(state)]
     assert len(set(tokens)) == len(tokens) <= 3
     assert all((match[-1], token) in set(pairwise(text)) for token in tokens)
-
-
-@pytest.mark.parametrize("text", [[], [7], [7, 8, 9]])
-def test_a_sequence_without_repetition_has_no_candidates(text: list[int]) -> None:
-    made: Drafter = drafter(text)
-    assert made.candidates(made.state()) == []
-
-
-def test_a_sequence_does_not_match_its_own_end() -> None:
-    made = drafter([1, 2, 3, 9, 1, 2, 3])
-    assert made.candidates(made.state()) == [Candidate(9, bucket(3, Agreement.ONCE, 0))]
-    made = drafter([5, 5])
-    assert made.candidates(made.state()) == [Candidate(5, bucket(1, Agreement.ONCE, 0))]
 
 
 @pytest.mark.parametrize("text", [[0] * 4000, [0, 1] * 2000, list(range(4000)), [n * n % 61 for n in range(4000)]])
