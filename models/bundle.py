@@ -220,13 +220,11 @@ def _require_tokenizer(path: Path) -> None:
     Raises:
         BundleError: it is neither.
     """
-    hint = f"give a {_TOKENIZER_FILES[0]}, or a folder with one"
-    if not path.exists():
-        raise BundleError(f"{path} does not exist", hint)
-    if not path.is_dir() and not path.is_file():
-        raise BundleError(f"{path} is not a regular file", hint)
-    if path.is_dir() and not (path / _TOKENIZER_FILES[0]).is_file():
-        raise BundleError(f"{path} holds no {_TOKENIZER_FILES[0]}", hint)
+    name = _TOKENIZER_FILES[0]
+    if path.is_file() or (path / name).is_file():
+        return
+    what = f"holds no {name}" if path.is_dir() else "is not a regular file" if path.exists() else "does not exist"
+    raise BundleError(f"{path} {what}", f"give a {name}, or a folder with one")
 
 
 def holds_only_bundle_files(folder: Path) -> bool:

@@ -12,7 +12,7 @@ from ...errors import HubError
 from ..manifest import FileDigest
 from ..user_text import format_bytes
 from . import client as hub_client
-from .local_store import Listing, RepoFile, Store, hub_library_cache, models_root
+from .local_store import Listing, RepoFile, Store, library_folder, models_root
 
 _MIN_FREE_BYTES: Final = 64 << 20
 """Bytes that a download leaves free on the disk."""
@@ -99,8 +99,7 @@ class PartialDownloads:
             for name, digest in model.files.items()
             if file.sha256 is not None and digest == FileDigest(file.bytes, file.sha256)
         ]
-        cache = hub_library_cache() / f"models--{self.listing.repo.replace('/', '--')}"
-        candidates.append(cache / "snapshots" / self.listing.commit / file.path)
+        candidates.append(library_folder(self.listing.repo) / "snapshots" / self.listing.commit / file.path)
         for path in candidates:
             if _size(path) == file.bytes:
                 partial.parent.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ from ..variants import GENAI_CONFIG, GraphFiles, choose_graph, variant_of
 from . import client as hub_client
 from .downloaded_model import CHECKPOINT, DownloadedModel, HubId, is_safe_path
 from .downloads import PartialDownloads, disk_errors_explained
-from .local_store import Listing, RepoFile, Store, hub_library_cache, listing_of
+from .local_store import Listing, RepoFile, Store, library_folder, listing_of
 
 DownloadProgress: TypeAlias = Callable[[str, int, int], None]
 """Receives the name of what is downloaded, the bytes that are here, and the bytes in total."""
@@ -133,7 +133,7 @@ def _listing(id_: HubId, *, newest: bool) -> Listing:
 
 def _library_listing(id_: HubId) -> Listing | None:
     """List the files of a repository in the hub library's cache, where other programs may have put them."""
-    folder = hub_library_cache() / f"models--{id_.repo.replace('/', '--')}"
+    folder = library_folder(id_.repo)
     try:
         ref = folder / "refs" / (id_.revision or "main")
         commit = read_regular(ref, MAX_JSON_BYTES).decode("ascii").strip() if ref.is_file() else id_.revision or ""

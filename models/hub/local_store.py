@@ -89,10 +89,10 @@ def models_root() -> Path:
     return (_expanded(given) if given else hugging_face_home() / "assets") / "edge-run" / "models"
 
 
-def hub_library_cache() -> Path:
-    """Return the hub library's own cache folder."""
+def library_folder(repo: str) -> Path:
+    """Return the folder of a repository in the hub library's own cache, which may not exist."""
     given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    return _expanded(given) if given else hugging_face_home() / "hub"
+    return (_expanded(given) if given else hugging_face_home() / "hub") / f"models--{repo.replace('/', '--')}"
 
 
 def hugging_face_home() -> Path:
