@@ -8,6 +8,7 @@ the next pass, which costs about as much as the graph's own copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Final
 
 import numpy as np
@@ -56,12 +57,12 @@ class GrowingArena(KVArena):
         needed = self.check_fits(tokens)
         if needed <= self._capacity:
             return
-        kept = self.buffers
+        before = self.buffers
         while self._capacity < needed:
             self._capacity *= 2
         self._capacity = min(self._capacity, self.limit)
         self._past = self._new_buffers()
-        self.buffers.copy(kept, self._slots)
+        self.buffers.copy(before, self._slots)
         self._spare = self._new_buffers()
 
     def past(self) -> list[Array]:
@@ -80,22 +81,15 @@ class GrowingArena(KVArena):
         self._slots = self.length + tokens
 
     def _new_buffers(self) -> list[Array]:
-        return [np.zeros(int(np.prod(each.shape_of(self._capacity))), each.dtype) for each in self.tensor_types]
+        return [np.zeros(prod(each.shape_of(self._capacity)), each.dtype) for each in self.tensor_types]
 
     def _views(self, buffers: Sequence[Array], slots: int) -> list[Array]:
-        return [_view(buffer, each, slots) for buffer, each in zip(buffers, self.tensor_types, strict=True)]
+        """The beginnings of flat buffers as tensors of that many slots."""
+        shapes = [each.shape_of(slots) for each in self.tensor_types]
+        return [buffer[: prod(shape)].reshape(shape) for buffer, shape in zip(buffers, shapes, strict=True)]
 
     def _resize(self, slots: int) -> None:
         """Give the tensors `slots` slots; the content of additional ones is undefined."""
-        kept = min(slots, self._slots)
-        for old, new, tensor_type in zip(self._past, self._spare, self.tensor_types, strict=True):
-            index = tensor_type.index(slice(kept))
-            _view(new, tensor_type, slots)[index] = _view(old, tensor_type, self._slots)[index]
-        self._past, self._spare = self._spare, self._past
-        self._slots = slots
-
-
-def _view(buffer: Array, tensor_type: CacheTensorType, slots: int) -> Array:
-    """The beginning of a flat buffer as a tensor of that many slots."""
-    shape = tensor_type.shape_of(slots)
-    return buffer[: int(np.prod(shape))].reshape(shape)
+        before, kept = self.buffers, min(slots, self._slots)
+        self._past, self._spare, self._slots = self._spare, self._past, slots
+        self.buffers.copy(before, kept)
