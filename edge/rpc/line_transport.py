@@ -104,15 +104,13 @@ class LineWriter:
 
     def end(self) -> None:
         """Let nobody wait any more: what comes now are the last responses."""
-        with self._changed:
-            self._ending = True
-            self._changed.notify_all()
+        self._ending = True
+        self._wake()
 
     def close(self, timeout_s: float) -> None:
         """Write what waits, for at most `timeout_s` seconds, and let the client see the end."""
-        with self._changed:
-            self._ending = self._closing = True
-            self._changed.notify_all()
+        self._ending = self._closing = True
+        self._wake()
         self._thread.join(timeout_s)
         if not self._thread.is_alive():
             with suppress(OSError):

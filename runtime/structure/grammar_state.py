@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Final
 
 from ...errors import EdgeError
+from ..kv.prefix_cache import shared_tokens
 from ..sampling.token_mask import DeadEndError, TokenMask
 from .matcher import Matcher
 
@@ -164,11 +165,7 @@ class GrammarState:
             EdgeError: the grammar does not allow the path, or is too complex there.
         """
         at = self._at
-        shared = 0
-        for one, other in zip(at, path, strict=False):
-            if one != other:
-                break
-            shared += 1
+        shared = shared_tokens(at, path)
         if shared < len(at):
             self._matcher.rollback(len(at) - shared)
             self._at = path[:shared]
