@@ -81,9 +81,9 @@ def load(
         count = threads or (saver_threads() if mode.saves else stored)
         config = SessionConfig(where, count, mode)
         if wanted.kv != KVFormat.FLOAT:
-            from .measure.cache_calibration import with_kv_format  # noqa: PLC0415 -- importing protobuf takes 28 ms
+            from .measure.cache_calibration import with_int8_kv  # noqa: PLC0415 -- importing protobuf takes 28 ms
 
-            config = with_kv_format(wanted.kv, bundle, config, wanted.context, cache=cache, progress=progress)
+            config = with_int8_kv(bundle, config, wanted.context, cache=cache, progress=progress)
         config, placed = _with_draft(bundle, config, pair, wanted.draft_device)
         return Engine(LoadedModel(bundle, config, wanted, placed, progress))
 

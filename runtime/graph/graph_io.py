@@ -198,11 +198,6 @@ class GraphIO:
         return self.draft_features is not None and self.draft_features.shape[0] == self.logits.shape[0]
 
     @property
-    def has_position_input(self) -> bool:
-        """Whether rotary positions are an input, so that siblings in a token tree can share one."""
-        return InputRole.POSITIONS in self.inputs
-
-    @property
     def has_bias_input(self) -> bool:
         """Whether an input says which tokens each new token attends to."""
         return InputRole.BIAS in self.inputs
@@ -215,7 +210,8 @@ class GraphIO:
     @property
     def supports_trees(self) -> bool:
         """Whether the draft tokens of a pass may form a tree."""
-        inputs = self.has_bias_input and self.has_position_input
+        # Siblings share a position, so positions must be an input.
+        inputs = self.has_bias_input and InputRole.POSITIONS in self.inputs
         return self.supports_verification and inputs and self.trees_correct and not self.states
 
     @property

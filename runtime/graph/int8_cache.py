@@ -8,13 +8,12 @@ this machine (docs/decisions/0060-int8-cache.md).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from ...errors import BundleError
 from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor
@@ -154,21 +153,3 @@ def _pairs_of(editor: GraphEditor, node: Message) -> RotatedPairs:
     rotary = rotary_before(editor, node.input[_KEY])
     found = {} if rotary is None else attribute_values(rotary)
     return RotatedPairs(int(found.get("rotary_embedding_dim", 0)), bool(found.get("interleaved")))
-
-
-def observed_sizes(tensors: Mapping[str, npt.NDArray[Any]], pairs: Mapping[str, RotatedPairs]) -> dict[str, Floats]:
-    """The largest values of a float cache by channel; of rotated keys, at any position.
-
-    Args:
-        tensors: cache tensors `[1, kv_heads, slots, head_dim]` by the names of the cache inputs.
-        pairs: what `rotated_pairs` returned.
-
-    Returns:
-        float32 `[kv_heads, head_dim]` by the same names.
-    """
-    sizes = {}
-    for name, values in tensors.items():
-        slots = values[0].astype(np.float32, copy=False)
-        rotated = pairs.get(name)
-        sizes[name] = np.abs(slots).max(axis=1, initial=0.0) if rotated is None else rotated.envelope(slots)
-    return sizes

@@ -18,9 +18,9 @@ from ...models.graph_variant import DeviceKind
 from ...models.progress import Progress, silent
 from ..arguments.load_options import MEASURING_OPTIONS
 from ..graph.bound_graph import BoundGraph
-from ..graph.int8_cache import RotatedPairs, observed_sizes, rotated_pairs
+from ..graph.int8_cache import RotatedPairs, rotated_pairs
 from ..graph.session import SessionConfig
-from ..kv.cache_scales import CacheScales, Floats, KVFormat
+from ..kv.cache_scales import CacheScales, Floats
 from ..loaded_model import LoadedModel
 from ..prefill import prefill
 from ..text.turn_markers import TokenArray
@@ -40,13 +40,12 @@ _MAX_TEXT_TOKENS: Final = 64
 _STAGE: Final = "measuring the scales of the KV cache"
 
 
-def with_kv_format(
-    kv: str, bundle: Bundle, config: SessionConfig, context: int | None, *, cache: bool, progress: Progress = silent
+def with_int8_kv(
+    bundle: Bundle, config: SessionConfig, context: int | None, *, cache: bool, progress: Progress = silent
 ) -> SessionConfig:
-    """The configuration with which a model has a KV cache of the format `kv`, `float` or `int8`.
+    """The configuration with which a model has an int8 KV cache.
 
     Args:
-        kv: the wanted format.
         bundle: the model.
         config: how its graph is run, with a float cache.
         context: the context that the user wants; None for what the model allows.
@@ -57,13 +56,16 @@ def with_kv_format(
         BundleError: the model's cache cannot be quantized, or its file of scales is damaged.
         DeviceError: the format does not work on this device.
     """
-    if kv == KVFormat.FLOAT:
-        return config
     if config.device.kind is not DeviceKind.CPU:
         raise DeviceError(
             f"an int8 KV cache works on the CPU alone, not on {config.device}", "leave --kv out, or add --device cpu"
         )
-    stored = stored_scales(bundle)
+    stored = None
+    if bundle.manifest is not None and CACHE_SCALES_NAME in bundle.manifest.files:
+        try:
+            stored = CacheScales.from_json(bundle.json_file(CACHE_SCALES_NAME))
+        except ValueError as error:
+            raise BundleError(f"{bundle.folder / CACHE_SCALES_NAME} {error}", "export the model again") from error
     key = MeasurementKey((model_id(bundle),), {"model": bundle.folder.name})
     if stored is None and cache:
         stored = CACHE_SCALES.load(key)
@@ -74,25 +76,7 @@ def with_kv_format(
     return replace(config, kv_scales=stored)
 
 
-def stored_scales(bundle: Bundle) -> CacheScales | None:
-    """The scales that the export stored in a bundle; None if it stored none.
-
-    Raises:
-        BundleError: the file is damaged.
-    """
-    if bundle.manifest is None or CACHE_SCALES_NAME not in bundle.manifest.files:
-        return None
-    try:
-        return CacheScales.from_json(bundle.json_file(CACHE_SCALES_NAME))
-    except ValueError as error:
-        raise BundleError(f"{bundle.folder / CACHE_SCALES_NAME} {error}", "export the model again") from error
-
-
-def calibrated_scales(
-    bound: BoundGraph,
-    pairs: Mapping[str, RotatedPairs],
-    texts: Iterable[TokenArray],
-) -> CacheScales:
+def calibrated_scales(bound: BoundGraph, pairs: Mapping[str, RotatedPairs], texts: Iterable[TokenArray]) -> CacheScales:
     """Scales for the keys and values that a model has over texts.
 
     Args:
@@ -110,13 +94,12 @@ def calibrated_scales(
         bound.arena.rewind_to(0)
         prefill(bound, text.tolist())
         slots = bound.arena.buffers.read(bound.arena.length)
-        tensors = {
-            names[index]: tensor
-            for stack, members in zip(slots, bound.arena.groups.values(), strict=True)
-            for tensor, index in zip(stack, members, strict=True)
-        }
-        for name, sizes in observed_sizes(tensors, pairs).items():
-            largest[name] = np.maximum(largest.get(name, sizes), sizes)
+        for stack, members in zip(slots, bound.arena.groups.values(), strict=True):
+            for tensor, index in zip(stack, members, strict=True):
+                name, values = names[index], tensor[0].astype(np.float32, copy=False)
+                # Of rotated keys, the sizes at any position.
+                sizes = pairs[name].envelope(values) if name in pairs else np.abs(values).max(axis=1, initial=0.0)
+                largest[name] = np.maximum(largest.get(name, sizes), sizes)
     bound.arena.rewind_to(0)
     return CacheScales.of_largest({name: MARGIN * sizes for name, sizes in largest.items()})
 

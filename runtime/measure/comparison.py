@@ -35,7 +35,7 @@ from ..speculation.replay import OracleDrafter, TreeDrafter
 from ..speculation.speculator import MAX_DRAFT_WIDTH, Speculator
 from ..speculation.tree import Source, Tree
 from ..speculation.verification import NearTies
-from .exactness import ComparisonCounts, Counterexample, ExactnessReport, WidthNoise, measure_width_noise
+from .exactness import ComparisonCounts, Counterexample, ExactnessReport, measure_width_noise
 
 _NOISE_TEXTS: Final = 6
 """Texts over which width noise is measured."""
@@ -137,7 +137,10 @@ class Comparison:
             plain.append(self.plain(prompt, self._greedy))
             progress(len(plain) / steps)
         self.texts = [[*prompt, *answer.token_ids] for prompt, answer in zip(prompts, plain, strict=True)]
-        noise = self._noise()
+        self._cached_prompt = ()
+        long = self._bound.further(LongContextGraph.name) if isinstance(self._bound, ChosenSession) else None
+        chosen = [text[-_NOISE_TOKENS:] for text in self.texts[:_NOISE_TEXTS] if len(text) > 1]
+        noise = measure_width_noise(self._bound, chosen, long_context=long)
         progress((len(plain) + 1) / steps)
         for number, (prompt, answer) in enumerate(zip(prompts, plain, strict=True)):
             self._compare_prompt(number, prompt, answer, noise.epsilon)
@@ -147,14 +150,6 @@ class Comparison:
     def plain(self, prompt: Sequence[int], sampling: SamplingParams) -> Answer:
         """Answer a prompt without speculation."""
         return self._decode(prompt, sampling, None, None)
-
-    def _noise(self) -> WidthNoise:
-        """Measure noise over the first texts."""
-        chosen = [text[-_NOISE_TOKENS:] for text in self.texts[:_NOISE_TEXTS] if len(text) > 1]
-        self._cached_prompt = ()
-        bound = self._bound
-        long = bound.further(LongContextGraph.name) if isinstance(bound, ChosenSession) else None
-        return measure_width_noise(bound, chosen, long_context=long)
 
     def _compare_prompt(self, index: int, prompt: Sequence[int], greedy: Answer, epsilon: float) -> None:
         for sampling in (self._greedy, *self._sampled):

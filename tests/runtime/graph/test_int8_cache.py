@@ -26,7 +26,7 @@ from edgerun.runtime.kv.cache_scales import CacheScales, dequantize_slots, quant
 from edgerun.runtime.measure.cache_calibration import (
     CACHE_SCALES,
     calibrated_scales,
-    with_kv_format,
+    with_int8_kv,
 )
 from edgerun.runtime.measure.logit_quality import measure_cache_quality
 from edgerun.runtime.speculation.choice import Speculation
@@ -214,7 +214,7 @@ def test_prepacked_weights_are_used_with_an_int8_cache(
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path))
     monkeypatch.setattr(packed_files, "_MIN_WEIGHT_BYTES", 0)
     bundle = open_bundle(tiny_bundle_of("llama", "int4"))
-    config = with_kv_format("int8", bundle, CPU, None, cache=False)
+    config = with_int8_kv(bundle, CPU, None, cache=False)
     logits = []
     for cache in (False, True):
         session = open_graph(bundle, config, cache=cache)
@@ -228,7 +228,7 @@ def test_graphs_and_devices_without_such_a_cache_are_refused(tiny_bundle: Path, 
         edgerun.load(tiny_bundle, kv="int4")
     gpu = SessionConfig(replace(CPU.device, provider="WebGpuExecutionProvider", kind=DeviceKind.GPU))
     with pytest.raises(DeviceError, match="an int8 KV cache works on the CPU alone, not on WebGpu"):
-        with_kv_format("int8", open_bundle(tiny_bundle), gpu, None, cache=False)
+        with_int8_kv(open_bundle(tiny_bundle), gpu, None, cache=False)
     with pytest.raises(BundleError, match=r"scales of the int8 cache lack past_key_values\.0\.key"):
         bound_to(tiny_bundle, CacheScales({"other": np.ones((1, 1), np.float32)}))
 
@@ -237,4 +237,4 @@ def test_a_model_without_the_operator_is_refused(tmp_path: Path) -> None:
     folder = shutil.copytree(data_path("onnx/tiny-random-gpt2-fp32"), tmp_path / "gpt2")
     graph = next(folder.glob("*.onnx"))
     with pytest.raises(BundleError, match="has no GroupQueryAttention, which an int8 cache needs"):
-        with_kv_format("int8", Bundle(folder, graph, None), CPU, 64, cache=False)
+        with_int8_kv(Bundle(folder, graph, None), CPU, 64, cache=False)
