@@ -144,7 +144,7 @@ def describe(opened: OpenedModel) -> dict[str, Any]:
         "tokenizer": tokenizer is not None,
         "chat_template": opened.template is not None,
         "tool_format": None if answers is None or answers.tool_format is None else answers.tool_format.name,
-        "reasoning_tags": None if answers is None or answers.tags is None else asdict(answers.tags),
+        "reasoning_tags": None if answers is None or answers.tags is None else answers.tags._asdict(),
         "end_tokens": [] if tokenizer is None else sorted(tokenizer.eos),
     }
     if manifest is not None:
