@@ -206,7 +206,8 @@ class Generation:
         self._recorder.completion_tokens += produced
         self._recorder.text_tokens += min(produced, len(step.tokens))
         if step.logprobs:
-            self._recorder.add_logprobs(each.logprob for each in step.logprobs[:produced])
+            seen = (each.logprob for each in step.logprobs[:produced])
+            self._recorder.logprob_totals = self._recorder.logprob_totals.plus(seen)
         return text
 
     def close(self) -> None:
@@ -218,7 +219,14 @@ class Generation:
         """Begin to decode the sequence, which is the request's prompt from now on."""
         request, recorder = self._request, self._recorder
         if request.options.exact and request.recording is None:
-            speculator, self._epsilon = self._exact_verification(speculator)
+            # An exact answer is decoded plainly where the noise of wide passes has no sound bound.
+            verified: Speculator | None = None
+            self._epsilon = 0.0
+            if speculator is not None and request.sampling.greedy:
+                report = self._drafters.exactness_report(self._tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True))
+                if report.noise.sound:
+                    verified, self._epsilon = speculator, report.epsilon
+            speculator = verified
         self._speculator = speculator
         self._sequence.bound.base_only = request.options.exact
         recorder.record_setup(measuring_s=self._drafters.measuring.seconds - self._measured_before)
@@ -314,17 +322,6 @@ class Generation:
         self._kept = first
         self._prompt_length = max(prompt_length - (newest - first), first)
         return True
-
-    def _exact_verification(self, speculator: Speculator | None) -> tuple[Speculator | None, float]:
-        """The speculator if an exact answer can be verified, else None, and the largest difference of a near tie."""
-        epsilon = 0.0
-        if speculator is not None and self._request.sampling.greedy:
-            report = self._drafters.exactness_report(self._tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True))
-            epsilon = report.epsilon
-            speculator = speculator if report.noise.sound else None
-        else:
-            speculator = None
-        return speculator, epsilon if speculator is not None else 0.0
 
 
 def _needs_whole_logits(request: Request, speculator: Speculator | None, graph_io: GraphIO) -> bool:

@@ -109,7 +109,7 @@ class LoadedModel:
         files = None
         # Files of prefixes have slots of the KV cache alone.
         if options.cache and options.prefix_disk and not self.graph_io.states:
-            files = PrefixFiles(self._prefix_key, options.prefix_disk, self._reads_plainly)
+            files = PrefixFiles(self._prefix_key, options.prefix_disk, lambda: self.prefill_choice.refusal is not None)
         self.prefixes: Final = PrefixCache(self.new_arena, options.prefix_cache or 0, files)
         """KV caches of finished answers and conversations, and of chosen prefixes on disk."""
         self.drafters: Final = DrafterPool(
@@ -348,10 +348,6 @@ class LoadedModel:
         types = [(str(each.dtype), each.shape_of(0)) for each in self.graph_io.tensor_types]
         where = (*device_identity(self.device), RUNTIME_BUILD, processor())
         return "\0".join(map(str, (model_id(self.bundle), *where, scales, types)))
-
-    def _reads_plainly(self) -> bool:
-        """Whether the model's own graph reads all prompts now."""
-        return self.prefill_choice.refusal is not None
 
     def new_arena(self) -> KVArena:
         """Make an empty KV cache.

@@ -239,10 +239,6 @@ class StatsRecorder:
             self._first_token = time.perf_counter()
         self._steps.append(step)
 
-    def add_logprobs(self, logprobs: Iterable[float]) -> None:
-        """Record the log-probabilities of further tokens."""
-        self.logprob_totals = self.logprob_totals.plus(logprobs)
-
     def stats(self, *, keep_rounds: bool) -> Stats:
         """Statistics of the answer, which ends now; with those of every round if `keep_rounds`."""
         ended = time.perf_counter()

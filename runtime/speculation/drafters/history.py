@@ -73,16 +73,13 @@ class HistoryDrafter(Drafter):
             if not new or (at + 1 < len(found) and found[at + 1][0] == missing):
                 continue
             # All places with a match of this length or longer have been counted.
-            agreement = _agreement(counts, places)
+            if len(counts) == 1:
+                agreement = Agreement.ONCE if places == 1 else Agreement.ALWAYS
+            else:
+                agreement = Agreement.MOSTLY if 2 * max(counts.values()) > places else Agreement.SPLIT
             for token in sorted(new, key=counts.__getitem__, reverse=True):
                 candidates.append(Candidate(token, bucket(len(state) - missing, agreement, len(candidates))))
                 if len(candidates) == _MAX_CANDIDATES:
                     return candidates
             new.clear()
         return candidates
-
-
-def _agreement(counts: dict[int, int], places: int) -> Agreement:
-    if len(counts) == 1:
-        return Agreement.ONCE if places == 1 else Agreement.ALWAYS
-    return Agreement.MOSTLY if 2 * max(counts.values()) > places else Agreement.SPLIT
