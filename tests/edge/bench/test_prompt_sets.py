@@ -211,14 +211,8 @@ def test_bundled_prompts_separate_shell_requests_from_the_rest() -> None:
 
 
 def test_real_prompt_files_and_recordings() -> None:
-    assert by_category(read_prompts(data_path("prompts/spec_bench.jsonl"))) == {
-        "mt_bench": 40,
-        "translation": 40,
-        "summarization": 40,
-        "qa": 40,
-        "math_reasoning": 40,
-        "rag": 40,
-    }
+    categories = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
+    assert by_category(read_prompts(data_path("prompts/spec_bench.jsonl"))) == dict.fromkeys(categories, 40)
     assert len(read_prompts(data_path("prompts/humaneval.jsonl"))) == 82
     assert len(read_prompts(data_path("text/wiki.test.raw"))) > 1000
     recorded = read_recording(data_path("replay/mt_redundant_qwen2.5-7b.jsonl"))

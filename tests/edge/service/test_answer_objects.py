@@ -312,18 +312,10 @@ def test_the_output_of_a_response_is_input_of_the_next(client: openai.OpenAI) ->
 def test_the_events_of_a_response(client: openai.OpenAI, engine: edgerun.Engine, most: int, last: str) -> None:
     events = list(client.responses.create(model="m", input=PROMPT, max_output_tokens=most, stream=True))
     kinds = [event.type for event in events]
-    assert kinds[:4] == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-    ]
-    assert kinds[-4:] == [
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        last,
-    ]
+    begun = ["created", "in_progress", "output_item.added", "content_part.added"]
+    ended = ["output_text.done", "content_part.done", "output_item.done"]
+    assert kinds[:4] == [f"response.{name}" for name in begun]
+    assert kinds[-4:] == [*(f"response.{name}" for name in ended), last]
     assert set(kinds[4:-4]) == {"response.output_text.delta"}
     assert [event.sequence_number for event in events] == list(range(len(events)))
     for event in events:

@@ -75,12 +75,8 @@ def test_inspect_prints_the_plan_and_the_calibration(tiny_bundle: Path, tmp_path
     )
     (folder / "edge.json").write_text(planned.to_json(), encoding="utf-8")
     facts = json_of(capsys, "inspect", folder, "--json")
-    assert facts["quantization_plan"]["layers.1.down"] == {
-        "format": "int2/64",
-        "bits": 2,
-        "block": 64,
-        "method": "gptq",
-    }
+    down = {"format": "int2/64", "bits": 2, "block": 64, "method": "gptq"}
+    assert facts["quantization_plan"]["layers.1.down"] == down
     assert facts["methods"]["gptq"] == 1
     assert facts["calibration"]["held_out_tokens"] == 100
     shown = " ".join(output_of(capsys, "inspect", folder).split())
