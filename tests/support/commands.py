@@ -1,7 +1,8 @@
-"""Runs commands of edge-run in the process of the tests."""
+"""Runs commands of edge-run in the process of the tests, and records what a terminal is sent."""
 
 from __future__ import annotations
 
+import io
 import json
 from typing import Any, TypeAlias
 
@@ -32,3 +33,10 @@ def fails(capsys: Capture, *arguments: object) -> str:
     assert err.startswith("edge-run: error: ")
     assert err.count("\n") == 1
     return err.removeprefix("edge-run: error: ").rstrip("\n")
+
+
+class Screen(io.StringIO):
+    """A terminal that records what it is sent."""
+
+    def isatty(self) -> bool:
+        return True

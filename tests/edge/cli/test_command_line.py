@@ -23,7 +23,7 @@ from edgerun.edge.cli.command_line import COMMANDS
 from edgerun.edge.cli.main import main
 from edgerun.edge.service.offered_models import OfferedModels
 from edgerun.edge.terminal.chat.chat_model import local_models
-from support.commands import Capture, Patch, fails, json_of, output_of
+from support.commands import Capture, Patch, Screen, fails, json_of, output_of
 from support.processes import EDGE_RUN, started
 from support.tiny_models import write_endless_bundle
 
@@ -497,10 +497,3 @@ def test_the_wait_for_a_first_answer_is_shown_on_a_terminal_and_gone_with_the_an
     capsys.readouterr()
     assert main(arguments) == 0
     assert capsys.readouterr().err.count("\n") == 1, "nothing but the statistics where there is no terminal"
-
-
-class Screen(io.StringIO):
-    """A terminal that records what it is sent."""
-
-    def isatty(self) -> bool:
-        return True

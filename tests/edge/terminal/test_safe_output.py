@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import io
 import json
 import logging
 import re
@@ -26,7 +25,7 @@ from edgerun.models.manifest import Calibration, Manifest
 from edgerun.models.progress import ProgressDisplay
 from edgerun.models.user_text import for_terminal, on_one_line
 from edgerun.runtime.options import GenerateOptions
-from support.commands import Capture, Patch
+from support.commands import Capture, Patch, Screen
 from support.hub_fixture import own_hub
 from support.hub_server import files_of
 from support.tiny_models import write_json as write_json_file
@@ -255,13 +254,6 @@ def test_json_stays_lossless(capsys: Capture) -> None:
     shown = output(capsys)
     assert json.loads(shown) == value
     assert "ü" in shown
-
-
-class Screen(io.StringIO):
-    """A terminal that records what it is sent."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 def test_styles_reach_a_terminal_and_hostile_text_does_not(monkeypatch: Patch) -> None:
