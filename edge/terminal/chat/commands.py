@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, Final
@@ -12,9 +16,9 @@ from ....errors import InputError
 from ....models.user_text import read_text
 from ....runtime.options import GenerateOptions
 from ...conversations.records import SAMPLING_FIELDS, Attachment, Role, StoredMessage
+from ..output import can_draw, set_clipboard
 from .chat import Chat
 from .chat_model import INTRODUCTION, is_bundled, local_models, model_name_of
-from .clipboard import copy_to_clipboard
 from .conversation_commands import TABLE_WIDTH, ConversationCommands, listed_number, typed_path
 from .prompt_reader import Command
 
@@ -24,6 +28,11 @@ _KEYS: Final = (
     "Ctrl-C stops an answer. Enter sends; Alt+Enter, Ctrl-J, or Enter after a backslash begins a new line. "
     "Pasted lines are one message."
 )
+_COPY_S: Final = 5.0
+"""Seconds that a program has to copy text."""
+_COPY_PROGRAMS: Final = {"darwin": "pbcopy", "win32": "clip"}
+_ENCODINGS: Final = {"clip": "utf-16"}
+"""Encodings that these programs read, where it is not UTF-8."""
 
 
 class ChatCommands:
@@ -213,7 +222,11 @@ class ChatCommands:
 
     def _copy(self, _argument: str) -> None:
         answer = self._chat.conversation.last(Role.ASSISTANT)
-        copy_to_clipboard(answer.content)
+        by_program = any(_copied_by(command, answer.content) for command in _programs())
+        if can_draw():  # through the terminal, which reaches other machines too
+            set_clipboard(answer.content)
+        elif not by_program:
+            raise InputError("this terminal has no clipboard", "install xclip or wl-clipboard, or select the text")
         self._chat.note(f"copied {len(answer.content)} characters")
 
     def _raw(self, _argument: str) -> None:
@@ -241,3 +254,31 @@ def _sampling_value(name: str, text: str) -> Any:
         return int(text) if whole else float(text)
     except ValueError:
         raise InputError(f"{name} is {text!r:.60}", f"write a {'whole ' * whole}number") from None
+
+
+def _copied_by(command: tuple[str, ...], text: str) -> bool:
+    """Whether a command copied text to the clipboard."""
+    program = shutil.which(command[0])
+    if program is None:
+        return False
+    data = text.encode(_ENCODINGS.get(command[0], "utf-8"), "replace")
+    nowhere = subprocess.DEVNULL
+    try:
+        subprocess.run(  # noqa: S603
+            [program, *command[1:]], input=data, stdout=nowhere, stderr=nowhere, timeout=_COPY_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return True
+
+
+def _programs() -> list[tuple[str, ...]]:
+    """Commands that copy their standard input on this system."""
+    if (program := _COPY_PROGRAMS.get(sys.platform)) is not None:
+        return [(program,)]
+    found: list[tuple[str, ...]] = []
+    if os.environ.get("WAYLAND_DISPLAY"):
+        found.append(("wl-copy",))
+    if os.environ.get("DISPLAY"):
+        found += [("xclip", "-selection", "clipboard"), ("xsel", "--clipboard", "--input")]
+    return found
