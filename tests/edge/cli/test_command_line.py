@@ -25,6 +25,7 @@ from edgerun.edge.service.offered_models import OfferedModels
 from edgerun.edge.terminal.chat.chat_model import local_models
 from support.commands import Capture, Patch, Screen, fails, json_of, output_of
 from support.processes import EDGE_RUN, started
+from support.scripted_model import write_calling_bundle
 from support.tiny_models import write_endless_bundle
 
 
@@ -302,12 +303,16 @@ def test_version(capsys: Capture) -> None:
     assert output_of(capsys, "--version") == f"edge-run {edgerun.__version__}\n"
 
 
-def test_inspect_describes_a_model(tiny_bundle: Path, capsys: Capture) -> None:
+def test_inspect_describes_a_model(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
     facts = json_of(capsys, "inspect", tiny_bundle, "--json")
     assert (facts["family"], facts["layers"], facts["vocabulary"], facts["context"]) == ("llama", 2, 300, 256)
     assert facts["token_trees"] is True
     assert "bits per weight in file" in output_of(capsys, "inspect", tiny_bundle)
     assert "does not exist" in fails(capsys, "inspect", "nothing")
+    calling = write_calling_bundle(tmp_path)
+    tags = json_of(capsys, "inspect", calling, "--json")["reasoning_tags"]
+    assert tags == {"opening": "<think>", "closing": "</think>"}
+    assert "<think> ... </think>" in output_of(capsys, "inspect", calling)
 
 
 def test_inspect_shows_all_but_the_tokens_of_a_graph_without_a_tokenizer(
