@@ -101,14 +101,7 @@ class _Writer:
             for side, name in (("past", "past_key_values"), ("total", "present"))
         }
         logits = declare("logits", TensorProto.FLOAT, ["batch", "new", VOCABULARY])
-        graph = helper.make_graph(
-            nodes.nodes,
-            "plain",
-            [*ids, mask, *caches["past"]],
-            [logits, *caches["total"]],
-            [onnx.numpy_helper.from_array(array, name) for name, array in nodes.constants.items()],
-        )
-        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=9)
+        return nodes.model([*ids, mask, *caches["past"]], [logits, *caches["total"]])
 
     def _attention(self, layer: int, value: str, slots: str, queries: str, total: str) -> str:
         variant, nodes = self._variant, self._nodes

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from support.layout_kinds import (
     CONTEXT,
@@ -83,21 +83,16 @@ class LayoutWriter:
             nodes.op("If", flag, outputs=[value.name for value in outputs], **branches)
         else:
             self._pass(nodes, {value.name: value.name for value in outputs}, cached=cached)
-        constants = [numpy_helper.from_array(value, name) for name, value in nodes.constants.items()]
-        graph = helper.make_graph(nodes.nodes, "decoder", inputs, outputs, constants)
-        opsets = [helper.make_opsetid("", self.layout.opset), helper.make_opsetid("com.microsoft", 1)]
-        return helper.make_model(graph, opset_imports=opsets, ir_version=8, producer_name="layouts")
+        return nodes.model(inputs, outputs, ir_version=8)
 
     def embedding(self) -> onnx.ModelProto:
         """Build the graph that makes embeddings of token ids."""
         nodes = Nodes(self.layout.opset)
         shape = ["batch_size", "sequence_length"]
         nodes.op("Identity", self._embedded(nodes, "input_ids"), outputs=["inputs_embeds"])
-        constants = [numpy_helper.from_array(value, name) for name, value in nodes.constants.items()]
         inputs = [helper.make_tensor_value_info("input_ids", self.integer_type, shape)]
         outputs = [helper.make_tensor_value_info("inputs_embeds", TensorProto.FLOAT, [*shape, HEADS * HEAD_DIM])]
-        graph = helper.make_graph(nodes.nodes, "embedding", inputs, outputs, constants)
-        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.layout.opset)], ir_version=8)
+        return nodes.model(inputs, outputs, ir_version=8)
 
     # Inputs and outputs
 

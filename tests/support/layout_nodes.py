@@ -58,6 +58,15 @@ class Nodes:
         inverse = self.op("Div", self.constant(1, np.float32), root)
         return self.op("Mul", scale, self.op("Mul", value, inverse))
 
+    def model(
+        self, inputs: Sequence[onnx.ValueInfoProto], outputs: Sequence[onnx.ValueInfoProto], ir_version: int = 9
+    ) -> onnx.ModelProto:
+        """The model of these nodes."""
+        constants = [onnx.numpy_helper.from_array(array, name) for name, array in self.constants.items()]
+        graph = helper.make_graph(self.nodes, "decoder", list(inputs), list(outputs), constants)
+        opsets = [helper.make_opsetid("", self.opset), helper.make_opsetid("com.microsoft", 1)]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=ir_version, producer_name="layouts")
+
     def extent(self, value: str, axis: int) -> str:
         """The size of a dimension, int64 [1]."""
         return self.op("Gather", self.op("Shape", value), self.constant([axis]), axis=0)

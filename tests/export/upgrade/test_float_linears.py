@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnxruntime as ort
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -55,9 +54,7 @@ def decoder(head: str) -> onnx.ModelProto:
         nodes.op("MatMul", last, nodes.constant(matrix.T, np.float32, "head"), outputs=["logits"])
     ids = helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "new"])
     logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", "new", VOCABULARY])
-    constants = [onnx.numpy_helper.from_array(array, name) for name, array in nodes.constants.items()]
-    graph = helper.make_graph(nodes.nodes, "linears", [ids], [logits], constants)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    return nodes.model([ids], [logits])
 
 
 def expected(head: str, ids: npt.NDArray[np.int64], weight_format: WeightFormat, head_format: WeightFormat) -> Floats:
@@ -83,8 +80,7 @@ def expected(head: str, ids: npt.NDArray[np.int64], weight_format: WeightFormat,
 def logits_of(graph: EditableGraph, ids: npt.NDArray[np.int64]) -> Floats:
     for node in graph.nodes_of("MatMulNBits"):
         graph.set_attribute(node, "accuracy_level", 1)  # float activations, to see the weights alone
-    session = ort.InferenceSession(graph.model(in_place).SerializeToString(), providers=["CPUExecutionProvider"])
-    out: Floats = session.run(None, {"input_ids": ids[None]})[0][0]
+    out: Floats = evaluate(graph.model(in_place), {"input_ids": ids[None]})[0][0]
     return out
 
 

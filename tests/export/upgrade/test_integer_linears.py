@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnxruntime as ort
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
+from edgerun.export.check.contract_session import evaluate
 from edgerun.export.upgrade.editable import EditableGraph
 from edgerun.export.upgrade.graph_parts import in_place
 from edgerun.export.upgrade.quantized_linears import convert_integer_linears
@@ -32,14 +32,11 @@ def linear(codes: npt.NDArray[np.generic], scales: Floats, zeros: npt.NDArray[np
     scale = nodes.op("Mul", "x.scale", nodes.constant(scales, np.float32, "scales"))
     nodes.op("Mul", wide, scale, outputs=["y"])
     value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, "M", codes.shape[0]])
-    constants = [onnx.numpy_helper.from_array(array, name) for name, array in nodes.constants.items()]
-    graph = helper.make_graph(nodes.nodes, "linear", [value], [onnx.ValueInfoProto(name="y")], constants)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    return nodes.model([value], [onnx.ValueInfoProto(name="y")])
 
 
 def result(graph: EditableGraph, x: Floats) -> Floats:
-    session = ort.InferenceSession(graph.model(in_place).SerializeToString(), providers=["CPUExecutionProvider"])
-    out: Floats = session.run(None, {"x": x})[0]
+    out: Floats = evaluate(graph.model(in_place), {"x": x})[0]
     return out
 
 
