@@ -17,14 +17,13 @@ from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 from ...errors import BundleError
 from ..graph import inputs_outputs
 from .editable import EditableGraph, Node
-from .graph_parts import Array, Tensor
+from .graph_parts import FLOATS, Array, Tensor
 
 TOKENS: Final = "input_ids"
 MASK: Final = "attention_mask"
 POSITIONS: Final = "position_ids"
 
 _INTEGERS: Final = (TensorProto.INT64, TensorProto.INT32)
-_FLOATS: Final = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _RUN_AS_IT_IS: Final = "run it as it is"
 _GATHERS: Final = ("Gather", "GatherBlockQuantized")
 _BEFORE_GATHER: Final = ("Cast", "Clip", "Reshape", "Where")
@@ -216,7 +215,7 @@ def stored_constant(graph: EditableGraph, name: str) -> Tensor | None:
 
 
 def _no_cache(graph: EditableGraph) -> BundleError:
-    if any(len(graph.shape(name) or ()) >= 3 and graph.element_type(name) in _FLOATS for name in graph.inputs):
+    if any(len(graph.shape(name) or ()) >= 3 and graph.element_type(name) in FLOATS for name in graph.inputs):
         return BundleError(
             "the model's cache does not consist of key and value tensors to which new slots are appended",
             _RUN_AS_IT_IS,
@@ -237,7 +236,7 @@ def joined_caches(graph: EditableGraph) -> tuple[CacheTensor, ...]:
     return tuple(
         CacheTensor(name, node.output(0), node.input(1))
         for name in graph.inputs
-        if graph.element_type(name) in _FLOATS
+        if graph.element_type(name) in FLOATS
         for node in graph.consumers(name)
         if node.op == "Concat" and node.output(0) in graph.outputs and node.input(0) == name and len(node.inputs) == 2
     )
@@ -251,7 +250,7 @@ def _caches_of(graph: EditableGraph, node: Node) -> tuple[CacheTensor, CacheTens
             raise BundleError(
                 f"the attention {node.name or node.output(0)} keeps its cache inside the graph", _RUN_AS_IT_IS
             )
-        if graph.element_type(cache.past) not in _FLOATS:
+        if graph.element_type(cache.past) not in FLOATS:
             raise BundleError("the model's key-value cache is quantized to integers", _RUN_AS_IT_IS)
         if any(each.op == node.op and each is not node for each in graph.consumers(cache.past)):
             raise BundleError("two layers of the model share a cache", _RUN_AS_IT_IS)
@@ -276,7 +275,7 @@ def _rename_only(graph: EditableGraph, wanted: str, candidates: list[str]) -> No
 
 
 def _logits(graph: EditableGraph, outputs: list[str]) -> str:
-    floats = [name for name in outputs if graph.element_type(name) in _FLOATS]
+    floats = [name for name in outputs if graph.element_type(name) in FLOATS]
     named = [name for name in floats if "logits" in name] or floats
     if len(named) != 1:
         raise BundleError(

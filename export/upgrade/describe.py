@@ -22,6 +22,7 @@ from .contract_inputs import AttentionShape
 from .decoder_io import TOKENS, embedding_lookup, find_lm_head, stored_constant
 from .editable import EditableGraph, Node
 from .graph_parts import Source, Tensor
+from .quantized_linears import BIAS, SCALES, ZERO_POINTS
 
 _ATTENTION: Final = "GroupQueryAttention"
 _WEIGHT_INPUTS: Final[Mapping[str, int]] = {
@@ -38,12 +39,6 @@ _WEIGHT_INPUTS: Final[Mapping[str, int]] = {
     "GatherBlockQuantized": 0,
 }
 """Operators that read a weight matrix, and the index of that input."""
-_SCALES: Final = 2
-"""Index of the scales among the inputs of MatMulNBits and of GatherBlockQuantized."""
-_ZERO_POINTS: Final = 3
-"""Index of the zero points among the inputs of MatMulNBits."""
-_BIAS: Final = 5
-"""Index of the bias among the inputs of MatMulNBits."""
 _TOKENIZER: Final = "tokenizer.json"
 _GENERATION: Final = "generation_config.json"
 _TOKEN_SETTINGS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -174,12 +169,12 @@ def _matrix(graph: EditableGraph, node: Node, name: str, weights: Tensor) -> Wei
     for index in range(1, len(node.inputs)):
         converted = graph.producer_of(node.input(index), "Cast")
         tensor = graph.tensors.get(node.input(index) if converted is None else converted.input(0))
-        half_scales |= index == _SCALES and tensor is not None and tensor.element_type == TensorProto.FLOAT16
-        if tensor is not None and index != _BIAS:
+        half_scales |= index == SCALES and tensor is not None and tensor.element_type == TensorProto.FLOAT16
+        if tensor is not None and index != BIAS:
             stored[tensor.source] = tensor.nbytes
     columns = node.attribute("K", weights.size * 8 * weights.nbytes // weights.size // int(bits) // weights.shape[0])
     rows = node.attribute("N", weights.shape[0])
-    zero_points = node.op == "MatMulNBits" and bool(node.input(_ZERO_POINTS))
+    zero_points = node.op == "MatMulNBits" and bool(node.input(ZERO_POINTS))
     block = node.attribute("block_size", 0)
     weight_format = WeightFormat(int(bits), block, zero_points=zero_points, half_scales=half_scales)
     return WeightMatrix(name, weight_format, rows, columns, stored)

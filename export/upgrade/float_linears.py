@@ -20,14 +20,13 @@ from ..checkpoint.source import in_order
 from ..quantization.codes import UInt8Array, blocks_of, quantize_rows
 from .decoder_io import TOKENS, embedding_lookup, find_lm_head
 from .editable import MICROSOFT, EditableGraph, Node
-from .graph_parts import Array, Computed, Source, Tensor
+from .graph_parts import FLOATS, Array, Computed, Source, Tensor
 from .quantized_linears import quantized_linear
 
 Float32Array = npt.NDArray[np.float32]
 
 _CHUNK: Final = 1 << 22
 """Number of weights that are rounded, compared or converted at once."""
-_FLOATS: Final = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _MIN_WEIGHTS: Final = 1 << 10
 """Number of weights below which a matrix (such as the routing of experts) is not quantized."""
 _HALVES: Final = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -88,7 +87,7 @@ def _read(graph: EditableGraph, name: str) -> Matrix | None:
     """A constant float matrix, possibly read through a Transpose."""
     transpose = graph.producer_of(name, "Transpose")
     tensor = graph.tensors.get(name if transpose is None else transpose.input(0))
-    if tensor is None or len(tensor.shape) != 2 or tensor.element_type not in _FLOATS:
+    if tensor is None or len(tensor.shape) != 2 or tensor.element_type not in FLOATS:
         return None
     if isinstance(tensor.source, Computed) and tensor.source.widens is not None:
         tensor = replace(tensor.source.widens, shape=tensor.shape)  # to avoid a whole float32 copy

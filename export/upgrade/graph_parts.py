@@ -27,6 +27,8 @@ from ..graph.initializers import INLINE_BELOW, WeightFile, external_tensor
 
 Array = npt.NDArray[Any]
 
+FLOATS: Final = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
 _PIECE: Final = 4 << 20
 _FOUR_BITS: Final[Mapping[int, bool]] = {TensorProto.UINT4: False, TensorProto.INT4: True}
 """Element types with two elements per byte, and whether they are signed."""

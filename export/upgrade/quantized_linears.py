@@ -29,9 +29,9 @@ from onnx import TensorProto
 
 from ..graph.nodes import INT8_ACTIVATIONS
 from .editable import MICROSOFT, EditableGraph, Node, Operand
-from .graph_parts import Array, Computed, Tensor
+from .graph_parts import FLOATS, Array, Computed, Tensor
 
-_CODES, _SCALES, _ZERO_POINTS, _GROUPS, _BIAS = 1, 2, 3, 4, 5
+CODES, SCALES, ZERO_POINTS, GROUPS, BIAS = 1, 2, 3, 4, 5
 """Indices of the inputs of MatMulNBits."""
 _SETTINGS: Final = ("K", "bits", "block_size", "accuracy_level")
 _SIGN_SHIFT: Final = 128
@@ -39,7 +39,6 @@ _SIGN_SHIFT: Final = 128
 _BLOCK_SIZES: Final = (128, 32)
 _CHUNK: Final = 1 << 24
 """Number of codes that are transposed at once."""
-_FLOATS: Final = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
 def quantized_linear(
@@ -72,7 +71,7 @@ def round_activations(graph: EditableGraph) -> int:
         for node in graph.nodes_of("MatMulNBits")
         if not node.attribute("accuracy_level", 0)
         and node.attribute("bits", 4) in (4, 8)
-        and not (node.input(_ZERO_POINTS) and graph.element_type(node.input(_ZERO_POINTS)) in _FLOATS)
+        and not (node.input(ZERO_POINTS) and graph.element_type(node.input(ZERO_POINTS)) in FLOATS)
     ]
     for node in changed:
         graph.set_attribute(node, "accuracy_level", INT8_ACTIVATIONS)
@@ -83,11 +82,11 @@ def absorb_biases(graph: EditableGraph) -> None:
     """Replace the Add of a constant vector after a quantized linear by a bias of the linear."""
     for node in graph.nodes_of("MatMulNBits"):
         add = graph.sole_reader(node.output(0), "Add")
-        if node.input(_BIAS) or add is None or node.output(0) in graph.outputs:
+        if node.input(BIAS) or add is None or node.output(0) in graph.outputs:
             continue
         bias = next((name for name in add.inputs if name in graph.tensors), "")
         if bias and graph.tensors[bias].shape == (node.attribute("N"),):
-            graph.set_input(node, _BIAS, bias)
+            graph.set_input(node, BIAS, bias)
             graph.replace_value(add.output(0), node.output(0))
             graph.remove(add)
 
@@ -125,10 +124,10 @@ def share_reshaped_constants(graph: EditableGraph) -> None:
 def _group_key(graph: EditableGraph, node: Node) -> tuple[object, ...] | None:
     """What linears must have in common to be joined; None for one that cannot be joined."""
     computed = any(name and name not in graph.tensors for name in node.inputs[1:])
-    if computed or node.input(_GROUPS) or node.output(0) in graph.outputs:
+    if computed or node.input(GROUPS) or node.output(0) in graph.outputs:
         return None
     # Linears without a bias get zeros; zero points change the arithmetic, so all or none must have them.
-    types = (graph.element_type(node.input(index)) for index in (_CODES, _SCALES, _ZERO_POINTS))
+    types = (graph.element_type(node.input(index)) for index in (CODES, SCALES, ZERO_POINTS))
     return (node.input(0), *(node.attribute(name, 0) for name in _SETTINGS), *types)
 
 
@@ -137,12 +136,12 @@ def _join(graph: EditableGraph, nodes: Sequence[Node]) -> None:
     widths = [int(node.attribute("N")) for node in nodes]
     stem = f"{first.name or first.output(0)}.joined"
     inputs: list[Operand] = [first.input(0)]
-    for index in (_CODES, _SCALES, _ZERO_POINTS):
+    for index in (CODES, SCALES, ZERO_POINTS):
         tensors = [graph.tensors[node.input(index)] for node in nodes if node.input(index)]
         inputs.append(_concatenated(tensors, sum(widths)) if tensors else "")
-    if any(node.input(_BIAS) for node in nodes):
-        dtype = graph.tensors[first.input(_SCALES)].array().dtype
-        found = [graph.array(node.input(_BIAS)) for node in nodes]
+    if any(node.input(BIAS) for node in nodes):
+        dtype = graph.tensors[first.input(SCALES)].array().dtype
+        found = [graph.array(node.input(BIAS)) for node in nodes]
         biases = [
             np.zeros(width, dtype) if bias is None else bias.reshape(-1)
             for bias, width in zip(found, widths, strict=True)
