@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from edgerun.export import FP32
+from edgerun.export.check.contract_session import evaluate
 from edgerun.export.quantization.codes import dequantize_rows, quantize_rows
 from edgerun.export.upgrade.editable import EditableGraph
 from edgerun.export.upgrade.float_linears import Matrix, RoundedMatrix, quantize_linears, widen
