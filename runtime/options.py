@@ -276,7 +276,7 @@ class Request:
     """One answer to generate: token ids of the prompt, the options, and what the model's files make of them."""
 
     prompt_ids: Sequence[int]
-    """Token ids of the prompt; those of the answer's start are the last of them."""
+    """Token ids of the prompt, which end with the answer's start."""
     options: GenerateOptions
     sampling: SamplingParams
     start: AnswerStart | None = None

@@ -166,7 +166,7 @@ class Stats:
 
     @classmethod
     def total(cls, answers: Iterable[Stats]) -> Stats:
-        """Add the statistics of several answers; those of no answer are all 0."""
+        """Add the statistics of several answers; without any answer, all are 0."""
         return sum(answers, cls(answers=0))
 
     @property
@@ -240,7 +240,7 @@ class StatsRecorder:
         self._steps.append(step)
 
     def stats(self, *, keep_rounds: bool) -> Stats:
-        """Statistics of the answer, which ends now; with those of every round if `keep_rounds`."""
+        """Statistics of the answer, which ends now; with statistics of every round if `keep_rounds`."""
         ended = time.perf_counter()
         rounds = tuple(step.round for step in self._steps if step.target_s)
         drafted, accepted = [0] * len(Source), [0] * len(Source)

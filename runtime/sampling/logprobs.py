@@ -35,7 +35,7 @@ class LogprobTotals(NamedTuple):
     squares: float = 0.0
 
     def plus(self, logprobs: Iterable[float]) -> LogprobTotals:
-        """The sums with those of further tokens."""
+        """The sums with further tokens added."""
         tokens, total, squares = self
         for logprob in logprobs:
             finite = max(logprob, _LEAST)

@@ -88,7 +88,7 @@ def interpolated(knots: Mapping[int, Knot], width: Any) -> Any:
 
 
 def staircase(knots: Mapping[int, Knot], width: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Seconds at `width`: those of the next larger of the known widths; beyond the last one, of several passes."""
+    """Seconds at `width`: the cost of the next larger known width; beyond the last one, of several passes."""
     widths = sorted(knots)
     times = np.array(
         _not_falling([math.exp(knots[each].log) for each in widths], [knots[each].passes for each in widths])

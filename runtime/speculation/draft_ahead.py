@@ -90,7 +90,7 @@ class LikelyContinuation:
         self._drafted: set[Path] = set()
 
     def outcomes(self) -> Iterable[tuple[float, Path]]:
-        """See `Continuation`: after every node of the tree, a candidate that is not its child, or any other token."""
+        """After every node of the tree, a candidate that is not its child, or any other token, and its probability."""
         tree, growth = self._tree, self._growth
         tokens, parents, probabilities = tree.token_ids, tree.parent_nodes, tree.path_probs
         paths: list[Path] = [()]
@@ -113,7 +113,7 @@ class LikelyContinuation:
         return found
 
     def next_tokens(self, path: Path) -> Sequence[tuple[int, float]]:
-        """See `Continuation`."""
+        """Likely next tokens after a path that the target is not verifying, and their probabilities."""
         top = self._drafter.top_tokens(path, _CHILDREN, self._drafter.temperature)
         pairs = zip(*top, strict=True)
         return [(token, probability) for token, probability in pairs if (*path, token) not in self._drafted]

@@ -92,7 +92,7 @@ class Speculator:
         self._prices = TokenPrices((0.0,), 0.0)
         self._host_s = _INITIAL_HOST_S
         self._replay: int | None = None
-        """See `KVArena.replay`, before the last draft."""
+        """`KVArena.replay` before the last draft."""
         self._cheap = False
         """Whether lookups are so cheap that a disabled speculator watches the sequence for repetitions."""
         self._lead = 0.0
@@ -100,7 +100,7 @@ class Speculator:
 
     @property
     def rate(self) -> float:
-        """Decoding rate in tokens per second, at least that of plain decoding."""
+        """Decoding rate in tokens per second, at least the rate of plain decoding."""
         return max(self._emitted / self._seconds, 1 / self._curve[0]) if self._seconds else 1 / self._curve[0]
 
     @property

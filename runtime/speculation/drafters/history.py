@@ -55,7 +55,7 @@ class HistoryDrafter(Drafter):
         return (*state[1 - REACH :], token) if len(state) == REACH else (*state, token)
 
     def candidates(self, state: Tail) -> list[Candidate]:
-        """Up to three: tokens that followed the longest match, most frequent first, then those of shorter ones."""
+        """Up to three: tokens that followed the longest match, most frequent first, then tokens after shorter ones."""
         if self._index is None or not state:
             return []
         found = sorted(self._index.find(state))

@@ -351,7 +351,7 @@ def _insert(database: sqlite3.Connection, tokens: bytes) -> None:
 
 
 def _pages(database: sqlite3.Connection) -> int:
-    """Number of pages in use, those of the current transaction included."""
+    """Number of pages in use, including pages of the current transaction."""
     (pages,) = database.execute("PRAGMA page_count").fetchone()
     (free,) = database.execute("PRAGMA freelist_count").fetchone()
     return int(pages) - int(free)

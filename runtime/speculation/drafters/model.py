@@ -1,7 +1,7 @@
 """A draft model as a drafter: its probabilities as evidence buckets.
 
 How reliable a draft model's probabilities are depends on the target, the text and the temperature, so they are divided
-into classes whose acceptance rates are learned like those of any other evidence. A distilled model is about right from
+into classes whose acceptance rates are learned like any other evidence. A distilled model is about right from
 the start: of the bundled one's first candidates with a probability between 0.5 and 0.6, the target chose 65 %; between
 0.8 and 0.9, 87 %; above 0.98, 99 %.
 """
@@ -40,7 +40,7 @@ class ModelDrafter(Drafter, Protocol):
 
     source: Source = Source.MODEL
     prior: Sequence[float] = (*_MIDDLES, *(0.8 * rate for rate in _MIDDLES))
-    """By class of the probability: rates of the first candidate, then those of the others."""
+    """By class of the probability: rates of the first candidate, then of the others."""
     temperature: float = 1.0
     """Temperature of the probabilities, above 0: the target's, or 1 if the target is greedy."""
     _spent: float = 0.0

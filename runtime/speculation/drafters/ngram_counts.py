@@ -31,7 +31,7 @@ COUNT_CLASSES: Final = 4
 HASH_START: Final = 0x9E3779B97F4A7C15
 HASH_FACTOR: Final = 0xD6E8FEB86659FD93
 """Factor of the context hash. It takes the tokens from the last to the first, so the hash of a longer context continues
-that of the shorter one."""
+the hash of the shorter one."""
 
 _DISCOUNT: Final = 0.75
 """Absolute discount: taken from every count and given to the shorter context's probability."""
@@ -48,7 +48,7 @@ Hashes: TypeAlias = npt.NDArray[np.uint64]
 
 
 class Entries(NamedTuple):
-    """`n` continuations of contexts, in any order; those of one context are in descending probability."""
+    """`n` continuations of contexts, in any order; within a context in descending probability."""
 
     hashes: Hashes
     """uint64 `[n]`: hash of the context."""

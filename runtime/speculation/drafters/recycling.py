@@ -97,7 +97,7 @@ class RecycledTable:
         """Number of tokens of a part; those behind the last whole one are a part of their own."""
         self._starts = np.arange(_PARTS) * self._part
         self._recent: dict[int, Sequence[Candidate]] = {}
-        """Candidates as they were last looked up or learned; the arrays do not have those of `_unwritten` yet."""
+        """Candidates as they were last looked up or learned; the arrays do not have the tokens of `_unwritten` yet."""
         self._unwritten: set[int] = set()
         self.changed = False
         """Whether the table has changed since it was saved."""

@@ -295,11 +295,11 @@ class SampledContinuation:
         self._drafter = drafter
 
     def outcomes(self) -> list[tuple[float, Path]]:
-        """See `Continuation`: the whole draft, or the first path of a tree."""
+        """The whole draft, or the first path of a tree, and its probability."""
         return [(self._chance, self._path)]
 
     def next_tokens(self, path: Path) -> list[tuple[int, float]]:
-        """See `Continuation`: one token."""
+        """The token that the next round would sample after a path, and its probability."""
         distribution = self._drafter.distribution(path)
         if distribution is None:
             return []

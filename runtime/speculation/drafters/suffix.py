@@ -100,7 +100,7 @@ class SuffixDrafter(Drafter):
         return 0, 0
 
     def candidates(self, state: Match) -> list[Candidate]:
-        """Up to three: the tokens that followed the match, the latest first, then those of its shorter suffixes."""
+        """Up to three: the tokens that followed the match, the latest first, then tokens after its shorter suffixes."""
         node, length = self._current(state)
         found: list[Candidate] = []
         seen: set[int] = set()

@@ -110,7 +110,7 @@ class HiddenStateHead(DraftModel):
         return max(len(self._token_ids) - 1 - self._first - self._arena.length, 0)
 
     def seconds(self, path: Path) -> float:
-        """See `DraftModel.seconds`: a pass for the sequence, and one for each token of the path that was not run."""
+        """Expected seconds: a pass for the sequence, and one for each token of the path that was not run."""
         self._commit_accepted()
         if path in self._logits:
             return 0.0
@@ -128,7 +128,7 @@ class HiddenStateHead(DraftModel):
         return max(1, self.pending + sum(path[:depth] not in self._logits for depth in range(1, len(path) + 1)))
 
     def logits(self, path: Path) -> Floats | None:
-        """See `DraftModel.logits`."""
+        """Logits float32 `[head]` after the sequence and `path`; None if they cannot be computed."""
         started = time.perf_counter()
         if not self._token_ids:
             raise ValueError("an empty sequence has no next token")
@@ -254,7 +254,7 @@ class MedusaDraft(ModelDrafter):
     def top_tokens(self, path: Path, count: int, temperature: float = 1.0) -> TopTokens:
         """The `count` most probable tokens after the sequence and as many tokens as `path` has.
 
-        The probabilities are those of temperature 1, and how often such tokens are accepted is learned.
+        The probabilities have temperature 1, and how often such tokens are accepted is learned.
 
         Raises:
             EdgeError: ONNX Runtime failed.
