@@ -121,8 +121,7 @@ def introspect(
         raise unsupported(f"{where} has no input for token ids (input_ids)")
     _check_inputs(roles, where)
     logits = _logits(outputs, where, renamed, {tensor.present for tensor in cache} | state_outputs)
-    vocab_size = _vocab_size(logits, where, metadata)
-    capacity = _capacity(cache, inputs, outputs, where)
+    vocab_size, capacity = _vocab_size(logits, where, metadata), _capacity(cache, inputs, outputs, where)
     # Only GroupQueryAttention, which works in place, takes lengths as inputs.
     has_lengths = InputRole.LAST_SLOT in roles and InputRole.TOTAL_LENGTH in roles
     is_selected = InputRole.LOGIT_POSITIONS in roles

@@ -108,13 +108,12 @@ def load_or_measure_pass_cost(
     Args:
         bundle: the model.
         config: how its graph is run.
-        bound: the session and the arena to run over.
+        bound: the session and arena to run over.
         measuring: counts the time of a measurement and receives its progress.
         cache: whether a cost that is on disk is used, and a measured one kept there.
         meter: has measured the load of other programs for some time; None to measure it now if necessary.
         stage: what is shown during a measurement.
-        seconds_budget: as for `measure_pass_cost`.
-        widths: as for `measure_pass_cost`.
+        seconds_budget, widths: as for `measure_pass_cost`.
 
     Raises:
         ContextError: the pass cost must be measured and the arena is full.
