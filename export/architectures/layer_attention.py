@@ -7,7 +7,7 @@ to the `sliding_window` most recent tokens, including itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ...errors import CheckpointError
@@ -55,12 +55,8 @@ def _overridden(overrides: object, layer: int, usual: HeadShape) -> HeadShape:
             f"config.json: {_OVERRIDES} of layer {layer} is {shown(found)}",
             "supported are head_dim and num_key_value_heads",
         )
-    shape = usual
-    if "head_dim" in found:
-        shape = replace(shape, head_dim=count(found, "head_dim"))
-    if "num_key_value_heads" in found:
-        shape = replace(shape, kv_heads=count(found, "num_key_value_heads"))
-    return shape
+    values = {"num_key_value_heads": usual.kv_heads, "head_dim": usual.head_dim, **found}
+    return HeadShape(count(values, "num_key_value_heads"), count(values, "head_dim"))
 
 
 def cache_owners(config: Mapping[str, Any], setting: str | None, windows: Sequence[int | None]) -> list[int]:
@@ -99,11 +95,7 @@ def layers_of_kind(kinds: Sequence[object], mixer: tuple[str, ...], attention: t
     Raises:
         CheckpointError: a kind has none of the names, or no layer has attention.
     """
-    for kind in kinds:
-        if kind not in (*mixer, *attention):
-            raise CheckpointError(
-                f"config.json: layer_types has {shown(kind)}", f"supported are {mixer[0]} and {attention[0]}"
-            )
+    _require_known(kinds, (*mixer, *attention), f"{mixer[0]} and {attention[0]}")
     if not any(kind in attention for kind in kinds):
         raise CheckpointError("no layer of the checkpoint has attention", "supported are models with a key/value cache")
     return tuple(kind in mixer for kind in kinds)
@@ -186,9 +178,11 @@ def _layer_types(config: Mapping[str, Any], layers: int) -> list[bool] | None:
     kinds = optional_list(config, "layer_types", layers)
     if kinds is None:
         return None
-    for kind in kinds:
-        if kind not in (_FULL, _SLIDING):
-            raise CheckpointError(
-                f"config.json: layer_types has {shown(kind)}", f"supported are {_FULL} and {_SLIDING}"
-            )
+    _require_known(kinds, (_FULL, _SLIDING), f"{_FULL} and {_SLIDING}")
     return [kind == _SLIDING for kind in kinds]
+
+
+def _require_known(kinds: Sequence[object], names: tuple[str, ...], supported: str) -> None:
+    unknown = [kind for kind in kinds if kind not in names]
+    if unknown:
+        raise CheckpointError(f"config.json: layer_types has {shown(unknown[0])}", f"supported are {supported}")

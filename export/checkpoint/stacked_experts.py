@@ -27,20 +27,26 @@ _EXPONENT_BIAS: Final = 127
 
 
 @dataclass(frozen=True)
-class FloatStack:
-    """Experts in one float tensor, each transposed."""
+class _Stack:
+    """All experts of a layer in one tensor."""
 
     experts: int
     rows: int
     """Rows per expert (N)."""
     columns: int
-    read: Callable[[int, int], Float32Array]
-    """Reads elements of the flattened tensor, from an index and a count."""
 
     @property
     def shape(self) -> tuple[int, int]:
         """Shape of the matrix of all experts, one under the other."""
         return self.experts * self.rows, self.columns
+
+
+@dataclass(frozen=True)
+class FloatStack(_Stack):
+    """Experts in one float tensor, each transposed."""
+
+    read: Callable[[int, int], Float32Array]
+    """Reads elements of the flattened tensor, from an index and a count."""
 
     def read_rows(self, start: int, stop: int) -> Float32Array:
         """Read rows of the matrix, float32 [stop - start, columns]; whole experts are read from the file."""
@@ -54,22 +60,13 @@ class FloatStack:
 
 
 @dataclass(frozen=True)
-class Mxfp4Stack:
+class Mxfp4Stack(_Stack):
     """Experts in MXFP4."""
 
-    experts: int
-    rows: int
-    """Rows per expert (N)."""
-    columns: int
     blocks: Callable[[int, int], UInt8Array]
     """Reads bytes of the flattened codes, from an index and a count."""
     scales: Callable[[int, int], UInt8Array]
     """Reads bytes of the flattened scales, from an index and a count."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Shape of the matrix of all experts, one under the other."""
-        return self.experts * self.rows, self.columns
 
     def read_rows(self, start: int, stop: int) -> Float32Array:
         """Read rows of the matrix, float32 [stop - start, columns]."""

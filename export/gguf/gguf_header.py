@@ -21,6 +21,7 @@ import numpy as np
 from ...errors import CheckpointError
 from ...models.json_file import is_finite, is_whole, shown
 from ...models.regular_file import open_regular
+from ..checkpoint.json_fields import MAX_COUNT, MAX_NUMBER
 
 Scalar = int | float | bool | str
 Value = Scalar | list[Scalar]
@@ -46,8 +47,6 @@ _MAX_HEADER_BYTES: Final = 1 << 28
 _MAX_DIMENSIONS: Final = 4
 _DEFAULT_ALIGNMENT: Final = 32
 _MAX_ALIGNMENT: Final = 1 << 20
-_MAX_COUNT: Final = (1 << 31) - 1
-_MAX_NUMBER: Final = 1e30
 _Item = TypeVar("_Item")
 
 
@@ -230,7 +229,7 @@ class GgufMetadata:
         value = self._values.get(key)
         if isinstance(value, list) and value and all(item == value[0] for item in value):
             value = value[0]
-        if value is None or (isinstance(value, int) and is_whole(value, minimum) and value <= _MAX_COUNT):
+        if value is None or (isinstance(value, int) and is_whole(value, minimum) and value <= MAX_COUNT):
             return value
         raise self.wrong(f"{key} is {shown(value)}", f"it must be one integer of at least {minimum}")
 
@@ -243,7 +242,7 @@ class GgufMetadata:
         value = self._values.get(key)
         if value is None:
             return None
-        if not isinstance(value, (int, float)) or not is_finite(value) or abs(value) > _MAX_NUMBER:
+        if not isinstance(value, (int, float)) or not is_finite(value) or abs(value) > MAX_NUMBER:
             raise self.wrong(f"{key} is {shown(value)}", "it must be a number")
         narrow = np.float32(value)
         return float(str(narrow)) if float(narrow) == value else float(value)

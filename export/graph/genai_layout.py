@@ -9,7 +9,7 @@ offers beyond that is lost: token trees, and logits of selected positions only.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -30,6 +30,7 @@ from ..check.reference import TokenArray
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.json_fields import read_json
 from . import inputs_outputs
+from .embedding_head import HEAD_INPUT
 from .head_parts import needed_nodes
 
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -40,9 +41,7 @@ _POSITIONS_AND_BIAS: Final = (9, 10)
 """Input indices of GroupQueryAttention's positions and bias, which are optional."""
 _PASS_INPUTS: Final = ("input_ids", "attention_mask", "position_ids")
 """Inputs other than the KV cache."""
-_PAST: Final = 3
 _WINDOW: Final = "local_window_size"
-_HEAD_INPUT: Final = "head.rows"
 _TOKENS: Final = 12
 _STEPS: Final = 2
 _TYPES: Final = frozenset(
@@ -115,7 +114,7 @@ def to_genai(model: ModelProto, config: DecoderConfig) -> ModelProto:
     windows = {inputs_outputs.past_key(layer): each.window for layer, each in enumerate(config.attention)}
     for node in nodes:
         if node.op_type == "GroupQueryAttention":
-            _use_operator_defaults(node, windows[node.input[_PAST]])
+            _use_operator_defaults(node, windows[node.input[3]])
     outputs = _outputs(config)
     nodes = needed_nodes(nodes, [value.name for value in outputs])
     used = {name for node in nodes for name in node.input}
@@ -137,20 +136,16 @@ def to_genai(model: ModelProto, config: DecoderConfig) -> ModelProto:
 
 def _length_nodes(graph: GraphProto) -> list[NodeProto]:
     """Return nodes that compute the lengths from the mask: int32 [batch] and an int32 scalar."""
-    names = ("mask.ones", "mask.total")
-    graph.initializer.extend(
-        [
-            numpy_helper.from_array(np.array([1], np.int64), names[0]),
-            numpy_helper.from_array(np.array(1, np.int64), names[1]),
-        ]
-    )
+    ones, axis = "mask.ones", "mask.total"
+    constants = {ones: np.array([1]), axis: np.array(1)}
+    graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
     last, total = _LENGTH_INPUTS
     return [
-        helper.make_node("ReduceSum", ["attention_mask", names[0]], ["mask.sum"], name="mask.sum", keepdims=0),
-        helper.make_node("Sub", ["mask.sum", names[0]], ["mask.last"], name="mask.last"),
+        helper.make_node("ReduceSum", ["attention_mask", ones], ["mask.sum"], name="mask.sum", keepdims=0),
+        helper.make_node("Sub", ["mask.sum", ones], ["mask.last"], name="mask.last"),
         helper.make_node("Cast", ["mask.last"], [last], name=last, to=TensorProto.INT32),
         helper.make_node("Shape", ["attention_mask"], ["mask.shape"], name="mask.shape"),
-        helper.make_node("Gather", ["mask.shape", names[1]], ["mask.width"], name="mask.width", axis=0),
+        helper.make_node("Gather", ["mask.shape", axis], ["mask.width"], name="mask.width", axis=0),
         helper.make_node("Cast", ["mask.width"], [total], name=total, to=TensorProto.INT32),
     ]
 
@@ -178,9 +173,9 @@ def _with_all_logits(graph: GraphProto, config: DecoderConfig) -> Iterator[NodeP
         for index, name in enumerate(node.input):
             node.input[index] = replacements.get(name, name)
         selects = node.op_type == "Gather" and node.input[1] == "logit_rows"
-        if selects or (node.op_type == "Squeeze" and node.output[0] == _HEAD_INPUT):
+        if selects or (node.op_type == "Squeeze" and node.output[0] == HEAD_INPUT):
             replacements[node.output[0]] = node.input[0]
-        elif node.op_type == "Gemm" and _HEAD_INPUT in replacements:
+        elif node.op_type == "Gemm" and HEAD_INPUT in replacements:
             yield from _batched_gemm(graph, node, config)
         else:
             yield node
@@ -208,30 +203,22 @@ def _inputs(config: DecoderConfig, *, positions: bool) -> list[ValueInfoProto]:
     axes = {"input_ids": "sequence_length", "attention_mask": "total_sequence_length"}
     if positions:
         axes["position_ids"] = "sequence_length"
-    return [
-        *(helper.make_tensor_value_info(name, TensorProto.INT64, ["batch_size", axis]) for name, axis in axes.items()),
-        *(
-            helper.make_tensor_value_info(name(layer), TensorProto.FLOAT, _cache_shape(config, "past_sequence_length"))
-            for layer in range(config.layers)
-            for name in (inputs_outputs.past_key, inputs_outputs.past_value)
-        ),
-    ]
+    declared = [helper.make_tensor_value_info(name, TensorProto.INT64, ["batch_size", axes[name]]) for name in axes]
+    names = (inputs_outputs.past_key, inputs_outputs.past_value)
+    return [*declared, *_caches(config, names, "past_sequence_length")]
 
 
 def _outputs(config: DecoderConfig) -> list[ValueInfoProto]:
     shape: list[str | int] = ["batch_size", "sequence_length", config.vocab_size]
-    return [
-        helper.make_tensor_value_info(inputs_outputs.LOGITS, TensorProto.FLOAT, shape),
-        *(
-            helper.make_tensor_value_info(name(layer), TensorProto.FLOAT, _cache_shape(config, "total_sequence_length"))
-            for layer in range(config.layers)
-            for name in (inputs_outputs.present_key, inputs_outputs.present_value)
-        ),
-    ]
+    logits = helper.make_tensor_value_info(inputs_outputs.LOGITS, TensorProto.FLOAT, shape)
+    names = (inputs_outputs.present_key, inputs_outputs.present_value)
+    return [logits, *_caches(config, names, "total_sequence_length")]
 
 
-def _cache_shape(config: DecoderConfig, length: str) -> list[str | int]:
-    return ["batch_size", config.kv_heads, length, config.head_dim]
+def _caches(config: DecoderConfig, names: Sequence[Callable[[int], str]], length: str) -> list[ValueInfoProto]:
+    shape: list[str | int] = ["batch_size", config.kv_heads, length, config.head_dim]
+    layers = range(config.layers)
+    return [helper.make_tensor_value_info(name(layer), TensorProto.FLOAT, shape) for layer in layers for name in names]
 
 
 def genai_config(folder: Path, config: DecoderConfig, context: int, inputs: Sequence[str]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -16,7 +15,7 @@ from ...models.onnx_file.graph_editor import CannotRewriteError
 from ...models.progress import Progress
 from ...runtime.devices.device_check import compare_with_cpu
 from ...runtime.devices.providers import cpu_device
-from ...runtime.gpu_graph.rewriting import FORMS, GpuForm, gpu_graph
+from ...runtime.gpu_graph.rewriting import FORMS, gpu_graph
 from ...runtime.graph.model_metadata import metadata_of
 from ...runtime.graph.session import GraphSession, SessionConfig
 
@@ -40,7 +39,11 @@ def write_gpu_variants(folder: Path, progress: Progress) -> list[str]:
     path = folder / MANIFEST_NAME
     manifest = Manifest.from_json(path.read_bytes(), str(path))
     bundle = Bundle(folder, folder / GRAPH_NAME, manifest)
-    forms = list(_forms())
+    forms = [
+        (provider, form, plain)
+        for provider, form in FORMS.items()
+        for plain in ((False, True) if form.has_plain_form else (False,))
+    ]
     others = [each for each in manifest.variants if each.device is not DeviceKind.GPU]
     variants, notes = list(others), []
     for number, (provider, form, plain) in enumerate(forms):
@@ -61,14 +64,6 @@ def write_gpu_variants(folder: Path, progress: Progress) -> list[str]:
     write_atomically(path, replace(manifest, files=files, variants=tuple(variants)).to_json().encode())
     progress(_STAGE, 1.0)
     return notes
-
-
-def _forms() -> Iterator[tuple[str, GpuForm, bool]]:
-    """Provider, form, and whether it is the form for plain passes."""
-    for provider, form in FORMS.items():
-        yield provider, form, False
-        if form.has_plain_form:
-            yield provider, form, True
 
 
 def _require_same(bundle: Bundle, file: Path) -> None:

@@ -6,13 +6,14 @@ A pass has M new tokens and T - M cached ones; R of the M positions get logits. 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from onnx import TensorProto, ValueInfoProto, helper
 
 from ...errors import InputError
-from ...models.draft_heads import HeadKind, feature_layers
+from ...models.draft_heads import feature_layers
 from ..checkpoint.config import DecoderConfig
 
 LOGITS: Final = "logits"
@@ -49,19 +50,9 @@ def past_conv(layer: int) -> str:
     return f"past_conv.{layer}"
 
 
-def present_conv(layer: int) -> str:
-    """Name of the output with those, followed by the inputs at the new tokens."""
-    return present_of(past_conv(layer))
-
-
 def past_recurrent(layer: int) -> str:
     """Name of the input with a layer's state of linear attention after the last cached token."""
     return f"past_recurrent.{layer}"
-
-
-def present_recurrent(layer: int) -> str:
-    """Name of the output with that after the last new token."""
-    return present_of(past_recurrent(layer))
 
 
 def advanced_recurrent(layer: int) -> str:
@@ -74,34 +65,20 @@ def past_updates(layer: int) -> str:
     return f"past_recurrent_updates.{layer}"
 
 
-def present_updates(layer: int) -> str:
-    """Name of the output with those by the new tokens."""
-    return present_of(past_updates(layer))
-
-
 def present_of(past: str) -> str:
-    """Name of the output that belongs to an input with a state."""
+    """Name of the output that belongs to an input with a state: the same after the new tokens."""
     return past.replace("past_", "present_", 1)
 
 
 def graph_inputs(config: DecoderConfig) -> list[ValueInfoProto]:
     """All inputs of the graph."""
-    buffers = [
-        helper.make_tensor_value_info(name(layer), TensorProto.FLOAT, _buffer_shape(config, layer))
-        for layer in config.attention_layers
-        for name in (past_key, past_value)
-    ]
-    return [*pass_inputs(), *buffers, *_states(config)]
+    return [*pass_inputs(), *_buffers(config, past_key, past_value), *_states(config)]
 
 
 def pass_inputs() -> list[ValueInfoProto]:
     """The inputs that are new in every pass, that is, all but the KV cache."""
-    declare, float32, int32, int64 = (
-        helper.make_tensor_value_info,
-        TensorProto.FLOAT,
-        TensorProto.INT32,
-        TensorProto.INT64,
-    )
+    declare, float32 = helper.make_tensor_value_info, TensorProto.FLOAT
+    int32, int64 = TensorProto.INT32, TensorProto.INT64
     return [
         declare("input_ids", int64, [1, "M"]),
         declare("position_ids", int64, [1, "M"]),
@@ -116,24 +93,13 @@ def graph_outputs(
     config: DecoderConfig, hidden_states: bool, features: DraftFeatures | None = None
 ) -> list[ValueInfoProto]:
     """All outputs of the graph, the states before the LM head among them if `hidden_states`, and the `features`."""
-    logits = helper.make_tensor_value_info(LOGITS, TensorProto.FLOAT, ["R", config.vocab_size])
-    buffers = [
-        helper.make_tensor_value_info(name(layer), TensorProto.FLOAT, _buffer_shape(config, layer))
-        for layer in config.attention_layers
-        for name in (present_key, present_value)
-    ]
-    states = helper.make_tensor_value_info(HIDDEN_STATES, TensorProto.FLOAT, ["R", config.hidden_size])
-    given = []
+    declare, float32 = helper.make_tensor_value_info, TensorProto.FLOAT
+    outputs = [declare(LOGITS, float32, ["R", config.vocab_size])]
+    if hidden_states:
+        outputs.append(declare(HIDDEN_STATES, float32, ["R", config.hidden_size]))
     if features is not None:
-        shape = ["M" if features.all_tokens else "R", features.size(config)]
-        given.append(helper.make_tensor_value_info(DRAFT_FEATURES, TensorProto.FLOAT, shape))
-    return [
-        logits,
-        *([states] if hidden_states else []),
-        *given,
-        *buffers,
-        *_states(config, present=True),
-    ]
+        outputs.append(declare(DRAFT_FEATURES, float32, ["M" if features.all_tokens else "R", features.size(config)]))
+    return [*outputs, *_buffers(config, present_key, present_value), *_states(config, present=True)]
 
 
 def _states(config: DecoderConfig, *, present: bool = False) -> list[ValueInfoProto]:
@@ -160,9 +126,14 @@ def _states(config: DecoderConfig, *, present: bool = False) -> list[ValueInfoPr
     return [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in declared.items()]
 
 
-def _buffer_shape(config: DecoderConfig, layer: int) -> list[str | int]:
-    shape = config.attention[layer].shape
-    return [1, shape.kv_heads, "capacity", shape.head_dim]
+def _buffers(config: DecoderConfig, *names: Callable[[int], str]) -> list[ValueInfoProto]:
+    """The caches of keys and values."""
+    shapes = {layer: config.attention[layer].shape for layer in config.attention_layers}
+    return [
+        helper.make_tensor_value_info(name(layer), TensorProto.FLOAT, [1, shape.kv_heads, "capacity", shape.head_dim])
+        for layer, shape in shapes.items()
+        for name in names
+    ]
 
 
 @dataclass(frozen=True)
@@ -206,8 +177,3 @@ def eagle_features(config: DecoderConfig, listed: tuple[int, ...] | None) -> Dra
             "give a head that was trained for this model",
         )
     return DraftFeatures(layers)
-
-
-def features_for(kind: HeadKind, config: DecoderConfig, listed: tuple[int, ...] | None) -> DraftFeatures:
-    """The features that a head of a kind takes; arguments and errors as for `eagle_features`."""
-    return eagle_features(config, listed) if kind is HeadKind.EAGLE else DraftFeatures(all_tokens=False)

@@ -27,9 +27,7 @@ from .inputs_outputs import (
     past_conv,
     past_recurrent,
     past_updates,
-    present_conv,
-    present_recurrent,
-    present_updates,
+    present_of,
 )
 from .nodes import MICROSOFT, Nodes
 
@@ -54,7 +52,7 @@ class Recurrence:
 def append_silu_convolution(nodes: Nodes, index: int, name: str, convolution: ConvolutionWeights, mixed: str) -> str:
     """Append the convolution of `mixed`, [1, M, channels], and SiLU; the inputs at the last tokens are an output."""
     inputs = nodes.add("Concat", [past_conv(index), mixed], f"{name}.inputs", axis=1)
-    nodes.add("Slice", [inputs, *_last(nodes, UPDATED_WIDTH + convolution.kernel - 1)], present_conv(index))
+    nodes.add("Slice", [inputs, *_last(nodes, UPDATED_WIDTH + convolution.kernel - 1)], present_of(past_conv(index)))
     total = append_taps(nodes, name, convolution, inputs, mixed)
     return nodes.silu(total, f"{name}.convolved")
 
@@ -86,9 +84,9 @@ def append_recurrence(
     Returns:
         The name of what the queries read, [1, M, value heads * value channels].
     """
-    advanced, present = advanced_recurrent(index), present_recurrent(index)
+    advanced, present = advanced_recurrent(index), present_of(past_recurrent(index))
     updates = nodes.add("Concat", update, f"{name}.updates", axis=-1)
-    nodes.add("Slice", [updates, *_last(nodes, UPDATED_WIDTH)], present_updates(index))
+    nodes.add("Slice", [updates, *_last(nodes, UPDATED_WIDTH)], present_of(past_updates(index)))
     parts, kind = [f"{name}.past.{part}" for part in recurrence.update], name.rsplit(".", 1)[-1]
     before = nodes.split(past_updates(index), parts, nodes.integers(f"{kind}.updates", *recurrence.update.values()))
     # What the cached tokens read is not needed; their keys stand for queries.
@@ -127,7 +125,7 @@ def append_convolution(nodes: Nodes, index: int, layer: Layer, convolution: Conv
     widths = nodes.integers("conv.widths", width, width, width)
     gate_in, gate_out, value = nodes.split(nodes.linear(layer.qkv, normed), parts, widths)
     gated = nodes.add("Mul", [gate_in, value], f"{name}.gated")
-    inputs = nodes.add("Concat", [past_conv(index), gated], present_conv(index), axis=1)
+    inputs = nodes.add("Concat", [past_conv(index), gated], present_of(past_conv(index)), axis=1)
     return nodes.add("Mul", [gate_out, append_taps(nodes, name, convolution, inputs, gated)], f"{name}.mixed")
 
 

@@ -275,7 +275,6 @@ class _Decoder:
         linear, cap, rows = head_layout(config), config.logits_softcap, self._shape.logit_rows
         hidden = nodes.scaled(normed, config.logits_scale, "head.scaled")
         weight_format = nodes.plan[linear.name]
-        flat_shape = [rows, config.vocab_size]
         output = inputs_outputs.LOGITS if cap is None else "head.uncapped"
         if weight_format.bits == 32:
             table = "embedding.weight" if config.tied_head else nodes.weights.float16("head.weight")
@@ -284,7 +283,7 @@ class _Decoder:
         else:
             matrix = embedding_layout(config).name if config.tied_head else linear.name
             product = nodes.quantized(matrix, weight_format, hidden, config.hidden_size, "head.product")
-            nodes.reshape(product, flat_shape, output)
+            nodes.reshape(product, [rows, config.vocab_size], output)
         if cap is not None:
             self._capped(output, cap, inputs_outputs.LOGITS)
         best = nodes.add("ArgMax", [inputs_outputs.LOGITS], f"{NEXT_IDS}.int64", axis=-1, keepdims=0)

@@ -592,8 +592,13 @@ def write_bundle(
 ) -> Path:
     """Write a random checkpoint to `folder`/checkpoint, export it to `folder`/bundle and return the latter."""
     source = write_checkpoint(folder / "checkpoint", family, seed=seed, **overrides)
+    return exported(source, folder / "bundle", weights)
+
+
+def exported(source: Path, destination: Path, weights: WeightFormat | ExportRecipe = FP32) -> Path:
+    """Export a checkpoint and return the bundle."""
     recipe = weights if isinstance(weights, ExportRecipe) else ExportRecipe(weights)
-    return export_checkpoint(ExportRequest(source, folder / "bundle", recipe)).bundle
+    return export_checkpoint(ExportRequest(source, destination, recipe)).bundle
 
 
 def write_endless_bundle(folder: Path) -> Path:

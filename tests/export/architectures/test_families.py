@@ -10,7 +10,7 @@ import onnx
 import pytest
 
 from edgerun.errors import CheckpointError, InputError
-from edgerun.export import FP32, INT4, INT8, ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
+from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat
 from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import Activation, DecoderConfig, read_config
@@ -29,6 +29,7 @@ from support.tiny_models import (
     FAMILY_SETTINGS,
     GRANITE_EXPERTS,
     HYBRID_FAMILIES,
+    exported,
     separate_experts,
     tiny_config,
     tiny_weights,
@@ -156,12 +157,12 @@ def test_every_tensor_changes_the_logits(tmp_path, family: str, suffix: str, cou
     weights = tiny_weights(tiny_config(family))
     names = [name for name in weights if name.endswith(suffix)]
     assert len(names) == count
-    before = logits_of(export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32))).bundle)
+    before = logits_of(exported(source, tmp_path / "bundle"))
     for name in names:
         changed = weights[name].copy()
         changed.flat[::7] += 0.5
         write_weights(source, {**weights, name: changed})
-        after = logits_of(export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32))).bundle)
+        after = logits_of(exported(source, tmp_path / "bundle"))
         assert np.abs(after - before).max() > 1e-4, name
 
 
@@ -226,10 +227,7 @@ def test_experts_in_one_tensor_export_like_separate_ones(tmp_path) -> None:
     weights = tiny_weights(tiny_config("qwen3_5_moe_text"))
     other = write_checkpoint(tmp_path / "apart", "qwen3_5_moe_text")
     write_weights(other, separate_experts(weights))
-    bundles = [
-        export_checkpoint(ExportRequest(each, tmp_path / f"{each.name}-bundle", ExportRecipe(INT4))).bundle
-        for each in (source, other)
-    ]
+    bundles = [exported(each, tmp_path / f"{each.name}-bundle", INT4) for each in (source, other)]
     for name in ("model.onnx", "model.onnx.data"):
         assert digest_file(bundles[0] / name) == digest_file(bundles[1] / name)
 
@@ -248,7 +246,7 @@ def test_experts_that_do_not_fit_are_refused_in_one_line(tmp_path, change: dict[
     source = write_checkpoint(tmp_path / "checkpoint", "qwen3_5_moe_text")
     write_json(source / "config.json", tiny_config("qwen3_5_moe_text", **{"intermediate_size": 64, **change}))
     with pytest.raises(CheckpointError, match=message) as error:
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
+        exported(source, tmp_path / "bundle")
     assert "\n" not in str(error.value)
 
 
@@ -256,7 +254,7 @@ def test_blocks_that_do_not_divide_experts_are_refused(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", "qwen3_moe")
     message = r"layers\.0\.down have 32 columns, which is not a multiple of the block size 64; choose smaller blocks"
     with pytest.raises(InputError, match=message):
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(WeightFormat(4, 64))))
+        exported(source, tmp_path / "bundle", ExportRecipe(WeightFormat(4, 64)))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
@@ -288,11 +286,7 @@ def write_mxfp4(folder: Path, weights: dict[str, Any]) -> Path:
 def test_mxfp4_experts_export_like_their_float_values(tmp_path, weight_format) -> None:
     packed, unpacked = mxfp4_weights()
     bundles = [
-        export_checkpoint(
-            ExportRequest(
-                write_mxfp4(tmp_path / name, weights), tmp_path / f"{name}-bundle", ExportRecipe(weight_format)
-            )
-        ).bundle
+        exported(write_mxfp4(tmp_path / name, weights), tmp_path / f"{name}-bundle", weight_format)
         for name, weights in (("packed", packed), ("unpacked", unpacked))
     ]
     for name in ("model.onnx", "model.onnx.data"):
@@ -349,7 +343,7 @@ def test_damaged_experts_are_refused_in_one_line(tmp_path, damage, message: str)
     damage(weights)
     source = write_mxfp4(tmp_path / "checkpoint", weights)
     with pytest.raises(CheckpointError, match=message) as caught:
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
+        exported(source, tmp_path / "bundle")
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
@@ -379,7 +373,7 @@ def nested(folder: Path, rename: dict[str, str], kind: str = "gemma3", **text_se
 def test_language_model_of_a_multimodal_checkpoint(tmp_path, rename: dict[str, str], kind: str) -> None:
     alone = write_bundle(tmp_path / "alone", NESTED[kind], weights=INT4)
     source = nested(tmp_path / "nested", rename, kind)
-    inside = export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(INT4))).bundle
+    inside = exported(source, tmp_path / "bundle", INT4)
     for name in ("model.onnx", "model.onnx.data"):
         assert digest_file(inside / name) == digest_file(alone / name)
     assert open_bundle(inside).manifest.architecture.family == kind
@@ -388,7 +382,7 @@ def test_language_model_of_a_multimodal_checkpoint(tmp_path, rename: dict[str, s
 def test_a_multimodal_checkpoint_with_another_language_model_is_refused(tmp_path) -> None:
     source = nested(tmp_path / "nested", {"": "language_model."}, "mistral3", model_type="mistral")
     with pytest.raises(CheckpointError, match=r"has the model_type 'mistral'; supported is ministral3"):
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
+        exported(source, tmp_path / "bundle")
 
 
 def test_a_multimodal_checkpoint_without_its_language_model_is_refused(tmp_path) -> None:
@@ -396,7 +390,7 @@ def test_a_multimodal_checkpoint_without_its_language_model_is_refused(tmp_path)
     with pytest.raises(
         CheckpointError, match=r"lacks the tensor model\.embed_tokens\.weight; the checkpoint is incompl"
     ):
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
+        exported(source, tmp_path / "bundle")
 
 
 def test_defaults_of_gemma_checkpoints(tmp_path) -> None:

@@ -16,7 +16,7 @@ from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.json_fields import read_json
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from support.tiny_models import GRANITE_EXPERTS, write_checkpoint
+from support.tiny_models import GRANITE_EXPERTS, exported, write_checkpoint
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -230,7 +230,7 @@ def test_logits_equal_those_of_transformers(tmp_path, case: str) -> None:
     computed = reference_logits(Checkpoint(source), read_json(source / "config.json"), TOKENS, context)
     # transformers keeps its rotary angles in float32 even in a float64 model.
     np.testing.assert_allclose(computed, expected, atol=2e-4)
-    bundle = export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32))).bundle
+    bundle = exported(source, tmp_path / "bundle")
     session = ContractSession(bundle, read_config(bundle), 64)
     np.testing.assert_allclose(session.forward(TOKENS, np.arange(48)), expected, atol=2e-4)
 
@@ -256,7 +256,7 @@ def test_greedy_text_is_that_of_transformers(tmp_path, case: str) -> None:
     with torch.no_grad():
         for _ in range(200):
             expected.append(int(model(torch.tensor([expected]), use_cache=False).logits[0, -1].argmax()))
-    bundle = export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32))).bundle
+    bundle = exported(source, tmp_path / "bundle")
     with edgerun.load(bundle, threads=1, cache=False, learned=False, history=False) as engine:
         for speculation in (Speculation.OFF, Speculation.AUTO):
             sequence = engine.model.new_sequence()

@@ -18,7 +18,7 @@ from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, export_check
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.checkpoint.source import RowRange
-from support.tiny_models import tiny_config, tiny_weights, write_checkpoint, write_json, write_weights
+from support.tiny_models import exported, tiny_config, tiny_weights, write_checkpoint, write_json, write_weights
 
 
 @settings(max_examples=30)
@@ -70,36 +70,25 @@ def edit_generation(**changes: object) -> Damage:
     return lambda folder: write_json(folder / "generation_config.json", changes)
 
 
-def edit_weights(**changes: np.ndarray) -> Damage:
-    """Replace tensors; `__` in a name replaces a dot."""
-
-    def damage(folder: Path) -> None:
-        replaced = {name.replace("__", "."): value for name, value in changes.items()}
-        write_weights(folder, {**tiny_weights(tiny_config()), **replaced})
-
-    return damage
-
-
-def drop_weight(name: str) -> Damage:
+def edit_weights(edit: Callable[[dict[str, np.ndarray]], object]) -> Damage:
     def damage(folder: Path) -> None:
         weights = tiny_weights(tiny_config())
-        del weights[name]
+        edit(weights)
         write_weights(folder, weights)
 
     return damage
 
 
 def set_weight(value: float) -> Damage:
-    def damage(folder: Path) -> None:
-        weights = tiny_weights(tiny_config())
-        weights["model.layers.1.mlp.up_proj.weight"][3, 5] = value
-        write_weights(folder, weights)
-
-    return damage
+    return edit_weights(lambda weights: weights["model.layers.1.mlp.up_proj.weight"].__setitem__((3, 5), value))
 
 
-def write_text(name: str, text: str) -> Damage:
-    return lambda folder: (folder / name).write_text(text, encoding="utf-8")  # type: ignore[return-value]
+def set_norm(value: np.ndarray) -> Damage:
+    return edit_weights(lambda weights: weights.update({"model.norm.weight": value}))
+
+
+def write(name: str, data: str | bytes) -> Damage:
+    return lambda folder: (folder / name).write_bytes(data if isinstance(data, bytes) else data.encode())  # type: ignore[return-value]
 
 
 def remove(name: str) -> Damage:
@@ -134,16 +123,7 @@ def index_of(text: str) -> Damage:
 
 def header_of(text: str) -> Damage:
     data = text.encode()
-    return lambda folder: (folder / "model.safetensors").write_bytes(len(data).to_bytes(8, "little") + data)  # type: ignore[return-value]
-
-
-def write_bytes(name: str, data: bytes) -> Damage:
-    return lambda folder: (folder / name).write_bytes(data)  # type: ignore[return-value]
-
-
-def huge_number(name: str) -> Damage:
-    """Set a number that is too large for a float."""
-    return edit_config(**{name: 10**400})
+    return write("model.safetensors", len(data).to_bytes(8, "little") + data)
 
 
 def entry_of(shape: object, offsets: object, dtype: object = "F32") -> Damage:
@@ -156,9 +136,9 @@ ROPE = {"rope_type": "spiral", "factor": 4.0}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
 DAMAGED = [
     (remove("config.json"), r"does not contain config\.json; give the folder of a Hugging Face checkpoint"),
-    (write_text("config.json", "{not json"), r"config\.json is not valid JSON: .*; download"),
-    (write_text("config.json", "[1]"), r"config\.json does not hold a JSON object"),
-    (write_text("config.json", "{}"), r"config\.json has no model_type"),
+    (write("config.json", "{not json"), r"config\.json is not valid JSON: .*; download"),
+    (write("config.json", "[1]"), r"config\.json does not hold a JSON object"),
+    (write("config.json", "{}"), r"config\.json has no model_type"),
     (
         edit_config(model_type="mixtral"),
         r"model_type 'mixtral' is not a supported architecture; supported are gemma2, .*, smollm3; Optimum exports "
@@ -217,27 +197,30 @@ DAMAGED = [
         r"has a damaged header: model\.x has the data_offsets \[-4, 0\]",
     ),
     (
-        drop_weight("model.layers.1.self_attn.k_proj.weight"),
+        edit_weights(lambda weights: weights.pop("model.layers.1.self_attn.k_proj.weight")),
         r"lacks the tensor model\.layers\.1\.self_attn\.k_proj\.weight; the checkpoint is incomplete",
     ),
     (edit_config(tie_word_embeddings=False), r"lacks the tensor lm_head\.weight"),
     (
-        edit_weights(model__norm__weight=np.ones(65, np.float32)),
+        set_norm(np.ones(65, np.float32)),
         r"model\.norm\.weight has shape \[65\], but config\.json implies \[64\]",
     ),
-    (edit_weights(model__norm__weight=np.ones(64, np.int32)), r"has type I32; supported are F32, F16 and BF16"),
+    (set_norm(np.ones(64, np.int32)), r"has type I32; supported are F32, F16 and BF16"),
     (set_weight(float("nan")), r"up_proj\.weight holds NaN or infinite weights"),
     (set_weight(float("inf")), r"up_proj\.weight holds NaN or infinite weights"),
     (set_weight(float("-inf")), r"up_proj\.weight holds NaN or infinite weights"),
     (remove("tokenizer.json"), r"does not contain tokenizer\.json; save one with AutoTokenizer"),
-    (write_text("tokenizer.json", "{}"), r"tokenizer\.json is not a tokenizer"),
-    (write_text("tokenizer.json", "not json"), r"tokenizer\.json is not a tokenizer"),
-    (write_text("config.json", DEEP), r"config\.json is not valid JSON: it is nested too deeply"),
-    (write_text("config.json", '{"a":' * 100_000), r"config\.json is not valid JSON: it is nested too deeply"),
-    (write_bytes("config.json", b'{"model_type": "\xff"}'), r"config\.json is not valid JSON: 'utf-8' codec"),
-    (huge_number("rope_theta"), r"rope_theta must be a number, at most 1e\+30, found 1000"),
-    (huge_number("rms_norm_eps"), r"rms_norm_eps must be a number, at most 1e\+30, found 1000"),
-    (huge_number("max_position_embeddings"), r"max_position_embeddings must be .*, at most 2147483647, found 1000"),
+    (write("tokenizer.json", "{}"), r"tokenizer\.json is not a tokenizer"),
+    (write("tokenizer.json", "not json"), r"tokenizer\.json is not a tokenizer"),
+    (write("config.json", DEEP), r"config\.json is not valid JSON: it is nested too deeply"),
+    (write("config.json", '{"a":' * 100_000), r"config\.json is not valid JSON: it is nested too deeply"),
+    (write("config.json", b'{"model_type": "\xff"}'), r"config\.json is not valid JSON: 'utf-8' codec"),
+    (edit_config(rope_theta=10**400), r"rope_theta must be a number, at most 1e\+30, found 1000"),
+    (edit_config(rms_norm_eps=10**400), r"rms_norm_eps must be a number, at most 1e\+30, found 1000"),
+    (
+        edit_config(max_position_embeddings=10**400),
+        r"max_position_embeddings must be .*, at most 2147483647, found 1000",
+    ),
     (edit_config(rope_theta=float("nan")), r"rope_theta must be a number, .*found nan"),
     (edit_config(rms_norm_eps=float("inf")), r"rms_norm_eps must be a number, .*found inf"),
     (edit_config(rms_norm_eps=True), r"rms_norm_eps must be a number, .*found True"),
@@ -273,14 +256,14 @@ DAMAGED = [
     (edit_generation(eos_token_id=[0, -1]), r"generation_config\.json: eos_token_id must be .*found \[0, -1\]"),
     (edit_generation(eos_token_id="<|end|>"), r"generation_config\.json: eos_token_id must be a token id, or a list"),
     (edit_generation(temperature="hot"), r"generation_config\.json: temperature must be a number, found 'hot'"),
-    (write_text("generation_config.json", "{"), r"generation_config\.json is not valid JSON"),
-    (write_text("tokenizer_config.json", "[]"), r"tokenizer_config\.json does not hold a JSON object"),
+    (write("generation_config.json", "{"), r"generation_config\.json is not valid JSON"),
+    (write("tokenizer_config.json", "[]"), r"tokenizer_config\.json does not hold a JSON object"),
     (
-        write_text("tokenizer_config.json", '{"eos_token": 3}'),
+        write("tokenizer_config.json", '{"eos_token": 3}'),
         r"tokenizer_config\.json: eos_token must be text, found 3",
     ),
-    (write_text("tokenizer_config.json", '{"chat_template": 3}'), r"json: chat_template must be text, found 3"),
-    (write_bytes("chat_template.jinja", b"\xff"), r"chat_template\.jinja cannot be read: 'utf-8' codec"),
+    (write("tokenizer_config.json", '{"chat_template": 3}'), r"json: chat_template must be text, found 3"),
+    (write("chat_template.jinja", b"\xff"), r"chat_template\.jinja cannot be read: 'utf-8' codec"),
 ]
 
 
@@ -290,17 +273,17 @@ def test_damaged_checkpoints_are_refused_in_one_line(tmp_path, damage: Damage, m
     source = write_checkpoint(tmp_path / "checkpoint")
     damage(source)
     with pytest.raises(CheckpointError, match=message) as caught:
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(weight_format)))
+        exported(source, tmp_path / "bundle", weight_format)
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
 def test_end_of_text_token_of_config_json_without_generation_config(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", eos_token_id=300)
-    export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
+    exported(source, tmp_path / "bundle")
     (source / "generation_config.json").unlink()
     with pytest.raises(CheckpointError, match=r"^config\.json: eos_token_id must be .* below 300, found 300"):
-        export_checkpoint(ExportRequest(source, tmp_path / "other", ExportRecipe(FP32)))
+        exported(source, tmp_path / "other")
 
 
 def test_null_settings_have_default_values(tmp_path) -> None:
@@ -313,7 +296,7 @@ def test_null_settings_have_default_values(tmp_path) -> None:
 
 def test_the_error_names_a_missing_folder(tmp_path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere does not contain config\.json"):
-        export_checkpoint(ExportRequest(tmp_path / "nowhere", tmp_path / "bundle", ExportRecipe(FP32)))
+        exported(tmp_path / "nowhere", tmp_path / "bundle")
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path) -> None:
@@ -323,7 +306,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path) -> None:
     with pytest.raises(
         CheckpointError, match=r"has token '.*' with id 300, but config\.json has vocab_size 300; the tokenizer"
     ):
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
+        exported(source, tmp_path / "bundle")
 
 
 def test_a_vocabulary_may_be_larger_than_the_tokenizer(tmp_path) -> None:
@@ -406,4 +389,4 @@ def test_invalid_settings_of_a_family_are_refused_in_one_line(tmp_path, family: 
 
 def test_a_window_that_no_layer_uses_is_ignored(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", "qwen2", use_sliding_window=True, max_window_layers=2)
-    export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
+    exported(source, tmp_path / "bundle")

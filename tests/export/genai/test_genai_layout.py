@@ -21,7 +21,7 @@ from edgerun.models.manifest import GraphLayout
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.foreign_exporters import SCRIPT, Exporter, run_in
 from support.nightly import some_nightly
-from support.tiny_models import write_bundle, write_checkpoint, write_json
+from support.tiny_models import exported, write_bundle, write_checkpoint, write_json
 
 TOKENS = 60
 PROMPT = "the cat and the other"
@@ -54,9 +54,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("both")
     edge = write_bundle(folder / "edge", case.partition(",")[0], weights=weight_format, **FAMILIES[case])
     recipe = ExportRecipe(weight_format, layout=GraphLayout.GENAI)
-    return BothLayouts(
-        edge, export_checkpoint(ExportRequest(folder / "edge" / "checkpoint", folder / "genai", recipe)).bundle
-    )
+    return BothLayouts(edge, exported(folder / "edge" / "checkpoint", folder / "genai", recipe))
 
 
 def greedy(bundle: Path, speculation: Speculation = Speculation.OFF) -> tuple[list[int], list[int]]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from edgerun.edge.cli.main import main
 from edgerun.errors import CheckpointError, EdgeError
-from edgerun.export import ExportRecipe, ExportRequest, export_checkpoint
+from edgerun.export import ExportRecipe
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.layout import expected_tensors
 from edgerun.export.checkpoint.open import require_tokenizer
@@ -21,7 +21,7 @@ from edgerun.export.checkpoint.source import RowRange
 from edgerun.export.gguf import open_gguf
 from edgerun.export.gguf.gguf_header import read_gguf_header
 from support.gguf_files import write_gguf
-from support.tiny_models import write_checkpoint
+from support.tiny_models import exported, write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +176,7 @@ def test_scales_that_are_not_finite(tmp_path, checkpoint: Path, value: float, of
     file = write_gguf(tmp_path / "model.gguf", checkpoint, {name: kind}, raw={name: blocks})
     for recipe in (ExportRecipe(None), ExportRecipe()):
         with pytest.raises(CheckpointError, match=f"{name} holds NaN or infinite weights"):
-            export_checkpoint(ExportRequest(file, tmp_path / "bundle", recipe))
+            exported(file, tmp_path / "bundle", recipe)
     assert not (tmp_path / "bundle").exists()
 
 

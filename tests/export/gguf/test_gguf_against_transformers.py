@@ -7,13 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgerun.export import FP32, ExportRecipe, ExportRequest, export_checkpoint
 from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.gguf import open_gguf
 from support.gguf_files import write_gguf
 from support.shared_data import data_path
-from support.tiny_models import write_checkpoint
+from support.tiny_models import exported, write_checkpoint
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -44,7 +43,7 @@ def test_logits_equal_those_of_transformers(tmp_path, family: str, kind: str) ->
     overrides = {"head_dim": 128} if family == "qwen3" else {}
     source = write_checkpoint(tmp_path / "checkpoint", family, tie_word_embeddings=False, **overrides)
     file = write_gguf(tmp_path / "model.gguf", source, kind)
-    bundle = export_checkpoint(ExportRequest(file, tmp_path / "bundle", ExportRecipe(FP32))).bundle
+    bundle = exported(file, tmp_path / "bundle")
     logits = ContractSession(bundle, read_config(bundle), 64).forward(TOKENS, np.arange(len(TOKENS)))
     assert np.abs(logits - logits_of_transformers(file)).max() < 1e-3
 

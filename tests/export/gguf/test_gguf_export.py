@@ -24,7 +24,7 @@ from edgerun.export.quantization.codes import dequantize_rows, quantize_rows, ro
 from edgerun.models.bundle import open_bundle
 from support.gguf_files import NAMES, gguf_name, permuted, random_blocks, write_gguf
 from support.shared_data import data_path
-from support.tiny_models import write_checkpoint, write_weights
+from support.tiny_models import exported, write_checkpoint, write_weights
 
 STORED = ExportRecipe()
 """Keeps the formats of the file."""
@@ -60,8 +60,8 @@ def test_float_weights_export_byte_for_byte_like_the_checkpoint(tmp_path, family
         tensors = {name: Checkpoint(source).read(name) for name in Checkpoint(source)._tensors}
         write_weights(source, {n: (v.view(np.uint32) & 0xFFFF0000).view(np.float32) for n, v in tensors.items()})
     file = write_gguf(tmp_path / "model.gguf", source, kind)
-    expected = export_checkpoint(ExportRequest(source, tmp_path / "expected", ExportRecipe(FP32))).bundle
-    bundle = export_checkpoint(ExportRequest(file, tmp_path / "bundle", STORED)).bundle
+    expected = exported(source, tmp_path / "expected")
+    bundle = exported(file, tmp_path / "bundle", STORED)
     assert digests(bundle) == digests(expected)
     assert open_bundle(bundle).manifest.architecture == open_bundle(expected).manifest.architecture
     assert {path.name for path in bundle.iterdir()} >= {"tokenizer.json", "config.json", "chat_template.jinja"}
@@ -124,10 +124,8 @@ def test_every_tensor_type_exports_its_decoded_weights(tmp_path, kind: str) -> N
         tensors[name] = restored(name, gguf.quants.dequantize(raw[gguf_name(name)], number), config)
     write_weights(source, tensors)
     file = write_gguf(tmp_path / "model.gguf", source, kind, raw=raw)
-    expected = export_checkpoint(ExportRequest(source, tmp_path / "expected", ExportRecipe(FP32))).bundle
-    assert digests(export_checkpoint(ExportRequest(file, tmp_path / "plain", ExportRecipe(FP32))).bundle) == digests(
-        expected
-    )
+    expected = exported(source, tmp_path / "expected")
+    assert digests(exported(file, tmp_path / "plain")) == digests(expected)
     report = export_checkpoint(ExportRequest(file, tmp_path / "bundle", STORED))
     weight_format = {**EXACT, **OTHER, **K_QUANTS}[kind]
     weights = open_bundle(report.bundle).manifest.weights
@@ -188,9 +186,7 @@ def test_fused_linears_take_the_widest_format_of_their_matrices(tmp_path) -> Non
     source = write_checkpoint(tmp_path / "checkpoint", num_hidden_layers=2, tie_word_embeddings=False)
     kinds = {f"blk.{layer}.{name}.weight": "Q4_0" for layer in range(2) for name in NAMES.values()}
     kinds |= {"blk.1.attn_v.weight": "Q8_0", "blk.1.ffn_up.weight": "F16", "token_embd.weight": "Q5_0"}
-    bundle = export_checkpoint(
-        ExportRequest(write_gguf(tmp_path / "model.gguf", source, kinds), tmp_path / "bundle", STORED)
-    ).bundle
+    bundle = exported(write_gguf(tmp_path / "model.gguf", source, kinds), tmp_path / "bundle", STORED)
     assert open_bundle(bundle).manifest.weights == {
         "embedding": INT8,
         "layers.0.qkv": INT4,
@@ -209,7 +205,7 @@ def test_requested_formats_override_those_of_the_file(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     file = write_gguf(tmp_path / "model.gguf", source, "Q8_0")
     recipe = ExportRecipe(WeightFormat(4, 64), head=INT8)
-    weights = open_bundle(export_checkpoint(ExportRequest(file, tmp_path / "bundle", recipe)).bundle).manifest.weights
+    weights = open_bundle(exported(file, tmp_path / "bundle", recipe)).manifest.weights
     assert weights["head"] == weights["embedding"] == INT8
     assert weights["layers.0.qkv"] == WeightFormat(4, 64)
     head = open_bundle(export_checkpoint(ExportRequest(file, tmp_path / "other", ExportRecipe(None, head=FP32))).bundle)
@@ -224,17 +220,17 @@ def test_a_split_model_exports_like_a_single_file(tmp_path, kind: str) -> None:
         ExportRequest(write_gguf(tmp_path / "one.gguf", source, kind), tmp_path / "whole", STORED)
     )
     first = write_gguf(tmp_path / "many.gguf", source, kind, parts=3)
-    assert digests(export_checkpoint(ExportRequest(first, tmp_path / "bundle", STORED)).bundle) == digests(whole.bundle)
+    assert digests(exported(first, tmp_path / "bundle", STORED)) == digests(whole.bundle)
     second = first.with_name("many-00002-of-00003.gguf")
     with pytest.raises(CheckpointError, match="is one of 3 parts; give the first one, named NAME-00001-of-0000N.gguf"):
-        export_checkpoint(ExportRequest(second, tmp_path / "bundle", STORED))
+        exported(second, tmp_path / "bundle", STORED)
     third = first.with_name("many-00003-of-00003.gguf")
     third.write_bytes(second.read_bytes())
     with pytest.raises(CheckpointError, match="many-00003-of-00003.gguf is not part 3 of many-00001-of-00003.gguf"):
-        export_checkpoint(ExportRequest(first, tmp_path / "bundle", STORED))
+        exported(first, tmp_path / "bundle", STORED)
     third.unlink()
     with pytest.raises(CheckpointError, match="many-00003-of-00003.gguf is missing"):
-        export_checkpoint(ExportRequest(first, tmp_path / "bundle", STORED))
+        exported(first, tmp_path / "bundle", STORED)
 
 
 NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -256,8 +252,8 @@ def test_rope_scalings_export_like_the_checkpoint(tmp_path, scaling, also) -> No
     source = write_checkpoint(tmp_path / "checkpoint", rope_scaling=scaling)
     metadata = {f"llama.rope.scaling.{key}": value for key, value in also.items()}
     file = write_gguf(tmp_path / "model.gguf", source, also=metadata)
-    expected = export_checkpoint(ExportRequest(source, tmp_path / "expected", ExportRecipe(FP32))).bundle
-    assert digests(export_checkpoint(ExportRequest(file, tmp_path / "bundle", STORED)).bundle) == digests(expected)
+    expected = exported(source, tmp_path / "expected")
+    assert digests(exported(file, tmp_path / "bundle", STORED)) == digests(expected)
 
 
 def llama3_divisors(base: float, dim: int, scaling) -> np.ndarray:
@@ -345,7 +341,7 @@ def test_settings_equal_those_of_the_checkpoint(tmp_path) -> None:
 def test_greedy_text_of_the_stories_model_from_half_floats(tmp_path) -> None:
     source = data_path("weights/stories260K-hf")
     file = write_gguf(tmp_path / "stories.gguf", source, "F16")
-    bundle = export_checkpoint(ExportRequest(file, tmp_path / "stories", STORED)).bundle
+    bundle = exported(file, tmp_path / "stories", STORED)
     tokenizer = Tokenizer.from_file(str(bundle / "tokenizer.json"))
     prompt = np.array(tokenizer.encode("Once upon a time").ids)
     assert prompt.tolist() == Tokenizer.from_file(str(source / "tokenizer.json")).encode("Once upon a time").ids

@@ -43,6 +43,7 @@ from edgerun.models.manifest import Method
 from support.gguf_files import write_gguf
 from support.tiny_models import (
     ATTENTION_FAMILIES,
+    exported,
     tiny_config,
     tiny_weights,
     write_bundle,
@@ -146,7 +147,7 @@ def test_offsets_of_a_gguf_file_are_kept(tmp_path: Path, monkeypatch: pytest.Mon
     source = write_checkpoint(tmp_path / "checkpoint", "qwen2", num_hidden_layers=1, tie_word_embeddings=False)
     file = write_gguf(tmp_path / "model.gguf", source, "Q4_1")
     recipe = ExportRecipe(None, device="npu", widths=WIDTHS, contexts=(CAPACITY,))
-    bundle = export_checkpoint(ExportRequest(file, tmp_path / "bundle", recipe)).bundle
+    bundle = exported(file, tmp_path / "bundle", recipe)
     manifest = open_bundle(bundle).manifest
     assert manifest is not None
     assert manifest.weights["layers.0.qkv"].offsets
@@ -265,7 +266,7 @@ def test_what_cannot_be_exported_is_refused_first(
 
     def export() -> None:
         recipe = ExportRecipe(INT4, device="npu", widths=widths, contexts=contexts)
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe))
+        exported(source, tmp_path / "bundle", recipe)
 
     with pytest.raises(InputError, match=message):
         export()

@@ -1,4 +1,4 @@
-"""Edits of a graph keep it valid and its look-up tables consistent."""
+"""Edits of a graph keep it valid; constants are unpacked, bounded by their files, and share bytes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from edgerun.errors import BundleError
-from edgerun.export.check.contract_session import evaluate
+from edgerun.export.check.contract_session import ModelSession, evaluate
+from edgerun.export.graph.initializers import WeightFile
 from edgerun.export.upgrade.editable import EditableGraph
-from edgerun.export.upgrade.graph_parts import Tensor, in_place
+from edgerun.export.upgrade.graph_parts import Tensor, in_place, read_tensor, to_file
 from support.small_graphs import add_chain, model_of
 
 
@@ -59,3 +60,45 @@ def test_graph_is_read_without_its_weights(tiny_bundle: Path) -> None:
     whole = {each.name: numpy_helper.to_array(each) for each in onnx.load(tiny_bundle / "model.onnx").graph.initializer}
     np.testing.assert_array_equal(graph.array(name), whole[name])
     assert Tensor.of(whole[name]).nbytes == graph.tensors[name].nbytes
+
+
+@given(values=st.lists(st.integers(-8, 7), min_size=1, max_size=9), signed=st.booleans())
+def test_4_bit_constants_are_unpacked(values: list[int], signed: bool) -> None:
+    codes = values if signed else [value + 8 for value in values]
+    element_type = TensorProto.INT4 if signed else TensorProto.UINT4
+    proto = helper.make_tensor("t", element_type, [len(codes)], codes)
+    assert read_tensor(proto, Path()).array().tolist() == codes
+
+
+@given(data=st.binary(max_size=64), cut=st.integers(-3, 3), offset=st.integers(-2, 70))
+def test_constants_beyond_the_end_of_their_file_are_refused(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes, cut: int, offset: int
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    (folder / "weights").write_bytes(data)
+    length = len(data) + cut
+    proto = TensorProto(name="t", dims=[max(length, 0)], data_type=TensorProto.UINT8)
+    proto.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", "weights"), ("offset", offset), ("length", length)):
+        proto.external_data.add(key=key, value=str(value))
+    if length >= 0 and offset >= 0 and offset + length <= len(data):
+        assert read_tensor(proto, folder).array().tobytes() == data[offset : offset + length]
+    else:
+        with pytest.raises(BundleError, match="the model's constant t is damaged"):
+            read_tensor(proto, folder)
+
+
+def test_constants_with_the_same_bytes_are_written_once(tmp_path: Path) -> None:
+    table = (np.arange(1200) % 100).astype(np.float32)  # sums of products are exact in float32
+    (tmp_path / "weights").write_bytes(table.tobytes())
+    model = model_of([helper.make_node("MatMul", ["a", "b"], ["out"])], {}, {}, ["out"])
+    for name, shape in (("a", (30, 40)), ("b", (40, 30))):
+        proto = TensorProto(name=name, dims=shape, data_type=TensorProto.FLOAT, data_location=TensorProto.EXTERNAL)
+        proto.external_data.add(key="location", value="weights")
+        model.graph.initializer.append(proto)
+    graph = EditableGraph(model, tmp_path)
+    with WeightFile(tmp_path / "data") as data:
+        graph.model(to_file(data, lambda _: None))
+        assert data.digest().bytes == table.nbytes
+    (out,) = ModelSession(graph.model(in_place), graph.folder).run(["out"], {})
+    np.testing.assert_allclose(out, table.reshape(30, 40) @ table.reshape(40, 30))

@@ -15,13 +15,15 @@ from onnx import TensorProto, helper
 
 from edgerun.export import FP32
 from edgerun.export.check.contract_session import evaluate
+from edgerun.export.graph.initializers import WeightFile
 from edgerun.export.quantization.codes import dequantize_rows, quantize_rows
 from edgerun.export.upgrade.editable import EditableGraph
 from edgerun.export.upgrade.float_linears import Matrix, RoundedMatrix, quantize_linears, widen
-from edgerun.export.upgrade.graph_parts import Array, Computed, Tensor, in_place
+from edgerun.export.upgrade.graph_parts import Array, Computed, Tensor, in_place, to_file
 from edgerun.export.upgrade.quantized_linears import absorb_biases, join_linears
 from edgerun.models.manifest import WeightFormat
 from support.layout_nodes import Nodes
+from support.small_graphs import model_of
 
 Floats = npt.NDArray[np.float32]
 VOCABULARY, WIDTH, INNER = 70, 48, 40
@@ -196,3 +198,23 @@ def test_half_precision_is_rounded_without_a_float32_copy(monkeypatch: pytest.Mo
         logits.append(logits_of(graph, np.arange(VOCABULARY)))
     np.testing.assert_array_equal(*logits)
     assert 0 < max(whole) <= 4 * WIDTH  # biases
+
+
+def test_half_precision_is_converted_and_tied_matrices_stay_tied(tmp_path: Path) -> None:
+    table = np.random.default_rng(0).standard_normal((40, 20)).astype(np.float16)
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["rows"]),
+        helper.make_node("Cast", ["rows"], ["typed"], to=TensorProto.FLOAT16),
+        helper.make_node("Transpose", ["table"], ["transposed"]),
+        helper.make_node("MatMul", ["typed", "transposed"], ["scores"]),
+        helper.make_node("Cast", ["scores"], ["out"], to=TensorProto.FLOAT),
+    ]
+    ids = np.array([1, 3, 5])
+    graph = EditableGraph(model_of(nodes, {"table": table}, {"ids": ids}, ["out"]), tmp_path)
+    widen(graph)
+    wide = table.astype(np.float32)
+    for written in (graph.model(in_place), graph.model(in_place)):
+        np.testing.assert_allclose(evaluate(written, {"ids": ids})[0], wide[ids] @ wide.T, atol=1e-5)
+    with WeightFile(tmp_path / "data") as data:
+        graph.model(to_file(data, lambda _: None))
+        assert data.digest().bytes == wide.nbytes

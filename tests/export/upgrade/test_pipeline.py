@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -221,19 +222,20 @@ def truncate_graph(folder: Path) -> None:
     (folder / "model.onnx").write_bytes(data[: len(data) // 2])
 
 
-def use_vendor_operator(folder: Path) -> None:
-    model = onnx.load(folder / "model.onnx", load_external_data=False)
-    model.graph.node[-1].domain = "com.amd"
-    onnx.save(model, folder / "model.onnx")
+def edit_graph(edit: Callable[[onnx.ModelProto], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        model = onnx.load(folder / "model.onnx", load_external_data=False)
+        edit(model)
+        onnx.save(model, folder / "model.onnx")
+
+    return damage
 
 
-def remove_cache(folder: Path) -> None:
-    model = onnx.load(folder / "model.onnx", load_external_data=False)
+def remove_cache(model: onnx.ModelProto) -> None:
     inputs = [info for info in model.graph.input if not info.name.startswith("past_key_values")]
     inputs += [helper.make_tensor_value_info("unused", TensorProto.INT64, [1])]
     del model.graph.input[:]
     model.graph.input.extend(inputs)
-    onnx.save(model, folder / "model.onnx")
 
 
 def delete_weights(folder: Path) -> None:
@@ -246,19 +248,19 @@ def truncate_weights(folder: Path) -> None:
         path.write_bytes(path.read_bytes()[:1000])
 
 
-def use_old_opset(folder: Path) -> None:
-    model = onnx.load(folder / "model.onnx", load_external_data=False)
-    model.opset_import[0].version = 11
-    onnx.save(model, folder / "model.onnx")
-
-
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated graph": (truncate_graph, "m/model.onnx is not an ONNX model"),
-    "vendor operator": (use_vendor_operator, "the model uses operators of com.amd"),
-    "no cache": (remove_cache, "the model has no key-value cache among its inputs and outputs"),
+    "vendor operator": (
+        edit_graph(lambda model: setattr(model.graph.node[-1], "domain", "com.amd")),
+        "the model uses operators of com.amd",
+    ),
+    "no cache": (edit_graph(remove_cache), "the model has no key-value cache among its inputs and outputs"),
     "no weights": (delete_weights, "m/model.onnx keeps weights in"),
     "truncated weights": (truncate_weights, "is damaged: 1000 bytes, "),
-    "old opset": (use_old_opset, "the model has opset 11, older than 13; export it again with a later opset"),
+    "old opset": (
+        edit_graph(lambda model: setattr(model.opset_import[0], "version", 11)),
+        "the model has opset 11, older than 13; export it again with a later opset",
+    ),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "there is no tokenizer.json beside"),
     "invalid config": (
         lambda folder: (folder / "config.json").write_text("{", encoding="utf-8"),
@@ -322,17 +324,11 @@ def test_earlier_bundle_is_kept_when_an_upgrade_fails(tmp_path: Path) -> None:
     assert (bundle / "edge.json").read_bytes() == (tmp_path / "before.json").read_bytes()
 
 
-def remove_positions(model: onnx.ModelProto) -> None:
-    """Make the operator count positions from the length of the cache."""
+def remove_input(model: onnx.ModelProto, index: int) -> None:
+    """Remove the positions, which the operator then counts from the length of the cache, or the bias."""
     for node in model.graph.node:
         if node.op_type == "GroupQueryAttention":
-            node.input[9] = ""
-
-
-def remove_bias(model: onnx.ModelProto) -> None:
-    for node in model.graph.node:
-        if node.op_type == "GroupQueryAttention":
-            node.input[10] = ""
+            node.input[index] = ""
 
 
 def ignore_selection(model: onnx.ModelProto) -> None:
@@ -348,7 +344,11 @@ def ignore_selection(model: onnx.ModelProto) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "where"),
-    [(remove_positions, "over a token tree"), (remove_bias, "over a token tree"), (ignore_selection, "in one pass")],
+    [
+        (partial(remove_input, index=9), "over a token tree"),
+        (partial(remove_input, index=10), "over a token tree"),
+        (ignore_selection, "in one pass"),
+    ],
 )
 def test_parity_check_detects_wrong_wiring(
     damage: Callable[[onnx.ModelProto], None], where: str, tmp_path: Path
