@@ -94,22 +94,10 @@ def tune(
     reader = PrefillMode.PLAIN if load.prefill == PrefillMode.PLAIN else PrefillMode.AUTO
     with open_model(model, replace(load, context=context, prefill=reader)) as engine:
         cost, prompts, file = _measure(engine, limited=context is None)
-        seconds = {} if choice is None else choice.seconds
-        prior_bytes = 0
-        if texts:
-            sequences = (engine.tokenizer.encode(each, add_special_tokens=False) for each in texts)
-            prior_bytes = write_bundle_table(engine.bundle, sequences, engine.graph_io.vocab_size)
+        sequences = (engine.tokenizer.encode(each, add_special_tokens=False) for each in texts)
+        prior_bytes = write_bundle_table(engine.bundle, sequences, engine.graph_io.vocab_size) if texts else 0
         facts = {
-            "model": str(engine.bundle.folder),
-            "device": str(engine.device),
-            "devices": None if fastest is None else record_to_json(fastest),
-            "threads": {
-                "used": engine.threads or default_threads(),
-                "milliseconds": {str(count): round(value * 1e3, 4) for count, value in sorted(seconds.items())},
-            },
-            "file": None if file is None else str(file),
-            "doubt": None if cost.doubt is None else cost.doubt.value,
-            "contexts": describe_cost(cost),
+            **_facts(engine, cost, file, choice, fastest),
             "prompts": prompts,
             "ngram_bytes": prior_bytes,
         }
@@ -124,6 +112,25 @@ def tune(
         console.print(shown, soft_wrap=isinstance(shown, str))
     if file is None:
         write_warning("the cache folder cannot be written, so the result is not stored")
+
+
+def _facts(
+    engine: Engine, cost: PassCost, file: Path | None, choice: ThreadChoice | None, fastest: FastestDevice | None
+) -> dict[str, Any]:
+    """What was measured of devices, threads and passes, as JSON."""
+    seconds = {} if choice is None else choice.seconds
+    return {
+        "model": str(engine.bundle.folder),
+        "device": str(engine.device),
+        "devices": None if fastest is None else record_to_json(fastest),
+        "threads": {
+            "used": engine.threads or default_threads(),
+            "milliseconds": {str(count): round(value * 1e3, 4) for count, value in sorted(seconds.items())},
+        },
+        "file": None if file is None else str(file),
+        "doubt": None if cost.doubt is None else cost.doubt.value,
+        "contexts": describe_cost(cost),
+    }
 
 
 def _measure(engine: Engine, *, limited: bool) -> tuple[PassCost, dict[str, Any], Path | None]:
