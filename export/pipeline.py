@@ -233,7 +233,8 @@ def require_expressible(recipe: ExportRecipe, draft: DraftRequest | None, config
     else:
         return
     asked = {
-        "calibration (--method gptq, --awq, --weights mixed)": recipe.calibrated and not config.keeps_states,
+        "calibration (--calibration, --seed, --method gptq or awq, --weights mixed)": recipe.calibrated
+        and not config.keeps_states,
         "--draft": draft is not None and draft.kind is None and (of_own_layers or not config.keeps_states),
         "--report": recipe.report and not config.keeps_states,
         "--layout genai": recipe.layout is not GraphLayout.EDGE,

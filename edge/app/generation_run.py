@@ -40,7 +40,7 @@ class GenerationRun:
         question: the message that they answer.
         tokens: stored tokens of what they begin with; none if they are not known.
         own_tokens: whether these are tokens of the model that generates.
-        ended: called with each message when it is kept.
+        ended: called with each message when it ends, and again at the end of the run.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class GenerationRun:
             with ExitStack() as watching:
                 for each in self.generations:
                     watching.enter_context(each.cancellation.calling(cancel_if_all_are))
-                for each in self._all(run.cancellation):
+                for each in self._generate_all(run.cancellation):
                     each.finish()
                     self._ended(each)
         except EdgeError as problem:
@@ -98,7 +98,7 @@ class GenerationRun:
         if (waiting := next((each for each in self.generations if not each.ended), None)) is not None:
             waiting.progress(stage, fraction)
 
-    def _all(self, cancellation: Cancellation) -> Iterator[MessageGeneration]:
+    def _generate_all(self, cancellation: Cancellation) -> Iterator[MessageGeneration]:
         """Generate the messages; yields each when it ends.
 
         Raises:
@@ -130,7 +130,7 @@ class GenerationRun:
                 if writer.rounds and not writer.rounds[-1].decided and not writer.content:
                     make_calls(self._context, generation, self._tools)
                 with self._context.pool.use(self._model, self._progress, cancellation=cancellation) as engine:
-                    for _ended in self._generate(engine, [generation], cancellation):
+                    for _ in self._generate(engine, [generation], cancellation):
                         pass
                 calls = tuple(StoredCall(call.id, call.name, call.arguments) for call in joined_calls(generation.calls))
                 if not calls:

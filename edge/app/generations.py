@@ -118,10 +118,13 @@ class Generations:
             ConversationError: the message was deleted, or another process writes it.
         """
         store = self._context.store
-        tokens = store.tokens(message.id)
-        model = self._model(message.model, message.conversation)
         with self._lock:
             self.check_room()
+            message = store.message(message.id)
+            if message.state is MessageState.WRITING:
+                raise writing_error()
+            tokens = store.tokens(message.id)
+            model = self._model(message.model, message.conversation)
             store.write_answer(message.id, message.content, None)
             rounds = tuple(each.undecided() for each in message.rounds)
             resumed = replace(store.message(message.id), model=model, rounds=rounds)
@@ -165,8 +168,6 @@ class Generations:
         model_of_tokens: str | None,
     ) -> None:
         """Begin a run; the lock is held."""
-        if any(message.id in self._live and not self._live[message.id].ended for message in messages):
-            raise writing_error()
         own_tokens = messages[0].model == model_of_tokens
         run = GenerationRun(self._context, messages, question, tokens, own_tokens, self._forget)
         self._live.update({each.id: each for each in run.generations})

@@ -64,7 +64,7 @@ class MessageGeneration:
         """How it has ended; None while it is generated."""
         self.stats: dict[str, Any] | None = None
         self.ended = False
-        """Whether it is kept, and nothing more is written."""
+        """Whether `finish` has begun: no further text comes, but the store may not have the end yet."""
         self.calls: list[ToolCallDelta] = []
         self.writer = MessageWriter(store, message.id, message.content, tokens, message.rounds)
         self._store: Final = store

@@ -100,7 +100,7 @@ def _recorded(command_line: typer.Context, source: Path, defaults: Mapping[str, 
             typed = origin is not None and origin.name == "COMMANDLINE"
             if name in defaults or typed:
                 value = defaults.get(name, given[name])
-                is_path = isinstance(value, Path) or name == "draft"
+                is_path = isinstance(value, Path) or (name == "draft" and not is_on_hub(value))
                 words.append(parameter.opts[0])
                 words += [] if value is True else [Path(value).name if is_path else str(value)]
     return shlex.join(words)

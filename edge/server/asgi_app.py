@@ -208,7 +208,7 @@ class Guard:
 
 
 def origin_refusal(settings: ServerSettings, scope: Scope) -> RefusedError | None:
-    """Why a request to an unknown host name, or from a page of another site, is refused; None for all others."""
+    """Why a request with too long headers, to an unknown host or from another site is refused; None for others."""
     headers = Headers(scope=scope)
     if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
         return RefusedError(

@@ -49,6 +49,7 @@ class GenerationEndpoint(Endpoint[_Request]):
             with cancellation.reading(request.begin(engine, index)) as stream:
                 stream.start()
                 chunks: list[Chunk] = []
+                # An empty piece begins the response too; see `Endpoint.compute`.
                 yield b"".join(map(encode, objects.started())) if request.stream else b""
                 try:
                     for chunk in stream:

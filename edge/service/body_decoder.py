@@ -48,7 +48,7 @@ _TAGS: Final = {
     "role": "roles are system, developer, user, assistant and tool",
     "text.format.type": "formats are text, json_object and json_schema",
     "response_format.type": "formats are text, json_object and json_schema",
-    "input.type": "items are messages, function_call and function_call_output",
+    "input.type": "items are message, reasoning, function_call and function_call_output",
     "output.type": 'models here read text: {"type": "input_text", "text": ...}',
     "input.content.type": 'models here read text: {"type": "input_text", "text": ...}',
     "tools.type": 'edge-run knows functions: {"type": "function"}',
@@ -66,7 +66,7 @@ _FOREIGN_TAGS: Final = frozenset(
         *("reasoning", "web_search_call"),
     )
 )
-"""Values of such fields that OpenAI's API has and edge-run has not."""
+"""Values of such fields that OpenAI's API has, and edge-run not in their place."""
 
 
 def decode_body(

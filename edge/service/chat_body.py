@@ -35,7 +35,7 @@ class ChatBody(ConversationFields, kw_only=True):
     """Body of a chat completion."""
 
     messages: Annotated[list[AnyMessage], about("The conversation.")]
-    model: Annotated[str | None, about("Name of the model; null for the one that the server has.")] = None
+    model: Annotated[str | None, about("Name of the model; null for the first one that the server offers.")] = None
     max_tokens: Annotated[
         TokenLimit | None,
         about("Largest number of tokens to generate; the default, and -1, is the rest of the context."),

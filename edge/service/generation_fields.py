@@ -20,9 +20,6 @@ from .request_error import invalid, unsupported
 
 _SEED_BITS: Final = 64
 
-_FIELDS: Final = {"template_variables": "chat_template_kwargs"}
-"""Fields of a body whose option has another name."""
-
 PositiveInt: TypeAlias = Annotated[int, Meta(ge=1)]
 TokenLimit: TypeAlias = Annotated[int, Meta(ge=-1)]
 """Largest number of tokens to generate; -1 for no limit, as llama.cpp has it."""
@@ -174,7 +171,7 @@ class GenerationRequest:
         """Check that a model is what the request asks for.
 
         Raises:
-            RequestError: its context is shorter, or it does not have a token of a prompt.
+            RequestError: its context is shorter.
         """
         if self.num_ctx is not None and self.num_ctx > engine.context:
             raise unsupported(
@@ -203,8 +200,11 @@ def generate_options(fields: SamplingFields, others: Mapping[str, Any]) -> Gener
         del values["max_tokens"]
     if "seed" in values and values["seed"] < 0:
         values["seed"] += 1 << _SEED_BITS  # seeds of OpenAI's API have a sign
+    field_of = {"template_variables": "chat_template_kwargs"}
+    if fields.repeat_penalty is None:
+        field_of["repeat_penalty"] = "repetition_penalty"
     for name, value in values.items():
-        check_option(name, value)
+        check_option(name, value, field_of.get(name, name))
     return GenerateOptions(**values)
 
 
@@ -270,12 +270,11 @@ def same(fields: msgspec.Struct, name: str, other: str) -> Any:
     return again if value is None else value
 
 
-def check_option(name: str, value: Any) -> None:
-    """Check one option by itself, so that the error can name its field."""
+def check_option(name: str, value: Any, field: str) -> None:
+    """Check one option by itself, so that the error can name the field that gave it."""
     try:
         GenerateOptions(**{name: value})
     except InputError as error:
-        field = _FIELDS.get(name, name)
         what = error.what.replace(name.replace("_", "-"), field).replace(name, field)
         what = what if field in what else f"{field}: {what}"
         raise invalid(field, what, error.hint) from error

@@ -110,7 +110,9 @@ class FunctionDefinition(StrictStruct, omit_defaults=True):
     name: str
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, about("JSON Schema of the arguments.")] = None
-    strict: Annotated[bool | None, about("Arguments are not constrained to the schema.", False)] = None
+    strict: Annotated[
+        bool | None, about("Only a tool_choice that makes the model call constrains arguments to the schema.", False)
+    ] = None
 
 
 class FunctionTool(StrictStruct, tag_field="type", tag="function"):

@@ -95,7 +95,9 @@ class ResponseTool(StrictStruct, tag_field="type", tag="function"):
     name: str
     parameters: dict[str, Any] | None = None
     description: str | None = None
-    strict: Annotated[bool | None, about("Arguments are not constrained to the schema.", False)] = None
+    strict: Annotated[
+        bool | None, about("Only a tool_choice that makes the model call constrains arguments to the schema.", False)
+    ] = None
 
 
 class TextConfig(StrictStruct):
@@ -128,7 +130,7 @@ class ResponsesBody(ConversationFields, kw_only=True):
         str | list[MessageItem | CallItem | CallOutputItem | ReasoningItem],
         about("What the user says, or the conversation: messages, function calls and their results."),
     ]
-    model: Annotated[str | None, about("Name of the model; null for the one that the server has.")] = None
+    model: Annotated[str | None, about("Name of the model; null for the first one that the server offers.")] = None
     instructions: Annotated[str | None, about("The system message.")] = None
     max_output_tokens: Annotated[
         PositiveInt | None, about("Largest number of tokens to generate; the default is the rest of the context.")
@@ -234,7 +236,7 @@ def _conversation(fields: ResponsesBody) -> Sequence[Mapping[str, Any]]:
         raise invalid("input", "input is empty", "give a text or items")
     for index, item in enumerate(items):
         if isinstance(item, ReasoningItem):
-            reasoning = "".join(part.text for part in item.content or ())
+            reasoning += "".join(part.text for part in item.content or ())
             continue
         if isinstance(item, CallItem) and messages and messages[-1]["role"] == "assistant" and not reasoning:
             # What the assistant says and calls in one turn is one message.

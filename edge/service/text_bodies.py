@@ -79,7 +79,7 @@ class CompletionBody(AcceptedFields, kw_only=True):
     """Body of a text completion."""
 
     prompt: Annotated[TextsOrIds, about("A text, a list of texts, token ids, or a list of token id lists.")]
-    model: Annotated[str | None, about("Name of the model; null for the one that the server has.")] = None
+    model: Annotated[str | None, about("Name of the model; null for the first one that the server offers.")] = None
     max_tokens: Annotated[
         TokenLimit | None,
         about(
@@ -104,7 +104,7 @@ class CompletionRequest(GenerationRequest):
     """Text completions to generate."""
 
     def check(self, engine: Engine) -> None:
-        """Check that a model is what the request asks for; errors as for `GenerationRequest.check`."""
+        """Check also that a model has the tokens of the prompts; errors as for `GenerationRequest.check`."""
         super().check(engine)
         for index, prompt in enumerate(self.prompts):
             if isinstance(prompt, tuple):
@@ -136,7 +136,7 @@ class EmbeddingBody(StrictStruct):
     """Body of a request for embeddings."""
 
     input: Annotated[TextsOrIds, about("A text, a list of texts, token ids, or a list of token id lists.")]
-    model: Annotated[str | None, about("Name of the model; null for the one that the server has.")] = None
+    model: Annotated[str | None, about("Name of the model; null for the first one that the server offers.")] = None
     encoding_format: Annotated[
         str | None, about("Vectors as numbers, or as the base64 of little-endian float32.", "float", "base64")
     ] = None
@@ -185,7 +185,7 @@ class TokenizeBody(StrictStruct):
     content: Annotated[str | None, about("The text, as llama.cpp names it.")] = None
     prompt: Annotated[str | None, about("The text, as vLLM names it.")] = None
     messages: Annotated[list[AnyMessage] | None, about("A conversation instead of a text.")] = None
-    model: Annotated[str | None, about("Name of the model; null for the one that the server has.")] = None
+    model: Annotated[str | None, about("Name of the model; null for the first one that the server offers.")] = None
     add_special: Annotated[
         bool | None, about("Whether a text begins with the model's special tokens; not by default.")
     ] = None
@@ -200,7 +200,7 @@ class DetokenizeBody(StrictStruct):
     """Body of a request for the text of token ids."""
 
     tokens: Annotated[list[Annotated[int, Meta(ge=0)]], about("Token ids.")]
-    model: Annotated[str | None, about("Name of the model; null for the one that the server has.")] = None
+    model: Annotated[str | None, about("Name of the model; null for the first one that the server offers.")] = None
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class TokenizeRequest:
                 code=ErrorCode.MISSING_FIELD if text is None else ErrorCode.INVALID_VALUE,
                 param="content",
             )
-        check_option("template_variables", fields.chat_template_kwargs)
+        check_option("template_variables", fields.chat_template_kwargs, "chat_template_kwargs")
         return cls(
             model=fields.model,
             text=text,

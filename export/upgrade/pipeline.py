@@ -69,14 +69,16 @@ def upgrade_model(request: ExportRequest, progress: Progress = silent) -> Export
 
     Args:
         request: its source is the .onnx file, or a folder that holds one; tokenizer and settings are beside it or one
-            folder up. Its recipe has the formats for floating-point matrices, and the context. With a body of None,
+            folder up. Its recipe has the formats for floating-point matrices, and the context. Where `body` is None,
             matrices are rounded to 4 bits if the whole model is in floating point, and not rounded if it is not.
             Matrices of few bits are never rounded again.
-        progress: is called with the stages "reading", "writing weights" and "checking".
+        progress: is called with the stages "reading", "writing weights" and "checking", and for a GPU with that of
+            `write_gpu_variants`.
 
     Raises:
         BundleError: the source is damaged, incomplete, or of a kind that cannot be upgraded.
-        InputError: the destination exists and is not a bundle, or overlaps the source.
+        InputError: the recipe has a layout, method or scales that an upgrade cannot have, or the destination exists and
+            is not a bundle, or overlaps the source.
         DestinationError: the disk refused a write.
         ExportError: the upgraded graph does not compute what the source does. After every error the destination is as
             it was before.
@@ -118,6 +120,7 @@ class _Upgrade:
         self._recipe = recipe
         self._progress = progress
         self._sizes = sizes_in_config(source.config, source.genai)
+        """Sizes of axis 1 (heads) and axis 3 (channels) of a cache, as far as the config names them."""
 
     def write(self, folder: Path, command: str) -> Parity:
         """Write every file of the bundle."""
@@ -175,6 +178,7 @@ class _Upgrade:
             if is_half(graph):
                 self._widen(graph)
             for cache in caches:
+                # Heads and channels, which some exporters leave open.
                 symbolic = any(isinstance(size, str) for size in (graph.shape(cache.past) or ())[1::2])
                 if symbolic and len(self._sizes) == 2:
                     declare_cache_shape(graph, cache, self._sizes[1], self._sizes[3])

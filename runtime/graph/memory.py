@@ -31,10 +31,9 @@ def drop_file_pages(path: Path) -> int:
     Returns:
         Number of bytes dropped.
     """
-    if sys.platform != "linux":
-        return 0
     file_name = str(path.resolve())
     try:
+        # Other systems have no such file.
         mappings = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace")
         madvise = ctypes.CDLL(None, use_errno=True).madvise
     except (OSError, AttributeError):

@@ -18,6 +18,7 @@ from edgerun.edge.app.event_channel import EventChannel
 from edgerun.edge.app.generations import Generations
 from edgerun.edge.conversations.records import Change, MessageState
 from edgerun.edge.conversations.store import ConversationStore
+from edgerun.edge.server.http_messages import RefusedError
 from edgerun.edge.server.server_settings import ServerSettings
 from edgerun.edge.service.model_pool import ModelPool
 from support.app_server import PATIENCE_S, RunningApp, running_app
@@ -80,6 +81,25 @@ def test_an_answer_can_be_stopped_as_soon_as_it_is_told_of(tmp_path: Path, endle
         wait_until(lambda: store.message(answer.id).state is not MessageState.WRITING)
         assert store.message(answer.id).state is MessageState.STOPPED
         stopping[0].join()
+        generations.close()
+
+
+def test_an_answer_that_is_resumed_twice_at_once_goes_on_once(tmp_path: Path, endless_bundle: Path) -> None:
+    with (
+        ConversationStore(tmp_path / "conversations.sqlite3") as store,
+        ModelPool([str(endless_bundle)], lambda path, progress: load(path, progress=progress, draft=None)) as pool,
+    ):
+        generations = Generations(AppContext(store, pool, EventChannel(), ServerSettings()))
+        question = store.add_message(store.create(sampling={"max_tokens": 3}).id, None, "user", "hello")
+        (answer,) = generations.begin(question)
+        wait_until(lambda: store.message(answer.id).state is not MessageState.WRITING)
+        ended = store.message(answer.id)  # what two requests have read that come at once
+        store.change(question.conversation, sampling={"max_tokens": 20_000})
+        generations.resume(ended, question)
+        wait_until(lambda: len(store.message(answer.id).content) > len(ended.content))
+        with pytest.raises(RefusedError):
+            generations.resume(ended, question)
+        assert len(store.message(answer.id).content) > len(ended.content)
         generations.close()
 
 

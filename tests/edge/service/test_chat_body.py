@@ -323,6 +323,7 @@ def test_wrong_types_name_the_field_and_both_types(fields: dict[str, Any], param
         ({"num_ctx": 0}, "num_ctx"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
         ({"repeat_penalty": 1, "repetition_penalty": 2}, "repetition_penalty"),
+        ({"repetition_penalty": 200}, "repetition_penalty"),
         ({"top_k": -1}, "top_k"),
         ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),

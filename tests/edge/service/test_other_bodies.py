@@ -115,6 +115,13 @@ def test_a_response_of_a_text() -> None:
     assert request.repeated["instructions"] == "Be brief."
 
 
+def test_reasoning_of_several_items_belongs_to_the_next_message() -> None:
+    items = [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": each}]} for each in ("a", "b")]
+    said = {"role": "assistant", "content": [{"type": "output_text", "text": "c", "annotations": []}]}
+    request = ResponsesRequest.parse({"input": [USER, *items, {**said, "type": "message"}, USER]})
+    assert request.messages[1] == {"role": "assistant", "content": "c", "reasoning_content": "ab"}
+
+
 def test_items_of_a_response_become_messages() -> None:
     request = ResponsesRequest.parse(
         {
