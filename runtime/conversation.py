@@ -32,6 +32,7 @@ from .scheduling.answer_stream import AnswerStream
 from .text.chat_template import Message
 from .text.detokenizer import AnswerStart
 from .text.messages import template_messages
+from .tools.answer_parts import AnswerParts
 from .tools.calls import assistant_message, joined_calls
 
 _FORMAT: Final = 2
@@ -109,6 +110,8 @@ class Session:
         except ContextError as error:
             raise ContextError(error.what, "start again with reset (/reset in the terminal)") from error
         chat = request.chat or chat
+        start_text = "" if start is None else start.text
+        begun = AnswerParts(start_text) if request.reading is None else request.reading.start_parts
         answer: list[Chunk] = []
         try:
             for chunk in self._model.generate(None, request, cancelled):
@@ -116,7 +119,7 @@ class Session:
                 yield chunk
         finally:
             # A conversation that was reset in the meantime stays empty.
-            message = _message(answer, "" if start is None else start.text)
+            message = _message(answer, begun)
             if message is not None and resets == self._resets:
                 self.messages, self._chat = [*chat.messages, message], chat
 
@@ -307,14 +310,14 @@ class _Saved:
         raise InputError(f"{path} was saved with the model {self.name:.100}, not {current}", f"load {self.name:.100}")
 
 
-def _message(answer: Sequence[Chunk], start: str) -> Message | None:
-    """The message that the pieces of an answer and its start make; None where there are none."""
+def _message(answer: Sequence[Chunk], begun: AnswerParts) -> Message | None:
+    """The message that the pieces of an answer make with the parts that it was begun with; None without a piece."""
     text = "".join(chunk.text for chunk in answer)
     reasoning = "".join(chunk.reasoning for chunk in answer)
-    calls = joined_calls(delta for chunk in answer for delta in chunk.tool_calls)
-    if not (text or reasoning or calls):
+    if not (text or reasoning or any(chunk.tool_calls for chunk in answer)):
         return None
-    return template_messages([assistant_message(start + text, reasoning, calls)])[0]
+    calls = joined_calls([*begun.tool_calls, *(delta for chunk in answer for delta in chunk.tool_calls)])
+    return template_messages([assistant_message(begun.text + text, begun.reasoning + reasoning, calls)])[0]
 
 
 def _largest_file(model: LoadedModel) -> int:

@@ -51,7 +51,7 @@ class Step(NamedTuple):
     origins: tuple[DraftOrigin, ...] = ()
     """How each token came to be, if log-probabilities were asked for."""
     prompt_readers: Mapping[str, int] | None = None
-    """Number of prompt tokens that each graph read, by its name; None after the first round."""
+    """Number of tokens that each graph read before the first one, by its name; None in rounds that read nothing."""
     replayed: int = 0
     """Number of tokens that the passes ran once more, because a recurrent state cannot be cut back."""
     closed: bool = False
@@ -65,7 +65,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeLimits:
-    """What ends decoding, and what learns how far it is before the first token."""
+    """What ends decoding, and who is told how much of the prompt has been read."""
 
     max_tokens: int | None = None
     """Largest number of tokens to produce; None for the rest of the context."""

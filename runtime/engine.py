@@ -36,7 +36,7 @@ Prompt: TypeAlias = str | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class EngineLoad:
+class EngineActivity:
     """How busy an engine is."""
 
     active: int
@@ -197,7 +197,7 @@ class Engine:
 
     @checked_arguments
     def session(self, *, system: str | None = None, resume: str | os.PathLike[str] | None = None) -> Session:
-        """Open a conversation with a KV cache of its own: a new one, or one that `Session.save` wrote.
+        """Open a conversation, whose KV cache the prefix cache keeps: a new one, or one that `Session.save` wrote.
 
         Raises:
             InputError: the saved conversation cannot be read or belongs to another model.
@@ -268,10 +268,10 @@ class Engine:
             raise InputError("system is given beside messages", "make it the first message, of the role system")
         return self.model.chat_prompt(template_messages(prompt), options)
 
-    def load_now(self) -> EngineLoad:
+    def activity(self) -> EngineActivity:
         """How busy the engine is."""
         queue = self.model.queue
-        return EngineLoad(queue.running, queue.waiting, self.model.prefixes.nbytes)
+        return EngineActivity(queue.running, queue.waiting, self.model.prefixes.nbytes)
 
     def cancel(self) -> None:
         """End the answers being generated after their current passes; callable from any thread."""

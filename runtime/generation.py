@@ -44,7 +44,8 @@ class CachedSequence:
     progress: Progress = silent
     """Receives the progress of reading long prompts."""
     prefixes: PrefixCache | None = None
-    """Receives the KV cache after one answer; None for a conversation, which keeps its own."""
+    """Receives the KV cache after one answer; None for a sequence of `LoadedModel.new_sequence`, whose
+    caller keeps it."""
 
     @property
     def arena(self) -> KVArena:
@@ -123,7 +124,7 @@ class Generation:
         self._constraint: GrammarState | None = None
         """Where the answer is in its grammar."""
         self._epsilon: float | None = None
-        """Largest difference of a near tie, for an exact answer."""
+        """Largest difference of a near tie: 0 for an exact answer without drafts, None for one that is not exact."""
         self._start_ids = () if request.start is None else tuple(request.start.token_ids)
         self._prompt_length = len(request.prompt_ids) - len(self._start_ids)
         """Number of tokens of the sequence that are not the answer's."""

@@ -242,7 +242,7 @@ class LoadedModel:
         """Answer a prompt of token ids.
 
         Args:
-            sequence: the cache to continue; None to start from an empty one.
+            sequence: the cache to continue; None for what the prefix cache has of the prompt.
             prompt_ids: the whole prompt, also the part that the cache holds, without the start of the answer.
             options: options of the answer. Several answers to the prompt need a `sequence` of None.
             chat: the messages that the prompt was made of; None for a raw one.
@@ -316,7 +316,7 @@ class LoadedModel:
     ) -> Generator[Chunk, None, None]:
         """Generate an answer; only an `AnswerStream`, in its turn, may iterate over the chunks.
 
-        An answer outside a conversation continues from the longest prefix that an earlier sequence shares with it.
+        Without a `sequence`, it continues from the longest prefix that an earlier sequence shares with it.
         """
         if request.options.grammar_aligned > 1 and request.futures is None:
             return self._aligned(sequence, request, cancelled)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...models.progress import Progress
-from ...runtime.engine import Engine, EngineLoad
+from ...runtime.engine import Engine, EngineActivity
 from .offered_models import ModelEntry
 
 
@@ -73,7 +73,7 @@ class PooledModel:
 
     def status(self) -> ModelStatus:
         """What others may know of it."""
-        now = EngineLoad(0, 0, 0) if self.engine is None else self.engine.load_now()
+        now = EngineActivity(0, 0, 0) if self.engine is None else self.engine.activity()
         return ModelStatus(
             id=self.entry.id,
             loaded=self.engine is not None,

@@ -68,7 +68,7 @@ class BoundGraph(Protocol):
 
         Raises:
             ContextError: the tokens do not fit the context.
-            EdgeError: ONNX Runtime failed; the arena is unchanged.
+            EdgeError: ONNX Runtime failed; the arena has no more slots than before, and with states perhaps fewer.
         """
         raise NotImplementedError
 

@@ -157,7 +157,6 @@ class BoundSession(BoundGraph):
         """Run passes over `width` tokens, each of which sees those before as committed."""
         ids, wanted, positions, tree_mask = new
         arena, base = self.arena, self.arena.length
-        plain_length = arena.plain_length
         places = None if positions is None else np.broadcast_to(np.asarray(positions, np.int64), len(ids))
         logits_by_index: dict[int, Floats] = {}
         try:
@@ -174,8 +173,8 @@ class BoundSession(BoundGraph):
                 arena.commit(stop - start)
                 logits_by_index.update((int(index), logits[row].copy()) for row, index in enumerate(inside))
         finally:
-            arena.rewind_to(base)
-            arena.plain_length = plain_length
+            # Of a hybrid model, a pass that failed may have left fewer slots.
+            arena.rewind_to(min(base, arena.length))
         return np.stack([logits_by_index[index] for index in wanted.tolist()])
 
     def _run_pass(self, new: NewTokens) -> Floats:

@@ -19,7 +19,7 @@ _KEPT_VALUES: Final = 256
 """Number of state views whose OrtValues are kept: wrapping an array takes longer than binding it."""
 _WIDEST_REPLAY: Final = 256
 """Number of tokens that run once more inside the next pass; more run in passes of their own before it, because the
-memory of a pass grows with its width."""
+memory of a pass grows with its width. None run inside where new tokens after cached ones have to run one by one."""
 
 
 class HybridSession(BoundSession):
@@ -50,8 +50,9 @@ class HybridSession(BoundSession):
             arena.plain_length = min(arena.plain_length, start)
             arena.replayed += len(replayed)
         try:
-            while len(replayed) > _WIDEST_REPLAY:
-                part, replayed = replayed[:_WIDEST_REPLAY], replayed[_WIDEST_REPLAY:]
+            joined = _WIDEST_REPLAY if self.graph_io.supports_wide_passes else 0
+            while len(replayed) > joined:
+                part, replayed = replayed[: joined or 1], replayed[joined or 1 :]
                 outputs = self._bind_states(len(part))
                 self._run_from(start, NewTokens(part, np.zeros(1, np.int64)))
                 states.end_replay(len(part), outputs)
@@ -60,11 +61,8 @@ class HybridSession(BoundSession):
             if not replayed:
                 logits = super()._run_pass(new)
             else:
-                positions = None
-                if new.positions is not None:
-                    own = np.broadcast_to(np.asarray(new.positions, np.int64), len(new.ids))
-                    positions = np.concatenate([np.arange(start, arena.length), own])
-                logits = self._run_from(start, NewTokens([*replayed, *new.ids], new.wanted + len(replayed), positions))
+                # A graph with states takes consecutive tokens alone.
+                logits = self._run_from(start, NewTokens([*replayed, *new.ids], new.wanted + len(replayed)))
         except EdgeError:
             states.forget_states()
             raise

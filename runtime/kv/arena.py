@@ -326,7 +326,7 @@ class InPlaceArena(KVArena):
         """Make room for `tokens` more slots; buffers without fixed capacities grow up to the limit."""
         needed = self.check_fits(tokens)
         if self._capacities:
-            # Several times what is needed keep the capacity from changing back and forth.
+            # It shrinks only where `_SHRINK_AT` times what is needed fits, so that it does not change back and forth.
             wanted = needed if needed > self._capacity else min(needed * _SHRINK_AT, self._capacity)
             capacity = self._capacities[bisect_left(self._capacities, wanted)]
         else:

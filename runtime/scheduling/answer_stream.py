@@ -115,7 +115,7 @@ class AnswerStream(Iterator[Chunk]):
         """End the answer after its current pass; what was generated stays.
 
         Args:
-            index: which one of several answers to end; None for all of them. The next one begins then. What is
+            index: which one of several answers to end, after which the next one begins; None for all of them. What is
                 generated for `best_of`, or once for several equal answers, ends as a whole.
 
         Raises:

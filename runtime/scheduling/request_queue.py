@@ -44,7 +44,7 @@ class Ticket:
 
     Args:
         stream: reads the answer. It may be dropped, and then gives up the place.
-        owner: what only one answer may use at a time, such as a conversation with its KV cache; None for nothing.
+        owner: what only one answer may use at a time, such as a conversation, or a KV cache; None for nothing.
     """
 
     def __init__(self, stream: QueuedStream, owner: object | None = None) -> None:

@@ -192,9 +192,11 @@ class TreeGrowth:
         mixer = self._mixer
         mixed: list[tuple[int, Prediction, int]] = []
         for token in dict.fromkeys([token for _, _, candidates in proposals for token in candidates]):
+            # A source that did not propose the token has only its objection.
             evidence = [(source, proposed.get(token, objection)) for source, objection, proposed in proposals]
             prediction = mixer.predict(evidence)
             source, strongest = evidence[0][0], -100.0
+            # There are no inputs of a single source; behind those of several stands a constant.
             for (each, _, proposed), value in zip(proposals, prediction.inputs, strict=False):
                 if token in proposed and value > strongest:
                     source, strongest = each, value
@@ -256,16 +258,16 @@ def best_width(
     return best, advantage if best > 1 else 0.0, expected
 
 
-def expected_replay(count: int, probability: float, certain: float, pending: int) -> float:
+def expected_replay(count: int, probability: float, before_last: float, pending: int) -> float:
     """Expected number of tokens that run once more after a chain of draft tokens.
 
     Args:
         count: number of draft tokens.
         probability: path probability of the last one.
-        certain: sum of the path probabilities of the anchor, which is 1, and of all draft tokens before the last one.
+        before_last: sum of the path probabilities before the last draft token, that of the anchor, 1, included.
         pending: number of tokens that run once more in this pass.
     """
-    return (1 - probability) * pending + certain - count * probability
+    return (1 - probability) * pending + before_last - count * probability
 
 
 def replay_seconds(curve: Sequence[float], tokens: int) -> float:

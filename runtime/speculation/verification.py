@@ -108,10 +108,8 @@ class NearTies:
         self._epsilon: Final = epsilon * max(penalty, 1 / penalty)
         self._cancelled = cancelled
         self._token_ids: list[int] = []
-        self.found = 0
-        """Number of near ties that were recomputed."""
         self.passes = 0
-        """Number of passes that this took, of one token each."""
+        """Number of passes that recomputed near ties, of one token each."""
 
     def reset(self, prompt: Sequence[int]) -> None:
         """Start a new sequence; recompute cached slots that were written by wide passes as plain decoding does.
@@ -137,7 +135,6 @@ class NearTies:
         """
         if not self._is_near_tie(logits, 1):
             return logits
-        self.found += 1
         return self._recompute(())
 
     def verify_tree(
@@ -167,7 +164,6 @@ class NearTies:
             if not self._is_near_tie(logits[node], len(tree)):
                 return self._sampler.choose(logits[node], at)
             nonlocal decisive
-            self.found += 1
             decisive = logits.copy()  # the passes that recompute overwrite the original
             decisive[node] = self._recompute([tree.token_ids[each] for each in tree.path_to(node)[1:]])
             token = self._sampler.choose(decisive[node], at)
@@ -187,6 +183,7 @@ class NearTies:
     def _recompute(self, path: Sequence[int]) -> Logits:
         """Run the sequence and `path` from the last plain slot on, token by token; returns the last logits `[V]`."""
         arena = self._bound.arena
+        last_prefill = arena.last_prefill
         arena.rewind_to(arena.plain_length)
         try:
             logits, passes, _ = prefill(self._bound, [*self._token_ids, *path], self._cancelled, width=1)
@@ -194,6 +191,8 @@ class NearTies:
             # The draft tokens of the path are not emitted, so their slots must not stay.
             arena.rewind_to(min(arena.length, len(self._token_ids)))
             raise
+        finally:
+            arena.last_prefill = last_prefill  # these tokens are not the prompt's
         self.passes += passes
         if not passes:
             raise ValueError("all slots are plain decoding's already")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from edgerun.runtime.decode import DecodeLimits, decode
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.model_metadata import metadata_of
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from edgerun.runtime.prefill import prefill
 from edgerun.runtime.result import StatsRecorder
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
@@ -38,6 +40,29 @@ CONTEXT = 512
 @pytest.fixture(scope="module", params=HYBRIDS)
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_hybrid(tmp_path_factory.mktemp("hybrid"), request.param, CONTEXT)
+
+
+def test_tokens_run_again_one_by_one_where_wide_passes_are_wrong(bundle: Path) -> None:
+    graph = GraphSession(bundle / "model.onnx", SessionConfig(choose_device("cpu"), 1))
+    graph.graph_io = replace(graph.graph_io, supports_wide_passes=False)
+    bound, tokens = graph.bind(graph.arena(CONTEXT)), [int(token) for token in np.arange(7, 47)]
+    prefill(bound, tokens)
+    widths = []
+    run = bound._run_session
+
+    def spy() -> None:
+        if bound.arena.length:
+            widths.append(bound._inputs.width)
+        run()
+
+    bound._run_session = spy
+    bound.arena.rewind_to(25)
+    found = bound.forward([9]).copy()
+    assert bound.arena.states is not None
+    assert bound.arena.replayed or bound.arena.states.cuts_anywhere
+    assert set(widths) == {1}
+    fresh = graph.bind(graph.arena(CONTEXT))
+    np.testing.assert_allclose(found[0], prefill(fresh, [*tokens[:25], 9]).logits, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["plain passes", "near ties recomputed"])

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
 
+from edgerun.edge.cli import export as export_command
 from edgerun.edge.cli.main import main
 from edgerun.export import ExportRecipe, Method
 from edgerun.export.allocation.format_candidates import planned_linears
@@ -123,6 +125,15 @@ def test_block_applies_to_the_draft_of_mixed_weights(tmp_path: Path, monkeypatch
     assert "--block 64" in manifest.command
     assert "--draft draft " in manifest.command
     assert str(tmp_path) not in manifest.command
+
+
+def test_the_recorded_command_names_models_of_the_hub_whole() -> None:
+    app = typer.Typer()
+    app.command()(export_command.export)
+    words = ["Some/Model", "folder/out", "--draft", "Some/Draft"]
+    context = typer.main.get_command(app).make_context("export", words)
+    command = export_command._recorded(context, Path("Some/Model"), {})
+    assert command == "edge-run export Some/Model out --draft Some/Draft"
 
 
 def test_every_choice_of_a_recipe_is_an_option_with_help(capsys: Capture) -> None:

@@ -73,6 +73,10 @@ def test_the_start_of_an_answer_has_parts(engine: edgerun.Engine) -> None:
     reply = edgerun.Reply.of(stream)
     assert (stream.start_parts.reasoning, stream.start_parts.text) == ("Paris and Rome", "")
     assert (reply.reasoning, reply.text, len(reply.tool_calls)) == ("", "I look.", 2)
+    session = engine.session()
+    session.send(QUESTION["content"], tools=[WEATHER], answer_start=ids)
+    said = session.messages[-1]
+    assert (said["reasoning_content"], said["content"]) == ("Paris and Rome", "I look.")
 
 
 def test_a_call_that_is_cut_off_is_text(engine: edgerun.Engine) -> None:

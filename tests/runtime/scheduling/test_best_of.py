@@ -152,7 +152,7 @@ def test_a_cancelled_choice_returns_the_best_so_far(engine: Engine) -> None:
     assert [choice.text for choice in reply.choices] == [*(each.text for each in expected), ""]
     assert {choice.finish_reason for choice in reply.choices} == {FinishReason.CANCELLED}
     assert candidates == 3
-    assert engine.load_now().active == 0
+    assert engine.activity().active == 0
 
 
 def test_the_prompt_is_counted_as_read_once(tiny_bundle: Path) -> None:

@@ -59,7 +59,7 @@ def check_schedule(engine: Engine, alone: Engine, rng: random.Random, answers: i
             reading.append((engine.model.answer(None, prompt, options), prompt, options, []))
         number = rng.randrange(len(reading))
         stream, prompt, options, chunks = reading[number]
-        most = max(most, engine.load_now().active)
+        most = max(most, engine.activity().active)
         chance = rng.random()
         if chance < 0.02:
             stream.close()
@@ -79,7 +79,7 @@ def check_schedule(engine: Engine, alone: Engine, rng: random.Random, answers: i
             reply = Reply.of(chunks)
             assert (reply.text, reply.finish_reason) == (expected.text, expected.finish_reason)
             del reading[number]
-    assert engine.load_now().active == 0
+    assert engine.activity().active == 0
     return most
 
 
@@ -188,19 +188,19 @@ def test_a_full_queue_refuses_at_once(engine: Engine) -> None:
     streams = [engine.stream("the", max_tokens=5) for _ in range(4)]
     for stream in streams[:3]:
         stream.start()
-    load = engine.load_now()
+    load = engine.activity()
     assert (load.active, load.waiting) == (2, 1)
     with pytest.raises(BusyError, match="2 answers are being generated and 1 requests wait; try again later"):
         streams[3].start()
     with pytest.raises(BusyError):
         next(streams[3])
     streams[0].close()
-    assert engine.load_now().waiting == 0
+    assert engine.activity().waiting == 0
     again = engine.stream("the", max_tokens=5)
     again.start()
     texts = {Reply.of(stream).text for stream in (*streams[1:3], again)}
     assert len(texts) == 1
-    assert engine.load_now().active == 0
+    assert engine.activity().active == 0
 
 
 def test_a_request_that_is_cancelled_while_it_waits_gives_up_its_place(engine: Engine) -> None:
@@ -213,7 +213,7 @@ def test_a_request_that_is_cancelled_while_it_waits_gives_up_its_place(engine: E
     assert [(chunk.index, chunk.finish_reason) for chunk in waiting] == [
         (index, FinishReason.CANCELLED) for index in range(3)
     ]
-    assert engine.load_now().waiting == 0
+    assert engine.activity().waiting == 0
     for stream in running:
         assert Reply.of(stream).text
 
@@ -224,9 +224,9 @@ def test_a_stream_that_is_dropped_while_it_waits_gives_up_its_place(engine: Engi
     for stream in (*running, waiting):
         stream.start()
     del waiting, stream
-    assert engine.load_now().waiting == 0
+    assert engine.activity().waiting == 0
     del running
-    assert engine.load_now().active == 0
+    assert engine.activity().active == 0
 
 
 def test_two_answers_of_one_conversation_follow_each_other(engine: Engine) -> None:
@@ -277,7 +277,7 @@ def test_several_answers_to_one_prompt_are_those_of_successive_seeds(engine: Eng
         alone = engine.generate("the other thing", max_tokens=20, **{**options, "seed": seed})
         assert (choice.text, choice.finish_reason) == (alone.text, alone.finish_reason)
         assert choice.stats.completion_tokens == alone.stats.completion_tokens
-    assert engine.load_now().active == 0
+    assert engine.activity().active == 0
 
 
 def test_several_answers_share_what_their_prompt_has_in_the_cache(tiny_bundle_of: Callable[[str, str], Path]) -> None:
@@ -293,7 +293,7 @@ def test_leaving_several_answers_ends_them_all(engine: Engine) -> None:
     while next(stream).index < 2:
         pass
     stream.close()
-    assert engine.load_now().active == 0
+    assert engine.activity().active == 0
     assert engine.generate("the", max_tokens=3).text
 
 
