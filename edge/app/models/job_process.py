@@ -65,7 +65,7 @@ def run_job(kind: str, arguments: Mapping[str, Any], progress: Progress, cancell
         creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
     ) as process:
         stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
-        assert stdin is not None and stdout is not None and stderr is not None  # noqa: PT018, S101  see above
+        assert stdin is not None and stdout is not None and stderr is not None  # noqa: PT018, S101  all three are pipes
         errors = threading.Thread(target=lambda: last_line.extend(filter(str.strip, stderr)), daemon=True)
         errors.start()
 
