@@ -23,13 +23,8 @@ from ...runtime.engine import Engine
 from ...runtime.engine_loading import load as open_model
 from ...runtime.engine_loading import usable_threads
 from ...runtime.graph.session import SessionConfig
-from ...runtime.measure.device_choice import (
-    FastestDevice,
-    ThreadChoice,
-    choose_threads,
-    chosen_threads,
-    measure_fastest_device,
-)
+from ...runtime.measure.bundle_timing import choose_threads, measure_fastest_device
+from ...runtime.measure.device_choice import FastestDevice, ThreadChoice, chosen_threads
 from ...runtime.measure.measurement_store import model_key
 from ...runtime.measure.pass_timing import PASS_COSTS, WIDTHS, measure_pass_cost
 from ...runtime.measure.prompt_choice import PromptChoice

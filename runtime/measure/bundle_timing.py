@@ -25,18 +25,31 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
+from ...errors import DeviceError, EdgeError
 from ...models.atomic import temporary_folder
 from ...models.bundle import GRAPH_NAME, Bundle, open_bundle
+from ...models.graph_variant import DeviceKind
+from ...models.progress import Progress, silent
 from ...models.user_folders import cache_folder
 from ..devices.processor import machine
-from ..devices.providers import choose_device
+from ..devices.providers import available_devices, choose_device, device_identity
 from ..graph.bound_graph import BoundGraph
 from ..graph.model_metadata import ModelMetadata, metadata_of
+from ..graph.open_graph import open_graph
 from ..graph.ort import RUNTIME_VERSION
 from ..graph.packed_files import should_prepack, write_prepacked
 from ..graph.session import DecoderGraph, GraphSession, SessionConfig
+from .device_choice import (
+    FASTEST_DEVICES,
+    THREAD_CHOICES,
+    FastestDevice,
+    ThreadChoice,
+    fastest_device_key,
+    thread_candidates,
+    thread_choice_key,
+)
 from .pass_timing import TYPICAL_CONTEXT, pad_cache, time_pass
-from .system_load import take_turns
+from .system_load import LoadMeter, take_turns
 
 PASSES_PER_TURN: Final = 5
 """Timed passes of each width in a turn."""
@@ -55,6 +68,10 @@ _FIRST_PASSES: Final = 4
 """Passes before a comparison: the first ones of a width compile kernels on some devices."""
 _HOPELESS: Final = 2.0
 """A session whose fastest first passes take so many times the other's is not timed further."""
+_WORTH: Final = 0.95
+"""A device replaces the CPU, and a number of threads the default one, if passes take at most this share of its time."""
+_WIDTHS: Final = (1, 4)
+"""Pass widths whose times are added up: a token of plain decoding, and a draft that is verified."""
 _NODE_SUFFIX: Final = "_kernel_time"
 
 
@@ -235,17 +252,99 @@ def time_in_turns(
 def compare_pair(pair: Sequence[BoundGraph], widths: Sequence[int]) -> list[float]:
     """Compare two sessions in turns, for about two seconds: seconds of one pass of every width together, for each.
 
-    Where the second one is much slower in its first passes, these are the result.
-
-    Raises:
-        ContextError: a pass does not fit the context.
-        EdgeError: ONNX Runtime failed.
+    Where the second one is much slower in its first passes, these are the result. Errors as for `time_in_turns`.
     """
     first = [sum(min(time_pass(bound, width) for _ in range(_FIRST_PASSES)) for width in widths) for bound in pair]
     if first[1] > _HOPELESS * first[0]:
         return first
     times = time_in_turns(pair, widths, _MIN_ROUNDS, _MAX_ROUNDS, _SECONDS_BUDGET)
     return [sum(map(mean_of_fastest, each.values())) for each in times]
+
+
+def measure_fastest_device(bundle: Bundle, config: SessionConfig, progress: Progress = silent) -> FastestDevice:
+    """Measure on which device a model decodes fastest, and store it.
+
+    Every device that computes the whole graph, and computes it right, decodes in turns with the CPU, which runs it as
+    `config` says.
+
+    Raises:
+        BundleError: the model is damaged, or edge-run cannot decode with it.
+        ContextError: the model's context is too short for a pass.
+        EdgeError: ONNX Runtime failed on the CPU.
+    """
+    # A simulator of an NPU is never faster than the CPU that it runs on.
+    others = [
+        device
+        for device in available_devices()
+        if device.kind is DeviceKind.GPU or (device.kind is DeviceKind.NPU and not device.simulated)
+    ]
+    cpu = config.device
+    if not others:
+        return FastestDevice(cpu.name, {})
+    best, best_seconds = cpu, float("inf")
+    seconds: dict[str, float] = {}
+    refused: dict[str, str] = {}
+    busy = False
+    on_cpu = _open(bundle, config)
+    for number, device in enumerate(others):
+        progress("comparing devices", number / len(others))
+        try:
+            on_device = _open(bundle, replace(config, device=device, threads=0))
+        except EdgeError as error:
+            refused[device.name] = error.what
+            continue
+        meter = LoadMeter(config.threads)
+        times = compare_pair((on_cpu, on_device), (1,))
+        busy = busy or meter.is_busy
+        seconds[cpu.name] = min(times[0], seconds.get(cpu.name, times[0]))
+        seconds[device.name] = times[1]
+        if times[1] < min(_WORTH * times[0], best_seconds):
+            best, best_seconds = device, times[1]
+    progress("comparing devices", 1.0)
+    identity = () if best is cpu else device_identity(best)
+    choice = FastestDevice(best.name, seconds, refused, identity, busy and best is not cpu)
+    if not choice.busy:
+        FASTEST_DEVICES.save(fastest_device_key(bundle), choice)
+    return choice
+
+
+def _open(bundle: Bundle, config: SessionConfig) -> BoundGraph:
+    """Load the graph on a device and bind it.
+
+    Raises:
+        EdgeError: the device cannot run it, runs it wrongly, or runs a part of it only.
+    """
+    graph = open_graph(bundle, config, cache=True)
+    if not graph.assignments.whole:
+        raise DeviceError(f"it leaves a part of the graph to the CPU: {graph.assignments.on_cpu_text()}")
+    bound = bind_filled(graph, bundle)
+    bound.whole_logits = False  # as plain decoding of greedy text does
+    return bound
+
+
+def choose_threads(bundle: Bundle, config: SessionConfig, progress: Progress = silent) -> ThreadChoice:
+    """Measure which number of threads is fastest, and store it unless other programs disturbed the measurement.
+
+    Two numbers at a time take turns, so that at most two sessions are in memory. Errors as for
+    `measure_fastest_device`.
+    """
+    default, *others = thread_candidates()
+    best, busy = default, False
+    seconds: dict[int, float] = {}
+    for number, count in enumerate(others):
+        progress("comparing numbers of threads", number / len(others))
+        meter = LoadMeter(max(best, count))
+        pair = (best, count)
+        times = compare_pair([_open(bundle, replace(config, threads=each)) for each in pair], _WIDTHS)
+        seconds.update(zip(pair, times, strict=True))
+        busy = busy or meter.is_busy
+        if times[1] < _WORTH * times[0]:
+            best = count
+    progress("comparing numbers of threads", 1.0)
+    choice = ThreadChoice(best, seconds, busy)
+    if seconds and not busy:
+        THREAD_CHOICES.save(thread_choice_key(bundle, config), choice)
+    return choice
 
 
 def _fastest(seconds: Sequence[float]) -> list[int]:

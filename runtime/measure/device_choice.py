@@ -1,4 +1,4 @@
-"""Measures on which device and with how many threads a model decodes fastest on this machine, and remembers it."""
+"""On which device and with how many threads a model was measured to decode fastest on this machine."""
 
 from __future__ import annotations
 
@@ -7,26 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from ...errors import DeviceError, EdgeError
+from ...errors import DeviceError
 from ...models.bundle import Bundle
 from ...models.graph_variant import DeviceKind
 from ...models.json_file import Count
-from ...models.progress import Progress, silent
 from ..devices.processor import default_threads, usable_cores, usable_physical_cores
-from ..devices.providers import Device, available_devices, choose_device, cpu_device, device_identity
-from ..graph.bound_graph import BoundGraph
-from ..graph.open_graph import open_graph
+from ..devices.providers import Device, choose_device, cpu_device, device_identity
 from ..graph.session import SessionConfig
-from .bundle_timing import bind_filled, compare_pair
 from .measurement_store import MeasurementKey, MeasurementStore, model_key
-from .system_load import LoadMeter
 
 _log: Final = logging.getLogger(__name__)
-
-_WORTH: Final = 0.95
-"""A device replaces the CPU, and a number of threads the default one, if passes take at most this share of its time."""
-_WIDTHS: Final = (1, 4)
-"""Pass widths whose times are added up: a token of plain decoding, and a draft that is verified."""
 
 
 @dataclass(frozen=True)
@@ -75,72 +65,6 @@ def measured_device(bundle: Bundle) -> Device:
     return cpu
 
 
-def measure_fastest_device(bundle: Bundle, config: SessionConfig, progress: Progress = silent) -> FastestDevice:
-    """Measure on which device a model decodes fastest, and store it.
-
-    Every device that computes the whole graph, and computes it right, decodes in turns with the CPU.
-
-    Args:
-        bundle: the model.
-        config: how its graph is run on the CPU.
-        progress: receives the stage and the fraction done, 0 to 1.
-
-    Raises:
-        BundleError: the model is damaged, or edge-run cannot decode with it.
-        ContextError: the model's context is too short for a pass.
-        EdgeError: ONNX Runtime failed on the CPU.
-    """
-    # A simulator of an NPU is never faster than the CPU that it runs on.
-    others = [
-        device
-        for device in available_devices()
-        if device.kind is DeviceKind.GPU or (device.kind is DeviceKind.NPU and not device.simulated)
-    ]
-    cpu = config.device
-    if not others:
-        return FastestDevice(cpu.name, {})
-    best, best_seconds = cpu, float("inf")
-    seconds: dict[str, float] = {}
-    refused: dict[str, str] = {}
-    busy = False
-    on_cpu = _open(bundle, config)
-    for number, device in enumerate(others):
-        progress("comparing devices", number / len(others))
-        try:
-            on_device = _open(bundle, replace(config, device=device, threads=0))
-        except EdgeError as error:
-            refused[device.name] = error.what
-            continue
-        meter = LoadMeter(config.threads)
-        times = compare_pair((on_cpu, on_device), (1,))
-        busy = busy or meter.is_busy
-        seconds[cpu.name] = min(times[0], seconds.get(cpu.name, times[0]))
-        seconds[device.name] = times[1]
-        if times[1] < min(_WORTH * times[0], best_seconds):
-            best, best_seconds = device, times[1]
-    progress("comparing devices", 1.0)
-    identity = () if best is cpu else device_identity(best)
-    choice = FastestDevice(best.name, seconds, refused, identity, busy and best is not cpu)
-    if not choice.busy:
-        FASTEST_DEVICES.save(fastest_device_key(bundle), choice)
-    return choice
-
-
-def _open(bundle: Bundle, config: SessionConfig) -> BoundGraph:
-    """Load the graph on a device and bind it.
-
-    Raises:
-        EdgeError: the device cannot run it, runs it wrongly, or runs a part of it only.
-    """
-    graph = open_graph(bundle, config, cache=True)
-    if not graph.assignments.whole:
-        raise DeviceError(f"it leaves a part of the graph to the CPU: {graph.assignments.on_cpu_text()}")
-    bound = bind_filled(graph, bundle)
-    # As plain decoding of greedy text does.
-    bound.whole_logits = False
-    return bound
-
-
 @dataclass(frozen=True)
 class ThreadChoice:
     """The number of threads with which a model is fastest."""
@@ -160,7 +84,7 @@ def chosen_threads(bundle: Bundle, config: SessionConfig) -> int:
     """The number of threads that was measured to be fastest; 0 for the default, or if nothing was measured."""
     if config.device.kind is not DeviceKind.CPU:
         return 0
-    choice = THREAD_CHOICES.load(_key(bundle, config))
+    choice = THREAD_CHOICES.load(thread_choice_key(bundle, config))
     if choice is None or choice.threads > usable_cores() or choice.threads == default_threads():
         return 0
     return choice.threads
@@ -173,40 +97,7 @@ def thread_candidates() -> list[int]:
     return [default, *sorted(others, reverse=True)]
 
 
-def choose_threads(bundle: Bundle, config: SessionConfig, progress: Progress = silent) -> ThreadChoice:
-    """Measure which number of threads is fastest, and store it unless other programs disturbed the measurement.
-
-    Two numbers at a time take turns, so that at most two sessions are in memory.
-
-    Args:
-        bundle: the model.
-        config: how its graph is run, apart from the number of threads.
-        progress: receives the stage and the fraction done, 0 to 1.
-
-    Raises:
-        BundleError: the model is damaged, or edge-run cannot decode with it.
-        ContextError: the model's context is too short for a pass.
-        EdgeError: ONNX Runtime failed.
-    """
-    default, *others = thread_candidates()
-    best, busy = default, False
-    seconds: dict[int, float] = {}
-    for number, count in enumerate(others):
-        progress("comparing numbers of threads", number / len(others))
-        meter = LoadMeter(max(best, count))
-        pair = (best, count)
-        times = compare_pair([_open(bundle, replace(config, threads=each)) for each in pair], _WIDTHS)
-        seconds.update(zip(pair, times, strict=True))
-        busy = busy or meter.is_busy
-        if times[1] < _WORTH * times[0]:
-            best = count
-    progress("comparing numbers of threads", 1.0)
-    choice = ThreadChoice(best, seconds, busy)
-    if seconds and not busy:
-        THREAD_CHOICES.save(_key(bundle, config), choice)
-    return choice
-
-
-def _key(bundle: Bundle, config: SessionConfig) -> MeasurementKey:
+def thread_choice_key(bundle: Bundle, config: SessionConfig) -> MeasurementKey:
+    """The key of a model's number of threads on this machine."""
     key = model_key(bundle, replace(config, threads=0, shares_cores=False))
     return replace(key, parts=(*key.parts, default_threads(), usable_cores()))

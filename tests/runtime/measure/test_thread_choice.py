@@ -12,12 +12,8 @@ from edgerun.models.bundle import open_bundle
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.session import SessionConfig
 from edgerun.runtime.measure import bundle_timing, device_choice
-from edgerun.runtime.measure.device_choice import (
-    THREAD_CHOICES,
-    choose_threads,
-    chosen_threads,
-    thread_candidates,
-)
+from edgerun.runtime.measure.bundle_timing import choose_threads
+from edgerun.runtime.measure.device_choice import THREAD_CHOICES, chosen_threads, thread_candidates
 from edgerun.runtime.measure.measurement_store import model_key
 from edgerun.runtime.measure.system_load import LoadMeter
 
@@ -36,9 +32,9 @@ def eight_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def passes_take(monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float]) -> None:
     """Let passes take so long by number of threads, without loading anything."""
-    monkeypatch.setattr(device_choice, "_open", lambda _bundle, config: config.threads)
+    monkeypatch.setattr(bundle_timing, "_open", lambda _bundle, config: config.threads)
     monkeypatch.setattr(
-        device_choice, "compare_pair", lambda sessions, _widths: [seconds[threads] for threads in sessions]
+        bundle_timing, "compare_pair", lambda sessions, _widths: [seconds[threads] for threads in sessions]
     )
 
 
@@ -90,7 +86,7 @@ def test_load_uses_the_choice_unless_threads_are_given(tiny_bundle: Path, monkey
     for name in ("default_threads", "usable_physical_cores", "usable_cores"):
         monkeypatch.setattr(device_choice, name, lambda: 2)
     monkeypatch.setattr(bundle_timing, "_MAX_ROUNDS", 2)
-    monkeypatch.setattr(device_choice, "_WORTH", 1e9)  # whatever this machine measures
+    monkeypatch.setattr(bundle_timing, "_WORTH", 1e9)  # whatever this machine measures
     choice = choose_threads(open_bundle(tiny_bundle), CONFIG)
     assert set(choice.seconds) == {2, 1}
     assert all(value > 0 for value in choice.seconds.values())
