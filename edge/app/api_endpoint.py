@@ -20,10 +20,8 @@ from ...errors import EdgeError, UnknownIdError
 from ...models.hub.client import ConnectionFailedError, OfflineError
 from ...runtime.graph.memory import trim_heap
 from ..server.http_messages import (
-    ClientGoneError,
     JsonResponse,
     RefusedError,
-    UnreadBodyResponse,
     error_response,
     read_body,
 )
@@ -141,12 +139,7 @@ class ApiEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        try:
-            body = await read_body(scope, receive, self._settings.max_body_bytes, self._settings.body_timeout_s)
-        except ClientGoneError:
-            return
-        except RefusedError as error:
-            await UnreadBodyResponse(error)(scope, receive, send)
+        if (body := await read_body(scope, receive, send, self._settings)) is None:
             return
         response = await asyncio.get_running_loop().run_in_executor(self._threads, self._respond, Request(scope), body)
         await response(scope, receive, send)

@@ -7,9 +7,9 @@ weighs as much as it lasts. The geometric mean of the categories gives each cate
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import geometric_mean
 from typing import Any, Final
 
 import numpy as np
@@ -143,11 +143,6 @@ def compare_modes(turns: Sequence[MeasuredTurn]) -> list[ModeResult]:
     """Compare every mode with plain decoding, over the comparable turns; empty if there are none."""
     comparable = [turn for turn in turns if turn.comparable]
     return [_compare(comparable, mode) for mode in (comparable[0].stats if comparable else ()) if mode != PLAIN]
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """The geometric mean of positive numbers, of which there must be at least one."""
-    return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
 def rate_ratio(stats: Stats, plain: Stats) -> float:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,11 +26,11 @@ from ...runtime.kv.prefix_files import prefix_folder
 from ...runtime.kv.state_buffers import StatePart
 from ...runtime.measure.device_choice import chosen_threads
 from ...runtime.measure.exactness import EXACTNESS_REPORTS
-from ...runtime.measure.measurement_store import MeasurementKey, model_key
+from ...runtime.measure.measurement_store import model_key
 from ...runtime.measure.pass_timing import PASS_COSTS
 from ...runtime.measure.prompt_choice import NOT_MADE, PROMPT_CHOICES
 from ...runtime.prefill import PrefillMode
-from ...runtime.text.chat_template import ChatTemplate, load_template
+from ...runtime.text.chat_template import load_template
 from ...runtime.text.tokenizer import TextTokenizer
 from ...runtime.tools.answer_format import AnswerFormat
 from ...runtime.tools.answer_parts import AUTO
@@ -58,8 +57,10 @@ def inspect(
     Example: edge-run inspect my-model
     """
     load = _LOAD.record(given)
-    opened = OpenedModel.of(model, load.tokenizer)
-    facts = describe(opened)
+    device = choose_device("auto")
+    path = None if load.tokenizer is None else Path(load.tokenizer).expanduser()
+    bundle = open_bundle(find_model(model, device.kind), kind=device.kind, tokenizer=path)
+    facts = _described_model(bundle, SessionConfig(device, chosen_threads(bundle, SessionConfig(device))))
     if as_json:
         write_json(facts)
         return
@@ -73,56 +74,23 @@ def inspect(
             table.add_row(name.replace("_", " "), _FORMATTERS.get(name, _formatted)(value) or "-")
     console = SafeConsole()
     console.print(table)
-    manifest = opened.bundle.manifest
-    if manifest is not None and (plan := plan_table(manifest.weights)).row_count:
+    if bundle.manifest is not None and (plan := plan_table(bundle.manifest.weights)).row_count:
         console.print(plan)
 
 
-@dataclass(frozen=True)
-class OpenedModel:
-    """What there is to say about a model; it need not be able to answer."""
+def _described_model(bundle: Bundle, config: SessionConfig) -> dict[str, Any]:
+    """A model as plain values; it need not be able to answer.
 
-    bundle: Bundle
-    config: SessionConfig
-    graph_io: GraphIO
-    context: int | None
-    """Largest number of tokens of a conversation; None where no file says so."""
-    tokenizer: TextTokenizer | None
-    """None without a tokenizer.json."""
-    template: ChatTemplate | None
-
-    @classmethod
-    def of(cls, model: str | None, tokenizer: str | os.PathLike[str] | None) -> OpenedModel:
-        """Open a model's graph and, where it has one, its tokenizer.
-
-        Raises:
-            EdgeError: the model cannot be found or loaded, or its tokenizer is damaged.
-        """
-        device = choose_device("auto")
-        path = None if tokenizer is None else Path(tokenizer).expanduser()
-        bundle = open_bundle(find_model(model, device.kind), kind=device.kind, tokenizer=path)
-        config = SessionConfig(device, chosen_threads(bundle, SessionConfig(device)))
-        graph_io = open_graph(bundle, config, cache=True).graph_io
-        text = None
-        if bundle.file("tokenizer.json") is not None:
-            text = TextTokenizer(bundle, graph_io.vocab_size)
-        return cls(
-            bundle=bundle,
-            config=config,
-            graph_io=graph_io,
-            context=min((each for each in (bundle.context, graph_io.capacity) if each is not None), default=None),
-            tokenizer=text,
-            template=None if text is None else load_template(bundle, text),
-        )
-
-
-def describe(opened: OpenedModel) -> dict[str, Any]:
-    """A model as plain values."""
-    graph_io, bundle, tokenizer = opened.graph_io, opened.bundle, opened.tokenizer
-    manifest = bundle.manifest
-    answers = None
-    if opened.template is not None and tokenizer is not None:
-        answers = AnswerFormat(opened.template.written, AUTO, tokenizer)
+    Raises:
+        EdgeError: it cannot be loaded, or its tokenizer is damaged.
+    """
+    graph_io, manifest = open_graph(bundle, config, cache=True).graph_io, bundle.manifest
+    tokenizer = template = answers = None
+    if bundle.file("tokenizer.json") is not None:
+        tokenizer = TextTokenizer(bundle, graph_io.vocab_size)
+        if (template := load_template(bundle, tokenizer)) is not None:
+            answers = AnswerFormat(template.written, AUTO, tokenizer)
+    contexts = [each for each in (bundle.context, graph_io.capacity) if each is not None]
     facts: dict[str, Any] = {"model": str(bundle.folder), "graph": bundle.graph.name}
     if manifest is not None:
         architecture = manifest.architecture
@@ -138,11 +106,11 @@ def describe(opened: OpenedModel) -> dict[str, Any]:
         "cache": _cache(graph_io),
         "state_layers": _states(graph_io),
         "vocabulary": graph_io.vocab_size,
-        "context": opened.context,
+        "context": min(contexts, default=None),
         "cache_bytes_per_token": graph_io.cache_bytes_per_token,
         "token_trees": graph_io.supports_trees,
         "tokenizer": tokenizer is not None,
-        "chat_template": opened.template is not None,
+        "chat_template": template is not None,
         "tool_format": None if answers is None or answers.tool_format is None else answers.tool_format.name,
         "reasoning_tags": None if answers is None or answers.tags is None else answers.tags._asdict(),
         "end_tokens": [] if tokenizer is None else sorted(tokenizer.eos),
@@ -150,16 +118,24 @@ def describe(opened: OpenedModel) -> dict[str, Any]:
     if manifest is not None:
         facts |= _manifest_facts(manifest)
     facts["draft"] = _draft(bundle)
-    key = model_key(bundle, opened.config)
-    cost = PASS_COSTS.load(key)
-    facts["pass_costs"] = None if cost is None else describe_cost(cost)
-    facts["prompts"] = _prompts(opened, key)
-    facts["pass_costs_doubt"] = None if cost is None or cost.doubt is None else cost.doubt.value
+    return facts | _measured(bundle, config, graph_io)
+
+
+def _measured(bundle: Bundle, config: SessionConfig, graph_io: GraphIO) -> dict[str, Any]:
+    """What was measured of a model on this machine, as plain values."""
+    key = model_key(bundle, config)
+    cost, report, choice = PASS_COSTS.load(key), EXACTNESS_REPORTS.load(key), PROMPT_CHOICES.load(key)
+    refusal = prompt_graph_obstacle(bundle, config, graph_io, PrefillMode.AUTO, cache=True)
+    if refusal is None:
+        refusal = (int8_graph_obstacle(bundle) or NOT_MADE) if choice is None else choice.refusal
     sizes = [path.stat().st_size for path in prefix_folder().glob("*/*.kv")]
-    facts["prefixes_of_all_models"] = {"folder": str(prefix_folder()), "number": len(sizes), "bytes": sum(sizes)}
-    report = EXACTNESS_REPORTS.load(key)
-    facts["exactness"] = None if report is None else {"summary": exactness_summary(report), **report.to_json()}
-    return facts
+    return {
+        "pass_costs": None if cost is None else describe_cost(cost),
+        "prompts": prompt_facts(choice, refusal),
+        "pass_costs_doubt": None if cost is None or cost.doubt is None else cost.doubt.value,
+        "prefixes_of_all_models": {"folder": str(prefix_folder()), "number": len(sizes), "bytes": sum(sizes)},
+        "exactness": None if report is None else {"summary": exactness_summary(report), **report.to_json()},
+    }
 
 
 def _manifest_facts(manifest: Manifest) -> dict[str, Any]:
@@ -241,15 +217,6 @@ def _states(graph_io: GraphIO) -> str | None:
         sizes = ", ".join(map(str, state_type.shape))
         described.append(f"{layers}: {members[0].kind}, {state_type.dtype} [{sizes}] each")
     return "; ".join(described) or None
-
-
-def _prompts(opened: OpenedModel, key: MeasurementKey) -> dict[str, Any]:
-    """Which graph reads prompts with `--prefill auto`, as plain values."""
-    choice = PROMPT_CHOICES.load(key)
-    refusal = prompt_graph_obstacle(opened.bundle, opened.config, opened.graph_io, PrefillMode.AUTO, cache=True)
-    if refusal is None:
-        refusal = (int8_graph_obstacle(opened.bundle) or NOT_MADE) if choice is None else choice.refusal
-    return prompt_facts(choice, refusal)
 
 
 def _pass_costs(described: list[dict[str, Any]] | None) -> str:

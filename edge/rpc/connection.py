@@ -28,7 +28,7 @@ from .protocol import (
     ProgressParams,
     RequestId,
 )
-from .rpc_errors import ProtocolCode, ProtocolError, response_error
+from .rpc_errors import ProtocolCode, response_error
 
 _log: Final = logging.getLogger(__name__)
 _VERSION: Final = "2.0"
@@ -181,23 +181,21 @@ class Connection:
                 self._take_notification(method, params)
             elif id_ is not None:
                 self._take_request(id_, method, params)
-        except _SilentError as error:
-            _log.warning("%s", error)
         except Exception as error:  # noqa: BLE001  the client is told
             # A response with the id of another request would be taken for its response.
-            duplicate = isinstance(error, ProtocolError) and error.code is ProtocolCode.DUPLICATE_ID
+            duplicate = isinstance(error, RequestError) and error.code is ProtocolCode.DUPLICATE_ID
             self._output.respond(self._failure(None if duplicate else id_, error))
 
     def _take_request(self, id_: RequestId, method: str, params: bytes) -> None:
         if method not in METHODS:
-            raise ProtocolError(
+            raise RequestError(
                 f"there is no method {method!r:.200}",
                 f"methods are {', '.join(METHODS)}",
                 code=ProtocolCode.METHOD_NOT_FOUND,
                 param="method",
             )
         if not self._initialized and method != "initialize":
-            raise ProtocolError(
+            raise RequestError(
                 f"{method} comes before initialize",
                 f'send initialize first, with {{"protocol_version": {PROTOCOL_VERSION}}}',
                 code=ProtocolCode.NOT_INITIALIZED,
@@ -207,7 +205,7 @@ class Connection:
         call = Call(id_, method, self._output, lambda _: self._answer(call, params))
         with self._lock:
             if id_ in self._running:
-                raise ProtocolError(
+                raise RequestError(
                     f"a request with the id {id_!r} is in progress",
                     "give every request an id of its own",
                     code=ProtocolCode.DUPLICATE_ID,
@@ -244,16 +242,18 @@ class Connection:
             self.end()
 
     def _take_notification(self, method: str, params: bytes) -> None:
+        """Do what a notification says; JSON-RPC does not answer one that is wrong."""
         if method not in CLIENT_NOTIFICATIONS:
             known = f"notifications are {', '.join(CLIENT_NOTIFICATIONS)}"
-            raise _SilentError(f"the notification {method!r:.200} was ignored; {known}; a request has an id")
+            _log.warning("the notification %.200r was ignored; %s; a request has an id", method, known)
+            return
         try:
             if method == "$/cancelRequest":
                 self.cancel(decode_body(params, CancelParams).id)
             else:
                 self._handlers[method](Call("", method, self._output, lambda _: None), params)
         except EdgeError as error:
-            raise _SilentError(f"the notification {method} was ignored: {error}") from error
+            _log.warning("the notification %s was ignored: %s", method, error)
 
     def _failure(self, id_: RequestId | None, error: Exception) -> bytes:
         """The response to a request that failed."""
@@ -263,14 +263,10 @@ class Connection:
         return encode_line({"jsonrpc": _VERSION, "id": id_, "error": found})
 
 
-class _SilentError(Exception):
-    """A notification is wrong, which JSON-RPC does not answer."""
-
-
 def _fields(line: bytes | None) -> dict[str, msgspec.Raw]:
     """The members of the object on a line, of which only the names are decoded."""
     if line is None:
-        raise ProtocolError(
+        raise RequestError(
             "the line is longer than the limit",
             "initialize tells max_line_bytes; edge-run rpc --max-line raises it",
             code=ProtocolCode.LINE_TOO_LONG,
@@ -354,5 +350,5 @@ def _params(fields: Mapping[str, msgspec.Raw]) -> bytes:
     return params
 
 
-def _invalid(what: str, hint: str, param: str | None = None) -> ProtocolError:
-    return ProtocolError(what, hint, code=ProtocolCode.INVALID_MESSAGE, param=param)
+def _invalid(what: str, hint: str, param: str | None = None) -> RequestError:
+    return RequestError(what, hint, code=ProtocolCode.INVALID_MESSAGE, param=param)

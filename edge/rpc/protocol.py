@@ -7,7 +7,7 @@ further fields in later versions.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, NamedTuple, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -337,32 +337,25 @@ class SessionUpdate(Result):
     reasoning: Annotated[str | UnsetType, Meta(description="A piece of what the model thinks.")] = UNSET
 
 
-class Method(NamedTuple):
-    """A method of the protocol."""
-
-    params: type[msgspec.Struct]
-    result: type[msgspec.Struct]
-
-
-METHODS: Final[Mapping[str, Method]] = {
-    "initialize": Method(InitializeParams, InitializeResult),
-    "models/list": Method(NoParams, ModelList),
-    "models/pull": Method(PullParams, PullResult),
-    "models/load": Method(ModelParams, ModelState),
-    "models/unload": Method(ModelParams, UnloadResult),
-    "session/new": Method(SessionParams, SessionInfo),
-    "session/prompt": Method(SessionPromptParams, PromptResult),
-    "session/cancel": Method(SessionIdParams, CancelResult),
-    "session/save": Method(SaveParams, SaveResult),
-    "session/restore": Method(RestoreParams, SessionInfo),
-    "session/close": Method(SessionIdParams, Done),
-    "generate": Method(ChatBody, ChatCompletion),
-    "tokenize": Method(TokenizeBody, TokenizeResult),
-    "detokenize": Method(DetokenizeBody, DetokenizeResult),
-    "status": Method(NoParams, Status),
-    "shutdown": Method(NoParams, Done),
+METHODS: Final[Mapping[str, tuple[type[msgspec.Struct], type[msgspec.Struct]]]] = {
+    "initialize": (InitializeParams, InitializeResult),
+    "models/list": (NoParams, ModelList),
+    "models/pull": (PullParams, PullResult),
+    "models/load": (ModelParams, ModelState),
+    "models/unload": (ModelParams, UnloadResult),
+    "session/new": (SessionParams, SessionInfo),
+    "session/prompt": (SessionPromptParams, PromptResult),
+    "session/cancel": (SessionIdParams, CancelResult),
+    "session/save": (SaveParams, SaveResult),
+    "session/restore": (RestoreParams, SessionInfo),
+    "session/close": (SessionIdParams, Done),
+    "generate": (ChatBody, ChatCompletion),
+    "tokenize": (TokenizeBody, TokenizeResult),
+    "detokenize": (DetokenizeBody, DetokenizeResult),
+    "status": (NoParams, Status),
+    "shutdown": (NoParams, Done),
 }
-"""Requests of the client."""
+"""Parameters and results of the requests of the client."""
 CLIENT_NOTIFICATIONS: Final[Mapping[str, type[msgspec.Struct]]] = {
     "$/cancelRequest": CancelParams,
     "session/cancel": SessionIdParams,

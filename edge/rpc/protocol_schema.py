@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ def protocol_schema() -> dict[str, Any]:
     and results, for programs that generate code.
     """
     types: list[Any] = [
-        *(kind for method in METHODS.values() for kind in (method.params, method.result)),
+        *chain.from_iterable(METHODS.values()),
         *CLIENT_NOTIFICATIONS.values(),
         *NOTIFICATIONS.values(),
         ErrorObject,
@@ -27,10 +28,10 @@ def protocol_schema() -> dict[str, Any]:
     schemas, components = msgspec.json.schema_components(types, ref_template="#/$defs/{name}")
     by_type = dict(zip(types, schemas, strict=True))
     id_ = by_type[RequestId]
-    requests = [_call(name, by_type[method.params], id_) for name, method in METHODS.items()]
+    requests = [_call(name, by_type[params], id_) for name, (params, _) in METHODS.items()]
     sent = [_call(name, by_type[kind]) for name, kind in CLIENT_NOTIFICATIONS.items()]
     received = [_call(name, by_type[kind]) for name, kind in NOTIFICATIONS.items()]
-    results = list({str(by_type[method.result]): by_type[method.result] for method in METHODS.values()}.values())
+    results = list({str(by_type[result]): by_type[result] for _, result in METHODS.values()}.values())
     # The id of an error is null where the request's could not be read, or belongs to another request.
     nullable_id = {"anyOf": [*id_.get("anyOf", [id_]), {"type": "null"}]}
     responses = [
@@ -43,8 +44,7 @@ def protocol_schema() -> dict[str, Any]:
         "description": "Every message is one line of UTF-8 JSON. See docs/rpc.md.",
         "anyOf": [{"$ref": "#/$defs/ClientMessage"}, {"$ref": "#/$defs/ServerMessage"}],
         "methods": {
-            name: {"params": by_type[method.params], "result": by_type[method.result]}
-            for name, method in METHODS.items()
+            name: {"params": by_type[params], "result": by_type[result]} for name, (params, result) in METHODS.items()
         },
         "notifications": {
             "client": {name: by_type[kind] for name, kind in CLIENT_NOTIFICATIONS.items()},
@@ -60,7 +60,7 @@ def protocol_schema() -> dict[str, Any]:
 
 def _call(method: str, params: dict[str, Any], id_: dict[str, Any] | None = None) -> dict[str, Any]:
     """The schema of a request, or of a notification if it has no id."""
-    optional = not params.get("required") and method in METHODS and METHODS[method].params.__struct_fields__ == ()
+    optional = not params.get("required") and method in METHODS and METHODS[method][0].__struct_fields__ == ()
     members = {**({} if id_ is None else {"id": id_}), "method": {"const": method}, "params": params}
     return _message(members, optional="params" if optional else "")
 

@@ -31,7 +31,7 @@ _INVALID_PARAMS: Final = (
     *(ErrorCode.INVALID_REQUEST, ErrorCode.MISSING_FIELD, ErrorCode.UNKNOWN_FIELD, ErrorCode.UNSUPPORTED_FIELD),
     *(ErrorCode.INVALID_TYPE, ErrorCode.INVALID_VALUE),
 )
-NUMBERS: Final[dict[ErrorCode | ProtocolCode, int]] = {
+NUMBERS: Final[dict[StrEnum, int]] = {
     ErrorCode.INVALID_JSON: -32700,
     ProtocolCode.INVALID_MESSAGE: -32600,
     ProtocolCode.METHOD_NOT_FOUND: -32601,
@@ -72,35 +72,17 @@ class ErrorObject(msgspec.Struct, kw_only=True):
     data: ErrorData
 
 
-class ProtocolError(EdgeError):
-    """A line or a request does not fit the protocol.
-
-    Args:
-        what: what is wrong, with the value seen.
-        hint: what to do about it.
-        code: what is wrong, for programs.
-        param: the parameter concerned.
-    """
-
-    def __init__(self, what: str, hint: str = "", *, code: ProtocolCode, param: str | None = None) -> None:
-        super().__init__(what, hint)
-        self.code = code
-        self.param = param
-
-
 def response_error(error: Exception) -> ErrorObject:
     """The error object of an exception that ended a request."""
     if isinstance(error, CancelledError):
-        error = ProtocolError(error.what, code=ProtocolCode.CANCELLED)
+        error = RequestError(error.what, code=ProtocolCode.CANCELLED)
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        error = ProtocolError(
-            f"{where}{error.strerror or error}", "check the path and the disk", code=ProtocolCode.FILE
-        )
+        error = RequestError(f"{where}{error.strerror or error}", "check the path and the disk", code=ProtocolCode.FILE)
     if not isinstance(error, EdgeError):
         error = RequestError(
             f"{type(error).__name__}: {error}"[:500], "see standard error for details", code=ErrorCode.INTERNAL
         )
-    found = error if isinstance(error, ProtocolError) else describe(error)
+    found = describe(error)
     data = ErrorData(code=found.code.value, param=found.param, hint=found.hint or None)
     return ErrorObject(code=NUMBERS.get(found.code, _INTERNAL_ERROR), message=found.what, data=data)

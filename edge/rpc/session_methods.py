@@ -38,7 +38,7 @@ from .protocol import (
     Timing,
     Usage,
 )
-from .rpc_errors import ProtocolCode, ProtocolError
+from .rpc_errors import ProtocolCode
 
 MAX_SESSIONS: Final = 32
 
@@ -168,7 +168,7 @@ class SessionMethods:
     def _find(self, id_: str) -> _OpenSession:
         session = self._sessions.get(id_)
         if session is None:
-            raise ProtocolError(
+            raise RequestError(
                 f"there is no session {id_!r:.100}",
                 "open one with session/new or session/restore",
                 code=ProtocolCode.SESSION_NOT_FOUND,

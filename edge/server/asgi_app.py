@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Final
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -30,15 +30,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...version import __version__
 from ..service.openai_objects import model_object, object_list
 from ..service.request_error import ErrorCode, RequestError
-from .endpoint import Endpoint, RequestService
-from .endpoints import (
-    ChatEndpoint,
-    CompletionEndpoint,
-    DetokenizeEndpoint,
-    EmbeddingEndpoint,
-    ResponsesEndpoint,
-    TokenizeEndpoint,
-)
+from .endpoint import RequestService
+from .endpoints import computing_routes
 from .http_messages import JsonResponse, RefusedError, UnreadBodyResponse, error_response
 from .server_metrics import CONTENT_TYPE
 from .server_settings import MAX_HEADER_BYTES, ServerSettings
@@ -46,15 +39,6 @@ from .server_settings import MAX_HEADER_BYTES, ServerSettings
 _log: Final = logging.getLogger(__name__)
 _CLIENT_GONE: Final = 499
 """Status under which requests are counted whose client went away before a response."""
-_ENDPOINTS: Final[Mapping[str, Callable[[RequestService], Endpoint[Any]]]] = {
-    "/v1/chat/completions": ChatEndpoint,
-    "/v1/completions": CompletionEndpoint,
-    "/v1/responses": ResponsesEndpoint,
-    "/v1/embeddings": EmbeddingEndpoint,
-    "/tokenize": TokenizeEndpoint,
-    "/detokenize": DetokenizeEndpoint,
-}
-"""Endpoints that compute, by path."""
 _WITH_BODY: Final = ("POST", "PUT", "PATCH")
 """Methods whose requests have a body."""
 
@@ -71,7 +55,6 @@ def asgi_app(service: RequestService) -> Starlette:
             await asyncio.to_thread(service.close)
 
     settings = service.settings
-    plain = _PlainEndpoints(service)
     middleware = [Middleware(_RequestCount, service), Middleware(Guard, partial(origin_refusal, settings))]
     if settings.allow_origins:
         middleware.append(
@@ -85,12 +68,9 @@ def asgi_app(service: RequestService) -> Starlette:
     middleware.append(Middleware(Guard, partial(_key_refusal, settings.api_key)))
     app = Starlette(
         routes=[
-            Route("/", plain.index, methods=["GET"]),
-            *(Route(path, endpoint(service), methods=["POST"]) for path, endpoint in _ENDPOINTS.items()),
-            Route("/v1/models", plain.models, methods=["GET"]),
-            Route("/v1/models/{id:path}", plain.model, methods=["GET"]),
-            Route("/health", plain.health, methods=["GET"]),
-            Route("/metrics", plain.metrics, methods=["GET"]),
+            Route("/", _index, methods=["GET"]),
+            *computing_routes(service),
+            *_plain_routes(service),
         ],
         middleware=middleware,
         exception_handlers={HTTPException: not_routed},
@@ -101,47 +81,48 @@ def asgi_app(service: RequestService) -> Starlette:
     return app
 
 
-class _PlainEndpoints:
-    """Endpoints that compute nothing."""
+def _plain_routes(service: RequestService) -> list[Route]:
+    """The routes of endpoints that compute nothing; their docstrings are for the list of paths."""
 
-    def __init__(self, service: RequestService) -> None:
-        self._service: Final = service
-
-    async def index(self, request: Request) -> Response:
-        """The version of the server, and its paths."""
-        routes = [route for route in request.app.routes if isinstance(route, Route)]
-        paths = [
-            {
-                "path": route.path_format,
-                "methods": sorted((route.methods or set()) - {"HEAD"}),
-                "description": (route.endpoint.__doc__ or "").partition("\n")[0],
-            }
-            for route in routes
-        ]
-        return JsonResponse({"name": "edge-run", "version": __version__, "paths": paths})
-
-    async def models(self, _request: Request) -> Response:
+    async def models(_request: Request) -> Response:
         """The models that are offered."""
-        entries = await asyncio.to_thread(self._service.pool.names)
+        entries = await asyncio.to_thread(service.pool.names)
         return JsonResponse(object_list([model_object(entry.id, entry.created) for entry in entries]))
 
-    async def model(self, request: Request) -> Response:
+    async def model(request: Request) -> Response:
         """One model."""
         try:
-            entry = await asyncio.to_thread(self._service.pool.find, request.path_params["id"])
+            entry = await asyncio.to_thread(service.pool.find, request.path_params["id"])
         except RequestError as error:
             return error_response(error)
         return JsonResponse(model_object(entry.id, entry.created))
 
-    async def health(self, _request: Request) -> Response:
+    async def health(_request: Request) -> Response:
         """Whether the server takes requests: 200, or 503 while it ends."""
-        if self._service.draining:
+        if service.draining:
             return JsonResponse({"status": "draining"}, HTTPStatus.SERVICE_UNAVAILABLE)
         return JsonResponse({"status": "ok"})
 
-    async def metrics(self, _request: Request) -> Response:
+    async def metrics(_request: Request) -> Response:
         """What the server counts, for Prometheus."""
-        return Response(await asyncio.to_thread(self._service.metrics.text), media_type=CONTENT_TYPE)
+        return Response(await asyncio.to_thread(service.metrics.text), media_type=CONTENT_TYPE)
+
+    paths = {"/v1/models": models, "/v1/models/{id:path}": model, "/health": health, "/metrics": metrics}
+    return [Route(path, endpoint, methods=["GET"]) for path, endpoint in paths.items()]
+
+
+async def _index(request: Request) -> Response:
+    """The version of the server, and its paths."""
+    paths = [
+        {
+            "path": route.path_format,
+            "methods": sorted((route.methods or set()) - {"HEAD"}),
+            "description": (route.endpoint.__doc__ or "").partition("\n")[0],
+        }
+        for route in request.app.routes
+        if isinstance(route, Route)
+    ]
+    return JsonResponse({"name": "edge-run", "version": __version__, "paths": paths})
 
 
 async def not_routed(request: Request, error: Exception) -> Response:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from http import HTTPStatus
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Any, Final, TypeAlias
 
 from starlette.types import Receive, Scope, Send
 
@@ -19,14 +18,13 @@ from ...runtime.engine import Engine
 from ...runtime.graph.memory import trim_heap
 from ...runtime.scheduling.request_run import Cancellation, LoopQueue, Run
 from ...runtime.structure.response_format import CLIENT
+from ..service.generation_fields import GenerationRequest
 from ..service.model_pool import ModelPool
 from ..service.request_error import ErrorCode, RequestError
 from .http_messages import (
     COMMENT,
     EVENT_HEADERS,
-    ClientGoneError,
     RefusedError,
-    UnreadBodyResponse,
     error_object,
     error_response,
     event,
@@ -104,93 +102,63 @@ class RequestService:
         run.start()
 
 
-class AnyBody(Protocol):
-    """What the bodies of all requests have."""
-
-    @property
-    def model(self) -> str | None:
-        """The model that a request names; None for the first one."""
-
-
-Body = TypeVar("Body", bound=AnyBody)
+Compute: TypeAlias = Callable[[Any, Engine, str, Cancellation], Iterator[bytes]]
+"""Computes the response to a request, in the thread of its run, from the parsed request, the model, the id of the
+model, and what says when to stop. It yields the pieces of the body, and raises an `EdgeError` if the request cannot be
+answered. The response of a stream begins with the first piece, which may be empty: errors from then on occur in its
+middle."""
 
 
-class Endpoint(ABC, Generic[Body]):
-    """An ASGI application for one path; its subclasses say what a body means and how it is answered.
+class Endpoint:
+    """An ASGI application for one path.
 
     The response is computed in the thread of a `Run`. The client is watched meanwhile: when it goes away, the run is
     cancelled, whether its response is streamed, computed, or waits for its place.
+
+    Args:
+        service: the state of the server.
+        about: what the endpoint does, for the list of paths.
+        parse: decodes a body; raises a `RequestError` if it is not valid. Every request names its `model`, or None.
+        compute: answers what `parse` returned.
     """
 
-    def __init__(self, service: RequestService) -> None:
-        self.service: Final = service
-
-    @abstractmethod
-    def parse(self, body: bytes) -> Body:
-        """Decode a body.
-
-        Raises:
-            RequestError: the body is not valid.
-        """
-
-    def streams(self, _request: Body) -> bool:
-        """Whether the response is sent as events."""
-        return False
-
-    @abstractmethod
-    def compute(self, request: Body, engine: Engine, model: str, cancellation: Cancellation) -> Iterator[bytes]:
-        """Compute the response, in the thread of its run.
-
-        Args:
-            request: what `parse` returned.
-            engine: the model.
-            model: its id, for the response.
-            cancellation: says when to stop.
-
-        Yields:
-            The pieces of the body. The response of a stream begins with the first one, which may be empty: errors from
-            then on occur in its middle.
-
-        Raises:
-            EdgeError: the request cannot be answered.
-        """
+    def __init__(self, service: RequestService, about: str, parse: Callable[[bytes], Any], compute: Compute) -> None:
+        self.__doc__ = about
+        self._service: Final = service
+        self._parse: Final = parse
+        self._compute: Final = compute
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        settings = self.service.settings
-        try:
-            body = await read_body(scope, receive, settings.max_body_bytes, settings.body_timeout_s)
-        except ClientGoneError:
-            return
-        except RefusedError as error:
-            await UnreadBodyResponse(error)(scope, receive, send)
+        if (body := await read_body(scope, receive, send, self._service.settings)) is None:
             return
         CLIENT.set(scope["client"][0] if scope.get("client") else "")
         large = len(body) >= _LARGE_BODY
         pieces: LoopQueue[bytes] = LoopQueue()
         try:
-            parsed = asyncio.get_running_loop().run_in_executor(_PARSERS, self.parse, body) if large else None
-            request = self.parse(body) if parsed is None else await parsed
+            parsed = asyncio.get_running_loop().run_in_executor(_PARSERS, self._parse, body) if large else None
+            request = self._parse(body) if parsed is None else await parsed
             run = Run(partial(self._work, request, large), "edge-run request", pieces)
-            self.service.start(run)
+            self._service.start(run)
         except EdgeError as error:
             await error_response(error)(scope, receive, send)
             return
         del body
+        streams = isinstance(request, GenerationRequest) and request.stream
         async with _cancelled_on_disconnect(receive, run.cancellation) as disconnected:
-            await self._respond(pieces, disconnected, scope, receive, send, streams=self.streams(request))
+            await self._respond(pieces, disconnected, scope, receive, send, streams=streams)
 
-    def _work(self, request: Body, large: bool, run: Run[bytes]) -> None:
+    def _work(self, request: Any, large: bool, run: Run[bytes]) -> None:
         """Compute a response. A `large` one's memory goes back to the system.
 
         A text of 1 MB takes a hundred times as much, in the heap of one of many threads, and the C library keeps it.
         """
         try:
-            name = self.service.pool.find(request.model).id
-            with self.service.pool.use(name, cancellation=run.cancellation) as engine:
+            name = self._service.pool.find(request.model).id
+            with self._service.pool.use(name, cancellation=run.cancellation) as engine:
                 run.cancellation.check()
                 try:
-                    for piece in self.compute(request, engine, name, run.cancellation):
+                    for piece in self._compute(request, engine, name, run.cancellation):
                         run.put(piece)
                 except EdgeError:
                     run.cancellation.check()
@@ -212,7 +180,7 @@ class Endpoint(ABC, Generic[Body]):
         """Send the response of a run: as events while they come, or whole."""
         begun, last = False, b""
         try:
-            async with asyncio.timeout(self.service.settings.request_timeout_s):
+            async with asyncio.timeout(self._service.settings.request_timeout_s):
                 taken = await pieces.take()
                 if streams:
                     begun = True
@@ -241,7 +209,7 @@ class Endpoint(ABC, Generic[Body]):
     async def _taken_or_comment(self, pieces: LoopQueue[bytes]) -> list[bytes]:
         """The next events; a comment if there are none for a while, so that a connection that is gone is noticed."""
         try:
-            async with asyncio.timeout(self.service.settings.silence_s):
+            async with asyncio.timeout(self._service.settings.silence_s):
                 return await pieces.take()
         except TimeoutError:
             return [COMMENT]
@@ -255,7 +223,7 @@ class Endpoint(ABC, Generic[Body]):
         if isinstance(error, EdgeError):
             return error
         if isinstance(error, TimeoutError):
-            limit = self.service.settings.request_timeout_s
+            limit = self._service.settings.request_timeout_s
             return RefusedError(HTTPStatus.GATEWAY_TIMEOUT, "timeout", f"the answer took more than {limit:g} seconds")
         if isinstance(error, Exception):
             _log.error("a request failed: %s", type(error).__name__, exc_info=error)

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from enum import StrEnum
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...errors import EdgeError
 from ..service.request_error import ErrorCode, RequestError, describe
+from .server_settings import ServerSettings
 
 RETRY_AFTER_S: Final = 1
 """Seconds after which a client may repeat a request that was refused because others are waiting."""
@@ -23,7 +25,7 @@ _LINGER_S: Final = 1.0
 """How long what a client goes on sending after a refusal is thrown away, in seconds."""
 _LINGER_BYTES: Final = 32 << 20
 """How much of it at most."""
-_STATUS: Final = {
+_STATUS: Final[Mapping[StrEnum, HTTPStatus]] = {
     ErrorCode.MODEL_NOT_FOUND: HTTPStatus.NOT_FOUND,
     ErrorCode.TOO_LARGE: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     ErrorCode.BUSY: HTTPStatus.TOO_MANY_REQUESTS,
@@ -141,39 +143,39 @@ class UnreadBodyResponse(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class ClientGoneError(Exception):
-    """The client closed the connection; nobody reads a response."""
+async def read_body(scope: Scope, receive: Receive, send: Send, settings: ServerSettings) -> bytes | None:
+    """Read the body of a request.
 
-
-async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout_s: float) -> bytes:
-    """Read the body of a request of at most `max_bytes` bytes within `timeout_s` seconds.
-
-    Raises:
-        RefusedError: it is too large (by its declared length before anything is read, else when the limit is passed),
-            did not come in time, or its length is malformed.
-        ClientGoneError: the client went away.
+    Returns:
+        The body; None if the client went away, or has been told that its body is too large (by its declared length
+        before anything is read, else when the limit is passed), late, or of a malformed length.
     """
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            return await _whole_body(scope, receive, settings.max_body_bytes)
+    except TimeoutError:
+        what = f"the body did not come within {settings.body_timeout_s:g} seconds"
+        refusal = RefusedError(HTTPStatus.REQUEST_TIMEOUT, "timeout", what)
+    except RefusedError as error:
+        refusal = error
+    await UnreadBodyResponse(refusal)(scope, receive, send)
+    return None
+
+
+async def _whole_body(scope: Scope, receive: Receive, most: int) -> bytes | None:
     declared = Headers(scope=scope).get("content-length", "0")
     if not (declared.isascii() and declared.isdecimal()):
         raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_request", f"Content-Length is {declared!r:.50}")
-    if int(declared[:20]) > max_bytes:
-        raise _too_large(f"the body has {declared:.20} bytes", max_bytes)
+    if int(declared[:20]) > most:
+        raise _too_large(f"the body has {declared:.20} bytes", most)
     body = bytearray()
-    try:
-        async with asyncio.timeout(timeout_s):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGoneError
-                body += message.get("body", b"")
-                if len(body) > max_bytes:
-                    raise _too_large(f"the body has more than {max_bytes} bytes", max_bytes)
-                if not message.get("more_body", False):
-                    return bytes(body)
-    except TimeoutError:
-        raise RefusedError(
-            HTTPStatus.REQUEST_TIMEOUT, "timeout", f"the body did not come within {timeout_s:g} seconds"
-        ) from None
+    while (message := await receive())["type"] != "http.disconnect":
+        body += message.get("body", b"")
+        if len(body) > most:
+            raise _too_large(f"the body has more than {most} bytes", most)
+        if not message.get("more_body", False):
+            return bytes(body)
+    return None
 
 
 def _too_large(what: str, most: int) -> RefusedError:

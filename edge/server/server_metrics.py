@@ -47,7 +47,7 @@ _MODEL_GAUGES: Final[tuple[tuple[str, str, Callable[[ModelStatus], int]], ...]] 
 """Gauges of a model: name, explanation, value."""
 
 
-class ServerMetrics:
+class ServerMetrics(Collector):
     """Counters of one server, in a registry of its own.
 
     Args:
@@ -64,7 +64,9 @@ class ServerMetrics:
             Histogram(f"edgerun_{name}", text, ("model",), buckets=buckets, registry=self._registry)
             for name, text, buckets in _HISTOGRAMS
         )
-        self._registry.register(_Gauges(models))
+        self._models: Final = models
+        self._process: Final = psutil.Process()
+        self._registry.register(self)
 
     def count_request(self, endpoint: str, status: int) -> None:
         """Count a request that has been answered, or whose client went away (status 499)."""
@@ -99,16 +101,8 @@ class ServerMetrics:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-
-class _Gauges(Collector):
-    """What is measured when the metrics are read."""
-
-    def __init__(self, models: Callable[[], Iterable[ModelStatus]]) -> None:
-        self._models: Final = models
-        self._process: Final = psutil.Process()
-
     def collect(self) -> Iterator[Metric]:
-        """Read all gauges."""
+        """Read what is measured when the metrics are read."""
         models = [model for model in self._models() if model.loaded]
         for name, text, value in _MODEL_GAUGES:
             gauge = GaugeMetricFamily(f"edgerun_{name}", text, labels=["model"])

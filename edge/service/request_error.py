@@ -52,7 +52,7 @@ class RequestError(InputError):
     Args:
         what: what is wrong, with the value seen.
         hint: what to do about it.
-        code: what is wrong, for programs.
+        code: what is wrong, for programs: an `ErrorCode`, or a code of one protocol.
         param: path of the field concerned, such as `messages[0].content`; None if no single field is.
     """
 
@@ -61,7 +61,7 @@ class RequestError(InputError):
         what: str,
         hint: str = "",
         *,
-        code: ErrorCode = ErrorCode.INVALID_REQUEST,
+        code: StrEnum = ErrorCode.INVALID_REQUEST,
         param: str | None = None,
     ) -> None:
         super().__init__(what, hint)

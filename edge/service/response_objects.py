@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import Any, Final
 
 from ...runtime.decode import FinishReason
@@ -18,7 +19,7 @@ _STATUS: Final = {
     FinishReason.CANCELLED: "incomplete",
 }
 _INCOMPLETE: Final = {FinishReason.LENGTH: {"reason": "max_output_tokens"}, FinishReason.CANCELLED: {"reason": None}}
-_ERROR_CODES: Final = {
+_ERROR_CODES: Final[Mapping[StrEnum, str]] = {
     ErrorCode.BUSY: "rate_limit_exceeded",
     ErrorCode.MODEL: "server_error",
     ErrorCode.INTERNAL: "server_error",

@@ -46,7 +46,7 @@ _FIGURE_NAMES: Final = {
 }
 
 
-class SafeConsole(Console):
+class SafeConsole(Console, RenderHook):
     """A rich console that shows text as it is, without markup, and control characters as replacements.
 
     Styles are given as arguments (`style=`), never in the text, which may come from a model file.
@@ -56,13 +56,10 @@ class SafeConsole(Console):
         super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False, theme=_THEME)
         if not self.is_terminal:
             self.width = max(self.width, _PIPE_WIDTH)
-        self.push_render_hook(_SafeText())
-
-
-class _SafeText(RenderHook):
-    """Puts every renderable behind the filter; the escape sequences of styles are added after it."""
+        self.push_render_hook(self)
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        """Put every renderable behind the filter; the escape sequences of styles are added after it."""
         return [_Filtered(renderable) for renderable in renderables]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import ClassVar, Final
+from typing import ClassVar, Final, cast
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -111,8 +112,12 @@ class _WholeTable(TableElement):
         yield table
 
 
-class _Markdown(Markdown):
-    """Markdown in which HTML is shown as text, and the address of a link after its words."""
+class AnswerMarkdown(Markdown):
+    """Renders Markdown of an answer, without empty lines around it.
+
+    HTML is shown as text, and the address of a link after its words. Lines have no spaces at their ends, which would
+    become lines of their own when the terminal is made narrower.
+    """
 
     elements: ClassVar[dict[str, type[MarkdownElement]]] = {
         **Markdown.elements,
@@ -122,22 +127,13 @@ class _Markdown(Markdown):
 
     def __init__(self, text: str) -> None:
         super().__init__("", code_theme=_CODE_THEME, inline_code_theme=None, hyperlinks=False)
-        self.markup = text
-        self.parsed = _parse(text)
-
-
-class AnswerMarkdown:
-    """Renders Markdown of an answer, without empty lines around it.
-
-    Lines have no spaces at their ends, which would become lines of their own when the terminal is made narrower.
-    """
-
-    def __init__(self, text: str) -> None:
-        self._markdown = _Markdown(for_terminal(text))
+        self.markup = for_terminal(text)
+        self.parsed = _parse(self.markup)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        rendered = console.render_lines(self._markdown, options, pad=False)
-        lines = [_without_spaces_at_end(line) for line in rendered]
+        rendered = cast("Iterable[Segment]", super().__rich_console__(console, options))
+        cropped = Segment.split_and_crop_lines(rendered, options.max_width, include_new_lines=False, pad=False)
+        lines = [_without_spaces_at_end(line) for line in cropped]
         while lines and not lines[-1]:
             lines.pop()
         first = next((index for index, line in enumerate(lines) if line), 0)
