@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route, compile_path
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ...errors import EdgeError, UnknownIdError
@@ -35,8 +35,6 @@ _QUICK: Final = ThreadPoolExecutor(8, "edge-run api")
 _SLOW: Final = ThreadPoolExecutor(2, "edge-run api, slow")
 _LARGE_BODY: Final = 64 << 10
 """Bytes of a body from which on the memory that it took goes back to the system."""
-
-
 _STATUS: Final = (
     (OfflineError, HTTPStatus.SERVICE_UNAVAILABLE, "offline"),
     (ConnectionFailedError, HTTPStatus.BAD_GATEWAY, "hub_unreachable"),
@@ -48,31 +46,6 @@ Its parameters say what it takes: the parts of the path that vary, `query` (the 
 either `body`, a struct, or the fields of the body, of which none other is allowed. A request without a body has no
 fields.
 """
-
-
-def api_route(
-    settings: ServerSettings,
-    method: str,
-    path: str,
-    handler: Handler,
-    *,
-    slow: bool = False,
-    max_characters: int = MAX_CHARACTERS,
-) -> Route:
-    """A route of the page's API.
-
-    Args:
-        settings: limits of the size of the body.
-        method: GET, POST, PUT, PATCH or DELETE.
-        path: the path, with `{name}` for parts that vary.
-        handler: answers the requests.
-        slow: whether that may take seconds, such as tokenizing a long text. Only two of such requests are answered at a
-            time, so that they do not keep others waiting.
-        max_characters: largest number of characters of the body's texts and names.
-    """
-    elsewhere = {*compile_path(path)[2], "query"}
-    endpoint = ApiEndpoint(settings, handler, elsewhere, max_characters, _SLOW if slow else _QUICK)
-    return Route(path, endpoint, methods=[method])
 
 
 def query_number(query: Mapping[str, str], name: str, default: int, most: int) -> int:
@@ -115,30 +88,43 @@ def _body_of(handler: Handler, elsewhere: Collection[str]) -> type[msgspec.Struc
     return msgspec.defstruct("Body", declared, kw_only=True, forbid_unknown_fields=True)
 
 
-class ApiEndpoint:
-    """A route's ASGI application; see `api_route`."""
+class ApiRoute(Route):
+    """A route of the page's API.
+
+    Args:
+        settings: limits of the size of the body.
+        method: GET, POST, PUT, PATCH or DELETE.
+        path: the path, with `{name}` for parts that vary.
+        handler: answers the requests.
+        slow: whether that may take seconds, such as tokenizing a long text. Only two of such requests are answered at a
+            time, so that they do not keep others waiting.
+        max_characters: largest number of characters of the body's texts and names.
+    """
 
     def __init__(
         self,
         settings: ServerSettings,
+        method: str,
+        path: str,
         handler: Handler,
-        elsewhere: Collection[str],
-        max_characters: int,
-        threads: ThreadPoolExecutor,
+        *,
+        slow: bool = False,
+        max_characters: int = MAX_CHARACTERS,
     ) -> None:
+        super().__init__(path, self._answer, methods=[method])
+        self.app = self._answer
         self._settings: Final = settings
         self._handler: Final = handler
         self._max_characters: Final = max_characters
-        self._threads: Final = threads
-        names = inspect.signature(handler).parameters
+        self._threads: Final = _SLOW if slow else _QUICK
+        names, elsewhere = inspect.signature(handler).parameters, {*self.param_convertors, "query"}
         self._given: Final = [name for name in names if name in elsewhere]
         """Parameters of the handler that are not in the body."""
         self.body: Final = _body_of(handler, elsewhere)
         """What the body of a request may have; None where the handler takes none."""
         self._takes_fields: Final = "body" not in names
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (body := await read_body(scope, receive, send, self._settings)) is None:
             return
         response = await asyncio.get_running_loop().run_in_executor(self._threads, self._respond, Request(scope), body)

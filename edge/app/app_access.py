@@ -15,14 +15,14 @@ import secrets
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import Final
 
 from starlette.datastructures import Headers
-from starlette.requests import cookie_parser
+from starlette.requests import Request, cookie_parser
+from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...errors import EdgeError
@@ -30,8 +30,8 @@ from ...models.atomic import write_atomically
 from ...models.file_system import locked
 from ...models.user_folders import make_private_folder
 from ..server.asgi_app import content_type_refusal
-from ..server.http_messages import RefusedError, UnreadBodyResponse
-from .page_files import entrance_page
+from ..server.http_messages import JsonResponse, RefusedError, UnreadBodyResponse
+from .page_files import entrance_page, passage_page
 
 TOKEN_LIFE_S: Final = 300.0
 """Seconds for which a one-time token is valid."""
@@ -78,6 +78,8 @@ class AppAccess:
         self.cookie_name: Final = f"edge-run-{port}"
         self.owner_key: Final = secrets.token_urlsafe(32)
         """What another process of the same user shows to get a token."""
+        self.ending = False
+        """Whether the app is ending, and lets nobody in any more."""
         self._secret: Final = secret
         self._lock: Final = threading.Lock()
         self._tokens: Final[dict[str, float]] = {}
@@ -115,6 +117,29 @@ class AppAccess:
         """Whether a request has the cookie of a session."""
         cookies = cookie_parser(Headers(scope=scope).get("cookie", ""))
         return self.is_session(cookies.get(self.cookie_name, ""))
+
+    async def enter(self, request: Request) -> Response:
+        """Let a browser in that has a token, or has been let in before: a one-time token becomes a session."""
+        if not self.take_token(request.query_params.get("token", "")):
+            if self.has_session(request.scope):
+                return RedirectResponse("/", HTTPStatus.SEE_OTHER)
+            return entrance_page("This link has been used already, or is more than a few minutes old.")
+        foreign = request.headers.get("sec-fetch-site", "none") not in {"none", "same-origin"}
+        response = passage_page() if foreign else RedirectResponse("/", HTTPStatus.SEE_OTHER)
+        session = self.new_session()
+        response.set_cookie(self.cookie_name, session, max_age=SESSION_LIFE_S, httponly=True, samesite="strict")
+        return response
+
+    async def give_token(self, request: Request) -> Response:
+        """A token for another process of the same user."""
+        _, _, given = request.headers.get("authorization", "").partition(" ")
+        if not hmac.compare_digest(given.encode("utf-8", "replace"), self.owner_key.encode()):
+            refusal = RefusedError(HTTPStatus.UNAUTHORIZED, "invalid_api_key", "the key is missing or wrong")
+        elif self.ending:
+            refusal = RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "shutting_down", "the app is ending")
+        else:
+            return JsonResponse({"token": self.new_token()})
+        return UnreadBodyResponse(refusal)
 
     def _signature(self, text: str) -> str:
         return hmac.new(self._secret, text.encode("utf-8", "replace"), hashlib.sha256).hexdigest()
@@ -174,29 +199,6 @@ def _token_of(port: int, owner_key: str) -> str:
     return token
 
 
-@contextmanager
-def only_app(folder: Path) -> Iterator[bool]:
-    """Within the block, this process is the only app of this user; yields whether it is.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    make_private_folder(folder)
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(locked(folder / _LOCK_FILE, 0.0))
-        except TimeoutError:
-            yield False
-            return
-        # What a killed app has left names a port that may be another program's now.
-        (folder / _ENDPOINT_FILE).unlink(missing_ok=True)
-        try:
-            yield True
-        finally:
-            with suppress(OSError):
-                (folder / _ENDPOINT_FILE).unlink(missing_ok=True)
-
-
 def announce(folder: Path, port: int, access: AppAccess) -> None:
     """Let other processes of this user find the app of this one; the file is readable by its owner alone."""
     text = json.dumps({"port": port, "owner_key": access.owner_key, "process": os.getpid()})
@@ -218,14 +220,25 @@ def join_running_app(stack: ExitStack, folder: Path) -> str | None:
         EdgeError: another app runs, and does not answer.
         OSError: the folder cannot be written.
     """
-    until = time.monotonic() + _START_S
-    while not stack.enter_context(only_app(folder)):
+    make_private_folder(folder)
+    endpoint, until = folder / _ENDPOINT_FILE, time.monotonic() + _START_S
+
+    def forget() -> None:
+        with suppress(OSError):
+            endpoint.unlink(missing_ok=True)
+
+    while True:
+        with suppress(TimeoutError):
+            stack.enter_context(locked(folder / _LOCK_FILE, 0.0))
+            # What a killed app has left names a port that may be another program's now.
+            endpoint.unlink(missing_ok=True)
+            stack.callback(forget)
+            return None
         # An app that has just started has no file yet, and one that is ending gives out no tokens.
         with suppress(OSError, ValueError, KeyError, TypeError):
-            found = json.loads((folder / _ENDPOINT_FILE).read_text(encoding="utf-8"))
+            found = json.loads(endpoint.read_text(encoding="utf-8"))
             port = int(found["port"])
             return open_url(port, _token_of(port, str(found["owner_key"])))
         if time.monotonic() >= until:
             raise EdgeError("edge-run app runs already, and does not answer", f"end it; its folder is {folder}")
         time.sleep(_POLL_S)
-    return None

@@ -67,5 +67,5 @@ class AppContext:
     def default_model(self) -> str | None:
         """The model of conversations that name none; None where there is no model."""
         chosen = read_settings(self.store)["default_model"]
-        offered = [entry.id for entry in self.pool.names()]
+        offered = [entry.id for entry in self.pool.offered.entries()]
         return chosen if chosen in offered else next(iter(offered), None)

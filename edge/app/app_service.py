@@ -48,6 +48,7 @@ class AppService:
 
     def drain(self) -> None:
         """Begin no further answers, and end those in progress after their current pass, as interrupted."""
+        self.access.ending = True
         self.requests.drain()
         self.requests.cancel_all()
         self.generations.interrupt_all()

@@ -18,10 +18,16 @@ MAX_EVENTS: Final = 4096
 MAX_BYTES: Final = 8 << 20
 """Largest size of the events that wait for one window."""
 _COMMENT: Final = b": the channel is open\n\n"
+_SILENCE_S: Final = 15.0
+"""Seconds without an event after which a comment is sent, so that a window that is gone is noticed."""
 
 
 class EventChannel:
-    """Hands events to all windows that listen, in the order in which they were published."""
+    """Hands events to all windows that listen, in the order in which they were published.
+
+    It is the ASGI application of `GET /api/events` too, which sends events until the window goes away or the channel is
+    closed.
+    """
 
     def __init__(self) -> None:
         self._lock: Final = threading.Lock()
@@ -69,36 +75,9 @@ class EventChannel:
             for listener in self._listeners:
                 listener.end()
 
-
-class EventListener(LoopQueue[bytes]):
-    """The events that wait for one window.
-
-    A window that reads too slowly, or is suspended by its browser, loses its events and is told to fetch everything
-    again.
-    """
-
-    def _add(self, item: bytes) -> None:
-        if len(self._items) >= MAX_EVENTS or sum(map(len, self._items)) + len(item) > MAX_BYTES:
-            self._items, item = [], event({"type": "reload"})
-        self._items.append(item)
-
-
-class EventsEndpoint:
-    """`GET /api/events`: an ASGI application that sends events until the window goes away or the channel is closed.
-
-    Args:
-        channel: the events.
-        silence_s: seconds without an event after which a comment is sent, so that a window that is gone is noticed.
-    """
-
-    def __init__(self, channel: EventChannel, silence_s: float) -> None:
-        self._channel: Final = channel
-        self._silence_s: Final = silence_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Send events."""
-        del scope
-        with self._channel.listen() as listener:
+        with self.listen() as listener:
             await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
             # The window knows that it listens before it fetches what it shows.
             await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
@@ -113,10 +92,23 @@ class EventsEndpoint:
     async def _next(self, listener: EventListener) -> list[bytes]:
         """The events that come next, or a comment; none after the end."""
         try:
-            async with asyncio.timeout(self._silence_s):
+            async with asyncio.timeout(_SILENCE_S):
                 return await listener.take()
         except TimeoutError:
             return [_COMMENT]
+
+
+class EventListener(LoopQueue[bytes]):
+    """The events that wait for one window.
+
+    A window that reads too slowly, or is suspended by its browser, loses its events and is told to fetch everything
+    again.
+    """
+
+    def _add(self, item: bytes) -> None:
+        if len(self._items) >= MAX_EVENTS or sum(map(len, self._items)) + len(item) > MAX_BYTES:
+            self._items, item = [], event({"type": "reload"})
+        self._items.append(item)
 
 
 async def _end_when_gone(receive: Receive, listener: EventListener) -> None:

@@ -156,7 +156,7 @@ class Generations:
 
     def _model(self, wanted: str | None, conversation: str) -> str | None:
         """The model that answers: the wanted one if it is offered, else that of the conversation."""
-        if wanted is not None and any(entry.id == wanted for entry in self._context.pool.names()):
+        if wanted is not None and any(entry.id == wanted for entry in self._context.pool.offered.entries()):
             return wanted
         return self._context.store.conversation(conversation).model or self._context.default_model()
 

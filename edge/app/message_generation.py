@@ -7,8 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
 from ...errors import EdgeError
 from ...runtime.result import Chunk
@@ -26,13 +25,8 @@ _PUBLISH_S: Final = 1 / 30
 """Least time between two pieces of text for the windows, in seconds."""
 
 
-class Decision(StrEnum):
-    """What becomes of a call."""
-
-    RUN = "run"
-    ALWAYS = "always"
-    """It is made, and so are later ones of this tool in the conversation."""
-    REFUSE = "refuse"
+Decision: TypeAlias = Literal["run", "always", "refuse"]
+"""What becomes of a call; `always` also makes later calls of the tool in the conversation."""
 
 
 class MessageGeneration:

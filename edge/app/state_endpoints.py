@@ -17,7 +17,7 @@ from ...runtime.devices.processor import usable_cores
 from ...version import __version__
 from ..conversations.records import Preset, as_object
 from ..conversations.store import KEPT_DAYS
-from .api_endpoint import api_route
+from .api_endpoint import ApiRoute
 from .app_context import SETTING_PREFIX, AppContext, SettingsBody, read_settings
 from .conversation_endpoints import checked_sampling
 from .models.model_endpoints import ModelServices
@@ -34,7 +34,7 @@ def state_routes(context: AppContext, models: ModelServices) -> list[Route]:
         ("PUT", "/api/presets/{preset:path}", endpoints.save_preset),
         ("DELETE", "/api/presets/{preset:path}", endpoints.delete_preset),
     )
-    return [api_route(context.settings, method, path, handler) for method, path, handler in table]
+    return [ApiRoute(context.settings, method, path, handler) for method, path, handler in table]
 
 
 class _StateEndpoints:
@@ -89,7 +89,7 @@ def tool_routes(context: AppContext) -> list[Route]:
         ("PUT", "/api/tools/{name}", context.tools.save),
         ("DELETE", "/api/tools/{name}", context.tools.remove),
     )
-    return [api_route(context.settings, method, path, handler) for method, path, handler in table]
+    return [ApiRoute(context.settings, method, path, handler) for method, path, handler in table]
 
 
 def _read_configuration(text: str) -> dict[str, Any]:

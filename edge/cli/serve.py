@@ -96,7 +96,7 @@ def serve(
             with ProgressDisplay(transient=True) as progress:
                 pool.load(None, progress)
         address, bound_port = listening.getsockname()[:2]
-        names = ", ".join(entry.id for entry in pool.names())
+        names = ", ".join(entry.id for entry in pool.offered.entries())
         shown = f"[{address}]" if ":" in address else address
         base = f"http://{shown}:{bound_port}"
         write_error(f"edge-run: serving {names} at {base}/v1 (Ctrl-C ends it)")

@@ -66,7 +66,7 @@ class ConversationDatabase:
         """The thread that is within a transaction."""
         self._seen = 0
         self._replaced = False
-        self._closed = False
+        self.closed = False
         with self._lock:
             self._guarded(lambda _: None)
         self.changed_elsewhere()
@@ -101,15 +101,10 @@ class ConversationDatabase:
             replaced, self._replaced = self._replaced, False
         return replaced or before != self._seen
 
-    @property
-    def closed(self) -> bool:
-        """Whether it has been closed."""
-        return self._closed
-
     def close(self) -> None:
         """Close the file; calling it again does nothing."""
         with self._lock:
-            self._closed = True
+            self.closed = True
             self._disconnect()
 
     def _transaction(self, begin: str, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
@@ -177,7 +172,7 @@ class ConversationDatabase:
 
     def _connected(self) -> sqlite3.Connection:
         """The connection, to the file that now has the path: another process may have set the former one aside."""
-        if self._closed:
+        if self.closed:
             raise ConversationError("the conversations are closed", "open them again")
         if self._connection is not None and self._is_at_path():
             return self._connection

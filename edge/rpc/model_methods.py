@@ -20,10 +20,11 @@ from ...runtime.devices.providers import available_devices
 from ...runtime.result import Reply
 from ...runtime.scheduling.request_run import Cancellation, Run
 from ..service.body_decoder import decode_body
-from ..service.chat_body import ChatRequest
+from ..service.chat_body import parse_chat
+from ..service.generation_fields import check_token_ids
 from ..service.model_pool import ModelPool
 from ..service.openai_objects import ChatCompletionObjects, new_id
-from ..service.text_bodies import DetokenizeBody, TokenizeRequest, check_token_ids
+from ..service.text_bodies import DetokenizeBody, TokenizeRequest
 from .connection import Call, Handler
 from .protocol import (
     DetokenizeResult,
@@ -80,7 +81,7 @@ class ModelMethods:
         return ModelList(
             models=[
                 ModelInfo(id=entry.id, loaded=entry.id in loaded, owner=entry.owner, created=entry.created)
-                for entry in self._pool.names()
+                for entry in self._pool.offered.entries()
             ]
         )
 
@@ -92,7 +93,7 @@ class ModelMethods:
             call.progress(stage, done / total if total else 0.0, done_bytes=done, total_bytes=total)
 
         found = _downloaded(lambda: fetch_model(id_, self._kind, newest=True, progress=progress), call.cancellation)
-        offered = any(found.id in (entry.id, *entry.aliases) for entry in self._pool.names())
+        offered = any(found.id in (entry.id, *entry.aliases) for entry in self._pool.offered.entries())
         return PullResult(id=found.id, commit=found.commit, path=str(found.folder), bytes=found.bytes, offered=offered)
 
     def _load(self, call: Call, params: bytes) -> ModelState:
@@ -104,8 +105,8 @@ class ModelMethods:
         return UnloadResult(unloaded=self._pool.unload(decode_body(params, ModelParams).model))
 
     def _generate(self, call: Call, params: bytes) -> Mapping[str, Any]:
-        request = ChatRequest.parse(params)
-        model = self._pool.find(request.model).id
+        request = parse_chat(params)
+        model = self._pool.offered.find(request.model).id
         objects = ChatCompletionObjects(request, model, int(time.time()), new_id("chatcmpl-"))
         with self._pool.use(model, call.progress, cancellation=call.cancellation) as engine:
             request.check(engine)

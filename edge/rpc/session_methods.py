@@ -84,7 +84,7 @@ class SessionMethods:
         return self._open(call, fields.model, lambda engine: engine.session(resume=path))
 
     def _open(self, call: Call, name: str | None, begin: Callable[[Engine], Session]) -> SessionInfo:
-        model = self._pool.find(name).id
+        model = self._pool.offered.find(name).id
         with self._lock:
             if len(self._sessions) >= MAX_SESSIONS:
                 raise RequestError(

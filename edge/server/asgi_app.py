@@ -86,13 +86,13 @@ def _plain_routes(service: RequestService) -> list[Route]:
 
     async def models(_request: Request) -> Response:
         """The models that are offered."""
-        entries = await asyncio.to_thread(service.pool.names)
+        entries = await asyncio.to_thread(service.pool.offered.entries)
         return JsonResponse(object_list([model_object(entry.id, entry.created) for entry in entries]))
 
     async def model(request: Request) -> Response:
         """One model."""
         try:
-            entry = await asyncio.to_thread(service.pool.find, request.path_params["id"])
+            entry = await asyncio.to_thread(service.pool.offered.find, request.path_params["id"])
         except RequestError as error:
             return error_response(error)
         return JsonResponse(model_object(entry.id, entry.created))

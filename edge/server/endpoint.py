@@ -154,7 +154,7 @@ class Endpoint:
         A text of 1 MB takes a hundred times as much, in the heap of one of many threads, and the C library keeps it.
         """
         try:
-            name = self._service.pool.find(request.model).id
+            name = self._service.pool.offered.find(request.model).id
             with self._service.pool.use(name, cancellation=run.cancellation) as engine:
                 run.cancellation.check()
                 try:

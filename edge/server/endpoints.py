@@ -15,13 +15,13 @@ from ...runtime.engine import Engine
 from ...runtime.result import Chunk, Reply
 from ...runtime.scheduling.request_run import Cancellation
 from ..service.body_decoder import decode_body
-from ..service.chat_body import ChatRequest
-from ..service.generation_fields import GenerationRequest
+from ..service.chat_body import parse_chat
+from ..service.generation_fields import GenerationRequest, check_token_ids
 from ..service.openai_objects import ChatCompletionObjects, CompletionObjects, GenerationObjects, embedding_list, new_id
 from ..service.request_error import describe
 from ..service.response_objects import ResponseObjects
-from ..service.responses_body import ResponsesRequest
-from ..service.text_bodies import CompletionRequest, DetokenizeBody, EmbeddingRequest, TokenizeRequest, check_token_ids
+from ..service.responses_body import parse_response
+from ..service.text_bodies import DetokenizeBody, EmbeddingBody, TokenizeRequest, parse_completion, texts_or_ids
 from .endpoint import Endpoint, RequestService
 from .http_messages import DONE, encode_json, event, named_event
 from .server_metrics import ServerMetrics
@@ -38,25 +38,25 @@ def computing_routes(service: RequestService) -> list[Route]:
         route(
             "/v1/chat/completions",
             "The next message of a conversation.",
-            ChatRequest.parse,
+            parse_chat,
             partial(generate, ChatCompletionObjects, "chatcmpl-", False),
         ),
         route(
             "/v1/completions",
             "The continuation of a text, or of token ids; several prompts are answered one after the other.",
-            CompletionRequest.parse,
+            parse_completion,
             partial(generate, CompletionObjects, "cmpl-", False),
         ),
         route(
             "/v1/responses",
             "The Responses API, for text; nothing is stored.",
-            ResponsesRequest.parse,
+            parse_response,
             partial(generate, ResponseObjects, "resp_", True),
         ),
         route(
             "/v1/embeddings",
             "Vectors of texts, where the model was exported with --hidden-states.",
-            EmbeddingRequest.parse,
+            EmbeddingBody.parse,
             _embed,
         ),
         route("/tokenize", "Token ids of a text or a conversation.", TokenizeRequest.parse, _tokenize),
@@ -122,17 +122,19 @@ def _generate(
         yield DONE
 
 
-def _embed(request: EmbeddingRequest, engine: Engine, model: str, cancellation: Cancellation) -> Iterator[bytes]:
+def _embed(request: EmbeddingBody, engine: Engine, model: str, cancellation: Cancellation) -> Iterator[bytes]:
     prompts = [
         engine.tokenizer.encode(each, add_special_tokens=True) if isinstance(each, str) else list(each)
-        for each in request.inputs
+        for each in texts_or_ids("input", request.input)
     ]
     for index, tokens in enumerate(prompts):
         check_token_ids(engine, tokens, "input" if len(prompts) == 1 else f"input[{index}]")
     vectors = engine.embed(prompts, cancelled=lambda: cancellation.cancelled)
     request.check_dimensions(vectors.shape[1])
     prompt_tokens = sum(map(len, prompts))
-    yield encode_json(embedding_list(vectors, model, as_base64=request.as_base64, prompt_tokens=prompt_tokens))
+    yield encode_json(
+        embedding_list(vectors, model, as_base64=request.encoding_format == "base64", prompt_tokens=prompt_tokens)
+    )
 
 
 def _tokenize(request: TokenizeRequest, engine: Engine, model: str, _cancellation: Cancellation) -> Iterator[bytes]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from ...runtime.text.chat_template import Message
@@ -72,44 +71,39 @@ class ChatBody(ConversationFields, kw_only=True):
     web_search_options: Annotated[None, about("Not supported: edge-run does not search the web.")] = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChatRequest(GenerationRequest):
-    """A chat completion to generate."""
+def parse_chat(body: bytes | str | Mapping[str, Any]) -> GenerationRequest:
+    """Decode the body of a chat completion.
 
-    @classmethod
-    def parse(cls, body: bytes | str | Mapping[str, Any]) -> ChatRequest:
-        """Decode a body.
+    Args:
+        body: UTF-8 JSON, or the parsed object.
 
-        Args:
-            body: UTF-8 JSON, or the parsed object.
-
-        Raises:
-            RequestError: the body is not valid JSON or not a valid chat body; the error has the path of the field.
-        """
-        fields = decode_body(body, ChatBody)
-        tools = tool_mappings(fields.tools)
-        messages, answer_start = _continued(fields, conversation(fields.messages))
-        options = generate_options(
-            fields,
-            {
-                **several_answers(fields.n, fields.best_of, fields.early_stop),
-                "logprobs": wanted_logprobs(fields.top_logprobs, "logprobs", wanted=bool(fields.logprobs)),
-                "max_tokens": same(fields, "max_tokens", "max_completion_tokens"),
-                "tools": tools if fields.tool_choice != "none" else (),
-                "tool_choice": fields.tool_choice,
-                "parallel_tool_calls": fields.parallel_tool_calls,
-                "template_variables": template_variables(fields.chat_template_kwargs, fields.reasoning_effort),
-                "answer_start": answer_start,
-            },
-        )
-        return cls(
-            model=fields.model,
-            prompts=(messages,),
-            options=options,
-            stream=bool(fields.stream),
-            num_ctx=fields.num_ctx,
-            include_usage=wants_usage(fields.stream_options, stream=bool(fields.stream)),
-        )
+    Raises:
+        RequestError: the body is not valid JSON or not a valid chat body; the error has the path of the field.
+    """
+    fields = decode_body(body, ChatBody)
+    tools = tool_mappings(fields.tools)
+    messages, answer_start = _continued(fields, conversation(fields.messages))
+    options = generate_options(
+        fields,
+        {
+            **several_answers(fields.n, fields.best_of, fields.early_stop),
+            "logprobs": wanted_logprobs(fields.top_logprobs, "logprobs", wanted=bool(fields.logprobs)),
+            "max_tokens": same(fields, "max_tokens", "max_completion_tokens"),
+            "tools": tools if fields.tool_choice != "none" else (),
+            "tool_choice": fields.tool_choice,
+            "parallel_tool_calls": fields.parallel_tool_calls,
+            "template_variables": template_variables(fields.chat_template_kwargs, fields.reasoning_effort),
+            "answer_start": answer_start,
+        },
+    )
+    return GenerationRequest(
+        model=fields.model,
+        prompts=(messages,),
+        options=options,
+        stream=bool(fields.stream),
+        num_ctx=fields.num_ctx,
+        include_usage=wants_usage(fields.stream_options, stream=bool(fields.stream)),
+    )
 
 
 def _continued(fields: ChatBody, messages: list[Message]) -> tuple[list[Message], str]:

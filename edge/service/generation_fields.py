@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
@@ -154,6 +154,8 @@ class GenerationRequest:
     """Whether a stream ends with an object that has the usage."""
     num_ctx: int | None = None
     """The context that is expected; see `check`."""
+    repeated: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the request that the response object repeats; the Responses API has some."""
 
     @property
     def messages(self) -> Any:
@@ -171,7 +173,7 @@ class GenerationRequest:
         """Check that a model is what the request asks for.
 
         Raises:
-            RequestError: its context is shorter.
+            RequestError: its context is shorter, or it does not have a token of a prompt.
         """
         if self.num_ctx is not None and self.num_ctx > engine.context:
             raise unsupported(
@@ -179,6 +181,21 @@ class GenerationRequest:
                 f"num_ctx is {self.num_ctx}, and the context of this model is {engine.context} tokens",
                 "leave num_ctx out, or start edge-run with a longer --context",
             )
+        for index, prompt in enumerate(self.prompts):
+            if isinstance(prompt, tuple):
+                check_token_ids(engine, prompt, "prompt" if len(self.prompts) == 1 else f"prompt[{index}]")
+
+
+def check_token_ids(engine: Engine, tokens: Sequence[int], param: str) -> None:
+    """Check that a model has the tokens of a field.
+
+    Raises:
+        RequestError: it does not have one of them.
+    """
+    most = engine.graph_io.vocab_size
+    for index, token in enumerate(tokens):
+        if not 0 <= token < most:
+            raise invalid(f"{param}[{index}]", f"{param}[{index}] is {token}", f"the model has {most} tokens")
 
 
 def generate_options(fields: SamplingFields, others: Mapping[str, Any]) -> GenerateOptions:

@@ -12,7 +12,7 @@ from ...errors import ContextError, InputError, TemplateError
 from ...models.user_text import read_text
 from ...runtime.engine import Engine
 from ...runtime.options import GenerateOptions
-from .chat_body import ChatRequest
+from .chat_body import parse_chat
 from .request_error import RequestError
 
 _log: Final = logging.getLogger("edgerun")
@@ -40,7 +40,7 @@ class KeptPrefix:
         if path.suffix.lower() != ".json":
             return cls(path, [{"role": "system", "content": text}], GenerateOptions())
         try:
-            request = ChatRequest.parse(text)
+            request = parse_chat(text)
         except RequestError as error:
             raise InputError(f"{path} is not the body of a chat completion: {error.what}", error.hint) from None
         options = GenerateOptions(tools=request.options.tools, template_variables=request.options.template_variables)

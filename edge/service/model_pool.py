@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeAlias
 
 from ...errors import CancelledError
@@ -18,8 +19,8 @@ from ...models.progress import Progress, silent
 from ...models.user_text import format_bytes
 from ...runtime.engine import Engine
 from ...runtime.scheduling.request_run import Cancellation
-from .offered_models import ModelEntry, OfferedModels
-from .pooled_model import LoadAttempt, ModelStatus, PooledModel
+from .offered_models import OfferedModels
+from .pooled_model import ModelStatus, PooledModel
 from .request_error import ErrorCode, RequestError
 
 OpenModel: TypeAlias = Callable[[str, Progress], Engine]
@@ -54,7 +55,7 @@ class ModelPool:
     ) -> None:
         self.max_bytes: Final = max_bytes
         self.kind: Final = kind
-        self._offered: Final = OfferedModels(models, kind)
+        self.offered: Final = OfferedModels(models, kind)
         self._open_model: Final = open_model
         self._idle_s: Final = idle_s
         self._changed: Final = threading.Condition()
@@ -64,22 +65,6 @@ class ModelPool:
         self._threads: Final[set[threading.Thread]] = set()
         self._timer: threading.Thread | None = None
         self._closed = False
-
-    def names(self) -> tuple[ModelEntry, ...]:
-        """The models that are offered, the one that answers requests without a name first."""
-        return self._offered.entries()
-
-    def offer_local(self) -> None:
-        """Offer what is on this machine also beside given models."""
-        self._offered.local = True
-
-    def find(self, name: str | None) -> ModelEntry:
-        """Return the model that a request names; the first one for None.
-
-        Raises:
-            RequestError: there is no such model, or several have the name.
-        """
-        return self._offered.find(name)
 
     @contextmanager
     def use(
@@ -105,7 +90,7 @@ class ModelPool:
             CancelledError: the request was cancelled while it waited.
             EdgeError: the model cannot be loaded.
         """
-        entry = self.find(name)
+        entry = self.offered.find(name)
         token = cancellation or Cancellation()
         reader = threading.get_ident()
         with token.calling(self._notify), self._changed:
@@ -139,7 +124,7 @@ class ModelPool:
         self, name: str | None, progress: Progress = silent, *, cancellation: Cancellation | None = None
     ) -> ModelStatus:
         """Load a model, and return its status; arguments and errors as for `use`."""
-        entry = self.find(name)
+        entry = self.offered.find(name)
         with self.use(entry.id, progress, cancellation=cancellation), self._changed:
             return self._models[entry.id].status()
 
@@ -149,7 +134,7 @@ class ModelPool:
         Raises:
             RequestError: there is no such model, or it is in use.
         """
-        entry = self.find(name)
+        entry = self.offered.find(name)
         with self._changed:
             model = self._models.get(entry.id)
             if model is None or model.engine is None:
@@ -199,25 +184,27 @@ class ModelPool:
 
     def _loaded(self, model: PooledModel, token: Cancellation) -> Engine:
         """Wait for the engine of a model, which a thread loads if none does; the lock is held."""
-        attempt: LoadAttempt | None = None
+        attempt: Future[None] | None = None
         while True:
             token.check()
             if self._closed:
                 raise RequestError("the models are unloaded, because the program is ending", code=ErrorCode.BUSY)
             if model.engine is not None:
                 return model.engine
-            if attempt is not None and attempt.error is not None and not isinstance(attempt.error, CancelledError):
-                raise attempt.error
+            if attempt is not None and attempt.done():
+                with suppress(CancelledError):
+                    attempt.result()
             if model.attempt is None and not model.closing:
-                model.attempt = LoadAttempt()
+                model.attempt = Future()
                 self._start(self._load, model, model.attempt)
             attempt = model.attempt or attempt
             self._changed.wait()
 
-    def _load(self, model: PooledModel, attempt: LoadAttempt) -> None:
+    def _load(self, model: PooledModel, attempt: Future[None]) -> None:
         """Load a model, in a thread of its own."""
         started = time.monotonic()
         engine: Engine | None = None
+        failure: Exception | None = None
 
         def progress(stage: str, fraction: float) -> None:
             with self._changed:
@@ -231,23 +218,24 @@ class ModelPool:
 
         try:
             progress(_LOADING, 0.0)
-            path = self._offered.resolve(model.entry)
-            self._make_room(model, self._offered.file_bytes(path))
+            path = self.offered.resolve(model.entry)
+            self._make_room(model, self.offered.file_bytes(path))
             engine = self._open_model(str(path), progress)
             progress(_LOADING, 1.0)
         except Exception as error:  # noqa: BLE001  those who wait for the model raise it
-            attempt.error = error
+            failure = error
         with self._changed:
             if engine is not None and (self._closed or not model.waiting):
-                attempt.error = CancelledError("nobody waits for the model any more")
+                failure = CancelledError("nobody waits for the model any more")
             model.attempt = None
             self._threads.discard(threading.current_thread())
             self._changed.notify_all()
-            if attempt.error is None:
+            if failure is None:
                 model.engine, model.load_s = engine, time.monotonic() - started
                 if self._idle_s is not None and self._timer is None:
                     self._timer = self._start(self._unload_unused)
             else:
+                attempt.set_exception(failure)
                 self._close_engine(model, engine)
 
     def _make_room(self, model: PooledModel, needed: int) -> None:

@@ -54,7 +54,12 @@ class OfferedModels:
 
     def __init__(self, given: Sequence[str], kind: DeviceKind = DeviceKind.CPU) -> None:
         self._kind: Final = kind
-        self._given: Final = _given_entries(list(dict.fromkeys(given)), kind)
+        entries = [_given_entry(name, kind) for name in dict.fromkeys(given)]
+        ids = [entry.id for entry in entries]
+        self._given: Final = tuple(
+            entry if ids.count(entry.id) == 1 else replace(entry, id=entry.source, aliases=(entry.id,))
+            for entry in entries
+        )
         self.local = not given
         """Whether what is on this machine is offered, also beside given models."""
 
@@ -116,14 +121,6 @@ def _listed(entries: Iterable[ModelEntry]) -> str:
     ids = [entry.id for entry in entries]
     more = f" and {len(ids) - _MAX_NAMED} more" if len(ids) > _MAX_NAMED else ""
     return ", ".join(ids[:_MAX_NAMED]) + more
-
-
-def _given_entries(given: Sequence[str], kind: DeviceKind) -> tuple[ModelEntry, ...]:
-    entries = [_given_entry(name, kind) for name in given]
-    ids = [entry.id for entry in entries]
-    return tuple(
-        entry if ids.count(entry.id) == 1 else replace(entry, id=entry.source, aliases=(entry.id,)) for entry in entries
-    )
 
 
 def _given_entry(name: str, kind: DeviceKind) -> ModelEntry:

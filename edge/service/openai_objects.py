@@ -17,9 +17,8 @@ from ...runtime.decode import FinishReason
 from ...runtime.result import Chunk, Reply, Stats
 from ...runtime.text.token_logprobs import TokenLogprob
 from ...version import __version__
-from .chat_body import ChatRequest
+from .generation_fields import GenerationRequest
 from .request_error import RequestError
-from .text_bodies import CompletionRequest
 from .token_objects import json_logprob
 
 _FINGERPRINT: Final = f"edge-run-{__version__}"
@@ -43,14 +42,6 @@ def _finish_reason(reason: FinishReason | None, *, called: bool = False) -> str 
     if called and reason is FinishReason.STOP:
         return "tool_calls"
     return None if reason is None else _FINISH_REASONS[reason]
-
-
-def _message(reply: Reply) -> dict[str, Any]:
-    """An answer as a message of the assistant."""
-    message = {**reply.message, "refusal": None}
-    if reply.tool_calls and not reply.text:
-        message["content"] = None
-    return message
 
 
 def _deltas(chunk: Chunk) -> list[dict[str, Any]]:
@@ -177,7 +168,7 @@ class ChatCompletionObjects(GenerationObjects):
         completion_id: identifier of the completion.
     """
 
-    def __init__(self, request: ChatRequest, model: str, created: int, completion_id: str) -> None:
+    def __init__(self, request: GenerationRequest, model: str, created: int, completion_id: str) -> None:
         self._request = request
         self._head = {"id": completion_id, "created": created, "model": model, "system_fingerprint": _FINGERPRINT}
         self._finished: list[Stats] = []
@@ -216,7 +207,11 @@ class ChatCompletionObjects(GenerationObjects):
         choices = [
             {
                 "index": index,
-                "message": _message(choice),
+                "message": {
+                    **choice.message,
+                    "refusal": None,
+                    "content": choice.text or (None if choice.tool_calls else ""),
+                },
                 "logprobs": self._logprobs(choice.logprobs),
                 "finish_reason": _finish_reason(choice.finish_reason, called=bool(choice.tool_calls)),
                 **_unparsed(choice.unparsed),
@@ -260,7 +255,7 @@ class CompletionObjects(GenerationObjects):
         completion_id: identifier of the completion.
     """
 
-    def __init__(self, request: CompletionRequest, model: str, created: int, completion_id: str) -> None:
+    def __init__(self, request: GenerationRequest, model: str, created: int, completion_id: str) -> None:
         self._request = request
         self._head = {
             "id": completion_id,
@@ -279,13 +274,15 @@ class CompletionObjects(GenerationObjects):
         if chunk.text or chunk.logprobs or reason is not None:
             index = prompt_index * self._request.options.n + chunk.index
             choice = self._choice(index, chunk.text, chunk.logprobs, reason)
-            objects.append(self._object([choice], {"usage": None} if self._request.include_usage else {}))
+            objects.append(
+                {**self._head, "choices": [choice], **({"usage": None} if self._request.include_usage else {})}
+            )
         if chunk.stats is not None:
             self._finished[prompt_index].append(chunk.stats)
             finished = sum(map(len, self._finished.values()))
             wanted = len(self._request.prompts) * self._request.options.n
             if self._request.include_usage and finished == wanted:
-                objects.append(self._object([], {"usage": _usage(self._finished.values())}))
+                objects.append({**self._head, "choices": [], "usage": _usage(self._finished.values())})
         return objects
 
     def whole(self, *replies: Reply) -> dict[str, Any]:
@@ -296,7 +293,7 @@ class CompletionObjects(GenerationObjects):
             for index, choice in enumerate(answers)
         ]
         used = _usage([choice.stats for choice in reply.choices] for reply in replies)
-        return self._object(choices, {"usage": used})
+        return {**self._head, "choices": choices, "usage": used}
 
     def _choice(self, index: int, text: str, tokens: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
         logprobs = None if self._request.options.logprobs is None else self._logprobs(index, tokens)
@@ -313,6 +310,3 @@ class CompletionObjects(GenerationObjects):
             "top_logprobs": [{each.text: json_logprob(each) for each in token.top} for token in tokens],
             "text_offset": offsets,
         }
-
-    def _object(self, choices: list[dict[str, Any]], tail: dict[str, Any]) -> dict[str, Any]:
-        return {**self._head, "choices": choices, **tail}

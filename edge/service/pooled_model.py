@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from ...models.progress import Progress
@@ -33,21 +34,13 @@ class ModelStatus:
 
 
 @dataclass
-class LoadAttempt:
-    """One attempt to load a model."""
-
-    error: Exception | None = None
-    """Why it failed."""
-
-
-@dataclass
 class PooledModel:
     """A model with what the pool knows of it; the pool's lock guards it."""
 
     entry: ModelEntry
     engine: Engine | None = None
-    attempt: LoadAttempt | None = None
-    """The attempt to load it that is in progress."""
+    attempt: Future[None] | None = None
+    """The attempt to load it that is in progress; has why it failed."""
     closing: bool = False
     """Whether a thread closes its engine, which still takes memory."""
     waiting: int = 0

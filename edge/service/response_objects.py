@@ -9,9 +9,9 @@ from typing import Any, Final
 from ...runtime.decode import FinishReason
 from ...runtime.result import Chunk, Reply, Stats
 from ...runtime.tools.calls import ToolCall, joined_calls
+from .generation_fields import GenerationRequest
 from .openai_objects import GenerationObjects, logprob_object, new_id
 from .request_error import ErrorCode, RequestError
-from .responses_body import ResponsesRequest
 
 _STATUS: Final = {
     FinishReason.STOP: "completed",
@@ -37,7 +37,7 @@ class ResponseObjects(GenerationObjects):
         response_id: identifier of the response.
     """
 
-    def __init__(self, request: ResponsesRequest, model: str, created: int, response_id: str) -> None:
+    def __init__(self, request: GenerationRequest, model: str, created: int, response_id: str) -> None:
         self._fields: Final = {
             "id": response_id,
             "object": "response",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -170,40 +169,32 @@ class ResponsesBody(ConversationFields, kw_only=True):
     prompt: Annotated[None, about("Not supported: templates of prompts are not stored, send input.")] = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResponsesRequest(GenerationRequest):
-    """A response to generate."""
-
-    repeated: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the request that the response object repeats."""
-
-    @classmethod
-    def parse(cls, body: bytes | str | Mapping[str, Any]) -> ResponsesRequest:
-        """Decode a body; arguments and errors as for `ChatRequest.parse`."""
-        fields = decode_fields(_with_item_types(read_object(body)), ResponsesBody)
-        check_count("tools", len(fields.tools or ()), MAX_TOOLS)
-        included, reasoning = fields.include or (), fields.reasoning or Reasoning()
-        shown_tools = fields.tools if fields.tools and fields.tool_choice != "none" else ()
-        options = generate_options(
-            fields,
-            {
-                "logprobs": wanted_logprobs(fields.top_logprobs, f"include {_LOGPROBS}", wanted=_LOGPROBS in included),
-                "max_tokens": fields.max_output_tokens,
-                "tools": tuple(_chat_tool(tool) for tool in shown_tools),
-                "tool_choice": fields.tool_choice,
-                "parallel_tool_calls": fields.parallel_tool_calls,
-                "template_variables": template_variables(fields.chat_template_kwargs, reasoning.effort),
-                "response_format": response_format(fields, None if fields.text is None else fields.text.format),
-            },
-        )
-        return cls(
-            model=fields.model,
-            prompts=(_conversation(fields),),
-            options=options,
-            stream=bool(fields.stream),
-            num_ctx=fields.num_ctx,
-            repeated=_repeated(fields),
-        )
+def parse_response(body: bytes | str | Mapping[str, Any]) -> GenerationRequest:
+    """Decode the body of a response; arguments and errors as for `parse_chat`."""
+    fields = decode_fields(_with_item_types(read_object(body)), ResponsesBody)
+    check_count("tools", len(fields.tools or ()), MAX_TOOLS)
+    included, reasoning = fields.include or (), fields.reasoning or Reasoning()
+    shown_tools = fields.tools if fields.tools and fields.tool_choice != "none" else ()
+    options = generate_options(
+        fields,
+        {
+            "logprobs": wanted_logprobs(fields.top_logprobs, f"include {_LOGPROBS}", wanted=_LOGPROBS in included),
+            "max_tokens": fields.max_output_tokens,
+            "tools": tuple(_chat_tool(tool) for tool in shown_tools),
+            "tool_choice": fields.tool_choice,
+            "parallel_tool_calls": fields.parallel_tool_calls,
+            "template_variables": template_variables(fields.chat_template_kwargs, reasoning.effort),
+            "response_format": response_format(fields, None if fields.text is None else fields.text.format),
+        },
+    )
+    return GenerationRequest(
+        model=fields.model,
+        prompts=(_conversation(fields),),
+        options=options,
+        stream=bool(fields.stream),
+        num_ctx=fields.num_ctx,
+        repeated=_repeated(fields),
+    )
 
 
 def _with_item_types(fields: Mapping[str, Any]) -> Mapping[str, Any]:

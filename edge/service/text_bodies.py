@@ -63,18 +63,6 @@ def texts_or_ids(param: str, given: TextsOrIds) -> tuple[TextOrIds, ...]:
     return tuple(each if isinstance(each, str) else tuple(each) for each in several)
 
 
-def check_token_ids(engine: Engine, tokens: Sequence[int], param: str) -> None:
-    """Check that a model has the tokens of a field.
-
-    Raises:
-        RequestError: it does not have one of them.
-    """
-    most = engine.graph_io.vocab_size
-    for index, token in enumerate(tokens):
-        if not 0 <= token < most:
-            raise invalid(f"{param}[{index}]", f"{param}[{index}] is {token}", f"the model has {most} tokens")
-
-
 class CompletionBody(AcceptedFields, kw_only=True):
     """Body of a text completion."""
 
@@ -99,37 +87,25 @@ class CompletionBody(AcceptedFields, kw_only=True):
     suffix: Annotated[None, about("Not supported: text is only generated after a prompt.")] = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompletionRequest(GenerationRequest):
-    """Text completions to generate."""
-
-    def check(self, engine: Engine) -> None:
-        """Check also that a model has the tokens of the prompts; errors as for `GenerationRequest.check`."""
-        super().check(engine)
-        for index, prompt in enumerate(self.prompts):
-            if isinstance(prompt, tuple):
-                check_token_ids(engine, prompt, "prompt" if len(self.prompts) == 1 else f"prompt[{index}]")
-
-    @classmethod
-    def parse(cls, body: bytes | str | Mapping[str, Any]) -> CompletionRequest:
-        """Decode a body; arguments and errors as for `ChatRequest.parse`."""
-        fields = decode_body(body, CompletionBody)
-        return cls(
-            model=fields.model,
-            prompts=texts_or_ids("prompt", fields.prompt),
-            options=generate_options(
-                fields,
-                {
-                    **several_answers(fields.n, fields.best_of, fields.early_stop),
-                    "max_tokens": _DEFAULT_TOKENS if fields.max_tokens is None else fields.max_tokens,
-                    "logprobs": fields.logprobs,
-                    "raw": True,
-                },
-            ),
-            stream=bool(fields.stream),
-            num_ctx=fields.num_ctx,
-            include_usage=wants_usage(fields.stream_options, stream=bool(fields.stream)),
-        )
+def parse_completion(body: bytes | str | Mapping[str, Any]) -> GenerationRequest:
+    """Decode the body of text completions; arguments and errors as for `parse_chat`."""
+    fields = decode_body(body, CompletionBody)
+    return GenerationRequest(
+        model=fields.model,
+        prompts=texts_or_ids("prompt", fields.prompt),
+        options=generate_options(
+            fields,
+            {
+                **several_answers(fields.n, fields.best_of, fields.early_stop),
+                "max_tokens": _DEFAULT_TOKENS if fields.max_tokens is None else fields.max_tokens,
+                "logprobs": fields.logprobs,
+                "raw": True,
+            },
+        ),
+        stream=bool(fields.stream),
+        num_ctx=fields.num_ctx,
+        include_usage=wants_usage(fields.stream_options, stream=bool(fields.stream)),
+    )
 
 
 class EmbeddingBody(StrictStruct):
@@ -143,27 +119,12 @@ class EmbeddingBody(StrictStruct):
     dimensions: Annotated[PositiveInt | None, about("The model's own number: vectors are not shortened.")] = None
     user: Annotated[str | None, about("Accepted; does not change the answer.")] = None
 
-
-@dataclass(frozen=True)
-class EmbeddingRequest:
-    """Texts to embed."""
-
-    model: str | None
-    inputs: tuple[TextOrIds, ...]
-    as_base64: bool = False
-    dimensions: int | None = None
-    """The length of the vectors that is expected; see `check_dimensions`."""
-
     @classmethod
-    def parse(cls, body: bytes | str | Mapping[str, Any]) -> EmbeddingRequest:
-        """Decode a body; arguments and errors as for `ChatRequest.parse`."""
-        fields = decode_body(body, EmbeddingBody)
-        return cls(
-            model=fields.model,
-            inputs=texts_or_ids("input", fields.input),
-            as_base64=fields.encoding_format == "base64",
-            dimensions=fields.dimensions,
-        )
+    def parse(cls, body: bytes | str | Mapping[str, Any]) -> EmbeddingBody:
+        """Decode a body; arguments and errors as for `parse_chat`."""
+        fields = decode_body(body, cls)
+        texts_or_ids("input", fields.input)
+        return fields
 
     def check_dimensions(self, length: int) -> None:
         """Check that vectors of this length are what the request asks for.
@@ -228,7 +189,7 @@ class TokenizeRequest:
 
     @classmethod
     def parse(cls, body: bytes | str | Mapping[str, Any]) -> TokenizeRequest:
-        """Decode a body; arguments and errors as for `ChatRequest.parse`."""
+        """Decode a body; arguments and errors as for `parse_chat`."""
         fields = decode_body(body, TokenizeBody)
         text = same(fields, "content", "prompt")
         if (text is None) == (fields.messages is None):

@@ -58,7 +58,7 @@ class ExactnessChecks:
         """
         if not (1 <= limit <= 20 and 2 <= max_tokens <= 512):
             raise InputError(f"limit is {limit} and max_tokens {max_tokens}", "give 1 to 20, and 2 to 512")
-        entry = self._context.pool.find(model)
+        entry = self._context.pool.offered.find(model)
         arguments = {
             "model": entry.source,
             "shell": entry.id == BUNDLED_MODEL,

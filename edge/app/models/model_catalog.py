@@ -73,7 +73,7 @@ class ModelCatalog:
         """
         status = {each.id: each for each in self._pool.status()}
         found = []
-        for entry in self._pool.names():
+        for entry in self._pool.offered.entries():
             known, files = status.get(entry.id), self._files(entry)
             context, cache = self._pool.sizes_of(entry.id) or (files["context"], files["cache_bytes_per_token"])
             bundled, path = entry.id == BUNDLED_MODEL, Path(entry.source)
@@ -117,7 +117,7 @@ class ModelCatalog:
             RequestError: there is no such model, or it is in use.
             HubError: the disk refused.
         """
-        entry = self._pool.find(name)
+        entry = self._pool.offered.find(name)
         if entry.id == BUNDLED_MODEL:
             raise InputError(f"{entry.id} comes with edge-run and cannot be removed", "remove a downloaded model")
         path = Path(entry.source)

@@ -13,7 +13,7 @@ from ....errors import ConversationError, InputError
 from ....models.hub.client import search_models
 from ...conversations.answering import model_messages
 from ...conversations.records import Change, ChangeKind, MessageState, Role
-from ..api_endpoint import Handler, api_route
+from ..api_endpoint import ApiRoute, Handler
 from ..app_context import AppContext
 from .download_queue import DownloadQueue
 from .exactness_checks import ExactnessChecks
@@ -37,7 +37,7 @@ class ModelServices:
     def __init__(self, context: AppContext) -> None:
         self.context: Final = context
         pool, store = context.pool, context.store
-        pool.offer_local()
+        pool.offered.local = True
         self.catalog: Final = ModelCatalog(pool, store)
         self.downloads: Final = DownloadQueue(context)
         self.exports: Final = ExportJobs("export", "job", context.events)
@@ -78,7 +78,10 @@ class ModelServices:
     def recommended(self) -> object:
         """Models worth downloading for this machine."""
         free, pool = free_memory(), self.context.pool
-        return {"recommended": recommend(free, pool.kind, [entry.id for entry in pool.names()]), "free_bytes": free}
+        return {
+            "recommended": recommend(free, pool.kind, [entry.id for entry in pool.offered.entries()]),
+            "free_bytes": free,
+        }
 
     def search(self, query: Mapping[str, str]) -> object:
         """Models of the hub by name: the page asks for them when the user presses its button, and at no other time."""
@@ -158,5 +161,5 @@ def model_routes(services: ModelServices) -> list[Route]:
         ("POST", "/api/exactness/cancel", services.exactness.cancel),
     ]
     settings = services.context.settings
-    routes = [api_route(settings, method, path, handler) for method, path, handler in paths]
-    return [*routes, api_route(settings, "GET", "/api/models/search", services.search, slow=True)]
+    routes = [ApiRoute(settings, method, path, handler) for method, path, handler in paths]
+    return [*routes, ApiRoute(settings, "GET", "/api/models/search", services.search, slow=True)]

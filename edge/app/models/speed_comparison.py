@@ -181,7 +181,7 @@ class SpeedComparisons:
             raise InputError("the prompt is empty", "write one")
         if not 2 <= max_tokens <= MAX_TOKENS:
             raise InputError(f"max_tokens is {max_tokens}", f"give 2 to {MAX_TOKENS}")
-        entry = self._context.pool.find(model)
+        entry = self._context.pool.offered.find(model)
         changes = {"seed": secrets.randbits(31), **(sampling or {}), "max_tokens": max_tokens}
         options = GenerateOptions(logprobs=0).changed(changes)
         with self._lock:

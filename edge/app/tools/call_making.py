@@ -11,7 +11,7 @@ from ....errors import CancelledError
 from ....runtime.tools.function_tools import DECLINED
 from ...conversations.records import CallState, StoredCall
 from ..app_context import AppContext
-from ..message_generation import Decision, MessageGeneration
+from ..message_generation import MessageGeneration
 from .mcp_connection import ServerTool
 
 
@@ -56,10 +56,10 @@ def _make(context: AppContext, generation: MessageGeneration, call: StoredCall, 
     allowed = context.store.conversation(generation.conversation).allowed_tools
     if tool.id not in allowed:
         decision = generation.wait_for_decision(call.id)
-        if decision is Decision.REFUSE:
+        if decision == "refuse":
             show(CallState.REFUSED, DECLINED)
             return
-        if decision is Decision.ALWAYS:
+        if decision == "always":
             context.store.change(generation.conversation, allowed_tools=[*allowed, tool.id])
     generation.cancellation.check()
     show(CallState.RUNNING)
