@@ -118,7 +118,7 @@ def _record(context: BrowserContext, window: BrowserPage, origin: Any) -> None:
     context.on("weberror", lambda error: window.errors.append(str(error.error)))
 
 
-LOOKS: Final[Sequence[tuple[Literal["light", "dark"], int]]] = [
+_LOOKS: Final[Sequence[tuple[Literal["light", "dark"], int]]] = [
     ("light", 1280),
     ("dark", 1280),
     ("light", 390),
@@ -127,26 +127,22 @@ LOOKS: Final[Sequence[tuple[Literal["light", "dark"], int]]] = [
 """Colour schemes and widths in which the pages are checked."""
 
 
-def serious_faults(page: Page) -> list[str]:
-    """The serious faults that axe-core finds in what is shown."""
-    # Colours that are still changing would be measured in between. Animations of elements that are replaced meanwhile
-    # never finish, and are rejected.
-    page.evaluate(
-        """() => Promise.allSettled(document.getAnimations()
-            .filter((animation) => animation.effect.getComputedTiming().iterations < Infinity)
-            .map((animation) => animation.finished))"""
-    )
-    faults = [each for each in Axe().run(page).response["violations"] if each["impact"] in {"serious", "critical"}]
-    return [f"{fault['id']} {node['html'][:150]}" for fault in faults for node in fault["nodes"]]
-
-
 def look(page: Page, name: str) -> None:
     """Check a view by axe-core in every look; keep pictures of it where EDGERUN_PICTURES names a folder."""
     size = page.viewport_size or {"width": 1280, "height": 800}
-    for scheme, width in LOOKS:
+    for scheme, width in _LOOKS:
         page.emulate_media(color_scheme=scheme)
         page.set_viewport_size({"width": width, "height": 844})
-        assert serious_faults(page) == [], (scheme, width)
+        # Colours that are still changing would be measured in between. Animations of elements that are replaced
+        # meanwhile never finish, and are rejected.
+        page.evaluate(
+            """() => Promise.allSettled(document.getAnimations()
+                .filter((animation) => animation.effect.getComputedTiming().iterations < Infinity)
+                .map((animation) => animation.finished))"""
+        )
+        found = [each for each in Axe().run(page).response["violations"] if each["impact"] in {"serious", "critical"}]
+        faults = [f"{fault['id']} {node['html'][:150]}" for fault in found for node in fault["nodes"]]
+        assert faults == [], (scheme, width)
         if folder := os.environ.get("EDGERUN_PICTURES"):
             page.screenshot(path=f"{folder}/{name}-{scheme}-{width}.png")
     page.emulate_media(color_scheme="null")

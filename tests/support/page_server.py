@@ -7,25 +7,18 @@ import hashlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
-from edgerun.edge.app.page_files import content_security_policy
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse
+from starlette.routing import Mount, Route
 
-PAGE = Path(__file__).resolve().parents[2] / "edge" / "app" / "page"
+from edgerun.edge.app.page_files import PAGE_FOLDER, PageFiles, content_security_policy
+from edgerun.edge.server.uvicorn_server import bound_socket
+
 _START = '<script type="module" src="/page/app.js"></script>'
 """What starts the app in index.html."""
-_TYPES = {
-    ".css": "text/css",
-    ".html": "text/html",
-    ".js": "text/javascript",
-    ".mjs": "text/javascript",
-    ".svg": "image/svg+xml",
-}
-
-
-def _digest(script: str) -> str:
-    return "'sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() + "'"
 
 
 @contextmanager
@@ -39,44 +32,26 @@ def page_server(script: str, *, body: str = '<main id="root"></main>') -> Iterat
     Yields:
         The address of the document.
     """
-    index = (PAGE / "index.html").read_text(encoding="utf-8")
+    index = (PAGE_FOLDER / "index.html").read_text(encoding="utf-8")
     head = index.partition("<head>")[2].partition("</head>")[0]
     document = (
         f'<!doctype html><html lang="en"><head>{head.replace(_START, "")}'
         f'<script type="module">{script}</script></head><body>{body}</body></html>'
     )
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = content_security_policy(document.encode())
-    policy = policy.replace("script-src 'self'", f"script-src 'self' {_digest(script)}")
+    policy = policy.replace("script-src 'self'", f"script-src 'self' 'sha256-{digest}'")
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            path = self.path.partition("?")[0]
-            file = PAGE / path.removeprefix("/page/")
-            if path == "/":
-                self._send(200, "text/html", document.encode())
-            elif path.startswith("/page/") and file.suffix in _TYPES and file.is_file():
-                self._send(200, _TYPES[file.suffix], file.read_bytes())
-            else:
-                self._send(404, "text/plain", b"")
+    async def page(_request: Request) -> HTMLResponse:
+        return HTMLResponse(document, headers={"Content-Security-Policy": policy})
 
-        def _send(self, status: int, kind: str, data: bytes) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", f"{kind}; charset=utf-8")
-            self.send_header("Content-Security-Policy", policy)
-            self.send_header("X-Content-Type-Options", "nosniff")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *args: object) -> None:
-            """Tests print nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    app = Starlette(routes=[Route("/", page), Mount("/page", PageFiles())])
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    listening = bound_socket("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/"
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
     finally:
-        server.shutdown()
+        server.should_exit = True
         thread.join()
-        server.server_close()

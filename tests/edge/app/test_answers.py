@@ -103,17 +103,6 @@ def test_an_answer_that_is_resumed_twice_at_once_goes_on_once(tmp_path: Path, en
         generations.close()
 
 
-def test_two_windows_see_the_same(app: RunningApp, cookies: httpx.Cookies) -> None:
-    with window(app, cookies) as first, window(app, cookies) as second:
-        conversation = new_conversation(first.client, sampling={"max_tokens": 40})
-        answer = send(first.client, conversation, "hello")["id"]
-        ended = first.wait_for_end(answer)
-        assert ended["state"] == "length"
-        assert second.wait_for_end(answer) == ended
-        assert first.text(answer) == second.text(answer) == ended["content"]
-        wait_until(lambda: first.events == second.events)
-
-
 @pytest.mark.skipif(os.name == "nt", reason="sends signals of POSIX systems")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_an_answer_is_there_after_the_end_of_the_app(

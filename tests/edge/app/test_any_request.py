@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgerun.edge.app.api_endpoint import ApiEndpoint
+from edgerun.edge.app.api_endpoint import ApiRoute
 from edgerun.edge.app.conversation_endpoints import conversation_routes
-from edgerun.edge.app.message_endpoints import message_routes
 from edgerun.edge.app.state_endpoints import state_routes
 from support.app_server import RunningApp
 from support.app_windows import new_conversation, send
@@ -33,11 +32,11 @@ READ = (
     "/api/tools",
 )
 CONTEXT: Any = SimpleNamespace(store=None, settings=None, pool=None)
-ROUTES = [*conversation_routes(CONTEXT, CONTEXT), *message_routes(CONTEXT, CONTEXT), *state_routes(CONTEXT, CONTEXT)]
+ROUTES = [*conversation_routes(CONTEXT, CONTEXT), *state_routes(CONTEXT, CONTEXT)]
 WITH_BODY = [
-    (next(iter(route.methods or ())), route.path_format, route.endpoint.body)
+    (next(iter(route.methods or ())), route.path_format, route.body)
     for route in ROUTES
-    if isinstance(route.endpoint, ApiEndpoint) and route.endpoint.body is not None
+    if isinstance(route, ApiRoute) and route.body is not None
 ]
 QUERIES = st.dictionaries(
     st.sampled_from(("q", "limit", "format", "deleted")) | NAMES,

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,27 +36,23 @@ def start():
 """A stand-in for pywebview, whose window opens the page, and is then closed by its user."""
 
 
-def test_a_port_in_use_is_skipped(tmp_path: Path, tiny_bundle: Path) -> None:
-    command = [*EDGE_RUN, "app", "--no-browser", str(tiny_bundle)]
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        done = subprocess.run(
-            [*command, "--port", str(port)],
-            capture_output=True,
-            encoding="utf-8",
-            check=False,
-            env={**os.environ, "EDGERUN_HOME": str(tmp_path)},
-        )
-        assert done.returncode == 2
-        assert f"port {port} of 127.0.0.1 is in use" in done.stderr
-        assert len(done.stderr.splitlines()) == 1
+def ran(command: list[str], home: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The end of a command whose data is in a folder."""
+    environment = {**os.environ, "EDGERUN_HOME": str(home), **options.pop("env", {})}
+    return subprocess.run(command, capture_output=True, encoding="utf-8", check=False, env=environment, **options)
 
 
-def test_without_a_port_the_next_free_one_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_skipped_or_refused(
+    tmp_path: Path, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from edgerun.edge.cli import app
 
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
+        done = ran([*EDGE_RUN, "app", "--no-browser", str(tiny_bundle), "--port", str(port)], tmp_path)
+        assert done.returncode == 2
+        assert f"port {port} of 127.0.0.1 is in use" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
         monkeypatch.setattr(app, "_PORT", port)
         try:
             with app._bound_socket(None) as found:
@@ -89,14 +86,8 @@ def test_an_app_that_is_ending_is_waited_for(tmp_path: Path, tiny_bundle: Path) 
 def test_a_window_of_its_own(tmp_path: Path, tiny_bundle: Path) -> None:
     (tmp_path / "webview.py").write_text(WEBVIEW, encoding="utf-8")
     paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    done = subprocess.run(
-        [*EDGE_RUN, "app", "--window", "--port", "0", str(tiny_bundle)],
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
-        cwd=tmp_path,
-        env={**os.environ, "EDGERUN_HOME": str(tmp_path / "home"), "PYTHONPATH": paths},
-    )
+    command = [*EDGE_RUN, "app", "--window", "--port", "0", str(tiny_bundle)]
+    done = ran(command, tmp_path / "home", cwd=tmp_path, env={"PYTHONPATH": paths})
     assert (done.returncode, done.stderr.count("\n")) == (0, 1), done.stderr
     assert '"default_model":"bundle"' in (tmp_path / "seen.json").read_text(encoding="utf-8")
     assert not (tmp_path / "home" / "app.json").exists()
@@ -111,38 +102,25 @@ def test_a_window_of_its_own(tmp_path: Path, tiny_bundle: Path) -> None:
 )
 def test_a_missing_extra_is_named(tmp_path: Path, missing: str, options: list[str], line: str) -> None:
     hide = f"import sys; sys.modules[{missing!r}] = None; from edgerun.edge.cli.main import main; sys.exit(main())"
-    done = subprocess.run(
-        [sys.executable, "-c", hide, "app", *options],
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
-        env={**os.environ, "EDGERUN_HOME": str(tmp_path)},
-    )
+    done = ran([sys.executable, "-c", hide, "app", *options], tmp_path)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [f"edge-run: error: {line}"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_bad_options_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("EDGERUN_HOME", str(tmp_path))
+    for options, message in (
         (["no-such-model"], "no-such-model"),
         (["--port", "70000"], "--port"),
         (["--memory", "lots"], "--memory is 'lots'"),
         (["--device", "toaster"], "toaster"),
-    ],
-)
-def test_bad_options_are_one_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv("EDGERUN_HOME", str(tmp_path))
-    assert main(["app", "--offline", "--no-browser", *options]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert len(error.splitlines()) == 1
+    ):
+        assert main(["app", "--offline", "--no-browser", *options]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert len(error.splitlines()) == 1
 
 
 def test_a_damaged_endpoint_file_is_reported(

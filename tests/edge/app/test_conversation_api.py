@@ -27,19 +27,14 @@ def change(client: httpx.Client, path: str, status: int = 200, **changes: Any) -
     return response.json()
 
 
-def test_the_state_of_the_app(client: httpx.Client) -> None:
-    state = get(client, "/api/state")
+def test_the_state_and_the_settings_of_the_app(page: Window) -> None:
+    state = get(page.client, "/api/state")
     assert state["version"] == __version__
     # What the command is given comes first; what is on this machine is offered too.
-    assert state["models"][0]["id"] == "bundle"
-    assert state["default_model"] == "bundle"
+    assert state["models"][0]["id"] == state["default_model"] == "bundle"
     assert state["machine"]["memory_bytes"] > 1e8
-    assert state["settings"]["theme"] == "system"
-
-
-def test_settings_are_kept_and_told(page: Window) -> None:
     changed = change(page.client, "/api/settings", theme="dark", font_size=18)
-    assert changed["settings"] | {"theme": "dark", "font_size": 18} == changed["settings"]
+    assert changed["settings"] == {**state["settings"], "theme": "dark", "font_size": 18}
     page.wait(lambda: page.of("settings"), "the window is told")
     assert get(page.client, "/api/state")["settings"] == changed["settings"]
     for wrong in ({"theme": "pink"}, {"font_size": 100}, {"colour": "red"}, {"enter_sends": "yes"}):
@@ -88,13 +83,13 @@ def test_search_finds_messages(page: Window) -> None:
     assert len(get(page.client, f"/api/search?q=rhubarb&limit={'0' * 5000}5")["hits"]) == 1
 
 
-@pytest.mark.parametrize("limit", ["0", "-1", "+5", "", "x", "\u0665", "201", "000000050123", "000000005" + "0" * 5000])
-def test_a_limit_is_an_integer_within_bounds(client: httpx.Client, limit: str) -> None:
-    response = client.get("/api/search", params={"q": "no-such-text", "limit": limit})
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert (error["code"], error["param"]) == ("invalid_value", "limit")
-    assert len(error["message"]) < 100
+def test_a_limit_is_an_integer_within_bounds(client: httpx.Client) -> None:
+    for limit in ("0", "-1", "+5", "", "x", "\u0665", "201", "000000050123", "000000005" + "0" * 5000):
+        response = client.get("/api/search", params={"q": "no-such-text", "limit": limit})
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["code"], error["param"]) == ("invalid_value", "limit")
+        assert len(error["message"]) < 100
 
 
 def test_tokens_are_counted_while_the_model_is_loaded(page: Window) -> None:
@@ -111,7 +106,7 @@ def test_tokens_are_counted_while_the_model_is_loaded(page: Window) -> None:
 
 
 @pytest.mark.parametrize(("kind", "suffix"), [("markdown", "md"), ("json", "json")])
-def test_a_conversation_is_exported_and_imported(page: Window, kind: str, suffix: str) -> None:
+def test_conversations_are_exported_and_imported(page: Window, kind: str, suffix: str) -> None:
     client = page.client
     conversation = new_conversation(client, title='A "title"/äö', sampling={"max_tokens": 3})
     answer = page.wait_for_end(send(client, conversation, "what is this?")["id"])
@@ -127,17 +122,12 @@ def test_a_conversation_is_exported_and_imported(page: Window, kind: str, suffix
         assert contents[1] == answer["content"]
     assert client.get(f"/api/conversations/{conversation}/export?format=pdf").status_code == 400
 
-
-def test_all_conversations_are_exported(client: httpx.Client) -> None:
-    new_conversation(client, title="one of all")
-    response = client.get("/api/export")
-    assert "attachment" in response.headers["content-disposition"]
-    assert "one of all" in response.text
+    every = client.get("/api/export")
+    assert "attachment" in every.headers["content-disposition"]
     before = len(get(client, "/api/conversations")["conversations"])
-    imported = post(client, "/api/import", name="all.json", content=response.text)["conversations"]
-    assert len(get(client, "/api/conversations")["conversations"]) == before + len(imported)
-    error = post(client, "/api/import", 400, name="all.json", content="{")["error"]["message"]
-    assert "\n" not in error
+    imported = post(client, "/api/import", name="all.json", content=every.text)["conversations"]
+    assert len(get(client, "/api/conversations")["conversations"]) == before + len(imported) == 2 * before
+    assert "\n" not in post(client, "/api/import", 400, name="all.json", content="{")["error"]["message"]
 
 
 def test_windows_are_told_what_another_process_writes(app: RunningApp, page: Window) -> None:

@@ -50,14 +50,8 @@ def made(window: BrowserPage, text: str, writing: bool = True) -> dict[str, Any]
     return {name: count for name, count in counts.items() if name != "$"}
 
 
-def html(window: BrowserPage, text: str) -> str:
-    """The HTML of the only block that is made of a text."""
-    return shown(window, text).locator(".md-block").inner_html()
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_markdown_becomes_elements(window: BrowserPage) -> None:
+    for text, expected in (
         ("a *b* **c** ~~d~~ `e<f`", "<p>a <em>b</em> <strong>c</strong> <del>d</del> <code>e&lt;f</code></p>"),
         ("# one", '<h2 class="md-h1">one</h2>'),
         ("one\ntwo", "<p>one<br>two</p>"),
@@ -67,26 +61,15 @@ def html(window: BrowserPage, text: str) -> str:
         ("&copy; &amp;lt; &nosuch;", "<p>© &amp;lt; &amp;nosuch;</p>"),
         ("H<sub>2</sub>O<br>x<sup>2</sup>", "<p>H<sub>2</sub>O<br>x<sup>2</sup></p>"),
         ("---", "<hr>"),
-    ],
-)
-def test_markdown_becomes_elements(window: BrowserPage, text: str, expected: str) -> None:
-    assert html(window, text) == expected
-
-
-@pytest.mark.parametrize(("language", "notes"), [("Mermaid", ["Mermaid diagram, shown as text"]), ("python", [])])
-def test_diagrams_are_said_to_be_shown_as_text(window: BrowserPage, language: str, notes: list[str]) -> None:
-    block = shown(window, f"```{language}\ngraph TD\n```\n").locator(".md-code")
-    expect(block.locator(".md-note")).to_have_text(notes)
-    expect(block.locator("pre")).to_have_text("graph TD")
-
-
-def test_tables_have_headings_and_alignment(window: BrowserPage) -> None:
+    ):
+        assert shown(window, text).locator(".md-block").inner_html() == expected
+    for language, notes in (("Mermaid", ["Mermaid diagram, shown as text"]), ("python", [])):
+        block = shown(window, f"```{language}\ngraph TD\n```\n").locator(".md-code")
+        expect(block.locator(".md-note")).to_have_text(notes)
+        expect(block.locator("pre")).to_have_text("graph TD")
     table = shown(window, "|a|b|\n|-|-:|\n|1|2|\n").get_by_role("table")
     assert table.get_by_role("columnheader").all_inner_texts() == ["a", "b"]
     assert table.get_by_role("cell", name="2").evaluate("cell => getComputedStyle(cell).textAlign") == "end"
-
-
-def test_tasks_say_whether_they_are_done(window: BrowserPage) -> None:
     tasks = shown(window, "- [x] a\n- [ ] b").get_by_role("img")
     assert [task.get_attribute("aria-label") for task in tasks.all()] == ["done", "to do"]
 
@@ -110,25 +93,16 @@ def test_code_has_colours_a_language_and_a_copy_button(window: BrowserPage) -> N
     assert window.page.evaluate("navigator.clipboard.readText()") == "def f():\n    return 1"
 
 
-@pytest.mark.parametrize(
-    "text", ["$x^2$", "$$x^2$$", r"\(x^2\)", r"\[x^2\]", "$$\nx^2\n$$", "\\[\nx^2\n\\]", "- $x^2$", "a $2^x$ b"]
-)
-def test_formulas_become_mathml(window: BrowserPage, text: str) -> None:
-    box = shown(window, text)
-    box.locator("math msup").wait_for()
-    assert "$" not in box.inner_text()
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["$5 and $6", "$5-$6", "US$5 and US$6", "$ 5 $", "$5, or 6$ with tax", r"\$x\$", "`$x$`", "$100 to $200, $300"],
-)
-def test_prices_stay_text(window: BrowserPage, text: str) -> None:
-    assert shown(window, text).locator(".md-formula").count() == 0
-
-
-def test_a_wrong_formula_shows_its_source(window: BrowserPage) -> None:
-    box = shown(window, r"$x^2$ $\frac{1}{$")
+def test_formulas_become_mathml_and_prices_stay_text(window: BrowserPage) -> None:
+    formulas = ("$x^2$", "$$x^2$$", r"\(x^2\)", r"\[x^2\]", "$$\nx^2\n$$", "\\[\nx^2\n\\]", "- $x^2$", "a $2^x$ b")
+    for text in formulas:
+        box = shown(window, text)
+        box.locator("math msup").wait_for()
+        assert "$" not in box.inner_text()
+    prices = ("$5 and $6", "$5-$6", "US$5 and US$6", "$ 5 $", "$5, or 6$ with tax", r"\$x\$", "`$x$`", "$1 to $2, $3")
+    for text in prices:
+        assert shown(window, text).locator(".md-formula").count() == 0
+    box = shown(window, r"$x^2$ $\frac{1}{$")  # a wrong one shows its source
     box.locator("math msup").wait_for()
     assert box.locator("code").inner_text() == r"\frac{1}{"
 
@@ -190,27 +164,19 @@ def test_links_open_apart_and_show_where_they_lead(window: BrowserPage) -> None:
     expect(box.locator(".md-address")).to_have_text("https://one.example/x")
 
 
-@pytest.mark.parametrize(
-    ("text", "host"),
-    [
+def test_addresses_that_deceive_are_shown_and_others_are_text(window: BrowserPage) -> None:
+    for text, host in (
         ("[google.com](https://google.com.evil.example/)", "google.com.evil.example"),
         ("[log in](https://google.com@evil.example/)", "evil.example"),
         ("[x](https://\u0430pple.com/)", "xn--pple-43d.com"),
         ("[help@bank.example](mailto:thief@evil.example)", "thief@evil.example"),
-    ],
-)
-def test_the_host_is_shown_where_the_text_hides_it(window: BrowserPage, text: str, host: str) -> None:
-    assert f"({host})" in shown(window, text).inner_text()
-
-
-@pytest.mark.parametrize(
-    "address",
-    ["javascript:alert(1)", "data:text/html,x", "vbscript:x", "file:///etc", "/api/state", "#/models", "blob:x"],
-)
-def test_other_addresses_are_text(window: BrowserPage, address: str) -> None:
-    box = shown(window, f"[here]({address}) <{address}>")
-    assert box.locator("a").count() == 0
-    assert f"here ({address})" in box.inner_text()
+    ):
+        assert f"({host})" in shown(window, text).inner_text()
+    foreign = ("javascript:alert(1)", "data:text/html,x", "vbscript:x", "file:///etc", "blob:x")
+    for address in (*foreign, "/api/state", "#/models"):
+        box = shown(window, f"[here]({address}) <{address}>")
+        assert box.locator("a").count() == 0
+        assert f"here ({address})" in box.inner_text()
 
 
 PIXEL = (

@@ -48,44 +48,34 @@ def error_of(client: httpx.Client, path: str, status: int, **body: Any) -> str:
     return str(post(client, path, status, **body)["error"]["message"])
 
 
-def test_the_tokens_of_an_answer_are_kept(page: Window) -> None:
-    answer = answered(page, new_conversation(page.client, sampling={"max_tokens": 8}))
-    tokens = tokens_of(page.client, answer["id"])
+def test_the_tokens_of_an_answer_are_kept_but_for_the_one_that_ends_it(page: Window) -> None:
+    kinds: tuple[Json, ...] = ({"sampling": {"max_tokens": 8}}, {"model": BUNDLED_MODEL})
+    answer, ended = (answered(page, new_conversation(page.client, **each), "list all folders") for each in kinds)
+    tokens, listed = tokens_of(page.client, answer["id"]), tokens_of(page.client, ended["id"])
     assert answer["has_tokens"]
     assert len(tokens) == answer["stats"]["tokens"] == 8
     assert [token["kind"] for token in tokens] == ["prefill", *["decoded"] * 7]
     assert all(len(token["top"]) == 5 for token in tokens)
     page.client.patch("/api/settings", json={"token_details": False})
     try:
-        other = answered(page, new_conversation(page.client, sampling={"max_tokens": 8}))
+        other, again = (answered(page, new_conversation(page.client, **each), "list all folders") for each in kinds)
     finally:
         page.client.patch("/api/settings", json={"token_details": True})
     assert other["content"] == answer["content"]
     assert not other["has_tokens"]
     assert tokens_of(page.client, other["id"]) == []
-    rate = page.of("delta", other["id"])[-1]["rate"]
-    assert rate["tokens"] > 1
-
-
-def test_the_token_that_ends_an_answer_is_not_counted(page: Window) -> None:
-    answers = []
-    try:
-        for kept in (True, False):
-            page.client.patch("/api/settings", json={"token_details": kept})
-            answers.append(answered(page, new_conversation(page.client, model="shell-helper"), "list all folders"))
-    finally:
-        page.client.patch("/api/settings", json={"token_details": True})
-    assert [answer["state"] for answer in answers] == ["complete"] * 2
-    listed = tokens_of(page.client, answers[0]["id"])
-    assert "".join(token["text"] for token in listed) == answers[0]["content"] == answers[1]["content"]
-    assert [answer["stats"]["tokens"] for answer in answers] == [len(listed)] * 2
+    assert page.of("delta", other["id"])[-1]["rate"]["tokens"] > 1
+    assert ended["state"] == again["state"] == "complete"
+    assert "".join(token["text"] for token in listed) == ended["content"] == again["content"]
+    assert ended["stats"]["tokens"] == again["stats"]["tokens"] == len(listed)
 
 
 def test_regenerating_adds_another_answer(page: Window) -> None:
     conversation = new_conversation(page.client, sampling={"max_tokens": 6, "temperature": 1.5})
     first = answered(page, conversation)
-    second = post(page.client, f"/api/messages/{first['id']}/regenerate")["answer"]
-    assert second["parent"] == first["parent"]
+    path = f"/api/messages/{first['id']}/regenerate"
+    second = post(page.client, path)["answer"]
+    assert (second["parent"], second["model"]) == (first["parent"], first["model"])
     page.wait_for_end(second["id"])
     shown = read(page.client, conversation)
     assert shown["conversation"]["leaf"] == second["id"]
@@ -95,18 +85,10 @@ def test_regenerating_adds_another_answer(page: Window) -> None:
     page.wait_for_end(third["id"])
     back = page.client.patch(f"/api/conversations/{conversation}", json={"leaf": first["id"]}).json()
     assert back["conversation"]["leaf"] == first["id"]
-
-
-def test_regenerating_with_another_model_needs_one_that_is_there(page: Window) -> None:
-    first = answered(page, new_conversation(page.client, sampling={"max_tokens": 2}))
-    path = f"/api/messages/{first['id']}/regenerate"
     assert error_of(page.client, path, 404, model="none").startswith("there is no model 'none'; models are: ")
-    second = post(page.client, path, model=BUNDLED_MODEL)["answer"]
-    assert (second["parent"], second["model"]) == (first["parent"], BUNDLED_MODEL)
-    page.wait_for_end(second["id"])
-    third = post(page.client, path)["answer"]
-    assert third["model"] == first["model"]
-    page.wait_for_end(third["id"])
+    other = post(page.client, path, model=BUNDLED_MODEL)["answer"]
+    assert (other["parent"], other["model"]) == (first["parent"], BUNDLED_MODEL)
+    page.wait_for_end(other["id"])
 
 
 def test_several_answers_are_those_of_successive_seeds(page: Window) -> None:
@@ -253,40 +235,21 @@ def test_editing_a_message_of_the_user(page: Window) -> None:
     assert "answer" not in beside
 
 
-def test_deleting_can_be_undone(page: Window) -> None:
-    conversation = new_conversation(page.client, sampling={"max_tokens": 4})
-    answer = answered(page, conversation)
-    assert page.client.delete(f"/api/messages/{answer['parent']}").json() == {}
-    assert messages_of(page.client, conversation) == {}
-    page.wait(lambda: page.of("message_deleted"), "the window is told")
-    assert page.of("message_deleted")[0]["conversation"] == conversation
-    post(page.client, f"/api/messages/{answer['parent']}/restore")
-    assert len(messages_of(page.client, conversation)) == 2
-
-
-def test_an_answer_that_is_written_is_not_changed_by_others(page: Window) -> None:
+@pytest.mark.parametrize("deleted", ["message", "conversation"])
+def test_an_answer_that_is_written_is_changed_by_nobody_and_ends_when_deleted(page: Window, deleted: str) -> None:
     conversation = new_conversation(page.client, model="endless")
-    answer = send(page.client, conversation, "hello")["id"]
-    page.wait(lambda: page.of("delta", answer), "the answer begins")
+    answer = send(page.client, conversation, "hello")
+    page.wait(lambda: page.of("delta", answer["id"]), "the answer begins")
     for action, body in (("edit", {"content": "x"}), ("continue", {}), ("branch", {"index": 0, "alternative": 0})):
-        path = f"/api/messages/{answer}/{action}"
+        path = f"/api/messages/{answer['id']}/{action}"
         assert error_of(page.client, path, 409, **body) == "the answer is being written; stop it first"
-    # Deleting what it answers ends it.
-    question = messages_of(page.client, conversation)[answer]["parent"]
-    page.client.delete(f"/api/messages/{question}")
-    assert page.wait_for_end(answer)["state"] == "stopped"
-
-
-def test_deleting_a_conversation_ends_its_answers(page: Window) -> None:
-    conversation = new_conversation(page.client, model="endless")
-    answer = send(page.client, conversation, "hello")["id"]
-    page.wait(lambda: page.of("delta", answer), "the answer begins")
-    assert page.client.delete(f"/api/conversations/{conversation}").json() == {}
-    assert page.wait_for_end(answer)["state"] == "stopped"
-    assert conversation not in {each["id"] for each in page.client.get("/api/conversations").json()["conversations"]}
-    deleted = page.client.get("/api/conversations?deleted=1").json()["conversations"]
-    assert conversation in {each["id"] for each in deleted}
-    post(page.client, f"/api/conversations/{conversation}/restore")
+    paths = {"message": f"/api/messages/{answer['parent']}", "conversation": f"/api/conversations/{conversation}"}
+    assert page.client.delete(paths[deleted]).json() == {}
+    assert page.wait_for_end(answer["id"])["state"] == "stopped"
+    page.wait(lambda: page.of(f"{deleted}_deleted"), "the window is told")
+    gone = page.client.get("/api/conversations?deleted=1").json()["conversations"]
+    assert (conversation in {each["id"] for each in gone}) == (deleted == "conversation")
+    post(page.client, f"{paths[deleted]}/restore")
     assert len(messages_of(page.client, conversation)) == 2
 
 

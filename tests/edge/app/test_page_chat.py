@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +11,21 @@ import pytest
 
 pytest.importorskip("playwright", reason="needs playwright")
 
-from playwright.sync_api import Browser, Route, expect
+from playwright.sync_api import Browser, FilePayload, FloatRect, Locator, Page, Route, expect
 
 from edgerun.edge.conversations.store import ConversationStore
 from support.browser import AppServer
 from support.chat_page import ChatPage, OpenedApp, opened
 
+NOT_TEXT: FilePayload = {"name": "picture.png", "mimeType": "image/png", "buffer": b"\x89PNG\r\n\x1a\n\x00\xff"}
+PIXELS = """async (png) => {
+  const bytes = Uint8Array.from(atob(png), (character) => character.charCodeAt(0));
+  const image = await createImageBitmap(new Blob([bytes], { type: "image/png" }));
+  const canvas = new OffscreenCanvas(image.width, image.height).getContext("2d");
+  canvas.drawImage(image, 0, 0);
+  const { data } = canvas.getImageData(0, 0, image.width, image.height);
+  return Array.from({ length: image.width }, (_, x) => Array.from(data.slice(4 * x, 4 * x + 3)));
+}"""
 QUESTION = "find files larger than 100 MB"
 
 
@@ -31,6 +41,11 @@ def endless(tmp_path_factory: pytest.TempPathFactory, chromium: Browser, endless
 def long_answer(endless: OpenedApp) -> Iterator[ChatPage]:
     """A window in which an answer is being written that does not end; it is stopped at the end of the test."""
     with endless.window(size=(800, 420)) as chat:
+        # A chat model is offered only where there is none.
+        expect(chat.page.locator(".welcome > p")).to_have_text(
+            ["Everything stays on this machine: what you write, what the model answers, and your files."]
+        )
+        expect(chat.page.get_by_role("list", name="Examples").get_by_role("button")).to_have_count(3)
         chat.send("hello")
         chat.begun()
         yield chat
@@ -39,6 +54,11 @@ def long_answer(endless: OpenedApp) -> Iterator[ChatPage]:
 
 
 def test_from_the_first_start_to_the_first_answer(tmp_path: Path, chromium: Browser) -> None:
+    command = "rm *.log *.tmp && echo `pwd` # _done_"
+    with ConversationStore(tmp_path / "conversations.sqlite3") as store:
+        conversation = store.create(title="Cleaning").id
+        question = store.add_message(conversation, None, "user", "remove the logs")
+        store.add_message(conversation, question.id, "assistant", command, model="shell-helper")
     with AppServer(tmp_path) as server, opened(server, chromium) as app, app.window() as chat:
         about = chat.page.locator(".welcome > p.quiet")
         expect(about).to_have_text(
@@ -52,33 +72,15 @@ def test_from_the_first_start_to_the_first_answer(tmp_path: Path, chromium: Brow
         expect(answer.locator(".statistics")).to_have_text(
             re.compile(r"\d+ tokens? · [\d.]+ tokens/s · first token after")
         )
-        expect(chat.rows).to_have_text([QUESTION])
+        expect(chat.rows).to_have_text([QUESTION, "Cleaning"])
         assert chat.id()
-
         chat.new_chat()
         expect(chat.composer).to_have_value("half a thought")
 
-
-def test_a_chat_model_is_offered_only_where_there_is_none(endless: OpenedApp) -> None:
-    with endless.window() as chat:
-        expect(chat.page.locator(".welcome > p")).to_have_text(
-            ["Everything stays on this machine: what you write, what the model answers, and your files."]
-        )
-        expect(chat.page.get_by_role("list", name="Examples").get_by_role("button")).to_have_count(3)
-
-
-def test_commands_of_the_bundled_model_are_shown_as_they_are(tmp_path: Path, chromium: Browser) -> None:
-    command = "rm *.log *.tmp && echo `pwd` # _done_"
-    store = ConversationStore(tmp_path / "conversations.sqlite3")
-    conversation = store.create(title="Cleaning")
-    question = store.add_message(conversation.id, None, "user", "remove the logs")
-    store.add_message(conversation.id, question.id, "assistant", command, model="shell-helper")
-    store.close()
-    with AppServer(tmp_path) as server, opened(server, chromium) as app, app.window() as chat:
+        # Its commands are shown as they are, also while the page does not know yet which model it was.
         chat.row("Cleaning").click()
         expect(chat.answers.locator("pre")).to_have_text(command)
         expect(chat.answers.locator("em")).to_have_count(0)
-        # Nor as Markdown while the page does not know yet which model it was.
         held: list[Route] = []
         holding = True
 
@@ -99,13 +101,7 @@ def test_commands_of_the_bundled_model_are_shown_as_they_are(tmp_path: Path, chr
         expect(chat.answers.locator("pre")).to_have_text(command)
 
 
-def test_small_talk_with_the_bundled_model_is_explained(chat: ChatPage) -> None:
-    explained = "This model writes shell commands only"
-    expect(chat.ask("Hello there!")).to_contain_text(explained)
-    expect(chat.ask("list the open ports")).not_to_contain_text(explained)
-
-
-def test_an_answer_is_stopped_and_goes_on(long_answer: ChatPage) -> None:
+def test_answers_are_stopped_and_go_on(long_answer: ChatPage) -> None:
     chat = long_answer
     chat.page.keyboard.press("Escape")
     answer = chat.in_state("stopped")
@@ -116,14 +112,36 @@ def test_an_answer_is_stopped_and_goes_on(long_answer: ChatPage) -> None:
     chat.page.wait_for_function(
         "length => document.querySelector('.assistant .md').innerText.length > length", arg=len(first)
     )
-    chat.page.get_by_role("button", name="Stop the answer (Esc)").click()
+    stop = chat.page.get_by_role("button", name="Stop the answer (Esc)")
+    stop.click()
     chat.in_state("stopped")
     assert answer.locator(".md").inner_text().startswith(first.rstrip()[:40])
 
+    chat.more(answer, "Write 2 answers")
+    expect(answer.locator(".branches")).to_contain_text("2 / 3")
+    chat.begun()
+    # The one that waits can be looked at.
+    answer.get_by_role("button", name="Next branch").click()
+    expect(answer).to_contain_text("Waiting for the model")
+    stop.click()
+    for place in ("3 / 3", "2 / 3"):
+        expect(answer.locator(".branches")).to_contain_text(place)
+        chat.in_state("stopped")
+        answer.get_by_role("button", name="Previous branch").click()
 
-def test_edits_make_branches_and_branches_are_switched(chat: ChatPage) -> None:
+
+def test_edits_make_branches_and_a_deleted_message_comes_back(chat: ChatPage) -> None:
     chat.ask(QUESTION)
     chat.ask("list all folders")
+    third = chat.messages.nth(2)
+    third.focus()
+    third.press("Delete")
+    expect(chat.messages).to_have_count(2)
+    expect(chat.messages.last).to_be_focused()
+    chat.notice.get_by_role("button", name="Undo").click()
+    expect(chat.messages).to_have_count(4)
+    expect(third).to_contain_text("list all folders")
+
     first = chat.messages.first
     first.hover()
     first.get_by_role("button", name="Edit").click()
@@ -135,73 +153,37 @@ def test_edits_make_branches_and_branches_are_switched(chat: ChatPage) -> None:
 
     first.get_by_role("button", name="Previous branch").click()
     expect(chat.messages).to_have_count(4)  # what followed the old question is still there
-    expect(chat.messages.nth(2)).to_contain_text("list all folders")
+    expect(third).to_contain_text("list all folders")
     first.focus()
     first.press("ArrowRight")
-    expect(chat.messages.first).to_contain_text("show the free space")
-    expect(chat.messages.first).to_be_focused()
+    expect(first).to_contain_text("show the free space")
+    expect(first).to_be_focused()
 
-    chat.messages.first.focus()
-    chat.messages.first.press("e")
+    first.press("e")
     chat.page.get_by_role("textbox", name="Text of the message").fill("show the free disk space")
     chat.page.get_by_role("button", name="Just save").click()
-    expect(chat.messages.first).to_contain_text("show the free disk space")
+    expect(first).to_contain_text("show the free disk space")
     expect(chat.messages).to_have_count(2)
-    expect(chat.messages.first.locator(".branches")).to_contain_text("2 / 2")
+    expect(first.locator(".branches")).to_contain_text("2 / 2")
 
 
-def test_an_answer_is_written_again_beside_the_first(chat: ChatPage) -> None:
+def test_answers_are_written_beside_the_first(chat: ChatPage) -> None:
     answer = chat.ask(QUESTION)
+    branches = answer.locator(".branches")
     answer.get_by_role("button", name="Regenerate").click()
-    expect(chat.answers.last.locator(".branches")).to_contain_text("2 / 2")
+    expect(branches).to_contain_text("2 / 2")
     chat.in_state("complete")
-    chat.answers.last.get_by_role("button", name="Previous branch").click()
-    expect(chat.answers.last.locator(".branches")).to_contain_text("1 / 2")
+    answer.get_by_role("button", name="Previous branch").click()
+    expect(branches).to_contain_text("1 / 2")
     chat.page.reload()
-    expect(chat.answers.last.locator(".branches")).to_contain_text("1 / 2")
-
-
-def test_several_answers_are_written_one_after_another(chat: ChatPage) -> None:
-    answer = chat.ask(QUESTION)
-    chat.more(answer, "Write 3 answers")
-    last = chat.answers.last
-    expect(last.locator(".branches")).to_contain_text("2 / 4")
-    for number in (3, 4):
-        chat.in_state("complete")
-        last.get_by_role("button", name="Next branch").click()
-        expect(last.locator(".branches")).to_contain_text(f"{number} / 4")
-    chat.in_state("complete")
-    expect(last.get_by_role("button", name="Next branch")).to_be_disabled()
-
-
-def test_several_answers_are_stopped_together(long_answer: ChatPage) -> None:
-    chat = long_answer
-    chat.page.keyboard.press("Escape")
-    answer = chat.in_state("stopped")
+    expect(branches).to_contain_text("1 / 2")
     chat.more(answer, "Write 2 answers")
-    expect(chat.answers.last.locator(".branches")).to_contain_text("2 / 3")
-    chat.begun()
-    # The one that waits can be looked at.
-    chat.answers.last.get_by_role("button", name="Next branch").click()
-    expect(chat.answers.last).to_contain_text("Waiting for the model")
-    chat.page.get_by_role("button", name="Stop the answer (Esc)").click()
-    for place in ("3 / 3", "2 / 3"):
-        expect(chat.answers.last.locator(".branches")).to_contain_text(place)
-        chat.in_state("stopped")
-        chat.answers.last.get_by_role("button", name="Previous branch").click()
-
-
-def test_a_deleted_message_comes_back(chat: ChatPage) -> None:
-    chat.ask(QUESTION)
-    chat.ask("list all folders")
-    third = chat.messages.nth(2)
-    third.focus()
-    third.press("Delete")
-    expect(chat.messages).to_have_count(2)
-    expect(chat.messages.last).to_be_focused()
-    chat.notice.get_by_role("button", name="Undo").click()
-    expect(chat.messages).to_have_count(4)
-    expect(chat.messages.nth(2)).to_contain_text("list all folders")
+    expect(branches).to_contain_text("3 / 4")
+    chat.in_state("complete")
+    answer.get_by_role("button", name="Next branch").click()
+    expect(branches).to_contain_text("4 / 4")
+    chat.in_state("complete")
+    expect(answer.get_by_role("button", name="Next branch")).to_be_disabled()
 
 
 def test_drafts_are_kept_for_each_conversation(chat: ChatPage) -> None:
@@ -226,22 +208,19 @@ def test_drafts_are_kept_for_each_conversation(chat: ChatPage) -> None:
     expect(chat.composer).to_have_value("")
 
 
-def test_files_are_attached_and_others_refused(chat: ChatPage) -> None:
-    files = [
-        {"name": "list.csv", "mimeType": "text/csv", "buffer": "größe,zahl\n1,2\n".encode()},
-        {"name": "picture.png", "mimeType": "image/png", "buffer": b"\x89PNG\r\n\x1a\n\x00\xff"},
-    ]
-    chat.attached_files.set_input_files(files)
+def test_files_are_attached_and_a_long_message_is_pasted_whole(chat: ChatPage) -> None:
+    table: FilePayload = {"name": "list.csv", "mimeType": "text/csv", "buffer": "größe,zahl\n1,2\n".encode()}
+    chat.attached_files.set_input_files([table, NOT_TEXT])
     expect(chat.notice).to_contain_text("picture.png is not a text file in UTF-8")
     expect(chat.page.locator(".attached li")).to_have_count(1)
-    chat.ask("count the lines")
+    explained = "This model writes shell commands only"
+    expect(chat.ask("Hello there!")).to_contain_text(explained)
     question = chat.messages.first
     expect(question).to_contain_text("list.csv")
     question.get_by_text("list.csv").click()
     expect(question.locator("pre")).to_have_text("größe,zahl\n1,2\n")
+    expect(chat.ask("list the open ports")).not_to_contain_text(explained)
 
-
-def test_a_long_message_is_pasted_whole(chat: ChatPage) -> None:
     text = "\n".join(f"line {number} of what is pasted" for number in range(60))
     chat.composer.focus()
     chat.page.keyboard.insert_text(text)
@@ -249,7 +228,7 @@ def test_a_long_message_is_pasted_whole(chat: ChatPage) -> None:
     chat.composer.press("Shift+Enter")
     chat.page.keyboard.insert_text("end")
     expect(chat.composer).to_have_value(f"{text}\nend")
-    expect(chat.messages).to_have_count(0)
+    expect(chat.messages).to_have_count(4)
 
 
 def test_the_view_follows_only_while_it_is_at_the_end(long_answer: ChatPage) -> None:
@@ -349,3 +328,97 @@ def test_everything_is_reached_by_keys(chat: ChatPage) -> None:
     expect(chat.notice).to_contain_text("Deleted “By keys alone”")
     keys.press("Control+Z")
     expect(chat.row("By keys alone")).to_be_visible()
+
+
+def box(element: Locator) -> FloatRect:
+    """Where an element is."""
+    found = element.bounding_box()
+    assert found is not None
+    return found
+
+
+def row_of_pixels(page: Page, left: float, width: float, y: float) -> list[list[int]]:
+    """The colours of the pixels of a horizontal line."""
+    picture = page.screenshot(clip={"x": left, "y": y, "width": width, "height": 1})
+    colours: list[list[int]] = page.evaluate(PIXELS, base64.b64encode(picture).decode())
+    return colours
+
+
+def test_an_answer_has_three_actions_and_a_menu_of_the_others(chat: ChatPage) -> None:
+    answer, keys = chat.ask("find files larger than 100 MB"), chat.page.keyboard
+    names = answer.locator(".actions").get_by_role("button").evaluate_all("(all) => all.map((each) => each.ariaLabel)")
+    assert names == ["Copy message", "Regenerate", "Look inside: tokens and probabilities", "More actions"]
+    more = answer.get_by_role("button", name="More actions")
+    more.focus()
+    keys.press("Enter")
+    items = chat.page.get_by_role("menuitem")
+    expect(items).to_have_text(
+        ["Edit", "Continue", *(f"Write {count} answers" for count in (2, 3, 4, 8)), "Delete, with what follows"]
+    )
+    expect(items.first).to_be_focused()
+    keys.press("ArrowDown")
+    expect(items.nth(1)).to_be_focused()
+    keys.press("End")
+    expect(items.last).to_be_focused()
+    keys.press("ArrowDown")
+    expect(items.first).to_be_focused()
+    keys.press("Escape")
+    expect(items).to_have_count(0)
+    expect(more).to_be_focused()
+    keys.press("Enter")
+    expect(items.first).to_be_focused()
+    # As Escape does it; the click comes before the browser tells that the menu has closed.
+    chat.page.get_by_role("menu").evaluate(
+        "async (menu) => { menu.hidePopover(); await null; document.activeElement.click(); }"
+    )
+    expect(items.first).to_be_focused()
+    keys.press("Enter")
+    expect(answer.get_by_role("textbox", name="Text of the message")).to_be_focused()
+
+
+@pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
+def test_the_whole_focus_ring_of_the_edit_box_is_seen(bundled: OpenedApp, size: tuple[int, int]) -> None:
+    with bundled.window(size=size) as chat:
+        chat.ask("list all folders").focus()
+        chat.page.keyboard.press("e")
+        area = chat.page.get_by_role("textbox", name="Text of the message")
+        expect(area).to_be_focused()
+        ring = area.evaluate("(element) => getComputedStyle(element).outlineColor.match(/\\d+/g).map(Number)")
+        place = box(area)
+        pixels = row_of_pixels(chat.page, place["x"] - 4, place["width"] + 8, place["y"] + 30)
+        assert ring in pixels[:4]
+        assert ring in pixels[-4:]
+
+
+@pytest.mark.parametrize("size", [(1280, 500), (390, 500)])
+def test_notices_cover_nothing_and_go_with_their_page(bundled: OpenedApp, size: tuple[int, int]) -> None:
+    with bundled.window(size=size) as chat:
+        for question in ("list all folders", "show the date", "count the lines", "show the free space"):
+            chat.ask(question)
+        chat.messages.last.focus()
+        chat.page.keyboard.press("Delete")
+        expect(chat.notice).to_have_count(1)
+        chat.attached_files.set_input_files(NOT_TEXT)
+        expect(chat.notice).to_have_count(2)
+        scroller = chat.page.locator(".chat .scroller")
+        scroller.evaluate("(element) => { element.scrollTop = 0; }")
+        to_end = chat.page.get_by_role("button", name="Jump to the latest")
+        expect(to_end).to_be_visible()
+        lowest = max(each["y"] + each["height"] for each in map(box, (scroller, to_end, chat.composer)))
+        assert all(lowest <= box(notice)["y"] for notice in chat.notice.all())
+        undo = chat.notice.get_by_role("button", name="Undo")
+        assert box(undo)["height"] < 40
+        assert box(chat.notice.last)["y"] + box(chat.notice.last)["height"] <= size[1]
+        to_end.click()
+        chat.page.evaluate("() => { location.hash = '#/settings'; }")
+        expect(chat.notice).to_have_count(0)
+
+
+def test_notices_go_away_after_their_time(chat: ChatPage) -> None:
+    chat.ask("show the date")
+    chat.page.clock.install()
+    chat.attached_files.set_input_files(NOT_TEXT)
+    expect(chat.notice).to_contain_text("picture.png is not a text file")
+    chat.page.clock.run_for(1_000)  # the time of a notice begins after it was painted
+    chat.page.clock.fast_forward(31_000)
+    expect(chat.notice).to_have_count(0)

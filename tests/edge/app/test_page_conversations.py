@@ -1,9 +1,11 @@
-"""The page of the app in a real browser: the list of conversations, settings, several windows, restarts."""
+"""The page in a real browser: the list of conversations, settings, windows, restarts, models, the palette."""
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 
 pytest.importorskip("playwright", reason="needs playwright")
 
-from playwright.sync_api import Browser, Route, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from edgerun.edge.conversations.store import ConversationStore
 from support.browser import AppServer, browser_page, look
@@ -20,26 +22,9 @@ from support.chat_page import ChatPage, OpenedApp, opened
 DAY_S = 86_400
 
 
-def test_search_finds_a_message_and_goes_to_it(chat: ChatPage) -> None:
-    chat.ask("count the words in zebrafish.txt")
-    chat.ask("list the largest files")
-    chat.new_chat()
-    chat.page.keyboard.press("Control+K")
-    box = chat.page.get_by_role("combobox", name="Words to search for")
-    box.fill("Zebrafish")
-    hit = chat.page.get_by_role("option").filter(has_text="count the words").first
-    expect(hit.locator("mark").first).to_have_text("zebrafish")
-    box.fill("zebrafish words")
-    expect(hit).to_be_visible()
-    hit.click()
-    expect(chat.messages).to_have_count(4)
-    expect(chat.page.get_by_role("dialog")).to_have_count(0)
-    chat.page.keyboard.press("Control+K")
-    box.fill("no such thing at all")
-    expect(chat.page.get_by_text("Nothing found")).to_be_visible()
-
-
-def test_conversations_are_renamed_pinned_moved_deleted_and_restored(chat: ChatPage) -> None:
+def test_a_conversation_is_renamed_pinned_moved_deleted_restored_exported_and_imported(
+    chat: ChatPage, tmp_path: Path
+) -> None:
     page = chat.page
     chat.ask("print the current folder")
     chat.menu("print the current folder", "Rename …")
@@ -69,6 +54,20 @@ def test_conversations_are_renamed_pinned_moved_deleted_and_restored(chat: ChatP
     page.get_by_role("button", name="Deleted", exact=True).click()
     chat.row("Where am I").click()
     expect(chat.messages).to_have_count(2)
+
+    chat.row("Where am I").hover()
+    page.get_by_role("button", name="Actions for Where am I").click()
+    with page.expect_download() as downloading:
+        page.get_by_role("menuitem", name="Export as JSON").click()
+    file = tmp_path / downloading.value.suggested_filename
+    downloading.value.save_as(file)
+    chat.menu("Where am I", "Delete")
+    expect(chat.row("Where am I")).to_have_count(0)
+    page.get_by_role("link", name="Settings").click()
+    chat.imported_files.set_input_files(file)
+    page.locator(".notice", has_text="Imported 1 conversation").get_by_role("button", name="Open").click()
+    expect(chat.messages).to_have_count(2)
+    expect(chat.messages.first).to_contain_text("print the current folder")
 
 
 def test_deleted_conversations_say_how_long_they_are_kept_and_there_is_a_way_back(
@@ -235,24 +234,6 @@ def test_settings_of_the_app_hold_in_every_window(bundled: OpenedApp) -> None:
         expect(two.page.get_by_text("Enter sends, Shift+Enter begins a line")).to_be_visible()
 
 
-def test_a_conversation_is_exported_and_imported(chat: ChatPage, tmp_path: Path) -> None:
-    page = chat.page
-    chat.ask("rename all jpeg files")
-    chat.row("rename all jpeg files").hover()
-    page.get_by_role("button", name="Actions for rename all jpeg files").click()
-    with page.expect_download() as downloading:
-        page.get_by_role("menuitem", name="Export as JSON").click()
-    file = tmp_path / downloading.value.suggested_filename
-    downloading.value.save_as(file)
-    chat.menu("rename all jpeg files", "Delete")
-    expect(chat.row("rename all jpeg files")).to_have_count(0)
-    page.get_by_role("link", name="Settings").click()
-    chat.imported_files.set_input_files(file)
-    page.locator(".notice", has_text="Imported 1 conversation").get_by_role("button", name="Open").click()
-    expect(chat.messages).to_have_count(2)
-    expect(chat.messages.first).to_contain_text("rename all jpeg files")
-
-
 def test_nothing_is_lost_when_the_app_ends_and_starts_again(
     tmp_path: Path, chromium: Browser, endless_bundle: Path
 ) -> None:
@@ -283,16 +264,13 @@ def test_nothing_is_lost_when_the_app_ends_and_starts_again(
             window.errors.clear()  # the browser reports every connection that failed
 
 
-def test_a_new_chat_on_a_phone_begins_at_its_top(bundled: OpenedApp) -> None:
+def test_a_new_chat_and_the_sidebar_on_a_phone(bundled: OpenedApp) -> None:
     with bundled.window(size=(390, 500)) as chat:
         expect(chat.page.locator(".example").last).to_be_attached()
         heading = chat.page.get_by_role("heading", name="Describe what the shell should do")
         expect(heading).to_be_in_viewport(ratio=1)
         assert chat.page.get_by_role("button", name="Jump to the latest").count() == 0
-
-
-def test_the_sidebar_is_a_drawer_on_a_phone(bundled: OpenedApp) -> None:
-    with bundled.window(size=(390, 844)) as chat:
+        chat.page.set_viewport_size({"width": 390, "height": 844})
         chat.ask("show the kernel version")
         expect(chat.row("show the kernel version")).not_to_be_visible()
         opener = chat.page.get_by_role("button", name="Show the sidebar")
@@ -303,3 +281,111 @@ def test_the_sidebar_is_a_drawer_on_a_phone(bundled: OpenedApp) -> None:
         expect(chat.row("show the kernel version")).not_to_be_visible()
         expect(opener).to_be_focused()
         assert chat.page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_an_answer_is_regenerated_with_another_model(tmp_path: Path, chromium: Browser, tiny_bundle: Path) -> None:
+    with ConversationStore(tmp_path / "conversations.sqlite3") as store:
+        path = f"/#/c/{store.create(sampling={'max_tokens': 3}).id}"
+    server = AppServer(tmp_path, [tiny_bundle], "--draft", "none")
+    with server, opened(server, chromium) as app, app.window(path=path) as chat:
+        page = chat.page
+        chat.send("list files")
+        first = chat.in_state("length")
+        expect(first.locator(".message-name")).to_have_text("bundle")
+        chat.more(first, "Regenerate with another model …")
+        choices = page.get_by_role("dialog", name="Regenerate with").locator("li")
+        expect(choices).to_have_count(1)
+        look(page, "another-model")
+        choices.get_by_role("button", name=re.compile("shell-helper")).click()
+        second = chat.answers.last
+        expect(second.locator(".message-name")).to_have_text("shell-helper")
+        expect(second).to_have_attribute("data-state", re.compile("complete|length"))
+        expect(second.locator(".branches")).to_contain_text("2 / 2")
+        look(page, "another-answer")
+        second.get_by_role("button", name="Previous branch").click()
+        expect(first.locator(".message-name")).to_have_text("bundle")
+        chat.send("and hidden ones")  # the conversation still has its own model
+        expect(chat.answers).to_have_count(2)
+        expect(chat.in_state("length").locator(".message-name")).to_have_text("bundle")
+
+        page.keyboard.press("Control+,")
+        use = page.get_by_role("region", name="Use of the models").get_by_role("row")
+        expect(use).to_have_count(4)
+        expect(use.filter(has_text="bundle").get_by_role("cell").first).to_have_text("2")
+        expect(use.filter(has_text="shell-helper").get_by_role("cell").first).to_have_text("1")
+        expect(use.last).to_have_text(re.compile(r"^Total3\d+"))
+        use.last.scroll_into_view_if_needed()
+        look(page, "usage")
+
+
+ANSWER = "## Sizes\n\n- **Large** files: `<img src=x onerror=alert(1)>`\n- see `du -sh *.py`"
+
+
+@pytest.fixture(scope="module")
+def palette(tmp_path_factory: pytest.TempPathFactory, chromium: Browser) -> Iterator[Page]:
+    """A window of an app with two conversations."""
+    home = tmp_path_factory.mktemp("home")
+    with ConversationStore(home / "conversations.sqlite3") as store:
+        first = store.create(title="Disk usage").id
+        question = store.add_message(first, None, "user", "What takes room?")
+        store.add_message(first, question.id, "assistant", ANSWER)
+        store.create(title="Models of clouds")
+    with AppServer(home) as server, browser_page(server.open_url, within=chromium) as window:
+        expect(window.page.get_by_role("link", name="Disk usage")).to_be_visible()
+        yield window.page
+
+
+def entries_of(page: Page, query: str) -> Locator:
+    """Open the palette by its keys and type; returns its entries once the messages are known."""
+    page.keyboard.press("Control+k")
+    page.keyboard.type(query)
+    expect(page.get_by_role("status").filter(has_text="ound")).to_be_visible()
+    return page.get_by_role("option")
+
+
+def test_entries_are_chosen_by_keys_alone(palette: Page) -> None:
+    page = palette
+    page.keyboard.press("Control+k")
+    entries = page.get_by_role("option")
+    expect(entries.nth(0)).to_contain_text("Models of cloudsConversation")
+    expect(entries.filter(has_text="New chat")).to_be_visible()
+    look(page, "palette")
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_have_count(0)
+
+    entries = entries_of(page, "models")
+    expect(entries).to_have_text(["ModelsAction", "Models of cloudsConversation"])
+    page.keyboard.press("ArrowDown")
+    expect(entries.nth(1)).to_have_attribute("aria-selected", "true")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", level=1)).to_have_text("Models of clouds")
+
+    entries_of(page, "models")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", level=1)).to_have_text("Models")
+    entries_of(page, "keyb")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("dialog", name="Keyboard")).to_be_visible()
+    page.keyboard.press("Escape")
+    for theme in ("dark", "light"):
+        entries_of(page, "theme")
+        page.keyboard.press("Enter")
+        expect(page.locator("html")).to_have_attribute("data-theme", theme)
+    entries_of(page, "deleted conv")
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Back to the conversations").click()
+
+    # Messages are shown without marks of Markdown, and with the words marked.
+    hit = entries_of(page, "large onerror")
+    expect(hit).to_have_count(1)
+    expect(hit.locator("span")).to_have_text("Sizes Large files: <img src=x onerror=alert(1)> see du -sh *.py")
+    expect(hit.locator("span mark")).to_have_text(["Large", "onerror"])
+    assert hit.locator("img").count() == 0
+    look(page, "palette-messages")
+    box = page.get_by_role("combobox", name="Words to search for")
+    box.fill("no such thing at all")
+    expect(page.get_by_text("Nothing found")).to_be_visible()
+    box.fill("LARGE onerror")
+    hit.click()
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    expect(page.locator(".message.assistant")).to_be_focused()

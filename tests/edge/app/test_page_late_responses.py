@@ -18,13 +18,6 @@ from support.chat_page import OpenedApp, opened
 QUESTION = "find files larger than 100 MB"
 
 
-@pytest.fixture
-def app(tmp_path: Path, chromium: Browser) -> Iterator[OpenedApp]:
-    """An app with the bundled model."""
-    with AppServer(tmp_path) as server, opened(server, chromium) as app:
-        yield app
-
-
 class Held:
     """The first request of a kind from now on: the app has answered it, and the page does not know."""
 
@@ -67,8 +60,8 @@ def holding(page: Page, address: str, method: str = "GET") -> Iterator[Held]:
         page.unroute(address)
 
 
-def test_what_is_typed_while_a_message_is_under_way_is_kept(app: OpenedApp) -> None:
-    with app.window() as chat:
+def test_a_reader_who_types_or_goes_elsewhere_while_a_message_is_under_way_stays_there(bundled: OpenedApp) -> None:
+    with bundled.window() as chat:
         chat.ask(QUESTION)
         with holding(chat.page, "**/messages", "POST") as held:
             chat.composer.fill("list all folders")
@@ -78,26 +71,18 @@ def test_what_is_typed_while_a_message_is_under_way_is_kept(app: OpenedApp) -> N
             held.deliver()
         expect(chat.composer).to_have_value("show the date")
         chat.in_state("complete")
-        chat.composer.press("Enter")
-        expect(chat.messages).to_have_count(6)
-        expect(chat.messages.nth(4)).to_contain_text("show the date")
-        expect(chat.composer).to_have_value("")
-
-
-def test_a_reader_who_has_gone_elsewhere_stays_there(app: OpenedApp) -> None:
-    with app.window() as chat:
-        chat.ask(QUESTION)
         with holding(chat.page, "**/messages", "POST") as held:
-            chat.composer.fill("list all folders")
             chat.composer.press("Enter")
-            expect(chat.messages).to_have_count(4)
+            expect(chat.messages).to_have_count(6)
+            expect(chat.messages.nth(4)).to_contain_text("show the date")
+            expect(chat.composer).to_have_value("")
             chat.new_chat()
             chat.composer.fill("half a thought")
             held.deliver()
         expect(chat.composer).to_have_value("half a thought")
         expect(chat.page.get_by_role("heading", level=1)).to_have_text("New chat")
         chat.row(QUESTION).click()
-        expect(chat.messages).to_have_count(4)
+        expect(chat.messages).to_have_count(6)
         expect(chat.composer).to_have_value("")
 
 
@@ -120,17 +105,28 @@ def test_an_answer_that_ends_while_its_conversation_is_fetched_has_ended(
         expect(chat.page.locator(".writing-dot")).to_have_count(0)
 
 
-def test_a_conversation_that_begins_while_the_list_is_fetched_is_listed(app: OpenedApp) -> None:
-    with app.window() as chat, holding(chat.page, "**/api/conversations?deleted=0") as held:
+def test_a_conversation_that_begins_while_the_list_is_fetched_is_listed(bundled: OpenedApp) -> None:
+    with bundled.window() as chat:
+        with holding(chat.page, "**/api/conversations?deleted=0") as held:
+            chat.page.reload()
+            chat.ask(QUESTION)
+            held.deliver()
+            expect(chat.row(QUESTION)).to_be_visible()
+            expect(chat.page.get_by_role("heading", level=1)).to_have_text(QUESTION)
+        # Keys work from the first frame on.
+        chat.page.add_init_script(
+            """new MutationObserver((_, observer) => {
+                if (!document.querySelector(".composer")) return;
+                observer.disconnect();
+                window.dispatchEvent(new KeyboardEvent("keydown", { key: "k", ctrlKey: true }));
+            }).observe(document, { childList: true, subtree: true });"""
+        )
         chat.page.reload()
-        chat.ask(QUESTION)
-        held.deliver()
-        expect(chat.row(QUESTION)).to_be_visible()
-        expect(chat.page.get_by_role("heading", level=1)).to_have_text(QUESTION)
+        expect(chat.page.get_by_role("combobox", name="Words to search for")).to_be_visible()
 
 
-def test_a_setting_that_changes_while_the_state_is_fetched_stays_changed(app: OpenedApp) -> None:
-    with app.window(path="/#/settings") as one, app.window(path="/#/settings") as two:
+def test_a_setting_that_changes_while_the_state_is_fetched_stays_changed(bundled: OpenedApp) -> None:
+    with bundled.window(path="/#/settings") as one, bundled.window(path="/#/settings") as two:
         expect(one.page.get_by_label("As the system")).to_be_checked()
         with holding(one.page, "**/api/state") as held:
             with one.page.expect_request("**/api/state"):
@@ -141,16 +137,3 @@ def test_a_setting_that_changes_while_the_state_is_fetched_stays_changed(app: Op
             expect(one.page.locator("html")).to_have_attribute("data-theme", "dark", timeout=1)
         two.page.get_by_label("Light").check()
         expect(one.page.locator("html")).to_have_attribute("data-theme", "light")
-
-
-def test_keys_work_from_the_first_frame_on(app: OpenedApp) -> None:
-    with app.window() as chat:
-        chat.page.add_init_script(
-            """new MutationObserver((_, observer) => {
-                if (!document.querySelector(".composer")) return;
-                observer.disconnect();
-                window.dispatchEvent(new KeyboardEvent("keydown", { key: "k", ctrlKey: true }));
-            }).observe(document, { childList: true, subtree: true });"""
-        )
-        chat.page.reload()
-        expect(chat.page.get_by_role("combobox", name="Words to search for")).to_be_visible()

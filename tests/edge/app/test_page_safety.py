@@ -13,6 +13,7 @@ from edgerun.edge.conversations.store import ConversationStore
 from support.browser import AppServer, BrowserPage, browser_page
 from support.hostile_answers import LARGE, MARKUP
 from support.nightly import some_nightly
+from support.page_server import page_server
 
 LAYOUT = """() => {
   // Beside the messages, what differs by conversation: which one is chosen in the list, and how full its context is.
@@ -128,3 +129,22 @@ def test_a_link_of_an_answer_opens_without_the_page(window: BrowserPage, ids: di
     assert all("evil.example" in address for address in window.foreign)
     window.foreign.clear()
     window.errors.clear()
+
+
+FAULTS = {
+    "new Image().src = 'http://elsewhere.example/pixel.png'": "elsewhere.example/pixel",
+    "fetch('https://elsewhere.example/').catch(() => 0)": "https://elsewhere.example/",
+    "throw new Error('deliberate')": "deliberate",
+    "console.error('said')": "said",
+    "document.body.setAttribute('onclick', 'x()'); document.body.click()": "inline event handler violates",
+}
+
+
+def test_a_window_tells_what_went_wrong(chromium: Browser) -> None:
+    for script, fault in FAULTS.items():
+        with (
+            page_server(script) as address,
+            pytest.raises(AssertionError, match=fault),
+            browser_page(address, within=chromium) as window,
+        ):
+            window.page.wait_for_load_state("networkidle")

@@ -116,7 +116,7 @@ def details(page: Page) -> Locator:
     return page.get_by_role("dialog")
 
 
-def test_the_tokens_are_the_text(page: Page) -> None:
+def test_the_tokens_are_the_text_and_blanks_can_be_seen(page: Page) -> None:
     listed = shown(page)
     assert listed.evaluate("(element) => element.textContent") == CONTENT
     pieces = listed.get_by_role("option").evaluate_all("(all) => all.map((each) => each.textContent)")
@@ -127,20 +127,9 @@ def test_the_tokens_are_the_text(page: Page) -> None:
     page.evaluate("() => getSelection().selectAllChildren(document.querySelector('.token-text'))")
     assert page.evaluate("() => String(getSelection())").replace("\r\n", "\n") == CONTENT
     page.evaluate("() => getSelection().removeAllRanges()")
-
-
-def test_blanks_and_line_breaks_can_be_seen(page: Page) -> None:
-    listed = shown(page)
-
-    def marks(name: str) -> list[str]:
-        found = listed.locator(f".mark-{name}").evaluate_all(
-            "(all) => all.map((each) => getComputedStyle(each, '::before').content)"
-        )
-        return [str(each) for each in found]
-
-    assert marks("line") == ['"↵"'] * 2
-    assert marks("tab") == ['"⇥"']
-    assert marks("space") == ['"····"']
+    for name, marks in (("line", ['"↵"'] * 2), ("tab", ['"⇥"']), ("space", ['"····"'])):
+        content = "(all) => all.map((each) => getComputedStyle(each, '::before').content)"
+        assert listed.locator(f".mark-{name}").evaluate_all(content) == marks
 
 
 def test_colours_say_how_probable_tokens_are_or_where_they_come_from(page: Page) -> None:
@@ -149,18 +138,12 @@ def test_colours_say_how_probable_tokens_are_or_where_they_come_from(page: Page)
         "12 tokens · 3 accepted from drafts (25\u00a0%): 8 passes instead of 11 · mean probability 63\u00a0%"
     )
 
-    def colours() -> list[str]:
-        return list(
-            listed.get_by_role("option").evaluate_all(
-                "(all) => all.map((each) => getComputedStyle(each).backgroundColor)"
-            )
-        )
-
-    by_probability = colours()
+    colours = "(all) => all.map((each) => getComputedStyle(each).backgroundColor)"
+    by_probability = listed.get_by_role("option").evaluate_all(colours)
     assert len(set(by_probability[:4])) == 4
     assert by_probability[0] == by_probability[7] == "rgba(0, 0, 0, 0)"
     page.get_by_label("origin").check()
-    by_origin = colours()
+    by_origin = listed.get_by_role("option").evaluate_all(colours)
     assert len({by_origin[1], by_origin[2], by_origin[3], by_origin[8]}) == 4
     assert by_origin[0] == by_origin[5] == "rgba(0, 0, 0, 0)"
     assert by_origin[10] == by_origin[1]
@@ -176,9 +159,9 @@ def test_colours_say_how_probable_tokens_are_or_where_they_come_from(page: Page)
     expect(page.get_by_label("origin")).to_be_checked()
 
 
-@pytest.mark.parametrize(
-    ("piece", "expected"),
-    [
+def test_details_say_how_a_token_came_to_be(page: Page) -> None:
+    tokens = shown(page).get_by_role("option")
+    for piece, expected in (
         (0, ["95\u00a0%", "The first token, from the pass that read the prompt."]),
         (1, ["75\u00a0%", "Drafted by suffix look-up and accepted."]),
         (3, ["35\u00a0%", "The draft said “·was” (from the draft model); the model corrected it."]),
@@ -187,19 +170,13 @@ def test_colours_say_how_probable_tokens_are_or_where_they_come_from(page: Page)
         (6, ["5.0\u00a0%", "Decoded by the model in a pass of its own, without a draft."]),
         (7, ["99.9\u00a0%"]),
         (8, ["80\u00a0%", "Chosen by you in place of “·g”."]),
-    ],
-)
-def test_details_say_how_a_token_came_to_be(page: Page, piece: int, expected: list[str]) -> None:
-    shown(page).get_by_role("option").nth(piece).click()
-    for text in expected:
-        expect(details(page)).to_contain_text(text)
-    page.keyboard.press("Escape")
-    expect(details(page)).to_have_count(0)
+    ):
+        tokens.nth(piece).click()
+        for text in expected:
+            expect(details(page)).to_contain_text(text)
+        page.keyboard.press("Escape")
+        expect(details(page)).to_have_count(0)
 
-
-def test_the_pointer_shows_details_and_a_click_keeps_them(page: Page) -> None:
-    listed = shown(page)
-    tokens = listed.get_by_role("option")
     tokens.nth(1).hover()
     expect(details(page)).to_have_attribute("aria-label", "Token “·hash”")
     tokens.nth(3).hover()
@@ -224,12 +201,11 @@ def test_a_click_on_an_alternative_branches_there(page: Page) -> None:
     assert page.evaluate("() => window.branched") == [[3, 1004]]
     expect(box).to_have_count(0)
 
-
-def test_a_token_that_is_not_among_the_likeliest_is_listed_with_them(page: Page) -> None:
+    # A token that is not among the likeliest is listed with them.
     unlikely = token(5, " rare", 0.001)
     unlikely["top"] = [plain(1, " usual", 0.9), plain(2, "<|end|>", 0.05, special=True), plain(3, "\ufffd", 0.01)]
     shown(page, "x rare", [token(4, "x"), unlikely]).get_by_role("option").nth(1).click()
-    names = details(page).locator(".token-alternative").evaluate_all("(all) => all.map((each) => each.ariaLabel)")
+    names = box.locator(".token-alternative").evaluate_all("(all) => all.map((each) => each.ariaLabel)")
     assert [name.replace("\u00a0", " ") for name in names] == [
         "Branch here with “·usual”, 90 %",
         "Branch here with “<|end|>”, 5.0 %, control token",
@@ -299,7 +275,7 @@ def test_an_answer_of_4000_tokens_is_rendered_once(page: Page) -> None:
     assert "Pieces" not in rendered
 
 
-def test_text_without_tokens_is_shown_beside_those_that_are_known(page: Page) -> None:
+def test_an_answer_whose_tokens_are_not_or_not_all_known(window: BrowserPage, page: Page) -> None:
     known = [token(1, " the"), token(2, " rest")]
     listed = shown(page, "edited by hand, the rest", known)
     assert listed.inner_text().strip() == "the rest"
@@ -307,9 +283,6 @@ def test_text_without_tokens_is_shown_beside_those_that_are_known(page: Page) ->
     # A stop sequence has cut the last token off.
     listed = shown(page, "the re", [token(1, "the"), token(2, " rest")], "cut")
     assert listed.inner_text() == "the re"
-
-
-def test_an_answer_without_tokens_says_so_and_so_does_an_error(window: BrowserPage, page: Page) -> None:
     page.evaluate("() => window.show('none', 'text', [])")
     expect(page.get_by_text("No details of the tokens were kept for this answer.")).to_be_visible()
     page.evaluate("() => window.show('lost', 'text', [])")
@@ -317,7 +290,7 @@ def test_an_answer_without_tokens_says_so_and_so_does_an_error(window: BrowserPa
     window.errors.clear()
 
 
-def test_details_stay_within_a_small_window(window: BrowserPage, page: Page) -> None:
+def test_details_stay_within_a_small_window_and_have_no_serious_fault(window: BrowserPage, page: Page) -> None:
     tokens = [token(index, f" word{index}") for index in range(400)]
     listed = shown(page, "".join(each["text"] for each in tokens), tokens)
     for width, height in ((1280, 800), (390, 700), (320, 400)):
@@ -337,9 +310,6 @@ def test_details_stay_within_a_small_window(window: BrowserPage, page: Page) -> 
             assert box["y"] + box["height"] <= height + 0.5
             page.keyboard.press("Escape")
     page.set_viewport_size({"width": 1280, "height": 800})
-
-
-def test_axe_finds_no_serious_fault(page: Page) -> None:
     listed = shown(page)
     for mode in ("probability", "origin"):
         page.get_by_label(mode).check()

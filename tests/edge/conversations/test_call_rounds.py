@@ -56,9 +56,6 @@ def test_models_read_calls_and_results() -> None:
         {"role": "assistant", "content": "It is noon.", "reasoning_content": "Noon."},
         {"role": "user", "content": "Thanks."},
     ]
-
-
-def test_models_without_calls_read_what_was_written() -> None:
     assert model_messages("", MESSAGES, calls=False) == [
         {"role": "user", "content": "What time is it?"},
         {"role": "assistant", "content": "I look.\n\nIt is noon."},

@@ -37,21 +37,19 @@ def prompt_tokens(engine: Engine, system: str, messages: list[StoredMessage]) ->
 
 def smallest_trim(engine: Engine, system: str, messages: list[StoredMessage], reserve: int) -> int:
     """How many messages the first turns have that must go, tried one by one."""
-    for start in range(0, len(messages), 2):
-        if prompt_tokens(engine, system, messages[start:]) + reserve <= engine.context:
-            return start
-    raise AssertionError("not even the last turn fits")
+    return next(
+        start
+        for start in range(0, len(messages), 2)
+        if prompt_tokens(engine, system, messages[start:]) + reserve <= engine.context
+    )
 
 
-def test_a_short_conversation_is_whole(engine: Engine) -> None:
+def test_a_short_conversation_is_whole_and_so_is_a_long_one_with_other_policies(engine: Engine) -> None:
     messages = turns(2)
     fit = fit_context(engine, "Be brief.", messages, GenerateOptions(max_tokens=10))
     tokens = prompt_tokens(engine, "Be brief.", messages)
     assert fit == ContextFit(fit.prompt, tokens, engine.context, reserve=10, trimmed=())
     assert len(fit.prompt.ids) == tokens
-
-
-def test_other_policies_keep_all_messages(engine: Engine) -> None:
     messages = turns(60)
     tokens = prompt_tokens(engine, "Be brief.", messages)
     fit = fit_context(engine, "Be brief.", messages, GenerateOptions(overflow="window"))
@@ -89,18 +87,14 @@ def test_few_turns_of_a_long_conversation_are_tokenized(engine: Engine, monkeypa
     assert len(seen) < 12
 
 
-def test_a_last_message_with_little_room_gets_what_there_is(engine: Engine) -> None:
-    messages = [*turns(3)[:-1], message(9, Role.USER, "word " * 40)]
+def test_a_last_message_gets_what_room_there_is_or_is_refused_with_the_numbers(engine: Engine) -> None:
     words = 40
     while prompt_tokens(engine, "", [message(9, Role.USER, "word " * words)]) < engine.context - 20:
         words += 1
-    messages[-1] = message(9, Role.USER, "word " * words)
+    messages = [*turns(3)[:-1], message(9, Role.USER, "word " * words)]
     fit = fit_context(engine, "", messages, GenerateOptions())
     assert fit.trimmed == tuple(each.id for each in messages[:-1])
     assert fit.reserve == engine.context - fit.tokens
-
-
-def test_a_last_message_that_does_not_fit_is_refused_with_the_numbers(engine: Engine) -> None:
     long = message(0, Role.USER, "word " * 300)
     tokens = prompt_tokens(engine, "", [long])
     said = f"the last message does not fit the context: {tokens} of {engine.context} tokens; shorten it"

@@ -89,17 +89,3 @@ def test_an_answer_is_interrupted_only_after_its_writer_has_ended(store: Convers
     # It can be continued.
     store.write_answer(answer, "so far and further")
     assert store.finish_answer(answer, "so far and further.", MessageState.COMPLETE).content == "so far and further."
-
-
-def test_closing_the_store_interrupts_its_answers(tmp_path: Path) -> None:
-    path = tmp_path / "conversations.sqlite3"
-    with ConversationStore(path, pytest.fail) as store:
-        conversation = store.create()
-        question = store.add_message(conversation.id, None, "user", "q")
-        answer = store.add_message(conversation.id, question.id, "assistant", "half", state=MessageState.WRITING)
-    with ConversationStore(path, pytest.fail) as store:
-        assert store.message(answer.id).state is MessageState.INTERRUPTED
-        store.close()
-        store.close()
-        with pytest.raises(ConversationError, match="the conversations are closed"):
-            store.conversations()

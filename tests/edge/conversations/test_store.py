@@ -68,6 +68,10 @@ def test_a_conversation_is_there_after_opening_again(tmp_path: Path) -> None:
         assert store.tokens(answer.id) == [{"id": 1}, {"id": 2}]
         assert as_object(question)["attachments"] == ({"name": "a.py", "text": "print(1)\n"},)
         assert message_text(question) == "a.py\n```\nprint(1)\n```\n\nWhat is this?"
+        store.close()
+        store.close()
+        with pytest.raises(ConversationError, match="the conversations are closed"):
+            store.conversations()
 
 
 def test_titles(store: ConversationStore) -> None:

@@ -55,14 +55,6 @@ def shape(store: ConversationStore, conversation: Conversation) -> tuple[Any, ..
     return fields, objects
 
 
-def test_json_brings_back_the_whole_tree_under_new_ids(store: ConversationStore, tree: Conversation) -> None:
-    (copy,) = store.import_json(store.export_json([tree.id]))
-    assert copy.id != tree.id
-    assert shape(store, copy) == shape(store, tree)
-    assert len(store.messages(copy.id)) == 4
-    assert len(json.loads(store.export_json())["conversations"]) == 2
-
-
 def test_what_answers_are_stored_with_can_be_imported(store: ConversationStore, tiny_bundle: Path) -> None:
     with edgerun.load(tiny_bundle, cache=False, draft=None) as engine:
         reply = engine.generate("a b a b a b a b", max_tokens=20, ignore_eos=True)
@@ -85,7 +77,8 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 def test_json_brings_back_every_tree(
     store: ConversationStore, turns: list[tuple[int, str, MessageState]], title: str
 ) -> None:
-    conversation = store.create(title=title, system=title)
+    sampling = {"temperature": 0.5, "stop": ["x"]}
+    conversation = store.create(title=title, system=title, folder="work", pinned=len(turns) > 6, sampling=sampling)
     messages: list[StoredMessage | None] = [None]
     for number, content, state in turns:
         parent = messages[number % len(messages)]
@@ -99,7 +92,10 @@ def test_json_brings_back_every_tree(
         messages.append(added)
         if number % 7 == 0:
             store.select_leaf(conversation.id, messages[1].id)
+    if title and messages[-1] is not None:
+        store.delete_message(messages[-1].id)
     (copy,) = store.import_json(store.export_json([conversation.id]))
+    assert copy.id != conversation.id
     assert shape(store, copy) == shape(store, store.conversation(conversation.id))
 
 
@@ -176,14 +172,14 @@ def test_markdown_shows_the_branch_in_view(store: ConversationStore, tree: Conve
     assert store.export_markdown(copy.id) == store.export_markdown(tree.id)
 
 
-def test_markdown_does_not_say_where_a_model_lies(store: ConversationStore, tmp_path: Path) -> None:
+def test_markdown_hides_where_a_model_lies_and_may_be_of_other_editors(
+    store: ConversationStore, tmp_path: Path
+) -> None:
     conversation = store.create()
     asked = store.add_message(conversation.id, None, Role.USER, "hello")
     store.add_message(conversation.id, asked.id, Role.ASSISTANT, "hi", model=str(tmp_path / "my-model"))
     assert "## Assistant (my-model)\n" in store.export_markdown(conversation.id)
-
-
-def test_markdown_of_other_editors(store: ConversationStore) -> None:
+    # That of other editors is read too.
     copy = store.import_markdown("\ufeffnotes\r\n## user\r\nhello\r\n\r\n## ASSISTANT\r\nhi\r\n", "chat of today.md")
     assert copy.title == "chat of today"
     assert [message.content for message in store.messages(copy.id)] == ["hello", "hi"]

@@ -5,12 +5,10 @@ Requests go through the real client, the bodies, a real engine and the answer ob
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -24,20 +22,19 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 
 import edgerun
-from edgerun.edge.service.chat_body import ChatRequest
+from edgerun.edge.service.chat_body import parse_chat
 from edgerun.edge.service.openai_objects import (
     ChatCompletionObjects,
     CompletionObjects,
     embedding_list,
-    logprob_object,
     model_object,
     new_id,
     object_list,
 )
 from edgerun.edge.service.request_error import ErrorCode, RequestError
 from edgerun.edge.service.response_objects import ResponseObjects
-from edgerun.edge.service.responses_body import ResponsesRequest
-from edgerun.edge.service.text_bodies import CompletionRequest, EmbeddingRequest
+from edgerun.edge.service.responses_body import parse_response
+from edgerun.edge.service.text_bodies import parse_completion
 from edgerun.edge.service.token_objects import chosen_object, token_object
 from edgerun.runtime.decode import FinishReason
 from edgerun.runtime.options import GenerateOptions
@@ -62,11 +59,6 @@ def client(engine: edgerun.Engine) -> openai.OpenAI:
     endpoints = {"/v1/chat/completions": chat, "/v1/completions": completion, "/v1/responses": response}
 
     def answer(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/v1/embeddings":
-            body = EmbeddingRequest.parse(request.content)
-            return httpx.Response(
-                200, json=embedding_list(VECTORS, "m", as_base64=body.as_base64, prompt_tokens=len(body.inputs))
-            )
         found = endpoints[request.url.path](engine, request.content)
         if isinstance(found, dict):
             return httpx.Response(200, json=found)
@@ -86,7 +78,7 @@ Answer = dict[str, Any] | list[dict[str, Any]]
 
 
 def chat(engine: edgerun.Engine, body: bytes) -> Answer:
-    request = ChatRequest.parse(body)
+    request = parse_chat(body)
     objects = ChatCompletionObjects(request, "m", 5, new_id("chatcmpl-"))
     if not request.stream:
         return checked(ChatCompletion, objects.whole(engine.generate(request.messages, plain(request.options))))
@@ -95,7 +87,7 @@ def chat(engine: edgerun.Engine, body: bytes) -> Answer:
 
 
 def completion(engine: edgerun.Engine, body: bytes) -> Answer:
-    request = CompletionRequest.parse(body)
+    request = parse_completion(body)
     objects = CompletionObjects(request, "m", 5, new_id("cmpl-"))
     texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
     if not request.stream:
@@ -109,7 +101,7 @@ def completion(engine: edgerun.Engine, body: bytes) -> Answer:
 
 
 def response(engine: edgerun.Engine, body: bytes) -> Answer:
-    request = ResponsesRequest.parse(body)
+    request = parse_response(body)
     objects = ResponseObjects(request, "m", 5, new_id("resp_"))
     if not request.stream:
         return checked(Response, objects.whole(engine.generate(request.messages, plain(request.options))))
@@ -151,25 +143,6 @@ def test_an_answer_can_be_sent_back_as_it_was_received(client: openai.OpenAI) ->
     for answer in (first, first.model_dump()):
         again = client.chat.completions.create(model="m", messages=[*MESSAGES, answer, *MESSAGES], max_tokens=2)
         assert again.choices[0].finish_reason == "length"
-
-
-def test_the_stream_helper_of_the_client_puts_the_completion_together(client: openai.OpenAI) -> None:
-    with client.chat.completions.stream(
-        model="m", messages=MESSAGES, max_tokens=40, logprobs=True, stream_options={"include_usage": True}
-    ) as stream:
-        stream.until_done()
-        streamed = stream.get_final_completion()
-    whole = client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=40, logprobs=True)
-    assert streamed.choices[0].message.content == whole.choices[0].message.content
-    for completion in (streamed, whole):
-        logprobs = completion.choices[0].logprobs
-        assert logprobs is not None
-        assert logprobs.content is not None
-        assert b"".join(bytes(token.bytes or ()) for token in logprobs.content).decode() == (
-            whole.choices[0].message.content
-        )
-    assert streamed.usage is not None
-    assert streamed.usage.completion_tokens == whole.usage.completion_tokens if whole.usage else None
 
 
 def lone_choices(engine: edgerun.Engine, prompt: str, n: int, **options: Any) -> list[str]:
@@ -224,30 +197,6 @@ def test_the_best_choices(client: openai.OpenAI, engine: edgerun.Engine) -> None
     assert chat.choices[0].message.content == max(alone, key=lambda reply: reply.stats.mean_logprob or -99).text
 
 
-def test_an_impossible_token_has_a_finite_log_probability() -> None:
-    assert logprob_object(TokenLogprob(1, "a", b"a", -math.inf))["logprob"] == -9999.0
-
-
-def test_text_completions(client: openai.OpenAI, engine: edgerun.Engine) -> None:
-    prompts = ["find ", "ls -"]
-    found = client.completions.create(model="m", prompt=prompts, max_tokens=5, logprobs=2)
-    expected = [lone(engine, prompt, raw=True, max_tokens=5) for prompt in prompts]
-    assert [(choice.index, choice.text) for choice in found.choices] == list(
-        enumerate(reply.text for reply in expected)
-    )
-    assert found.usage is not None
-    assert found.usage.prompt_tokens == sum(reply.stats.prompt_tokens for reply in expected)
-    for choice in found.choices:
-        logprobs = choice.logprobs
-        assert logprobs is not None
-        assert "".join(logprobs.tokens or ()) == choice.text
-        assert logprobs.text_offset is not None
-        assert [choice.text[start:end] for start, end in pairwise([*logprobs.text_offset, len(choice.text)])] == (
-            logprobs.tokens
-        )
-        assert [len(each) for each in logprobs.top_logprobs or ()] == [2] * len(logprobs.tokens or ())
-
-
 def test_a_response(client: openai.OpenAI, engine: edgerun.Engine) -> None:
     found = client.responses.create(
         model="m", input=PROMPT, max_output_tokens=40, metadata={"a": "b"}, include=["message.output_text.logprobs"]
@@ -283,7 +232,7 @@ def test_a_response_repeats_the_request(engine: edgerun.Engine) -> None:
         "user": "u",
     }
     body = {"input": PROMPT, "include": ["message.output_text.logprobs"], **given}
-    objects = ResponseObjects(ResponsesRequest.parse(json.dumps(body)), "m", 5, "1")
+    objects = ResponseObjects(parse_response(json.dumps(body)), "m", 5, "1")
     (begun, _), failed = objects.started(), objects.failed(RequestError("it broke"))[0]
     for event in (begun, failed):
         repeated = checked(Response, event["response"])
@@ -308,23 +257,6 @@ def test_the_output_of_a_response_is_input_of_the_next(client: openai.OpenAI) ->
     assert client.responses.create(model="m", input=items, max_output_tokens=2).status == "incomplete"
 
 
-@pytest.mark.parametrize(("most", "last"), [(40, "response.completed"), (2, "response.incomplete")])
-def test_the_events_of_a_response(client: openai.OpenAI, engine: edgerun.Engine, most: int, last: str) -> None:
-    events = list(client.responses.create(model="m", input=PROMPT, max_output_tokens=most, stream=True))
-    kinds = [event.type for event in events]
-    begun = ["created", "in_progress", "output_item.added", "content_part.added"]
-    ended = ["output_text.done", "content_part.done", "output_item.done"]
-    assert kinds[:4] == [f"response.{name}" for name in begun]
-    assert kinds[-4:] == [*(f"response.{name}" for name in ended), last]
-    assert set(kinds[4:-4]) == {"response.output_text.delta"}
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    for event in events:
-        assert list(extras(event)) == []
-    text = lone(engine, PROMPT, max_tokens=most).text
-    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
-    assert events[-1].response.output_text == text  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize(
     ("code", "theirs"),
     [
@@ -334,7 +266,7 @@ def test_the_events_of_a_response(client: openai.OpenAI, engine: edgerun.Engine,
     ],
 )
 def test_a_response_that_fails(code: ErrorCode, theirs: str) -> None:
-    objects = ResponseObjects(ResponsesRequest.parse({"input": "a"}), "m", 5, "resp_1")
+    objects = ResponseObjects(parse_response({"input": "a"}), "m", 5, "resp_1")
     (event,) = [*objects.started(), *objects.failed(RequestError("it broke", code=code))][2:]
     assert (event["type"], event["sequence_number"]) == ("response.failed", 2)
     assert checked(Response, event["response"])["error"] == {"code": theirs, "message": "it broke"}
@@ -345,27 +277,16 @@ CANCELLED = Stats(prompt_tokens=3, completion_tokens=1)
 
 def test_a_cancelled_answer_reads_as_one_that_was_cut_off() -> None:
     reply = Reply("a", FinishReason.CANCELLED, CANCELLED)
-    chat = ChatCompletionObjects(ChatRequest.parse({"messages": MESSAGES}), "m", 5, "1").whole(reply)
+    chat = ChatCompletionObjects(parse_chat({"messages": MESSAGES}), "m", 5, "1").whole(reply)
     assert checked(ChatCompletion, chat)["choices"][0]["finish_reason"] == "length"
-    response = ResponseObjects(ResponsesRequest.parse({"input": "a"}), "m", 5, "1").whole(reply)
+    response = ResponseObjects(parse_response({"input": "a"}), "m", 5, "1").whole(reply)
     assert checked(Response, response)["status"] == "incomplete"
 
 
 def test_a_chunk_without_text_sends_nothing_more_than_the_role() -> None:
-    objects = ChatCompletionObjects(ChatRequest.parse({"messages": MESSAGES, "stream": True}), "m", 5, "1")
+    objects = ChatCompletionObjects(parse_chat({"messages": MESSAGES, "stream": True}), "m", 5, "1")
     assert len(objects.chunk(Chunk(""))) == 1
     assert objects.chunk(Chunk("")) == []
-
-
-@pytest.mark.parametrize("encoding", [openai.omit, "float", "base64"])
-def test_embeddings(client: openai.OpenAI, encoding: Any) -> None:
-    found = client.embeddings.create(model="m", input=["a", "b"], encoding_format=encoding)
-    vectors = [each.embedding for each in found.data]
-    if encoding == "base64":
-        vectors = [np.frombuffer(base64.b64decode(each), "<f4").tolist() for each in vectors]  # type: ignore[arg-type]
-    assert vectors == VECTORS.tolist()
-    assert [each.index for each in found.data] == [0, 1]
-    assert found.usage.prompt_tokens == 2
 
 
 def test_embeddings_and_models_have_the_fields_of_the_client() -> None:

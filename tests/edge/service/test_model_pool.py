@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -28,6 +28,7 @@ from support.commands import Patch
 from support.hub_fixture import own_hub
 from support.hub_server import files_of
 from support.nightly import some_nightly
+from support.waiting import wait_until
 
 LIMIT_S = 120.0
 NAMES = ("a", "b", "c", "d")
@@ -49,8 +50,6 @@ class Opener:
 
     def __init__(self) -> None:
         self.opened: list[str] = []
-        self.entered = threading.Semaphore(0)
-        """Released with every load that begins."""
         self.go_on = threading.Event()
         self.go_on.set()
         self.fail = False
@@ -58,7 +57,6 @@ class Opener:
 
     def __call__(self, source: str, progress: Progress) -> edgerun.Engine:
         self.opened.append(Path(source).name)
-        self.entered.release()
         assert self.go_on.wait(LIMIT_S)
         progress("reading", 0.5)
         if self.fail:
@@ -108,62 +106,46 @@ def used_elsewhere(pool: ModelPool, name: str) -> Iterator[None]:
         thread.join()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does without telling."""
-    pause = threading.Event()
-    for _ in range(int(LIMIT_S / 0.005)):
-        if condition():
-            return
-        pause.wait(0.005)
-    pytest.fail("the condition was not met in time")
-
-
-def test_models_are_named_by_their_folders(models: Path, tmp_path: Path) -> None:
+def test_models_are_named_by_their_folders(models: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     shutil.copytree(models / "a", tmp_path / "a")
     twice = [str(models / "a"), str(tmp_path / "a"), str(models / "b" / "model.onnx"), f"{models / 'c'}:fp32"]
     with ModelPool([*twice, twice[2]], Opener()) as pool:
-        assert [entry.id for entry in pool.names()] == [twice[0], twice[1], "b", "c:fp32"]
-        assert pool.find(None).id == twice[0]
-        assert pool.find("b").source == pool.find(twice[2]).source == twice[2]
-        assert pool.find("c").id == "c:fp32"
-        with pytest.raises(RequestError, match="'a' names 2 models") as caught:
-            pool.find("a")
-        assert (caught.value.code, caught.value.param) == (ErrorCode.MODEL_NOT_FOUND, "model")
-        with pytest.raises(RequestError, match="there is no model 'x'; models are: .*, b, c:fp32") as caught:
-            pool.find("x")
-        assert (caught.value.code, caught.value.param) == (ErrorCode.MODEL_NOT_FOUND, "model")
+        assert [entry.id for entry in pool.offered.entries()] == [twice[0], twice[1], "b", "c:fp32"]
+        assert pool.offered.find(None).id == twice[0]
+        assert pool.offered.find("b").source == pool.offered.find(twice[2]).source == twice[2]
+        assert pool.offered.find("c").id == "c:fp32"
+        for name, said in (("a", "'a' names 2 models"), ("x", "there is no model 'x'; models are: .*, b, c:fp32")):
+            with pytest.raises(RequestError, match=said) as caught:
+                pool.offered.find(name)
+            assert (caught.value.code, caught.value.param) == (ErrorCode.MODEL_NOT_FOUND, "model")
         assert in_memory(pool) == []
-
-
-def test_a_path_without_a_model_is_refused_at_the_start(tmp_path: Path) -> None:
+    monkeypatch.chdir(models)
+    with ModelPool([f".{os.sep}a"], Opener()) as pool:
+        assert [entry.id for entry in pool.offered.entries()] == ["a"]
+        assert pool.load(f".{os.sep}a").id == "a"
     with pytest.raises(edgerun.BundleError, match="does not exist"):
         ModelPool([str(tmp_path / "none")], Opener())
 
 
-def test_without_names_the_models_of_this_machine_are_offered(
+def test_models_of_this_machine_and_of_the_hub_are_offered(
     tmp_path: Path, tiny_bundle: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("EDGERUN_HOME", str(tmp_path / "home"))
-    with own_hub(tmp_path / "hf") as hub, ModelPool([], Opener()) as pool:
-        assert [entry.id for entry in pool.names()] == ["shell-helper"]
-        assert pool.find(None).id == "shell-helper"
+    with own_hub(tmp_path / "hf") as hub, ModelPool([], Opener()) as pool, ModelPool(["org/tiny"], Opener()) as named:
         hub.repo("org/tiny", files_of(tiny_bundle))
-        edgerun.load("org/tiny", draft=None).close()
-        assert [(entry.id, entry.owner) for entry in pool.names()] == [
+        assert [entry.id for entry in pool.offered.entries()] == ["shell-helper"]
+        assert pool.offered.find(None).id == "shell-helper"
+        # A hub id is downloaded when it is first used.
+        assert [entry.id for entry in named.offered.entries()] == ["org/tiny"]
+        assert hub.seen == []
+        assert named.load("org/tiny").bytes == bytes_of(tiny_bundle)
+        assert hub.seen
+        assert [(entry.id, entry.owner) for entry in pool.offered.entries()] == [
             ("shell-helper", "edge-run"),
             ("org/tiny", "org"),
         ]
         with pool.use("org/tiny") as engine:
             assert engine.generate("ab", max_tokens=2).stats.completion_tokens == 2
-
-
-def test_a_hub_id_is_downloaded_when_it_is_first_used(tmp_path: Path, tiny_bundle: Path) -> None:
-    with own_hub(tmp_path / "hf") as hub, ModelPool(["org/tiny"], Opener()) as pool:
-        hub.repo("org/tiny", files_of(tiny_bundle))
-        assert [entry.id for entry in pool.names()] == ["org/tiny"]
-        assert hub.seen == []
-        assert pool.load("org/tiny").bytes == bytes_of(tiny_bundle)
-        assert hub.seen
 
 
 def test_threads_that_ask_at_the_same_time_wait_for_one_load(models: Path) -> None:
@@ -240,21 +222,16 @@ def test_waiting_can_be_cancelled_and_a_load_nobody_waits_for_ends(models: Path)
         assert opener.engines == []
         with pytest.raises(CancelledError):
             pool.load("a", cancellation=first)
+
         # A request that comes while an abandoned load ends gets a load of its own.
-        assert pool.load("a").loaded
-
-
-def test_a_request_after_an_abandoned_load_waits_for_its_own(models: Path) -> None:
-    opener = Opener()
-    opener.go_on.clear()
-    token = Cancellation()
-    with ModelPool(paths(models), opener) as pool, ThreadPoolExecutor(2) as threads:
-        abandoned = threads.submit(pool.load, "a", cancellation=token)
-        assert opener.entered.acquire(timeout=LIMIT_S)
-        token.cancel()
+        opener.go_on.clear()
+        third, begun = Cancellation(), len(opener.opened)
+        abandoned = threads.submit(pool.load, "b", cancellation=third)
+        wait_until(lambda: len(opener.opened) > begun)
+        third.cancel()
         with pytest.raises(CancelledError):
             abandoned.result(LIMIT_S)
-        late = threads.submit(pool.load, "a")
+        late = threads.submit(pool.load, "b")
         wait_until(lambda: pool.status()[0].users == 1)
         opener.go_on.set()
         assert late.result(LIMIT_S).loaded
@@ -373,15 +350,6 @@ def test_a_model_whose_end_fails_takes_no_room(models: Path, monkeypatch: Patch)
         engine.close()
 
 
-def test_a_model_that_cannot_fit_is_refused_with_the_numbers(models: Path) -> None:
-    opener = Opener()
-    with ModelPool(paths(models), opener, max_bytes=1000) as pool:
-        with pytest.raises(RequestError, match=r"a takes \d+ kB of memory, and models may take 1 kB; choose a smaller"):
-            pool.load("a")
-        assert opener.opened == []
-        assert pool.status() == ()
-
-
 def test_a_load_waits_for_requests_and_not_for_sessions(models: Path) -> None:
     with (
         ModelPool(paths(models), Opener(), max_bytes=bytes_of(models / "a")) as pool,
@@ -400,6 +368,12 @@ def test_a_load_waits_for_requests_and_not_for_sessions(models: Path) -> None:
             pool.load("a")
         assert caught.value.code is ErrorCode.BUSY
         assert pool.load("a").loaded
+    opener = Opener()
+    with ModelPool(paths(models), opener, max_bytes=1000) as pool:
+        with pytest.raises(RequestError, match=r"a takes \d+ kB of memory, and models may take 1 kB; choose a smaller"):
+            pool.load("a")
+        assert opener.opened == []
+        assert pool.status() == ()
 
 
 def test_closing_ends_answers_waiting_and_loading(models: Path) -> None:
@@ -526,10 +500,3 @@ def test_threads_that_load_use_cancel_and_unload_disturb_nobody(models: Path, se
 
         assert sum(threads.map(work, range(4))) > 0
         wait_until(lambda: in_memory(pool) == [])
-
-
-def test_a_model_is_found_by_the_text_of_its_path(models: Path, monkeypatch: Patch) -> None:
-    monkeypatch.chdir(models)
-    with ModelPool([f".{os.sep}a"], Opener()) as pool:
-        assert [entry.id for entry in pool.names()] == ["a"]
-        assert pool.load(f".{os.sep}a").id == "a"

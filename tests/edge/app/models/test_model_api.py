@@ -71,7 +71,7 @@ def model_of(client: httpx.Client, name: str) -> dict[str, Any]:
     return next(model for model in found if model["id"] == name)
 
 
-def test_models_say_what_they_need(client: httpx.Client, tiny_bundle: Path) -> None:
+def test_models_say_what_they_need_and_are_loaded_and_unloaded(client: httpx.Client, tiny_bundle: Path) -> None:
     bundle = open_bundle(tiny_bundle)
     ask(client, "/api/models/unload", {"id": "bundle"})  # in whatever order the tests run
     model = model_of(client, "bundle")
@@ -82,26 +82,16 @@ def test_models_say_what_they_need(client: httpx.Client, tiny_bundle: Path) -> N
     assert model["memory_bytes"] == bundle.weight_bytes + bundle.context * cache_bytes
     assert model["disk_bytes"] >= bundle.weight_bytes
     assert (model["loaded"], model["removable"], model["chats"]) == (False, False, True)
+    # The graph says the same of its cache as the configuration.
+    ask(client, "/api/models/load", {"id": "bundle"})
+    assert model_of(client, "bundle") == {**model, "loaded": True}
+    ask(client, "/api/models/unload", {"id": "bundle"})
+    assert model_of(client, "bundle") == model
+    assert refused(client, "/api/models/load", {"id": "nothing"}).startswith("there is no model 'nothing'")
     helper = model_of(client, "shell-helper")
     assert helper["bundled"]
     assert "It is not a chat model" in helper["about"]
-    # What is given to the command answers by default; what else is here is offered too.
-    assert ask(client, "/api/state")["default_model"] == "bundle"
-
-
-def test_models_are_loaded_and_unloaded(client: httpx.Client) -> None:
-    ask(client, "/api/models/unload", {"id": "bundle"})
-    before = model_of(client, "bundle")
-    ask(client, "/api/models/load", {"id": "bundle"})
-    loaded = model_of(client, "bundle")
-    # The graph says the same of its cache as the configuration.
-    assert loaded == {**before, "loaded": True}
-    ask(client, "/api/models/unload", {"id": "bundle"})
-    assert model_of(client, "bundle") == before
-    assert refused(client, "/api/models/load", {"id": "nothing"}).startswith("there is no model 'nothing'")
-
-
-def test_only_models_of_the_app_are_removed(client: httpx.Client, tiny_bundle: Path) -> None:
+    # Only models of the app are removed.
     assert "comes with edge-run" in refused(client, "/api/models/remove", {"id": "shell-helper"})
     assert "is not a model that the app downloaded" in refused(client, "/api/models/remove", {"id": "bundle"})
     assert (tiny_bundle / "model.onnx").is_file()

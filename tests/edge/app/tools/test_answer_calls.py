@@ -119,11 +119,14 @@ def test_calls_are_made_after_the_user_agrees(app: RunningApp, page: Window) -> 
     assert (again["conversation"]["tools"], again["conversation"]["allowed_tools"]) == ([TOOL], [])
 
 
-def test_branches_of_an_answer_have_its_calls(app: RunningApp, page: Window) -> None:
+def test_a_tool_can_be_allowed_for_a_conversation_and_branches_have_the_calls(app: RunningApp, page: Window) -> None:
+    before = made(app)
     conversation, answer = asked(page)
     decide(page, conversation, answer, 0, "always")
     ended = page.wait_for_end(answer)
-    before = made(app)
+    assert [call["state"] for call in ended["rounds"][0]["calls"]] == ["done", "done"]
+    assert read(page.client, conversation)["conversation"]["allowed_tools"] == [TOOL]
+    assert made(app) == [*before, "Paris", "Rome"]
     first, second, *_ = page.client.get(f"/api/messages/{answer}/tokens").json()["tokens"]
     assert (first["text"], second["text"]) == ("It is sunny ", "in both.")
     branch = post(page.client, f"/api/messages/{answer}/branch", index=1, alternative=second["id"])["answer"]["id"]
@@ -132,16 +135,6 @@ def test_branches_of_an_answer_have_its_calls(app: RunningApp, page: Window) -> 
     assert branched["content"] == "It is sunny in both."
     edited = post(page.client, f"/api/messages/{answer}/edit", content="It is fine.", branch=True)["message"]
     assert (edited["rounds"], edited["content"]) == (ended["rounds"], "It is fine.")
-    assert made(app) == before
-
-
-def test_a_tool_can_be_allowed_for_a_conversation(app: RunningApp, page: Window) -> None:
-    before = made(app)
-    conversation, answer = asked(page)
-    decide(page, conversation, answer, 0, "always")
-    ended = page.wait_for_end(answer)
-    assert [call["state"] for call in ended["rounds"][0]["calls"]] == ["done", "done"]
-    assert read(page.client, conversation)["conversation"]["allowed_tools"] == [TOOL]
     assert made(app) == [*before, "Paris", "Rome"]
     other, waiting = asked(page)
     assert read(page.client, other)["conversation"]["allowed_tools"] == []
@@ -149,7 +142,7 @@ def test_a_tool_can_be_allowed_for_a_conversation(app: RunningApp, page: Window)
     page.wait_for_end(waiting)
 
 
-def test_an_answer_that_waits_can_be_stopped_and_continued(app: RunningApp, page: Window) -> None:
+def test_answers_that_wait_can_be_stopped_and_continued(app: RunningApp, page: Window) -> None:
     before = made(app)
     conversation, answer = asked(page)
     post(page.client, f"/api/messages/{answer}/stop")
@@ -162,6 +155,15 @@ def test_an_answer_that_waits_can_be_stopped_and_continued(app: RunningApp, page
     page.wait(lambda: messages_of(page.client, conversation)[answer]["state"] == "complete", "it ends")
     assert made(app) == [*before, "Rome"]
 
+    # Several answers ask one after another.
+    first, second = [each["id"] for each in post(page.client, f"/api/messages/{answer}/regenerate", count=2)["answers"]]
+    page.wait(lambda: states(page, conversation, first) == ["waiting", "waiting"], "the first asks")
+    post(page.client, f"/api/messages/{first}/stop")
+    page.wait(lambda: states(page, conversation, second) == ["waiting", "waiting"], "the second asks")
+    decide(page, conversation, second, 0, "always")
+    assert page.wait_for_end(second)["state"] == "complete"
+    assert messages_of(page.client, conversation)[first]["state"] == "stopped"
+
 
 def test_the_number_of_rounds_is_limited(app: RunningApp, page: Window) -> None:
     conversation, answer = asked(page, model="insistent")
@@ -171,19 +173,6 @@ def test_the_number_of_rounds_is_limited(app: RunningApp, page: Window) -> None:
     assert (ended["state"], len(ended["rounds"])) == ("length", 8)
     assert [call["state"] for call in ended["rounds"][-1]["calls"]] == ["waiting", "waiting"]
     assert len(made(app)) == len(before) + 14
-
-
-def test_several_answers_ask_one_after_another(page: Window) -> None:
-    conversation, answer = asked(page)
-    post(page.client, f"/api/messages/{answer}/stop")
-    page.wait_for_end(answer)
-    first, second = [each["id"] for each in post(page.client, f"/api/messages/{answer}/regenerate", count=2)["answers"]]
-    page.wait(lambda: states(page, conversation, first) == ["waiting", "waiting"], "the first asks")
-    post(page.client, f"/api/messages/{first}/stop")
-    page.wait(lambda: states(page, conversation, second) == ["waiting", "waiting"], "the second asks")
-    decide(page, conversation, second, 0, "always")
-    assert page.wait_for_end(second)["state"] == "complete"
-    assert messages_of(page.client, conversation)[first]["state"] == "stopped"
 
 
 def test_arguments_that_do_not_fit_are_not_asked_about(app: RunningApp, page: Window) -> None:
@@ -211,25 +200,14 @@ def test_servers_that_fail_say_why_and_break_no_chat(page: Window) -> None:
     conversation = new_conversation(page.client, tools=["none/x", "exits/y"], model="caller")
     ended = page.wait_for_end(send(page.client, conversation, "Weather?")["id"])
     assert (ended["state"], ended["rounds"]) == ("complete", [])
+    refused = page.client.put("/api/tools/x", json={"command": " "})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == "the command is empty; name the program that is the server"
     off = add_server(page.client, "exits", sys.executable, enabled=False)
     assert (off["state"], off["error"]) == ("off", None)
     for name in ("none", "exits"):
         page.client.delete(f"/api/tools/{name}").raise_for_status()
     assert [each["name"] for each in page.client.get("/api/tools").json()["servers"]] == ["weather"]
-
-
-@pytest.mark.parametrize(
-    ("name", "body", "message"),
-    [
-        ("a b", {"command": "x"}, "the name is 'a b'; use 1 to 40 letters, digits, - and _"),
-        ("x", {"command": " "}, "the command is empty; name the program that is the server"),
-        ("x", {"command": "x", "environment": {"a=b": ""}}, "'a=b' cannot be the name of a variable"),
-    ],
-)
-def test_servers_that_cannot_be_kept(page: Window, name: str, body: Json, message: str) -> None:
-    response = page.client.put(f"/api/tools/{name}", json=body)
-    assert response.status_code == 400
-    assert response.json()["error"]["message"].startswith(message)
 
 
 def test_calls_are_there_after_a_restart(tmp_path: Path, models: tuple[Path, Path]) -> None:

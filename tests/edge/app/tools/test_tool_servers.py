@@ -1,7 +1,8 @@
-"""MCP servers of the app: their tools, their ends, and the list of them."""
+"""MCP servers of the app: their tools, their ends, the list of them, and lists of other programs."""
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 pytest.importorskip("mcp", reason="needs the mcp extra")
 
 from edgerun.edge.app.tools.tool_servers import ToolServers
-from edgerun.edge.app.tools.tool_settings import FILE_NAME, ServerFields
+from edgerun.edge.app.tools.tool_settings import FILE_NAME, ServerFields, read_configuration
 from edgerun.errors import CancelledError, InputError, UnknownIdError
 from edgerun.runtime.scheduling.request_run import Cancellation
 from support.waiting import wait_until
@@ -130,7 +131,7 @@ def test_waiting_for_a_server_has_an_end() -> None:
     patient.close()
 
 
-def test_a_list_that_cannot_be_read_is_kept(tmp_path: Path) -> None:
+def test_a_list_that_cannot_be_read_is_kept_and_the_number_of_servers_is_limited(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_text("{", encoding="utf-8")
     servers = ToolServers(tmp_path)
     listed = servers.list()
@@ -139,11 +140,81 @@ def test_a_list_that_cannot_be_read_is_kept(tmp_path: Path) -> None:
     assert servers.save("off", ServerFields(command="x", enabled=False))["problem"] is None
     assert (tmp_path / f"{FILE_NAME}.unreadable").read_text(encoding="utf-8") == "{"
     assert [each["name"] for each in ToolServers(tmp_path).list()["servers"]] == ["off"]
-
-
-def test_the_number_of_servers_is_limited() -> None:
-    servers = ToolServers()
-    for number in range(32):
+    for number in range(31):
         servers.save(f"s{number}", ServerFields(command="x", enabled=False))
     with pytest.raises(InputError, match="there are 32 servers already; remove one first"):
         servers.save("more", ServerFields(command="x"))
+
+
+OVER_HTTP = "it is reached over HTTP; only servers that are programs can be added"
+TIME: dict[str, Any] = {"command": "uvx", "args": ["mcp-server-time", "--zone=Europe/Berlin"], "env": {"KEY": "a=b"}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({"mcpServers": {"time": TIME}}),
+        json.dumps({"servers": {"time": {"type": "stdio", **TIME}}, "inputs": []}),
+        json.dumps({"mcp": {"servers": {"time": TIME}}}),
+        json.dumps({"time": TIME}, indent=2),
+        f'  "time": {json.dumps(TIME)},\n',
+        f'"mcpServers": {{"time": {json.dumps(TIME)}}}',
+    ],
+)
+def test_every_form_gives_the_same_server(text: str) -> None:
+    assert read_configuration(text) == [
+        {
+            "name": "time",
+            "command": "uvx",
+            "arguments": ["mcp-server-time", "--zone=Europe/Berlin"],
+            "environment": {"KEY": "a=b"},
+            "enabled": True,
+            "ignored": [],
+            "problem": None,
+        }
+    ]
+
+
+def test_servers_may_have_the_names_of_lists_and_what_is_not_taken_over_is_named() -> None:
+    servers = read_configuration(json.dumps({"mcp": TIME, "command": TIME}))
+    assert [(each["name"], each["problem"]) for each in servers] == [("mcp", None), ("command", None)]
+    fields = {**TIME, "disabled": True, "autoApprove": ["now"], "cwd": "/"}
+    (server,) = read_configuration(json.dumps({"mcpServers": {"time": fields}}))
+    assert (server["enabled"], server["ignored"], server["problem"]) == (False, ["autoApprove", "cwd"], None)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "problem"),
+    [
+        ("far", {"url": "https://example.org/mcp"}, OVER_HTTP),
+        ("far", {"type": "sse", "command": "x"}, OVER_HTTP),
+        ("a b", TIME, "the name is 'a b'; use 1 to 40 letters, digits, - and _"),
+        ("time", {"args": []}, "command is missing"),
+        ("time", "uvx", "command is missing"),
+        ("time", {"command": " "}, "the command is empty; name the program that is the server"),
+        ("time", {**TIME, "args": "one two"}, "args is the string 'one two'; it must be an array"),
+        ("time", {**TIME, "env": {"PORT": 80}}, "env.PORT is the integer 80; it must be a string"),
+        ("time", {**TIME, "env": {"A=B": ""}}, "'A=B' cannot be the name of a variable; write NAME=value"),
+        ("time", {**TIME, "args": ["${input:key}"]}, "it has the placeholder ${input:key}; write the value itself"),
+    ],
+)
+def test_a_server_that_cannot_be_added_says_why(name: str, fields: object, problem: str) -> None:
+    (server,) = read_configuration(json.dumps({"mcpServers": {name: fields}}))
+    assert server["name"] == name
+    assert str(server["problem"]).startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "this is not JSON"),
+        ('{"mcpServers": {"time": {"command": "uvx",}}}', r"this is not JSON: .* line 1 column \d+"),
+        ("[" * 100_000, "this is not JSON"),
+        ("[]", "there are no servers in it"),
+        ('{"mcpServers": {}}', "there are no servers in it"),
+        (json.dumps(TIME), "the server has no name"),
+    ],
+)
+def test_a_text_without_servers_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        read_configuration(text)
