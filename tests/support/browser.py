@@ -1,4 +1,4 @@
-"""The app, as a process, and a real browser that opens it."""
+"""A real browser, its windows, and what goes wrong in them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, expect, sync_playwright
-
-from support.app_server import RunningApp, running_app
 
 PATIENCE_S = 120.0
 """Limit of every wait, far above what it takes."""
@@ -147,59 +143,3 @@ def look(page: Page, name: str) -> None:
             page.screenshot(path=f"{folder}/{name}-{scheme}-{width}.png")
     page.emulate_media(color_scheme="null")
     page.set_viewport_size(size)
-
-
-class AppServer:
-    """An app that a test can end and start again, as a context manager.
-
-    Args:
-        home: the folder of its data.
-        models: what the command is given; none means the bundled model.
-        *options: further options of the command.
-        **environment: further environment variables.
-    """
-
-    def __init__(self, home: Path, models: Sequence[str | Path] = (), *options: str, **environment: str) -> None:
-        self.home = home
-        self._arguments = (*models, *options)
-        self._environment = environment
-        self._running = ExitStack()
-        self._app: RunningApp | None = None
-
-    @property
-    def app(self) -> RunningApp:
-        """The app that runs, or that ran last."""
-        assert self._app is not None
-        return self._app
-
-    @property
-    def open_url(self) -> str:
-        """The address with the one-time token."""
-        return self.app.url
-
-    @property
-    def base(self) -> str:
-        """Its origin, such as http://127.0.0.1:8080."""
-        return self.app.base
-
-    @property
-    def lines(self) -> list[str]:
-        """What it wrote to standard error."""
-        return self.app.lines
-
-    def start(self) -> None:
-        """Start it, and wait until it says its address."""
-        self._app = self._running.enter_context(running_app(self.home, *self._arguments, **self._environment))
-
-    def kill(self) -> None:
-        """End it at once, as kill -9 does."""
-        self._running.close()
-
-    def __enter__(self) -> AppServer:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._running.close()

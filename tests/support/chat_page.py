@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from playwright.sync_api import Browser, Locator, Page, StorageState, expect
 
-from support.browser import AppServer, browser_page
+from support.app_server import RunningApp, running_app
+from support.browser import browser_page
 
 
 class ChatPage:
@@ -84,7 +86,7 @@ class ChatPage:
 class OpenedApp:
     """An app and the session of a browser in it, so that several windows can be opened."""
 
-    server: AppServer
+    server: RunningApp
     browser: Browser
     session: StorageState
 
@@ -98,9 +100,10 @@ class OpenedApp:
 
 
 @contextmanager
-def opened(server: AppServer, browser: Browser) -> Iterator[OpenedApp]:
-    """Use the one-time token of an app that runs."""
-    with browser_page(server.open_url, within=browser) as window:
-        expect(window.page.get_by_role("textbox", name="Message", exact=True)).to_be_visible()
-        session = window.page.context.storage_state()
-    yield OpenedApp(server, browser, session)
+def opened(browser: Browser, home: Path, *arguments: str | Path) -> Iterator[OpenedApp]:
+    """Run an app, and use its one-time token; arguments as for `running_app`."""
+    with running_app(home, *arguments) as app:
+        with browser_page(app.url, within=browser) as window:
+            expect(window.page.get_by_role("textbox", name="Message", exact=True)).to_be_visible()
+            session = window.page.context.storage_state()
+        yield OpenedApp(app, browser, session)

@@ -67,10 +67,9 @@ def chromium() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def bundled(tmp_path_factory: pytest.TempPathFactory, chromium: Browser) -> Iterator[OpenedApp]:
     """An app with the bundled model."""
-    from support.browser import AppServer
     from support.chat_page import opened
 
-    with AppServer(tmp_path_factory.mktemp("home")) as server, opened(server, chromium) as app:
+    with opened(chromium, tmp_path_factory.mktemp("home")) as app:
         yield app
 
 

@@ -8,7 +8,8 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from edgerun.edge.conversations.store import ConversationStore
-from support.browser import AppServer, BrowserPage, browser_page, look
+from support.app_server import running_app
+from support.browser import BrowserPage, browser_page, look
 from support.nightly import some_nightly
 
 ANSWER = """# A heading
@@ -107,7 +108,7 @@ def window(tmp_path_factory: pytest.TempPathFactory, chromium: Browser) -> Itera
         conversation = store.create(title="A title", folder="A folder").id
         question = store.add_message(conversation, None, "user", "question")
         store.add_message(conversation, question.id, "assistant", ANSWER)
-    with AppServer(home) as server, browser_page(server.open_url, within=chromium) as window:
+    with running_app(home) as app, browser_page(app.url, within=chromium) as window:
         window.page.evaluate("id => { window.conversation = id }", conversation)
         yield window
 

@@ -14,7 +14,6 @@ pytest.importorskip("playwright", reason="needs playwright")
 from playwright.sync_api import Browser, FilePayload, FloatRect, Locator, Page, Route, expect
 
 from edgerun.edge.conversations.store import ConversationStore
-from support.browser import AppServer
 from support.chat_page import ChatPage, OpenedApp, opened
 
 NOT_TEXT: FilePayload = {"name": "picture.png", "mimeType": "image/png", "buffer": b"\x89PNG\r\n\x1a\n\x00\xff"}
@@ -32,8 +31,7 @@ QUESTION = "find files larger than 100 MB"
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory, chromium: Browser, endless_bundle: Path) -> Iterator[OpenedApp]:
     """An app with a model that never ends an answer."""
-    server = AppServer(tmp_path_factory.mktemp("home"), [endless_bundle], "--draft", "none")
-    with server, opened(server, chromium) as app:
+    with opened(chromium, tmp_path_factory.mktemp("home"), endless_bundle, "--draft", "none") as app:
         yield app
 
 
@@ -59,7 +57,7 @@ def test_from_the_first_start_to_the_first_answer(tmp_path: Path, chromium: Brow
         conversation = store.create(title="Cleaning").id
         question = store.add_message(conversation, None, "user", "remove the logs")
         store.add_message(conversation, question.id, "assistant", command, model="shell-helper")
-    with AppServer(tmp_path) as server, opened(server, chromium) as app, app.window() as chat:
+    with opened(chromium, tmp_path) as app, app.window() as chat:
         about = chat.page.locator(".welcome > p.quiet")
         expect(about).to_have_text(
             "The model that comes along writes shell commands and does not chat; everything stays on this machine."
@@ -271,8 +269,7 @@ def test_the_view_follows_only_while_it_is_at_the_end(long_answer: ChatPage) -> 
 
 
 def test_turns_that_do_not_fit_are_said_to_be_left_out(tmp_path: Path, chromium: Browser, tiny_bundle: Path) -> None:
-    server = AppServer(tmp_path, [tiny_bundle], "--draft", "none")
-    with server, opened(server, chromium) as app, app.window() as chat:
+    with opened(chromium, tmp_path, tiny_bundle, "--draft", "none") as app, app.window() as chat:
         for number in range(3):
             chat.send(f"question {number}: " + "ab " * 30)
             expect(chat.answers).to_have_count(number + 1)

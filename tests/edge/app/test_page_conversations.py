@@ -16,7 +16,8 @@ pytest.importorskip("playwright", reason="needs playwright")
 from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from edgerun.edge.conversations.store import ConversationStore
-from support.browser import AppServer, browser_page, look
+from support.app_server import running_app
+from support.browser import browser_page, look
 from support.chat_page import ChatPage, OpenedApp, opened
 
 DAY_S = 86_400
@@ -82,7 +83,7 @@ def test_deleted_conversations_say_how_long_they_are_kept_and_there_is_a_way_bac
         for title, days in (("Old", 3.5), ("Oldest", 29.5)):
             database.execute("UPDATE conversation SET deleted = ? WHERE title = ?", (time.time() - days * DAY_S, title))
         database.commit()
-    with AppServer(tmp_path) as server, opened(server, chromium) as app, app.window() as chat:
+    with opened(chromium, tmp_path) as app, app.window() as chat:
         page = chat.page
         toggle = page.get_by_role("button", name="Deleted", exact=True)
         toggle.click()
@@ -184,8 +185,7 @@ def test_settings_of_a_conversation_are_checked_and_kept(chat: ChatPage) -> None
 def test_a_conversation_that_outgrows_the_context_does_what_its_settings_say(
     tmp_path: Path, chromium: Browser, endless_bundle: Path
 ) -> None:
-    server = AppServer(tmp_path, [endless_bundle], "--draft", "none", "--context", "64")
-    with server, opened(server, chromium) as app, app.window() as chat:
+    with opened(chromium, tmp_path, endless_bundle, "--draft", "none", "--context", "64") as app, app.window() as chat:
         page = chat.page
         dialog = page.get_by_role("dialog", name="Settings of this conversation")
         choice = dialog.get_by_label("Longer than the context")
@@ -237,22 +237,18 @@ def test_settings_of_the_app_hold_in_every_window(bundled: OpenedApp) -> None:
 def test_nothing_is_lost_when_the_app_ends_and_starts_again(
     tmp_path: Path, chromium: Browser, endless_bundle: Path
 ) -> None:
-    options = ("--draft", "none")
-    with (
-        AppServer(tmp_path, [endless_bundle], *options) as server,
-        browser_page(server.open_url, within=chromium) as window,
-    ):
+    options = (endless_bundle, "--draft", "none")
+    with running_app(tmp_path, *options) as app, browser_page(app.url, within=chromium) as window:
         chat = ChatPage(window.page)
         chat.send("hello")
         chat.begun()
         written = "length => document.querySelector('.assistant .md').innerText.length > length"
         chat.page.wait_for_function(written, arg=200)
-        port = server.base.rpartition(":")[2]
-        server.kill()
+        app.process.kill()
         banner = chat.page.get_by_role("alert").filter(has_text="The edge-run app has ended; start it again.")
         expect(banner).to_be_visible()
         chat.composer.fill("a thought meanwhile")
-        with AppServer(tmp_path, [endless_bundle], *options, "--port", port):
+        with running_app(tmp_path, *options, "--port", str(app.port)):
             expect(banner).to_have_count(0)
             answer = chat.in_state("interrupted")
             expect(answer.get_by_role("button", name="Continue")).to_be_visible()
@@ -286,8 +282,7 @@ def test_a_new_chat_and_the_sidebar_on_a_phone(bundled: OpenedApp) -> None:
 def test_an_answer_is_regenerated_with_another_model(tmp_path: Path, chromium: Browser, tiny_bundle: Path) -> None:
     with ConversationStore(tmp_path / "conversations.sqlite3") as store:
         path = f"/#/c/{store.create(sampling={'max_tokens': 3}).id}"
-    server = AppServer(tmp_path, [tiny_bundle], "--draft", "none")
-    with server, opened(server, chromium) as app, app.window(path=path) as chat:
+    with opened(chromium, tmp_path, tiny_bundle, "--draft", "none") as app, app.window(path=path) as chat:
         page = chat.page
         chat.send("list files")
         first = chat.in_state("length")
@@ -330,7 +325,7 @@ def palette(tmp_path_factory: pytest.TempPathFactory, chromium: Browser) -> Iter
         question = store.add_message(first, None, "user", "What takes room?")
         store.add_message(first, question.id, "assistant", ANSWER)
         store.create(title="Models of clouds")
-    with AppServer(home) as server, browser_page(server.open_url, within=chromium) as window:
+    with running_app(home) as app, browser_page(app.url, within=chromium) as window:
         expect(window.page.get_by_role("link", name="Disk usage")).to_be_visible()
         yield window.page
 

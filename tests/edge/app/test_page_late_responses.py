@@ -12,7 +12,6 @@ pytest.importorskip("playwright", reason="needs playwright")
 
 from playwright.sync_api import APIResponse, Browser, Page, Route, expect
 
-from support.browser import AppServer
 from support.chat_page import OpenedApp, opened
 
 QUESTION = "find files larger than 100 MB"
@@ -89,8 +88,11 @@ def test_a_reader_who_types_or_goes_elsewhere_while_a_message_is_under_way_stays
 def test_an_answer_that_ends_while_its_conversation_is_fetched_has_ended(
     tmp_path: Path, chromium: Browser, endless_bundle: Path
 ) -> None:
-    server = AppServer(tmp_path, [endless_bundle], "--draft", "none")
-    with server, opened(server, chromium) as app, app.window() as chat, app.window() as other:
+    with (
+        opened(chromium, tmp_path, endless_bundle, "--draft", "none") as app,
+        app.window() as chat,
+        app.window() as other,
+    ):
         chat.send("hello")
         chat.begun()
         with holding(chat.page, f"**/api/conversations/{chat.id()}") as held:

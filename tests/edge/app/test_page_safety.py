@@ -10,7 +10,8 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from edgerun.edge.conversations.store import ConversationStore
-from support.browser import AppServer, BrowserPage, browser_page
+from support.app_server import running_app
+from support.browser import BrowserPage, browser_page
 from support.hostile_answers import LARGE, MARKUP
 from support.nightly import some_nightly
 from support.page_server import page_server
@@ -74,7 +75,7 @@ def ids(home: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def window(home: Path, chromium: Browser) -> Iterator[BrowserPage]:
-    with AppServer(home) as server, browser_page(server.open_url, within=chromium) as window:
+    with running_app(home) as app, browser_page(app.url, within=chromium) as window:
         yield window
 
 

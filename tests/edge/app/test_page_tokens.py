@@ -14,7 +14,7 @@ pytest.importorskip("playwright", reason="needs playwright")
 
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from support.browser import AppServer, BrowserPage, browser_page, look
+from support.browser import BrowserPage, browser_page, look
 from support.chat_page import opened
 from support.page_server import page_server
 
@@ -321,7 +321,7 @@ def test_details_stay_within_a_small_window_and_have_no_serious_fault(window: Br
 
 def test_another_token_of_a_real_answer_makes_another_answer(tmp_path: Path, chromium: Browser) -> None:
     """From the question to the branch, in the app with the bundled model."""
-    with AppServer(tmp_path) as server, opened(server, chromium) as app, app.window() as chat:
+    with opened(chromium, tmp_path) as app, app.window() as chat:
         page = chat.page
         answer = chat.ask("find files larger than 100 MB")
         content = page.evaluate(

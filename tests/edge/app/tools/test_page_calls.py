@@ -13,7 +13,7 @@ pytest.importorskip("playwright", reason="needs playwright")
 
 from playwright.sync_api import Browser, Page, expect
 
-from support.browser import AppServer, look
+from support.browser import look
 from support.chat_page import ChatPage, opened
 from support.scripted_model import write_calling_bundle
 
@@ -75,7 +75,8 @@ def choose_tool(chat: ChatPage, name: str) -> None:
 
 def test_calls_from_the_settings_to_the_answer(tmp_path: Path, chromium: Browser, model: Path) -> None:
     calls = tmp_path / "calls.txt"
-    with AppServer(tmp_path / "home", [model], "--draft", "none") as server, opened(server, chromium) as app:
+    started = (tmp_path / "home", model, "--draft", "none")
+    with opened(chromium, *started) as app:
         with app.window(path="/#/settings") as chat:
             page = chat.page
             add_server(page, "none", "no-such-command")
@@ -121,7 +122,6 @@ def test_calls_from_the_settings_to_the_answer(tmp_path: Path, chromium: Browser
             page.get_by_role("button", name="Settings of this conversation").click()
             expect(page.get_by_role("dialog")).to_contain_text("called without asking")
             look(page, "allowed")
-        server.app.end()
-        server.start()
-        with opened(server, chromium) as again, again.window(path=f"/#{address}") as chat:
-            expect(chat.answers.last.locator("[data-call=done] .result")).to_have_text(["Paris: sunny", "Rome: sunny"])
+        app.server.end()
+    with opened(chromium, *started) as again, again.window(path=f"/#{address}") as chat:
+        expect(chat.answers.last.locator("[data-call=done] .result")).to_have_text(["Paris: sunny", "Rome: sunny"])
