@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
+
+from msgspec import structs
 
 from ...errors import CancelledError, EdgeError, InputError
 from ...models.find import BUNDLED_MODEL
@@ -18,12 +21,11 @@ from ...runtime.result import Stats
 from ...runtime.scheduling.request_run import Cancellation, Run
 from ...runtime.tools.answer_parts import AnswerParts
 from ...runtime.tools.calls import joined_calls
-from ...runtime.tools.function_tools import MAX_ROUNDS
+from ...runtime.tools.function_tools import DECLINED, MAX_ROUNDS
 from ..conversations.answering import END_STATES, fit_context, is_small_talk, stats_object, takes_calls
-from ..conversations.records import CallRound, MessageState, StoredCall, StoredMessage
+from ..conversations.records import CallRound, CallState, MessageState, StoredCall, StoredMessage
 from .app_context import AppContext, read_settings
 from .message_generation import MessageGeneration
-from .tools.call_making import make_calls
 from .tools.mcp_connection import ServerTool
 
 _log: Final = logging.getLogger(__name__)
@@ -128,7 +130,7 @@ class GenerationRun:
             for _ in range(MAX_ROUNDS):
                 writer = generation.writer
                 if writer.rounds and not writer.rounds[-1].decided and not writer.content:
-                    make_calls(self._context, generation, self._tools)
+                    _make_calls(self._context, generation, self._tools)
                 with self._context.pool.use(self._model, self._progress, cancellation=cancellation) as engine:
                     for _ in self._generate(engine, [generation], cancellation):
                         pass
@@ -226,3 +228,55 @@ class GenerationRun:
         elif options.seed is not None:  # as that of several answers at a time
             changes["seed"] = options.seed + self.generations.index(generations[0])
         return options.changed(changes)
+
+
+def _make_calls(context: AppContext, generation: MessageGeneration, offered: Mapping[str, ServerTool]) -> None:
+    """Make the calls of the last round that have no results, one after another.
+
+    Args:
+        context: the store, which knows what is allowed, and the servers that have the tools.
+        generation: the message, where the user decides, and which keeps the calls and their results.
+        offered: the tools that the message may call, by their names for the model.
+
+    Raises:
+        CancelledError: the generation was cancelled; calls without results wait again.
+        ConversationError: the conversation was deleted, or the file cannot be written.
+    """
+    try:
+        for call in generation.writer.rounds[-1].calls:
+            if call.result is None:
+                _make(context, generation, call, offered.get(call.name))
+    except CancelledError:
+        *before, last = generation.writer.rounds
+        generation.set_rounds([*before, last.undecided()])
+        raise
+
+
+def _make(context: AppContext, generation: MessageGeneration, call: StoredCall, tool: ServerTool | None) -> None:
+    def show(state: CallState, result: str | None = None) -> None:
+        *before, last = generation.writer.rounds
+        changed = structs.replace(call, state=state, result=result)
+        calls = tuple(changed if each.id == call.id else each for each in last.calls)
+        generation.set_rounds([*before, structs.replace(last, calls=calls)])
+
+    try:
+        values = json.loads(call.arguments)
+    except ValueError:
+        values = {}
+    values = values if isinstance(values, dict) else {}
+    problem = f"there is no tool {call.name} any more" if tool is None else tool.problem(values)
+    if tool is None or problem:
+        show(CallState.FAILED, f"error: {problem}")
+        return
+    allowed = context.store.conversation(generation.conversation).allowed_tools
+    if tool.id not in allowed:
+        decision = generation.wait_for_decision(call.id)
+        if decision == "refuse":
+            show(CallState.REFUSED, DECLINED)
+            return
+        if decision == "always":
+            context.store.change(generation.conversation, allowed_tools=[*allowed, tool.id])
+    generation.cancellation.check()
+    show(CallState.RUNNING)
+    text, failed = context.tools.call(tool, values, generation.cancellation)
+    show(CallState.FAILED if failed else CallState.DONE, text)

@@ -22,7 +22,7 @@ from ...runtime.scheduling.request_run import Cancellation, Run
 from ..service.body_decoder import decode_body
 from ..service.chat_body import parse_chat
 from ..service.generation_fields import check_token_ids
-from ..service.model_pool import ModelPool
+from ..service.model_pool import ModelPool, ModelState
 from ..service.openai_objects import ChatCompletionObjects, new_id
 from ..service.text_bodies import DetokenizeBody, TokenizeRequest
 from .connection import Call, Handler
@@ -34,7 +34,6 @@ from .protocol import (
     ModelInfo,
     ModelList,
     ModelParams,
-    ModelState,
     NoParams,
     PowerState,
     PullParams,
@@ -98,8 +97,7 @@ class ModelMethods:
 
     def _load(self, call: Call, params: bytes) -> ModelState:
         name = decode_body(params, ModelParams).model
-        status = self._pool.load(name, call.progress, cancellation=call.cancellation)
-        return ModelState(**vars(status))
+        return self._pool.load(name, call.progress, cancellation=call.cancellation)
 
     def _unload(self, _call: Call, params: bytes) -> UnloadResult:
         return UnloadResult(unloaded=self._pool.unload(decode_body(params, ModelParams).model))
@@ -137,7 +135,7 @@ class ModelMethods:
         decode_body(params, NoParams)
         memory = psutil.virtual_memory()
         return Status(
-            models=[ModelState(**vars(status)) for status in self._pool.status()],
+            models=list(self._pool.status()),
             requests=self._requests(),
             memory=Memory(
                 process=psutil.Process().memory_info().rss,

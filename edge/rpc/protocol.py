@@ -14,6 +14,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from ..service.chat_body import ChatBody
 from ..service.generation_fields import PositiveInt, SamplingFields
+from ..service.model_pool import ModelState
 from ..service.text_bodies import DetokenizeBody, TokenizeBody
 
 PROTOCOL_VERSION: Final = 1
@@ -122,20 +123,6 @@ class ModelParams(Params):
     """A model."""
 
     model: ModelName = None
-
-
-class ModelState(Result):
-    """A model in memory, or one that is being loaded."""
-
-    id: str
-    loaded: bool
-    users: Annotated[int, Meta(description="Requests and sessions that use it or wait for it.")]
-    bytes: Annotated[int, Meta(description="Bytes of its graph and weights.")]
-    cached_bytes: Annotated[int, Meta(description="Bytes of the KV caches of earlier answers.")]
-    active: Annotated[int, Meta(description="Answers that are being generated.")]
-    waiting: Annotated[int, Meta(description="Requests that wait for the end of others.")]
-    load_s: float
-    last_used: Annotated[float, Meta(description="Seconds since 1970.")]
 
 
 class UnloadResult(Result):

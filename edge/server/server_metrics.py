@@ -12,7 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from ...runtime.result import Stats
-from ..service.pooled_model import ModelStatus
+from ..service.model_pool import ModelState
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _COUNTERS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -39,7 +39,7 @@ _HISTOGRAMS: Final = (
     ),
 )
 """Name, explanation and buckets of each histogram."""
-_MODEL_GAUGES: Final[tuple[tuple[str, str, Callable[[ModelStatus], int]], ...]] = (
+_MODEL_GAUGES: Final[tuple[tuple[str, str, Callable[[ModelState], int]], ...]] = (
     ("requests_running", "Answers being generated.", lambda model: model.active),
     ("requests_waiting", "Requests that wait for a place.", lambda model: model.waiting),
     ("kv_cache_bytes", "Bytes of the KV caches that are kept for further answers.", lambda model: model.cached_bytes),
@@ -54,7 +54,7 @@ class ServerMetrics(Collector):
         models: the models in memory or being loaded; called when the metrics are read.
     """
 
-    def __init__(self, models: Callable[[], Iterable[ModelStatus]]) -> None:
+    def __init__(self, models: Callable[[], Iterable[ModelState]]) -> None:
         self._registry: Final = CollectorRegistry()
         self._counters: Final = {
             name: Counter(f"edgerun_{name}", text, labels, registry=self._registry)

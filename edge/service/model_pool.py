@@ -11,22 +11,86 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import Any, Final, TypeAlias
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final, TypeAlias
+
+import msgspec
+from msgspec import Meta
 
 from ...errors import CancelledError
 from ...models.graph_variant import DeviceKind
 from ...models.progress import Progress, silent
 from ...models.user_text import format_bytes
-from ...runtime.engine import Engine
+from ...runtime.engine import Engine, EngineActivity
 from ...runtime.scheduling.request_run import Cancellation
-from .offered_models import OfferedModels
-from .pooled_model import ModelStatus, PooledModel
+from .offered_models import ModelEntry, OfferedModels
 from .request_error import ErrorCode, RequestError
 
 OpenModel: TypeAlias = Callable[[str, Progress], Engine]
 """Loads the model at a path; the engine reports what its answers wait for to the given `Progress`."""
 
 _LOADING: Final = "loading the model"
+
+
+class ModelState(msgspec.Struct, kw_only=True, frozen=True):
+    """A model in memory, or one that is being loaded."""
+
+    id: str
+    loaded: bool
+    users: Annotated[int, Meta(description="Requests and sessions that use it or wait for it.")]
+    bytes: Annotated[int, Meta(description="Bytes of its graph and weights.")]
+    cached_bytes: Annotated[int, Meta(description="Bytes of the KV caches of earlier answers.")]
+    active: Annotated[int, Meta(description="Answers that are being generated.")]
+    waiting: Annotated[int, Meta(description="Requests that wait for the end of others.")]
+    load_s: float
+    last_used: Annotated[float, Meta(description="Seconds since 1970.")]
+
+
+@dataclass
+class PooledModel:
+    """A model with what the pool knows of it; the pool's lock guards it."""
+
+    entry: ModelEntry
+    engine: Engine | None = None
+    attempt: Future[None] | None = None
+    """The attempt to load it that is in progress; has why it failed."""
+    closing: bool = False
+    """Whether a thread closes its engine, which still takes memory."""
+    waiting: int = 0
+    """Number of threads that wait for it to be loaded."""
+    users: int = 0
+    """Number of uses, including the ones that are kept."""
+    kept: int = 0
+    """Number of uses without an end of their own."""
+    bytes: int = 0
+    """Its share of the budget."""
+    load_s: float = 0.0
+    used_at: int = 0
+    """Number of the last use, counted over all models."""
+    last_used: float = 0.0
+    idle_since: float = 0.0
+    listeners: dict[int, Progress] = field(default_factory=dict)
+    """Receivers of progress by the thread that waits for the model or uses it."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is in memory and may be unloaded."""
+        return self.engine is not None and not self.users and not self.waiting
+
+    def status(self) -> ModelState:
+        """What others may know of it."""
+        now = EngineActivity(0, 0, 0) if self.engine is None else self.engine.activity()
+        return ModelState(
+            id=self.entry.id,
+            loaded=self.engine is not None,
+            users=self.users + self.waiting,
+            bytes=self.bytes,
+            cached_bytes=now.cached_bytes,
+            active=now.active,
+            waiting=now.waiting,
+            load_s=self.load_s,
+            last_used=self.last_used,
+        )
 
 
 class ModelPool:
@@ -122,7 +186,7 @@ class ModelPool:
 
     def load(
         self, name: str | None, progress: Progress = silent, *, cancellation: Cancellation | None = None
-    ) -> ModelStatus:
+    ) -> ModelState:
         """Load a model, and return its status; arguments and errors as for `use`."""
         entry = self.offered.find(name)
         with self.use(entry.id, progress, cancellation=cancellation), self._changed:
@@ -154,7 +218,7 @@ class ModelPool:
             engine = None if model is None else model.engine
             return None if engine is None else (engine.context, engine.graph_io.cache_bytes_per_token)
 
-    def status(self) -> tuple[ModelStatus, ...]:
+    def status(self) -> tuple[ModelState, ...]:
         """The models that are in memory or being loaded, the least recently used first."""
         with self._changed:
             models = sorted(self._models.values(), key=lambda model: model.used_at)
