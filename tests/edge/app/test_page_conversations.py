@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("playwright", reason="needs playwright")
 
-from playwright.sync_api import Browser, Locator, Page, Route, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 
 from edgerun.edge.conversations.store import ConversationStore
 from support.app_server import running_app
@@ -99,30 +99,6 @@ def test_deleted_conversations_say_how_long_they_are_kept_and_there_is_a_way_bac
         expect(chat.row("Still here")).to_be_visible()
         expect(toggle).to_be_focused()
         expect(toggle).to_have_attribute("aria-pressed", "false")
-
-
-def test_a_list_of_deleted_conversations_that_was_hidden_stays_hidden(bundled: OpenedApp) -> None:
-    with bundled.window() as one, bundled.window() as two:
-        one.ask("show the kernel version")
-        deleted = one.page.get_by_role("button", name="Deleted", exact=True)
-        deleted.click()
-        expect(deleted).to_have_attribute("aria-pressed", "true")
-        held: list[Route] = []
-
-        def hold(route: Route) -> None:
-            held.append(route)
-
-        one.page.route("**/api/conversations?deleted=*", hold)
-        # The list is asked for again while it is shown, and answered when it is not.
-        with one.page.expect_request("**/api/conversations?deleted=*"):
-            two.menu("show the kernel version", "Delete")
-        deleted.click()
-        expect(deleted).to_have_attribute("aria-pressed", "false")
-        with one.page.expect_response("**/api/conversations?deleted=*"):
-            for route in held:
-                route.continue_()
-        one.page.evaluate("() => new Promise((resolve) => setTimeout(() => requestAnimationFrame(resolve)))")
-        expect(deleted).to_have_attribute("aria-pressed", "false")
 
 
 def test_two_windows_show_the_same(bundled: OpenedApp) -> None:

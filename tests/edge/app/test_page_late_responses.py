@@ -139,3 +139,19 @@ def test_a_setting_that_changes_while_the_state_is_fetched_stays_changed(bundled
             expect(one.page.locator("html")).to_have_attribute("data-theme", "dark", timeout=1)
         two.page.get_by_label("Light").check()
         expect(one.page.locator("html")).to_have_attribute("data-theme", "light")
+
+
+def test_a_list_of_deleted_conversations_that_was_hidden_stays_hidden(bundled: OpenedApp) -> None:
+    with bundled.window() as one, bundled.window() as two:
+        one.ask("show the kernel version")
+        deleted = one.page.get_by_role("button", name="Deleted", exact=True)
+        deleted.click()
+        expect(deleted).to_have_attribute("aria-pressed", "true")
+        # The list is asked for again while it is shown, and answered when it is not.
+        with holding(one.page, "**/api/conversations?deleted=*") as held:
+            two.menu("show the kernel version", "Delete")
+            held.wait()
+            deleted.click()
+            expect(deleted).to_have_attribute("aria-pressed", "false")
+            held.deliver()
+        expect(deleted).to_have_attribute("aria-pressed", "false")

@@ -34,7 +34,7 @@ MESSAGES = [
 ]
 
 
-def test_reasoning_is_written_in_tags_whatever_its_pieces() -> None:
+def test_reasoning_is_written_in_tags_and_rounds_are_read_unless_they_are_damaged() -> None:
     text = ReasoningText()
     pieces = [("The ", ""), ("time?", ""), ("", "I "), ("", "look.")]
     written = "".join(text.push(*piece) for piece in pieces)
@@ -43,6 +43,9 @@ def test_reasoning_is_written_in_tags_whatever_its_pieces() -> None:
     assert ReasoningText().push("all", "at once") == "<think>\nall\n</think>\n\nat once"
     assert split_reasoning("no <think>\nhere</think>") == ("", "no <think>\nhere</think>")
     assert split_reasoning("<think>\nnot finished") == ("not finished", "")
+    assert rounds_of(msgspec.to_builtins([ROUND])) == (ROUND,)
+    for damaged in (None, [{}], 3, "rounds", [{"text": "", "calls": [{"id": 1}]}]):
+        assert rounds_of(damaged) == ()
 
 
 def test_models_read_calls_and_results() -> None:
@@ -82,10 +85,3 @@ def test_calls_are_kept_with_their_answer(tmp_path: Path) -> None:
         assert (found.tools, found.allowed_tools) == (("clock/now",), ("clock/now",))
         with pytest.raises(ConversationError, match=f"tools has {MAX_TOOLS + 1} tools"):
             store.change(conversation.id, tools=[f"clock/{number}" for number in range(MAX_TOOLS + 1)])
-
-
-def test_damaged_rounds_are_left_out() -> None:
-    good = msgspec.to_builtins([ROUND])
-    assert rounds_of(good) == (ROUND,)
-    for damaged in (None, [{}], 3, "rounds", [{"text": "", "calls": [{"id": 1}]}]):
-        assert rounds_of(damaged) == ()

@@ -79,18 +79,14 @@ def test_messages_with_all_words_are_found_newest_first(
     assert found(filled, query) == [TEXTS[number] for number in numbers]
 
 
-def test_titles_are_found_first(filled: ConversationStore) -> None:
+def test_titles_are_found_first_and_snippets_show_the_first_place(filled: ConversationStore) -> None:
     (conversation,) = filled.conversations()
     hit = filled.search("about files")[0]
     assert (hit.conversation, hit.message, hit.snippet) == (conversation.id, None, "About files")
     assert len(filled.search("files", limit=2)) == 2
     assert filled.search("files", limit=0) == []
-
-
-def test_a_snippet_shows_the_first_place(store: ConversationStore) -> None:
-    conversation = store.create(title="t")
-    store.add_message(conversation.id, None, "user", "word " * 100 + "\nneedle\t" + "tail " * 100)
-    (hit,) = store.search("NEEDLE tail")
+    filled.add_message(conversation.id, None, "user", "word " * 100 + "\nneedle\t" + "tail " * 100)
+    (hit,) = filled.search("NEEDLE tail")
     assert hit.snippet.startswith("…")
     assert "word needle tail" in hit.snippet
     assert hit.snippet.endswith("…")

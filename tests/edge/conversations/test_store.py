@@ -65,9 +65,12 @@ def test_a_conversation_is_there_after_opening_again(tmp_path: Path) -> None:
         assert store.messages(found.id) == [question, finished]
         assert finished.content == "A program."
         assert finished.stats == {"tokens": 3}
+        assert finished.has_tokens
         assert store.tokens(answer.id) == [{"id": 1}, {"id": 2}]
         assert as_object(question)["attachments"] == ({"name": "a.py", "text": "print(1)\n"},)
         assert message_text(question) == "a.py\n```\nprint(1)\n```\n\nWhat is this?"
+        rewritten = store.rewrite(answer.id, "b")
+        assert (rewritten.content, rewritten.has_tokens, store.tokens(answer.id)) == ("b", False, [])
         store.close()
         store.close()
         with pytest.raises(ConversationError, match="the conversations are closed"):
@@ -161,15 +164,6 @@ def test_what_is_unknown_or_deleted_is_refused(store: ConversationStore) -> None
         store.add_message(conversation.id, None, "user", "x")
 
 
-def test_a_rewritten_answer_has_no_tokens(store: ConversationStore) -> None:
-    conversation = store.create()
-    question = store.add_message(conversation.id, None, "user", "q")
-    answer = store.add_message(conversation.id, question.id, "assistant", "", state=MessageState.WRITING)
-    assert store.finish_answer(answer.id, "a", MessageState.LENGTH, tokens=[{"id": 7}]).has_tokens
-    after = store.rewrite(answer.id, "b")
-    assert (after.content, after.has_tokens, store.tokens(answer.id)) == ("b", False, [])
-
-
 def test_presets_and_settings(store: ConversationStore) -> None:
     store.save_preset(Preset("b", "sys", {"top_k": 5}))
     store.save_preset(Preset("a"))
@@ -207,19 +201,18 @@ def test_text_that_has_no_utf_8_form_is_kept_readable(store: ConversationStore) 
     assert store.conversation(conversation.id).title == "\ufffd"
 
 
-@pytest.mark.skipif(os.name == "nt", reason="permissions of Windows are those of the user's profile")
-def test_files_are_readable_by_their_owner_alone(store: ConversationStore) -> None:
-    store.create()
-    assert stat.S_IMODE(store.path.parent.stat().st_mode) == 0o700
-    names = [path.name for path in store.path.parent.iterdir()]
-    assert {"conversations.sqlite3", "conversations.sqlite3-wal"} <= set(names)
-    for path in store.path.parent.iterdir():
-        assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path
-
-
-def test_the_data_folder_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_in_the_data_folder_and_readable_by_their_owner_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("EDGERUN_HOME", raising=False)
     assert "edge-run" in data_folder().parts
     monkeypatch.setenv("EDGERUN_HOME", str(tmp_path / "mine"))
     with ConversationStore() as store:
         assert store.path == tmp_path / "mine" / "conversations.sqlite3"
+        store.create()
+        names = [path.name for path in store.path.parent.iterdir()]
+        assert {"conversations.sqlite3", "conversations.sqlite3-wal"} <= set(names)
+        if os.name != "nt":  # permissions of Windows are those of the user's profile
+            assert stat.S_IMODE(store.path.parent.stat().st_mode) == 0o700
+            for path in store.path.parent.iterdir():
+                assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path

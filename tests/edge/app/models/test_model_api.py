@@ -91,17 +91,14 @@ def test_models_say_what_they_need_and_are_loaded_and_unloaded(client: httpx.Cli
     helper = model_of(client, "shell-helper")
     assert helper["bundled"]
     assert "It is not a chat model" in helper["about"]
-    # Only models of the app are removed.
-    assert "comes with edge-run" in refused(client, "/api/models/remove", {"id": "shell-helper"})
-    assert "is not a model that the app downloaded" in refused(client, "/api/models/remove", {"id": "bundle"})
-    assert (tiny_bundle / "model.onnx").is_file()
-
-
-def test_recommended_models_fit_this_machine(client: httpx.Client) -> None:
     got = ask(client, "/api/models/recommended")
     for each in got["recommended"]:
         assert each["fits"] == (each["minimum_free_bytes"] <= got["free_bytes"])
         assert not each["downloaded"]
+    # Only models of the app are removed.
+    assert "comes with edge-run" in refused(client, "/api/models/remove", {"id": "shell-helper"})
+    assert "is not a model that the app downloaded" in refused(client, "/api/models/remove", {"id": "bundle"})
+    assert (tiny_bundle / "model.onnx").is_file()
 
 
 def test_a_speed_is_measured_by_answers(tmp_path: Path, tiny_bundle: Path) -> None:
@@ -152,21 +149,18 @@ def test_one_comparison_runs_at_a_time_and_can_be_stopped(client: httpx.Client) 
         return response.status_code == 400
 
     wait_until(a_second_is_refused)  # on a busy machine, the first may be done before the second is asked for
-    assert refused(client, "/api/comparisons", {"model": "bundle"}).startswith("a comparison needs a prompt")
-    assert refused(client, "/api/comparisons", {**body, "max_tokens": 1}) == "max_tokens is 1; give 2 to 2048"
-    assert refused(client, "/api/comparisons", {**body, "prompt": " "}) == "the prompt is empty; write one"
-
-
-def test_a_comparison_takes_the_question_of_a_conversation(client: httpx.Client) -> None:
     conversation = ask_created(client)
     ask(client, f"/api/conversations/{conversation}/messages", {"content": "what of the thing"})
     wait_until(lambda: not ask(client, f"/api/conversations/{conversation}")["writing"])
     got = ask(client, "/api/comparisons", {"conversation": conversation, "max_tokens": 8})["comparison"]
     assert (got["prompt"], got["model"]) == ("what of the thing", "bundle")
     wait_until(lambda: ask(client, "/api/comparisons")["comparison"]["state"] == "done")
+    assert refused(client, "/api/comparisons", {"model": "bundle"}).startswith("a comparison needs a prompt")
+    assert refused(client, "/api/comparisons", {**body, "max_tokens": 1}) == "max_tokens is 1; give 2 to 2048"
+    assert refused(client, "/api/comparisons", {**body, "prompt": " "}) == "the prompt is empty; write one"
 
 
-def test_an_exactness_check_is_explained_and_kept(client: httpx.Client) -> None:
+def test_an_exactness_check_is_explained_and_kept_or_cancelled(client: httpx.Client) -> None:
     assert ask(client, "/api/exactness")["reports"] == {}
     begun = ask(client, "/api/exactness", {"model": "bundle", "max_tokens": 8})["check"]
     assert begun["state"] == "running"
@@ -181,6 +175,12 @@ def test_an_exactness_check_is_explained_and_kept(client: httpx.Client) -> None:
     for row in report["rows"]:
         assert row["texts"] == row["identical"] + row["near_ties"] + row["failed"]
     assert report["texts"] == sum(row["texts"] for row in report["rows"]) > 0
+    # The next one is cancelled.
+    ask(client, "/api/exactness", {"model": "bundle", "limit": 20, "max_tokens": 200})
+    wait_until(lambda: ask(client, "/api/exactness")["check"]["stage"] == "comparing texts")
+    ask(client, "/api/exactness/cancel", {})
+    wait_until(lambda: ask(client, "/api/exactness")["check"]["state"] != "running")
+    assert ask(client, "/api/exactness")["check"]["state"] == "cancelled"
 
 
 def test_a_check_opens_the_model_as_the_app_does(tmp_path: Path, tiny_bundle: Path) -> None:
@@ -205,14 +205,6 @@ def test_the_sampling_that_a_model_asks_for_is_told(tmp_path: Path, tiny_bundle:
     ):
         told = [model["sampling_defaults"] for model in ModelCatalog(pool, store).objects()]
     assert told == [{"temperature": 0.0}, {"temperature": 0.7, "top_k": 20}]
-
-
-def test_an_exactness_check_is_cancelled(client: httpx.Client) -> None:
-    ask(client, "/api/exactness", {"model": "bundle", "limit": 20, "max_tokens": 200})
-    wait_until(lambda: ask(client, "/api/exactness")["check"]["stage"] == "comparing texts")
-    ask(client, "/api/exactness/cancel", {})
-    wait_until(lambda: ask(client, "/api/exactness")["check"]["state"] != "running")
-    assert ask(client, "/api/exactness")["check"]["state"] == "cancelled"
 
 
 def job_of(client: httpx.Client, key: str) -> dict[str, Any]:
