@@ -23,7 +23,7 @@ from typing import Final
 from starlette.datastructures import Headers
 from starlette.requests import Request, cookie_parser
 from starlette.responses import RedirectResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from ...errors import EdgeError
 from ...models.atomic import write_atomically
@@ -145,37 +145,19 @@ class AppAccess:
         return hmac.new(self._secret, text.encode("utf-8", "replace"), hashlib.sha256).hexdigest()
 
 
-class SessionGuard:
-    """Middleware that refuses requests without a session, requests of other sites, and bodies that are not JSON."""
-
-    def __init__(self, app: ASGIApp, access: AppAccess) -> None:
-        self._app: Final = app
-        self._access: Final = access
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or refuse it."""
-        if scope["type"] != "http" or scope["path"] == OPEN_PATH:
-            await self._app(scope, receive, send)
-            return
-        if (refusal := self._refusal(scope)) is None:
-            await self._app(scope, receive, send)
-        elif scope["method"] == "GET" and not scope["path"].startswith("/api/"):
-            await entrance_page("", refusal.status)(scope, receive, send)
-        else:
-            await UnreadBodyResponse(refusal)(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> RefusedError | None:
-        headers = Headers(scope=scope)
-        # Servers at other ports of this machine are of the same site, so their pages' requests have the cookie.
-        if scope["path"].startswith("/api/") and headers.get("sec-fetch-site", "none") not in {"same-origin", "none"}:
-            return RefusedError(
-                HTTPStatus.FORBIDDEN, "origin_not_allowed", "pages of another origin may not use the app"
-            )
-        if not self._access.has_session(scope):
-            return RefusedError(
-                HTTPStatus.UNAUTHORIZED, "no_session", "this browser has not been let in", "run edge-run app"
-            )
+def session_refusal(access: AppAccess, scope: Scope) -> RefusedError | Response | None:
+    """Why a request of another site, without a session or with a body that is not JSON is refused; None for others."""
+    is_api = scope["path"].startswith("/api/")
+    # Servers at other ports of this machine are of the same site, so their pages' requests have the cookie.
+    if is_api and Headers(scope=scope).get("sec-fetch-site", "none") not in {"same-origin", "none"}:
+        return RefusedError(HTTPStatus.FORBIDDEN, "origin_not_allowed", "pages of another origin may not use the app")
+    if scope["path"] == OPEN_PATH:
+        return None
+    if access.has_session(scope):
         return content_type_refusal(scope)
+    if scope["method"] == "GET" and not is_api:
+        return entrance_page("", HTTPStatus.UNAUTHORIZED)
+    return RefusedError(HTTPStatus.UNAUTHORIZED, "no_session", "this browser has not been let in", "run edge-run app")
 
 
 def _token_of(port: int, owner_key: str) -> str:

@@ -15,7 +15,7 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..server.asgi_app import Guard, asgi_app, not_routed, origin_refusal
-from .app_access import OPEN_PATH, SessionGuard
+from .app_access import OPEN_PATH, session_refusal
 from .app_service import AppService
 from .conversation_endpoints import conversation_routes
 from .models.model_endpoints import model_routes
@@ -52,7 +52,7 @@ def chat_app(service: AppService) -> ASGIApp:
         middleware=[
             Middleware(PageHeaders),
             Middleware(Guard, partial(origin_refusal, context.settings)),
-            Middleware(SessionGuard, service.access),
+            Middleware(Guard, partial(session_refusal, service.access)),
         ],
         exception_handlers={HTTPException: not_routed},
         lifespan=lifespan,

@@ -174,16 +174,17 @@ class _RequestCount:
 
 
 class Guard:
-    """Middleware that refuses the requests for which `refusal` gives a reason."""
+    """Middleware that refuses the requests for which `refusal` gives a reason, or a response."""
 
-    def __init__(self, app: ASGIApp, refusal: Callable[[Scope], RefusedError | None]) -> None:
+    def __init__(self, app: ASGIApp, refusal: Callable[[Scope], RefusedError | Response | None]) -> None:
         self._app: Final = app
         self._refusal: Final = refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it."""
         if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
-            await UnreadBodyResponse(refusal)(scope, receive, send)
+            response = refusal if isinstance(refusal, Response) else UnreadBodyResponse(refusal)
+            await response(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 

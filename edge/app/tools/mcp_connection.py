@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final, Literal, TextIO
 
 from ....errors import EdgeError
 from ....runtime.tools.function_tools import mismatch
@@ -62,15 +61,6 @@ class ServerTool:
             return ""
 
 
-class ServerState(StrEnum):
-    """How far a server is."""
-
-    OFF = "off"
-    STARTING = "starting"
-    RUNNING = "running"
-    FAILED = "failed"
-
-
 class McpConnection:
     """A server that was started, and how that went; used on one event loop, on which its fields are set.
 
@@ -82,7 +72,7 @@ class McpConnection:
 
     def __init__(self, server: ToolServer, changed: Callable[[], None], start_s: float) -> None:
         self.server: Final = server
-        self.state = ServerState.STARTING
+        self.state: Literal["off", "starting", "running", "failed"] = "starting"
         self.error: str | None = None
         self.tools: tuple[ServerTool, ...] = ()
         """The tools of a server that runs."""
@@ -100,7 +90,7 @@ class McpConnection:
         """Run it until it is stopped or fails; its process has ended when this returns."""
         try:
             await self._run()
-            self.state = ServerState.OFF if self.error is None else ServerState.FAILED
+            self.state = "off" if self.error is None else "failed"
         except EdgeError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001  what it is goes to the log; chats go on without the server
@@ -133,7 +123,7 @@ class McpConnection:
 
     def _fail(self, error: EdgeError) -> None:
         """Note that it has failed, and end it."""
-        self.state, self.error, self._session, self.tools = ServerState.FAILED, str(error), None, ()
+        self.state, self.error, self._session, self.tools = "failed", str(error), None, ()
         self.stop.set()
 
     async def _run(self) -> None:
@@ -176,7 +166,7 @@ class McpConnection:
                 if not listing.done():
                     raise TimeoutError
                 self.tools = tuple(listing.result())
-                self._session, self.state = session, ServerState.RUNNING
+                self._session, self.state = session, "running"
                 self.known.set()
                 self._changed()
                 await ending

@@ -15,7 +15,7 @@ import msgspec
 
 from ....errors import InputError, UnknownIdError
 from ....runtime.scheduling.request_run import Cancellation
-from .mcp_connection import START_S, McpConnection, ServerState, ServerTool
+from .mcp_connection import START_S, McpConnection, ServerTool
 from .tool_settings import FILE_NAME, MAX_SERVERS, ServerFields, ToolServer, read_servers, write_servers
 
 _CLOSE_S: Final = 10.0
@@ -55,7 +55,7 @@ class ToolServers:
         servers = [
             {
                 **msgspec.structs.asdict(server),
-                "state": ServerState.OFF if running is None else running.state,
+                "state": "off" if running is None else running.state,
                 "error": None if running is None else running.error,
                 "tools": [
                     {"id": tool.id, "name": tool.name, "description": tool.description}
