@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 from starlette.requests import Request
@@ -132,7 +132,12 @@ class ApiRoute(Route):
 
     def _respond(self, request: Request, body: bytes) -> Response:
         try:
-            result = self._handler(**self._arguments(request, body))
+            given = {**request.path_params, "query": request.query_params}
+            arguments = {name: given[name] for name in self._given}
+            if self.body is not None:
+                decoded = decode_body(body or b"{}", self.body, self._max_characters)
+                arguments |= msgspec.structs.asdict(decoded) if self._takes_fields else {"body": decoded}
+            result = self._handler(**arguments)
         except EdgeError as error:
             # In a body, an unknown id is an invalid value.
             if isinstance(error, UnknownIdError) and error.id in request.path_params.values():
@@ -149,16 +154,3 @@ class ApiRoute(Route):
             if len(body) >= _LARGE_BODY:
                 trim_heap()
         return result if isinstance(result, Response) else JsonResponse(result)
-
-    def _arguments(self, request: Request, body: bytes) -> dict[str, Any]:
-        """What the handler takes.
-
-        Raises:
-            RequestError: a field of the body is unknown, missing or has another form.
-        """
-        given = {**request.path_params, "query": request.query_params}
-        arguments = {name: given[name] for name in self._given}
-        if self.body is None:
-            return arguments
-        decoded = decode_body(body or b"{}", self.body, self._max_characters)
-        return arguments | (msgspec.structs.asdict(decoded) if self._takes_fields else {"body": decoded})

@@ -12,7 +12,7 @@ from typing import Final
 from ...models.find import find_model, is_on_hub, named_models
 from ...models.graph_files import find_graph
 from ...models.graph_variant import DeviceKind
-from ...models.hub.downloaded_model import DownloadedModel, parse_hub_id, read_downloaded
+from ...models.hub.downloaded_model import parse_hub_id, read_downloaded
 from ...models.hub.local_store import stores
 from ...models.onnx_file.wire import external_files
 from .request_error import ErrorCode, RequestError
@@ -148,7 +148,11 @@ def _local_entries() -> tuple[ModelEntry, ...]:
         found.sort(key=lambda model, main=main: (model.commit == main, model.last_used))  # type: ignore[misc]
         # The last one of an id is at the commit that the main branch refers to, or else the last used one.
         newest = {model.id: model for model in found}
-        entries += [_downloaded_entry(newest[id_]) for id_ in sorted(newest)]
+        for id_, model in sorted(newest.items()):
+            graph = model.folder / model.source
+            aliases = tuple(name for name in (model.repo, f"{id_}@{model.commit}") if name != id_)
+            created = int(graph.stat().st_mtime) if graph.is_file() else 0
+            entries.append(ModelEntry(id_, str(model.path), aliases, created, model.repo.partition("/")[0]))
     return tuple(entries)
 
 
@@ -159,10 +163,3 @@ def _named_entries() -> list[ModelEntry]:
         with suppress(OSError):  # removed meanwhile
             entries.append(ModelEntry(name, str(folder), (folder.name,), int(folder.stat().st_mtime)))
     return entries
-
-
-def _downloaded_entry(model: DownloadedModel) -> ModelEntry:
-    aliases = tuple(name for name in (model.repo, f"{model.id}@{model.commit}") if name != model.id)
-    owner = model.repo.partition("/")[0]
-    created = int((model.folder / model.source).stat().st_mtime) if (model.folder / model.source).is_file() else 0
-    return ModelEntry(model.id, str(model.path), aliases, created, owner)

@@ -24,13 +24,6 @@ from .token_objects import json_logprob
 _FINGERPRINT: Final = f"edge-run-{__version__}"
 """What OpenAI's API calls the system fingerprint: answers to one seed may differ between releases."""
 
-_FINISH_REASONS: Final = {
-    FinishReason.STOP: "stop",
-    FinishReason.LENGTH: "length",
-    # OpenAI's API has no reason for this. What a program does with an answer that was cut off suits it.
-    FinishReason.CANCELLED: "length",
-}
-
 
 def new_id(prefix: str) -> str:
     """An identifier for an answer, such as `chatcmpl-...` for the prefix `chatcmpl-`."""
@@ -39,9 +32,10 @@ def new_id(prefix: str) -> str:
 
 def _finish_reason(reason: FinishReason | None, *, called: bool = False) -> str | None:
     """Why an answer ended, in OpenAI's words; None where it goes on. `called` says that it has calls of functions."""
-    if called and reason is FinishReason.STOP:
-        return "tool_calls"
-    return None if reason is None else _FINISH_REASONS[reason]
+    if reason is FinishReason.STOP:
+        return "tool_calls" if called else "stop"
+    # OpenAI's API has no reason for a cancellation. What a program does with an answer that was cut off suits it.
+    return None if reason is None else "length"
 
 
 def _deltas(chunk: Chunk) -> list[dict[str, Any]]:

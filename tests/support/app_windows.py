@@ -93,6 +93,13 @@ def window(app: RunningApp, cookies: httpx.Cookies) -> Iterator[Window]:
                 thread.join(PATIENCE_S)
 
 
+def ask(client: httpx.Client, path: str, body: Json | None = None) -> Any:
+    """What the app answers to a request, which has succeeded."""
+    response = client.get(path) if body is None else client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
 def post(client: httpx.Client, path: str, status: int = 200, **body: Any) -> Any:
     response = client.post(path, json=body)
     assert response.status_code == status, response.text
@@ -113,7 +120,7 @@ def send(client: httpx.Client, conversation: str, content: str, parent: str | No
 
 
 def read(client: httpx.Client, conversation: str) -> Json:
-    got: Json = client.get(f"/api/conversations/{conversation}").json()
+    got: Json = ask(client, f"/api/conversations/{conversation}")
     return got
 
 

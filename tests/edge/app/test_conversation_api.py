@@ -12,13 +12,7 @@ import pytest
 from edgerun.edge.conversations.store import FILE_NAME, ConversationStore
 from edgerun.version import __version__
 from support.app_server import RunningApp
-from support.app_windows import Window, messages_of, new_conversation, post, send
-
-
-def get(client: httpx.Client, path: str) -> Any:
-    response = client.get(path)
-    assert response.status_code == 200, response.text
-    return response.json()
+from support.app_windows import Window, ask, messages_of, new_conversation, post, send
 
 
 def change(client: httpx.Client, path: str, status: int = 200, **changes: Any) -> Any:
@@ -28,7 +22,7 @@ def change(client: httpx.Client, path: str, status: int = 200, **changes: Any) -
 
 
 def test_the_state_and_the_settings_of_the_app(page: Window) -> None:
-    state = get(page.client, "/api/state")
+    state = ask(page.client, "/api/state")
     assert state["version"] == __version__
     # What the command is given comes first; what is on this machine is offered too.
     assert state["models"][0]["id"] == state["default_model"] == "bundle"
@@ -36,7 +30,7 @@ def test_the_state_and_the_settings_of_the_app(page: Window) -> None:
     changed = change(page.client, "/api/settings", theme="dark", font_size=18)
     assert changed["settings"] == {**state["settings"], "theme": "dark", "font_size": 18}
     page.wait(lambda: page.of("settings"), "the window is told")
-    assert get(page.client, "/api/state")["settings"] == changed["settings"]
+    assert ask(page.client, "/api/state")["settings"] == changed["settings"]
     for wrong in ({"theme": "pink"}, {"font_size": 100}, {"colour": "red"}, {"enter_sends": "yes"}):
         error = change(page.client, "/api/settings", 400, **wrong)["error"]
         assert next(iter(wrong)) in error["message"]
@@ -47,12 +41,12 @@ def test_fields_of_a_conversation(page: Window) -> None:
     client = page.client
     conversation = new_conversation(client, system="Be brief.", sampling={"temperature": 0.5, "top_k": None})
     path = f"/api/conversations/{conversation}"
-    assert get(client, path)["conversation"]["sampling"] == {"temperature": 0.5}
+    assert ask(client, path)["conversation"]["sampling"] == {"temperature": 0.5}
     changed = change(client, path, title="Title", pinned=True, folder="work", sampling={}, model="bundle")
     fields = {"title": "Title", "pinned": True, "folder": "work", "sampling": {}, "system": "Be brief."}
     assert changed["conversation"] | fields == changed["conversation"]
     page.wait(lambda: page.of("conversation")[-1]["conversation"] == changed["conversation"], "the window is told")
-    assert "work" in get(client, "/api/state")["folders"]
+    assert "work" in ask(client, "/api/state")["folders"]
     assert change(client, path, folder=None)["conversation"]["folder"] is None
     for wrong in ({"sampling": {"temperature": -1}}, {"sampling": {"colour": 1}}, {"title": 5}, {"leaf": "none"}):
         assert "\n" not in change(client, path, 400, **wrong)["error"]["message"]
@@ -64,10 +58,10 @@ def test_presets(page: Window) -> None:
     response = page.client.put(f"/api/presets/{name}", json=preset)
     assert response.json()["preset"] == {"name": name, **preset}
     page.wait(lambda: page.of("settings"), "the window is told")
-    assert {"name": name, **preset} in get(page.client, "/api/state")["presets"]
+    assert {"name": name, **preset} in ask(page.client, "/api/state")["presets"]
     assert page.client.put("/api/presets/x", json={"sampling": {"temperature": "hot"}}).status_code == 400
     assert page.client.delete(f"/api/presets/{name}").json() == {}
-    assert get(page.client, "/api/state")["presets"] == []
+    assert ask(page.client, "/api/state")["presets"] == []
     assert page.client.delete(f"/api/presets/{name}").status_code == 404
 
 
@@ -75,12 +69,12 @@ def test_search_finds_messages(page: Window) -> None:
     conversation = new_conversation(page.client, title="Groceries", sampling={"max_tokens": 2})
     answer = send(page.client, conversation, "we need rhubarb and cream")
     page.wait_for_end(answer["id"])
-    (hit,) = get(page.client, "/api/search?q=rhubarb")["hits"]
+    (hit,) = ask(page.client, "/api/search?q=rhubarb")["hits"]
     assert (hit["conversation"], hit["message"], hit["title"]) == (conversation, answer["parent"], "Groceries")
     assert "rhubarb" in hit["snippet"]
-    assert get(page.client, "/api/search?q=nothing-like-it")["hits"] == []
-    assert get(page.client, "/api/search?q=")["hits"] == []
-    assert len(get(page.client, f"/api/search?q=rhubarb&limit={'0' * 5000}5")["hits"]) == 1
+    assert ask(page.client, "/api/search?q=nothing-like-it")["hits"] == []
+    assert ask(page.client, "/api/search?q=")["hits"] == []
+    assert len(ask(page.client, f"/api/search?q=rhubarb&limit={'0' * 5000}5")["hits"]) == 1
 
 
 def test_a_limit_is_an_integer_within_bounds(client: httpx.Client) -> None:
@@ -124,9 +118,9 @@ def test_conversations_are_exported_and_imported(page: Window, kind: str, suffix
 
     every = client.get("/api/export")
     assert "attachment" in every.headers["content-disposition"]
-    before = len(get(client, "/api/conversations")["conversations"])
+    before = len(ask(client, "/api/conversations")["conversations"])
     imported = post(client, "/api/import", name="all.json", content=every.text)["conversations"]
-    assert len(get(client, "/api/conversations")["conversations"]) == before + len(imported) == 2 * before
+    assert len(ask(client, "/api/conversations")["conversations"]) == before + len(imported) == 2 * before
     assert "\n" not in post(client, "/api/import", 400, name="all.json", content="{")["error"]["message"]
 
 
@@ -134,7 +128,7 @@ def test_windows_are_told_what_another_process_writes(app: RunningApp, page: Win
     with ConversationStore(app.home / FILE_NAME) as other:
         conversation = other.create(title="from elsewhere").id
     page.wait(lambda: page.of("reload"), "the window is told")
-    assert get(page.client, f"/api/conversations/{conversation}")["conversation"]["title"] == "from elsewhere"
+    assert ask(page.client, f"/api/conversations/{conversation}")["conversation"]["title"] == "from elsewhere"
 
 
 def test_bodies_have_a_limit(client: httpx.Client) -> None:

@@ -87,6 +87,12 @@ def test_a_body_with_one_message_takes_the_defaults() -> None:
     assert request.messages == [USER]
     assert (request.model, request.stream, request.include_usage) == (None, False, False)
     assert request.options == type(request.options)()
+    request.check(SimpleNamespace(context=1))
+    expecting = parsed(num_ctx=4096)
+    expecting.check(SimpleNamespace(context=4096))
+    with pytest.raises(RequestError, match="num_ctx is 4096, and the context of this model is 4095 tokens") as refused:
+        expecting.check(SimpleNamespace(context=4095))
+    assert (refused.value.code, refused.value.param) == (ErrorCode.UNSUPPORTED_FIELD, "num_ctx")
 
 
 @pytest.mark.parametrize(
@@ -168,28 +174,16 @@ def test_an_effort_of_reasoning_has_the_names_that_templates_have_for_it() -> No
     assert none == {"reasoning_effort": "none", "enable_thinking": False, "thinking": "a", "x": 1}
 
 
-def test_a_context_that_is_expected_must_be_there() -> None:
-    request = parsed(num_ctx=4096)
-    request.check(SimpleNamespace(context=4096))
-    with pytest.raises(RequestError, match="num_ctx is 4096, and the context of this model is 4095 tokens") as refused:
-        request.check(SimpleNamespace(context=4095))
-    assert (refused.value.code, refused.value.param) == (ErrorCode.UNSUPPORTED_FIELD, "num_ctx")
-    parsed().check(SimpleNamespace(context=1))
-
-
-def test_a_misspelt_field_gets_a_suggestion_and_a_long_name_is_shortened() -> None:
+def test_names_of_unknown_fields() -> None:
     assert "did you mean temperature?" in str(error_of({"messages": [USER], "temprature": 1}))
     error = error_of({"messages": [USER], "x" * 1_000_000: 1})
     assert error.code is ErrorCode.UNKNOWN_FIELD
     assert len(str(error)) < 300
-
-
-@pytest.mark.parametrize("place", ["9" * 5000, "0", "..."])
-def test_a_name_that_looks_like_a_place_is_a_name(place: str) -> None:
-    name = f"a` - at `$.messages[{place}]"
-    error = error_of({"messages": [USER], name: 1})
-    assert error.code is ErrorCode.UNKNOWN_FIELD
-    assert str(error.param).startswith(name[:90])
+    for place in ("9" * 5000, "0", "..."):  # a name that looks like a place
+        name = f"a` - at `$.messages[{place}]"
+        error = error_of({"messages": [USER], name: 1})
+        assert error.code is ErrorCode.UNKNOWN_FIELD
+        assert str(error.param).startswith(name[:90])
 
 
 @pytest.mark.parametrize(

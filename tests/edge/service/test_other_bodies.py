@@ -78,7 +78,6 @@ def test_other_prompts_are_refused(prompt: Any, code: ErrorCode, place: str) -> 
 def test_options_of_a_text_completion() -> None:
     fields = {"max_tokens": 3, "n": 2, "best_of": 2, "echo": False, "logprobs": 2, "stop": "x", "temperature": 0.5}
     options = parse_completion({"prompt": "a", **fields}).options
-    assert parse_completion({"prompt": "a"}).options.max_tokens == 16
     assert parse_completion({"prompt": "a", "max_tokens": -1}).options.max_tokens is None
     assert (options.max_tokens, options.n, options.logprobs) == (3, 2, 2)
     assert (options.stops, options.temperature) == (("x",), 0.5)
@@ -104,11 +103,30 @@ def test_the_best_of_several_answers(parse: Callable[..., GenerationRequest]) ->
         assert param in error.what
 
 
-def test_a_response_of_a_text() -> None:
-    request = parse_response({"input": "hello", "instructions": "Be brief.", "max_output_tokens": 5})
+def test_fields_of_a_response() -> None:
+    tool = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": False}
+    fields = {"instructions": "Be brief.", "max_output_tokens": 5, "tools": [tool]}
+    request = parse_response({"input": "hello", **fields, "reasoning": {"effort": "none", "summary": "auto"}})
     assert request.messages == [{"role": "system", "content": "Be brief."}, USER]
     assert request.options.max_tokens == 5
-    assert request.repeated["instructions"] == "Be brief."
+    assert request.options.tools == (
+        {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}},
+    )
+    assert request.options.template_variables == {
+        "reasoning_effort": "none",
+        "enable_thinking": False,
+        "thinking": False,
+    }
+    assert request.options.logprobs is None
+    assert {name: request.repeated[name] for name in fields} == fields
+    hidden = parse_response({"input": "a", "tools": [tool], "tool_choice": "none", "reasoning": {}})
+    assert hidden.options.tools == ()
+    assert hidden.repeated["tool_choice"] == "none"
+    assert hidden.options.template_variables is None
+    included = {"input": "a", "include": ["message.output_text.logprobs"]}
+    assert parse_response(included).options.logprobs == 0
+    assert parse_response({**included, "top_logprobs": 3}).options.logprobs == 3
+    assert error_of(parse_response, {"input": "a", "top_logprobs": 3}).param == "top_logprobs"
 
 
 def test_reasoning_of_several_items_belongs_to_the_next_message() -> None:
@@ -148,36 +166,6 @@ def test_items_of_a_response_become_messages() -> None:
     ]
 
 
-def test_an_effort_of_reasoning_of_a_response() -> None:
-    request = parse_response({"input": "a", "reasoning": {"effort": "none", "summary": "auto"}})
-    assert request.options.template_variables == {
-        "reasoning_effort": "none",
-        "enable_thinking": False,
-        "thinking": False,
-    }
-    assert parse_response({"input": "a", "reasoning": {}}).options.template_variables is None
-
-
-def test_tools_of_a_response_have_the_form_of_the_chat_api() -> None:
-    tool = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": False}
-    request = parse_response({"input": "a", "tools": [tool]})
-    assert request.options.tools == (
-        {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}},
-    )
-    assert request.repeated["tools"] == [tool]
-    hidden = parse_response({"input": "a", "tools": [tool], "tool_choice": "none"})
-    assert hidden.options.tools == ()
-    assert hidden.repeated["tool_choice"] == "none"
-
-
-def test_log_probabilities_of_a_response() -> None:
-    included = {"input": "a", "include": ["message.output_text.logprobs"]}
-    assert parse_response({"input": "a"}).options.logprobs is None
-    assert parse_response(included).options.logprobs == 0
-    assert parse_response({**included, "top_logprobs": 3}).options.logprobs == 3
-    assert error_of(parse_response, {"input": "a", "top_logprobs": 3}).param == "top_logprobs"
-
-
 def test_embeddings() -> None:
     request = EmbeddingBody.parse({"input": ["a"], "encoding_format": "base64", "dimensions": 4, "user": "u"})
     request.check_dimensions(4)
@@ -185,24 +173,18 @@ def test_embeddings() -> None:
     assert error_of(EmbeddingBody.parse, {"input": "a", "encoding_format": "int8"}).param == "encoding_format"
 
 
-def test_tokens_of_a_text() -> None:
+def test_texts_and_conversations_to_tokenize_and_tokens_to_decode() -> None:
     assert TokenizeRequest.parse({"content": "a", "add_special": True, "with_pieces": True}) == (
         TokenizeRequest.parse({"prompt": "a", "add_special_tokens": True, "return_token_strs": True})
     )
     request = TokenizeRequest.parse({"content": "a"})
     assert (request.text, request.messages, request.add_special, request.with_pieces) == ("a", None, False, False)
     assert TokenizeRequest.parse({"content": ""}).text == ""
-
-
-def test_tokens_of_a_conversation() -> None:
     request = TokenizeRequest.parse({"messages": [USER], "chat_template_kwargs": {"enable_thinking": True}})
     assert (request.text, request.messages) == (None, [USER])
     assert request.options.template_variables == {"enable_thinking": True}
-
-
-def test_the_text_of_tokens() -> None:
-    assert decode_body({"tokens": [1, 2]}, DetokenizeBody).tokens == [1, 2]
-    assert decode_body({"tokens": []}, DetokenizeBody).tokens == []
+    for tokens in ([1, 2], []):
+        assert decode_body({"tokens": tokens}, DetokenizeBody).tokens == tokens
     assert error_of(lambda body: decode_body(body, DetokenizeBody), {"tokens": [-1]}).param == "tokens[0]"
 
 

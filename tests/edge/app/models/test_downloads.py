@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from support.app_server import running_app
+from support.app_windows import ask
 from support.hub_fixture import own_hub, partial_files
 from support.hub_server import HubServer, files_of
 from support.waiting import wait_until
@@ -34,12 +35,6 @@ def hub(tmp_path: Path, padded: dict[str, bytes]) -> Iterator[HubServer]:
     with own_hub(tmp_path / "hf") as server:
         server.repo(REPO, padded)
         yield server
-
-
-def ask(client: httpx.Client, path: str, body: dict[str, Any] | None = None) -> Any:
-    response = client.get(path) if body is None else client.post(path, json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
 
 
 def downloads(client: httpx.Client) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from edgerun.edge.conversations.store import ConversationStore
 from edgerun.edge.service.model_pool import ModelPool
 from edgerun.models.bundle import open_bundle
 from support.app_server import running_app
+from support.app_windows import ask
 from support.processes import started
 from support.tiny_models import write_checkpoint
 from support.waiting import wait_until
@@ -52,12 +53,6 @@ def client(
         app.entered() as client,
     ):
         yield client
-
-
-def ask(client: httpx.Client, path: str, body: dict[str, Any] | None = None) -> Any:
-    response = client.get(path) if body is None else client.post(path, json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
 
 
 def refused(client: httpx.Client, path: str, body: dict[str, Any]) -> str:
