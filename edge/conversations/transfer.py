@@ -28,9 +28,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from ...errors import ConversationError
-from .completion_table import CompletionTable
 from .conversation_table import as_json, checked_fields, checked_line
-from .message_table import NO_QUESTION, checked_content, encoded_attachments, encoded_rounds
+from .message_table import NO_QUESTION, MessageTable, checked_content, encoded_attachments, encoded_rounds
 from .records import (
     MAX_TITLE,
     Attachment,
@@ -127,7 +126,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     conversations: list[ImportedConversation]
 
 
-def as_json_file(store: CompletionTable, ids: Sequence[str]) -> str:
+def as_json_file(store: MessageTable, ids: Sequence[str]) -> str:
     """Conversations with all their branches as a JSON text.
 
     Raises:
@@ -165,7 +164,7 @@ def read_json(text: str) -> Sequence[ImportedConversation]:
         raise ConversationError("the file is nested too deeply", hint) from error
 
 
-def insert_conversation(store: CompletionTable, conversation: ImportedConversation, where: str) -> str:
+def insert_conversation(store: MessageTable, conversation: ImportedConversation, where: str) -> str:
     """Add a conversation with new ids, and return its own.
 
     Raises:
@@ -200,7 +199,7 @@ def insert_conversation(store: CompletionTable, conversation: ImportedConversati
     return str(values["id"])
 
 
-def _insert_message(store: CompletionTable, conversation_id: str, message: _Message, ids: dict[str, str]) -> str:
+def _insert_message(store: MessageTable, conversation_id: str, message: _Message, ids: dict[str, str]) -> str:
     state = MessageState.INTERRUPTED if message.state is MessageState.WRITING else message.state
     if message.stats is not None and message.stats.trimmed is not UNSET:
         message.stats.trimmed = [ids[each] for each in message.stats.trimmed if each in ids]
