@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkpoints import write_checkpoint
-from edgerun.export import ExportRecipe, ExportRequest, WeightFormat, export_checkpoint, upgrade_model
+from edgerun.export import ExportRecipe, WeightFormat, export_checkpoint, upgrade_model
 from shapes import Shape
 
 
@@ -23,9 +23,7 @@ def bundle(work: Path, shape: Shape, block: int, tokenizer: Path | None = None) 
     """Its edge-run bundle, with 4-bit weights in blocks of `block`."""
 
     def make(folder: Path) -> None:
-        export_checkpoint(
-            ExportRequest(checkpoint(work, shape, tokenizer), folder, ExportRecipe(WeightFormat(4, block)))
-        )
+        export_checkpoint(checkpoint(work, shape, tokenizer), folder, ExportRecipe(WeightFormat(4, block)))
 
     return made_once(work / _name(shape, tokenizer) / f"edge-run-int4-{block}", make)
 
@@ -38,7 +36,7 @@ def upgraded(model: Path, recipe: ExportRecipe) -> Path:
     """The upgrade of a foreign ONNX model, in a folder beside it."""
     return made_once(
         model.with_name(f"{model.name}-upgraded-{recipe.body or 'as-stored'}".replace("/", "-")),
-        lambda folder: upgrade_model(ExportRequest(model, folder, recipe)),
+        lambda folder: upgrade_model(model, folder, recipe),
     )
 
 

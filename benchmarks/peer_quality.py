@@ -43,7 +43,6 @@ from artifacts import made_once
 from edgerun.export import (
     FP32,
     ExportRecipe,
-    ExportRequest,
     Method,
     WeightFormat,
     export_checkpoint,
@@ -188,7 +187,7 @@ class QualityComparison:
     def _export(self, name: str, recipe: ExportRecipe) -> Path:
         def make(folder: Path) -> None:
             print(f"exporting {name}", file=sys.stderr)
-            export_checkpoint(ExportRequest(self._options.checkpoint, folder, recipe))
+            export_checkpoint(self._options.checkpoint, folder, recipe)
 
         return made_once(self._work / "edge-run" / name, make)
 

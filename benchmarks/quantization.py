@@ -28,7 +28,6 @@ from edgerun.export import (
     DEFAULT_CALIBRATION_TOKENS,
     FP32,
     ExportRecipe,
-    ExportRequest,
     WeightFormat,
     export_checkpoint,
 )
@@ -68,7 +67,7 @@ def main() -> None:
     options = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        exact = export_checkpoint(ExportRequest(options.checkpoint, Path(folder) / "fp32", ExportRecipe(FP32))).bundle
+        exact = export_checkpoint(options.checkpoint, Path(folder) / "fp32", ExportRecipe(FP32)).bundle
         if options.text is None:
             texts = sampled_texts(exact, options.prompt, options.texts, options.longest)
         else:
@@ -81,7 +80,7 @@ def main() -> None:
             for method in options.methods:
                 recipe = recipe_of(method, weight_format, rest, options.calibration_tokens)
                 destination = Path(folder) / "few"
-                report = export_checkpoint(ExportRequest(options.checkpoint, destination, recipe))
+                report = export_checkpoint(options.checkpoint, destination, recipe)
                 kl, agreement = compare(exact, report.bundle, texts)
                 results.append({"format": name, "method": method, "mean_kl": kl, "top1_agreement": agreement})
                 facts = f"{kl:9.5f} {agreement:7.4f} {report.bits_per_weight:6.3f} {report.seconds:8.1f}"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .pipeline import export_checkpoint, export_model, find_source, may_be_quantized
     from .plan_frontier import FrontierPlan, measure_frontier
     from .quantization.methods import FP32, INT2, INT4, INT8
-    from .recipe import ExportRecipe, ExportRequest
+    from .recipe import ExportRecipe
     from .upgrade import upgrade_model
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "INT4",
     "INT8",
     "ExportRecipe",
-    "ExportRequest",
     "ExportResult",
     "FrontierPlan",
     "Method",
@@ -55,7 +54,7 @@ _MODULES = {
     ".pipeline": ("export_checkpoint", "export_model", "find_source", "may_be_quantized"),
     ".plan_frontier": ("FrontierPlan", "measure_frontier"),
     ".quantization.methods": ("FP32", "INT2", "INT4", "INT8"),
-    ".recipe": ("ExportRecipe", "ExportRequest"),
+    ".recipe": ("ExportRecipe",),
     ".upgrade": ("upgrade_model",),
 }
 """Names by the module that defines them, which is imported when one of them is first used (PEP 562): the options of an

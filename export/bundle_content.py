@@ -29,17 +29,12 @@ class SourceModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BundleContent:
-    """Weights, their formats, and what the manifest says about them."""
+class BundleContent(SourceModel):
+    """The model as a bundle holds it: formats of its weights, and what the manifest says about them."""
 
-    source: ModelSource
-    """The weights to quantize, AWQ scaling applied where the recipe has it."""
     original: ModelSource
     """The weights of the checkpoint, with which the bundle is compared."""
-    config: DecoderConfig
     plan: QuantPlan
-    context: int
-    """Number of positions that the graph serves."""
     layout: GraphLayout = GraphLayout.EDGE
     command: str = ""
     """The command line, recorded in the manifest."""

@@ -35,7 +35,7 @@ from .checkpoint.config import DecoderConfig
 from .checkpoint.layer_weights import QuantPlan
 from .drafts.make_draft import DraftRequest, make_draft
 from .quantization.methods import FP32
-from .recipe import ExportRecipe, ExportRequest
+from .recipe import ExportRecipe
 from .report.compared_plans import PlanComparison
 from .report.figures import ModelReport, PlanFigures, PlanKind, SearchStep, Speed, linear_figures, plan_figures
 from .report.page import write_report
@@ -59,7 +59,7 @@ _COMPARED_TOKENS: Final = 1024
 
 def complete_bundle(
     folder: Path,
-    request: ExportRequest,
+    recipe: ExportRecipe,
     content: BundleContent,
     model: CalibratedModel,
     draft: DraftRequest | None,
@@ -71,7 +71,7 @@ def complete_bundle(
 
     Args:
         folder: The bundle's folder.
-        request: The export.
+        recipe: The choices of the export.
         content: What was written.
         model: The calibrated model that the bundle was written from.
         draft: The draft model to make; None for none.
@@ -83,7 +83,7 @@ def complete_bundle(
         EdgeError: The draft cannot be made, or ONNX Runtime failed.
         OSError: The disk refused a write.
     """
-    config, plan, text, recipe, times = content.config, model.plan, model.text, request.recipe, model.times
+    config, plan, text, times = content.config, model.plan, model.text, model.times
     quality, shipped = _quality(folder, model, progress)
     calibration_tokens, held_out_tokens = (sum(map(len, part)) for part in (text.calibration, text.held_out))
     calibration = Calibration(text.origin, calibration_tokens, held_out_tokens, awq=recipe.awq)
@@ -95,7 +95,7 @@ def complete_bundle(
     sensitivities = _sensitivities(config, model, progress)
     predicted = {} if times is None else {width: times.milliseconds(plan, width) for width in _WIDTHS}
     report = ModelReport(
-        model=request.source.resolve().name,
+        model=content.source.folder.resolve().name,
         command=content.command,
         linears=linear_figures(config, plan, sensitivities, times),
         plans=_plans(config, model, quality, recipe, progress),

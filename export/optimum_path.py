@@ -22,7 +22,7 @@ from ..models.manifest import Method
 from ..models.progress import Progress
 from .architectures import supported_families
 from .destination import ExportResult, require_apart
-from .recipe import ExportRequest
+from .recipe import ExportRecipe
 from .upgrade import upgrade_model
 
 _MODULE: Final = "optimum.exporters.onnx"
@@ -42,7 +42,9 @@ def needs_optimum(source: Path) -> bool:
     return isinstance(model_type, str) and model_type not in supported_families()
 
 
-def export_by_optimum(request: ExportRequest, progress: Progress) -> ExportResult:
+def export_by_optimum(
+    source: Path, destination: Path, recipe: ExportRecipe, progress: Progress, command: str
+) -> ExportResult:
     """Export a checkpoint with Optimum to a temporary folder, and upgrade the graph it wrote.
 
     The temporary folder takes the model's size in float32 and lies beside the destination.
@@ -54,7 +56,6 @@ def export_by_optimum(request: ExportRequest, progress: Progress) -> ExportResul
         EdgeError: whatever `upgrade_model` raises.
     """
     started = time.perf_counter()
-    source, destination, recipe = request.source, request.destination, request.recipe
     if recipe.method not in (None, Method.RTN):
         raise InputError("a checkpoint exported through Optimum only supports --method rtn", "leave --method out")
     recipe.require_default_scales("checkpoint exported through Optimum")
@@ -65,7 +66,7 @@ def export_by_optimum(request: ExportRequest, progress: Progress) -> ExportResul
             progress(_STAGE, 0.0)
             _run_optimum(source, folder)
             progress(_STAGE, 1.0)
-            result = upgrade_model(replace(request, source=folder), progress)
+            result = upgrade_model(folder, destination, recipe, progress, command=command)
             return replace(result, seconds=time.perf_counter() - started)
     except OSError as error:
         raise DestinationError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -17,12 +18,11 @@ from ..models.manifest import GraphLayout
 from ..models.progress import Progress, silent
 from ..runtime.embedding import Pooling
 from .architectures import supported_families
-from .bundle_content import BundleContent, SourceModel
+from .bundle_content import BundleContent
 from .bundle_writer import write_bundle
 from .calibration.prepare import prepare, settings_of
 from .calibration.work_folder import work_folder
 from .checkpoint.config import DecoderConfig
-from .checkpoint.layer_weights import QuantPlan
 from .checkpoint.open import open_source
 from .completion import complete_bundle
 from .destination import ExportResult, bundle_written_whole, require_apart
@@ -34,7 +34,7 @@ from .gguf import is_gguf
 from .graph.gpu_variants import write_gpu_variants
 from .optimum_path import export_by_optimum, needs_optimum
 from .quantization.methods import with_methods
-from .recipe import DEFAULT_BLOCK, NO_DRAFT, OWN_MODULE, DeviceChoice, ExportRecipe, ExportRequest, WeightChoice
+from .recipe import DEFAULT_BLOCK, NO_DRAFT, OWN_MODULE, DeviceChoice, ExportRecipe, WeightChoice
 from .upgrade import holds_graph, upgrade_model
 
 _SOURCES_HINT: Final = (
@@ -106,18 +106,27 @@ def requested_draft(recipe: ExportRecipe, target: Path) -> DraftRequest | None:
     return DraftRequest(None if kind is HeadKind.MTP else source, kind)
 
 
-def export_model(request: ExportRequest, progress: Progress = silent) -> ExportResult:
+def export_model(
+    source: Path, destination: Path, recipe: ExportRecipe, progress: Progress = silent, *, command: str = ""
+) -> ExportResult:
     """Export a model of any kind.
 
     An ONNX language model goes to `upgrade_model`, a checkpoint folder or a GGUF file to `export_checkpoint`, a
     checkpoint of another family to `export_by_optimum`.
+
+    Args:
+        source: a checkpoint folder, a .gguf file (the first part of a split model), an .onnx file or a folder that
+            holds one.
+        destination: the bundle's folder; an earlier bundle there is replaced at the end, all at once.
+        recipe: the choices of the export.
+        progress: reports the stages, such as "writing weights" and "checking".
+        command: the command line, recorded in the manifest.
 
     Raises:
         InputError: calibration, mixed weights, a draft, a report, hidden states or NPU graphs are requested, and the
             source is not a checkpoint folder that is exported directly.
         EdgeError: whatever the function for the source raises.
     """
-    source, recipe = request.source, request.recipe
     draft, foreign = requested_draft(recipe, source), holds_graph(source) or needs_optimum(source)
     asked = {
         "calibration, mixed weights, drafts and reports": (foreign or is_gguf(source)) and _needs_text(recipe, draft),
@@ -135,19 +144,23 @@ def export_model(request: ExportRequest, progress: Progress = silent) -> ExportR
             f"--block {recipe.block} has no effect without --weights or --head", "add --weights int8, int4 or int2"
         )
     if holds_graph(source):
-        return upgrade_model(request, progress)
+        return upgrade_model(source, destination, recipe, progress, command=command)
     if foreign:
-        return export_by_optimum(request, progress)
-    return export_checkpoint(request, progress)
+        return export_by_optimum(source, destination, recipe, progress, command)
+    return export_checkpoint(source, destination, recipe, progress, command=command)
 
 
-def export_checkpoint(request: ExportRequest, progress: Progress = silent) -> ExportResult:
+def export_checkpoint(
+    source: Path, destination: Path, recipe: ExportRecipe, progress: Progress = silent, *, command: str = ""
+) -> ExportResult:
     """Export a Hugging Face checkpoint folder or a GGUF file to a bundle and check it against the reference decoder.
 
     Args:
-        request: what to export, where to and how; the source is a folder with config.json, safetensors weights and
-            tokenizer.json, or a .gguf file.
-        progress: reports the stages, such as "writing weights" and "checking".
+        source: a folder with config.json, safetensors weights and tokenizer.json, or a .gguf file.
+        destination: as for `export_model`, like the other arguments.
+        recipe: the choices of the export.
+        progress: reports the stages.
+        command: the command line.
 
     Raises:
         CheckpointError: the checkpoint is damaged, incomplete or not supported.
@@ -158,37 +171,44 @@ def export_checkpoint(request: ExportRequest, progress: Progress = silent) -> Ex
         ExportError: the graph does not compute what the checkpoint does. After any error the destination is as before.
     """
     started = time.perf_counter()
-    source, recipe = request.source, request.recipe
     draft = requested_draft(recipe, source)
     if is_gguf(source):
         _check_gguf(recipe, draft)
     elif recipe.weights is None and not recipe.mixed:
         recipe = replace(recipe, weights=WeightChoice.INT4)
-    require_apart(source, request.destination)
+    require_apart(source, destination)
     with open_source(source) as (config, checkpoint):
         if recipe.hidden_states and (pooling := checkpoint.folder / SENTENCE_POOLING).is_file():
             Pooling.parse(read_json_object(pooling, CheckpointError, "download the checkpoint again"), str(pooling))
         require_expressible(recipe, draft, config)
-        model = SourceModel(checkpoint, config, recipe.context_for(config))
-        recipe.static_shapes(model.context)  # raises if the model cannot have one
+        context, plan = recipe.context_for(config), recipe.quant_plan(config, checkpoint.stored_format)
+        content = BundleContent(
+            source=checkpoint,
+            original=checkpoint,
+            config=config,
+            plan=plan if is_gguf(source) else with_methods(plan, recipe.methods),
+            context=context,
+            layout=recipe.layout,
+            command=command,
+            hidden_states=recipe.hidden_states,
+            static_shapes=recipe.static_shapes(context),
+        )
         head: DraftHead | None = None
         notes: list[str] = []
         if draft is not None and draft.kind is None:
             require_draft(checkpoint.folder, draft)
         elif draft is not None:
             try:
-                head = open_draft_head(draft, recipe, model.source.folder, model.config)
+                head = open_draft_head(draft, recipe, checkpoint.folder, config)
+                content = replace(content, features=head.features)
             except CheckpointError as error:
                 if not draft.optional:
                     raise
                 notes.append(f"exported without a draft head: {error.what}")
-        request = replace(request, recipe=recipe)
-        if not _needs_text(recipe, draft):
-            result = _write(request, model, draft, head, None, progress, started)
-        else:
-            with work_folder(source, settings_of(recipe, model.context), recipe.work) as folder:
-                # The calibrated model maps files of the work folder, so it lives only in the called function.
-                result = _write(request, model, draft, head, folder, progress, started)
+        reads_text = _needs_text(recipe, draft)
+        with work_folder(source, settings_of(recipe, context), recipe.work) if reads_text else nullcontext() as folder:
+            # The calibrated model maps files of the work folder, so it lives only in the called function.
+            result = _write(destination, recipe, content, draft, head, folder, progress, started)
         return replace(result, notes=(*result.notes, *notes))
 
 
@@ -246,8 +266,9 @@ def require_expressible(recipe: ExportRecipe, draft: DraftRequest | None, config
 
 
 def _write(
-    request: ExportRequest,
-    model: SourceModel,
+    destination: Path,
+    recipe: ExportRecipe,
+    content: BundleContent,
     draft: DraftRequest | None,
     head: DraftHead | None,
     folder: Path | None,
@@ -255,39 +276,23 @@ def _write(
     started: float,
 ) -> ExportResult:
     """Write the bundle; `folder` keeps intermediate results of an export that reads text, and is None for others."""
-    recipe = request.recipe
-    prepared = None if folder is None else prepare(model, recipe, folder, progress)
+    prepared = None if folder is None else prepare(content, recipe, folder, progress)
     if prepared is not None:
-        plan: QuantPlan = prepared.plan
-    else:
-        plan = recipe.quant_plan(model.config, model.source.stored_format)
-        plan = plan if is_gguf(request.source) else with_methods(plan, recipe.methods)
-    content = BundleContent(
-        source=model.source if prepared is None else prepared.source,
-        original=model.source,
-        config=model.config,
-        plan=plan,
-        context=model.context,
-        layout=recipe.layout,
-        command=request.command,
-        hidden_states=recipe.hidden_states,
-        static_shapes=recipe.static_shapes(model.context),
-        features=None if head is None else head.features,
-    )
-    with bundle_written_whole(request.destination) as staging:
+        content = replace(content, source=prepared.source, plan=prepared.plan)
+    with bundle_written_whole(destination) as staging:
         written = write_bundle(staging, content, progress, sample_text=prepared is None)
         notes, report = list(written.notes), None
         if head is not None:
             notes.append(head.add_to(staging, content, progress, None if prepared is None else prepared.text))
         if prepared is not None:
             made = draft if draft is not None and draft.kind is None else None
-            report = complete_bundle(staging, request, content, prepared, made, written, progress, started)
+            report = complete_bundle(staging, recipe, content, prepared, made, written, progress, started)
         if recipe.device == DeviceChoice.GPU:
             notes += write_gpu_variants(staging, progress)
         files = (file for file in sorted(staging.rglob("*")) if file.is_file())
         sizes = {file.relative_to(staging).as_posix(): file.stat().st_size for file in files}
     return ExportResult(
-        request.destination,
+        destination,
         sizes,
         written.manifest.bits_per_weight,
         time.perf_counter() - started,

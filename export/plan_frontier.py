@@ -8,6 +8,7 @@ text.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from ..errors import InputError
@@ -24,7 +25,7 @@ from .calibration.work_folder import work_folder
 from .checkpoint.open import open_source
 from .gguf import is_gguf
 from .optimum_path import needs_optimum
-from .recipe import ExportRequest
+from .recipe import ExportRecipe
 from .upgrade import holds_graph
 
 _STAGE: Final = "measuring plans"
@@ -44,13 +45,14 @@ class FrontierPlan:
     """Mean KL(float32 model || quantized model) in nats on held-out text, each linear quantized independently."""
 
 
-def measure_frontier(request: ExportRequest, progress: Progress = silent) -> tuple[FrontierPlan, ...]:
+def measure_frontier(source: Path, recipe: ExportRecipe, progress: Progress = silent) -> tuple[FrontierPlan, ...]:
     """Find and measure the plans among which an export of a checkpoint can choose.
 
     What is measured stays in the recipe's work folder, where an export of one of the plans uses it again.
 
     Args:
-        request: an export with mixed precision; its budget or plan and its destination are not used.
+        source: the checkpoint's folder.
+        recipe: a recipe for mixed weights; its budget or plan is not used.
         progress: reports the stages.
 
     Returns:
@@ -62,7 +64,6 @@ def measure_frontier(request: ExportRequest, progress: Progress = silent) -> tup
         CheckpointError: the checkpoint is damaged, incomplete or not supported.
         DestinationError: the disk refused a write.
     """
-    source, recipe = request.source, request.recipe
     if holds_graph(source) or is_gguf(source) or needs_optimum(source):
         raise InputError(
             "mixed weights need a checkpoint of a family that edge-run exports itself",

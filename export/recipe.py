@@ -374,19 +374,6 @@ class ExportRecipe:
         return formats_of_linears(config, self.body, self.head_format, stored_format)
 
 
-@dataclass(frozen=True)
-class ExportRequest:
-    """One export: what to read, where to write, and how."""
-
-    source: Path
-    """A checkpoint folder, a .gguf file (the first part of a split model), an .onnx file or a folder that holds one."""
-    destination: Path
-    """The bundle's folder; an earlier bundle there is replaced at the end, all at once."""
-    recipe: ExportRecipe
-    command: str = ""
-    """The command line, recorded in the manifest."""
-
-
 def _parse_tokens(typed: int | str | None) -> DraftTokens:
     if typed in (None, "auto", "all"):
         return typed

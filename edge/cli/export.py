@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from ...errors import missing_extra
-from ...export.recipe import DEFAULT_BLOCK, NO_DRAFT, OWN_MODULE, ExportRecipe, ExportRequest, WeightChoice
+from ...export.recipe import DEFAULT_BLOCK, NO_DRAFT, OWN_MODULE, ExportRecipe, WeightChoice
 from ...models.find import is_on_hub, record_export
 from ...models.hub.downloaded_model import parse_hub_id
 from ...models.progress import ProgressDisplay
@@ -75,9 +75,9 @@ def export(
         recorded["weights"] = recipe.weights or WeightChoice.INT4
         if any(choice not in (None, WeightChoice.FP32) for choice in (recorded["weights"], recipe.head)):
             recorded["block"] = recipe.block or DEFAULT_BLOCK
-    request = ExportRequest(found, destination, recipe, _recorded(command_line, source, recorded))
+    command = _recorded(command_line, source, recorded)
     with ProgressDisplay(lines=True) as progress:
-        result = export_model(request, progress)
+        result = export_model(found, destination, recipe, progress, command=command)
     record_export(result.bundle)
     show_export(SafeConsole(), result)
     # A word alone would be taken for a command or an option, where it is one.

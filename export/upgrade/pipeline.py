@@ -24,7 +24,7 @@ from ..graph import inputs_outputs
 from ..graph.gpu_variants import write_gpu_variants
 from ..graph.initializers import WeightFile
 from ..quantization.methods import FP32, INT4
-from ..recipe import DEFAULT_CONTEXT_LIMIT, LONGEST_CONTEXT, DeviceChoice, ExportRecipe, ExportRequest
+from ..recipe import DEFAULT_CONTEXT_LIMIT, LONGEST_CONTEXT, DeviceChoice, ExportRecipe
 from .attention_fusion import fuse_operators, pack_heads
 from .contract_inputs import AttentionShape, declare_cache_shape, wire_attention
 from .decoder_io import POSITIONS, CacheTensor, identify_io, take_cached_branch
@@ -64,16 +64,20 @@ _COSINES: Final = 7
 """Index of the cosines among the inputs of GroupQueryAttention."""
 
 
-def upgrade_model(request: ExportRequest, progress: Progress = silent) -> ExportResult:
+def upgrade_model(
+    source: Path, destination: Path, recipe: ExportRecipe, progress: Progress = silent, *, command: str = ""
+) -> ExportResult:
     """Rewire an ONNX decoder of another exporter to the graph contract, and check it against its source.
 
     Args:
-        request: its source is the .onnx file, or a folder that holds one; tokenizer and settings are beside it or one
-            folder up. Its recipe has the formats for floating-point matrices, and the context. Where `body` is None,
-            matrices are rounded to 4 bits if the whole model is in floating point, and not rounded if it is not.
-            Matrices of few bits are never rounded again.
+        source: the .onnx file, or a folder that holds one; tokenizer and settings are beside it or one folder up.
+        destination: as for `export_model`.
+        recipe: the formats for floating-point matrices, and the context. Where `body` is None, matrices are rounded to
+            4 bits if the whole model is in floating point, and not rounded if it is not. Matrices of few bits are never
+            rounded again.
         progress: is called with the stages "reading", "writing weights" and "checking", and for a GPU with that of
             `write_gpu_variants`.
+        command: the command line, recorded in the manifest.
 
     Raises:
         BundleError: the source is damaged, incomplete, or of a kind that cannot be upgraded.
@@ -84,7 +88,6 @@ def upgrade_model(request: ExportRequest, progress: Progress = silent) -> Export
             it was before.
     """
     started = time.perf_counter()
-    source, destination, recipe = request.source, request.destination, request.recipe
     if recipe.layout is not GraphLayout.EDGE:
         raise InputError("an ONNX model is upgraded to edge-run's own layout only", "leave --layout out")
     if recipe.method not in (None, Method.RTN):
@@ -96,7 +99,7 @@ def upgrade_model(request: ExportRequest, progress: Progress = silent) -> Export
     upgrade = _Upgrade(foreign, recipe, progress)
     with bundle_written_whole(destination) as staging:
         try:
-            parity = upgrade.write(staging, request.command)
+            parity = upgrade.write(staging, command)
         except _GRAPH_ERRORS as error:
             raise BundleError(
                 f"the graph in {foreign.graph} is damaged or of an unknown kind "

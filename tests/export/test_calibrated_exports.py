@@ -15,7 +15,6 @@ from edgerun.edge.cli.main import main
 from edgerun.errors import CheckpointError, EdgeError, InputError
 from edgerun.export import (
     ExportRecipe,
-    ExportRequest,
     ExportResult,
     Method,
     WeightFormat,
@@ -62,7 +61,7 @@ def mixed(budget: str, **settings: object) -> ExportRecipe:
 
 
 def export(source: Path, destination: Path, recipe: ExportRecipe) -> ExportResult:
-    return export_checkpoint(ExportRequest(source, destination, recipe))
+    return export_checkpoint(source, destination, recipe)
 
 
 def spent_by(bundle: Path, source: Path) -> float:
@@ -296,7 +295,7 @@ def test_a_time_budget_holds_on_a_machine_that_became_slower(
     load_or_measure(config, BASE_FORMATS)
     machine.slow = slow
     budget = (milliseconds(alike(BASE_FORMATS[1])) + milliseconds(alike(BASE_FORMATS[-1]))) / 2
-    export_checkpoint(ExportRequest(checkpoint, tmp_path / "bundle", mixed(f"{budget:.2f}ms")))
+    export_checkpoint(checkpoint, tmp_path / "bundle", mixed(f"{budget:.2f}ms"))
     spent = milliseconds(weights_of(tmp_path / "bundle"))
     assert 0.9 * budget < spent <= budget + 0.01
     report = json.loads((tmp_path / "bundle" / "report.json").read_text(encoding="utf-8"))
@@ -306,7 +305,7 @@ def test_a_time_budget_holds_on_a_machine_that_became_slower(
     with pytest.raises(
         InputError, match=r"no quantization plan of this model is within .*ms; give a budget from \d+\.\d+ms to"
     ):
-        export_checkpoint(ExportRequest(checkpoint, tmp_path / "bundle", mixed(f"{budget:.2f}ms")))
+        export_checkpoint(checkpoint, tmp_path / "bundle", mixed(f"{budget:.2f}ms"))
 
 
 @pytest.mark.nightly
@@ -318,7 +317,7 @@ def test_an_interrupted_search_is_resumed(checkpoint: Path, tmp_path: Path, own_
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        export_checkpoint(ExportRequest(checkpoint, tmp_path / "bundle", recipe), interrupt)
+        export_checkpoint(checkpoint, tmp_path / "bundle", recipe, interrupt)
     assert not (tmp_path / "bundle").exists()
     (left,) = (own_cache / "exports").iterdir()
     sensitivities = json.loads((left / "sensitivities.json").read_text(encoding="utf-8"))
@@ -326,9 +325,7 @@ def test_an_interrupted_search_is_resumed(checkpoint: Path, tmp_path: Path, own_
     (left / "sensitivities.json").write_text(json.dumps(changed), encoding="utf-8")
 
     stages: list[str] = []
-    done = export_checkpoint(
-        ExportRequest(checkpoint, tmp_path / "bundle", recipe), lambda stage, _: stages.append(stage)
-    )
+    done = export_checkpoint(checkpoint, tmp_path / "bundle", recipe, lambda stage, _: stages.append(stage))
     assert "text" not in stages
     assert all(linear.kl_alone is not None and linear.kl_alone > 1 for linear in done.report.linears)
     assert not left.exists()
@@ -393,9 +390,9 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float) -
 
 
 def test_only_checkpoints_are_calibrated(tmp_path: Path, checkpoint: Path) -> None:
-    bundle = export_checkpoint(ExportRequest(checkpoint, tmp_path / "onnx", ExportRecipe())).bundle
+    bundle = export_checkpoint(checkpoint, tmp_path / "onnx", ExportRecipe()).bundle
     with pytest.raises(InputError, match="need a checkpoint of a family that edge-run exports itself"):
-        export_model(ExportRequest(bundle, tmp_path / "bundle", mixed("5bpw")))
+        export_model(bundle, tmp_path / "bundle", mixed("5bpw"))
 
 
 def test_a_draft_with_another_vocabulary_is_refused_at_once(checkpoint: Path, tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from edgerun.export import (
     INT4,
     INT8,
     ExportRecipe,
-    ExportRequest,
     WeightFormat,
     export_checkpoint,
     supported_families,
@@ -122,10 +121,10 @@ def test_norms_and_biases_matter(tmp_path, family: str) -> None:
     names = ("_proj.bias",) if family == "llama" else ("q_norm.weight", "k_norm.weight")
     names_in_use = [name for name in changed if name.endswith(names)]
     assert len(names_in_use) == (2 * 7 if family == "llama" else 2 * 2)
-    before = logits_of(export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32))).bundle)
+    before = logits_of(export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).bundle)
     for name in names_in_use:
         write_weights(source, {**changed, name: changed[name] * 0})
-        after = logits_of(export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32))).bundle)
+        after = logits_of(export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).bundle)
         # With rotation, a key bias does not shift all scores of a query equally.
         assert np.abs(after - before).max() > 1e-3, name
 
@@ -173,12 +172,10 @@ def test_head_has_its_own_format(tmp_path) -> None:
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
 def test_half_precision_sources(tmp_path, dtype) -> None:
     source = write_checkpoint(tmp_path / "half", dtype=dtype)
-    half = logits_of(export_checkpoint(ExportRequest(source, tmp_path / "half-bundle", ExportRecipe(FP32))).bundle)
+    half = logits_of(export_checkpoint(source, tmp_path / "half-bundle", ExportRecipe(FP32)).bundle)
     widened = {name: value.astype(dtype).astype(np.float32) for name, value in tiny_weights(tiny_config()).items()}
     write_weights(write_checkpoint(tmp_path / "float"), widened)
-    whole = logits_of(
-        export_checkpoint(ExportRequest(tmp_path / "float", tmp_path / "bundle", ExportRecipe(FP32))).bundle
-    )
+    whole = logits_of(export_checkpoint(tmp_path / "float", tmp_path / "bundle", ExportRecipe(FP32)).bundle)
     np.testing.assert_array_equal(half, whole)
 
 
@@ -187,7 +184,7 @@ def test_shards_and_bare_names_make_the_same_bundle(tmp_path) -> None:
     sharded = write_bundle(tmp_path / "sharded", weights=INT4, shards=3)
     bare = write_checkpoint(tmp_path / "bare")
     write_weights(bare, {name.removeprefix("model."): v for name, v in tiny_weights(tiny_config()).items()})
-    export_checkpoint(ExportRequest(bare, tmp_path / "bare-bundle", ExportRecipe(INT4)))
+    export_checkpoint(bare, tmp_path / "bare-bundle", ExportRecipe(INT4))
     for name in ("model.onnx", "model.onnx.data"):
         assert digest_file(sharded / name) == digest_file(whole / name)
         assert digest_file(tmp_path / "bare-bundle" / name) == digest_file(whole / name)
@@ -197,7 +194,7 @@ def test_tie_word_embeddings_takes_precedence_over_a_stored_head(tmp_path) -> No
     source = write_checkpoint(tmp_path / "checkpoint")
     weights = tiny_weights(tiny_config())
     write_weights(source, {**weights, "lm_head.weight": weights["model.embed_tokens.weight"] * 2})
-    tied = logits_of(export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32))).bundle)
+    tied = logits_of(export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).bundle)
     np.testing.assert_array_equal(tied, logits_of(write_bundle(tmp_path / "tied")))
 
 
@@ -206,13 +203,11 @@ def test_bundle_is_complete(tmp_path) -> None:
     (source / "README.md").write_text("not copied", encoding="utf-8")
     reported: list[tuple[str, float]] = []
     report = export_checkpoint(
-        ExportRequest(
-            source,
-            tmp_path / "bundle",
-            ExportRecipe(INT8, context=100),
-            command="edge-run export checkpoint bundle",
-        ),
+        source,
+        tmp_path / "bundle",
+        ExportRecipe(INT8, context=100),
         lambda stage, fraction: reported.append((stage, fraction)),
+        command="edge-run export checkpoint bundle",
     )
     names = {"model.onnx", "model.onnx.data", "edge.json"}
     names |= {"config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
@@ -277,7 +272,7 @@ def test_a_context_below_two_positions_is_refused(context: int) -> None:
 def test_a_context_beyond_the_limit_is_refused_before_anything_is_written(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     with pytest.raises(InputError, match="context of 99999999999999 positions .*; give at most 1048576"):
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32, context=99999999999999)))
+        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32, context=99999999999999))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
     longer = read_config(write_checkpoint(tmp_path / "longer", max_position_embeddings=2_000_000))
     assert ExportRecipe(context=2_000_000).context_for(longer) == 2_000_000
@@ -326,7 +321,7 @@ def test_an_earlier_bundle_is_replaced_and_a_link_to_it_is_kept(tmp_path, name: 
     bundle = write_bundle(tmp_path, weights=FP32)
     (tmp_path / "link").symlink_to(bundle)
     before = digest_file(bundle / "model.onnx.data")
-    export_checkpoint(ExportRequest(tmp_path / "checkpoint", tmp_path / name, ExportRecipe(INT4)))
+    export_checkpoint(tmp_path / "checkpoint", tmp_path / name, ExportRecipe(INT4))
     assert digest_file(bundle / "model.onnx.data") != before
     open_bundle(bundle)
     assert (tmp_path / "link").is_symlink()
@@ -342,7 +337,7 @@ def test_a_full_disk_keeps_the_old_bundle(tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr(WeightFile, "append", refuse)
     with pytest.raises(DestinationError, match="cannot be written: No space left on device; free space there"):
-        export_checkpoint(ExportRequest(tmp_path / "checkpoint", bundle, ExportRecipe(FP32)))
+        export_checkpoint(tmp_path / "checkpoint", bundle, ExportRecipe(FP32))
     assert {file.name: file.read_bytes() for file in bundle.iterdir()} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "checkpoint"]
 
@@ -355,12 +350,12 @@ def test_a_refused_write_leaves_no_files(tmp_path, limit: int) -> None:
         import resource, signal, sys
         from pathlib import Path
         from edgerun.errors import DestinationError
-        from edgerun.export import FP32, ExportRecipe, ExportRequest, export_checkpoint
+        from edgerun.export import FP32, ExportRecipe, export_checkpoint
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
         root = Path(sys.argv[1])
         try:
-            export_checkpoint(ExportRequest(root / "checkpoint", root / "bundle", ExportRecipe(FP32)))
+            export_checkpoint(root / "checkpoint", root / "bundle", ExportRecipe(FP32))
         except DestinationError as error:
             print(error, error.exit_code)
     """)
@@ -379,7 +374,7 @@ def test_a_refused_write_leaves_no_files(tmp_path, limit: int) -> None:
 def test_greedy_text_of_the_stories_model(tmp_path) -> None:
     """The greedy text equals that of llama2.c, which ORIGIN.md of the data quotes."""
     source = data_path("weights/stories260K-hf")
-    bundle = export_checkpoint(ExportRequest(source, tmp_path / "stories", ExportRecipe(FP32))).bundle
+    bundle = export_checkpoint(source, tmp_path / "stories", ExportRecipe(FP32)).bundle
     tokenizer = Tokenizer.from_file(str(bundle / "tokenizer.json"))
     prompt = np.array(tokenizer.encode("Once upon a time").ids)
     assert prompt[0] == 1
@@ -397,7 +392,7 @@ def test_greedy_text_of_the_stories_model(tmp_path) -> None:
 
 def test_quality_of_the_shell_helper_at_8_bits(tmp_path) -> None:
     source = data_path("weights/shell-helper/target")
-    report = export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(INT8)))
+    report = export_checkpoint(source, tmp_path / "bundle", ExportRecipe(INT8))
     assert report.parity.mean_kl < 0.01
     assert report.parity.top1_agreement > 0.9
     assert json.loads((report.bundle / "edge.json").read_text(encoding="utf-8"))["bits_per_weight"] == 9.0

@@ -12,7 +12,7 @@ import pytest
 import edgerun
 from edgerun import CheckpointError, GenerateOptions
 from edgerun.edge.cli.main import main
-from edgerun.export import FP32, ExportRecipe, ExportRequest, export_model
+from edgerun.export import FP32, ExportRecipe, export_model
 from edgerun.export.optimum_path import needs_optimum
 from edgerun.runtime.result import Reply
 from support.layout_reference import greedy_tokens
@@ -58,9 +58,7 @@ def test_a_graph_exported_by_optimum_is_upgraded(tmp_path: Path) -> None:
     write_layout(tmp_path / "novel-exported", layout)
     before = set(tmp_path.iterdir())
     stages: list[str] = []
-    report = export_model(
-        ExportRequest(source, tmp_path / "out", ExportRecipe(FP32)), lambda stage, _: stages.append(stage)
-    )
+    report = export_model(source, tmp_path / "out", ExportRecipe(FP32), lambda stage, _: stages.append(stage))
     assert set(tmp_path.iterdir()) - before == {tmp_path / "out"}
     assert set(stages) == {"exporting with Optimum", "reading", "writing weights", "checking"}
     with edgerun.load(report.bundle) as llm:
@@ -74,7 +72,7 @@ def test_the_error_quotes_optimums_last_message(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "refused")
     before = set(tmp_path.iterdir())
     with pytest.raises(CheckpointError) as refused:
-        export_model(ExportRequest(source, tmp_path / "new" / "out", ExportRecipe(FP32)))
+        export_model(source, tmp_path / "new" / "out", ExportRecipe(FP32))
     assert str(refused.value) == (
         f"Optimum cannot export {source}: ValueError: Trying to export a refused model; "
         "export another checkpoint, or use a model that is already exported"
@@ -128,7 +126,7 @@ def test_other_families_decode_like_transformers(model_type: str, tmp_path: Path
     model.save_pretrained(source)
     tiny_tokenizer(300).save(str(source / "tokenizer.json"))
     write_json(source / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
-    bundle = export_model(ExportRequest(source, tmp_path / "out", ExportRecipe(FP32))).bundle
+    bundle = export_model(source, tmp_path / "out", ExportRecipe(FP32)).bundle
     assert json.loads((bundle / "edge.json").read_text(encoding="utf-8"))["architecture"]["family"] == model_type
     with torch.no_grad():
         expected = model.generate(

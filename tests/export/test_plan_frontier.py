@@ -9,7 +9,6 @@ import pytest
 from edgerun import InputError
 from edgerun.export import (
     ExportRecipe,
-    ExportRequest,
     FrontierPlan,
     export_model,
     measure_frontier,
@@ -18,10 +17,9 @@ from edgerun.models.bundle import open_bundle
 from support.tiny_models import write_bundle, write_checkpoint
 
 
-def request(source: Path, folder: Path, plan: Path | None = None) -> ExportRequest:
+def mixed(folder: Path, plan: Path | None = None) -> ExportRecipe:
     budget = "4bpw" if plan is None else None
-    recipe = ExportRecipe("mixed", budget=budget, plan=plan, calibration_tokens=1200, work=folder / "work")
-    return ExportRequest(source, folder / "out", recipe)
+    return ExportRecipe("mixed", budget=budget, plan=plan, calibration_tokens=1200, work=folder / "work")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +34,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plans(source: Path, work: Path) -> tuple[FrontierPlan, ...]:
-    return measure_frontier(request(source, work))
+    return measure_frontier(source, mixed(work))
 
 
 def test_larger_plans_are_closer_to_the_original(plans: tuple[FrontierPlan, ...]) -> None:
@@ -55,7 +53,7 @@ def test_an_export_follows_a_plan_with_what_was_measured(
     file = work / "plan.toml"
     file.write_text(chosen.plan, encoding="utf-8")
     stages: list[str] = []
-    result = export_model(request(source, work, file), lambda stage, _: stages.append(stage))
+    result = export_model(source, work / "out", mixed(work, file), lambda stage, _: stages.append(stage))
     # The text and the statistics were there.
     assert "text" not in stages
     assert "collecting statistics" not in stages
@@ -67,4 +65,4 @@ def test_an_export_follows_a_plan_with_what_was_measured(
 def test_only_checkpoints_have_plans(tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path)
     with pytest.raises(InputError, match="mixed weights need a checkpoint of a family that edge-run exports itself"):
-        measure_frontier(request(bundle, tmp_path))
+        measure_frontier(bundle, mixed(tmp_path))

@@ -63,6 +63,5 @@ def test_text_of_a_quantized_model_is_that_of_the_cpu(tmp_path: Path, gpu: str) 
     export = pytest.importorskip("edgerun.export", reason="needs the export extra")
     environment = require_gpu(gpu)
     source = data_path("weights/stories260K-hf")
-    request = export.ExportRequest(source, tmp_path / "bundle", export.ExportRecipe(export.INT4))
-    bundle = export.export_checkpoint(request).bundle
+    bundle = export.export_checkpoint(source, tmp_path / "bundle", export.ExportRecipe(export.INT4)).bundle
     check_text(run_json_script(SUPPORT / "device_text.py", bundle, 200, gpu, environment=environment), 200)

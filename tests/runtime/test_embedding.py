@@ -16,7 +16,7 @@ from onnx import helper
 import edgerun
 from edgerun import BundleError, ContextError, Engine, InputError
 from edgerun.edge.cli.main import main
-from edgerun.export import FP32, INT8, ExportRecipe, ExportRequest, export_checkpoint
+from edgerun.export import FP32, INT8, ExportRecipe, export_checkpoint
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.drafts.skipped_layers import without
@@ -59,7 +59,7 @@ def test_embeddings_are_the_pooled_states_of_the_naive_decoder(tmp_path: Path, m
     if mean is not None:
         pooling(source, pooling_mode_mean_tokens=mean, pooling_mode_lasttoken=not mean, pooling_mode_cls_token=False)
     recipe = ExportRecipe(FP32, hidden_states=True)
-    exported = export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe)).bundle
+    exported = export_checkpoint(source, tmp_path / "bundle", recipe).bundle
     with edgerun.load(exported, threads=1) as engine:
         found = engine.embed(TEXTS)
         assert (found.dtype, found.shape) == (np.float32, (3, 64))
@@ -69,7 +69,7 @@ def test_embeddings_are_the_pooled_states_of_the_naive_decoder(tmp_path: Path, m
             expected = unit(states.mean(axis=0) if mean else states[-1])
             np.testing.assert_allclose(embedding, expected, atol=2e-5)
     # Exporting again over the bundle works: its pooling is one of the files that a bundle may have.
-    export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe))
+    export_checkpoint(source, tmp_path / "bundle", recipe)
 
 
 def test_a_quantized_model_of_another_family_has_nearly_those_of_the_float_one(tmp_path: Path) -> None:
@@ -169,15 +169,15 @@ def test_another_pooling_is_refused_by_the_export(tmp_path: Path, modes: dict[st
     source = write_checkpoint(tmp_path / "checkpoint")
     pooling(source, **modes)
     with pytest.raises(InputError, match=said):
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32, hidden_states=True)))
+        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32, hidden_states=True))
     assert not (tmp_path / "bundle").exists()
-    export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
+    export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32))
     assert not (tmp_path / "bundle" / "pooling.json").exists()
 
 
 def test_damaged_weights_are_an_error(bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
-    exported = export_checkpoint(ExportRequest(source, tmp_path / "b", ExportRecipe(FP32, hidden_states=True))).bundle
+    exported = export_checkpoint(source, tmp_path / "b", ExportRecipe(FP32, hidden_states=True)).bundle
     model = onnx.load(exported / "model.onnx", load_external_data=False)
     output = next(node for node in model.graph.node if node.output[0] == "hidden_states")
     output.op_type = "Log"

@@ -14,7 +14,7 @@ import pytest
 
 import edgerun
 from edgerun.errors import BundleError, CheckpointError, InputError
-from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, export_checkpoint
+from edgerun.export import FP32, INT4, ExportRecipe, export_checkpoint
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.json_fields import read_json
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
@@ -166,7 +166,7 @@ def test_exports_that_it_cannot_have_are_refused(
 ) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", family)
     with pytest.raises(InputError, match=f"{message}.*{family} models, which have {layers} layers"):
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe))
+        export_checkpoint(source, tmp_path / "bundle", recipe)
     assert not (tmp_path / "bundle").exists()
 
 
@@ -189,7 +189,7 @@ def test_unknown_mixers_are_refused_by_name(tmp_path: Path, settings: dict[str, 
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     (source / "config.json").write_text(json.dumps({**config, **settings}), encoding="utf-8")
     with pytest.raises(CheckpointError, match=message):
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
+        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32))
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_half_supported_delta_nets_are_refused_by_name(
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     (source / "config.json").write_text(json.dumps({**config, **settings}), encoding="utf-8")
     with pytest.raises(CheckpointError, match=message):
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
+        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32))
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_half_supported_state_spaces_are_refused_by_name(
     changed = {name: value for name, value in {**config, **settings}.items() if value is not None}
     (source / "config.json").write_text(json.dumps(changed), encoding="utf-8")
     with pytest.raises(CheckpointError, match=message) as error:
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
+        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32))
     assert "\n" not in str(error.value)
 
 

@@ -210,10 +210,10 @@ def test_the_copy_of_a_foreign_graph_is_not_probed(
     tmp_path: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounding to 8 bits differs between passes by more than a probe permits, in models of many layers."""
-    from edgerun.export import INT4, ExportRecipe, ExportRequest, export_checkpoint
+    from edgerun.export import INT4, ExportRecipe, export_checkpoint
 
     recipe = ExportRecipe(INT4, layout=GraphLayout.GENAI)
-    foreign = export_checkpoint(ExportRequest(bundle.with_name("checkpoint"), tmp_path / "genai", recipe)).bundle
+    foreign = export_checkpoint(bundle.with_name("checkpoint"), tmp_path / "genai", recipe).bundle
     (foreign / "edge.json").unlink()
     probed: list[str] = []
 

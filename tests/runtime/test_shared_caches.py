@@ -11,7 +11,7 @@ import pytest
 import edgerun
 from edgerun.edge.cli.main import main
 from edgerun.errors import CheckpointError, EdgeError, InputError
-from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, export_checkpoint
+from edgerun.export import FP32, INT4, ExportRecipe, export_checkpoint
 from edgerun.models.bundle import open_bundle
 from edgerun.models.manifest import GraphLayout
 from edgerun.runtime.devices.providers import choose_device
@@ -91,7 +91,7 @@ def test_an_int8_cache_is_refused_in_one_line(bundle: Path) -> None:
 def test_exports_that_it_cannot_have_are_refused(tmp_path: Path, recipe: ExportRecipe, message: str) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", FAMILY)
     with pytest.raises(InputError, match=f"{message}.*gemma4_text models, which have layers that differ"):
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe))
+        export_checkpoint(source, tmp_path / "bundle", recipe)
     assert not (tmp_path / "bundle").exists()
 
 
@@ -114,5 +114,5 @@ def test_what_the_graph_cannot_have_is_named(tmp_path: Path, settings: dict[str,
     source = write_checkpoint(tmp_path / "checkpoint", FAMILY)
     write_json(source / "config.json", {**tiny_config(FAMILY), **settings})
     with pytest.raises(CheckpointError, match=message) as error:
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32)))
+        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32))
     assert "\n" not in str(error.value)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from edgerun.export import FP32, INT8, ExportRecipe, ExportRequest, export_checkpoint
+from edgerun.export import FP32, INT8, ExportRecipe, export_checkpoint
 from support.gguf_files import write_gguf
 from support.hub_server import HubServer, files_of
 from support.layouts import LAYOUTS, write_layout
@@ -38,7 +38,7 @@ def write_documented_files(folder: Path) -> None:
     write_medusa_heads(folder / "HEAD", config)
     scratch = folder / "scratch"
     write_calling_bundle(scratch / "calling", context=8192)
-    export_checkpoint(ExportRequest(scratch / "calling" / "checkpoint", folder / "my-model", ExportRecipe(INT8)))
+    export_checkpoint(scratch / "calling" / "checkpoint", folder / "my-model", ExportRecipe(INT8))
     shutil.copytree(folder / "my-model", folder / "other-model")
     recipe = ExportRecipe(FP32, hidden_states=True)
     shutil.copytree(write_bundle(scratch / "hidden", weights=recipe), folder / "my-embedding-model")

@@ -13,7 +13,7 @@ import pytest
 
 from edgerun import Engine, GenerateOptions
 from edgerun.errors import ContextError
-from edgerun.export import FP32, ExportRecipe, ExportRequest, export_checkpoint
+from edgerun.export import FP32, ExportRecipe, export_checkpoint
 from edgerun.runtime.decode import FinishReason
 from edgerun.runtime.result import Reply
 from support.openai_clients import ClientCall, Outcome
@@ -67,7 +67,7 @@ def write_models(folder: Path) -> list[Path]:
     source = write_checkpoint(folder / "1", max_position_embeddings=512)
     settings = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
     write_json(source / "tokenizer_config.json", {**settings, "chat_template": _TEMPLATE})
-    chat = export_checkpoint(ExportRequest(source, folder / CHAT, ExportRecipe(FP32))).bundle
+    chat = export_checkpoint(source, folder / CHAT, ExportRecipe(FP32)).bundle
     endless = write_endless_bundle(folder / "2").rename(folder / ENDLESS)
     recipe = ExportRecipe(FP32, hidden_states=True)
     return [chat, endless, write_bundle(folder / "3", weights=recipe).rename(folder / VECTORS)]

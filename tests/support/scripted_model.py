@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
-from edgerun.export import FP32, ExportRecipe, ExportRequest, export_checkpoint
+from edgerun.export import FP32, ExportRecipe, export_checkpoint
 from support.tiny_models import (
     SPECIAL_TOKENS,
     tiny_config,
@@ -128,4 +128,4 @@ def write_scripted_bundle(
     write_json(source / "config.json", config)
     settings = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
     write_json(source / "tokenizer_config.json", {**settings, "chat_template": template})
-    return export_checkpoint(ExportRequest(source, folder / "bundle", ExportRecipe(FP32))).bundle
+    return export_checkpoint(source, folder / "bundle", ExportRecipe(FP32)).bundle

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgerun import GenerateOptions
-from edgerun.export import FP32, ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
+from edgerun.export import FP32, ExportRecipe, WeightFormat, export_checkpoint
 from edgerun.export.check.head_reference import HeadOutputs, reference_head, reference_mtp
 from edgerun.export.check.reference import reference_states
 from edgerun.export.check.reference_operations import embedding_rows
@@ -114,7 +114,7 @@ def export_with_eagle_head(
     target = write_checkpoint(folder / "target", family, **settings)
     head = write_eagle_head(folder / "head", tiny_config(family, **settings), **overrides)
     recipe = ExportRecipe(weights, draft=head)
-    bundle = export_checkpoint(ExportRequest(target, folder / "bundle", recipe)).bundle
+    bundle = export_checkpoint(target, folder / "bundle", recipe).bundle
     return TargetWithHead(bundle, HeadKind.EAGLE, Source.EAGLE, EagleReference(folder))
 
 
@@ -122,7 +122,7 @@ def export_with_mtp_module(folder: Path, weights: WeightFormat = FP32, **overrid
     """Export a random Qwen3.5, whose settings `overrides` changes, with its random multi-token-prediction module."""
     target = write_mtp_checkpoint(folder / "target", max_position_embeddings=CONTEXT, **overrides)
     recipe = ExportRecipe(weights, draft=OWN_MODULE)
-    bundle = export_checkpoint(ExportRequest(target, folder / "bundle", recipe)).bundle
+    bundle = export_checkpoint(target, folder / "bundle", recipe).bundle
     return TargetWithHead(bundle, HeadKind.MTP, Source.MTP, MtpReference(folder))
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from edgerun.export import FP32, ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
+from edgerun.export import FP32, ExportRecipe, WeightFormat, export_checkpoint
 
 SPECIAL_TOKENS: Final = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|unknown|>")
 """Ids 0 to 4, in this order; <|end|> is the end-of-text token."""
@@ -598,7 +598,7 @@ def write_bundle(
 def exported(source: Path, destination: Path, weights: WeightFormat | ExportRecipe = FP32) -> Path:
     """Export a checkpoint and return the bundle."""
     recipe = weights if isinstance(weights, ExportRecipe) else ExportRecipe(weights)
-    return export_checkpoint(ExportRequest(source, destination, recipe)).bundle
+    return export_checkpoint(source, destination, recipe).bundle
 
 
 def write_endless_bundle(folder: Path) -> Path:

@@ -27,7 +27,7 @@ from ....models.progress import Progress
 from ....runtime.scheduling.request_run import Cancellation
 
 if TYPE_CHECKING:
-    from ....export import ExportRequest
+    from ....export import ExportRecipe
 
 INSTALL: Final = 'pip install "edge-run[export]"'
 _PATIENCE_S: Final = 20.0
@@ -166,8 +166,8 @@ def _frontier(arguments: Mapping[str, Any], report: Progress) -> dict[str, Any]:
     """
     from ....export import measure_frontier  # noqa: PLC0415
 
-    request = _request(arguments, report, weights="mixed", budget="4bpw")
-    return {"plans": [asdict(plan) for plan in measure_frontier(request, report)]}
+    source, recipe = _source_and_recipe(arguments, report, weights="mixed", budget="4bpw")
+    return {"plans": [asdict(plan) for plan in measure_frontier(source, recipe, report)]}
 
 
 def _export(arguments: Mapping[str, Any], report: Progress) -> dict[str, Any]:
@@ -182,7 +182,8 @@ def _export(arguments: Mapping[str, Any], report: Progress) -> dict[str, Any]:
 
     plan = arguments.get("plan")
     weights = {"weights": f"int{arguments.get('bits') or 4}"} if plan is None else {"plan": Path(plan)}
-    result = export_model(_request(arguments, report, **weights), report)
+    source, recipe = _source_and_recipe(arguments, report, **weights)
+    result = export_model(source, Path(arguments["destination"]), recipe, report, command="edge-run app")
     quality = result.report.shipped if result.report is not None else result.quality
     return {
         "folder": str(result.bundle),
@@ -195,8 +196,8 @@ def _export(arguments: Mapping[str, Any], report: Progress) -> dict[str, Any]:
     }
 
 
-def _request(arguments: Mapping[str, Any], report: Progress, **choices: Any) -> ExportRequest:
-    from ....export import ExportRecipe, ExportRequest, find_source  # noqa: PLC0415
+def _source_and_recipe(arguments: Mapping[str, Any], report: Progress, **choices: Any) -> tuple[Path, ExportRecipe]:
+    from ....export import ExportRecipe, find_source  # noqa: PLC0415
     from ....export.recipe import NO_DRAFT  # noqa: PLC0415
     from ....models.find import is_on_hub, path_of_user  # noqa: PLC0415
     from ....models.hub.downloaded_model import parse_hub_id  # noqa: PLC0415
@@ -214,8 +215,7 @@ def _request(arguments: Mapping[str, Any], report: Progress, **choices: Any) -> 
     recipe = ExportRecipe(work=None if work is None else Path(work), draft=NO_DRAFT, **choices)
     if recipe.mixed:
         recipe = replace(recipe, calibration_tokens=arguments.get("calibration_tokens"))
-    destination = Path(arguments.get("destination") or "unused")
-    return ExportRequest(find_source(source), destination, recipe, "edge-run app")
+    return find_source(source), recipe
 
 
 def _exactness(arguments: Mapping[str, Any], report: Progress) -> dict[str, Any]:

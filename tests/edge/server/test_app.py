@@ -123,11 +123,11 @@ def test_texts_are_tokenized_and_back(tiny_app: Starlette, tiny_bundle: Path) ->
 
 
 def test_embeddings(tmp_path: Path) -> None:
-    from edgerun.export import ExportRecipe, ExportRequest, export_checkpoint
+    from edgerun.export import ExportRecipe, export_checkpoint
     from support.tiny_models import write_checkpoint
 
     recipe = ExportRecipe(hidden_states=True)
-    bundle = export_checkpoint(ExportRequest(write_checkpoint(tmp_path / "c"), tmp_path / "b", recipe)).bundle
+    bundle = export_checkpoint(write_checkpoint(tmp_path / "c"), tmp_path / "b", recipe).bundle
     app = edgerun.server.app(bundle, cache=False)
     with edgerun.load(bundle, cache=False) as engine:
         expected = engine.embed(["one text", "another"])

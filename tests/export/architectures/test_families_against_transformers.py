@@ -10,7 +10,7 @@ import pytest
 
 import edgerun
 from edgerun import GenerateOptions, Speculation
-from edgerun.export import FP32, ExportRecipe, ExportRequest, export_checkpoint
+from edgerun.export import FP32, ExportRecipe, export_checkpoint
 from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import read_config
@@ -282,7 +282,7 @@ def test_scalings_beyond_the_trained_length(tmp_path, family: str, trained: int,
     model = load(source)
     with torch.no_grad():
         expected = model(torch.tensor(tokens)[None]).logits[0].numpy()
-    bundle = export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32, context=context))).bundle
+    bundle = export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32, context=context)).bundle
     session = ContractSession(bundle, read_config(bundle), context)
     np.testing.assert_allclose(session.forward(tokens, np.arange(context)), expected, atol=3e-4)
 

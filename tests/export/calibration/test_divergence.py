@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgerun.export import FP32, ExportRecipe, ExportRequest, Method, WeightFormat, export_checkpoint
+from edgerun.export import FP32, ExportRecipe, Method, WeightFormat, export_checkpoint
 from edgerun.export.bundle_content import SourceModel
 from edgerun.export.calibration import divergence as divergence_module
 from edgerun.export.calibration import logit_comparison as comparison_module
@@ -193,14 +193,13 @@ def test_divergence_of_a_bundle(tmp_path) -> None:
     """In float32 it equals the model; in 8 bits it differs a little more than its weights, by its activations."""
     texts = [*TEXTS, TEXTS[0][:10], np.concatenate([TEXTS[1][:12], TEXTS[2]])]
     evaluator = evaluator_of(tmp_path, texts)
-    exact = export_checkpoint(ExportRequest(tmp_path / "model", tmp_path / "exact", ExportRecipe(FP32))).bundle
+    exact = export_checkpoint(tmp_path / "model", tmp_path / "exact", ExportRecipe(FP32)).bundle
     found = evaluator.divergence_of_bundle(exact)
     assert found.mean_kl == pytest.approx(0, abs=1e-7)
     assert found.top1_agreement == 1
     assert found.perplexity == pytest.approx(found.float_perplexity)
     weight_format = WeightFormat(8, 32)
-    request = ExportRequest(tmp_path / "model", tmp_path / "rounded", ExportRecipe(weight_format))
-    rounded = export_checkpoint(request).bundle
+    rounded = export_checkpoint(tmp_path / "model", tmp_path / "rounded", ExportRecipe(weight_format)).bundle
     few = evaluator.divergence_of_bundle(rounded)
     weights_alone = evaluator.divergence(dict.fromkeys(LINEARS, weight_format))
     assert weights_alone.mean_kl < few.mean_kl < 50 * weights_alone.mean_kl

@@ -12,7 +12,7 @@ import pytest
 from onnx import helper
 
 from edgerun.errors import ExportError
-from edgerun.export import FP32, INT4, INT8, ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
+from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint
 from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.check.parity import TOLERANCE
 from edgerun.export.checkpoint.config import read_config
@@ -74,7 +74,7 @@ def test_a_miswired_graph_is_rejected(tmp_path, monkeypatch, weight_format, defe
 
     monkeypatch.setattr("edgerun.export.bundle_writer.build_graph", build_wrong_graph)
     with pytest.raises(ExportError, match=r"differs from the reference by .* in a logit, 0\.00\d+ is allowed"):
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(weight_format)))
+        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(weight_format))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
@@ -94,7 +94,7 @@ def test_swapped_codes_and_wrong_zero_points_are_rejected(tmp_path, monkeypatch,
     monkeypatch.setattr(target, lambda _, *rest: Initializers(Wrong(source), *rest))
     recipe = ExportRecipe(WeightFormat(4, 32, zero_points=defect == "zero points"))
     with pytest.raises(ExportError, match="differs from the reference"):
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe))
+        export_checkpoint(source, tmp_path / "bundle", recipe)
 
 
 def test_wrong_low_bit_kernels_are_detected(tmp_path, monkeypatch) -> None:
@@ -117,13 +117,13 @@ def test_wrong_low_bit_kernels_are_detected(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(ContractSession, "__init__", construct)
     monkeypatch.setattr(ContractSession, "forward", noisy_forward)
     with pytest.raises(ExportError, match=r"correlate by only 0\.\d+ with the reference's on this machine"):
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(INT8)))
+        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(INT8))
 
 
 def test_fewer_bits_give_a_higher_kl(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", "qwen2")
     exact, int8, int4 = (
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(weight_format)))
+        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(weight_format))
         for weight_format in (FP32, INT8, INT4)
     )
     assert all(each.parity.max_abs_diff < TOLERANCE / 20 for each in (exact, int8, int4))
@@ -138,7 +138,7 @@ def test_fewer_bits_give_a_higher_kl(tmp_path) -> None:
 def test_quality_is_measured_on_as_much_of_the_sample_text_as_the_context_holds(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     recipe = ExportRecipe(INT8, context=16, layout=GraphLayout.GENAI)
-    quality = export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe)).quality
+    quality = export_checkpoint(source, tmp_path / "bundle", recipe).quality
     assert quality.tokens == 16
 
 
@@ -159,7 +159,7 @@ def test_a_graph_with_slow_kernels_is_rejected(tmp_path, monkeypatch, capfd, wei
         f"no fast kernel on this machine for some of {weight_format}: 2 products of a pass would expand their matrices"
     )
     with pytest.raises(ExportError, match=message):
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(weight_format)))
+        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(weight_format))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
     assert "onnxruntime" not in capfd.readouterr().err
 
@@ -184,8 +184,8 @@ def test_export_works_without_standard_error(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     program = (
         "import os, pathlib, sys; os.close(2); sys.stderr = None\n"
-        "from edgerun.export import ExportRecipe, ExportRequest, export_checkpoint\n"
-        "export_checkpoint(ExportRequest(*map(pathlib.Path, sys.argv[1:]), ExportRecipe()))\n"
+        "from edgerun.export import ExportRecipe, export_checkpoint\n"
+        "export_checkpoint(*map(pathlib.Path, sys.argv[1:]), ExportRecipe())\n"
     )
     subprocess.run([sys.executable, "-c", program, source, tmp_path / "bundle"], check=True, timeout=120)
     assert (tmp_path / "bundle" / "model.onnx").is_file()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import edgerun
-from edgerun.export import FP32, ExportRecipe, ExportRequest, export_checkpoint
+from edgerun.export import FP32, ExportRecipe, export_checkpoint
 from support.shared_data import data_path
 from support.tiny_models import write_checkpoint
 
@@ -28,7 +28,7 @@ def transformers_text(checkpoint: Path, prompt: str, count: int) -> str:
 
 
 def edge_run_text(checkpoint: Path, folder: Path, prompt: str, count: int) -> str:
-    bundle = export_checkpoint(ExportRequest(checkpoint, folder, ExportRecipe(FP32))).bundle
+    bundle = export_checkpoint(checkpoint, folder, ExportRecipe(FP32)).bundle
     with edgerun.load(bundle) as llm:
         return llm.generate(prompt, raw=True, temperature=0, max_tokens=count).text
 

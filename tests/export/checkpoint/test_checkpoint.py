@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from edgerun.errors import CheckpointError
-from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, export_checkpoint
+from edgerun.export import FP32, INT4, ExportRecipe, export_checkpoint
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.checkpoint.source import RowRange
@@ -289,9 +289,7 @@ def test_end_of_text_token_of_config_json_without_generation_config(tmp_path) ->
 def test_null_settings_have_default_values(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     edit_config(rms_norm_eps=None, rope_theta=None)(source)
-    assert (
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32))).parity.top1_agreement == 1.0
-    )
+    assert export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).parity.top1_agreement == 1.0
 
 
 def test_the_error_names_a_missing_folder(tmp_path) -> None:
@@ -313,9 +311,7 @@ def test_a_vocabulary_may_be_larger_than_the_tokenizer(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", vocab_size=320)
     other = write_checkpoint(tmp_path / "other")
     (source / "tokenizer.json").write_bytes((other / "tokenizer.json").read_bytes())
-    assert (
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32))).parity.top1_agreement == 1.0
-    )
+    assert export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).parity.top1_agreement == 1.0
 
 
 INVALID_FAMILY_SETTINGS = [

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file  # noqa: E402
 
 from edgerun.errors import InputError  # noqa: E402
-from edgerun.export import FP32, ExportRecipe, ExportRequest, export_checkpoint  # noqa: E402
+from edgerun.export import FP32, ExportRecipe, export_checkpoint  # noqa: E402
 from edgerun.export.check.reference import reference_logits  # noqa: E402
 from edgerun.export.checkpoint.safetensors_files import Checkpoint  # noqa: E402
 from edgerun.export.draft_training import training_loop  # noqa: E402
@@ -251,12 +251,11 @@ def test_an_exported_head_drafts_what_it_was_trained_to(tmp_path: Path, monkeypa
         ),
     )
     record = train_draft(request)
-    checkpoint = ExportRequest(
+    pair = export_checkpoint(
         tmp_path / "target" / "checkpoint",
         tmp_path / "pair",
         ExportRecipe(FP32, draft=tmp_path / "head", draft_weights=FP32),
-    )
-    pair = export_checkpoint(checkpoint).bundle
+    ).bundle
     examples = load_examples(tmp_path / "head" / "training" / "held-out" / "answers-00000.safetensors")
     agreeing = positions = 0
     with load(pair, device="cpu", learned=False) as engine:

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from edgerun import BundleError, EdgeError, ExportError
 from edgerun.edge.cli.main import main
-from edgerun.export import FP32, INT4, INT8, ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
+from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint
 from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.check.head_reference import HeadOutputs
 from edgerun.export.checkpoint.config import read_config
@@ -40,7 +40,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def export(checkpoint: Path, head: Path, bundle: Path, weight_format: WeightFormat = FP32) -> Path:
     recipe = ExportRecipe(weight_format, draft=head)
-    return export_checkpoint(ExportRequest(checkpoint, bundle, recipe)).bundle
+    return export_checkpoint(checkpoint, bundle, recipe).bundle
 
 
 def features_of(head: Path) -> npt.NDArray[np.float32]:
@@ -257,7 +257,7 @@ def test_a_head_of_another_model_is_refused_when_it_is_loaded(checkpoint: Path, 
 
     head = write_eagle_head(tmp_path / "head", tiny_config(**TARGET))
     bundle = export(checkpoint, head, tmp_path / "bundle")
-    plain = export_checkpoint(ExportRequest(checkpoint, tmp_path / "plain", ExportRecipe(FP32))).bundle
+    plain = export_checkpoint(checkpoint, tmp_path / "plain", ExportRecipe(FP32)).bundle
     (bundle / "model.onnx").write_bytes((plain / "model.onnx").read_bytes())
     manifest = Manifest.from_json((bundle / MANIFEST_NAME).read_bytes())
     data = json.loads(manifest.to_json())

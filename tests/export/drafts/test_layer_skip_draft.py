@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgerun import InputError
-from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, export_checkpoint
+from edgerun.export import FP32, INT4, ExportRecipe, export_checkpoint
 from edgerun.export.calibration.calibration_text import CalibrationText
 from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.drafts.head_size import TARGET_WIDTHS, tokens_per_second
@@ -74,7 +74,7 @@ def test_a_skipped_sub_layer_is_one_without_output(family: str, tmp_path: Path) 
             value[...] = 0
     source = write_checkpoint(tmp_path / "zero", family, num_hidden_layers=layers)
     write_weights(source, weights)
-    expected = export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(FP32))).bundle
+    expected = export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).bundle
     tokens = texts(1, 12)[0]
     reference = ContractSession(expected, architecture(expected), 12).forward(tokens, np.arange(12))
     left = without(onnx.load(bundle / "model.onnx", load_external_data=False), SKIPPED)

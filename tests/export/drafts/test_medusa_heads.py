@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 import edgerun
 from edgerun import EdgeError, Engine, ExportError, GenerateOptions, InputError
 from edgerun.edge.cli.main import main
-from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
+from edgerun.export import FP32, INT4, ExportRecipe, WeightFormat, export_checkpoint
 from edgerun.export.check.contract_session import ModelSession
 from edgerun.export.drafts import draft_head
 from edgerun.models.draft_heads import MEDUSA_FILE
@@ -39,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def export(checkpoint: Path, heads: Path, bundle: Path, weight_format: WeightFormat = FP32) -> Path:
     recipe = ExportRecipe(weight_format, draft=heads)
-    return export_checkpoint(ExportRequest(checkpoint, bundle, recipe)).bundle
+    return export_checkpoint(checkpoint, bundle, recipe).bundle
 
 
 @pytest.fixture(scope="module")

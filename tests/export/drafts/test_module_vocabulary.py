@@ -16,7 +16,7 @@ import edgerun
 from edgerun import GenerateOptions
 from edgerun.edge.cli.main import main
 from edgerun.errors import InputError
-from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, export_checkpoint
+from edgerun.export import FP32, INT4, ExportRecipe, export_checkpoint
 from edgerun.export.calibration.calibration_text import CalibrationText
 from edgerun.export.drafts import trimmed_head
 from edgerun.export.drafts.draft_head import DraftHead
@@ -44,7 +44,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def exported(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = ExportRecipe(FP32, draft=OWN_MODULE)
-    return export_checkpoint(ExportRequest(source, tmp_path_factory.mktemp("exported") / "bundle", recipe)).bundle
+    return export_checkpoint(source, tmp_path_factory.mktemp("exported") / "bundle", recipe).bundle
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_a_note_on_the_head_is_kept_without_calibration(
     add_to = DraftHead.add_to
     monkeypatch.setattr(DraftHead, "add_to", lambda *arguments: add_to(*arguments) or "a note on the head")
     recipe = ExportRecipe(FP32, draft=OWN_MODULE)
-    result = export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe))
+    result = export_checkpoint(source, tmp_path / "bundle", recipe)
     assert "a note on the head" in result.notes
 
 
@@ -201,14 +201,14 @@ def test_sizes_that_a_head_cannot_have(bundle: Path, wanted: int) -> None:
 def test_too_large_a_size_is_refused_before_anything_slow(source: Path, tmp_path: Path) -> None:
     recipe = ExportRecipe(INT4, draft=OWN_MODULE, draft_vocab=301)
     with pytest.raises(InputError, match="cannot have 301 tokens; give at most 300, the model's vocabulary"):
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe), lambda *_: pytest.fail("slow"))
+        export_checkpoint(source, tmp_path / "bundle", recipe, lambda *_: pytest.fail("slow"))
 
 
 def test_only_modules_have_a_size(tmp_path: Path) -> None:
     head, target = write_eagle_head(tmp_path / "head", tiny_config()), write_checkpoint(tmp_path / "target")
     recipe = ExportRecipe(INT4, draft=head, draft_vocab=10)
     with pytest.raises(InputError, match="--draft-vocab has no effect on the draft head .*head, whose size is that"):
-        export_checkpoint(ExportRequest(target, tmp_path / "bundle", recipe))
+        export_checkpoint(target, tmp_path / "bundle", recipe)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import onnx
 import pytest
 
-from edgerun.export import FP32, ExportRecipe, ExportRequest, export_checkpoint
+from edgerun.export import FP32, ExportRecipe, export_checkpoint
 from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.check.head_reference import reference_mtp
 from edgerun.export.checkpoint.config import read_config
@@ -94,7 +94,7 @@ def test_logits_and_states_equal_those_of_transformers(tmp_path: Path, overrides
     np.testing.assert_allclose(computed.states, states, atol=2e-4)
 
     recipe = ExportRecipe(FP32, draft=OWN_MODULE)
-    bundle = export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe)).bundle
+    bundle = export_checkpoint(source, tmp_path / "bundle", recipe).bundle
     architecture = open_bundle(bundle).manifest.architecture  # type: ignore[union-attr]
     graph = onnx.load(bundle / "draft.onnx", load_external_data=False)
     session = ContractSession(bundle, architecture, COUNT, graph, extra_outputs=("next_states",))

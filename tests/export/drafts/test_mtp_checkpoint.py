@@ -13,7 +13,7 @@ import pytest
 import edgerun
 from edgerun.edge.cli.main import main
 from edgerun.errors import CheckpointError, InputError
-from edgerun.export import INT4, ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
+from edgerun.export import INT4, ExportRecipe, WeightFormat, export_checkpoint
 from edgerun.export.bundle_content import BundleContent
 from edgerun.export.bundle_writer import write_bundle
 from edgerun.export.calibration.awq import AwqScales, AwqSource
@@ -107,7 +107,7 @@ def test_formats_that_the_experts_of_a_module_cannot_have_are_refused(tmp_path: 
     with pytest.raises(
         InputError, match=r"layers\.0\.down have 32 columns, which is not a multiple of the block size 64"
     ):
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe))
+        export_checkpoint(source, tmp_path / "bundle", recipe)
     assert not (tmp_path / "bundle").exists()
 
 
@@ -125,7 +125,7 @@ def test_multimodal_checkpoints_have_it_beside_the_language_model(tmp_path: Path
     }
     save_file(renamed, source / "model.safetensors")
     recipe = ExportRecipe(INT4, draft=OWN_MODULE)
-    bundle = export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe)).bundle
+    bundle = export_checkpoint(source, tmp_path / "bundle", recipe).bundle
     assert (draft_of(bundle) or {})["head"] == "mtp"
 
 
@@ -148,7 +148,7 @@ def test_a_module_that_cannot_be_used_is_left_out_with_a_line(
     assert message.rpartition(".")[2] in printed
     assert draft_of(bundle) is None
     with pytest.raises(CheckpointError, match=message) as error:  # where it was asked for
-        export_checkpoint(ExportRequest(source, tmp_path / "other", ExportRecipe(INT4, draft=OWN_MODULE)))
+        export_checkpoint(source, tmp_path / "other", ExportRecipe(INT4, draft=OWN_MODULE))
     assert "\n" not in str(error.value)
     assert not (tmp_path / "other").exists()
 
@@ -160,7 +160,7 @@ def test_a_checkpoint_without_one(tmp_path: Path, family: str) -> None:
     assert export(source, tmp_path / "bundle") == 0
     assert draft_of(tmp_path / "bundle") is None
     with pytest.raises(CheckpointError, match="has no multi-token-prediction module"):
-        export_checkpoint(ExportRequest(source, tmp_path / "other", ExportRecipe(INT4, draft=OWN_MODULE)))
+        export_checkpoint(source, tmp_path / "other", ExportRecipe(INT4, draft=OWN_MODULE))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 import edgerun
 from edgerun import InputError
-from edgerun.export import ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
+from edgerun.export import ExportRecipe, WeightFormat, export_checkpoint
 from edgerun.export.calibration.calibration_text import CalibrationText
 from edgerun.export.drafts.make_draft import adopt_draft
 from edgerun.export.recipe import DraftTokens
@@ -46,7 +46,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def target(checkpoints: tuple[Path, Path], tmp_path: Path) -> Path:
     folder = tmp_path / "target"
     for source, destination in zip(checkpoints, (folder, folder / "draft"), strict=True):
-        export_checkpoint(ExportRequest(source, destination, ExportRecipe(FORMAT)))
+        export_checkpoint(source, destination, ExportRecipe(FORMAT))
     return folder
 
 

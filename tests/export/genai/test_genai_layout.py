@@ -13,7 +13,7 @@ import pytest
 import edgerun
 from edgerun import ExportError, Speculation
 from edgerun.edge.cli.main import main
-from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
+from edgerun.export import FP32, INT4, ExportRecipe, WeightFormat, export_checkpoint
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.graph.genai_layout import write_genai_layout
 from edgerun.models.bundle import open_bundle
@@ -108,7 +108,7 @@ def test_genai_config(tmp_path: Path) -> None:
     settings = {"eos_token_id": [2, 1], "do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": None}
     write_json(source / "generation_config.json", settings)
     recipe = ExportRecipe(INT4, context=200, layout=GraphLayout.GENAI)
-    report = export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe))
+    report = export_checkpoint(source, tmp_path / "bundle", recipe)
     config = json.loads((report.bundle / "genai_config.json").read_text(encoding="utf-8"))
     model, search = config["model"], config["search"]
     # 0 is the end token of the tokenizer.
@@ -135,9 +135,7 @@ def test_unknown_special_tokens_are_omitted(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", eos_token_id=None, pad_token_id=None, bos_token_id=None)
     for name in ("generation_config.json", "tokenizer_config.json"):
         write_json(source / name, {})
-    bundle = export_checkpoint(
-        ExportRequest(source, tmp_path / "bundle", ExportRecipe(INT4, layout=GraphLayout.GENAI))
-    ).bundle
+    bundle = export_checkpoint(source, tmp_path / "bundle", ExportRecipe(INT4, layout=GraphLayout.GENAI)).bundle
     model = json.loads((bundle / "genai_config.json").read_text(encoding="utf-8"))["model"]
     assert not [name for name in model if name.endswith("_token_id")]
 
@@ -165,9 +163,7 @@ def test_the_command_writes_the_layout(tmp_path: Path, capsys: pytest.CaptureFix
 def test_the_check_ignores_rounded_activations(tmp_path: Path) -> None:
     """The check compares graphs in float, since passes of different widths round 8-bit activations differently."""
     source = write_checkpoint(tmp_path / "checkpoint", hidden_size=128, num_hidden_layers=4)
-    bundle = export_checkpoint(
-        ExportRequest(source, tmp_path / "out", ExportRecipe(INT4, layout=GraphLayout.GENAI))
-    ).bundle
+    bundle = export_checkpoint(source, tmp_path / "out", ExportRecipe(INT4, layout=GraphLayout.GENAI)).bundle
     nodes = onnx.load(bundle / "model.onnx", load_external_data=False).graph.node
     levels = [each.i for node in nodes for each in node.attribute if each.name == "accuracy_level"]
     assert set(levels) == {4}

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from edgerun.edge.cli.main import main
 from edgerun.errors import CheckpointError, InputError
-from edgerun.export import FP32, INT4, INT8, ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
+from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint
 from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
@@ -79,8 +79,8 @@ def test_float_weights_export_byte_for_byte_like_the_checkpoint(tmp_path, family
 def test_llama_variants_export_like_the_checkpoint(tmp_path, overrides) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", **overrides)
     file = write_gguf(tmp_path / "model.gguf", source)
-    expected = export_checkpoint(ExportRequest(source, tmp_path / "expected", ExportRecipe(INT8)))
-    bundle = export_checkpoint(ExportRequest(file, tmp_path / "bundle", ExportRecipe(INT8)))
+    expected = export_checkpoint(source, tmp_path / "expected", ExportRecipe(INT8))
+    bundle = export_checkpoint(file, tmp_path / "bundle", ExportRecipe(INT8))
     assert digests(bundle.bundle) == digests(expected.bundle)
 
 
@@ -126,7 +126,7 @@ def test_every_tensor_type_exports_its_decoded_weights(tmp_path, kind: str) -> N
     file = write_gguf(tmp_path / "model.gguf", source, kind, raw=raw)
     expected = exported(source, tmp_path / "expected")
     assert digests(exported(file, tmp_path / "plain")) == digests(expected)
-    report = export_checkpoint(ExportRequest(file, tmp_path / "bundle", STORED))
+    report = export_checkpoint(file, tmp_path / "bundle", STORED)
     weight_format = {**EXACT, **OTHER, **K_QUANTS}[kind]
     weights = open_bundle(report.bundle).manifest.weights
     assert {weight_format for linear, weight_format in weights.items() if linear.startswith("layers")} == {
@@ -156,9 +156,7 @@ def test_minima_become_offsets(tmp_path, kind: str) -> None:
 def test_types_with_and_without_minima_share_a_fused_linear(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", "qwen2", num_hidden_layers=1)
     kinds = {"blk.0.attn_q.weight": "Q4_0", "blk.0.attn_k.weight": "Q4_1", "blk.0.attn_v.weight": "Q4_0"}
-    report = export_checkpoint(
-        ExportRequest(write_gguf(tmp_path / "model.gguf", source, kinds), tmp_path / "bundle", STORED)
-    )
+    report = export_checkpoint(write_gguf(tmp_path / "model.gguf", source, kinds), tmp_path / "bundle", STORED)
     assert open_bundle(report.bundle).manifest.weights["layers.0.qkv"] == OFFSETS
     assert report.parity.mean_kl < 0.02
 
@@ -208,7 +206,7 @@ def test_requested_formats_override_those_of_the_file(tmp_path) -> None:
     weights = open_bundle(exported(file, tmp_path / "bundle", recipe)).manifest.weights
     assert weights["head"] == weights["embedding"] == INT8
     assert weights["layers.0.qkv"] == WeightFormat(4, 64)
-    head = open_bundle(export_checkpoint(ExportRequest(file, tmp_path / "other", ExportRecipe(None, head=FP32))).bundle)
+    head = open_bundle(export_checkpoint(file, tmp_path / "other", ExportRecipe(None, head=FP32)).bundle)
     assert head.manifest.weights["head"] == FP32
     assert head.manifest.weights["layers.0.qkv"] == INT8
 
@@ -216,9 +214,7 @@ def test_requested_formats_override_those_of_the_file(tmp_path) -> None:
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 def test_a_split_model_exports_like_a_single_file(tmp_path, kind: str) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
-    whole = export_checkpoint(
-        ExportRequest(write_gguf(tmp_path / "one.gguf", source, kind), tmp_path / "whole", STORED)
-    )
+    whole = export_checkpoint(write_gguf(tmp_path / "one.gguf", source, kind), tmp_path / "whole", STORED)
     first = write_gguf(tmp_path / "many.gguf", source, kind, parts=3)
     assert digests(exported(first, tmp_path / "bundle", STORED)) == digests(whole.bundle)
     second = first.with_name("many-00002-of-00003.gguf")

@@ -11,7 +11,7 @@ import pytest
 
 from edgerun.edge.cli.main import main
 from edgerun.errors import BundleError, ExportError
-from edgerun.export import ExportRecipe, ExportRequest, export_model
+from edgerun.export import ExportRecipe, export_model
 from edgerun.export.graph.gpu_variants import write_gpu_variants
 from edgerun.models.bundle import open_bundle
 from edgerun.models.graph_variant import DeviceKind
@@ -79,7 +79,7 @@ def test_a_damaged_graph_is_refused(exported: Path, tmp_path: Path) -> None:
 
 def test_models_of_other_tools_get_the_graphs_too(tmp_path: Path) -> None:
     source = write_layout(tmp_path / "source", LAYOUTS["genai"])
-    result = export_model(ExportRequest(source, tmp_path / "bundle", ExportRecipe(device="gpu")))
+    result = export_model(source, tmp_path / "bundle", ExportRecipe(device="gpu"))
     assert sorted(name for name in result.file_bytes if name.startswith("model_")) == FILES
 
 

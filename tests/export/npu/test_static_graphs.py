@@ -18,7 +18,6 @@ from edgerun.export import (
     INT2,
     INT4,
     ExportRecipe,
-    ExportRequest,
     WeightFormat,
     export_checkpoint,
     export_model,
@@ -192,7 +191,7 @@ def test_a_model_beyond_float16_is_not_exported(tmp_path: Path, factors: dict[st
         tensors[f"model.layers.0.self_attn.{name}.weight"] *= factor
     write_weights(source, tensors)
     with pytest.raises(ExportError, match=message):
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe_of()))
+        export_checkpoint(source, tmp_path / "bundle", recipe_of())
     assert not (tmp_path / "bundle").exists()
 
 
@@ -243,9 +242,8 @@ def test_contexts_follow_the_model(tmp_path: Path) -> None:
 
 
 def test_onnx_models_cannot_have_them(tiny_bundle: Path, tmp_path: Path) -> None:
-    request = ExportRequest(tiny_bundle, tmp_path / "bundle", ExportRecipe(None, device="npu"))
     with pytest.raises(InputError, match="--device npu needs a checkpoint of a family that edge-run exports itself"):
-        export_model(request)
+        export_model(tiny_bundle, tmp_path / "bundle", ExportRecipe(None, device="npu"))
 
 
 @pytest.mark.parametrize(

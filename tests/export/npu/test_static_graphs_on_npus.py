@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgerun.export import INT4, ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
+from edgerun.export import INT4, ExportRecipe, WeightFormat, export_checkpoint
 from support.devices import require_openvino, require_qnn
 from support.shared_data import data_path
 from support.static_passes import RecordedPasses
@@ -72,9 +72,9 @@ def test_qnn_takes_whole_graphs_and_agrees_with_the_cpu(tmp_path: Path) -> None:
     require_qnn()
     passes = recorded_families(tmp_path, ("qwen3",))
     # 172 channels between gate and down do not fill blocks of 32, so they are padded.
-    trained = ExportRequest(data_path("weights/stories260K-hf"), tmp_path / "bundle", recipe_of())
+    source = data_path("weights/stories260K-hf")
     tokens = [1, 403, 407, 261, 378, 429, 445, 432, 417, 266, *range(300, 321)]
-    passes.record(export_checkpoint(trained).bundle, CAPACITY, tokens)
+    passes.record(export_checkpoint(source, tmp_path / "bundle", recipe_of()).bundle, CAPACITY, tokens)
     require_agreement(passes, tmp_path, qnn())
 
 

@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as arrays
 
 import edgerun
 from edgerun.errors import InputError
-from edgerun.export import ExportRecipe, ExportRequest, Method, WeightFormat, export_checkpoint
+from edgerun.export import ExportRecipe, Method, WeightFormat, export_checkpoint
 from edgerun.export.allocation.format_candidates import completed_plan, planned_linears
 from edgerun.export.allocation.plan_costs import file_costs, plan_cost
 from edgerun.export.checkpoint.config import read_config
@@ -124,6 +124,6 @@ def test_static_graphs_for_npus(tmp_path: Path) -> None:
     recipe = ExportRecipe(
         WeightFormat(4, 32, zero_points=True, half_scales=True), device="npu", widths=(1,), contexts=(32,)
     )
-    export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe))  # compares the graphs
+    export_checkpoint(source, tmp_path / "bundle", recipe)  # compares the graphs
     manifest = open_bundle(tmp_path / "bundle").manifest
     assert [each.precision for each in manifest.variants] == [Precision.FLOAT16]

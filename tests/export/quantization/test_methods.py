@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgerun.errors import CheckpointError, InputError
-from edgerun.export import FP32, INT2, INT4, INT8, ExportRecipe, ExportRequest, Method, WeightFormat, export_checkpoint
+from edgerun.export import FP32, INT2, INT4, INT8, ExportRecipe, Method, WeightFormat, export_checkpoint
 from edgerun.export.quantization.codes import InputStatistics, correction_factors, dequantized, low_rank_product
 from edgerun.export.quantization.methods import QUANTIZERS
 from edgerun.models.bundle import open_bundle
@@ -161,7 +161,7 @@ def test_the_manifest_names_the_method_of_each_linear(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
 
     def methods(recipe: ExportRecipe) -> set[str | None]:
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", recipe))
+        export_checkpoint(source, tmp_path / "bundle", recipe)
         written = json.loads((tmp_path / "bundle" / "edge.json").read_text(encoding="utf-8"))["weights"]
         manifest = open_bundle(tmp_path / "bundle").manifest
         for linear, weight_format in manifest.weights.items():
@@ -189,7 +189,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, method: Method, bad: 
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = bad
     write_weights(source, tensors)
     with pytest.raises(CheckpointError, match="up_proj"):
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(INT4, method=method)))
+        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(INT4, method=method))
     assert not (tmp_path / "bundle").exists()
 
 
@@ -197,8 +197,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, method: Method, bad: 
 def test_exports_are_deterministic(tmp_path, method: Method) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     first, second = (
-        export_checkpoint(ExportRequest(source, tmp_path / name, ExportRecipe(INT2, method=method))).bundle
-        for name in "ab"
+        export_checkpoint(source, tmp_path / name, ExportRecipe(INT2, method=method)).bundle for name in "ab"
     )
     for file in ("model.onnx", "model.onnx.data"):
         assert (first / file).read_bytes() == (second / file).read_bytes()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from edgerun.errors import InputError
-from edgerun.export import FP32, ExportRecipe, ExportRequest, Method, WeightFormat, export_checkpoint
+from edgerun.export import FP32, ExportRecipe, Method, WeightFormat, export_checkpoint
 from edgerun.export.quantization.codes import dequantized, unpack_zero_points
 from edgerun.export.quantization.methods import QUANTIZERS
 from edgerun.models.bundle import open_bundle
@@ -90,9 +90,7 @@ def test_export_with_zero_points(tmp_path, bits: int, block: int, tied: bool) ->
     assert len(linears) == 9
     assert all(node.input[3] for node in linears)
     symmetric = export_checkpoint(
-        ExportRequest(
-            tmp_path / "checkpoint", tmp_path / "other", ExportRecipe(replace(weight_format, zero_points=False))
-        )
+        tmp_path / "checkpoint", tmp_path / "other", ExportRecipe(replace(weight_format, zero_points=False))
     )
     assert symmetric.bits_per_weight < manifest.bits_per_weight
 
@@ -122,7 +120,7 @@ def test_the_manifest_stores_zero_points(tmp_path) -> None:
 def test_experts_reject_other_scales(tmp_path, weight_format: WeightFormat, called: str) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", "qwen3_moe")
     with pytest.raises(InputError, match=f"layers.0.gate_up has experts, whose operator does not support {called}"):
-        export_checkpoint(ExportRequest(source, tmp_path / "bundle", ExportRecipe(weight_format)))
+        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(weight_format))
 
 
 @pytest.mark.parametrize(
@@ -135,4 +133,4 @@ def test_experts_reject_other_scales(tmp_path, weight_format: WeightFormat, call
 def test_quantized_sources_reject_other_scales(tmp_path, weight_format: WeightFormat, option: str) -> None:
     file = write_gguf(tmp_path / "model.gguf", write_checkpoint(tmp_path / "checkpoint"), "Q8_0")
     with pytest.raises(InputError, match=f"{option}.* is not supported for a GGUF file"):
-        export_checkpoint(ExportRequest(file, tmp_path / "bundle", ExportRecipe(weight_format)))
+        export_checkpoint(file, tmp_path / "bundle", ExportRecipe(weight_format))

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgerun.errors import EdgeError
-from edgerun.export import FP32, ExportRecipe, ExportRequest, upgrade_model
+from edgerun.export import FP32, ExportRecipe, upgrade_model
 from support.folder_edits import FileEdit, file_edits
 from support.graph_edits import GraphEdit, graph_edits
 from support.layouts import LAYOUTS, write_layout
@@ -33,7 +33,7 @@ def check(where: Path) -> None:
     """Upgrade the model in `where`/model. A bundle that is written has passed the comparison with its source."""
     message = None
     try:
-        upgrade_model(ExportRequest(where / "model", where / "out", ExportRecipe(FP32)))
+        upgrade_model(where / "model", where / "out", ExportRecipe(FP32))
     except EdgeError as error:
         message = str(error)
     assert {path.name for path in where.iterdir()} == ({"model", "out"} if message is None else {"model"})

@@ -19,7 +19,7 @@ import edgerun
 from edgerun import GenerateOptions, Speculation
 from edgerun.edge.cli.main import main
 from edgerun.errors import BundleError, EdgeError, ExportError, InputError
-from edgerun.export import FP32, INT4, INT8, ExportRecipe, ExportRequest, upgrade_model
+from edgerun.export import FP32, INT4, INT8, ExportRecipe, upgrade_model
 from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.upgrade.decoder_io import identify_io
 from edgerun.export.upgrade.editable import EditableGraph
@@ -67,7 +67,7 @@ CHECKED = (
 
 
 def upgrade(folder: Path) -> Path:
-    return upgrade_model(ExportRequest(folder, folder.parent / "upgraded", ExportRecipe(FP32))).bundle
+    return upgrade_model(folder, folder.parent / "upgraded", ExportRecipe(FP32)).bundle
 
 
 def unambiguous_prompt(layout: Layout) -> list[int]:
@@ -164,7 +164,7 @@ def test_float_weights_are_rounded_to_the_requested_format(tmp_path: Path) -> No
         "int8": ExportRecipe(INT8, head=FP32),
         "fp32": ExportRecipe(FP32),
     }.items():
-        report = upgrade_model(ExportRequest(source, tmp_path / name, recipe))
+        report = upgrade_model(source, tmp_path / name, recipe)
         formats[name] = Manifest.from_json((report.bundle / "edge.json").read_bytes()).weights
         assert report.parity.max_abs_diff < 1e-3
     assert formats["default"]["layers.0.qkv"] == formats["default"]["head"] == INT4
@@ -176,7 +176,7 @@ def test_quantized_weights_are_not_rounded_again(tmp_path: Path) -> None:
     """The source is an int4 bundle in GenAI's layout, as its own exporter writes it."""
     source = genai_int4(tmp_path)
     before = (source / "model.onnx.data").stat().st_size
-    report = upgrade_model(ExportRequest(source, tmp_path / "out", ExportRecipe(INT8)))
+    report = upgrade_model(source, tmp_path / "out", ExportRecipe(INT8))
     assert report.notes == ("weights that have few bits already were not rounded again",)
     assert abs(report.file_bytes["model.onnx.data"] - before) < 20_000
     weights = Manifest.from_json((report.bundle / "edge.json").read_bytes()).weights
@@ -190,9 +190,7 @@ def genai_int4(folder: Path) -> Path:
     from support.tiny_models import write_checkpoint
 
     checkpoint = write_checkpoint(folder / "checkpoint")
-    exported = export_checkpoint(
-        ExportRequest(checkpoint, folder / "genai", ExportRecipe(INT4, layout=GraphLayout.GENAI))
-    ).bundle
+    exported = export_checkpoint(checkpoint, folder / "genai", ExportRecipe(INT4, layout=GraphLayout.GENAI)).bundle
     (exported / "edge.json").unlink()
     return exported
 
@@ -276,7 +274,7 @@ def test_damaged_model_gives_a_one_line_error_and_no_files(name: str, tmp_path: 
     folder = write_layout(tmp_path / "m", LAYOUTS["optimum-external"])
     damage(folder)
     with pytest.raises(EdgeError) as caught:
-        upgrade_model(ExportRequest(folder, tmp_path / "out", ExportRecipe(FP32)))
+        upgrade_model(folder, tmp_path / "out", ExportRecipe(FP32))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
@@ -286,21 +284,21 @@ def test_damaged_model_gives_a_one_line_error_and_no_files(name: str, tmp_path: 
 def test_graph_that_is_not_a_decoder_gives_a_one_line_error(name: str, tmp_path: Path) -> None:
     folder = write_unsupported(tmp_path / "m", UNSUPPORTED[name])
     with pytest.raises(EdgeError) as caught:
-        upgrade_model(ExportRequest(folder, tmp_path / "out", ExportRecipe(FP32)))
+        upgrade_model(folder, tmp_path / "out", ExportRecipe(FP32))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
 def test_own_bundles_and_invalid_requests_are_refused(tiny_bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="follows edge-run's graph contract already; run it as it is"):
-        upgrade_model(ExportRequest(tiny_bundle, tmp_path / "out", ExportRecipe(None)))
+        upgrade_model(tiny_bundle, tmp_path / "out", ExportRecipe(None))
     source = write_layout(tmp_path / "m", OPTIMUM)
     with pytest.raises(InputError, match="an ONNX model is upgraded to edge-run's own layout only"):
-        upgrade_model(ExportRequest(source, tmp_path / "out", ExportRecipe(None, layout=GraphLayout.GENAI)))
+        upgrade_model(source, tmp_path / "out", ExportRecipe(None, layout=GraphLayout.GENAI))
     with pytest.raises(InputError, match="overlaps"):
-        upgrade_model(ExportRequest(source, source, ExportRecipe(None)))
+        upgrade_model(source, source, ExportRecipe(None))
     with pytest.raises(InputError, match="is more than this model was exported for; give at most 1024"):
-        upgrade_model(ExportRequest(source, tmp_path / "out", ExportRecipe(None, context=4096)))
+        upgrade_model(source, tmp_path / "out", ExportRecipe(None, context=4096))
 
 
 def test_variant_of_a_folder_is_upgraded(tmp_path: Path) -> None:
@@ -308,10 +306,10 @@ def test_variant_of_a_folder_is_upgraded(tmp_path: Path) -> None:
     folder = write_layout(tmp_path / "m", replace(COMMUNITY, weights=Weights.INSIDE))
     shutil.copy(folder / "onnx" / "model.onnx", folder / "onnx" / "model_q4.onnx")
     for source in (Path(f"{folder}:q4"), folder / "onnx" / "model.onnx"):
-        bundle = upgrade_model(ExportRequest(source, folder / "onnx" / "out", ExportRecipe(FP32))).bundle
+        bundle = upgrade_model(source, folder / "onnx" / "out", ExportRecipe(FP32)).bundle
         assert json.loads((bundle / "config.json").read_text(encoding="utf-8"))["model_type"] == "llama"
     with pytest.raises(BundleError, match="has no variant q8"):
-        upgrade_model(ExportRequest(Path(f"{folder}:q8"), tmp_path / "out", ExportRecipe(FP32)))
+        upgrade_model(Path(f"{folder}:q8"), tmp_path / "out", ExportRecipe(FP32))
 
 
 def test_earlier_bundle_is_kept_when_an_upgrade_fails(tmp_path: Path) -> None:

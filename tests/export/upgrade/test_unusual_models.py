@@ -16,7 +16,7 @@ from onnx import ModelProto, helper, numpy_helper
 import edgerun
 from edgerun import GenerateOptions
 from edgerun.errors import ExportError
-from edgerun.export import FP32, INT4, ExportRecipe, ExportRequest, upgrade_model
+from edgerun.export import FP32, INT4, ExportRecipe, upgrade_model
 from edgerun.export.check.contract_session import ContractSession
 from edgerun.models.manifest import Manifest, WeightFormat
 from edgerun.runtime.result import Reply
@@ -40,7 +40,7 @@ def changed(folder: Path, layout: Layout, change: Change) -> Path:
 
 def upgraded(source: Path, weight_format: WeightFormat) -> Manifest:
     """Upgrade a model to the folder `upgraded` beside it."""
-    folder = upgrade_model(ExportRequest(source, source.parent / "upgraded", ExportRecipe(weight_format))).bundle
+    folder = upgrade_model(source, source.parent / "upgraded", ExportRecipe(weight_format)).bundle
     return Manifest.from_json((folder / "edge.json").read_bytes())
 
 
@@ -215,7 +215,7 @@ def test_external_weights_may_have_no_byte_length(weights: Weights, tmp_path: Pa
 @pytest.mark.parametrize("context", [2, 16, 20, 30])
 def test_context_may_be_shorter_than_the_parity_check(layout: Layout, context: int, tmp_path: Path) -> None:
     source = write_layout(tmp_path / "m", layout)
-    report = upgrade_model(ExportRequest(source, tmp_path / "upgraded", ExportRecipe(FP32, context=context)))
+    report = upgrade_model(source, tmp_path / "upgraded", ExportRecipe(FP32, context=context))
     manifest = json.loads((report.bundle / "edge.json").read_text(encoding="utf-8"))
     assert manifest["architecture"]["context"] == context
     assert report.parity.max_abs_diff < 1e-3

@@ -46,5 +46,4 @@ def test_many_trees_leave_the_cache_of_sequential_decoding(tmp_path: Path) -> No
 def test_trees_of_a_quantized_model_leave_the_cache_of_sequential_decoding(tmp_path: Path) -> None:
     export = pytest.importorskip("edgerun.export", reason="needs the export extra")
     source = data_path("weights/stories260K-hf")
-    request = export.ExportRequest(source, tmp_path / "bundle", export.ExportRecipe(export.INT4))
-    check_rounds(export.export_checkpoint(request).bundle, 50)
+    check_rounds(export.export_checkpoint(source, tmp_path / "bundle", export.ExportRecipe(export.INT4)).bundle, 50)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 import edgerun
 from edgerun import Engine, GenerateOptions, Speculation
 from edgerun.edge.cli.main import main
-from edgerun.export import FP32, ExportRecipe, ExportRequest, export_model
+from edgerun.export import FP32, ExportRecipe, export_model
 from edgerun.runtime.graph.graph_io import GraphIO
 from edgerun.runtime.result import Reply
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
@@ -56,7 +56,7 @@ def test_upgraded_models_give_the_same_tokens(
     model = foreign_exports.of(exporter, family)
     quantized = variant == "int4"
     recipe = ExportRecipe(None if quantized else FP32)
-    bundle = export_model(ExportRequest(model.variant(variant), tmp_path / "upgraded", recipe)).bundle
+    bundle = export_model(model.variant(variant), tmp_path / "upgraded", recipe).bundle
     assert check_tokens(bundle, model.tokens("int4" if quantized else "greedy")).supports_trees
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import edgerun
-from edgerun.export import INT4, ExportRecipe, ExportRequest, export_checkpoint
+from edgerun.export import INT4, ExportRecipe, export_checkpoint
 from edgerun.export.drafts.skipped_layers import SubLayer, SubLayerKind, write_layer_skip_draft
 from support.devices import require_openvino, require_qnn, run_edge_run, run_json_script
 from support.shared_data import data_path
@@ -59,7 +59,7 @@ def test_text_and_trees_agree_with_the_cpu(bundle: Path) -> None:
 def test_200_tokens_of_a_trained_model_agree_with_the_cpu(tmp_path: Path) -> None:
     require_qnn()
     recipe = ExportRecipe(INT4, device="npu", widths=(1, 4), contexts=(64, 256))
-    bundle = export_checkpoint(ExportRequest(data_path("weights/stories260K-hf"), tmp_path / "bundle", recipe)).bundle
+    bundle = export_checkpoint(data_path("weights/stories260K-hf"), tmp_path / "bundle", recipe).bundle
     with edgerun.load(bundle, threads=1) as engine:
         prompt = engine.model.tokenizer.encode("Once upon a time", add_special_tokens=True)
     near_ties = require_agreement(run(f"compare_text(sys.argv[1], {prompt}, 200)", bundle), [64, 256])

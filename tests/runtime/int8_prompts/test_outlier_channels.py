@@ -11,7 +11,7 @@ import onnx
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from edgerun.export import FP32, INT8, ExportRequest, export_checkpoint
+from edgerun.export import FP32, INT8, export_checkpoint
 from edgerun.export.recipe import ExportRecipe
 from edgerun.models.bundle import open_bundle
 from edgerun.models.manifest import GraphLayout
@@ -62,7 +62,7 @@ def bundle_with(folder: Path, change: Callable[[Tensors], None] | None) -> Path:
         tensors = load_file(checkpoint / "model.safetensors")
         change(tensors)
         save_file(tensors, checkpoint / "model.safetensors")
-    return export_checkpoint(ExportRequest(checkpoint, folder / "bundle", ExportRecipe(INT8))).bundle
+    return export_checkpoint(checkpoint, folder / "bundle", ExportRecipe(INT8)).bundle
 
 
 def bound_to(graph: Path, bundle: Path) -> BoundSession:
@@ -83,7 +83,7 @@ def divergence(bundle: Path) -> float:
     """
     reference = bundle.with_name("float32")
     if not reference.exists():
-        export_checkpoint(ExportRequest(bundle.with_name("checkpoint"), reference, ExportRecipe(FP32)))
+        export_checkpoint(bundle.with_name("checkpoint"), reference, ExportRecipe(FP32))
     return measure_int8_quality(
         bound_to(int8_path_of(bundle), bundle), bound_to(reference / "model.onnx", reference), TEXTS
     ).mean_kl
@@ -171,7 +171,7 @@ def test_gates_in_floats_are_multiplied_with_the_factors_of_their_inputs(tmp_pat
     for reader in ("qkv", "z", "a", "b"):
         tensors[name.replace("input_layernorm", f"linear_attn.in_proj_{reader}")][:, OUTLIERS] /= 60
     save_file(tensors, checkpoint / "model.safetensors")
-    bundle = export_checkpoint(ExportRequest(checkpoint, tmp_path / "bundle", ExportRecipe(INT8))).bundle
+    bundle = export_checkpoint(checkpoint, tmp_path / "bundle", ExportRecipe(INT8)).bundle
     assert not kept_products(int8_path_of(bundle))
     editor, found, samples = analysed(bundle)
     gates = next(each for each in editor.graph.node if each.op_type == "MatMul")
@@ -210,7 +210,7 @@ def test_a_graph_in_the_layout_of_another_runtime_has_an_int8_graph(tmp_path: Pa
     """Lengths are counted from a mask there, all tokens get logits, and nothing says what edge-run exported."""
     edge = write_bundle(tmp_path / "edge", family, weights=INT8, seed=1)
     recipe = ExportRecipe(INT8, layout=GraphLayout.GENAI)
-    genai = export_checkpoint(ExportRequest(edge.with_name("checkpoint"), tmp_path / "genai", recipe)).bundle
+    genai = export_checkpoint(edge.with_name("checkpoint"), tmp_path / "genai", recipe).bundle
     (genai / "edge.json").unlink()
     assert open_bundle(genai).manifest is None
     int8_path = int8_path_of(genai)

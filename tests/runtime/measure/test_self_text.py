@@ -94,9 +94,9 @@ def test_sampling_stops_at_a_model_that_samples_empty_texts_only(tmp_path: Path)
 
 
 def exported(source: Path, destination: Path) -> Path:
-    from edgerun.export import FP32, ExportRecipe, ExportRequest, export_checkpoint
+    from edgerun.export import FP32, ExportRecipe, export_checkpoint
 
-    return export_checkpoint(ExportRequest(source, destination, ExportRecipe(FP32))).bundle
+    return export_checkpoint(source, destination, ExportRecipe(FP32)).bundle
 
 
 def test_conversations_are_read_from_json_lines(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import edgerun
-from edgerun.export import ExportRecipe, ExportRequest, WeightFormat, export_checkpoint
+from edgerun.export import ExportRecipe, WeightFormat, export_checkpoint
 from edgerun.runtime.decode import DecodeLimits, FinishReason, Step, decode
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.bound_session import BoundSession
@@ -55,7 +55,7 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Callable[[WeightFormat], 
         if form not in made:
             # The head keeps its bits, or the twins would be the same; what is before it decides the noise.
             recipe = ExportRecipe(form, head=FP32)
-            made[form] = bind(export_checkpoint(ExportRequest(source, source.parent / str(form), recipe)).bundle)
+            made[form] = bind(export_checkpoint(source, source.parent / str(form), recipe).bundle)
         return made[form]
 
     return bound
