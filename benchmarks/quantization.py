@@ -32,7 +32,6 @@ from edgerun.export import (
     export_checkpoint,
 )
 from edgerun.export.check.contract_session import ContractSession
-from edgerun.export.checkpoint.config import read_config
 
 Tokens = list[npt.NDArray[np.int64]]
 Floats = npt.NDArray[np.float64]
@@ -145,7 +144,7 @@ def sampled_texts(bundle: Path, prompt: str, count: int, max_length: int) -> Tok
 def compare(exact: Path, rounded: Path, texts: Tokens) -> tuple[float, float]:
     """Mean KL(exact || rounded) over all positions of all texts, and the fraction with the same top token."""
     max_length = max(map(len, texts))
-    first, second = (ContractSession(bundle, read_config(bundle), max_length) for bundle in (exact, rounded))
+    first, second = (ContractSession(bundle, max_length) for bundle in (exact, rounded))
     divergences, same = [], []
     for tokens, new in zip(texts, new_positions(texts), strict=True):
         first.length = second.length = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +24,7 @@ from ..models.variants import GENAI_CONFIG
 from .allocation.plan_costs import BYTES_READ, plan_cost, weight_count
 from .bundle_content import BundleContent
 from .calibration.divergence import Divergence
-from .check.parity import Parity, check_parity, quality_on_sample_text
+from .check.parity import check_parity, quality_on_sample_text
 from .checkpoint.config import DecoderConfig
 from .checkpoint.layout import fused_linears
 from .graph.decoder import build_graph
@@ -35,21 +35,9 @@ from .npu.static_decoder import NPU_WEIGHTS_NAME, write_static_graphs
 PRODUCER: Final = "edge-run"
 
 
-@dataclass(frozen=True)
-class WrittenBundle:
-    """Figures of a bundle that has just been written."""
-
-    manifest: Manifest
-    parity: Parity
-    quality: Divergence | None = None
-    """Quality on the sample text, if that was measured."""
-    notes: tuple[str, ...] = ()
-    """Messages for the user."""
-
-
 def write_bundle(
     folder: Path, content: BundleContent, progress: Progress = silent, *, sample_text: bool = False
-) -> WrittenBundle:
+) -> tuple[Manifest, Divergence | None, list[str]]:
     """Write every file of a bundle into an empty folder, and check the graph against the reference.
 
     Args:
@@ -57,6 +45,9 @@ def write_bundle(
         content: the model.
         progress: receives the stages.
         sample_text: whether to measure the quality of quantized weights on the sample text, and record it.
+
+    Returns:
+        The manifest, the quality on the sample text if that was measured, and messages for the user.
 
     Raises:
         CheckpointError: a tensor cannot be read.
@@ -93,7 +84,7 @@ def write_bundle(
         variants=variants,
     )
     (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-    return WrittenBundle(manifest, parity, quality, tuple(notes))
+    return manifest, quality, notes
 
 
 def write_graph(folder: Path, content: BundleContent, progress: Progress = silent) -> tuple[ModelProto, Manifest]:

@@ -11,7 +11,7 @@ from typing import Final
 
 from ..models.atomic import write_atomically
 from ..models.bundle import CACHE_SCALES_NAME, GRAPH_NAME, PLAN_NAME, WEIGHTS_NAME, open_bundle
-from ..models.manifest import Calibration, GraphLayout
+from ..models.manifest import Calibration, GraphLayout, Manifest
 from ..models.progress import Progress
 from ..runtime.devices.providers import choose_device
 from ..runtime.graph.int8_cache import rotated_pairs
@@ -27,7 +27,6 @@ from .allocation.choices import Sensitivity
 from .allocation.format_candidates import planned_linears, write_plan
 from .allocation.plan_costs import weight_count
 from .bundle_content import BundleContent, change_manifest
-from .bundle_writer import WrittenBundle
 from .calibration.calibration_text import CalibrationText
 from .calibration.divergence import Divergence
 from .calibration.prepare import CalibratedModel
@@ -63,7 +62,7 @@ def complete_bundle(
     content: BundleContent,
     model: CalibratedModel,
     draft: DraftRequest | None,
-    written: WrittenBundle,
+    manifest: Manifest,
     progress: Progress,
     started: float,
 ) -> ModelReport:
@@ -75,7 +74,7 @@ def complete_bundle(
         content: What was written.
         model: The calibrated model that the bundle was written from.
         draft: The draft model to make; None for none.
-        written: Figures of writing the bundle.
+        manifest: Its manifest.
         progress: Receives the stages.
         started: Seconds of `time.perf_counter` at the beginning of the export.
 
@@ -100,8 +99,8 @@ def complete_bundle(
         linears=linear_figures(config, plan, sensitivities, times),
         plans=_plans(config, model, quality, recipe, progress),
         file_bytes=sum((folder / file).stat().st_size for file in (GRAPH_NAME, WEIGHTS_NAME)),
-        parity=written.parity.as_mapping(),
-        bits_per_weight_in_file=written.manifest.bits_per_weight,
+        parity=manifest.parity,
+        bits_per_weight_in_file=manifest.bits_per_weight,
         calibration=calibration,
         quality=quality,
         shipped=shipped,

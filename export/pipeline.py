@@ -22,6 +22,7 @@ from .bundle_content import BundleContent
 from .bundle_writer import write_bundle
 from .calibration.prepare import prepare, settings_of
 from .calibration.work_folder import work_folder
+from .check.parity import Parity
 from .checkpoint.config import DecoderConfig
 from .checkpoint.open import open_source
 from .completion import complete_bundle
@@ -280,13 +281,13 @@ def _write(
     if prepared is not None:
         content = replace(content, source=prepared.source, plan=prepared.plan)
     with bundle_written_whole(destination) as staging:
-        written = write_bundle(staging, content, progress, sample_text=prepared is None)
-        notes, report = list(written.notes), None
+        manifest, quality, notes = write_bundle(staging, content, progress, sample_text=prepared is None)
+        report = None
         if head is not None:
             notes.append(head.add_to(staging, content, progress, None if prepared is None else prepared.text))
         if prepared is not None:
             made = draft if draft is not None and draft.kind is None else None
-            report = complete_bundle(staging, recipe, content, prepared, made, written, progress, started)
+            report = complete_bundle(staging, recipe, content, prepared, made, manifest, progress, started)
         if recipe.device == DeviceChoice.GPU:
             notes += write_gpu_variants(staging, progress)
         files = (file for file in sorted(staging.rglob("*")) if file.is_file())
@@ -294,11 +295,11 @@ def _write(
     return ExportResult(
         destination,
         sizes,
-        written.manifest.bits_per_weight,
+        manifest.bits_per_weight,
         time.perf_counter() - started,
-        written.parity,
-        written.manifest.bits_per_weight_read,
-        quality=written.quality,
+        Parity(**manifest.parity),
+        manifest.bits_per_weight_read,
+        quality=quality,
         notes=tuple(filter(None, notes)),
         report=report,
     )

@@ -149,7 +149,7 @@ class PlanEvaluator:
         """
         numbers = self._first_batches(None)
         self._run_reference(numbers)
-        session = ContractSession(bundle, self._config, max(map(len, self._text)))
+        session = ContractSession(bundle, max(map(len, self._text)))
         differences = []
         for number in numbers:
             batch = self._batches[number]

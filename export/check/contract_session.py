@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -37,29 +37,12 @@ _STDERR_LOCK: Final = threading.Lock()
 _HINT: Final = "copy the model again if it may be damaged; else update onnxruntime"
 
 
-class CacheShape(Protocol):
-    """The part of a decoder's configuration that gives the shape of its caches, where the graph does not declare it."""
-
-    @property
-    def layers(self) -> int:
-        """Number of layers; those with attention have a key and a value cache."""
-
-    @property
-    def kv_heads(self) -> int:
-        """Number of key and value heads."""
-
-    @property
-    def head_dim(self) -> int:
-        """Number of channels per head."""
-
-
 class ContractSession:
     """A loaded graph, its KV buffers, and the number of committed slots in them (`length`)."""
 
     def __init__(
         self,
         bundle: Path,
-        config: CacheShape,
         capacity: int,
         graph: ModelProto | None = None,
         *,
@@ -67,33 +50,20 @@ class ContractSession:
     ) -> None:
         """Load the bundle's graph, or `graph` with the bundle's weights, with `capacity` cache slots.
 
-        The caches have the element type that the graph declares. Of `extra_outputs`, which the contract does not have,
-        every pass leaves the values in `extra`.
+        The caches have the element type and size that the graph declares. Every pass leaves the values of
+        `extra_outputs`, which the contract does not have, in `extra`.
 
         Raises:
             ExportError: ONNX Runtime cannot load it.
         """
         self._session = _load(str(bundle / GRAPH_NAME) if graph is None else graph, bundle)
-        inputs = {value.name: value for value in self._session.get_inputs()}
-        cached = [layer for layer in range(config.layers) if inputs_outputs.past_key(layer) in inputs]
-        dtype = np.float16 if inputs[inputs_outputs.past_key(cached[0])].type == "tensor(float16)" else np.float32
-
-        def empty(past: str) -> npt.NDArray[Any]:
-            declared = inputs[past].shape
-            heads, channels = (
-                size if isinstance(size, int) else usual
-                for size, usual in ((declared[1], config.kv_heads), (declared[3], config.head_dim))
-            )
-            return np.zeros((1, heads, capacity, channels), dtype)
-
-        self.buffers: list[tuple[str, str, npt.NDArray[Any]]] = [
-            (past, present, empty(past))
-            for layer in cached
-            for past, present in (
-                (inputs_outputs.past_key(layer), inputs_outputs.present_key(layer)),
-                (inputs_outputs.past_value(layer), inputs_outputs.present_value(layer)),
-            )
-        ]
+        self.buffers: list[tuple[str, str, npt.NDArray[Any]]] = []
+        """Names of cache inputs and outputs, and the buffers that both are bound to."""
+        for value in self._session.get_inputs():
+            if value.name.startswith("past_key_values."):
+                dtype = np.float16 if value.type == "tensor(float16)" else np.float32
+                buffer = np.zeros((1, value.shape[1], capacity, value.shape[3]), dtype)
+                self.buffers.append((value.name, value.name.replace("past_key_values", "present"), buffer))
         self._states = {
             value.name: np.zeros([size if isinstance(size, int) else 0 for size in value.shape], np.float32)
             for value in self._session.get_inputs()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..checkpoint.source import ModelSource
 from .reference import (
     language_settings,
     reference_attention,
@@ -19,7 +20,7 @@ from .reference import (
     reference_lm_head,
     reference_norm,
 )
-from .reference_operations import WeightSource, embedding_rows, linear, silu
+from .reference_operations import embedding_rows, linear, silu
 from .reference_positions import Float64Array
 
 
@@ -33,7 +34,7 @@ class HeadOutputs(NamedTuple):
 
 
 def reference_head(
-    weights: WeightSource, config: Mapping[str, Any], embeddings: Float64Array, features: Float64Array, context: int
+    weights: ModelSource, config: Mapping[str, Any], embeddings: Float64Array, features: Float64Array, context: int
 ) -> HeadOutputs:
     """Run an EAGLE-3 head over a sequence: first over tokens with the target's features, then from its own states.
 
@@ -62,7 +63,7 @@ def reference_head(
         given.append(states[-1])
 
 
-def reference_medusa(weights: WeightSource, heads: Sequence[Sequence[str]], state: Float64Array) -> Float64Array:
+def reference_medusa(weights: ModelSource, heads: Sequence[Sequence[str]], state: Float64Array) -> Float64Array:
     """Run Medusa heads.
 
     Args:
@@ -83,9 +84,9 @@ def reference_medusa(weights: WeightSource, heads: Sequence[Sequence[str]], stat
 
 
 def reference_mtp(
-    weights: WeightSource,
-    used: WeightSource,
-    original: WeightSource,
+    weights: ModelSource,
+    used: ModelSource,
+    original: ModelSource,
     config: Mapping[str, Any],
     tokens: npt.NDArray[np.int64],
     features: Float64Array,

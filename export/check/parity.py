@@ -18,7 +18,7 @@ logs that it expands a matrix to float32 instead, which is many times slower.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -40,7 +40,7 @@ from ..checkpoint.config import DecoderConfig
 from ..checkpoint.json_fields import read_json
 from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.layout import fused_linears
-from ..checkpoint.source import Float32Array, ModelSource, RowRange, in_order
+from ..checkpoint.source import Float32Array, ModelSource, ModelSourceWrapper, RowRange
 from ..quantization.codes import dequantized
 from .contract_session import ContractSession
 from .reference import TokenArray, reference_logits
@@ -79,30 +79,21 @@ class Parity:
         return asdict(self)
 
 
-class RoundedLinears:
+class RoundedLinears(ModelSourceWrapper):
     """Reads a checkpoint with the weights of some linears quantized to their formats and dequantized."""
 
     def __init__(
         self, checkpoint: ModelSource, linears: Iterable[FusedLinear], plan: Mapping[str, WeightFormat]
     ) -> None:
-        self._checkpoint = checkpoint
+        super().__init__(checkpoint)
         self._formats = {name: plan[linear.name] for linear in linears for name in linear.weights}
-
-    def read(self, name: str) -> Float32Array:
-        """Read a whole tensor that belongs to no linear: a norm or a bias."""
-        return self._checkpoint.read(name)
 
     def read_rows(self, rows: RowRange) -> Float32Array:
         """Read rows of a linear's matrix."""
         weight_format = self._formats[rows.name]
         if weight_format.bits == 32:
-            return self._checkpoint.read_rows(rows)
-        columns = self._checkpoint.shape(rows.name)[1]
-        return dequantized(self._checkpoint.quantized(rows, weight_format), columns, weight_format)
-
-    def chunks(self, name: str) -> Iterator[Float32Array]:
-        """Read a linear's matrix from top to bottom, some rows at a time."""
-        return in_order(self.read_rows, self._checkpoint.row_ranges(name))
+            return super().read_rows(rows)
+        return dequantized(self.quantized(rows, weight_format), self.shape(rows.name)[1], weight_format)
 
 
 def quantized_weights(
@@ -135,7 +126,7 @@ def check_parity(folder: Path, content: BundleContent, progress: Callable[[float
         original = reference_logits(content.original, settings, tokens, context) if quantized else expected
     progress(0.8)
     graph = with_float_activations(onnx.load(folder / GRAPH_NAME, load_external_data=False))
-    logits = _logits_with_cache(ContractSession(folder, config, len(tokens), graph), tokens)
+    logits = _logits_with_cache(ContractSession(folder, len(tokens), graph), tokens)
     difference = float(np.abs(logits - expected).max())
     allowed = TOLERANCE * max(1.0, float(expected.std()))
     if not difference <= allowed:
@@ -146,7 +137,7 @@ def check_parity(folder: Path, content: BundleContent, progress: Callable[[float
     progress(0.9)
     if quantized:
         # No name keeps the session, which maps files: Windows could not remove the folder of an export that fails here.
-        logits, expanded = ContractSession(folder, config, len(tokens)).forward_counting_expansions(
+        logits, expanded = ContractSession(folder, len(tokens)).forward_counting_expansions(
             tokens, np.arange(len(tokens))
         )
         if expanded:
@@ -250,7 +241,7 @@ def quality_on_sample_text(folder: Path, content: BundleContent) -> Divergence |
     settings = read_json(content.source.folder / "config.json")
     with threadpool_limits(1, user_api="blas"):
         original = log_softmax(reference_logits(content.original, settings, tokens, content.context))
-    session = ContractSession(folder, content.config, len(tokens))
+    session = ContractSession(folder, len(tokens))
     shipped = log_softmax(session.forward(tokens, np.arange(len(tokens))).astype(np.float64))
     kl = np.sum(np.exp(original) * (original - shipped), axis=-1)
     before, following = np.arange(len(tokens) - 1), tokens[1:]

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..checkpoint.source import ModelSource
 from .reference_gemma4 import gemma4_logits
 from .reference_operations import (
-    WeightSource,
     convolved,
     delta_net,
     embedding_rows,
@@ -53,9 +53,7 @@ _ADDING_ONE = (*_GEMMA, *DELTA_NETS)
 """Families whose norms scale by 1 + weight."""
 
 
-def reference_logits(
-    weights: WeightSource, config: Mapping[str, Any], tokens: TokenArray, context: int
-) -> Float64Array:
+def reference_logits(weights: ModelSource, config: Mapping[str, Any], tokens: TokenArray, context: int) -> Float64Array:
     """Compute the logits of every position.
 
     Args:
@@ -75,7 +73,7 @@ def reference_logits(
     return reference_lm_head(weights, config, reference_norm(weights, config, name, hidden))
 
 
-def reference_lm_head(weights: WeightSource, config: Settings, hidden: Float64Array) -> Float64Array:
+def reference_lm_head(weights: ModelSource, config: Settings, hidden: Float64Array) -> Float64Array:
     """Compute the logits float64 [n, vocabulary] of states after the last norm, float64 [n, hidden]."""
     tied = config.get("tie_word_embeddings", config["model_type"] in (*_GEMMA, "smollm3", "lfm2"))
     tied = config.get("tie_embedding", tied) if config["model_type"] == "lfm2" else tied
@@ -85,7 +83,7 @@ def reference_lm_head(weights: WeightSource, config: Settings, hidden: Float64Ar
 
 
 def reference_states(
-    weights: WeightSource, config: Mapping[str, Any], tokens: TokenArray, context: int
+    weights: ModelSource, config: Mapping[str, Any], tokens: TokenArray, context: int
 ) -> list[Float64Array]:
     """Compute the residual stream of every position; arguments as for `reference_logits`, but not for Gemma 4.
 
@@ -112,7 +110,7 @@ def language_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def reference_layer(
-    weights: WeightSource, config: Settings, layer: int, hidden: Float64Array, context: int
+    weights: ModelSource, config: Settings, layer: int, hidden: Float64Array, context: int
 ) -> Float64Array:
     """Compute the residual stream after a layer from the one before it, float64 [n, hidden]."""
     name, kind = f"model.layers.{layer}", config["model_type"]
@@ -156,7 +154,7 @@ def reference_layer(
 
 
 def reference_attention(
-    weights: WeightSource, config: Settings, layer: int, normed: Float64Array, context: int
+    weights: ModelSource, config: Settings, layer: int, normed: Float64Array, context: int
 ) -> Float64Array:
     """Compute the output of the attention of a layer from its input, float64 [n, _]."""
     kind, name, length = config["model_type"], f"model.layers.{layer}.self_attn", len(normed)
@@ -206,7 +204,7 @@ def reference_attention(
     return linear(weights, f"{name}.{output}", attended, biased and not qkv_only)
 
 
-def _convolution(weights: WeightSource, config: Settings, layer: str, normed: Float64Array) -> Float64Array:
+def _convolution(weights: ModelSource, config: Settings, layer: str, normed: Float64Array) -> Float64Array:
     """LFM2's gated short convolution: every channel's inputs at the last few tokens, weighted by its kernel."""
     name, biased = f"{layer}.conv", bool(config.get("conv_bias"))
     gate_in, gate_out, value = np.split(linear(weights, f"{name}.in_proj", normed, biased), 3, axis=-1)
@@ -225,7 +223,7 @@ def _attention_scale(config: Settings) -> float:
     return 1 / math.sqrt(head_dim(config))
 
 
-def reference_feed_forward(weights: WeightSource, config: Settings, name: str, normed: Float64Array) -> Float64Array:
+def reference_feed_forward(weights: ModelSource, config: Settings, name: str, normed: Float64Array) -> Float64Array:
     """Compute the output of a dense feed-forward from its input, float64 [n, hidden]."""
     biased = config["model_type"] in ("llama", "granite", "smollm3") and bool(config.get("mlp_bias"))
     if config["model_type"] == "phi3":
@@ -241,7 +239,7 @@ def _activated(config: Settings, gate: Float64Array) -> Float64Array:
     return gelu_tanh(gate) if name == "gelu_pytorch_tanh" else silu(gate)
 
 
-def reference_norm(weights: WeightSource, config: Settings, name: str, value: Float64Array) -> Float64Array:
+def reference_norm(weights: ModelSource, config: Settings, name: str, value: Float64Array) -> Float64Array:
     """Compute an RMS norm of the model."""
     default = 1e-5 if config["model_type"] in ("phi3", "olmo2", "gpt_oss", "lfm2") else 1e-6
     epsilon = float(config.get("norm_eps" if config["model_type"] == "lfm2" else "rms_norm_eps") or default)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..checkpoint.source import ModelSource
 from .reference_operations import (
-    WeightSource,
     embedding_rows,
     gelu_tanh,
     linear,
@@ -40,7 +40,7 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 
 
-def gemma4_logits(weights: WeightSource, config: Settings, tokens: npt.NDArray[np.int64]) -> Float64Array:
+def gemma4_logits(weights: ModelSource, config: Settings, tokens: npt.NDArray[np.int64]) -> Float64Array:
     """Logits of every position, float64 [n, vocabulary]; arguments as of `reference_logits`."""
     text = config.get("text_config", config)
     tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
@@ -50,7 +50,7 @@ def gemma4_logits(weights: WeightSource, config: Settings, tokens: npt.NDArray[n
 class _Gemma4:
     """One forward over a text; keys and values of layers are kept for those that share them."""
 
-    def __init__(self, weights: WeightSource, config: Settings) -> None:
+    def __init__(self, weights: ModelSource, config: Settings) -> None:
         self._weights = weights
         self._config = config
         layers = config["num_hidden_layers"]

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ..checkpoint.source import RowRange
+from ..checkpoint.source import ModelSource, RowRange
 from .reference_positions import Float64Array, Settings
 
 _PROJECTIONS: Final = ("gate_proj", "up_proj", "down_proj")
 
 
-class WeightSource(Protocol):
-    """Named tensors in float32, read one at a time."""
-
-    def read(self, name: str) -> npt.NDArray[np.float32]:
-        """Read a whole tensor."""
-
-    def read_rows(self, rows: RowRange) -> npt.NDArray[np.float32]:
-        """Read some rows of a matrix."""
-
-    def chunks(self, name: str) -> Iterator[npt.NDArray[np.float32]]:
-        """Read a matrix from top to bottom, some rows at a time."""
-
-
-def linear(weights: WeightSource, name: str, value: Float64Array, biased: bool) -> Float64Array:
+def linear(weights: ModelSource, name: str, value: Float64Array, biased: bool) -> Float64Array:
     """value @ weight.T + bias, a chunk of the weight at a time."""
     products = [value @ piece.astype(np.float64).T for piece in weights.chunks(f"{name}.weight")]
     result = np.concatenate(products, axis=-1)
@@ -65,20 +51,20 @@ def rotate(heads: Float64Array, cosine: Float64Array, sine: Float64Array) -> Flo
 
 
 def embedding_rows(
-    weights: WeightSource, tokens: npt.NDArray[np.int64], module: str = "model.embed_tokens"
+    weights: ModelSource, tokens: npt.NDArray[np.int64], module: str = "model.embed_tokens"
 ) -> Float64Array:
     """Embeddings of tokens, float64 [n, hidden], without the factor that some families apply."""
     rows = [RowRange(f"{module}.weight", token, token + 1) for token in tokens.tolist()]
     return np.concatenate([weights.read_rows(row) for row in rows]).astype(np.float64)
 
 
-def _steps(weights: WeightSource, name: str, step: Float64Array) -> tuple[Float64Array, Float64Array]:
+def _steps(weights: ModelSource, name: str, step: Float64Array) -> tuple[Float64Array, Float64Array]:
     """Step sizes and decays of a state, from the outputs of a projection."""
     step = np.logaddexp(0, step + weights.read(f"{name}.dt_bias"))
     return step, np.exp(-np.exp(weights.read(f"{name}.A_log").astype(np.float64)) * step)
 
 
-def delta_net(weights: WeightSource, config: Settings, name: str, normed: Float64Array) -> Float64Array:
+def delta_net(weights: ModelSource, config: Settings, name: str, normed: Float64Array) -> Float64Array:
     """A layer's gated delta net (Yang et al. 2024) as Qwen3.5 has it.
 
     Args:
@@ -131,7 +117,7 @@ def _by_key_head(qkvz: Float64Array, ba: Float64Array, heads: int, key_dim: int)
     return [np.concatenate([query, key, value], axis=-1), gate, beta, step]
 
 
-def convolved(weights: WeightSource, kernels: str, value: Float64Array) -> Float64Array:
+def convolved(weights: ModelSource, kernels: str, value: Float64Array) -> Float64Array:
     """Every channel's inputs at the last few tokens, weighted by its kernel."""
     taps = weights.read(kernels).astype(np.float64)[:, 0].T
     inputs = np.concatenate([np.zeros((len(taps) - 1, value.shape[-1])), value])
@@ -148,20 +134,20 @@ def silu(value: Float64Array) -> Float64Array:
         return np.asarray(value / (1 + np.exp(-value)))
 
 
-def gated(weights: WeightSource, name: str, modules: tuple[str, str, str], value: Float64Array) -> Float64Array:
+def gated(weights: ModelSource, name: str, modules: tuple[str, str, str], value: Float64Array) -> Float64Array:
     """A feed-forward without biases, down(silu(gate) * up), by the names of gate, up and down."""
     gate, up, down = (f"{name}.{each}" for each in modules)
     opened, expanded = (linear(weights, each, value, biased=False) for each in (gate, up))
     return linear(weights, down, silu(opened) * expanded, biased=False)
 
 
-def gated_by_half(weights: WeightSource, name: str, value: Float64Array) -> Float64Array:
+def gated_by_half(weights: ModelSource, name: str, value: Float64Array) -> Float64Array:
     """Granite's shared feed-forward, the first half of whose first matrix is the gate."""
     gate, up = np.split(linear(weights, f"{name}.input_linear", value, biased=False), 2, axis=-1)
     return linear(weights, f"{name}.output_linear", silu(gate) * up, biased=False)
 
 
-def mamba2(weights: WeightSource, config: Settings, name: str, normed: Float64Array) -> Float64Array:
+def mamba2(weights: ModelSource, config: Settings, name: str, normed: Float64Array) -> Float64Array:
     """A layer's state space (Dao, Gu 2024) as Granite 4.0-H has it; arguments and result as for `delta_net`."""
     length, heads, groups = len(normed), config.get("mamba_n_heads", 128), config.get("mamba_n_groups", 1)
     width, states = config.get("mamba_expand", 2) * config["hidden_size"], config.get("mamba_d_state", 256)
@@ -201,7 +187,7 @@ def has_experts(config: Settings, layer: int) -> bool:
     return (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
 
 
-def experts(weights: WeightSource, config: Settings, layer: str, normed: Float64Array) -> Float64Array:
+def experts(weights: ModelSource, config: Settings, layer: str, normed: Float64Array) -> Float64Array:
     """Send each token through its experts of highest router probability, and through the shared one if there is one.
 
     Args:
@@ -224,7 +210,7 @@ def experts(weights: WeightSource, config: Settings, layer: str, normed: Float64
     return routed + opened * gated(weights, f"{layer}.mlp.shared_expert", _PROJECTIONS, normed)
 
 
-def _routed(weights: WeightSource, config: Settings, layer: str, normed: Float64Array) -> Float64Array:
+def _routed(weights: ModelSource, config: Settings, layer: str, normed: Float64Array) -> Float64Array:
     kind = config["model_type"]
     name = f"{layer}.block_sparse_moe" if kind == "granitemoehybrid" else f"{layer}.mlp"
     router = {"gpt_oss": "router", "granitemoehybrid": "router.layer"}.get(kind, "gate")
@@ -245,7 +231,7 @@ def _routed(weights: WeightSource, config: Settings, layer: str, normed: Float64
     return result
 
 
-def _oss_expert(weights: WeightSource, config: Settings, name: str, expert: int, normed: Float64Array) -> Float64Array:
+def _oss_expert(weights: ModelSource, config: Settings, name: str, expert: int, normed: Float64Array) -> Float64Array:
     """One expert of gpt-oss, whose gate and up outputs are interleaved."""
 
     def linear(part: str, rows: int, value: Float64Array) -> Float64Array:

@@ -162,7 +162,7 @@ def check_static_graphs(
     """
     longest = min(NUM_TOKENS, shapes[0].capacity)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, longest)
-    contract = ContractSession(folder, config, longest, with_float_activations(model))
+    contract = ContractSession(folder, longest, with_float_activations(model))
     expected = contract.forward(tokens, np.arange(longest)).astype(np.float64)
     for number, shape in enumerate(shapes, 1):
         difference = _difference(StaticContractSession.on_cpu(folder / shape.file), tokens, expected)

@@ -25,7 +25,7 @@ from ...models.regular_file import open_regular
 from ..quantization.methods import QUANTIZERS
 from .json_fields import read_json
 from .source import Float32Array, ModelSource, QuantizedRows, RowRange, UInt8Array, read_bytes, require_finite
-from .stacked_experts import FloatStack, Mxfp4Stack, expert_part
+from .stacked_experts import ExpertStack, expert_part, float_stack, mxfp4_stack
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -147,7 +147,7 @@ class Checkpoint(ModelSource):
     def row_ranges(self, name: str) -> Iterator[RowRange]:
         """Yield single experts where a tensor stacks them, else ranges of about a million weights."""
         stack = self._stack(name)
-        if not isinstance(stack, FloatStack):
+        if stack is None or not stack.whole:
             return super().row_ranges(name)
         rows = stack.rows
         return (RowRange(name, expert * rows, (expert + 1) * rows) for expert in range(stack.experts))
@@ -160,7 +160,7 @@ class Checkpoint(ModelSource):
         """Float32, which represents all supported tensor types exactly."""
         return WeightFormat(32)
 
-    def _stack(self, name: str) -> FloatStack | Mxfp4Stack | None:
+    def _stack(self, name: str) -> ExpertStack | None:
         """Return the experts of a layer if the tensor stacks them, else None."""
         if self.has(f"{name}{_MXFP4_SUFFIX}"):
             return self._mxfp4(name)
@@ -169,15 +169,15 @@ class Checkpoint(ModelSource):
         if len(tensor.shape) != 3 or name.endswith(".weight") or tensor.dtype not in _ITEM_BYTES:
             return None
         experts, columns, rows = tensor.shape
-        return FloatStack(experts, rows, columns, partial(tensor.items, name))
+        return float_stack(experts, rows, columns, partial(tensor.items, name))
 
-    def _mxfp4(self, name: str) -> Mxfp4Stack:
+    def _mxfp4(self, name: str) -> ExpertStack:
         blocks, scales = self._find(f"{name}{_MXFP4_SUFFIX}"), self._find(f"{name}_scales")
         valid = len(blocks.shape) == 4 and blocks.shape[3] == 16 and scales.shape == blocks.shape[:3]
         if not valid or (blocks.dtype, scales.dtype) != ("U8", "U8"):
             raise CheckpointError(f"{name} does not have the MXFP4 layout of gpt-oss", _DOWNLOAD_AGAIN)
         experts, rows, row_blocks, _ = blocks.shape
-        return Mxfp4Stack(experts, rows, 32 * row_blocks, partial(blocks.read, name), partial(scales.read, name))
+        return mxfp4_stack(experts, rows, 32 * row_blocks, partial(blocks.read, name), partial(scales.read, name))
 
     def _stored_name(self, name: str) -> str:
         for standard, stored in self._prefixes:
@@ -196,17 +196,17 @@ class Checkpoint(ModelSource):
 
     def _one_expert(self, name: str) -> _Tensor | None:
         """The matrix of one expert in a tensor of all experts of a layer; None where there is none."""
-        part = expert_part(self._stored_name(name))
-        if part is None:
+        if (found := expert_part(self._stored_name(name))) is None:
             return None
-        stack = next((self._tensors[each] for each in part.tensors if each in self._tensors), None)
+        names, expert, part, parts = found
+        stack = next((self._tensors[each] for each in names if each in self._tensors), None)
         if stack is None or len(stack.shape) != 3 or stack.dtype not in _ITEM_BYTES:
             return None
         experts, all_rows, columns = stack.shape
-        rows, rest = divmod(all_rows, part.parts)
-        if rest or part.expert >= experts:
+        rows, rest = divmod(all_rows, parts)
+        if rest or expert >= experts:
             return None
-        start = (part.expert * part.parts + part.part) * rows * columns * _ITEM_BYTES[stack.dtype]
+        start = (expert * parts + part) * rows * columns * _ITEM_BYTES[stack.dtype]
         return _Tensor(stack.file, stack.dtype, (rows, columns), stack.offset + start)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +27,17 @@ _EXPONENT_BIAS: Final = 127
 
 
 @dataclass(frozen=True)
-class _Stack:
+class ExpertStack:
     """All experts of a layer in one tensor."""
 
     experts: int
     rows: int
     """Rows per expert (N)."""
     columns: int
+    whole: bool
+    """Whether whole experts are read from the file."""
+    read_rows: Callable[[int, int], Float32Array]
+    """Reads rows of the matrix from a first to before a last one, float32 [rows, columns]."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -41,52 +45,40 @@ class _Stack:
         return self.experts * self.rows, self.columns
 
 
-@dataclass(frozen=True)
-class FloatStack(_Stack):
-    """Experts in one float tensor, each transposed."""
+def float_stack(experts: int, rows: int, columns: int, read: Callable[[int, int], Float32Array]) -> ExpertStack:
+    """Experts in one float tensor, each transposed.
 
-    read: Callable[[int, int], Float32Array]
-    """Reads elements of the flattened tensor, from an index and a count."""
+    `read` gives elements of the flattened tensor, from an index and a count.
+    """
 
-    def read_rows(self, start: int, stop: int) -> Float32Array:
-        """Read rows of the matrix, float32 [stop - start, columns]; whole experts are read from the file."""
-        first, last = start // self.rows, -(-stop // self.rows)
-        size = self.rows * self.columns
-        matrices = (
-            self.read(first * size, (last - first) * size).reshape(-1, self.columns, self.rows).transpose(0, 2, 1)
-        )
-        begin = start - first * self.rows
-        return np.ascontiguousarray(matrices.reshape(-1, self.columns)[begin : begin + stop - start])
+    def read_rows(start: int, stop: int) -> Float32Array:
+        first, last = start // rows, -(-stop // rows)
+        elements = read(first * rows * columns, (last - first) * rows * columns)
+        matrices = elements.reshape(-1, columns, rows).transpose(0, 2, 1)
+        begin = start - first * rows
+        return np.ascontiguousarray(matrices.reshape(-1, columns)[begin : begin + stop - start])
+
+    return ExpertStack(experts, rows, columns, True, read_rows)
 
 
-@dataclass(frozen=True)
-class Mxfp4Stack(_Stack):
-    """Experts in MXFP4."""
+def mxfp4_stack(
+    experts: int,
+    rows: int,
+    columns: int,
+    read_codes: Callable[[int, int], UInt8Array],
+    read_scales: Callable[[int, int], UInt8Array],
+) -> ExpertStack:
+    """Experts in MXFP4; `read_codes` and `read_scales` give bytes of both tensors, from an index and a count."""
 
-    blocks: Callable[[int, int], UInt8Array]
-    """Reads bytes of the flattened codes, from an index and a count."""
-    scales: Callable[[int, int], UInt8Array]
-    """Reads bytes of the flattened scales, from an index and a count."""
-
-    def read_rows(self, start: int, stop: int) -> Float32Array:
-        """Read rows of the matrix, float32 [stop - start, columns]."""
-        blocks, half = self.columns // 32, self.columns // 2
-        codes = self.blocks(start * half, (stop - start) * half).reshape(-1, 16)
-        exponents = self.scales(start * blocks, (stop - start) * blocks).astype(np.int32) - _EXPONENT_BIAS
+    def read_rows(start: int, stop: int) -> Float32Array:
+        blocks, half = columns // 32, columns // 2
+        codes = read_codes(start * half, (stop - start) * half).reshape(-1, 16)
+        exponents = read_scales(start * blocks, (stop - start) * blocks).astype(np.int32) - _EXPONENT_BIAS
         weights: npt.NDArray[np.float32] = FP4[np.stack([codes & 15, codes >> 4], axis=-1).reshape(-1, 32)]
         with np.errstate(over="ignore"):  # callers check the result for NaN and infinity
-            return np.ldexp(weights, exponents[:, None]).reshape(-1, self.columns)
+            return np.ldexp(weights, exponents[:, None]).reshape(-1, columns)
 
-
-class ExpertPart(NamedTuple):
-    """Where the matrix of one expert may lie among those of all experts of a layer."""
-
-    tensors: tuple[str, ...]
-    """Names that a tensor of shape [experts, parts * N, K] may have."""
-    expert: int
-    part: int
-    """Which of the parts it is, from the top."""
-    parts: int
+    return ExpertStack(experts, rows, columns, False, read_rows)
 
 
 _EXPERT: Final = re.compile(
@@ -94,13 +86,17 @@ _EXPERT: Final = re.compile(
 )
 
 
-def expert_part(name: str) -> ExpertPart | None:
-    """Where to look for the tensor of one expert, such as `mlp.experts.3.up_proj.weight`; None for other tensors."""
+def expert_part(name: str) -> tuple[tuple[str, ...], int, int, int] | None:
+    """Where to look for the tensor of one expert, such as `mlp.experts.3.up_proj.weight`; None for other tensors.
+
+    Returns:
+        Names that a tensor of all experts may have, of shape [experts, parts * N, K]; the expert; which of the parts it
+        is, from the top; and the number of parts.
+    """
     found = _EXPERT.fullmatch(name)
     if found is None:
         return None
     module, expert, projection = found["module"], int(found["expert"]), found["projection"]
     if projection == "down":
-        return ExpertPart((f"{module}.experts.down_proj", f"{module}.output_linear.weight"), expert, 0, 1)
-    stacks = (f"{module}.experts.gate_up_proj", f"{module}.input_linear.weight")
-    return ExpertPart(stacks, expert, int(projection == "up"), 2)
+        return (f"{module}.experts.down_proj", f"{module}.output_linear.weight"), expert, 0, 1
+    return (f"{module}.experts.gate_up_proj", f"{module}.input_linear.weight"), expert, int(projection == "up"), 2

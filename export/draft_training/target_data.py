@@ -270,7 +270,7 @@ class TargetStates:
             )
         for name in taps:
             model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
-        self._session = ContractSession(bundle.graph.parent, self.architecture, longest, model, extra_outputs=taps)
+        self._session = ContractSession(bundle.graph.parent, longest, model, extra_outputs=taps)
         self._longest = longest
         self._cached: dict[bytes, tuple[Float32Array, Float32Array]] = {}
         self._cached_bytes = 0

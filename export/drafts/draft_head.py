@@ -196,7 +196,6 @@ def _check_head(folder: Path, target: BundleContent, head: EagleHead | MtpModule
         expected = expected._replace(logits=expected.logits[:, np.load(trimmed)])
     session = ContractSession(
         folder,
-        head.config,
         count,
         with_float_activations(onnx.load(folder / DRAFT_GRAPH_NAME, load_external_data=False)),
         extra_outputs=(inputs_outputs.NEXT_STATES,),

@@ -34,7 +34,7 @@ from ..checkpoint.layout import EMBEDDING, embedding_layout, final_norm, head_la
 from ..checkpoint.safetensors_files import Checkpoint
 from ..graph import inputs_outputs
 from ..graph.attention import Attention
-from ..graph.embedding_head import EmbeddingAndHead
+from ..graph.embedding_head import append_embedding
 from ..graph.head_parts import append_head_layer, embedding_of, head_model
 from ..graph.initializers import Initializers
 from ..graph.inputs_outputs import DraftFeatures, eagle_features
@@ -253,7 +253,7 @@ def build_eagle_head(
     nodes = Nodes(config, plan, weights)
     attention = Attention(nodes, context)
     shared = None if target is None else embedding_of(target)
-    embedded = EmbeddingAndHead(nodes).append_embedding() if shared is None else shared.value
+    embedded = append_embedding(nodes)[0] if shared is None else shared.value
     projected = nodes.linear(head.projection, inputs_outputs.DRAFT_FEATURES)
     states = nodes.add("Concat", [projected, inputs_outputs.DRAFT_STATES], "states", axis=0)
     hidden = nodes.add("Unsqueeze", [states, nodes.integers("states.axes", 0)], "hidden")

@@ -123,9 +123,9 @@ def agreement_by_size(
     Raises:
         ExportError: A graph does not run.
     """
-    target_shape, draft_shape = (read_manifest(bundle).architecture for bundle in (target, draft))
-    longest = min(max(map(len, texts)), target_shape.context, draft_shape.context)
-    sessions = (ContractSession(target, target_shape, longest), ContractSession(draft, draft_shape, longest))
+    contexts = (read_manifest(bundle).architecture.context for bundle in (target, draft))
+    longest = min(max(map(len, texts)), *contexts)
+    sessions = (ContractSession(target, longest), ContractSession(draft, longest))
 
     def pairs() -> Iterable[tuple[Int64Array, Float32Array]]:
         for done, (text, begin) in enumerate(zip(texts, starts, strict=True), 1):

@@ -241,7 +241,7 @@ class SkipAgreement:
         self.sub_layers: Final = inner_sub_layers(architecture.layers)
         """Sub-layers that may be skipped."""
         model = onnx.load(bundle / GRAPH_NAME, load_external_data=False)
-        self._session = ContractSession(bundle, architecture, 1, gated(model, self.sub_layers))
+        self._session = ContractSession(bundle, 1, gated(model, self.sub_layers))
         self._width = min(_MAX_WIDTH, max(1, architecture.context // 4))
         room = min(architecture.context, _MAX_SLOTS) - self._width
         fitting = [text[:room] for text in texts]

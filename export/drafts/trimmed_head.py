@@ -217,9 +217,7 @@ def _require_same(whole: Path, trimmed: Path, architecture: Architecture, kept: 
     """Check that a trimmed draft computes the whole one's logits of the kept tokens."""
     count = min(_COMPARED_POSITIONS, architecture.context)
     tokens = np.random.default_rng(0).integers(0, architecture.vocab_size, count)
-    expected, found = (
-        ContractSession(folder, architecture, count).forward(tokens, np.arange(count)) for folder in (whole, trimmed)
-    )
+    expected, found = (ContractSession(folder, count).forward(tokens, np.arange(count)) for folder in (whole, trimmed))
     expected = expected[:, kept]
     difference = float(np.abs(expected - found).max())
     if not difference <= _TOLERANCE * max(1.0, float(expected.std())):

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...models.manifest import MIN_CONTEXT
-from .gguf_header import GgufMetadata
+from .gguf_header import GgufHeader
 
 ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
 """Supported general.architecture values, which are also the model_type; Mistral and SmolLM files say llama."""
@@ -45,7 +45,7 @@ _TOLERANCE: Final = 1e-5
 
 
 def config_settings(
-    metadata: GgufMetadata, tensors: Set[str], vocab_size: int, rope_factors: RopeFactors | None
+    metadata: GgufHeader, tensors: Set[str], vocab_size: int, rope_factors: RopeFactors | None
 ) -> dict[str, Any]:
     """Return the settings of config.json, without the special tokens.
 
@@ -88,7 +88,7 @@ def config_settings(
     return settings if scaling is None else {**settings, "rope_scaling": scaling}
 
 
-def architecture(metadata: GgufMetadata) -> str:
+def architecture(metadata: GgufHeader) -> str:
     """Return general.architecture.
 
     Raises:
@@ -103,7 +103,7 @@ def architecture(metadata: GgufMetadata) -> str:
     return name
 
 
-def _require_neutral(metadata: GgufMetadata, name: str) -> None:
+def _require_neutral(metadata: GgufHeader, name: str) -> None:
     for setting, neutral in _NEUTRAL_VALUES.items():
         value = metadata.number(f"{name}.{setting}")
         if value not in (None, 0, neutral):
@@ -114,7 +114,7 @@ def _require_neutral(metadata: GgufMetadata, name: str) -> None:
         raise metadata.wrong("the model's attention is not causal", "only language models can be exported")
 
 
-def _head_dim(metadata: GgufMetadata, name: str, default: int) -> int:
+def _head_dim(metadata: GgufHeader, name: str, default: int) -> int:
     """Number of channels per head, which keys, values and rotary embedding must share."""
     dim = metadata.count(f"{name}.attention.key_length", 1) or default
     if dim < 1:
@@ -129,7 +129,7 @@ def _head_dim(metadata: GgufMetadata, name: str, default: int) -> int:
 
 
 def rope_scaling(
-    metadata: GgufMetadata, name: str, base: float, head_dim: int, factors: RopeFactors | None
+    metadata: GgufHeader, name: str, base: float, head_dim: int, factors: RopeFactors | None
 ) -> dict[str, Any] | None:
     """Return the `rope_scaling` of config.json, None for unscaled frequencies.
 
@@ -181,7 +181,7 @@ def rope_scaling(
     return {"rope_type": "yarn", **{setting: value for setting, value in yarn.items() if value is not None}}
 
 
-def _llama3(metadata: GgufMetadata, name: str, base: float, dim: int, factors: RopeFactors) -> dict[str, Any]:
+def _llama3(metadata: GgufHeader, name: str, base: float, dim: int, factors: RopeFactors) -> dict[str, Any]:
     """Recover the four numbers of Llama 3's scaling from the tensor of divisors.
 
     The divisor of a pair with frequency f is 1 / ((1 - s) / factor + s), where s rises linearly in f from 0 to 1. Two

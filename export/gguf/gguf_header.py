@@ -12,7 +12,7 @@ import math
 import os
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Final, TypeVar
 
@@ -63,15 +63,6 @@ class StoredTensor:
     """Position of the first byte in the file."""
     available_bytes: int
     """Number of bytes from `offset` to the end of the file."""
-
-
-@dataclass(frozen=True)
-class GgufHeader:
-    """The header of a file; of all parts together where the model is split."""
-
-    path: Path
-    metadata: Mapping[str, Value]
-    tensors: Mapping[str, StoredTensor]
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
@@ -207,15 +198,16 @@ class _HeaderParser:
         return raw
 
 
-class GgufMetadata:
-    """The metadata of a file. An absent key gives None, an unusable value raises CheckpointError."""
+@dataclass(frozen=True)
+class GgufHeader:
+    """The header of a file; of all parts together where the model is split.
 
-    def __init__(self, path: Path, values: Mapping[str, Value]) -> None:
-        self.path = path
-        self._values = values
+    Of the metadata, an absent key gives None, an unusable value raises CheckpointError.
+    """
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._values
+    path: Path
+    metadata: Mapping[str, Value]
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     def required(self, read: Callable[[str], _Item | None], key: str) -> _Item:
         """What `read`, one of the methods below, returns for a required key."""
@@ -226,7 +218,7 @@ class GgufMetadata:
 
     def count(self, key: str, minimum: int = 0) -> int | None:
         """An integer of at least `minimum`; a list that repeats one number counts as that number."""
-        value = self._values.get(key)
+        value = self.metadata.get(key)
         if isinstance(value, list) and value and all(item == value[0] for item in value):
             value = value[0]
         if value is None or (isinstance(value, int) and is_whole(value, minimum) and value <= MAX_COUNT):
@@ -239,7 +231,7 @@ class GgufMetadata:
 
     def number(self, key: str) -> float | None:
         """A real number; a float32 is read as the shortest decimal that rounds to it (1e-05, not 9.99e-06)."""
-        value = self._values.get(key)
+        value = self.metadata.get(key)
         if value is None:
             return None
         if not isinstance(value, (int, float)) or not is_finite(value) or abs(value) > MAX_NUMBER:
@@ -277,18 +269,16 @@ class GgufMetadata:
         """A list of integers."""
         return self._list(key, int)
 
-    def missing(self, key: str) -> CheckpointError:
-        """The error for a required key that is absent."""
-        return CheckpointError(
-            f"{self.path} does not contain a complete language model: {key} is missing", "convert the model again"
-        )
+    def missing(self, key: str, hint: str = "convert the model again") -> CheckpointError:
+        """The error for a required key or tensor that is absent."""
+        return CheckpointError(f"{self.path} does not contain a complete language model: {key} is missing", hint)
 
     def wrong(self, what: str, hint: str) -> CheckpointError:
         """The error for an unusable value."""
         return CheckpointError(f"{self.path}: {what}", hint)
 
     def _of_kind(self, key: str, kind: type[_Item], expected: str) -> _Item | None:
-        value = self._values.get(key)
+        value = self.metadata.get(key)
         if value is None or isinstance(value, kind):
             return value
         raise self.wrong(f"{key} is {shown(value)}", f"it must be {expected}")

@@ -24,7 +24,7 @@ from ..checkpoint.source import (
     require_finite,
 )
 from .config_json import ROPE_FACTORS, architecture, config_settings
-from .gguf_header import AGAIN, GgufHeader, GgufMetadata, StoredTensor, read_gguf_header
+from .gguf_header import AGAIN, GgufHeader, StoredTensor, read_gguf_header
 from .gguf_tokenizer import GgufTokenizer
 from .tensor_types import TENSOR_TYPES, TensorType, requantize_rows, type_name
 
@@ -84,10 +84,9 @@ class GgufModel(ModelSource):
             CheckpointError: the model is not supported, or the file lacks or adds a tensor or a setting.
         """
         self.folder = folder
-        self._path = header.path
-        self._metadata = GgufMetadata(header.path, header.metadata)
-        self._family = architecture(self._metadata)
-        layers = self._metadata.required_count(f"{self._family}.block_count")
+        self._path, self._header = header.path, header
+        self._family = architecture(self._header)
+        layers = self._header.required_count(f"{self._family}.block_count")
         self._tensors: dict[str, StoredTensor] = {}
         self._gguf_names: dict[str, str] = {}
         for gguf_name, tensor in header.tensors.items():
@@ -101,11 +100,9 @@ class GgufModel(ModelSource):
             self._tensors[name], self._gguf_names[name] = tensor, gguf_name
         embedding = header.tensors.get("token_embd.weight")
         if embedding is None:
-            raise CheckpointError(
-                f"{self._path} does not contain a complete language model: token_embd.weight is missing", AGAIN
-            )
+            raise header.missing("token_embd.weight", AGAIN)
         self._settings = config_settings(
-            self._metadata,
+            self._header,
             header.tensors.keys(),
             embedding.shape[0],
             self.read(ROPE_FACTORS) if ROPE_FACTORS in self._tensors else None,
@@ -117,13 +114,13 @@ class GgufModel(ModelSource):
         Raises:
             CheckpointError: the tokenizer is damaged or not supported.
         """
-        vocabulary = GgufTokenizer(self._metadata, self._settings["vocab_size"])
+        vocabulary = GgufTokenizer(self._header, self._settings["vocab_size"])
         tokens = vocabulary.token_ids()
         self._write("config.json", {**self._settings, **tokens})
         self._write("generation_config.json", tokens)
         self._write("tokenizer_config.json", vocabulary.tokenizer_config())
         (self.folder / "tokenizer.json").write_text(vocabulary.tokenizer_json(), encoding="utf-8")
-        template = self._metadata.text("tokenizer.chat_template")
+        template = self._header.text("tokenizer.chat_template")
         if template is not None:
             (self.folder / "chat_template.jinja").write_text(template, encoding="utf-8", newline="")
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, Final
 
 from tokenizers import Tokenizer
 
 from ...models.json_file import shown
 from ...runtime.text.tokenizer_library import failures_as
-from .gguf_header import GgufMetadata
+from .gguf_header import GgufHeader
 
 _SPACE: Final = "\u2581"
 """The character that SentencePiece writes for a space."""
@@ -71,20 +70,14 @@ PRE_TOKENIZERS: Final[Mapping[str, PreTokenizer]] = {
 """Pre-tokenizers by the value of tokenizer.ggml.pre."""
 
 
-class TokenType(IntEnum):
-    """Token types in tokenizer.ggml.token_type."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = range(1, 6)
+"""Token types in tokenizer.ggml.token_type."""
 
 
 class GgufTokenizer:
     """The tokenizer of one file."""
 
-    def __init__(self, metadata: GgufMetadata, vocab_size: int) -> None:
+    def __init__(self, metadata: GgufHeader, vocab_size: int) -> None:
         """Read the tokenizer of a model whose embedding has `vocab_size` rows.
 
         Raises:
@@ -105,7 +98,7 @@ class GgufTokenizer:
                 f"tokenizer.ggml.tokens has {len(tokens)} tokens, token_embd.weight {vocab_size} rows",
                 "tokenizer and weights are not of the same model",
             )
-        self._types = metadata.counts("tokenizer.ggml.token_type") or [TokenType.NORMAL] * len(tokens)
+        self._types = metadata.counts("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
         self._require_as_long("tokenizer.ggml.token_type", self._types)
         self._ids = self._unique_ids()
         self._pre_tokenizer: PreTokenizer | None = None
@@ -204,7 +197,7 @@ class GgufTokenizer:
         """Return every way to merge two tokens into one, the tokens with higher scores first."""
         scores = self._metadata.required(self._metadata.numbers, "tokenizer.ggml.scores")
         self._require_as_long("tokenizer.ggml.scores", scores)
-        candidates = {text: token for text, token in self._ids.items() if self._types[token] == TokenType.NORMAL}
+        candidates = {text: token for text, token in self._ids.items() if self._types[token] == _NORMAL}
         merges = []
         for text, token in candidates.items():
             halves = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
@@ -245,13 +238,11 @@ class GgufTokenizer:
         return [
             {"id": token, "content": text, **options, "special": self._is_special(token)}
             for text, token in self._ids.items()
-            if self._is_special(token) or self._types[token] == TokenType.USER_DEFINED
+            if self._is_special(token) or self._types[token] == _USER_DEFINED
         ]
 
     def _is_special(self, token: int) -> bool:
-        return self._types[token] == TokenType.CONTROL or (
-            self._types[token] == TokenType.UNKNOWN and self._model == "llama"
-        )
+        return self._types[token] == _CONTROL or (self._types[token] == _UNKNOWN and self._model == "llama")
 
     def _adds_bos(self) -> bool:
         flag = self._metadata.flag("tokenizer.ggml.add_bos_token")
@@ -280,7 +271,7 @@ class GgufTokenizer:
         """Return the id of each token, without those that only pad the vocabulary."""
         ids: dict[str, int] = {}
         for token, text in enumerate(self._tokens):
-            if self._types[token] == TokenType.UNUSED or not text:
+            if self._types[token] == _UNUSED or not text:
                 continue
             if text in ids:
                 raise self._metadata.wrong(

@@ -35,16 +35,9 @@ _SCALE_FACTORS: Final = (1.0, 0.9, 1.1)
 _NEGLIGIBLE: Final = np.float32(1e-30)
 
 
-@dataclass(frozen=True)
-class UnpackedBlocks:
-    """Unpacked blocks: w = code * scale + offset."""
-
-    codes: npt.NDArray[np.int16]
-    """Signed, [blocks, 32]."""
-    scales: Float32Array
-    """[blocks]."""
-    offsets: Float32Array | None = None
-    """[blocks]."""
+UnpackedBlocks = tuple[npt.NDArray[np.int16], Float32Array, Float32Array | None]
+"""Unpacked blocks, w = code * scale + offset: signed codes [blocks, 32], scales [blocks] and, where a type has them,
+offsets [blocks]."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +75,12 @@ class TensorType:
         if self.unpack is None or weight_format.block != _SCALE_BLOCK or weight_format.bits < self.code_bits:
             return None
         with np.errstate(all="ignore"):  # as in `decode`
-            unpacked = self.unpack(raw.reshape(-1, self.block_bytes))
-        if unpacked.offsets is not None and not weight_format.offsets:
+            codes, scales, offsets = self.unpack(raw.reshape(-1, self.block_bytes))
+        if offsets is not None and not weight_format.offsets:
             return None
-        codes = (unpacked.codes + (1 << (weight_format.bits - 1))).astype(np.uint8).reshape(len(raw), -1, _SCALE_BLOCK)
-        offsets = None if unpacked.offsets is None else unpacked.offsets.reshape(len(raw), -1)
-        return QuantizedRows(pack_codes(codes, weight_format.bits), unpacked.scales.reshape(len(raw), -1), offsets)
+        shifted = (codes + (1 << (weight_format.bits - 1))).astype(np.uint8).reshape(len(raw), -1, _SCALE_BLOCK)
+        offsets = None if offsets is None else offsets.reshape(len(raw), -1)
+        return QuantizedRows(pack_codes(shifted, weight_format.bits), scales.reshape(len(raw), -1), offsets)
 
 
 def _halves(blocks: UInt8Array, offset: int = 0) -> Float32Array:
@@ -102,21 +95,21 @@ def _nibbles(packed: UInt8Array) -> npt.NDArray[np.int16]:
 
 
 def _unpack_q4_0(blocks: UInt8Array) -> UnpackedBlocks:
-    return UnpackedBlocks(_nibbles(blocks[:, 2:]) - 8, _halves(blocks))
+    return _nibbles(blocks[:, 2:]) - 8, _halves(blocks), None
 
 
 def _unpack_q4_1(blocks: UInt8Array) -> UnpackedBlocks:
     scales = _halves(blocks)
-    return UnpackedBlocks(_nibbles(blocks[:, 4:]) - 8, scales, _halves(blocks, 2) + 8 * scales)
+    return _nibbles(blocks[:, 4:]) - 8, scales, _halves(blocks, 2) + 8 * scales
 
 
 def _unpack_q5_0(blocks: UInt8Array) -> UnpackedBlocks:
     fifth = np.unpackbits(blocks[:, 2:6], axis=1, bitorder="little").astype(np.int16)
-    return UnpackedBlocks((_nibbles(blocks[:, 6:]) | fifth << 4) - 16, _halves(blocks))
+    return (_nibbles(blocks[:, 6:]) | fifth << 4) - 16, _halves(blocks), None
 
 
 def _unpack_q8_0(blocks: UInt8Array) -> UnpackedBlocks:
-    return UnpackedBlocks(blocks[:, 2:].view(np.int8).astype(np.int16), _halves(blocks))
+    return blocks[:, 2:].view(np.int8).astype(np.int16), _halves(blocks), None
 
 
 def _unpack_q4_k(blocks: UInt8Array) -> UnpackedBlocks:
@@ -127,7 +120,7 @@ def _unpack_q4_k(blocks: UInt8Array) -> UnpackedBlocks:
     scales = _halves(blocks)[:, None] * steps.astype(np.float32)
     offsets = 8 * scales - _halves(blocks, 2)[:, None] * minima.astype(np.float32)
     codes = np.stack([blocks[:, 16:].reshape(-1, 4, 32) & 15, blocks[:, 16:].reshape(-1, 4, 32) >> 4], axis=2)
-    return UnpackedBlocks(codes.reshape(-1, 32).astype(np.int16) - 8, scales.reshape(-1), offsets.reshape(-1))
+    return codes.reshape(-1, 32).astype(np.int16) - 8, scales.reshape(-1), offsets.reshape(-1)
 
 
 TENSOR_TYPES: Final = {

@@ -17,7 +17,7 @@ from ..checkpoint.layer_weights import LayerInput, Norm, PerLayerInputsLayout, Q
 from ..checkpoint.layout import final_norm, layer_layout, per_layer_inputs_layout
 from . import inputs_outputs
 from .attention import Attention
-from .embedding_head import EmbeddingAndHead, gathered_rows
+from .embedding_head import append_embedding, append_head, gathered_rows
 from .feed_forward import activated, append_feed_forward
 from .initializers import Initializers
 from .inputs_outputs import DraftFeatures
@@ -80,8 +80,8 @@ def as_model(graph: GraphProto) -> ModelProto:
 
 def _append_decoder(nodes: Nodes, context: int, features: DraftFeatures | None) -> str:
     """Append everything between the graph's inputs and its logits; returns the name of the head's input [R, hidden]."""
-    config, attention, embedding_head = nodes.config, Attention(nodes, context), EmbeddingAndHead(nodes)
-    residual = embedding_head.append_embedding()
+    config, attention = nodes.config, Attention(nodes, context)
+    residual, embedding = append_embedding(nodes)
     inputs = per_layer_inputs_layout(config)
     own_inputs = [] if inputs is None else append_per_layer_inputs(nodes, inputs, residual)
     layers = [layer_layout(config, index) for index in range(config.layers)]
@@ -124,7 +124,7 @@ def _append_decoder(nodes: Nodes, context: int, features: DraftFeatures | None) 
         _append_features(nodes, [entering[each] for each in features.layers] or [normed])
     if whole:
         normed = nodes.add("Gather", [normed, "logit_rows"], "asked.normed", axis=1)
-    return embedding_head.append_head(normed)
+    return append_head(nodes, normed, embedding)
 
 
 def _append_features(nodes: Nodes, states: list[str]) -> None:

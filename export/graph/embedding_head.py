@@ -24,55 +24,45 @@ def embedded_value(graph: GraphProto) -> str | None:
     return next((name for name in _EMBEDDED if name in given), None)
 
 
-class EmbeddingAndHead:
-    """Appends embedding and LM head, which may share one matrix."""
+def append_embedding(nodes: Nodes) -> tuple[str, StoredMatrix]:
+    """Append the embedding of the tokens, scaled.
 
-    def __init__(self, nodes: Nodes) -> None:
-        self._nodes = nodes
-        self._matrix = ""
-        """Name of the embedding's float32 initializer, for a tied head."""
-        self._table = StoredMatrix("", "")
-        """The embedding's quantized initializers, for a tied head."""
+    Returns:
+        The name of [1, M, hidden], and the matrix for a tied head: codes with scales, or float32 weights alone.
+    """
+    linear, config = embedding_layout(nodes.config), nodes.config
+    if nodes.plan[linear.name].bits == 32:
+        matrix = StoredMatrix(nodes.weights.float32(linear), "")
+        embedded = nodes.add("Gather", [matrix.codes, "input_ids"], "embedded", axis=0)
+    else:
+        head = head_layout(config).name if config.tied_head else ""
+        embedded, matrix = gathered_rows(nodes, linear, "embedded", head)
+    # The scale is a separate node because the head may share the matrix.
+    return nodes.scaled(embedded, config.embedding_scale, "embedding.scale", "embedded.scaled"), matrix
 
-    def append_embedding(self) -> str:
-        """Append the embedding of the tokens, scaled; returns the name of [1, M, hidden]."""
-        # The scale is a separate node because the head may share the matrix.
-        return self._nodes.scaled(
-            self._embedded(), self._nodes.config.embedding_scale, "embedding.scale", "embedded.scaled"
-        )
 
-    def _embedded(self) -> str:
-        nodes, linear = self._nodes, embedding_layout(self._nodes.config)
-        if nodes.plan[linear.name].bits == 32:
-            self._matrix = nodes.weights.float32(linear)
-            return nodes.add("Gather", [self._matrix, "input_ids"], "embedded", axis=0)
-        head = head_layout(nodes.config).name if nodes.config.tied_head else ""
-        value, self._table = gathered_rows(nodes, linear, "embedded", head)
-        return value
+def append_head(nodes: Nodes, normed: str, embedding: StoredMatrix) -> str:
+    """Append the logits [R, vocabulary] of normed hidden states [1, R, hidden]; returns the name of [R, hidden].
 
-    def append_head(self, normed: str) -> str:
-        """Append the logits [R, vocabulary] of normed hidden states [1, R, hidden]; returns the name of [R, hidden]."""
-        nodes, config = self._nodes, self._nodes.config
-        rows = nodes.add("Squeeze", [normed, nodes.integers("head.axes", 0)], HEAD_INPUT)
-        cap = config.logits_softcap
-        # Scaling the hidden states instead of the logits is cheaper. It differs only by float rounding, and not at all
-        # for Granite's powers of two.
-        hidden = nodes.scaled(rows, config.logits_scale / (cap or 1.0), "head.scale", "head.scaled")
-        if cap is None:
-            self._product(hidden, inputs_outputs.LOGITS)
-        else:
-            capped = nodes.add("Tanh", [self._product(hidden, "head.product")], "head.tanh")
-            nodes.add("Mul", [capped, nodes.scalar("head.cap", cap)], inputs_outputs.LOGITS)
-        return rows
-
-    def _product(self, hidden: str, output: str) -> str:
-        nodes, linear, tied = self._nodes, head_layout(self._nodes.config), self._nodes.config.tied_head
-        weight_format = nodes.plan[linear.name]
-        if weight_format.bits == 32:
-            matrix = self._matrix if tied else nodes.weights.float32(linear)
-            return nodes.add("Gemm", [hidden, matrix], output, transB=1)
-        stored = self._table if tied else nodes.weights.quantized(linear, weight_format)
-        return nodes.matmul_nbits(linear.shape, weight_format, [hidden, *stored.inputs()], output)
+    `embedding` is the matrix of a tied head, from `append_embedding`.
+    """
+    config, linear = nodes.config, head_layout(nodes.config)
+    rows = nodes.add("Squeeze", [normed, nodes.integers("head.axes", 0)], HEAD_INPUT)
+    cap, weight_format = config.logits_softcap, nodes.plan[linear.name]
+    # Scaling the hidden states instead of the logits is cheaper. It differs only by float rounding, and not at all
+    # for Granite's powers of two.
+    hidden = nodes.scaled(rows, config.logits_scale / (cap or 1.0), "head.scale", "head.scaled")
+    output = inputs_outputs.LOGITS if cap is None else "head.product"
+    if weight_format.bits == 32:
+        weights = embedding.codes if config.tied_head else nodes.weights.float32(linear)
+        nodes.add("Gemm", [hidden, weights], output, transB=1)
+    else:
+        stored = embedding if config.tied_head else nodes.weights.quantized(linear, weight_format)
+        nodes.matmul_nbits(linear.shape, weight_format, [hidden, *stored.inputs()], output)
+    if cap is not None:
+        capped = nodes.add("Tanh", [output], "head.tanh")
+        nodes.add("Mul", [capped, nodes.scalar("head.cap", cap)], inputs_outputs.LOGITS)
+    return rows
 
 
 def gathered_rows(nodes: Nodes, linear: FusedLinear, output: str, head: str = "") -> tuple[str, StoredMatrix]:

@@ -71,7 +71,7 @@ def write_genai_layout(folder: Path, config: DecoderConfig, context: int) -> Non
     (folder / GENAI_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     # Passes of different widths differ in the last bits, which rounding activations to 8 bits would amplify.
     float_original, float_rewritten = with_float_activations(original), with_float_activations(model)
-    expected = ContractSession(folder, config, len(tokens), float_original).forward(tokens, np.arange(len(tokens)))
+    expected = ContractSession(folder, len(tokens), float_original).forward(tokens, np.arange(len(tokens)))
     logits = _logits_with_growing_cache(folder, float_rewritten, config, tokens)
     difference = float(np.abs(logits - expected).max())
     if not difference <= TOLERANCE * max(1.0, float(expected.std())):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from ...errors import ExportError
 from ...models.atomic import write_atomically
-from ...models.bundle import GRAPH_NAME, Bundle, digest_file
+from ...models.bundle import GRAPH_NAME, Bundle
 from ...models.graph_variant import DeviceKind, VariantFile
-from ...models.manifest import MANIFEST_NAME, Manifest
 from ...models.onnx_file.graph_editor import CannotRewriteError
 from ...models.progress import Progress
 from ...runtime.devices.device_check import compare_with_cpu
@@ -18,6 +16,7 @@ from ...runtime.devices.providers import cpu_device
 from ...runtime.gpu_graph.rewriting import FORMS, gpu_graph
 from ...runtime.graph.model_metadata import metadata_of
 from ...runtime.graph.session import GraphSession, SessionConfig
+from ..bundle_content import change_manifest, read_manifest
 
 _STAGE: Final = "writing GPU graphs"
 
@@ -36,8 +35,7 @@ def write_gpu_variants(folder: Path, progress: Progress) -> list[str]:
         ExportError: the model has no form at all, or a form computes something else.
         OSError: the disk refused a write.
     """
-    path = folder / MANIFEST_NAME
-    manifest = Manifest.from_json(path.read_bytes(), str(path))
+    manifest = read_manifest(folder)
     bundle = Bundle(folder, folder / GRAPH_NAME, manifest)
     forms = [
         (provider, form, plain)
@@ -60,8 +58,7 @@ def write_gpu_variants(folder: Path, progress: Progress) -> list[str]:
         variants.append(VariantFile(DeviceKind.GPU, file.name, precision, providers=(provider,), plain=plain))
     if variants == others:
         raise ExportError(f"no GPU graph can be made of this model: {notes[0]}", "leave --device gpu out")
-    files = {**manifest.files, **{each.file: digest_file(folder / each.file) for each in variants}}
-    write_atomically(path, replace(manifest, files=files, variants=tuple(variants)).to_json().encode())
+    change_manifest(folder, [each.file for each in variants], variants=tuple(variants))
     progress(_STAGE, 1.0)
     return notes
 

@@ -52,7 +52,7 @@ def fuse_operators(graph: EditableGraph, context: int) -> None:
     for attention in layers:
         rotations.append(rotation := find_rotation(runner, attention, context, tables))
         if rotation is not None:
-            tables[rotation.table] = None
+            tables[rotation[2]] = None
     names = {
         table: (graph.add_tensor("rotary.cos", table.cosines), graph.add_tensor("rotary.sin", table.sines))
         for table in tables
@@ -82,12 +82,12 @@ def _replace(
     tables: dict[RotaryTable, tuple[str, str]],
 ) -> None:
     graph, stem = runner.graph, f"layers.{attention.layer}"
-    query, key = (attention.query, attention.key.new) if rotation is None else (rotation.query, rotation.key)
+    query, key, table = (attention.query, attention.key.new, None) if rotation is None else rotation
     values = {"query": query, "key": key, "value": attention.value.new}
     heads = [_merged_heads(runner, name, f"{stem}.{part}") for part, name in values.items()]
-    inside = rotation is not None and 2 * rotation.table.pairs % _ROTARY_MULTIPLE == 0
-    names = ("", "") if rotation is None else tables[rotation.table]
-    if rotation is not None and not inside:
+    inside = table is not None and 2 * table.pairs % _ROTARY_MULTIPLE == 0
+    names = ("", "") if table is None else tables[table]
+    if table is not None and not inside:
         for index, count in ((0, attention.heads), (1, attention.kv_heads)):
             heads[index] = graph.value(
                 "RotaryEmbedding",
@@ -95,8 +95,8 @@ def _replace(
                 name=f"{heads[index]}.rotated",
                 domain=MICROSOFT,
                 num_heads=count,
-                rotary_embedding_dim=2 * rotation.table.pairs,
-                interleaved=int(rotation.table.interleaved),
+                rotary_embedding_dim=2 * table.pairs,
+                interleaved=int(table.interleaved),
             )
     node = graph.add(
         "GroupQueryAttention",
@@ -109,7 +109,7 @@ def _replace(
         softcap=attention.softcap or None,
         local_window_size=attention.window if attention.window > 0 else None,
         do_rotary=int(inside),
-        rotary_interleaved=int(rotation.table.interleaved) if inside and rotation is not None else None,
+        rotary_interleaved=int(table.interleaved) if inside and table is not None else None,
     )
     graph.replace_uses(attention.merged, node.output(0))
     for cache, present in ((attention.key, node.output(1)), (attention.value, node.output(2))):

@@ -21,9 +21,10 @@ import numpy.typing as npt
 from onnx import ModelProto, TensorProto, helper
 
 from ...errors import ExportError
-from ..check.contract_session import CacheShape, ContractSession, ModelSession
+from ..check.contract_session import ContractSession, ModelSession
 from ..check.parity import Parity, mean_kl, with_float_activations
 from ..graph import inputs_outputs
+from .contract_inputs import AttentionShape
 from .decoder_io import TOKENS, CacheTensor, PassShape, input_value
 from .editable import EditableGraph
 from .graph_parts import Array, in_place
@@ -69,7 +70,7 @@ class Reference:
 
 
 def run_reference(
-    graph: EditableGraph, caches: tuple[CacheTensor, ...], shape: CacheShape, vocab_size: int
+    graph: EditableGraph, caches: tuple[CacheTensor, ...], shape: AttentionShape, vocab_size: int
 ) -> Reference:
     """Run the unchanged source graph, except for float activations and caches that keep all slots.
 
@@ -84,20 +85,53 @@ def run_reference(
     """
     for node in graph.nodes_of("GroupQueryAttention"):
         graph.set_attribute(node, "sliding_window_cache", None)
-    source = _Source(graph, caches, shape)
+    half = graph.element_type(caches[0].past) != TensorProto.FLOAT
+    session = ModelSession(with_float_activations(graph.model(in_place)), graph.folder)
+    outputs = [inputs_outputs.LOGITS, *(cache.present for cache in caches)]
+    empty: dict[str, Array] = {}
+    """Caches without slots, or with the number of slots that the graph fixes."""
+    for cache in caches:
+        info = graph.inputs[cache.past].type.tensor_type
+        slots = info.shape.dim[2].dim_value if len(info.shape.dim) == 4 else 0
+        dtype = helper.tensor_dtype_to_np_dtype(info.elem_type)
+        empty[cache.past] = np.zeros((1, shape.kv_heads, slots, shape.head_dim), dtype)
+
+    def run(tokens: TokenArray, cached: Mapping[str, Array], past: int) -> tuple[Float32Array, dict[str, Array]]:
+        lengths = PassShape(len(tokens), past)
+        feeds = {name: input_value(info, lengths) for name, info in graph.inputs.items()} | dict(cached)
+        feeds[TOKENS] = tokens[None].astype(feeds[TOKENS].dtype)
+        logits, *presents = session.run(outputs, feeds)
+        flat = logits.reshape(-1, logits.shape[-1]).astype(np.float32)
+        return flat, dict(zip(empty, presents, strict=True))
+
+    def logits_of(tokens: TokenArray) -> Float32Array:
+        """Logits after every token, [tokens, vocabulary].
+
+        Tokens are read one by one if the graph returns logits of the last position only, or was traced with one token
+        and so does not mask later positions: then the logits of the first position depend on what follows.
+        """
+        logits, _ = run(tokens, empty, 0)
+        alone, _ = run(tokens[:1], empty, 0)
+        tolerance = _SAME_POSITION * max(1.0, float(logits.std(dtype=np.float64)))
+        if len(logits) == len(tokens) and np.abs(logits[0] - alone[0]).max() <= tolerance:
+            return logits
+        cached, steps = empty, []
+        for index in range(len(tokens)):
+            logits, cached = run(tokens[index : index + 1], cached, index)
+            steps.append(logits[-1])
+        return np.stack(steps)
+
     drawn = np.random.default_rng(0).integers(0, vocab_size, _PROMPT + _STEPS + 1)
     tokens, sibling = drawn[:-1], int(drawn[-1])
-    logits = source.logits(tokens)
-    sibling_logits = source.logits(np.append(tokens[:_PROMPT], sibling))[-1]
-    return Reference(tokens, sibling, logits, sibling_logits, source.half)
+    sibling_logits = logits_of(np.append(tokens[:_PROMPT], sibling))[-1]
+    return Reference(tokens, sibling, logits_of(tokens), sibling_logits, half)
 
 
-def require_same(folder: Path, cache: CacheShape, model: ModelProto, reference: Reference) -> float:
+def require_same(folder: Path, model: ModelProto, reference: Reference) -> float:
     """Compare a contract graph that has the source's weights with its source.
 
     Args:
         folder: folder of the model's external data.
-        cache: the shape of its caches.
         model: the graph; it is run with float activations.
         reference: logits of the source.
 
@@ -107,7 +141,7 @@ def require_same(folder: Path, cache: CacheShape, model: ModelProto, reference: 
     Raises:
         ExportError: they differ by more than `Reference.tolerance`.
     """
-    session = ContractSession(folder, cache, len(reference.tokens) + 2, with_float_activations(model))
+    session = ContractSession(folder, len(reference.tokens) + 2, with_float_activations(model))
     differences = {
         "in one pass": _in_one_pass(session, reference),
         "step by step": _step_by_step(session, reference),
@@ -123,13 +157,13 @@ def require_same(folder: Path, cache: CacheShape, model: ModelProto, reference: 
     return max(differences.values())
 
 
-def measure(folder: Path, cache: CacheShape, reference: Reference, difference: float) -> Parity:
+def measure(folder: Path, reference: Reference, difference: float) -> Parity:
     """Compare the bundle in `folder`, with rounded weights and activations, with its source.
 
     Raises:
         ExportError: its logits hardly correlate with the source's.
     """
-    session = ContractSession(folder, cache, len(reference.tokens))
+    session = ContractSession(folder, len(reference.tokens))
     shipped = session.forward(reference.tokens, np.arange(len(reference.tokens))).astype(np.float64)
     original = reference.logits.astype(np.float64)
     with np.errstate(invalid="ignore"):  # logits that are all equal
@@ -173,52 +207,3 @@ def _over_a_tree(session: ContractSession, reference: Reference) -> float:
 
 def _max_difference(found: Float32Array, expected: Float32Array) -> float:
     return float(np.abs(found.astype(np.float64) - expected).max())
-
-
-class _Source:
-    """The source graph with a cache that starts empty and grows."""
-
-    def __init__(self, graph: EditableGraph, caches: tuple[CacheTensor, ...], shape: CacheShape) -> None:
-        self._caches = caches
-        self._shape = shape
-        self._inputs = graph.inputs
-        self.half = graph.element_type(caches[0].past) != TensorProto.FLOAT
-        self._session = ModelSession(with_float_activations(graph.model(in_place)), graph.folder)
-
-    def logits(self, tokens: TokenArray) -> Float32Array:
-        """Logits after every token, [tokens, vocabulary].
-
-        Tokens are read one by one if the graph returns logits of the last position only, or was traced with one token
-        and so does not mask later positions: then the logits of the first position depend on what follows.
-        """
-        logits, _ = self._pass(tokens, self._empty_caches(), 0)
-        alone, _ = self._pass(tokens[:1], self._empty_caches(), 0)
-        tolerance = _SAME_POSITION * max(1.0, float(logits.std(dtype=np.float64)))
-        if len(logits) == len(tokens) and np.abs(logits[0] - alone[0]).max() <= tolerance:
-            return logits
-        caches, steps = self._empty_caches(), []
-        for index in range(len(tokens)):
-            logits, caches = self._pass(tokens[index : index + 1], caches, index)
-            steps.append(logits[-1])
-        return np.stack(steps)
-
-    def _pass(
-        self, tokens: TokenArray, caches: Mapping[str, Array], past: int
-    ) -> tuple[Float32Array, dict[str, Array]]:
-        lengths = PassShape(len(tokens), past)
-        feeds = {name: input_value(info, lengths) for name, info in self._inputs.items()} | dict(caches)
-        feeds[TOKENS] = tokens[None].astype(feeds[TOKENS].dtype)
-        outputs = [inputs_outputs.LOGITS, *(cache.present for cache in self._caches)]
-        logits, *presents = self._session.run(outputs, feeds)
-        flat = logits.reshape(-1, logits.shape[-1]).astype(np.float32)
-        return flat, dict(zip((cache.past for cache in self._caches), presents, strict=True))
-
-    def _empty_caches(self) -> dict[str, Array]:
-        """Caches without slots, or with the number of slots that the graph fixes."""
-        empty = {}
-        for cache in self._caches:
-            info = self._inputs[cache.past].type.tensor_type
-            slots = info.shape.dim[2].dim_value if len(info.shape.dim) == 4 else 0
-            shape = (1, self._shape.kv_heads, slots, self._shape.head_dim)
-            empty[cache.past] = np.zeros(shape, helper.tensor_dtype_to_np_dtype(info.elem_type))
-        return empty

@@ -139,7 +139,7 @@ class _Upgrade:
         body, head = self._formats(graph)
         rounds = body != FP32 or head != FP32
         if rounds:
-            difference = self._require_same(graph.folder, shape, graph.model(in_place), reference)
+            difference = self._require_same(graph.folder, graph.model(in_place), reference)
         if is_half(graph):
             self._widen(graph)
         if rounds:
@@ -152,8 +152,8 @@ class _Upgrade:
         (folder / GRAPH_NAME).write_bytes(model.SerializeToString())
         copy_config_files(self._source, folder)
         if not rounds:
-            difference = self._require_same(folder, shape, model, reference)
-        parity = measure(folder, shape, reference, difference)
+            difference = self._require_same(folder, model, reference)
+        parity = measure(folder, reference, difference)
         require_config_files(folder, vocab_size)
         names = (GRAPH_NAME, *TOKENIZER_AND_CONFIG_FILES)
         width = self._source.config.get("intermediate_size")
@@ -231,9 +231,9 @@ class _Upgrade:
         join_linears(graph)
         pack_heads(graph)
 
-    def _require_same(self, folder: Path, shape: AttentionShape, model: ModelProto, reference: Reference) -> float:
+    def _require_same(self, folder: Path, model: ModelProto, reference: Reference) -> float:
         self._progress("checking", 0.0)
-        difference = require_same(folder, shape, model, reference)
+        difference = require_same(folder, model, reference)
         self._progress("checking", 0.5)
         return difference
 

@@ -71,15 +71,9 @@ def _split_pairs(heads: Float32Array, pairs: int, interleaved: bool) -> tuple[Fl
     return heads[..., :pairs], heads[..., pairs : 2 * pairs]
 
 
-@dataclass(frozen=True)
-class Rotation:
-    """The rotary embedding of one layer."""
-
-    query: str
-    """Unrotated queries, [1, heads, new, head_dim] or [1, new, heads, head_dim]."""
-    key: str
-    """Unrotated keys, likewise."""
-    table: RotaryTable
+Rotation = tuple[str, str, RotaryTable]
+"""The rotary embedding of one layer: the unrotated queries, [1, heads, new, head_dim] or [1, new, heads, head_dim], the
+unrotated keys, likewise, and the table."""
 
 
 def find_rotation(
@@ -105,7 +99,7 @@ def find_rotation(
         return None
     for name in _candidates(runner, attention.query):
         if _Path(runner, name, attention.query, attention.heads, attention.head_dim).fits(table):
-            return Rotation(name, key.source, table)
+            return name, key.source, table
     return None
 
 

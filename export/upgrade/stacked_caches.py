@@ -9,7 +9,7 @@ Concat becomes the new output.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from onnx import TensorProto, helper
@@ -25,15 +25,9 @@ _JOINING: Final = frozenset({"Cast", "Concat", "Reshape", "Squeeze", "Transpose"
 _FLOATS: Final = (TensorProto.FLOAT, TensorProto.FLOAT16)
 
 
-class _Part(NamedTuple):
-    """Keys or values within a cache tensor."""
-
-    cache: str
-    """The graph input."""
-    value: str
-    """The past slots of the part, computed from the cache."""
-    joined: Node
-    """The Concat that appends the new slots."""
+_Part = tuple[str, str, Node]
+"""Keys or values within a cache tensor: the graph input, the past slots that are computed from it, and the Concat that
+appends the new slots."""
 
 
 def split_caches(graph: EditableGraph) -> None:
@@ -47,7 +41,7 @@ def split_caches(graph: EditableGraph) -> None:
         _replace_shapes(graph, part, index)
         _replace_cache(graph, part, index)
     graph.sweep()
-    for name in {part.cache for part in parts}:
+    for name in {cache for cache, _, _ in parts}:
         if graph.consumers(name):
             raise _unknown_structure(name)
         del graph.inputs[name]
@@ -63,19 +57,20 @@ def _parts(graph: EditableGraph, cache: str) -> Iterator[_Part]:
     for value, node in graph.readers(cache, lambda value, node: node.op in _SPLITTING and node.input(0) == value):
         appends = node.op == "Concat" and len(node.inputs) == 2 and node.input(0) == value
         if appends and (value != cache or node.output(0) not in graph.outputs):
-            yield _Part(cache, value, node)
+            yield cache, value, node
 
 
 def _replace_shapes(graph: EditableGraph, part: _Part, index: int) -> None:
     """Compute shapes of the old cache from the shape of the part."""
-    shape = graph.shape(part.cache) or ()
+    cache, value, _ = part
+    shape = graph.shape(cache) or ()
     symbolic = _symbolic_axes(shape)
-    for node in graph.consumers(part.cache):
+    for node in graph.consumers(cache):
         if node.op != "Shape":
             continue
         if node.attribute("start", 0) or node.attribute("end") is not None or not symbolic:
-            raise _unknown_structure(part.cache)
-        whole = graph.value("Shape", [part.value], name=f"parted.{index}.shape")
+            raise _unknown_structure(cache)
+        whole = graph.value("Shape", [value], name=f"parted.{index}.shape")
         past = graph.value("Gather", [whole, [2]], name=f"parted.{index}.past", axis=0)
         sizes: list[str | list[int]] = [[size if isinstance(size, int) else 1] for size in shape]
         sizes[symbolic[-1]] = past
@@ -88,33 +83,34 @@ def _symbolic_axes(shape: tuple[int | str, ...]) -> list[int]:
 
 
 def _replace_cache(graph: EditableGraph, part: _Part, index: int) -> None:
-    _, heads, _, channels = _part_shape(graph, part)
-    element_type = graph.element_type(part.cache)
-    joined = part.joined.output(0)
+    cache, value, concat = part
+    _, heads, _, channels = _part_shape(graph, cache, value)
+    element_type = graph.element_type(cache)
+    joined = concat.output(0)
     joining = [node for _, node in graph.readers(joined, lambda _, node: node.op in _JOINING) if node.op in _JOINING]
     for output in {joined, *(name for node in joining for name in node.outputs)}:  # they contain the part's slots
         graph.outputs.pop(output, None)
-    past, present = (f"{part.cache}.{side}.{index}" for side in ("past", "present"))
+    past, present = (f"{cache}.{side}.{index}" for side in ("past", "present"))
     graph.add_input(helper.make_tensor_value_info(past, element_type, [1, heads, "past", channels]))
-    graph.replace_uses(part.value, past)
+    graph.replace_uses(value, past)
     info = helper.make_tensor_value_info(present, element_type, [1, heads, "total", channels])
     graph.set_output(info, joined)
 
 
-def _part_shape(graph: EditableGraph, part: _Part) -> tuple[int, ...]:
-    """Shape of the past slots of a part, for a cache of `_PAST` slots."""
-    declared = graph.shape(part.cache) or ()
+def _part_shape(graph: EditableGraph, name: str, value: str) -> tuple[int, ...]:
+    """Shape of `value`, the past slots of a part, for a cache `name` of `_PAST` slots."""
+    declared = graph.shape(name) or ()
     fed = [size if isinstance(size, int) else 1 for size in declared]
     for axis in _symbolic_axes(declared)[-1:]:
         fed[axis] = _PAST
-    cache = np.zeros(fed, helper.tensor_dtype_to_np_dtype(graph.element_type(part.cache)))
+    cache = np.zeros(fed, helper.tensor_dtype_to_np_dtype(graph.element_type(name)))
     try:
         order = {node: index for index, node in enumerate(graph.in_order())}
-        found = run_part(graph, order, "Shape", [part.value], {part.cache: cache}.get)[0][part.value]
+        found = run_part(graph, order, "Shape", [value], {name: cache}.get)[0][value]
     except ExportError as error:
-        raise _unknown_structure(part.cache) from error
+        raise _unknown_structure(name) from error
     if len(found) != 4 or found[0] != 1 or found[2] != _PAST:
-        raise _unknown_structure(part.cache)
+        raise _unknown_structure(name)
     return tuple(found.tolist())
 
 

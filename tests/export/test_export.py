@@ -56,7 +56,7 @@ ACTIVATION_NOISE = 0.1
 
 def logits_of(bundle: Path, tokens=TOKENS, capacity: int = 64):
     """Logits of all positions in one pass, float32 [n, vocabulary]."""
-    session = ContractSession(bundle, read_config(bundle), capacity)
+    session = ContractSession(bundle, capacity)
     return session.forward(tokens, np.arange(len(tokens)))
 
 
@@ -378,7 +378,7 @@ def test_greedy_text_of_the_stories_model(tmp_path) -> None:
     tokenizer = Tokenizer.from_file(str(bundle / "tokenizer.json"))
     prompt = np.array(tokenizer.encode("Once upon a time").ids)
     assert prompt[0] == 1
-    session = ContractSession(bundle, read_config(bundle), 256)
+    session = ContractSession(bundle, 256)
     following = session.forward(prompt, np.array([len(prompt) - 1])).argmax(-1)
     tokens = [*prompt.tolist(), int(following[0])]
     for _ in range(179):

@@ -44,7 +44,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0 + i / 8 for i in range(8)],
 
 
 def logits_of(bundle: Path, tokens: Any = TOKENS, capacity: int = 64) -> Any:
-    return ContractSession(bundle, read_config(bundle), capacity).forward(tokens, np.arange(len(tokens)))
+    return ContractSession(bundle, capacity).forward(tokens, np.arange(len(tokens)))
 
 
 def config_of(folder: Path, family: str, **overrides: Any) -> DecoderConfig:

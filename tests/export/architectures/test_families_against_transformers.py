@@ -231,7 +231,7 @@ def test_logits_equal_those_of_transformers(tmp_path, case: str) -> None:
     # transformers keeps its rotary angles in float32 even in a float64 model.
     np.testing.assert_allclose(computed, expected, atol=2e-4)
     bundle = exported(source, tmp_path / "bundle")
-    session = ContractSession(bundle, read_config(bundle), 64)
+    session = ContractSession(bundle, 64)
     np.testing.assert_allclose(session.forward(TOKENS, np.arange(48)), expected, atol=2e-4)
 
 
@@ -283,7 +283,7 @@ def test_scalings_beyond_the_trained_length(tmp_path, family: str, trained: int,
     with torch.no_grad():
         expected = model(torch.tensor(tokens)[None]).logits[0].numpy()
     bundle = export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32, context=context)).bundle
-    session = ContractSession(bundle, read_config(bundle), context)
+    session = ContractSession(bundle, context)
     np.testing.assert_allclose(session.forward(tokens, np.arange(context)), expected, atol=3e-4)
 
 

@@ -15,7 +15,6 @@ from edgerun.errors import ExportError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint
 from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.check.parity import TOLERANCE
-from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.graph import decoder as graph_module
 from edgerun.export.graph.initializers import Initializers
@@ -110,8 +109,8 @@ def test_wrong_low_bit_kernels_are_detected(tmp_path, monkeypatch) -> None:
 
     initialize = ContractSession.__init__
 
-    def construct(self: ContractSession, bundle, config, capacity, graph=None) -> None:
-        initialize(self, bundle, config, capacity, graph)
+    def construct(self: ContractSession, bundle, capacity, graph=None) -> None:
+        initialize(self, bundle, capacity, graph)
         self.is_shipped_graph = graph is None
 
     monkeypatch.setattr(ContractSession, "__init__", construct)
@@ -166,7 +165,7 @@ def test_a_graph_with_slow_kernels_is_rejected(tmp_path, monkeypatch, capfd, wei
 
 def test_other_output_during_log_capture_is_shown(tmp_path, capfd) -> None:
     bundle = write_bundle(tmp_path, weights=INT4)
-    session = ContractSession(bundle, read_config(bundle), 8)
+    session = ContractSession(bundle, 8)
     run = session.run
 
     def run_with_note(*arguments):

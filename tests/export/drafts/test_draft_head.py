@@ -56,7 +56,7 @@ def run_graph(bundle: Path, checkpoint: Path, head: Path) -> HeadOutputs:
     import onnx
 
     graph = onnx.load(bundle / "draft.onnx", load_external_data=False)
-    session = ContractSession(bundle, config, len(TOKENS), graph, extra_outputs=("next_states",))
+    session = ContractSession(bundle, len(TOKENS), graph, extra_outputs=("next_states",))
     features, state = features_of(head), np.empty((0, config.hidden_size), np.float32)
     logits, states = [], []
     for start, stop in ((0, GIVEN), *((index, index + 1) for index in range(GIVEN, len(TOKENS)))):

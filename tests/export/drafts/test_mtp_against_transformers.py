@@ -97,7 +97,7 @@ def test_logits_and_states_equal_those_of_transformers(tmp_path: Path, overrides
     bundle = export_checkpoint(source, tmp_path / "bundle", recipe).bundle
     architecture = open_bundle(bundle).manifest.architecture  # type: ignore[union-attr]
     graph = onnx.load(bundle / "draft.onnx", load_external_data=False)
-    session = ContractSession(bundle, architecture, COUNT, graph, extra_outputs=("next_states",))
+    session = ContractSession(bundle, COUNT, graph, extra_outputs=("next_states",))
     state = np.empty((0, architecture.hidden_size), np.float32)
     for start, stop in ((0, GIVEN), *((index, index + 1) for index in range(GIVEN, COUNT))):
         bias = np.where(np.arange(stop) <= np.arange(start, stop)[:, None], np.float32(0), np.float32(-1e9))

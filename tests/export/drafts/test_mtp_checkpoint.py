@@ -214,7 +214,7 @@ def _logits(bundle: Path, hidden: int) -> Any:
     from edgerun.export.check.parity import with_float_activations
 
     graph = with_float_activations(onnx.load(bundle / "draft.onnx", load_external_data=False))
-    session = ContractSession(bundle, open_bundle(bundle).manifest.architecture, 8, graph)  # type: ignore[union-attr]
+    session = ContractSession(bundle, 8, graph)  # type: ignore[union-attr]
     random = np.random.default_rng(2)
     feeds = {
         "draft_features": random.standard_normal((3, hidden)).astype(np.float32),

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from edgerun.export.check.contract_session import ContractSession
-from edgerun.export.checkpoint.config import read_config
 from edgerun.export.gguf import open_gguf
 from support.gguf_files import write_gguf
 from support.shared_data import data_path
@@ -44,7 +43,7 @@ def test_logits_equal_those_of_transformers(tmp_path, family: str, kind: str) ->
     source = write_checkpoint(tmp_path / "checkpoint", family, tie_word_embeddings=False, **overrides)
     file = write_gguf(tmp_path / "model.gguf", source, kind)
     bundle = exported(file, tmp_path / "bundle")
-    logits = ContractSession(bundle, read_config(bundle), 64).forward(TOKENS, np.arange(len(TOKENS)))
+    logits = ContractSession(bundle, 64).forward(TOKENS, np.arange(len(TOKENS)))
     assert np.abs(logits - logits_of_transformers(file)).max() < 1e-3
 
 

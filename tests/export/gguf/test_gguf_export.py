@@ -15,7 +15,6 @@ from edgerun.edge.cli.main import main
 from edgerun.errors import CheckpointError, InputError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint
 from edgerun.export.check.contract_session import ContractSession
-from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.checkpoint.source import RowRange
 from edgerun.export.gguf import open_gguf
@@ -341,7 +340,7 @@ def test_greedy_text_of_the_stories_model_from_half_floats(tmp_path) -> None:
     tokenizer = Tokenizer.from_file(str(bundle / "tokenizer.json"))
     prompt = np.array(tokenizer.encode("Once upon a time").ids)
     assert prompt.tolist() == Tokenizer.from_file(str(source / "tokenizer.json")).encode("Once upon a time").ids
-    session = ContractSession(bundle, read_config(bundle), 256)
+    session = ContractSession(bundle, 256)
     following = session.forward(prompt, np.array([len(prompt) - 1])).argmax(-1)
     tokens = [*prompt.tolist(), int(following[0])]
     for _ in range(179):

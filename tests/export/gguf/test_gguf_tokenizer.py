@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from edgerun.errors import CheckpointError
-from edgerun.export.gguf.gguf_header import GgufMetadata
+from edgerun.export.gguf.gguf_header import GgufHeader
 from edgerun.export.gguf.gguf_tokenizer import PRE_TOKENIZERS, GgufTokenizer
 from support.gguf_files import tokenizer_metadata
 from support.shared_data import data_path
@@ -49,7 +49,7 @@ def rebuilt(folder: Path, pre: str, **also) -> Tokenizer:
         f"tokenizer.ggml.{key}": value for key, value in also.items()
     }
     tokens = metadata["tokenizer.ggml.tokens"]
-    return Tokenizer.from_str(GgufTokenizer(GgufMetadata(PATH, metadata), len(tokens)).tokenizer_json())
+    return Tokenizer.from_str(GgufTokenizer(GgufHeader(PATH, metadata), len(tokens)).tokenizer_json())
 
 
 def golden(name: str) -> list[tuple[str, list[int]]]:
@@ -133,7 +133,7 @@ def gguf_tokenizer(folder: Path, size: int = 300, **also) -> GgufTokenizer:
     metadata = python_values(tokenizer_metadata(folder)) | {
         f"tokenizer.ggml.{key}": value for key, value in also.items()
     }
-    return GgufTokenizer(GgufMetadata(PATH, {key: value for key, value in metadata.items() if value is not None}), size)
+    return GgufTokenizer(GgufHeader(PATH, {key: value for key, value in metadata.items() if value is not None}), size)
 
 
 def test_default_of_the_beginning_of_text_token(tiny_folder: Path) -> None:

@@ -16,7 +16,6 @@ import pytest
 
 from edgerun.export import FP32, INT4, INT8, WeightFormat
 from edgerun.export.check.contract_session import ContractSession
-from edgerun.export.checkpoint.config import read_config
 from support.tiny_models import write_bundle
 
 TOKENS = np.random.default_rng(3).integers(0, 300, 12)
@@ -49,7 +48,7 @@ def bundle(request, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def session(bundle: Path) -> ContractSession:
-    return ContractSession(bundle, read_config(bundle), 64)
+    return ContractSession(bundle, 64)
 
 
 def test_single_steps_equal_one_pass(session: ContractSession) -> None:
@@ -243,7 +242,7 @@ def run_logs(bundles: Sequence[Path]) -> list[str]:
         "ort.SessionOptions = VerboseOptions\n"
         "ort.set_default_logger_severity(1)\n"
         "for bundle in map(Path, sys.argv[1:]):\n"
-        "    session = ContractSession(bundle, read_config(bundle), 8)\n"
+        "    session = ContractSession(bundle, 8)\n"
         "    _, slow = session.forward_counting_expansions(np.arange(3), np.arange(3))\n"
         f"    print({SLOW!r} * slow, {END_OF_LOG!r}, file=sys.stderr, flush=True)\n"
     )

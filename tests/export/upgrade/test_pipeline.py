@@ -123,8 +123,7 @@ def test_window_counts_positions_in_a_tree(tmp_path: Path) -> None:
     """A child with twenty siblings before it sees as far back as it does in a chain."""
     folder = upgrade(write_layout(tmp_path / "m", LAYOUTS["genai-window"]))
     past, siblings = 60, 20
-    architecture = Manifest.from_json((folder / "edge.json").read_bytes()).architecture
-    session = ContractSession(folder, architecture, CONTEXT)
+    session = ContractSession(folder, CONTEXT)
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, past + siblings + 1)
     session.forward(tokens[:past], np.array([0]))
     chain = session.forward(np.array([tokens[past], tokens[-1]]), np.array([1]))
@@ -357,7 +356,7 @@ def test_parity_check_detects_wrong_wiring(
     graph = EditableGraph.open(source / "model.onnx")
     reference = run_reference(graph, identify_io(graph), architecture, VOCABULARY)
     model = onnx.load(folder / "model.onnx", load_external_data=False)
-    assert require_same(folder, architecture, model, reference) < 1e-3
+    assert require_same(folder, model, reference) < 1e-3
     damage(model)
     with pytest.raises(ExportError, match=f"the upgraded graph differs from the source {where}"):
-        require_same(folder, architecture, model, reference)
+        require_same(folder, model, reference)

@@ -223,6 +223,6 @@ def test_context_may_be_shorter_than_the_parity_check(layout: Layout, context: i
 
 def test_failed_run_gives_a_one_line_error(tiny_bundle: Path) -> None:
     architecture = Manifest.from_json((tiny_bundle / "edge.json").read_bytes()).architecture
-    session = ContractSession(tiny_bundle, architecture, 8)
+    session = ContractSession(tiny_bundle, 8)
     with pytest.raises(ExportError, match="the graph cannot be run: "):
         session.forward(np.array([architecture.vocab_size + 9]), np.array([0]))
