@@ -18,7 +18,10 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from edgerun.export import FP32, ExportRecipe, WeightFormat, export_checkpoint
+from edgerun.export.check.contract_session import ContractSession
 
+TOKENS: Final = np.random.default_rng(5).integers(0, 300, 40)
+"""The tokens of which `logits_of` gives logits."""
 SPECIAL_TOKENS: Final = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|unknown|>")
 """Ids 0 to 4, in this order; <|end|> is the end-of-text token."""
 CHAT_TEMPLATE: Final = (
@@ -240,6 +243,7 @@ ARCHITECTURES: Final = {
 """Architecture names that are not the capitalized model type."""
 
 FloatArray = npt.NDArray[np.floating[Any]]
+IntArray = npt.NDArray[np.int64]
 
 
 def tiny_config(family: str = "llama", **overrides: Any) -> dict[str, Any]:
@@ -599,6 +603,22 @@ def exported(source: Path, destination: Path, weights: WeightFormat | ExportReci
     """Export a checkpoint and return the bundle."""
     recipe = weights if isinstance(weights, ExportRecipe) else ExportRecipe(weights)
     return export_checkpoint(source, destination, recipe).bundle
+
+
+def logits_of(bundle: Path, tokens: IntArray = TOKENS, capacity: int = 64) -> FloatArray:
+    """Logits of all positions of a bundle in one pass, float32 [n, vocabulary]."""
+    return ContractSession(bundle, capacity).forward(tokens, np.arange(len(tokens)))
+
+
+def greedy_story(bundle: Path) -> str:
+    """The beginning that `ORIGIN.md` of the stories model quotes, and 180 more tokens, each in a pass of its own."""
+    tokenizer = Tokenizer.from_file(str(bundle / "tokenizer.json"))
+    tokens, session = tokenizer.encode("Once upon a time").ids, ContractSession(bundle, 256)
+    following = session.forward(np.array(tokens), np.array([len(tokens) - 1])).argmax(-1)
+    for _ in range(180):
+        tokens.append(int(following[0]))
+        following = session.forward(following, np.array([0])).argmax(-1)
+    return str(tokenizer.decode(tokens))
 
 
 def write_endless_bundle(folder: Path) -> Path:

@@ -11,7 +11,6 @@ import pytest
 
 from edgerun.errors import CheckpointError, InputError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat
-from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import Activation, DecoderConfig, read_config
 from edgerun.export.checkpoint.json_fields import read_json
@@ -29,7 +28,9 @@ from support.tiny_models import (
     FAMILY_SETTINGS,
     GRANITE_EXPERTS,
     HYBRID_FAMILIES,
+    TOKENS,
     exported,
+    logits_of,
     separate_experts,
     tiny_config,
     tiny_weights,
@@ -39,12 +40,7 @@ from support.tiny_models import (
     write_weights,
 )
 
-TOKENS = np.random.default_rng(5).integers(0, 300, 40)
 LONGROPE = {"type": "longrope", "short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [4.0] * 8}
-
-
-def logits_of(bundle: Path, tokens: Any = TOKENS, capacity: int = 64) -> Any:
-    return ContractSession(bundle, capacity).forward(tokens, np.arange(len(tokens)))
 
 
 def config_of(folder: Path, family: str, **overrides: Any) -> DecoderConfig:
@@ -148,13 +144,17 @@ def test_settings_change_the_logits(tmp_path, family: str, before: dict[str, Any
             for suffix in ("A_log", "dt_bias", "mamba.D", "conv1d.bias", "mamba.norm.weight")
         ),
         ("gpt_oss", "sinks", 3),
+        ("qwen3", "q_norm.weight", 2),
+        ("qwen3", "k_norm.weight", 2),
+        ("llama", "_proj.bias", 14),
         pytest.param("gpt_oss", ".bias", 15, marks=pytest.mark.nightly),
         pytest.param("gpt_oss", "_proj_bias", 6, marks=pytest.mark.nightly),
     ],
 )
 def test_every_tensor_changes_the_logits(tmp_path, family: str, suffix: str, count: int) -> None:
-    source = write_checkpoint(tmp_path / "checkpoint", family)
-    weights = tiny_weights(tiny_config(family))
+    overrides = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
+    source = write_checkpoint(tmp_path / "checkpoint", family, **overrides)
+    weights = tiny_weights(tiny_config(family, **overrides))
     names = [name for name in weights if name.endswith(suffix)]
     assert len(names) == count
     before = logits_of(exported(source, tmp_path / "bundle"))
@@ -170,6 +170,15 @@ def test_every_tensor_changes_the_logits(tmp_path, family: str, suffix: str, cou
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"head_dim": 8}),
+        ("llama", {"head_dim": 24}),
+        ("llama", {"head_dim": 32, "num_key_value_heads": 1}),
+        ("llama", {"hidden_size": 80, "intermediate_size": 172, "num_attention_heads": 5, "num_key_value_heads": 5}),
+        ("llama", {"num_hidden_layers": 1, "num_key_value_heads": None}),
+        ("llama", {"vocab_size": 10}),
+        ("llama", {"rms_norm_eps": 0.5}),
+        ("llama", {"rope_theta": 100.0}),
         ("qwen3_moe", {"norm_topk_prob": False}),
         ("qwen3_moe", {"num_experts": 1, "num_experts_per_tok": 1, "norm_topk_prob": False}),
         ("qwen3_moe", {"num_hidden_layers": 1, "mlp_only_layers": [], "num_experts_per_tok": 5}),
@@ -307,40 +316,22 @@ def test_mxfp4_values_equal_those_of_transformers(tmp_path) -> None:
 
 STACK = "model.layers.1.mlp.experts.down_proj"
 DAMAGED = [
-    (
-        lambda weights: weights.pop(f"{STACK}_scales"),
-        r"lacks the tensor .*down_proj_scales; the checkpoint is incomplete",
-    ),
-    (lambda weights: weights.pop(f"{STACK}_blocks"), r"lacks the tensor .*down_proj; the checkpoint is incomplete"),
-    (
-        lambda weights: weights.update({f"{STACK}_scales": weights[f"{STACK}_scales"][:, :1]}),
-        r"down_proj does not have the MXFP4 layout of gpt-oss; download",
-    ),
-    (
-        lambda weights: weights.update({f"{STACK}_blocks": weights[f"{STACK}_blocks"].astype(np.float32)}),
-        r"down_proj does not have the MXFP4 layout of gpt-oss; download",
-    ),
-    (
-        lambda weights: weights.update(
-            {f"{STACK}_{part}": weights[f"{STACK}_{part}"][:4] for part in ("blocks", "scales")}
-        ),
-        r"down_proj has shape \[256, 32\], but config\.json implies \[320, 32\]",
-    ),
-    (
-        lambda weights: weights.update({f"{STACK}_scales": weights[f"{STACK}_scales"] | 255}),
-        r"down_proj holds NaN or infinite weights",
-    ),
-    (
-        lambda weights: weights.update({f"{STACK}_bias": weights[f"{STACK}_bias"][:4]}),
-        r"down_proj_bias has shape \[4, 64\], but config\.json implies \[5, 64\]",
-    ),
+    ("scales", None, r"lacks the tensor .*down_proj_scales; the checkpoint is incomplete"),
+    ("blocks", None, r"lacks the tensor .*down_proj; the checkpoint is incomplete"),
+    ("scales", lambda value: value[:, :1], r"down_proj does not have the MXFP4 layout of gpt-oss; download"),
+    ("blocks", lambda value: value.astype(np.float32), r"does not have the MXFP4 layout of gpt-oss; download"),
+    ("blocks scales", lambda value: value[:4], r"down_proj has shape \[256, 32\], but .* implies \[320, 32\]"),
+    ("scales", lambda value: value | 255, r"down_proj holds NaN or infinite weights"),
+    ("bias", lambda value: value[:4], r"down_proj_bias has shape \[4, 64\], but config\.json implies \[5, 64\]"),
 ]
 
 
-@pytest.mark.parametrize(("damage", "message"), DAMAGED, ids=[message for _, message in DAMAGED])
-def test_damaged_experts_are_refused_in_one_line(tmp_path, damage, message: str) -> None:
+@pytest.mark.parametrize(("parts", "change", "message"), DAMAGED, ids=[message for *_, message in DAMAGED])
+def test_damaged_experts_are_refused_in_one_line(tmp_path, parts: str, change, message: str) -> None:
     weights, _ = mxfp4_weights()
-    damage(weights)
+    for name in (f"{STACK}_{part}" for part in parts.split()):
+        value = weights.pop(name)
+        weights |= {} if change is None else {name: change(value)}
     source = write_mxfp4(tmp_path / "checkpoint", weights)
     with pytest.raises(CheckpointError, match=message) as caught:
         exported(source, tmp_path / "bundle")
@@ -379,17 +370,16 @@ def test_language_model_of_a_multimodal_checkpoint(tmp_path, rename: dict[str, s
     assert open_bundle(inside).manifest.architecture.family == kind
 
 
-def test_a_multimodal_checkpoint_with_another_language_model_is_refused(tmp_path) -> None:
-    source = nested(tmp_path / "nested", {"": "language_model."}, "mistral3", model_type="mistral")
-    with pytest.raises(CheckpointError, match=r"has the model_type 'mistral'; supported is ministral3"):
-        exported(source, tmp_path / "bundle")
-
-
-def test_a_multimodal_checkpoint_without_its_language_model_is_refused(tmp_path) -> None:
-    source = nested(tmp_path / "nested", {"model.": "decoder."})
-    with pytest.raises(
-        CheckpointError, match=r"lacks the tensor model\.embed_tokens\.weight; the checkpoint is incompl"
-    ):
+@pytest.mark.parametrize(
+    ("rename", "kind", "settings", "message"),
+    [
+        ("language_model.", "mistral3", {"model_type": "mistral"}, "has the model_type 'mistral'; supported is minist"),
+        ("decoder.", "gemma3", {}, r"lacks the tensor model\.embed_tokens\.weight; the checkpoint is incompl"),
+    ],
+)
+def test_other_multimodal_checkpoints_are_refused(tmp_path, rename: str, kind: str, settings, message: str) -> None:
+    source = nested(tmp_path / "nested", {"": rename}, kind, **settings)
+    with pytest.raises(CheckpointError, match=message):
         exported(source, tmp_path / "bundle")
 
 
@@ -466,13 +456,10 @@ def test_longrope_context_defaults_to_the_original_one(tmp_path) -> None:
     assert np.abs(logits_of(default) - logits_of(longer)).max() > 1e-2
 
 
-@pytest.mark.parametrize("name", ["su", "yarn"])
-def test_early_names_of_longrope(tmp_path, name: str) -> None:
-    scalings = [
-        config_of(tmp_path, "phi3", rope_scaling={**LONGROPE, "type": kind}).attention[0].rope
-        for kind in (name, "longrope")
-    ]
-    assert scalings[0] == scalings[1]
+def test_early_names_of_longrope(tmp_path) -> None:
+    kinds = ("su", "yarn", "longrope")
+    configs = (config_of(tmp_path, "phi3", rope_scaling={**LONGROPE, "type": kind}) for kind in kinds)
+    assert len({config.attention[0].rope for config in configs}) == 1
 
 
 def test_layers_share_window_masks_and_rotary_tables(tmp_path) -> None:

@@ -135,8 +135,7 @@ def test_fewer_bits_give_a_higher_kl(tmp_path) -> None:
 
 
 def test_quality_is_measured_on_as_much_of_the_sample_text_as_the_context_holds(tmp_path) -> None:
-    source = write_checkpoint(tmp_path / "checkpoint")
-    recipe = ExportRecipe(INT8, context=16, layout=GraphLayout.GENAI)
+    source, recipe = write_checkpoint(tmp_path / "checkpoint"), ExportRecipe(INT8, context=16, layout=GraphLayout.GENAI)
     quality = export_checkpoint(source, tmp_path / "bundle", recipe).quality
     assert quality.tokens == 16
 

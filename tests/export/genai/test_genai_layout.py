@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
@@ -40,21 +39,14 @@ ZERO_POINTS = WeightFormat(4, 32, zero_points=True)
 CASES = [*((case, weight_format) for case in FAMILIES for weight_format in (FP32, INT4)), ("llama", ZERO_POINTS)]
 
 
-@dataclass(frozen=True)
-class BothLayouts:
-    """Bundles of one model in both layouts."""
-
-    edge: Path
-    genai: Path
-
-
 @pytest.fixture(scope="module", params=some_nightly(CASES, every=2), ids=lambda case: f"{case[0]}-{case[1]}")
-def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BothLayouts:
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Bundles of one model in edge-run's layout and in GenAI's."""
     case, weight_format = request.param
     folder = tmp_path_factory.mktemp("both")
     edge = write_bundle(folder / "edge", case.partition(",")[0], weights=weight_format, **FAMILIES[case])
     recipe = ExportRecipe(weight_format, layout=GraphLayout.GENAI)
-    return BothLayouts(edge, exported(folder / "edge" / "checkpoint", folder / "genai", recipe))
+    return edge, exported(folder / "edge" / "checkpoint", folder / "genai", recipe)
 
 
 def greedy(bundle: Path, speculation: Speculation = Speculation.OFF) -> tuple[list[int], list[int]]:
@@ -68,17 +60,17 @@ def greedy(bundle: Path, speculation: Speculation = Speculation.OFF) -> tuple[li
     return prompt, text.token_ids[len(prompt) :]
 
 
-def test_edge_run_decodes_the_same_text_from_both_layouts(both: BothLayouts) -> None:
-    prompt, expected = greedy(both.edge)
+def test_edge_run_decodes_the_same_text_from_both_layouts(both: tuple[Path, Path]) -> None:
+    prompt, expected = greedy(both[0])
     assert len(expected) > 10
-    assert greedy(both.genai) == (prompt, expected)
-    assert greedy(both.genai, Speculation.AUTO) == (prompt, expected)
+    assert greedy(both[1]) == (prompt, expected)
+    assert greedy(both[1], Speculation.AUTO) == (prompt, expected)
 
 
-def test_genai_decodes_the_same_text(both: BothLayouts) -> None:
-    prompt, expected = greedy(both.edge)
+def test_genai_decodes_the_same_text(both: tuple[Path, Path]) -> None:
+    prompt, expected = greedy(both[0])
     ids = [str(number) for number in (len(expected), *prompt)]
-    assert json.loads(run_in(Exporter.GENAI, str(SCRIPT), "decode", str(both.genai), *ids)) == expected
+    assert json.loads(run_in(Exporter.GENAI, str(SCRIPT), "decode", str(both[1]), *ids)) == expected
 
 
 @pytest.mark.parametrize("settings", [{}, {"head_dim": 8}], ids=str)
@@ -135,7 +127,7 @@ def test_unknown_special_tokens_are_omitted(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", eos_token_id=None, pad_token_id=None, bos_token_id=None)
     for name in ("generation_config.json", "tokenizer_config.json"):
         write_json(source / name, {})
-    bundle = export_checkpoint(source, tmp_path / "bundle", ExportRecipe(INT4, layout=GraphLayout.GENAI)).bundle
+    bundle = exported(source, tmp_path / "bundle", ExportRecipe(INT4, layout=GraphLayout.GENAI))
     model = json.loads((bundle / "genai_config.json").read_text(encoding="utf-8"))["model"]
     assert not [name for name in model if name.endswith("_token_id")]
 
@@ -162,8 +154,8 @@ def test_the_command_writes_the_layout(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_the_check_ignores_rounded_activations(tmp_path: Path) -> None:
     """The check compares graphs in float, since passes of different widths round 8-bit activations differently."""
-    source = write_checkpoint(tmp_path / "checkpoint", hidden_size=128, num_hidden_layers=4)
-    bundle = export_checkpoint(source, tmp_path / "out", ExportRecipe(INT4, layout=GraphLayout.GENAI)).bundle
+    recipe = ExportRecipe(INT4, layout=GraphLayout.GENAI)
+    bundle = write_bundle(tmp_path, weights=recipe, hidden_size=128, num_hidden_layers=4)
     nodes = onnx.load(bundle / "model.onnx", load_external_data=False).graph.node
     levels = [each.i for node in nodes for each in node.attribute if each.name == "accuracy_level"]
     assert set(levels) == {4}

@@ -9,12 +9,10 @@ import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
-from tokenizers import Tokenizer
 
 from edgerun.edge.cli.main import main
 from edgerun.errors import CheckpointError, InputError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint
-from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.checkpoint.source import RowRange
 from edgerun.export.gguf import open_gguf
@@ -23,7 +21,7 @@ from edgerun.export.quantization.codes import dequantize_rows, quantize_rows, ro
 from edgerun.models.bundle import open_bundle
 from support.gguf_files import NAMES, gguf_name, permuted, random_blocks, write_gguf
 from support.shared_data import data_path
-from support.tiny_models import exported, write_checkpoint, write_weights
+from support.tiny_models import exported, greedy_story, write_checkpoint, write_weights
 
 STORED = ExportRecipe()
 """Keeps the formats of the file."""
@@ -337,16 +335,7 @@ def test_greedy_text_of_the_stories_model_from_half_floats(tmp_path) -> None:
     source = data_path("weights/stories260K-hf")
     file = write_gguf(tmp_path / "stories.gguf", source, "F16")
     bundle = exported(file, tmp_path / "stories", STORED)
-    tokenizer = Tokenizer.from_file(str(bundle / "tokenizer.json"))
-    prompt = np.array(tokenizer.encode("Once upon a time").ids)
-    assert prompt.tolist() == Tokenizer.from_file(str(source / "tokenizer.json")).encode("Once upon a time").ids
-    session = ContractSession(bundle, 256)
-    following = session.forward(prompt, np.array([len(prompt) - 1])).argmax(-1)
-    tokens = [*prompt.tolist(), int(following[0])]
-    for _ in range(179):
-        following = session.forward(following, np.array([0])).argmax(-1)
-        tokens.append(int(following[0]))
-    text = tokenizer.decode(tokens)
+    text = greedy_story(bundle)
     assert len(text) > 350
     assert text in (source / "ORIGIN.md").read_text(encoding="utf-8")
 
