@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Final
 
@@ -115,15 +115,5 @@ def write_graph(folder: Path, content: BundleContent, progress: Progress = silen
 
 def architecture_of(config: DecoderConfig, context: int) -> Architecture:
     """The manifest's description of a model's architecture."""
-    return Architecture(
-        family=config.family,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        layers=config.layers,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        context=context,
-        tied_head=config.tied_head,
-    )
+    names = (field.name for field in fields(Architecture) if field.name != "context")
+    return Architecture(**{name: getattr(config, name) for name in names}, context=context)

@@ -198,7 +198,10 @@ class ExportRecipe:
                 declared.check(f"--{name.replace('_', '-')}", value)
         object.__setattr__(self, "layout", GraphLayout(self.layout))  # which may be given by its name
         self._check_weights()
-        self._check_device()
+        if self.device == DeviceChoice.NPU:
+            parse_sizes(self.widths, self.contexts)
+        else:
+            self._refuse(("widths", "contexts"), "without --device npu", "add --device npu")
         self._check_draft()
         self._check_layout()
 
@@ -222,12 +225,6 @@ class ExportRecipe:
             require_exportable(weight_format)
         if self.method is not None and {self.body, self.head_format} == {FP32}:
             raise InputError("--method has no effect on fp32 weights, which are not quantized", "leave --method out")
-
-    def _check_device(self) -> None:
-        if self.device == DeviceChoice.NPU:
-            parse_sizes(self.widths, self.contexts)
-        else:
-            self._refuse(("widths", "contexts"), "without --device npu", "add --device npu")
 
     def _check_draft(self) -> None:
         if self.draft == NO_DRAFT:

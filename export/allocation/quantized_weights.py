@@ -27,7 +27,6 @@ from ..checkpoint.source import (
     Float32Array,
     LowRankFactors,
     ModelSource,
-    ModelSourceWrapper,
     QuantizedRows,
     RowRange,
     in_order,
@@ -126,7 +125,7 @@ def _blas() -> ThreadpoolController:
     return ThreadpoolController()
 
 
-class StoredSource(ModelSourceWrapper):
+class StoredSource(ModelSource):
     """A model source whose linears are read from a store, already quantized."""
 
     def __init__(

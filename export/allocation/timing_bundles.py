@@ -22,7 +22,15 @@ from ..bundle_writer import write_graph
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear, QuantPlan
 from ..checkpoint.layout import expected_tensors, layer_layout
-from ..checkpoint.source import Float32Array, LowRankFactors, ModelSource, QuantizedRows, RowRange, UInt8Array
+from ..checkpoint.source import (
+    Float32Array,
+    LowRankFactors,
+    ModelSource,
+    QuantizedRows,
+    RowRange,
+    UInt8Array,
+    ranges_of_rows,
+)
 from ..quantization.codes import FACTOR_FORMAT, blocks_of
 from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, is_allowed
 
@@ -147,9 +155,11 @@ class _RandomSource(ModelSource):
     def read_rows(self, rows: RowRange) -> Float32Array:
         return self._normal((rows.stop - rows.start, self._shapes[rows.name][1]))
 
+    def row_ranges(self, name: str) -> Iterator[RowRange]:
+        return ranges_of_rows(name, *self.shape(name))
+
     def chunks(self, name: str) -> Iterator[Float32Array]:
-        for rows in self.row_ranges(name):
-            yield self.read_rows(rows)
+        return map(self.read_rows, self.row_ranges(name))
 
     def quantized(self, rows: RowRange, weight_format: WeightFormat) -> QuantizedRows:
         count, columns = rows.stop - rows.start, self._shapes[rows.name][1]

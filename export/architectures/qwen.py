@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from .family import Experts, Family, FeedForwardSize, HeadNorm, MultiTokenPrediction, SharedExpert
+from .family import Experts, Family, FeedForwardSize, HeadNorm, SharedExpert
 from .layer_attention import windows_in_last_layers
 from .state_layers import read_delta_nets
 
@@ -26,7 +26,7 @@ _QWEN3_5_TEXT: Final = Family(
     gated_attention=True,
     partial_rotary=True,
     state_layers=read_delta_nets,
-    mtp=MultiTokenPrediction(),
+    mtp=True,
     defaults={"head_dim": 256, "partial_rotary_factor": 0.25},
 )
 """Qwen3.5: gated delta nets in three layers of four, attention whose output is gated in the others."""

@@ -21,7 +21,7 @@ from ...models.progress import Progress
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear, Layer, Norm
 from ..checkpoint.layout import final_norm, head_layout, layer_layout
-from ..checkpoint.source import Float32Array, ModelSource, ModelSourceWrapper, QuantizedRows, RowRange, in_order
+from ..checkpoint.source import Float32Array, ModelSource, QuantizedRows, RowRange, in_order
 from ..quantization.codes import InputStatistics, dequantized
 from ..quantization.methods import QUANTIZERS
 from .collect_statistics import StatisticsOf
@@ -52,7 +52,7 @@ class AwqScales:
     """Factors of a linear's inputs [K], by the linear's name."""
 
 
-class AwqSource(ModelSourceWrapper):
+class AwqSource(ModelSource):
     """Wraps a source, and multiplies its tensors by AWQ scales."""
 
     def __init__(self, source: ModelSource, config: DecoderConfig, scales: AwqScales) -> None:

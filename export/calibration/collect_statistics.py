@@ -30,7 +30,6 @@ from ..checkpoint.layout import fused_linears, head_layout, layer_layout
 from ..checkpoint.source import (
     Float32Array,
     ModelSource,
-    ModelSourceWrapper,
     QuantizedRows,
     RowRange,
     in_order,
@@ -260,7 +259,7 @@ def _save(path: Path, values: npt.NDArray[Any]) -> None:
     write_atomically(path, lambda file: np.save(file, values, allow_pickle=False))
 
 
-class CalibratedSource(ModelSourceWrapper):
+class CalibratedSource(ModelSource):
     """Wraps a source, and quantizes with the statistics of its linears' inputs."""
 
     def __init__(self, source: ModelSource, config: DecoderConfig, statistics: StatisticsOf) -> None:

@@ -28,7 +28,7 @@ from ..allocation.quantized_weights import QuantizedLinearStore
 from ..bundle_content import SourceModel
 from ..checkpoint.layer_weights import FusedLinear, QuantPlan
 from ..checkpoint.layout import embedding_layout, head_layout, layer_layout
-from ..checkpoint.source import Float32Array, ModelSource, ModelSourceWrapper, QuantizedRows, RowRange, in_order
+from ..checkpoint.source import Float32Array, ModelSource, QuantizedRows, RowRange, in_order
 from ..quantization.codes import CorrectionTarget, InputStatistics
 from ..quantization.methods import QUANTIZERS
 from .calibration_text import CalibrationText
@@ -50,7 +50,7 @@ _HalfLayer = Callable[[list[Float32Array], int, WeightsOf], _Captured]
 _CorrectionTargets = Callable[[FusedLinear], CorrectionTarget]
 
 
-class SequentialSource(ModelSourceWrapper):
+class SequentialSource(ModelSource):
     """Wraps a source, and quantizes one linear at a time to target weights."""
 
     def __init__(self, source: ModelSource, correction_targets: _CorrectionTargets | None = None) -> None:

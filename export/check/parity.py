@@ -40,7 +40,7 @@ from ..checkpoint.config import DecoderConfig
 from ..checkpoint.json_fields import read_json
 from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.layout import fused_linears
-from ..checkpoint.source import Float32Array, ModelSource, ModelSourceWrapper, RowRange
+from ..checkpoint.source import Float32Array, ModelSource, RowRange
 from ..quantization.codes import dequantized
 from .contract_session import ContractSession
 from .reference import TokenArray, reference_logits
@@ -79,7 +79,7 @@ class Parity:
         return asdict(self)
 
 
-class RoundedLinears(ModelSourceWrapper):
+class RoundedLinears(ModelSource):
     """Reads a checkpoint with the weights of some linears quantized to their formats and dequantized."""
 
     def __init__(

@@ -24,7 +24,16 @@ from ...models.manifest import Method, WeightFormat
 from ...models.regular_file import open_regular
 from ..quantization.methods import QUANTIZERS
 from .json_fields import read_json
-from .source import Float32Array, ModelSource, QuantizedRows, RowRange, UInt8Array, read_bytes, require_finite
+from .source import (
+    Float32Array,
+    ModelSource,
+    QuantizedRows,
+    RowRange,
+    UInt8Array,
+    ranges_of_rows,
+    read_bytes,
+    require_finite,
+)
 from .stacked_experts import ExpertStack, expert_part, float_stack, mxfp4_stack
 
 SINGLE_FILE: Final = "model.safetensors"
@@ -148,7 +157,7 @@ class Checkpoint(ModelSource):
         """Yield single experts where a tensor stacks them, else ranges of about a million weights."""
         stack = self._stack(name)
         if stack is None or not stack.whole:
-            return super().row_ranges(name)
+            return ranges_of_rows(name, *self.shape(name))
         rows = stack.rows
         return (RowRange(name, expert * rows, (expert + 1) * rows) for expert in range(stack.experts))
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -84,30 +84,39 @@ def joined_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows:
     )
 
 
-class ModelSource(Protocol):
-    """The tensors of a model by their Hugging Face names; methods raise CheckpointError for unreadable tensors."""
+class ModelSource:
+    """The tensors of a model by their Hugging Face names; methods raise CheckpointError for unreadable tensors.
+
+    A source that wraps another one overrides what it changes; one that reads files overrides all that refers to it.
+    """
 
     folder: Path
     """The folder of config.json, tokenizer.json and the other tokenizer and config files."""
 
+    def __init__(self, source: ModelSource) -> None:
+        """Wrap another source."""
+        self.folder = source.folder
+        self._source = source
+
     def require(self, name: str, shape: tuple[int, ...]) -> None:
         """Check that a tensor exists with that shape and a supported type."""
+        self._source.require(name, shape)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
+        return self._source.shape(name)
 
     def read(self, name: str) -> Float32Array:
         """Read a whole tensor, float32; all values are finite."""
+        return self._source.read(name)
 
     def read_rows(self, rows: RowRange) -> Float32Array:
         """Read rows of a matrix, float32 [stop - start, columns]; all values are finite."""
+        return self._source.read_rows(rows)
 
     def row_ranges(self, name: str) -> Iterator[RowRange]:
         """Yield ranges that cover a matrix from top to bottom, each of about a million weights."""
-        rows, columns = self.shape(name)
-        step = max(1, _CHUNK_WEIGHTS // columns)
-        for start in range(0, rows, step):
-            yield RowRange(name, start, min(start + step, rows))
+        return self._source.row_ranges(name)
 
     def chunks(self, name: str) -> Iterator[Float32Array]:
         """Yield a matrix from top to bottom, about a million weights at a time."""
@@ -115,45 +124,18 @@ class ModelSource(Protocol):
 
     def quantized(self, rows: RowRange, weight_format: WeightFormat) -> QuantizedRows:
         """Return rows in a format: the stored codes if the source has it, else those of the format's method."""
-
-    def stored_format(self, name: str) -> WeightFormat:
-        """The weight format of the operators that is nearest to how a matrix is stored."""
-
-
-class ModelSourceWrapper(ModelSource):
-    """Base of sources that override some methods of another `ModelSource`."""
-
-    def __init__(self, source: ModelSource) -> None:
-        self.folder = source.folder
-        self._source = source
-
-    def require(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check a tensor of the wrapped source."""
-        self._source.require(name, shape)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor of the wrapped source."""
-        return self._source.shape(name)
-
-    def read(self, name: str) -> Float32Array:
-        """Read a whole tensor of the wrapped source."""
-        return self._source.read(name)
-
-    def read_rows(self, rows: RowRange) -> Float32Array:
-        """Read rows of a matrix of the wrapped source."""
-        return self._source.read_rows(rows)
-
-    def row_ranges(self, name: str) -> Iterator[RowRange]:
-        """Yield the ranges of the wrapped source."""
-        return self._source.row_ranges(name)
-
-    def quantized(self, rows: RowRange, weight_format: WeightFormat) -> QuantizedRows:
-        """Return rows as the wrapped source quantizes them."""
         return self._source.quantized(rows, weight_format)
 
     def stored_format(self, name: str) -> WeightFormat:
-        """The format that the wrapped source has stored."""
+        """The weight format of the operators that is nearest to how a matrix is stored."""
         return self._source.stored_format(name)
+
+
+def ranges_of_rows(name: str, rows: int, columns: int) -> Iterator[RowRange]:
+    """Yield ranges that cover a matrix from top to bottom, each of about a million weights."""
+    step = max(1, _CHUNK_WEIGHTS // columns)
+    for start in range(0, rows, step):
+        yield RowRange(name, start, min(start + step, rows))
 
 
 def read_bytes(file: Path, offset: int, count: int, name: str, hint: str) -> UInt8Array:

@@ -1,4 +1,12 @@
-"""Multi-token-prediction modules in the checkpoints of their models, and their graph over the target's features."""
+"""Multi-token-prediction modules, which checkpoints bring along as their own draft, and their graph.
+
+Such a module is one more decoder layer, trained with the model. It joins the embedding of a token with the hidden
+state of the token before it, each normalized, and predicts the token after; embedding and LM head are the model's.
+What it computes takes the place of the next hidden state, so that it predicts any number of tokens one by one
+(DeepSeek-AI: DeepSeek-V3 Technical Report, 2024; Qwen3-Next and Qwen3.5 as vLLM runs them).
+
+The hidden states that it takes are the model's after its last norm, and its own after its own last norm.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +20,6 @@ from onnx import GraphProto, ModelProto
 from ...errors import CheckpointError
 from ...models.draft_heads import HeadKind
 from ..architectures import find_family
-from ..architectures.family import MultiTokenPrediction
 from ..checkpoint.config import DecoderConfig, text_settings
 from ..checkpoint.json_fields import count, read_json
 from ..checkpoint.layer_weights import FusedLinear, Layer, Norm, QuantPlan
@@ -27,6 +34,9 @@ from ..graph.initializers import Initializers
 from ..graph.inputs_outputs import DraftFeatures
 from ..graph.nodes import Nodes
 
+_PREFIX: Final = "mtp."
+"""Beginning of the names of all of its tensors."""
+_OWN_EMBEDDING: Final = "mtp_use_dedicated_embeddings"
 WITHOUT: Final = "export it without, with --draft none"
 
 
@@ -37,7 +47,6 @@ class MtpModule:
     kind: ClassVar = HeadKind.MTP
     checkpoint: Checkpoint
     """The tensors of its layer and of its last norm are named like the tensors of a decoder of one layer."""
-    names: MultiTokenPrediction
     config: DecoderConfig
     """The model with the module's layer only."""
     settings: Mapping[str, Any]
@@ -54,7 +63,7 @@ class MtpModule:
     def projection(self) -> FusedLinear:
         """The projection of embedding and hidden state."""
         hidden = self.config.hidden_size
-        return FusedLinear("projection", (self.names.projection,), (hidden,), 2 * hidden)
+        return FusedLinear("projection", (f"{_PREFIX}fc",), (hidden,), 2 * hidden)
 
     @property
     def layer(self) -> Layer:
@@ -64,12 +73,12 @@ class MtpModule:
     @property
     def embedding_norm(self) -> Norm:
         """The norm of the embedding."""
-        return Norm(f"{self.names.embedding_norm}.weight", self.config.hidden_size)
+        return Norm(f"{_PREFIX}pre_fc_norm_embedding.weight", self.config.hidden_size)
 
     @property
     def state_norm(self) -> Norm:
         """The norm of the hidden state."""
-        return Norm(f"{self.names.state_norm}.weight", self.config.hidden_size)
+        return Norm(f"{_PREFIX}pre_fc_norm_hidden.weight", self.config.hidden_size)
 
     @property
     def linears(self) -> tuple[FusedLinear, ...]:
@@ -81,8 +90,8 @@ def has_mtp_module(source: Path) -> bool:
     """Whether a checkpoint folder holds at least a part of a multi-token-prediction module that edge-run knows."""
     path = source / "config.json"
     try:
-        names = find_family(str(read_json(path).get("model_type"))).mtp if path.is_file() else None
-        return names is not None and Checkpoint(source).has_any(names.prefix)
+        known = path.is_file() and find_family(str(read_json(path).get("model_type"))).mtp
+        return known and Checkpoint(source).has_any(_PREFIX)
     except CheckpointError:  # which the export of the model itself reports
         return False
 
@@ -97,26 +106,25 @@ def open_mtp_module(folder: Path, model: DecoderConfig) -> MtpModule:
     Raises:
         CheckpointError: there is none, or it is incomplete or of a variant that is not supported.
     """
-    names = model.traits.mtp
-    if names is None or not Checkpoint(folder).has_any(names.prefix):
+    if not model.traits.mtp or not Checkpoint(folder).has_any(_PREFIX):
         raise CheckpointError(
             f"{folder} has no multi-token-prediction module", "leave --draft mtp out, or give another draft"
         )
     whole = read_json(folder / "config.json")
     settings = text_settings(whole, model.traits)
-    layers = count(settings, names.layers, default=1, minimum=0)
+    layers = count(settings, "mtp_num_hidden_layers", default=1, minimum=0)
     if layers != 1:
         raise CheckpointError(
             f"the multi-token-prediction module of {folder} has {layers} layers, and only those of one are supported",
             WITHOUT,
         )
-    if settings.get(names.own_embedding):
+    if settings.get(_OWN_EMBEDDING):
         raise CheckpointError(
-            f"the multi-token-prediction module of {folder} has an embedding of its own ({names.own_embedding}), which "
+            f"the multi-token-prediction module of {folder} has an embedding of its own ({_OWN_EMBEDDING}), which "
             "is not supported",
             WITHOUT,
         )
-    prefixes = (("model.layers.0.", f"{names.layer}."), (f"model.{model.traits.final_norm}.", f"{names.last_norm}."))
+    prefixes = (("model.layers.0.", f"{_PREFIX}layers.0."), (f"model.{model.traits.final_norm}.", f"{_PREFIX}norm."))
     checkpoint = Checkpoint(folder, prefixes)
     # The module's only layer has attention, and experts if the model has any.
     first = model.attention_layers[0]
@@ -128,7 +136,7 @@ def open_mtp_module(folder: Path, model: DecoderConfig) -> MtpModule:
         state_layers=None,
         experts=None if model.experts is None else replace(model.experts, layers=(True,)),
     )
-    module = MtpModule(checkpoint, names, config, whole, DraftFeatures((model.layers,)))
+    module = MtpModule(checkpoint, config, whole, DraftFeatures((model.layers,)))
     norms = (module.embedding_norm, module.state_norm, *module.layer.norms, final_norm(module.config))
     for tensor in tensors_of(module.linears, norms):
         checkpoint.require(*tensor)

@@ -20,6 +20,7 @@ from ..checkpoint.source import (
     QuantizedRows,
     RowRange,
     UInt8Array,
+    ranges_of_rows,
     read_bytes,
     require_finite,
 )
@@ -147,6 +148,10 @@ class GgufModel(ModelSource):
         """Read rows of a matrix, or of a vector as a matrix of one column, as float32."""
         weights = self._type_of(rows.name).decode(self._raw_rows(rows))
         return require_finite(self._gguf_names[rows.name], weights, AGAIN)
+
+    def row_ranges(self, name: str) -> Iterator[RowRange]:
+        """Yield ranges of about a million weights."""
+        return ranges_of_rows(name, *self.shape(name))
 
     def quantized(self, rows: RowRange, weight_format: WeightFormat) -> QuantizedRows:
         """The codes of the file where it has them in that format, else the rows quantized anew."""

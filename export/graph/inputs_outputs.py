@@ -152,12 +152,7 @@ class DraftFeatures:
 
     def needs_last_layer(self, config: DecoderConfig) -> bool:
         """Whether the last layer has to run for tokens without logits too."""
-        return self.all_tokens and (self.after_norm or config.layers in self.layers)
-
-    @property
-    def after_norm(self) -> bool:
-        """Whether the features are what the LM head reads."""
-        return not self.layers
+        return self.all_tokens and (not self.layers or config.layers in self.layers)
 
 
 def eagle_features(config: DecoderConfig, listed: tuple[int, ...] | None) -> DraftFeatures:

@@ -99,11 +99,6 @@ class Speed:
         """Measured tokens per second of plain decoding."""
         return 1e3 / self.measured[1]
 
-    @property
-    def predicted_rate(self) -> float | None:
-        """Predicted tokens per second of plain decoding."""
-        return 1e3 / self.predicted[1] if 1 in self.predicted else None
-
 
 @dataclass(frozen=True)
 class DraftFigures:

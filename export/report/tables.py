@@ -52,7 +52,7 @@ class Headline:
 
 def headlines(report: ModelReport) -> list[Headline]:
     """The headline figures of a report."""
-    chosen, quality, predicted = report.chosen, report.shipped, report.speed.predicted_rate
+    chosen, quality, predicted = report.chosen, report.shipped, report.speed.predicted.get(1)
     ratio, other = _gain(report)
     gained = "nats from the float32 model" if ratio is None else f"{_difference(ratio)} {other}"
     own, of_float = perplexities(quality.perplexity, quality.float_perplexity)
@@ -73,7 +73,7 @@ def headlines(report: ModelReport) -> list[Headline]:
         Headline(
             "tokens per second",
             f"{report.speed.rate:.1f}",
-            "plain decoding" + ("" if predicted is None else f"; {predicted:.1f} predicted"),
+            "plain decoding" + ("" if predicted is None else f"; {1e3 / predicted:.1f} predicted"),
         ),
     ]
     for draft in report.drafts:

@@ -25,7 +25,7 @@ from ...errors import BundleError, ExportError
 from .decoder_io import CacheTensor, PassShape, joined_caches
 from .editable import EditableGraph, Node
 from .graph_parts import Array
-from .subgraph_runner import Dimension, SubgraphRunner, channels, sizes
+from .subgraph_runner import SubgraphRunner, channels, sizes
 
 _HINT: Final = "such a graph cannot be upgraded; edge-run may run it as it is"
 _AMPLITUDES: Final = 2.0 ** np.arange(-4, 22)
@@ -80,7 +80,10 @@ def find_attention(runner: SubgraphRunner, context: int) -> list[Attention]:
         BundleError: something in the place of attention is not recognized; the message says what.
     """
     graph = runner.graph
-    cached = {each.present: each for each in joined_caches(graph) if _is_cache(runner.shape(each.present) or ())}
+    shapes = {each: runner.shape(each.present) or () for each in joined_caches(graph)}
+    cached = {
+        each.present: each for each, shape in shapes.items() if len(shape) == 4 and (shape[0], shape[2]) == (1, "total")
+    }
     sites = [site for node in graph.nodes_of("Softmax") if (site := _site(runner, node, cached)) is not None]
     sites.sort(key=lambda site: runner.order[site.softmax])
     used = {each.present for site in sites for each in (site.key, site.value)}
@@ -104,10 +107,6 @@ def _single_source(runner: SubgraphRunner, name: str, through: Collection[str], 
             return None
         name = followed[0]
     return name
-
-
-def _is_cache(shape: tuple[Dimension, ...]) -> bool:
-    return len(shape) == 4 and shape[0] == 1 and shape[2] == "total"
 
 
 def _site(runner: SubgraphRunner, softmax: Node, cached: dict[str, CacheTensor]) -> Attention | None:
