@@ -238,6 +238,7 @@ def test_logits_equal_those_of_transformers(tmp_path, case: str) -> None:
 @pytest.mark.parametrize(
     "case",
     [
+        *("llama", "qwen2", "qwen3"),
         "lfm2",
         "qwen3.5",
         "qwen3.5 with experts",

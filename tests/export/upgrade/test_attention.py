@@ -9,11 +9,12 @@ import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from onnx import TensorProto, helper
 
 from edgerun import BundleError, EdgeError
 from edgerun.export.upgrade.attention_fusion import fuse_operators
 from edgerun.export.upgrade.attention_pattern import Attention, find_attention
-from edgerun.export.upgrade.contract_inputs import wire_attention
+from edgerun.export.upgrade.contract_inputs import window_of_bias, wire_attention
 from edgerun.export.upgrade.decoder_io import identify_io
 from edgerun.export.upgrade.editable import EditableGraph
 from edgerun.export.upgrade.graph_parts import in_place
@@ -22,6 +23,7 @@ from edgerun.export.upgrade.rotary_pattern import Rotation, find_rotation
 from edgerun.export.upgrade.selected_logits import select_positions
 from edgerun.export.upgrade.subgraph_runner import SubgraphRunner
 from support.attention_variants import VOCABULARY, DecoderVariant, Masking, RotaryPairs, plain_decoder
+from support.layout_nodes import Nodes
 
 CONTEXT = 96
 NOWHERE = Path()
@@ -157,6 +159,32 @@ def test_unknown_masks_and_scales_are_refused(variant: DecoderVariant, what: str
 def test_unsupported_head_size_is_refused() -> None:
     with pytest.raises(BundleError, match="heads have 20 channels, and fused attention requires a multiple of 8"):
         check_upgrade(plain_decoder(DecoderVariant(head_dim=20, rotary=RotaryPairs.NONE)))
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("slope", [0.0, 0.5])
+def test_window_of_a_bias_is_found(window: int, slope: float) -> None:
+    """The bias is computed over slots from the length of the mask: causal, or with a window; a slope is refused."""
+    nodes = Nodes(17)
+    total, new = nodes.extent("attention_mask", 1), nodes.extent("input_ids", 1)
+    queries = nodes.span(nodes.op("Sub", total, new), total)
+    columns = nodes.op("Unsqueeze", queries, nodes.constant([1]))
+    distance = nodes.op("Sub", columns, nodes.span(nodes.constant([0]), total))
+    near = nodes.op("Less", distance, nodes.constant(window or 1 << 40))
+    seen = nodes.op("And", near, nodes.op("GreaterOrEqual", distance, nodes.constant(0)))
+    sloped = nodes.op("Mul", nodes.op("Cast", distance, to=TensorProto.FLOAT), nodes.constant(slope, np.float32))
+    flat = nodes.op("Where", seen, sloped, nodes.constant(-3e38, np.float32))
+    bias = nodes.op("Unsqueeze", flat, nodes.constant([0, 1]))
+    axes = {"input_ids": "new", "attention_mask": "total"}
+    inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, [1, axis]) for name, axis in axes.items()]
+    model = nodes.model(inputs, [onnx.ValueInfoProto(name=bias)])
+    runner = SubgraphRunner(EditableGraph(model, NOWHERE))
+    if slope:
+        with pytest.raises(BundleError, match="neither a mask nor a window"):
+            window_of_bias(runner, bias, 100)
+    else:
+        assert window_of_bias(runner, bias, 100) == window
+        assert window_of_bias(runner, bias, 30) == 0  # a sequence this short is inside the window
 
 
 def test_output_that_is_not_a_cache_is_refused() -> None:
