@@ -188,15 +188,6 @@ class ModelSession:
             raise ExportError(f"the model cannot be run: {error_reason(error)}", _HINT) from error
 
 
-def evaluate(model: ModelProto, feeds: Mapping[str, npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
-    """Compute all outputs of a small model held in memory, without graph optimizations.
-
-    Raises:
-        ExportError: ONNX Runtime cannot run it.
-    """
-    return evaluate_passes(model, [feeds], Path())[0]
-
-
 def evaluate_passes(
     model: ModelProto, passes: Sequence[Mapping[str, npt.NDArray[Any]]], folder: Path
 ) -> list[list[npt.NDArray[Any]]]:

@@ -269,9 +269,6 @@ class Node:
         self.attributes = {attribute.name: attribute for attribute in proto.attribute}
         self.captured: tuple[str, ...] = tuple(sorted(_captured(proto)))
 
-    def __repr__(self) -> str:
-        return f"{self.op}({', '.join(self.inputs)}) -> {', '.join(self.outputs)}"
-
     def input(self, index: int) -> str:
         """Name of an input; "" if it is absent."""
         return self.inputs[index] if index < len(self.inputs) else ""

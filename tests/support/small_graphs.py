@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+
+from edgerun.export.check.contract_session import evaluate_passes
 
 Array = npt.NDArray[Any]
 
@@ -37,3 +40,8 @@ def add_chain(length: int) -> tuple[list[NodeProto], dict[str, Array]]:
     """Additions of 1 from value v0 to value v`length`, and their constant."""
     nodes = [helper.make_node("Add", [f"v{index}", "one"], [f"v{index + 1}"]) for index in range(length)]
     return nodes, {"one": np.ones(1, np.float32)}
+
+
+def evaluate(model: ModelProto, feeds: Mapping[str, Array]) -> list[Array]:
+    """All outputs of a model, without graph optimizations."""
+    return evaluate_passes(model, [feeds], Path())[0]

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from edgerun.errors import BundleError
-from edgerun.export.check.contract_session import ModelSession, evaluate
+from edgerun.export.check.contract_session import ModelSession
 from edgerun.export.graph.initializers import WeightFile
 from edgerun.export.upgrade.editable import EditableGraph
 from edgerun.export.upgrade.graph_parts import Tensor, in_place, read_tensor, to_file
-from support.small_graphs import add_chain, model_of
+from support.small_graphs import add_chain, evaluate, model_of
 
 
 @given(order=st.permutations(range(6)))

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from edgerun.export import FP32
-from edgerun.export.check.contract_session import evaluate
 from edgerun.export.graph.initializers import WeightFile
 from edgerun.export.quantization.codes import dequantize_rows, quantize_rows
 from edgerun.export.upgrade.editable import EditableGraph
@@ -23,7 +22,7 @@ from edgerun.export.upgrade.graph_parts import Array, Computed, Tensor, in_place
 from edgerun.export.upgrade.quantized_linears import absorb_biases, join_linears
 from edgerun.models.manifest import WeightFormat
 from support.layout_nodes import Nodes
-from support.small_graphs import model_of
+from support.small_graphs import evaluate, model_of
 
 Floats = npt.NDArray[np.float32]
 VOCABULARY, WIDTH, INNER = 70, 48, 40

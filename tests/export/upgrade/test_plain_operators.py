@@ -11,12 +11,12 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from edgerun.export.check.contract_session import evaluate
 from edgerun.export.upgrade.attention_fusion import pack_heads
 from edgerun.export.upgrade.editable import MICROSOFT, EditableGraph
 from edgerun.export.upgrade.graph_parts import in_place
 from edgerun.export.upgrade.plain_operators import fold_shapes, fuse_gelu, fuse_norms
 from support.layout_nodes import Nodes
+from support.small_graphs import evaluate
 
 WIDTH = 16
 Build = Callable[[Nodes, str], str]

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import NodeProto, TensorProto, helper
 
-from edgerun.export.check.contract_session import evaluate
 from edgerun.export.graph.initializers import WeightFile
 from edgerun.export.quantization.codes import quantize_rows
 from edgerun.export.upgrade.editable import MICROSOFT, EditableGraph
@@ -26,7 +25,7 @@ from edgerun.export.upgrade.quantized_linears import (
 )
 from edgerun.models.manifest import WeightFormat
 from support.layout_nodes import Nodes
-from support.small_graphs import Array, model_of
+from support.small_graphs import Array, evaluate, model_of
 
 Floats = npt.NDArray[np.float32]
 K, BLOCK = 64, 32
