@@ -40,10 +40,9 @@ _TICK_STEPS: Final = (1.0, 2.0, 2.5, 5.0, 10.0)
 _LOG_TICKS: Final = (1.0, 2.0, 5.0)
 _MARGIN: Final = 0.06
 """Margin at both ends of an axis, as a share of its length."""
-_LEFT: Final = 58
-_RIGHT: Final = 14
-_TOP: Final = 52
-_BOTTOM: Final = 42
+_WIDTH, _HEIGHT = 540, 350
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, _WIDTH - 14, 52, _HEIGHT - 42
+"""Size of a plot in pixels, and the bounds of the area between its axes."""
 _IN_LAYER: Final = re.compile(r"layers\.(\d+)\.(.+)")
 _FAINTEST: Final = 0.08
 _STRONG_SHADE: Final = 0.6
@@ -126,8 +125,7 @@ def _plans(
     known = [(plan, cost, plan.kl) for plan in plans if (cost := cost_of(plan)) is not None and plan.kl > 0]
     if len(known) < 2:
         return None
-    frame = Frame(title, label, "mean KL, nats")
-    x, y = frame.x_axis([cost for _, cost, _ in known]), frame.y_axis([kl for _, _, kl in known], log=True)
+    x, y = x_axis([cost for _, cost, _ in known]), y_axis([kl for _, _, kl in known], log=True)
     marks: list[str] = []
     shown = []
     for kind, name in _KINDS.items():
@@ -142,7 +140,7 @@ def _plans(
             marks.append(dot(x.at(cost), y.at(kl), 6 if kind is PlanKind.CHOSEN else 4, kind.value, tooltip))
             if kind is PlanKind.UNIFORM:
                 marks.append(text(x.at(cost) + 6, y.at(kl) - 6, plan_name.removeprefix("int"), "tick"))
-    return frame.svg(x, y, [*marks, *_legend(shown)])
+    return plot(title, label, "mean KL, nats", x, y, [*marks, *_legend(shown)])
 
 
 def _legend(entries: Sequence[tuple[str, str]]) -> list[str]:
@@ -158,17 +156,17 @@ def _legend(entries: Sequence[tuple[str, str]]) -> list[str]:
 def _passes(report: ModelReport) -> str:
     """Predicted and measured milliseconds of a pass over its width."""
     speed = report.speed
-    frame = Frame("A pass over several tokens", "tokens in a pass", "milliseconds")
     both = {"chosen": ("measured", speed.measured), "uniform": ("predicted", speed.predicted)}
     series = {css_class: (name, sorted(times.items())) for css_class, (name, times) in both.items() if times}
-    x = frame.x_axis([float(width) for _, points in series.values() for width, _ in points], zero=True)
-    y = frame.y_axis([ms for _, points in series.values() for _, ms in points], zero=True)
+    x = x_axis([float(width) for _, points in series.values() for width, _ in points], zero=True)
+    y = y_axis([ms for _, points in series.values() for _, ms in points], zero=True)
     marks: list[str] = []
     for css_class, (name, points) in reversed(series.items()):
         marks.append(path([(x.at(width), y.at(ms)) for width, ms in points], css_class))
         for width, ms in points:
             marks.append(dot(x.at(width), y.at(ms), 4, css_class, f"{name}, {width} tokens: {ms:.4g} ms"))
-    return frame.svg(x, y, [*marks, *_legend([(css_class, name) for css_class, (name, _) in series.items()])])
+    marks += _legend([(css_class, name) for css_class, (name, _) in series.items()])
+    return plot("A pass over several tokens", "tokens in a pass", "milliseconds", x, y, marks)
 
 
 def _search(report: ModelReport) -> str | None:
@@ -176,15 +174,13 @@ def _search(report: ModelReport) -> str | None:
     steps = [step for step in report.search if step.kl > 0]
     if len(steps) < 2:
         return None
-    frame = Frame("The search", "generation", "mean KL of the best plan, nats")
-    x = frame.x_axis([step.generation for step in steps])
-    y = frame.y_axis([step.kl for step in steps], log=True)
+    x, y = x_axis([step.generation for step in steps]), y_axis([step.kl for step in steps], log=True)
     corners: list[tuple[float, float]] = []
     for step in steps:  # a plan stays the best one until another is found
         if corners:
             corners.append((x.at(step.generation), corners[-1][1]))
         corners.append((x.at(step.generation), y.at(step.kl)))
-    return frame.svg(x, y, [path(corners, "chosen")])
+    return plot("The search", "generation", "mean KL of the best plan, nats", x, y, [path(corners, "chosen")])
 
 
 @dataclass(frozen=True)
@@ -236,40 +232,31 @@ def axis_for(values: Sequence[float], start: float, end: float, *, log: bool = F
     return Axis(0.0 if zero else low, high, start, end)
 
 
-@dataclass(frozen=True)
-class Frame:
-    """The area of a plot, with its title and the labels of its axes."""
+def x_axis(values: Sequence[float], *, zero: bool = False) -> Axis:
+    """The horizontal axis; arguments as for `axis_for`."""
+    return axis_for(values, _LEFT, _RIGHT, zero=zero)
 
-    title: str
-    x_label: str
-    y_label: str
-    width: int = 540
-    height: int = 350
 
-    def x_axis(self, values: Sequence[float], *, zero: bool = False) -> Axis:
-        """The horizontal axis; arguments as for `axis_for`."""
-        return axis_for(values, _LEFT, self.width - _RIGHT, zero=zero)
+def y_axis(values: Sequence[float], *, log: bool = False, zero: bool = False) -> Axis:
+    """The vertical axis; arguments as for `axis_for`."""
+    return axis_for(values, _BOTTOM, _TOP, log=log, zero=zero)
 
-    def y_axis(self, values: Sequence[float], *, log: bool = False, zero: bool = False) -> Axis:
-        """The vertical axis; arguments as for `axis_for`."""
-        return axis_for(values, self.height - _BOTTOM, _TOP, log=log, zero=zero)
 
-    def svg(self, x: Axis, y: Axis, marks: Sequence[str]) -> str:
-        """The whole plot: grid, ticks and labels, then the marks."""
-        lower, upper, left, right = self.height - _BOTTOM, _TOP, _LEFT, self.width - _RIGHT
-        parts = [text(left, 18, self.title, "title")]
-        for value in y.ticks():
-            parts.append(line(left, y.at(value), right, y.at(value), "grid"))
-            parts.append(text(left - 8, y.at(value) + 4, short_number(value), "tick end"))
-        for value in x.ticks(8):
-            parts.append(line(x.at(value), lower, x.at(value), lower + 4, "axis"))
-            parts.append(text(x.at(value), lower + 17, short_number(value), "tick middle"))
-        parts.append(line(left, lower, right, lower, "axis"))
-        parts.append(text((left + right) / 2, self.height - 6, self.x_label, "label middle"))
-        rotation = f"translate(13 {(lower + upper) / 2:.1f}) rotate(-90)"
-        parts.append(f'<text class="label middle" transform="{rotation}">{escape(self.y_label)}</text>')
-        size, content = f"0 0 {self.width} {self.height}", "".join([*parts, *marks])
-        return f'<svg viewBox="{size}" role="img" aria-label="{escape(self.title)}">{content}</svg>'
+def plot(title: str, x_label: str, y_label: str, x: Axis, y: Axis, marks: Sequence[str]) -> str:
+    """A whole plot: grid, ticks and labels, then the marks."""
+    parts = [text(_LEFT, 18, title, "title")]
+    for value in y.ticks():
+        parts.append(line(_LEFT, y.at(value), _RIGHT, y.at(value), "grid"))
+        parts.append(text(_LEFT - 8, y.at(value) + 4, short_number(value), "tick end"))
+    for value in x.ticks(8):
+        parts.append(line(x.at(value), _BOTTOM, x.at(value), _BOTTOM + 4, "axis"))
+        parts.append(text(x.at(value), _BOTTOM + 17, short_number(value), "tick middle"))
+    parts.append(line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, "axis"))
+    parts.append(text((_LEFT + _RIGHT) / 2, _HEIGHT - 6, x_label, "label middle"))
+    rotation = f"translate(13 {(_BOTTOM + _TOP) / 2:.1f}) rotate(-90)"
+    parts.append(f'<text class="label middle" transform="{rotation}">{escape(y_label)}</text>')
+    size, content = f"0 0 {_WIDTH} {_HEIGHT}", "".join([*parts, *marks])
+    return f'<svg viewBox="{size}" role="img" aria-label="{escape(title)}">{content}</svg>'
 
 
 def text(x: float, y: float, content: str, css_class: str) -> str:

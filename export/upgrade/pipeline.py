@@ -140,8 +140,7 @@ class _Upgrade:
         rounds = body != FP32 or head != FP32
         if rounds:
             difference = self._require_same(graph.folder, graph.model(in_place), reference)
-        if is_half(graph):
-            self._widen(graph)
+        self._widen_halves(graph)
         if rounds:
             quantize_linears(graph, body, head)
         self._tune(graph)
@@ -178,8 +177,7 @@ class _Upgrade:
         graph, caches = self._normalized_source(inline=True)
         context = _context_for(self._source, graph, self._recipe)
         if not graph.nodes_of(_ATTENTION):
-            if is_half(graph):
-                self._widen(graph)
+            self._widen_halves(graph)
             for cache in caches:
                 # Heads and channels, which some exporters leave open.
                 symbolic = any(isinstance(size, str) for size in (graph.shape(cache.past) or ())[1::2])
@@ -209,9 +207,10 @@ class _Upgrade:
         convert_integer_linears(graph)
         return graph, identify_io(graph, decoder_inputs(self._source))
 
-    def _widen(self, graph: EditableGraph) -> None:
-        widen(graph)
-        self.notes.append("half precision became float32, in which a CPU computes")
+    def _widen_halves(self, graph: EditableGraph) -> None:
+        if is_half(graph):
+            widen(graph)
+            self.notes.append("half precision became float32, in which a CPU computes")
 
     def _formats(self, graph: EditableGraph) -> tuple[WeightFormat, WeightFormat]:
         """Formats for the float matrices of the layers, and for a float LM head and embedding."""
