@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Final
 
-from ..checkpoint.json_fields import count, number
+from ..checkpoint.json_fields import number
 from .layer_attention import Windows, no_windows
 from .state_layers import StateLayers
 
@@ -102,29 +102,6 @@ class Experts:
     """Constant added to up."""
 
 
-@dataclass(frozen=True)
-class FeedForwardSize:
-    """Number of channels between the projections of a dense feed-forward, by the names of settings in config.json."""
-
-    names: tuple[str, ...] = ("intermediate_size",)
-    """Settings of the number; the first that is present applies."""
-    adjusted: str | None = None
-    """Setting, true when absent, by which two thirds of the number are meant, multiplied and rounded up."""
-
-    def read(self, config: Mapping[str, Any]) -> int:
-        """Return the number of channels for a parsed config.json.
-
-        Raises:
-            CheckpointError: a setting is not a positive number.
-        """
-        size = count(config, first_present(config, self.names))
-        if self.adjusted is None or not config.get(self.adjusted, True):
-            return size
-        multiple = count(config, "block_multiple_of", default=256)
-        size = int(number(config, "block_ffn_dim_multiplier", default=1.0) * int(2 * size / 3))
-        return -(-size // multiple) * multiple
-
-
 def first_present(config: Mapping[str, Any], names: tuple[str, ...]) -> str:
     """Return the first of several names of a setting that config.json has; the last one if it has none."""
     return next((name for name in names if config.get(name) is not None), names[-1])
@@ -168,8 +145,10 @@ class Family:
     """Module of the norm before the LM head."""
     norm_epsilon: str = "rms_norm_eps"
     """Setting of the constant that norms add to the mean square."""
-    intermediate_size: FeedForwardSize = field(default_factory=FeedForwardSize)
-    """How many channels the feed-forward has between its projections."""
+    intermediate_size: tuple[str, ...] = ("intermediate_size",)
+    """Settings of the number of channels between the projections of a dense feed-forward; the first present applies."""
+    adjusted_size: str | None = None
+    """Setting, true when absent, by which two thirds of that number are meant, multiplied and rounded up."""
     state_layers: Callable[[Mapping[str, Any], int], StateLayers] | None = None
     """Reads which layers keep a state in place of keys and values; None for a family without them."""
     mtp: bool = False

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from .family import Experts, Family, FeedForwardSize, Power, SharedExpert
+from .family import Experts, Family, Power, SharedExpert
 from .state_layers import read_mamba2
 
 _GRANITE: Final = Family(
@@ -28,7 +28,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         mlp="shared_mlp",
         gate_up=("input_linear",),
         down="output_linear",
-        intermediate_size=FeedForwardSize(("shared_intermediate_size",)),
+        intermediate_size=("shared_intermediate_size",),
         experts=Experts(
             count=("num_local_experts",),
             intermediate_size="intermediate_size",

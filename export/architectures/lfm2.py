@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-from .family import Family, FeedForwardSize, HeadNorm, Norms
+from .family import Family, HeadNorm, Norms
 from .state_layers import read_convolutions
 
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -17,7 +17,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
         head_norms=("q_layernorm", "k_layernorm"),
         final_norm="embedding_norm",
         norm_epsilon="norm_eps",
-        intermediate_size=FeedForwardSize(("block_ff_dim", "intermediate_size"), adjusted="block_auto_adjust_ff_dim"),
+        intermediate_size=("block_ff_dim", "intermediate_size"),
+        adjusted_size="block_auto_adjust_ff_dim",
         state_layers=read_convolutions,
         tied_head=("tie_embedding", "tie_word_embeddings"),
         defaults={

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from .family import Experts, Family, FeedForwardSize, HeadNorm, SharedExpert
+from .family import Experts, Family, HeadNorm, SharedExpert
 from .layer_attention import windows_in_last_layers
 from .state_layers import read_delta_nets
 
@@ -35,7 +35,7 @@ _QWEN3_5_MOE_TEXT: Final = replace(
     _QWEN3_5_TEXT,
     experts=Experts(normalized=True, shared=SharedExpert()),
     # No layer has a dense feed-forward, and config.json does not state its size.
-    intermediate_size=FeedForwardSize(("intermediate_size", "shared_expert_intermediate_size")),
+    intermediate_size=("intermediate_size", "shared_expert_intermediate_size"),
 )
 """Qwen3.5 with experts: its layers, and feed-forwards of selected experts beside one with a gate."""
 

@@ -26,9 +26,8 @@ from ..graph.rope import LongRope, QueryScaling, Rope
 from .json_fields import count, number, optional_number, read_json
 from .rope_settings import Rotations, max_positions, read_query_scaling, read_rotations
 
-MAX_LAYERS: Final = 10_000
-MAX_EXPERTS: Final = 10_000
-"""Limit on the experts of a layer."""
+_MOST: Final = 10_000
+"""Limit on layers, and on experts of a layer."""
 
 
 class Activation(Enum):
@@ -66,7 +65,6 @@ class ExpertsConfig:
     """A mixture-of-experts feed-forward."""
 
     count: int
-    """Number of experts per layer."""
     top_k: int
     """Number of experts that the router selects for each token."""
     intermediate_size: int
@@ -221,7 +219,7 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
     heads = count(config, "num_attention_heads")
     kv_heads = count(config, "num_key_value_heads", default=heads)
     hidden = count(config, "hidden_size")
-    layers = count(config, "num_hidden_layers", maximum=MAX_LAYERS)
+    layers = count(config, "num_hidden_layers", maximum=_MOST)
     states = None if family.state_layers is None else family.state_layers(config, layers)
     windows = [None] * layers if states is not None else family.windows(config, layers)
     usual = HeadShape(kv_heads, count(config, "head_dim", default=hidden // heads))
@@ -238,7 +236,7 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         traits=family,
         vocab_size=count(config, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=family.intermediate_size.read(config),
+        intermediate_size=_intermediate_size(config, family),
         double_wide=family.double_wide is not None and bool(config.get(family.double_wide)),
         layers=layers,
         heads=heads,
@@ -265,6 +263,15 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         residual_scale=_scale(config, family.residual_scale),
         logits_scale=_scale(config, family.logits_scale),
     )
+
+
+def _intermediate_size(config: Mapping[str, Any], family: Family) -> int:
+    size = count(config, first_present(config, family.intermediate_size))
+    if family.adjusted_size is None or not config.get(family.adjusted_size, True):
+        return size
+    multiple = count(config, "block_multiple_of", default=256)
+    size = int(number(config, "block_ffn_dim_multiplier", default=1.0) * int(2 * size / 3))
+    return -(-size // multiple) * multiple
 
 
 def _read_attention(
@@ -341,7 +348,7 @@ def _read_experts(config: Mapping[str, Any], settings: Experts, layers: int) -> 
     name = first_present(config, settings.count)
     if config.get(name) == 0:
         return None
-    experts_count = count(config, name, maximum=MAX_EXPERTS)
+    experts_count = count(config, name, maximum=_MOST)
     period = count(config, "decoder_sparse_step", default=1)
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list):
