@@ -44,12 +44,15 @@ def python_values(metadata):
     }
 
 
+def gguf_tokenizer(folder: Path, pre: str = "gpt-2", size: int | None = None, **also) -> GgufTokenizer:
+    changes = {f"tokenizer.ggml.{key}": value for key, value in also.items()}
+    metadata = python_values(tokenizer_metadata(folder, pre)) | changes
+    known = {key: value for key, value in metadata.items() if value is not None}
+    return GgufTokenizer(GgufHeader(PATH, known), size or len(known["tokenizer.ggml.tokens"]))
+
+
 def rebuilt(folder: Path, pre: str, **also) -> Tokenizer:
-    metadata = python_values(tokenizer_metadata(folder, pre)) | {
-        f"tokenizer.ggml.{key}": value for key, value in also.items()
-    }
-    tokens = metadata["tokenizer.ggml.tokens"]
-    return Tokenizer.from_str(GgufTokenizer(GgufHeader(PATH, metadata), len(tokens)).tokenizer_json())
+    return Tokenizer.from_str(gguf_tokenizer(folder, pre, **also).tokenizer_json())
 
 
 def golden(name: str) -> list[tuple[str, list[int]]]:
@@ -129,13 +132,6 @@ def test_special_tokens_are_added_when_the_file_says_so(tiny_folder: Path) -> No
     assert len(both) == 6
 
 
-def gguf_tokenizer(folder: Path, size: int = 300, **also) -> GgufTokenizer:
-    metadata = python_values(tokenizer_metadata(folder)) | {
-        f"tokenizer.ggml.{key}": value for key, value in also.items()
-    }
-    return GgufTokenizer(GgufHeader(PATH, {key: value for key, value in metadata.items() if value is not None}), size)
-
-
 def test_default_of_the_beginning_of_text_token(tiny_folder: Path) -> None:
     assert gguf_tokenizer(tiny_folder, pre="llama-bpe", add_bos_token=None).tokenizer_config()["add_bos_token"] is True
     assert gguf_tokenizer(tiny_folder, pre="qwen2", add_bos_token=None).tokenizer_config()["add_bos_token"] is False
@@ -150,7 +146,7 @@ def test_padding_tokens_are_left_out(tiny_folder: Path) -> None:
     metadata = python_values(tokenizer_metadata(tiny_folder))
     tokens = [*metadata["tokenizer.ggml.tokens"], "[PAD]", "[PAD]", ""]
     types = [*metadata["tokenizer.ggml.token_type"], 5, 5, 1]
-    text = gguf_tokenizer(tiny_folder, 400, tokens=tokens, token_type=types).tokenizer_json()
+    text = gguf_tokenizer(tiny_folder, size=400, tokens=tokens, token_type=types).tokenizer_json()
     assert len(json.loads(text)["model"]["vocab"]) == 300
 
 
@@ -181,7 +177,7 @@ def test_padding_tokens_are_left_out(tiny_folder: Path) -> None:
 )
 def test_inconsistent_tokenizers_are_refused(tiny_folder: Path, also, message: str) -> None:
     def read() -> None:
-        built = gguf_tokenizer(tiny_folder, **also)
+        built = gguf_tokenizer(tiny_folder, size=300, **also)
         built.tokenizer_json(), built.tokenizer_config(), built.token_ids()
 
     with pytest.raises(CheckpointError, match=message):
