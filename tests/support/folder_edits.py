@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import onnx
 from google.protobuf.message import DecodeError
@@ -22,19 +21,20 @@ _JSON: Final = st.recursive(
 )
 
 
-@dataclass(frozen=True)
-class FileEdit:
+class FileEdit(NamedTuple):
     """A change to a folder."""
 
-    name: str
-    apply: Callable[[Path], None]
+    change: Callable[..., None]
+    arguments: tuple[Any, ...]
+    """The arguments of `change` after the folder."""
 
-    def __repr__(self) -> str:
-        return self.name
+    def apply(self, folder: Path) -> None:
+        self.change(folder, *self.arguments)
 
 
-def _set_json(folder: Path, file: str, keys: Sequence[str], value: Any) -> None:
+def _set_json(folder: Path, setting: tuple[str, Sequence[str]], value: Any) -> None:
     """Set a value in a JSON file, if the file and the object that holds the value exist."""
+    file, keys = setting
     try:
         data = json.loads((folder / file).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -88,24 +88,11 @@ def _change_location(folder: Path, location: str) -> None:
 
 def file_edits() -> st.SearchStrategy[FileEdit]:
     """Generate changes to the files of a model folder."""
-    part = st.floats(0, 0.999)
-    return st.one_of(
-        st.builds(
-            lambda setting, value: FileEdit(
-                f"setting({setting}, {value!r})", lambda folder: _set_json(folder, setting[0], setting[1], value)
-            ),
-            *(st.sampled_from(_SETTINGS), _JSON),
-        ),
-        st.builds(
-            lambda file, p: FileEdit(f"cut({file}, {p})", lambda folder: _cut(folder, file, p)),
-            *(st.sampled_from(_FILES), part),
-        ),
-        st.builds(
-            lambda file: FileEdit(f"remove({file})", lambda folder: _remove(folder, file)),
-            st.sampled_from(_FILES),
-        ),
-        st.builds(
-            lambda where: FileEdit(f"change_location({where!r})", lambda folder: _change_location(folder, where)),
-            st.sampled_from(("../../etc/passwd", "/etc/passwd", "missing", "", "config.json", ".", "a\0b", "ä")),
-        ),
+    places = ("../../etc/passwd", "/etc/passwd", "missing", "", "config.json", ".", "a\0b", "ä")
+    edits = (
+        (_set_json, st.sampled_from(_SETTINGS), _JSON),
+        (_cut, st.sampled_from(_FILES), st.floats(0, 0.999)),
+        (_remove, st.sampled_from(_FILES)),
+        (_change_location, st.sampled_from(places)),
     )
+    return st.one_of(st.builds(FileEdit, st.just(change), st.tuples(*arguments)) for change, *arguments in edits)

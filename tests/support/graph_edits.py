@@ -7,14 +7,11 @@ is False) may change the tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import onnx
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
-
-Edit = Callable[[onnx.ModelProto], None]
 
 NAMES: Final = (
     *("input_ids", "tokens", "ids", "attention_mask", "mask", "attention_bias", "position_ids", "positions", "logits"),
@@ -40,17 +37,17 @@ _TYPES: Final = (
 )
 
 
-@dataclass(frozen=True)
-class GraphEdit:
-    """A named change of a graph."""
+class GraphEdit(NamedTuple):
+    """A change of a graph."""
 
-    name: str
-    apply: Edit
-    harmless: bool = True
+    change: Callable[..., None]
+    arguments: tuple[Any, ...]
+    """The arguments of `change` after the model."""
+    harmless: bool
     """Whether the graph still computes the same, so that a run must give the same tokens."""
 
-    def __repr__(self) -> str:
-        return self.name
+    def apply(self, model: onnx.ModelProto) -> None:
+        self.change(model, *self.arguments)
 
 
 # Parts of graphs
@@ -118,209 +115,155 @@ def _after(model: onnx.ModelProto, value: onnx.ValueInfoProto, type_: str, **att
 # Edits
 
 
-def _rename(index: int, new: str, *, output: bool) -> Edit:
-    def apply(model: onnx.ModelProto) -> None:
-        values = model.graph.output if output else model.graph.input
-        value = _value(values, index)
-        if any(new == each.name for each in (*model.graph.input, *model.graph.output)):
-            return
-        if output:
-            _write_as(model, value.name, new)
-        else:
-            _read_as(model, value.name, new)
-        value.name = new
-
-    return apply
+def _rename(model: onnx.ModelProto, index: int, new: str, output: bool) -> None:
+    values = model.graph.output if output else model.graph.input
+    value = _value(values, index)
+    if any(new == each.name for each in (*model.graph.input, *model.graph.output)):
+        return
+    if output:
+        _write_as(model, value.name, new)
+    else:
+        _read_as(model, value.name, new)
+    value.name = new
 
 
-def exchange(first: int, second: int, *, output: bool) -> Edit:
+def exchange(model: onnx.ModelProto, first: int, second: int, output: bool) -> None:
     """Exchange the names of two cache inputs, or of two cache outputs."""
-
-    def apply(model: onnx.ModelProto) -> None:
-        caches = _caches(model.graph.output if output else model.graph.input)
-        if not caches:
-            return
-        one, other = _value(caches, first), _value(caches, second)
-        if one.name == other.name or _dims(one) != _dims(other):
-            return
-        names = one.name, other.name
-        change = _write_as if output else _read_as
-        change(model, names[0], "exchanged")
-        change(model, names[1], names[0])
-        change(model, "exchanged", names[1])
-
-    return apply
+    caches = _caches(model.graph.output if output else model.graph.input)
+    if not caches:
+        return
+    one, other = _value(caches, first), _value(caches, second)
+    if one.name == other.name or _dims(one) != _dims(other):
+        return
+    names = one.name, other.name
+    change = _write_as if output else _read_as
+    change(model, names[0], "exchanged")
+    change(model, names[1], names[0])
+    change(model, "exchanged", names[1])
 
 
-def _retype(index: int, type_: int, *, output: bool) -> Edit:
-    def apply(model: onnx.ModelProto) -> None:
-        value = _value(model.graph.output if output else model.graph.input, index)
+def _retype(model: onnx.ModelProto, index: int, type_: int, output: bool) -> None:
+    value = _value(model.graph.output if output else model.graph.input, index)
+    original = value.type.tensor_type.elem_type
+    value.type.tensor_type.elem_type = type_
+    if output:
+        _after(model, value, "Cast", to=type_)
+    else:
+        _before(model, value, "Cast", to=original)
+
+
+def _retype_caches(model: onnx.ModelProto, type_: int) -> None:
+    """Change the type of every cache, like half-precision conversions do."""
+    for value in _caches(model.graph.input):
         original = value.type.tensor_type.elem_type
         value.type.tensor_type.elem_type = type_
-        if output:
-            _after(model, value, "Cast", to=type_)
-        else:
-            _before(model, value, "Cast", to=original)
-
-    return apply
+        _before(model, value, "Cast", to=original)
+    for value in _caches(model.graph.output):
+        value.type.tensor_type.elem_type = type_
+        _after(model, value, "Cast", to=type_)
 
 
-def _retype_caches(type_: int) -> Edit:
-    """Change the type of every cache, like half-precision conversions do."""
-
-    def apply(model: onnx.ModelProto) -> None:
-        for value in _caches(model.graph.input):
-            original = value.type.tensor_type.elem_type
-            value.type.tensor_type.elem_type = type_
-            _before(model, value, "Cast", to=original)
-        for value in _caches(model.graph.output):
-            value.type.tensor_type.elem_type = type_
-            _after(model, value, "Cast", to=type_)
-
-    return apply
-
-
-def _transpose_caches(order: Sequence[int], *, both: bool) -> Edit:
+def _transpose_caches(model: onnx.ModelProto, order: Sequence[int], both: bool) -> None:
     """Permute the dimensions of all cache inputs, and with `both` of all cache outputs."""
-
-    def apply(model: onnx.ModelProto) -> None:
-        for value in _caches(model.graph.input):
-            dims = _dims(value)
-            perm = [axis for axis in order if axis < len(dims)]
-            _reshape(value, [dims[axis] for axis in perm])
-            _before(model, value, "Transpose", perm=[perm.index(axis) for axis in range(len(perm))])
-        for value in _caches(model.graph.output) if both else ():
-            dims = _dims(value)
-            perm = [axis for axis in order if axis < len(dims)]
-            _reshape(value, [dims[axis] for axis in perm])
-            _after(model, value, "Transpose", perm=perm)
-
-    return apply
-
-
-def _more_dimensions(index: int, *, output: bool) -> Edit:
-    """Add a leading dimension of 1."""
-
-    def apply(model: onnx.ModelProto) -> None:
-        value = _value(model.graph.output if output else model.graph.input, index)
+    for value in _caches(model.graph.input):
         dims = _dims(value)
-        inner = _fresh(model, value)
-        model.graph.initializer.append(helper.make_tensor(f"{inner}/axis", TensorProto.INT64, [1], [0]))
-        _reshape(value, [1, *dims])
-        if output:
-            _write_as(model, value.name, inner)
-            node = helper.make_node("Unsqueeze", [inner, f"{inner}/axis"], [value.name], inner)
-            model.graph.node.append(node)
-        else:
-            _read_as(model, value.name, inner)
-            model.graph.node.insert(0, helper.make_node("Squeeze", [value.name, f"{inner}/axis"], [inner], inner))
-
-    return apply
+        perm = [axis for axis in order if axis < len(dims)]
+        _reshape(value, [dims[axis] for axis in perm])
+        _before(model, value, "Transpose", perm=[perm.index(axis) for axis in range(len(perm))])
+    for value in _caches(model.graph.output) if both else ():
+        dims = _dims(value)
+        perm = [axis for axis in order if axis < len(dims)]
+        _reshape(value, [dims[axis] for axis in perm])
+        _after(model, value, "Transpose", perm=perm)
 
 
-def _set_dimension(index: int, axis: int, size: int | str, *, output: bool) -> Edit:
+def _more_dimensions(model: onnx.ModelProto, index: int, output: bool) -> None:
+    """Add a leading dimension of 1."""
+    value = _value(model.graph.output if output else model.graph.input, index)
+    dims = _dims(value)
+    inner = _fresh(model, value)
+    model.graph.initializer.append(helper.make_tensor(f"{inner}/axis", TensorProto.INT64, [1], [0]))
+    _reshape(value, [1, *dims])
+    if output:
+        _write_as(model, value.name, inner)
+        node = helper.make_node("Unsqueeze", [inner, f"{inner}/axis"], [value.name], inner)
+        model.graph.node.append(node)
+    else:
+        _read_as(model, value.name, inner)
+        model.graph.node.insert(0, helper.make_node("Squeeze", [value.name, f"{inner}/axis"], [inner], inner))
+
+
+def _set_dimension(model: onnx.ModelProto, index: int, axis: int, size: int | str, output: bool) -> None:
     """Change the declared size of a dimension, which only ONNX Runtime checks."""
-
-    def apply(model: onnx.ModelProto) -> None:
-        value = _value(model.graph.output if output else model.graph.input, index)
-        if dims := _dims(value):
-            dims[axis % len(dims)] = size
-            _reshape(value, dims)
-
-    return apply
+    value = _value(model.graph.output if output else model.graph.input, index)
+    if dims := _dims(value):
+        dims[axis % len(dims)] = size
+        _reshape(value, dims)
 
 
-def _forget_shape(index: int, *, output: bool) -> Edit:
-    def apply(model: onnx.ModelProto) -> None:
-        value = _value(model.graph.output if output else model.graph.input, index)
-        value.type.tensor_type.ClearField("shape")
-
-    return apply
+def _forget_shape(model: onnx.ModelProto, index: int, output: bool) -> None:
+    value = _value(model.graph.output if output else model.graph.input, index)
+    value.type.tensor_type.ClearField("shape")
 
 
-def _remove(index: int, what: str) -> Edit:
-    def apply(model: onnx.ModelProto) -> None:
-        parts = getattr(model.graph, what)
-        if parts:
-            del parts[index % len(parts)]
-
-    return apply
+def _remove(model: onnx.ModelProto, index: int, what: str) -> None:
+    parts = getattr(model.graph, what)
+    if parts:
+        del parts[index % len(parts)]
 
 
-def _add_input(name: str, type_: int, dims: Sequence[int | str]) -> Edit:
-    def apply(model: onnx.ModelProto) -> None:
-        if all(name != value.name for value in (*model.graph.input, *model.graph.output)):
-            model.graph.input.append(helper.make_tensor_value_info(name, type_, list(dims)))
-
-    return apply
+def _add_input(model: onnx.ModelProto, name: str, type_: int, dims: Sequence[int | str]) -> None:
+    if all(name != value.name for value in (*model.graph.input, *model.graph.output)):
+        model.graph.input.append(helper.make_tensor_value_info(name, type_, list(dims)))
 
 
-def _add_output(index: int, name: str) -> Edit:
+def _add_output(model: onnx.ModelProto, index: int, name: str) -> None:
     """Duplicate an output under another name."""
-
-    def apply(model: onnx.ModelProto) -> None:
-        value = _value(model.graph.output, index)
-        if all(name != each.name for each in (*model.graph.input, *model.graph.output)):
-            model.graph.node.append(helper.make_node("Identity", [value.name], [name], f"{name}/copy"))
-            copy = model.graph.output.add()
-            copy.CopyFrom(value)
-            copy.name = name
-
-    return apply
+    value = _value(model.graph.output, index)
+    if all(name != each.name for each in (*model.graph.input, *model.graph.output)):
+        model.graph.node.append(helper.make_node("Identity", [value.name], [name], f"{name}/copy"))
+        copy = model.graph.output.add()
+        copy.CopyFrom(value)
+        copy.name = name
 
 
-def _reorder(seed: int) -> Edit:
+def _reorder(model: onnx.ModelProto, seed: int) -> None:
     """Reorder inputs and outputs."""
+    for values in (model.graph.input, model.graph.output):
+        original = [onnx.ValueInfoProto.FromString(value.SerializeToString()) for value in values]
+        del values[:]
+        values.extend(sorted(original, key=lambda value: hash((seed, value.name))))
 
-    def apply(model: onnx.ModelProto) -> None:
-        for values in (model.graph.input, model.graph.output):
-            original = [onnx.ValueInfoProto.FromString(value.SerializeToString()) for value in values]
-            del values[:]
-            values.extend(sorted(original, key=lambda value: hash((seed, value.name))))
 
-    return apply
+_INDEX, _OUTPUT = st.integers(0, 11), st.booleans()
+_WORD: Final = st.sampled_from(NAMES) | st.text(min_size=1, max_size=12)
+_SIZES: Final = st.sampled_from((0, 1, 2, 7, 64, -1, "sequence_length", "x", ""))
+_SHAPES: Final = st.lists(_SIZES.filter(lambda size: size not in (-1, "")), max_size=5)
+_PARTS: Final = st.integers(0, 99)
+_HARMLESS: Final = (
+    (_rename, _INDEX, _WORD, _OUTPUT),
+    (exchange, _INDEX, _INDEX, _OUTPUT),
+    (_retype_caches, st.sampled_from(_TYPES[2:5])),
+    (_transpose_caches, st.permutations(range(4)), _OUTPUT),
+    (_more_dimensions, _INDEX, _OUTPUT),
+    (_set_dimension, _INDEX, st.integers(0, 4), _SIZES, _OUTPUT),
+    (_forget_shape, _INDEX, _OUTPUT),
+    (_add_output, _INDEX, _WORD),
+    (_add_input, _WORD, st.sampled_from(_TYPES), _SHAPES),
+    (_reorder, st.integers(0, 9)),
+    (_remove, _PARTS, st.sampled_from(("input", "initializer"))),
+)
+_HARMFUL: Final = (
+    (_retype, _INDEX, st.sampled_from(_TYPES), _OUTPUT),  # values that do not fit into the other type
+    (_remove, _PARTS, st.sampled_from(("node", "output"))),
+)
+"""Functions that change a graph, and strategies for their arguments."""
 
 
 def graph_edits() -> st.SearchStrategy[GraphEdit]:
     """Strategy for all edits."""
-    index, output, word = st.integers(0, 11), st.booleans(), st.sampled_from(NAMES) | st.text(min_size=1, max_size=12)
-    types, sizes = st.sampled_from(_TYPES), st.sampled_from((0, 1, 2, 7, 64, -1, "sequence_length", "x", ""))
-    orders = st.permutations(range(4))
-    harmless = st.one_of(
-        st.builds(lambda a, w, o: GraphEdit(f"rename({a}, {w!r}, {o})", _rename(a, w, output=o)), index, word, output),
-        st.builds(
-            lambda a, b, o: GraphEdit(f"exchange({a}, {b}, {o})", exchange(a, b, output=o)), index, index, output
-        ),
-        st.builds(lambda k: GraphEdit(f"retype_caches({k})", _retype_caches(k)), st.sampled_from(_TYPES[2:5])),
-        st.builds(
-            lambda order, b: GraphEdit(f"transpose({order}, {b})", _transpose_caches(order, both=b)), orders, output
-        ),
-        st.builds(lambda a, o: GraphEdit(f"more_dimensions({a}, {o})", _more_dimensions(a, output=o)), index, output),
-        st.builds(
-            lambda a, x, s, o: GraphEdit(f"dimension({a}, {x}, {s!r}, {o})", _set_dimension(a, x, s, output=o)),
-            *(index, st.integers(0, 4), sizes, output),
-        ),
-        st.builds(lambda a, o: GraphEdit(f"forget_shape({a}, {o})", _forget_shape(a, output=o)), index, output),
-        st.builds(lambda a, w: GraphEdit(f"add_output({a}, {w!r})", _add_output(a, w)), index, word),
-        st.builds(
-            lambda w, k, d: GraphEdit(f"add_input({w!r}, {k}, {d})", _add_input(w, k, d)),
-            *(word, types, st.lists(sizes.filter(lambda size: size not in (-1, "")), max_size=5)),
-        ),
-        st.builds(lambda seed: GraphEdit(f"reorder({seed})", _reorder(seed)), st.integers(0, 9)),
-        st.builds(
-            lambda a, w: GraphEdit(f"remove({a}, {w})", _remove(a, w)),
-            *(st.integers(0, 99), st.sampled_from(("input", "initializer", "opset_import"))),
-        ).filter(lambda edit: "opset" not in edit.name),
+    edits = [(*each, harmless) for harmless, group in ((True, _HARMLESS), (False, _HARMFUL)) for each in group]
+    return st.one_of(
+        st.builds(GraphEdit, st.just(change), st.tuples(*arguments), st.just(harmless))
+        for change, *arguments, harmless in edits
     )
-    harmful = st.one_of(
-        # Values that do not fit into the other type change the result.
-        st.builds(
-            lambda a, k, o: GraphEdit(f"retype({a}, {k}, {o})", _retype(a, k, output=o), harmless=False),
-            *(index, types, output),
-        ),
-        st.builds(
-            lambda a, w: GraphEdit(f"remove({a}, {w})", _remove(a, w), harmless=False),
-            *(st.integers(0, 99), st.sampled_from(("node", "output"))),
-        ),
-    )
-    return harmless | harmful

@@ -274,7 +274,7 @@ def test_swapped_cache_names_are_rejected(name: str) -> None:
         path = next(folder.rglob("*.onnx"))
         model = onnx.load(path, load_external_data=False)
         # The last cache input of a hybrid layout is a state.
-        exchange(0, -1 if LAYOUTS[name].states is States.NONE else 1, output=False)(model)
+        exchange(model, 0, -1 if LAYOUTS[name].states is States.NONE else 1, output=False)
         path.write_bytes(model.SerializeToString())
         with pytest.raises(EdgeError, match="gives other logits for the same tokens in several passes than in one"):
             edgerun.load(folder, cache=False)
