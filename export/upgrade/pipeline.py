@@ -96,10 +96,10 @@ def upgrade_model(
     foreign = find_foreign_model(source)
     require_apart(source if source.is_dir() else foreign.graph, destination)
     progress("reading", 0.0)
-    upgrade = _Upgrade(foreign, recipe, progress)
+    notes: list[str] = []
     with bundle_written_whole(destination) as staging:
         try:
-            parity = upgrade.write(staging, command)
+            manifest = _write(staging, foreign, recipe, progress, command, notes)
         except _GRAPH_ERRORS as error:
             raise BundleError(
                 f"the graph in {foreign.graph} is damaged or of an unknown kind "
@@ -107,134 +107,130 @@ def upgrade_model(
                 "run it as it is",
             ) from error
         if recipe.device == DeviceChoice.GPU:
-            upgrade.notes += write_gpu_variants(staging, progress)
+            notes += write_gpu_variants(staging, progress)
         sizes = {file.name: file.stat().st_size for file in sorted(staging.iterdir())}
-    seconds = time.perf_counter() - started
-    return ExportResult(destination, sizes, upgrade.bits_per_weight, seconds, parity, notes=tuple(upgrade.notes))
+    seconds, parity = time.perf_counter() - started, Parity(**manifest.parity)
+    return ExportResult(destination, sizes, manifest.bits_per_weight, seconds, parity, notes=tuple(notes))
 
 
-class _Upgrade:
-    """The steps of one upgrade."""
+def _write(
+    folder: Path, source: Bundle, recipe: ExportRecipe, progress: Progress, command: str, notes: list[str]
+) -> Manifest:
+    """Write every file of the bundle; messages for the user are added to `notes`."""
+    graph, shape, context = _rewire(source, recipe, notes)
+    matrices = weight_matrices(graph)
+    vocab_size = architecture_of(matrices, shape, "", context, None).vocab_size
+    progress("reading", 0.5)
+    reference = run_reference(*_normalized_source(source), shape, vocab_size)
+    progress("reading", 1.0)
+    tokenizer = source.file("tokenizer.json")
+    assert tokenizer is not None  # noqa: S101 -- find_foreign_model has found it
+    require_tokenizer(tokenizer.parent, vocab_size)
+    body, head = _formats(graph, recipe, notes)
+    rounds = body != FP32 or head != FP32
+    if rounds:
+        difference = _require_same(graph.folder, graph.model(in_place), reference, progress)
+    _widen_halves(graph, notes)
+    if rounds:
+        quantize_linears(graph, body, head)
+    _tune(graph, notes)
+    matrices = weight_matrices(graph)
+    total = sum(tensor.nbytes for tensor in graph.tensors.values())
+    with WeightFile(folder / WEIGHTS_NAME) as data:
+        model = graph.model(to_file(data, counted(total, progress, "writing weights")))
+    (folder / GRAPH_NAME).write_bytes(model.SerializeToString())
+    copy_config_files(source, folder)
+    if not rounds:
+        difference = _require_same(folder, model, reference, progress)
+    parity = measure(folder, reference, difference)
+    require_config_files(folder, vocab_size)
+    names = (GRAPH_NAME, *TOKENIZER_AND_CONFIG_FILES)
+    width = source.config.get("intermediate_size")
+    family = family_of(source)
+    manifest = Manifest(
+        architecture=architecture_of(matrices, shape, family, context, width if isinstance(width, int) else None),
+        weights=formats_of(matrices),
+        bits_per_weight=bits_per_weight(matrices),
+        files={WEIGHTS_NAME: data.digest()}
+        | {name: digest_file(folder / name) for name in names if (folder / name).is_file()},
+        parity=parity.as_mapping(),
+        producer=PRODUCER,
+        command=command,
+    )
+    (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+    progress("checking", 1.0)
+    return manifest
 
-    def __init__(self, source: Bundle, recipe: ExportRecipe, progress: Progress) -> None:
-        self.notes: list[str] = []
-        self.bits_per_weight = 0.0
-        self._source = source
-        self._recipe = recipe
-        self._progress = progress
-        self._sizes = sizes_in_config(source.config, source.genai)
-        """Sizes of axis 1 (heads) and axis 3 (channels) of a cache, as far as the config names them."""
 
-    def write(self, folder: Path, command: str) -> Parity:
-        """Write every file of the bundle."""
-        graph, shape, context = self._rewire()
-        matrices = weight_matrices(graph)
-        vocab_size = architecture_of(matrices, shape, "", context, None).vocab_size
-        self._progress("reading", 0.5)
-        reference = run_reference(*self._normalized_source(), shape, vocab_size)
-        self._progress("reading", 1.0)
-        tokenizer = self._source.file("tokenizer.json")
-        assert tokenizer is not None  # noqa: S101 -- find_foreign_model has found it
-        require_tokenizer(tokenizer.parent, vocab_size)
-        body, head = self._formats(graph)
-        rounds = body != FP32 or head != FP32
-        if rounds:
-            difference = self._require_same(graph.folder, graph.model(in_place), reference)
-        self._widen_halves(graph)
-        if rounds:
-            quantize_linears(graph, body, head)
-        self._tune(graph)
-        matrices = weight_matrices(graph)
-        total = sum(tensor.nbytes for tensor in graph.tensors.values())
-        with WeightFile(folder / WEIGHTS_NAME) as data:
-            model = graph.model(to_file(data, counted(total, self._progress, "writing weights")))
-        (folder / GRAPH_NAME).write_bytes(model.SerializeToString())
-        copy_config_files(self._source, folder)
-        if not rounds:
-            difference = self._require_same(folder, model, reference)
-        parity = measure(folder, reference, difference)
-        require_config_files(folder, vocab_size)
-        names = (GRAPH_NAME, *TOKENIZER_AND_CONFIG_FILES)
-        width = self._source.config.get("intermediate_size")
-        family = family_of(self._source)
-        self.bits_per_weight = bits_per_weight(matrices)
-        manifest = Manifest(
-            architecture=architecture_of(matrices, shape, family, context, width if isinstance(width, int) else None),
-            weights=formats_of(matrices),
-            bits_per_weight=self.bits_per_weight,
-            files={WEIGHTS_NAME: data.digest()}
-            | {name: digest_file(folder / name) for name in names if (folder / name).is_file()},
-            parity=parity.as_mapping(),
-            producer=PRODUCER,
-            command=command,
-        )
-        (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-        self._progress("checking", 1.0)
-        return parity
+def _rewire(source: Bundle, recipe: ExportRecipe, notes: list[str]) -> tuple[EditableGraph, AttentionShape, int]:
+    """The source with the contract's inputs, the shape of its attention, and the number of positions to serve."""
+    graph, caches = _normalized_source(source, inline=True)
+    context = _context_for(source, graph, recipe)
+    sizes = sizes_in_config(source.config, source.genai)  # of axis 1 (heads) and axis 3 (channels) of a cache
+    if not graph.nodes_of(_ATTENTION):
+        _widen_halves(graph, notes)
+        for cache in caches:
+            # Heads and channels, which some exporters leave open.
+            symbolic = any(isinstance(size, str) for size in (graph.shape(cache.past) or ())[1::2])
+            if symbolic and len(sizes) == 2:
+                declare_cache_shape(graph, cache, sizes[1], sizes[3])
+        fuse_operators(graph, max(context, POSITIONS_READ))
+        caches = identify_io(graph)
+    shape = wire_attention(graph, caches, context, sizes.get(3))
+    select_positions(graph)
+    graph.sweep()
+    _remove_inputs(graph)
+    return graph, shape, context
 
-    def _rewire(self) -> tuple[EditableGraph, AttentionShape, int]:
-        """The source with the contract's inputs, the shape of its attention, and the number of positions to serve."""
-        graph, caches = self._normalized_source(inline=True)
-        context = _context_for(self._source, graph, self._recipe)
-        if not graph.nodes_of(_ATTENTION):
-            self._widen_halves(graph)
-            for cache in caches:
-                # Heads and channels, which some exporters leave open.
-                symbolic = any(isinstance(size, str) for size in (graph.shape(cache.past) or ())[1::2])
-                if symbolic and len(self._sizes) == 2:
-                    declare_cache_shape(graph, cache, self._sizes[1], self._sizes[3])
-            fuse_operators(graph, max(context, POSITIONS_READ))
-            caches = identify_io(graph)
-        shape = wire_attention(graph, caches, context, self._sizes.get(3))
-        select_positions(graph)
-        graph.sweep()
-        _remove_inputs(graph)
-        return graph, shape, context
 
-    def _normalized_source(self, *, inline: bool = False) -> tuple[EditableGraph, tuple[CacheTensor, ...]]:
-        """Open the source, and give it separate caches, usual input names and no integer products.
+def _normalized_source(source: Bundle, *, inline: bool = False) -> tuple[EditableGraph, tuple[CacheTensor, ...]]:
+    """Open the source, and give it separate caches, usual input names and no integer products.
 
-        With `inline`, the standard's Attention, which PyTorch's exporter may write, becomes plain operators.
-        """
-        model = read_model(self._source.graph)
-        if inline and any(node.op_type == "Attention" and not node.domain for node in model.graph.node):
-            model = inline_selected_functions(model, [("", "Attention")], inline_schema_functions=True)
-        take_cached_branch(model)
-        graph = EditableGraph(model, self._source.graph.parent)
-        _require_foreign(graph)
-        _require_attention_alone(graph, self._source)
-        split_caches(graph)
-        convert_integer_linears(graph)
-        return graph, identify_io(graph, decoder_inputs(self._source))
+    With `inline`, the standard's Attention, which PyTorch's exporter may write, becomes plain operators.
+    """
+    model = read_model(source.graph)
+    if inline and any(node.op_type == "Attention" and not node.domain for node in model.graph.node):
+        model = inline_selected_functions(model, [("", "Attention")], inline_schema_functions=True)
+    take_cached_branch(model)
+    graph = EditableGraph(model, source.graph.parent)
+    _require_foreign(graph)
+    _require_attention_alone(graph, source)
+    split_caches(graph)
+    convert_integer_linears(graph)
+    return graph, identify_io(graph, decoder_inputs(source))
 
-    def _widen_halves(self, graph: EditableGraph) -> None:
-        if is_half(graph):
-            widen(graph)
-            self.notes.append("half precision became float32, in which a CPU computes")
 
-    def _formats(self, graph: EditableGraph) -> tuple[WeightFormat, WeightFormat]:
-        """Formats for the float matrices of the layers, and for a float LM head and embedding."""
-        few_bits = any(node.op in _FEW_BIT_OPERATORS for node in graph.nodes)
-        if few_bits and self._recipe.body is not None:
-            self.notes.append("weights that have few bits already were not rounded again")
-        default = FP32 if few_bits else INT4
-        return self._recipe.body or default, self._recipe.head_format or default
+def _widen_halves(graph: EditableGraph, notes: list[str]) -> None:
+    if is_half(graph):
+        widen(graph)
+        notes.append("half precision became float32, in which a CPU computes")
 
-    def _tune(self, graph: EditableGraph) -> None:
-        """Rewrite quantized linears for the CPU's kernels."""
-        rounded = round_activations(graph)
-        if rounded:
-            self.notes.append(f"{rounded} linears without a stated precision now round activations to 8 bits")
-        share_reshaped_constants(graph)
-        absorb_biases(graph)
-        join_linears(graph)
-        pack_heads(graph)
 
-    def _require_same(self, folder: Path, model: ModelProto, reference: Reference) -> float:
-        self._progress("checking", 0.0)
-        difference = require_same(folder, model, reference)
-        self._progress("checking", 0.5)
-        return difference
+def _formats(graph: EditableGraph, recipe: ExportRecipe, notes: list[str]) -> tuple[WeightFormat, WeightFormat]:
+    """Formats for the float matrices of the layers, and for a float LM head and embedding."""
+    few_bits = any(node.op in _FEW_BIT_OPERATORS for node in graph.nodes)
+    if few_bits and recipe.body is not None:
+        notes.append("weights that have few bits already were not rounded again")
+    default = FP32 if few_bits else INT4
+    return recipe.body or default, recipe.head_format or default
+
+
+def _tune(graph: EditableGraph, notes: list[str]) -> None:
+    """Rewrite quantized linears for the CPU's kernels."""
+    rounded = round_activations(graph)
+    if rounded:
+        notes.append(f"{rounded} linears without a stated precision now round activations to 8 bits")
+    share_reshaped_constants(graph)
+    absorb_biases(graph)
+    join_linears(graph)
+    pack_heads(graph)
+
+
+def _require_same(folder: Path, model: ModelProto, reference: Reference, progress: Progress) -> float:
+    progress("checking", 0.0)
+    difference = require_same(folder, model, reference)
+    progress("checking", 0.5)
+    return difference
 
 
 def _context_for(source: Bundle, graph: EditableGraph, recipe: ExportRecipe) -> int:
