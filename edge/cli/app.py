@@ -73,7 +73,7 @@ def app(
     """
     options, load = _APP.record(given), _LOAD.record(given)
     with missing_extra("the app", "app"):
-        from ..app import chat_app  # noqa: F401  what it needs has to be there before the app begins
+        from ..app import app_service  # noqa: F401  what it needs has to be there before the app begins
         from ..app.app_access import join_running_app
         from ..server import uvicorn_server  # noqa: F401
     if options.window:
@@ -103,8 +103,7 @@ def _server(store: ConversationStore, pool: ModelPool, port: int, load: LoadOpti
     """The app at a port, which other processes of this user find from now on, and the address that opens it once."""
     from ..app.app_access import AppAccess, announce, open_url, session_secret
     from ..app.app_context import AppContext
-    from ..app.app_service import AppService
-    from ..app.chat_app import chat_app
+    from ..app.app_service import AppService, chat_app
     from ..app.event_channel import EventChannel
     from ..app.tools.tool_servers import ToolServers
     from ..server.server_settings import ServerSettings

@@ -35,7 +35,7 @@ _MODULES = (
     "edgerun.edge.cli.rpc",
     "edgerun.edge.cli.run",
     "edgerun.edge.cli.serve",
-    "edgerun.edge.app.chat_app",
+    "edgerun.edge.app.app_service",
     "edgerun.edge.rpc.stdio_service",
     "edgerun.edge.server.asgi_app",
     "edgerun.edge.server.uvicorn_server",
