@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
 from edgerun.edge.conversations.records import MessageState
 from edgerun.edge.conversations.store import ConversationStore
@@ -42,6 +44,9 @@ class ModelConversation:
 
 class StoreMachine(RuleBasedStateMachine):
     """Does the same to a store and to dictionaries."""
+
+    conversation_ids = Bundle("conversations")
+    message_ids = Bundle("messages")
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,95 +82,80 @@ class StoreMachine(RuleBasedStateMachine):
             message = self.messages[message].parent
         return path
 
-    @rule()
-    def create(self) -> None:
-        self.conversations[self.store.create().id] = ModelConversation()
-
-    @precondition(lambda self: self.conversations)
-    @rule(data=st.data(), pinned=st.booleans())
-    def pin(self, data: st.DataObject, pinned: bool) -> None:
-        name = data.draw(st.sampled_from(list(self.conversations)))
-        if self.conversations[name].deleted:
-            with pytest.raises(ConversationError):
-                self.store.change(name, pinned=pinned)
+    def allowed(self, allowed: bool, attempt: Callable[[], Any]) -> bool:
+        """Make an attempt, which is refused where it is not allowed; returns whether it is."""
+        if allowed:
+            attempt()
         else:
-            assert self.store.change(name, pinned=pinned).pinned == pinned
-            self.conversations[name].pinned = pinned
+            with pytest.raises(ConversationError):
+                attempt()
+        return allowed
 
-    @precondition(lambda self: self.conversations)
-    @rule(data=st.data(), deleted=st.booleans())
-    def delete_or_restore(self, data: st.DataObject, deleted: bool) -> None:
-        name = data.draw(st.sampled_from(list(self.conversations)))
+    @rule(target=conversation_ids)
+    def create(self) -> str:
+        name = self.store.create().id
+        self.conversations[name] = ModelConversation()
+        return name
+
+    @rule(name=conversation_ids, pinned=st.booleans())
+    def pin(self, name: str, pinned: bool) -> None:
+        conversation = self.conversations[name]
+        if self.allowed(not conversation.deleted, lambda: self.store.change(name, pinned=pinned)):
+            conversation.pinned = pinned
+
+    @rule(name=conversation_ids, deleted=st.booleans())
+    def delete_or_restore(self, name: str, deleted: bool) -> None:
         (self.store.delete if deleted else self.store.restore)(name)
         self.conversations[name].deleted = deleted
 
-    @precondition(lambda self: self.conversations)
-    @rule(data=st.data(), content=TEXTS, role=st.sampled_from(["user", "assistant"]))
-    def add(self, data: st.DataObject, content: str, role: str) -> None:
-        conversation = data.draw(st.sampled_from(list(self.conversations)))
-        parent = data.draw(st.none() | st.sampled_from([*self.messages] or [None]))
+    @rule(
+        target=message_ids,
+        conversation=conversation_ids,
+        parent=st.none() | message_ids,
+        content=TEXTS,
+        role=st.sampled_from(["user", "assistant"]),
+    )
+    def add(self, conversation: str, parent: str | None, content: str, role: str) -> Any:
+        added: list[str] = []
         allowed = (
             not self.conversations[conversation].deleted
             and (parent is None or (self.messages[parent].conversation == conversation and self.is_live(parent)))
             and (role == "user" or (parent is not None and self.messages[parent].role == "user"))
         )
-        if not allowed:
-            with pytest.raises(ConversationError):
-                self.store.add_message(conversation, parent, role, content)
-            return
-        message = self.store.add_message(conversation, parent, role, content).id
-        self.messages[message] = ModelMessage(conversation, parent, role, content)
-        self.conversations[conversation].order.append(message)
-        self.conversations[conversation].leaf = message
+        self.allowed(allowed, lambda: added.append(self.store.add_message(conversation, parent, role, content).id))
+        for message in added:
+            self.messages[message] = ModelMessage(conversation, parent, role, content)
+            self.conversations[conversation].order.append(message)
+            self.conversations[conversation].leaf = message
+        return multiple(*added)
 
-    @precondition(lambda self: self.messages)
-    @rule(data=st.data(), content=TEXTS)
-    def rewrite(self, data: st.DataObject, content: str) -> None:
-        message = data.draw(st.sampled_from(list(self.messages)))
-        if self.is_live(message):
-            self.store.rewrite(message, content)
+    @rule(message=message_ids, content=TEXTS)
+    def rewrite(self, message: str, content: str) -> None:
+        if self.allowed(self.is_live(message), lambda: self.store.rewrite(message, content)):
             self.messages[message].content = content
-        else:
-            with pytest.raises(ConversationError):
-                self.store.rewrite(message, content)
 
-    @precondition(lambda self: self.messages)
-    @rule(data=st.data(), content=TEXTS)
-    def continue_answer(self, data: st.DataObject, content: str) -> None:
-        message = data.draw(st.sampled_from(list(self.messages)))
-        if self.is_live(message) and self.messages[message].role == "assistant":
-            self.store.write_answer(message, content, [{"id": 1}])
+    @rule(message=message_ids, content=TEXTS)
+    def continue_answer(self, message: str, content: str) -> None:
+        is_answer = self.is_live(message) and self.messages[message].role == "assistant"
+        if self.allowed(is_answer, lambda: self.store.write_answer(message, content, [{"id": 1}])):
             self.store.finish_answer(message, content, MessageState.STOPPED)
             self.messages[message].content = content
-        else:
-            with pytest.raises(ConversationError):
-                self.store.write_answer(message, content)
 
-    @precondition(lambda self: self.messages)
-    @rule(data=st.data())
-    def select(self, data: st.DataObject) -> None:
-        message = data.draw(st.sampled_from(list(self.messages)))
+    @rule(message=message_ids)
+    def select(self, message: str) -> None:
         conversation = self.messages[message].conversation
-        if self.is_live(message):
-            leaf = self.newest_leaf(conversation, message)
-            assert self.store.select_leaf(conversation, message).leaf == leaf
-            self.conversations[conversation].leaf = leaf
-        else:
-            with pytest.raises(ConversationError):
-                self.store.select_leaf(conversation, message)
+        if self.allowed(self.is_live(message), lambda: self.store.select_leaf(conversation, message)):
+            self.conversations[conversation].leaf = self.newest_leaf(conversation, message)
 
-    @precondition(lambda self: self.messages)
-    @rule(data=st.data())
-    def delete_message(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(list(self.messages)))
+    @rule(name=message_ids)
+    def delete_message(self, name: str) -> None:
         message = self.messages[name]
         conversation = self.conversations[message.conversation]
-        if conversation.deleted and message.deleted_with is None:
-            with pytest.raises(ConversationError):
-                self.store.delete_message(name)
-            return
-        self.store.delete_message(name)
-        if message.deleted_with is not None:
+        is_deleted = message.deleted_with is not None
+        if (
+            not self.allowed(is_deleted or not conversation.deleted, lambda: self.store.delete_message(name))
+            or is_deleted
+        ):
             return
         for other, fields in self.messages.items():
             if fields.deleted_with is None and name in self.path_to(other):
@@ -173,25 +163,18 @@ class StoreMachine(RuleBasedStateMachine):
         if name in self.path_to(conversation.leaf):
             conversation.leaf = self.newest_leaf(message.conversation, message.parent)
 
-    @precondition(lambda self: self.messages)
-    @rule(data=st.data())
-    def restore_message(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(list(self.messages)))
+    @rule(name=message_ids)
+    def restore_message(self, name: str) -> None:
         message = self.messages[name]
-        group = message.deleted_with
+        group, conversation = message.deleted_with, self.conversations[message.conversation]
         parent = None if group is None else self.messages[group].parent
-        if group is None:
-            self.store.restore_message(name)
+        allowed = group is None or (not conversation.deleted and (parent is None or self.is_live(parent)))
+        if not self.allowed(allowed, lambda: self.store.restore_message(name)) or group is None:
             return
-        if self.conversations[message.conversation].deleted or (parent is not None and not self.is_live(parent)):
-            with pytest.raises(ConversationError):
-                self.store.restore_message(name)
-            return
-        self.store.restore_message(name)
         for fields in self.messages.values():
             if fields.deleted_with == group:
                 fields.deleted_with = None
-        self.conversations[message.conversation].leaf = self.newest_leaf(message.conversation, name)
+        conversation.leaf = self.newest_leaf(message.conversation, name)
 
     @rule()
     def reopen(self) -> None:
