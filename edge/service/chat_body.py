@@ -21,7 +21,6 @@ from .generation_fields import (
     Verbosity,
     generate_options,
     same,
-    several_answers,
     template_variables,
     wanted_logprobs,
     wants_usage,
@@ -86,12 +85,9 @@ def parse_chat(body: bytes | str | Mapping[str, Any]) -> GenerationRequest:
     options = generate_options(
         fields,
         {
-            **several_answers(fields.n, fields.best_of, fields.early_stop),
             "logprobs": wanted_logprobs(fields.top_logprobs, "logprobs", wanted=bool(fields.logprobs)),
             "max_tokens": same(fields, "max_tokens", "max_completion_tokens"),
             "tools": tools if fields.tool_choice != "none" else (),
-            "tool_choice": fields.tool_choice,
-            "parallel_tool_calls": fields.parallel_tool_calls,
             "template_variables": template_variables(fields.chat_template_kwargs, fields.reasoning_effort),
             "answer_start": answer_start,
         },

@@ -66,8 +66,9 @@ EarlyStopField: TypeAlias = Annotated[float | None, option_meta("early_stop", ex
 _OPTIONS: Final = (
     *("temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias"),
     *("top_k", "min_p", "repeat_penalty", "ignore_eos", "overflow", "exact"),
+    *("n", "best_of", "early_stop", "tool_choice", "parallel_tool_calls"),
 )
-"""Fields of `SamplingFields` that are options of `GenerateOptions`."""
+"""Fields that are options of `GenerateOptions`; the last ones are not in every body."""
 
 
 class SamplingFields(FormatFields, kw_only=True):
@@ -206,9 +207,14 @@ def generate_options(fields: SamplingFields, others: Mapping[str, Any]) -> Gener
         others: further options by their name; None for options that were not given.
 
     Raises:
-        RequestError: a value is out of range; the error names its field.
+        RequestError: a value is out of range, or fewer answers are to be generated than returned; the error names its
+            field.
     """
-    given = {name: getattr(fields, name) for name in _OPTIONS} | dict(others)
+    given = {name: getattr(fields, name, None) for name in _OPTIONS} | dict(others)
+    n, best_of = given["n"], given["best_of"]
+    if best_of is not None and best_of < (n or 1):
+        hint = "best_of is the number of answers to generate, n that of the best to return"
+        raise invalid("best_of", f"best_of is {best_of}, and n is {n}", hint)
     given["repeat_penalty"] = same(fields, "repeat_penalty", "repetition_penalty")
     if given.get("response_format") is None:
         given["response_format"] = response_format(fields)
@@ -223,18 +229,6 @@ def generate_options(fields: SamplingFields, others: Mapping[str, Any]) -> Gener
     for name, value in values.items():
         check_option(name, value, field_of.get(name, name))
     return GenerateOptions(**values)
-
-
-def several_answers(n: int | None, best_of: int | None, early_stop: float | None) -> dict[str, Any]:
-    """The options that say how many answers a prompt gets.
-
-    Raises:
-        RequestError: fewer are to be generated than returned.
-    """
-    if best_of is not None and best_of < (n or 1):
-        hint = "best_of is the number of answers to generate, n that of the best to return"
-        raise invalid("best_of", f"best_of is {best_of}, and n is {n}", hint)
-    return {"n": n, "best_of": best_of, "early_stop": early_stop}
 
 
 def template_variables(given: Mapping[str, Any] | None, effort: str | None) -> Mapping[str, Any] | None:

@@ -181,8 +181,6 @@ def parse_response(body: bytes | str | Mapping[str, Any]) -> GenerationRequest:
             "logprobs": wanted_logprobs(fields.top_logprobs, f"include {_LOGPROBS}", wanted=_LOGPROBS in included),
             "max_tokens": fields.max_output_tokens,
             "tools": tuple(_chat_tool(tool) for tool in shown_tools),
-            "tool_choice": fields.tool_choice,
-            "parallel_tool_calls": fields.parallel_tool_calls,
             "template_variables": template_variables(fields.chat_template_kwargs, reasoning.effort),
             "response_format": response_format(fields, None if fields.text is None else fields.text.format),
         },

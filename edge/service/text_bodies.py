@@ -24,7 +24,6 @@ from .generation_fields import (
     check_option,
     generate_options,
     same,
-    several_answers,
     wants_usage,
 )
 from .message_fields import AnyMessage, FunctionTool, check_count, conversation, tool_mappings
@@ -96,7 +95,6 @@ def parse_completion(body: bytes | str | Mapping[str, Any]) -> GenerationRequest
         options=generate_options(
             fields,
             {
-                **several_answers(fields.n, fields.best_of, fields.early_stop),
                 "max_tokens": _DEFAULT_TOKENS if fields.max_tokens is None else fields.max_tokens,
                 "logprobs": fields.logprobs,
                 "raw": True,
