@@ -156,10 +156,19 @@ def test_an_import_is_checked_and_leaves_nothing_behind(
     assert len(store.conversations()) == 1
 
 
-@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, '{"format": NaN}', "\ud800", "[]"])
-def test_other_texts_are_refused_in_one_line(store: ConversationStore, text: str) -> None:
-    with pytest.raises(ConversationError, match="^the file .*; import a file that edge-run exported$"):
-        store.import_json(text)
+def test_other_texts_are_refused_in_one_line(store: ConversationStore) -> None:
+    for text in ("", "{", "[" * 100_000, '{"format": NaN}', "\ud800", "[]"):
+        with pytest.raises(ConversationError, match="^the file .*; import a file that edge-run exported$"):
+            store.import_json(text)
+    for text, said in (
+        ("just text", "x.md has no message of a user; messages follow the headings '## User' and '## Assistant'"),
+        ("## Assistant\nhi", "x.md has no message of a user"),
+        ("## Assistant\nhi\n## User\nho", "an answer needs the message that it answers"),
+    ):
+        with pytest.raises(ConversationError) as caught:
+            store.import_markdown(text, "x.md")
+        assert str(caught.value).startswith(said)
+    assert store.conversations() == []
 
 
 def test_markdown_shows_the_branch_in_view(store: ConversationStore, tree: Conversation) -> None:
@@ -183,21 +192,6 @@ def test_markdown_hides_where_a_model_lies_and_may_be_of_other_editors(
     copy = store.import_markdown("\ufeffnotes\r\n## user\r\nhello\r\n\r\n## ASSISTANT\r\nhi\r\n", "chat of today.md")
     assert copy.title == "chat of today"
     assert [message.content for message in store.messages(copy.id)] == ["hello", "hi"]
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("just text", "x.md has no message of a user; messages follow the headings '## User' and '## Assistant'"),
-        ("## Assistant\nhi", "x.md has no message of a user"),
-        ("## Assistant\nhi\n## User\nho", "an answer needs the message that it answers"),
-    ],
-)
-def test_markdown_that_is_refused(store: ConversationStore, text: str, said: str) -> None:
-    with pytest.raises(ConversationError) as caught:
-        store.import_markdown(text, "x.md")
-    assert str(caught.value).startswith(said)
-    assert store.conversations() == []
 
 
 LINES = st.lists(
