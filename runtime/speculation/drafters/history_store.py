@@ -2,24 +2,23 @@
 
 Every operation holds a lock file and opens the database for itself; if the lock is taken, the operation is skipped. A
 damaged database is set aside (the latest one), and the sequences that can be read stay in use. When the size limit is
-reached, the oldest sequences are deleted. The index is a separate file that never changes. Its name says which part of
-which database it has, and it can be made again from the database (docs/decisions/0027-history-store.md).
+reached, the oldest sequences are deleted. The index is a separate file, which says which part of which database it has,
+and it can be made again from the database (docs/decisions/0027-history-store.md).
 
 The size limit covers everything: a token takes four bytes in the database, eight in the index and four in a database
 that was set aside. No process keeps an index file open, so an outdated one can always be removed, except on Windows
-while another process reads it; then it is removed later, and no new one is made that would exceed the limit
-(docs/decisions/0035-indexing-while-idle.md). Problems with the files are reported as warnings and never raised:
+while another process reads it; then no new one is made for now (docs/decisions/0035-indexing-while-idle.md).
+Problems with the files are reported as warnings and never raised:
 decoding works without earlier conversations.
 """
 
 from __future__ import annotations
 
-import re
 import secrets
 import sqlite3
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -32,9 +31,7 @@ from .history_index import HEADER_BYTES, TOKEN_LIMIT, WORD, Covered, HistoryInde
 _DATABASE: Final = "history.db"
 _SET_ASIDE: Final = "history.db.damaged"
 _LOCK: Final = "lock"
-_INDEX: Final = "index-"
-_INDEX_NAME: Final = re.compile(rf"{_INDEX}([0-9a-f]{{32}})-(\d{{1,18}})")
-"""Identity of the database, and id of the last sequence in the index."""
+_INDEX: Final = "index"
 _PART: Final = 128
 """Number of sequences read at a time while indexing: other operations wait 0.25 s for the lock, or are skipped."""
 _WAIT_S: Final = 0.25
@@ -53,10 +50,6 @@ CREATE TABLE store (identity BLOB NOT NULL);
 """
 """Tokens are little-endian uint32. The identity changes whenever sequences are deleted, so that an index of them is
 recognized as outdated."""
-
-
-class _DamagedError(sqlite3.DatabaseError):
-    """The database or a sequence in it is damaged."""
 
 
 _DATABASE_ERRORS: Final = (sqlite3.Error, UnicodeDecodeError)
@@ -87,6 +80,7 @@ class HistoryStore:
             raise ValueError(f"a history of {max_bytes} bytes is too small; the minimum is {_MIN_BYTES}")
         self._folder = folder
         self._path = folder / _DATABASE
+        self._index_path = folder / _INDEX
         self._max_bytes = max_bytes
         self._max_pages = (max_bytes - HEADER_BYTES - 2 * WORD) // 4 // _PAGE_BYTES
         self._warn = warn
@@ -206,7 +200,7 @@ class HistoryStore:
         """The sequences that an index of `covered` has; the lock is released between parts of them.
 
         Raises:
-            _DamagedError: a sequence is damaged.
+            sqlite3.DatabaseError: a sequence is damaged.
         """
         sequences: list[Tokens] = []
         last = 0
@@ -218,7 +212,7 @@ class HistoryStore:
             if not rows:
                 break  # another process has deleted them
             if rows[-1][0] <= last or not all(_is_valid(*row) for _, *row in rows):
-                raise _DamagedError("a conversation is damaged")
+                raise sqlite3.DatabaseError("a conversation is damaged")
             sequences += [np.frombuffer(tokens, "<u4") for _, tokens, _ in rows]
             last = rows[-1][0]
         return sequences
@@ -229,8 +223,10 @@ class HistoryStore:
         with locked(self._folder / _LOCK, _WAIT_S):
             try:
                 database = self._open(check=check)
-            except _DamagedError as damage:
-                database = self._replace(damage)
+            except _DATABASE_ERRORS as error:
+                if str(error) in _ENVIRONMENT_ERRORS:
+                    raise
+                database = self._replace(error)
             with closing(database):
                 if _pages(database) > self._max_pages:
                     self._delete_oldest(database)
@@ -250,17 +246,15 @@ class HistoryStore:
             if check:
                 _check(database)
             _covered(database)
-        except _DATABASE_ERRORS as error:
+        except _DATABASE_ERRORS:
             database.close()
-            if str(error) in _ENVIRONMENT_ERRORS or isinstance(error, _DamagedError):
-                raise
-            raise _DamagedError(str(error)) from error
+            raise
         return database
 
-    def _replace(self, damage: _DamagedError) -> sqlite3.Connection:
+    def _replace(self, damage: Exception) -> sqlite3.Connection:
         """Set the database aside and make a new one of the sequences that can be read."""
         sequences = _readable(self._path)
-        self._discard_index()
+        self._remove_index()
         if self._path.stat().st_size <= self._max_pages * _PAGE_BYTES:
             move(self._path, self._folder / _SET_ASIDE)
         self._folder.joinpath(f"{_DATABASE}-journal").unlink(missing_ok=True)
@@ -277,7 +271,7 @@ class HistoryStore:
 
         The index goes too, because of the size limit and because it contains the deleted sequences.
         """
-        self._discard_index()
+        self._remove_index()
         while _pages(database) > self._max_pages // 2:
             (count,) = database.execute("SELECT count(*) FROM sequences").fetchone()
             oldest = "SELECT id FROM sequences ORDER BY id LIMIT ?"
@@ -287,63 +281,44 @@ class HistoryStore:
         database.commit()
 
     def _open_index(self, covered: Covered) -> None:
-        """Use the index that has most of the database, in memory or in a file; remove all other files."""
+        """Use the index file where it has more of the database than the index in memory."""
         if self.index is not None and self.index.covered.identity != covered.identity:
             self.index = None
-        files = {path: _part_in(path, covered) for path in self._folder.glob(f"{_INDEX}*")}
-        for path in sorted(files, key=files.__getitem__, reverse=True):
-            if files[path] <= (0 if self.index is None else self.index.covered.end):
-                continue
-            try:
-                index = HistoryIndex(read_regular(path, self._max_bytes))
-                if index.covered != Covered(covered.identity, files[path]):
-                    raise ValueError("it was renamed")
-                self.index = index
-            except FileNotFoundError:
-                continue
-            except (OSError, ValueError) as error:
-                self._warn(f"the index of earlier conversations cannot be read: {path.name}: {error}")
-        self._remove_indexes(keep=None if self.index is None else self._index_path(self.index.covered))
+        known = 0 if self.index is None else self.index.covered.end
+        if known == covered.end:
+            return
+        try:
+            index = HistoryIndex(read_regular(self._index_path, self._max_bytes))
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            self._warn(f"the index of earlier conversations cannot be read: {error}")
+            self._remove_index()
+            return
+        if index.covered.identity == covered.identity and known < index.covered.end <= covered.end:
+            self.index = index
 
     def _replace_index(self, encoded: bytes, covered: Covered) -> bool:
-        """Write an index file and use it, unless another process has made one that has more."""
+        """Write the index file and use it, unless another process has made one that has more."""
         if self.index is not None and self.index.covered.end >= covered.end:
             return True
-        self._remove_indexes()
-        database_files = (_DATABASE, f"{_DATABASE}-journal")
-        others = sum(path.stat().st_size for path in self._folder.iterdir() if path.name not in database_files)
-        if self._max_pages * _PAGE_BYTES + others + len(encoded) > self._max_bytes:
-            return False  # Windows: another process reads an outdated index, which cannot be removed now
-        path = self._index_path(covered)
-        unfinished = path.with_name(f".{path.name}")
+        if not self._remove_index():
+            return False  # it would exceed the size limit beside the outdated one
         # Without waiting for the disk, as for the database: the index has a checksum.
+        unfinished = self._index_path.with_name(f".{_INDEX}")
         unfinished.write_bytes(encoded)
-        move(unfinished, path)
+        move(unfinished, self._index_path)
         self.index = HistoryIndex(encoded)
         return True
 
-    def _index_path(self, covered: Covered) -> Path:
-        return self._folder / f"{_INDEX}{covered.identity.hex()}-{covered.end}"
-
-    def _discard_index(self) -> None:
-        self.index = None
-        self._remove_indexes()
-
-    def _remove_indexes(self, keep: Path | None = None) -> None:
-        """Remove all indexes but one, and the unfinished index files of killed processes."""
-        for path in [*self._folder.glob(f"{_INDEX}*"), *self._folder.glob(f".{_INDEX}*")]:
-            if path != keep:
-                # Windows refuses while another process reads the file. It is outdated, and never read again.
-                with suppress(PermissionError):
-                    path.unlink(missing_ok=True)
-
-
-def _part_in(path: Path, covered: Covered) -> int:
-    """Id of the last sequence that an index file has of a database; -1 if it belongs to another one."""
-    name = _INDEX_NAME.fullmatch(path.name)
-    if name is None or bytes.fromhex(name[1]) != covered.identity or int(name[2]) > covered.end:
-        return -1
-    return int(name[2])
+    def _remove_index(self) -> bool:
+        """Remove the index file, and those of earlier versions of edge-run; returns whether they are gone."""
+        try:
+            for path in [self._index_path, *self._folder.glob(f"*{_INDEX}-*")]:
+                path.unlink(missing_ok=True)
+        except PermissionError:  # Windows refuses while another process reads the file
+            return False
+        return True
 
 
 def _insert(database: sqlite3.Connection, tokens: bytes) -> None:
@@ -361,7 +336,7 @@ def _covered(database: sqlite3.Connection) -> Covered:
     """Identity of the database and id of its last sequence: what an index made now covers."""
     row = database.execute("SELECT identity, (SELECT max(id) FROM sequences) FROM store").fetchone()
     if row is None or not isinstance(row[0], bytes) or len(row[0]) != 16 or not isinstance(row[1] or 0, int):
-        raise _DamagedError("its identity is missing")
+        raise sqlite3.DatabaseError("its identity is missing")
     return Covered(row[0], row[1] or 0)
 
 
@@ -369,12 +344,12 @@ def _check(database: sqlite3.Connection) -> None:
     """Check the structure of the database and the checksums of all sequences.
 
     Raises:
-        _DamagedError: something is damaged.
+        sqlite3.DatabaseError: something is damaged.
     """
     if database.execute("PRAGMA quick_check(1)").fetchone() != (b"ok",):
-        raise _DamagedError("its structure is inconsistent")
+        raise sqlite3.DatabaseError("its structure is inconsistent")
     if not all(_is_valid(*row) for row in database.execute("SELECT tokens, crc FROM sequences")):
-        raise _DamagedError("the checksum of a conversation is wrong")
+        raise sqlite3.DatabaseError("the checksum of a conversation is wrong")
     # A damaged header can make the database read-only.
     database.execute("UPDATE store SET identity = identity")
 
