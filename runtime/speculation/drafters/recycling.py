@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,102 +92,65 @@ class RecycledTable:
     """
 
     def __init__(self, vocab_size: int) -> None:
-        self._tokens = np.full((vocab_size, CANDIDATES), _NONE, np.int32)
-        self._buckets = np.zeros((vocab_size, CANDIDATES), np.uint8)
+        # Arrays of Python's own: between two passes, the first call of a NumPy function takes long.
+        self._vocab_size: Final = vocab_size
+        self._tokens = array("i", [_NONE]) * (vocab_size * CANDIDATES)
+        self._buckets = bytearray(vocab_size * CANDIDATES)
         self._part = vocab_size // _PARTS
         """Number of tokens of a part; those behind the last whole one are a part of their own."""
         self._starts = np.arange(_PARTS) * self._part
-        self._recent: dict[int, Sequence[Candidate]] = {}
-        """Candidates as they were last looked up or learned; the arrays do not have the tokens of `_unwritten` yet."""
-        self._unwritten: set[int] = set()
         self.changed = False
         """Whether the table has changed since it was saved."""
+        self._recent: dict[int, Sequence[Candidate]] = {}
+        """Candidates that were looked up lately."""
 
     def candidates(self, after: int) -> Sequence[Candidate]:
         """The candidates after a token, best first; none if it has not occurred."""
         known = self._recent.get(after)
-        return self._remember(after) if known is None else known
+        if known is None:
+            if len(self._recent) >= _RECENT:
+                self._recent.clear()
+            start, end = after * CANDIDATES, (after + 1) * CANDIDATES
+            pairs = zip(self._tokens[start:end], self._buckets[start:end], strict=True)
+            self._recent[after] = known = tuple(Candidate(*pair) for pair in pairs if pair[0] >= 0)
+        return known
 
     def learn(self, token: int, logits: npt.NDArray[np.float32]) -> None:
         """Store the highest logits float32 `[V]` after `token` as its candidates."""
-        ranked = self._ranked(logits)
-        if ranked is None:
-            places, values = _ranked_by_sorting(logits)
-        else:
-            places, values = ranked
-        best = values[0]
+        places, values = self._ranked(logits) or _ranked_by_sorting(logits)
         # Margins of infinite logits are NaN, which is above every bound.
-        margins = [abs(value - best) for value in values]
-        classes = [bisect_right(_MARGINS, margins[1 if len(margins) > 1 else 0])]
+        margins = [abs(value - values[0]) for value in values]
+        classes = [bisect_right(_MARGINS, margins[min(1, len(margins) - 1)])]
         classes += [bisect_right(_MARGINS, margin) + _CLASSES for margin in margins[1:]]
-        self._make_room()
-        self._recent[token] = tuple([Candidate(*each) for each in zip(places, classes, strict=True)])
-        self._unwritten.add(token)
+        here = slice(token * CANDIDATES, token * CANDIDATES + len(places))
+        self._tokens[here], self._buckets[here] = array("i", places), bytes(classes)
+        self._recent.pop(token, None)
         self.changed = True
 
     def _ranked(self, logits: npt.NDArray[np.float32]) -> tuple[list[int], list[float]] | None:
         """Ids and values of the highest logits, best first, ties to the lowest id; None if there is NaN, or few logits.
 
         Between two passes the processor's caches hold nothing of this, and the first call of a NumPy function takes
-        fifty times as long as in a loop. So this gets by with the one that has just chosen a token, and `take`.
+        fifty times as long as in a loop. So this gets by with the one that has just chosen a token, and `take`. The
+        three highest logits lie in the three parts with the highest ones, or behind the last whole part.
         """
-        part = self._part
+        part, whole = self._part, self._part * _PARTS
         if part < CANDIDATES:
             return None
-        whole = part * _PARTS
-        best_of_parts = logits[:whole].reshape(_PARTS, part).argmax(axis=1)
-        best_of_parts += self._starts
-        ids, values = best_of_parts.tolist(), logits.take(best_of_parts).tolist()
-        if whole < logits.size:
-            ids.append(whole + int(logits[whole:].argmax()))
-            values.append(logits.item(ids[-1]))
+        parts, rest = logits[:whole].reshape(_PARTS, part), logits[whole:].tolist()
+        values = logits.take(parts.argmax(axis=1) + self._starts).tolist()
         # A part with NaN gives that, and the sum is NaN then, or where infinite values of both signs are added.
-        if math.isnan(sum(values)):
+        if math.isnan(sum(values) + sum(rest)):
             return None
-        places: list[int] = []
-        best: list[float] = []
-        while True:
-            value = max(values)
-            number = values.index(value)
-            if ids[number] == _NONE:
-                return None
-            places.append(ids[number])
-            best.append(value)
-            if len(places) == CANDIDATES:
-                return places, best
-            ids[number], values[number] = self._next_of_part(logits, number, places)
-
-    def _next_of_part(self, logits: npt.NDArray[np.float32], number: int, without: Sequence[int]) -> tuple[int, float]:
-        """Id and value of the highest logit of a part, without some ids; `_NONE` if none is left."""
-        start = number * self._part
-        end = start + self._part if number < _PARTS else logits.size
-        place, value = _NONE, -math.inf
-        for stop in (*sorted([each for each in without if start <= each < end]), end):
-            if start < stop:
-                highest = start + int(logits[start:stop].argmax())
-                if place == _NONE or logits.item(highest) > value:
-                    place, value = highest, logits.item(highest)
-            start = stop + 1
-        return place, value
-
-    def _remember(self, token: int) -> Sequence[Candidate]:
-        self._make_room()
-        found = zip(self._tokens[token].tolist(), self._buckets[token].tolist(), strict=True)
-        self._recent[token] = known = tuple(Candidate(*each) for each in found if each[0] >= 0)
-        return known
-
-    def _make_room(self) -> None:
-        if len(self._recent) >= _RECENT:
-            self._write()
-            self._recent.clear()
-
-    def _write(self) -> None:
-        """Write what was learned to the arrays."""
-        while self._unwritten:
-            token = self._unwritten.pop()
-            known = self._recent.get(token, ())
-            self._tokens[token, : len(known)] = [candidate.token for candidate in known]
-            self._buckets[token, : len(known)] = [candidate.bucket for candidate in known]
+        numbers = sorted(sorted(range(_PARTS), key=values.__getitem__, reverse=True)[:CANDIDATES])
+        highest = parts.take(numbers, axis=0).reshape(-1)
+        found = [(-value, whole + place) for place, value in enumerate(rest)]
+        for _ in range(CANDIDATES):
+            at = int(highest.argmax())
+            found.append((-highest.item(at), numbers[at // part] * part + at % part))
+            highest[at] = -math.inf
+        found = sorted(found)[:CANDIDATES]
+        return None if found[-1][0] == math.inf else ([place for _, place in found], [-value for value, _ in found])
 
     def save(self, path: Path) -> None:
         """Save the table to a file that only its owner can read.
@@ -194,17 +158,17 @@ class RecycledTable:
         Raises:
             OSError: it cannot be written; an older file is unchanged.
         """
-        self._write()
-        seen = np.flatnonzero(self._tokens[:, 0] >= 0)
+        tokens, buckets = self._arrays()
+        seen = np.flatnonzero(tokens[:, 0] >= 0)
         records = np.empty(seen.size, _RECORD)
-        records["token"], records["candidates"], records["buckets"] = seen, self._tokens[seen], self._buckets[seen]
-        body = np.array([len(self._tokens), seen.size], "<i4").tobytes() + records.tobytes()
+        records["token"], records["candidates"], records["buckets"] = seen, tokens[seen], buckets[seen]
+        body = np.array([self._vocab_size, seen.size], "<i4").tobytes() + records.tobytes()
         write_atomically(path, _FORMAT + zlib.crc32(body).to_bytes(4, "little") + body, private=True)
         self.changed = False
 
     def load(self, path: Path) -> bool:
         """Load a saved table; False, without any change, if it is missing, damaged or of another vocabulary."""
-        vocab_size = len(self._tokens)
+        vocab_size = self._vocab_size
         try:
             stored = read_regular(path, len(_FORMAT) + 4 + 4 * _HEADER + vocab_size * _RECORD.itemsize)
         except OSError:
@@ -223,10 +187,15 @@ class RecycledTable:
             return False
         if buckets.max(initial=0) >= len(_PRIOR):
             return False
-        self._write()
-        self._tokens[seen], self._buckets[seen] = tokens, buckets
+        own_tokens, own_buckets = self._arrays()
+        own_tokens[seen], own_buckets[seen] = tokens, buckets
         self._recent.clear()
         return True
+
+    def _arrays(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+        """The candidates and their buckets `[V, CANDIDATES]`, which share the memory of the table."""
+        tokens, buckets = np.frombuffer(self._tokens, np.int32), np.frombuffer(self._buckets, np.uint8)
+        return tokens.reshape(-1, CANDIDATES), buckets.reshape(-1, CANDIDATES)
 
 
 def _ranked_by_sorting(logits: npt.NDArray[np.float32]) -> tuple[list[int], list[float]]:
