@@ -11,7 +11,8 @@ from typing import Any, Final, TypeVar
 
 from .decode import FinishReason, Step
 from .sampling.logprobs import NO_LOGPROBS, LogprobTotals
-from .speculation.rounds import Round, drafter_name
+from .speculation.choice import SOURCE_NAMES
+from .speculation.rounds import Round
 from .speculation.tree import Source
 from .text.token_logprobs import TokenLogprob
 from .tools.answer_parts import AnswerParts
@@ -270,7 +271,7 @@ class StatsRecorder:
             drafted=sum(drafted),
             accepted=sum(accepted),
             by_source={
-                drafter_name(source): DraftCounts(drafted[source], accepted[source])
+                SOURCE_NAMES[source]: DraftCounts(drafted[source], accepted[source])
                 for source in Source
                 if drafted[source]
             },

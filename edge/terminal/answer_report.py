@@ -299,6 +299,4 @@ def _cells(round_: Round, *, ahead: bool) -> tuple[str, ...]:
 
 
 def _sources(counts: Sequence[int]) -> str:
-    return " ".join(
-        f"{SOURCE_NAMES.get(Source(source), 'other')}:{count}" for source, count in enumerate(counts) if count
-    )
+    return " ".join(f"{SOURCE_NAMES[Source(source)]}:{count}" for source, count in enumerate(counts) if count)

@@ -28,6 +28,7 @@ from ..graph.graph_io import element_type
 from ..graph.model_metadata import metadata_of
 from ..graph.session import DecoderGraph, GraphSession, SessionConfig
 from ..measure.measurement_store import MeasurementKey, MeasurementStore, model_key
+from ..speculation.tree import Tree
 from .providers import cpu_device, device_identity
 
 _log: Final = logging.getLogger(__name__)
@@ -42,9 +43,8 @@ _WIDE: Final = 40
 """Tokens of a wide pass: attention kernels for prefills begin at 32."""
 _NARROW: Final = 16
 """Largest width of passes on a device that computes wide ones wrongly."""
-_PARENTS: Final = (-1, 0, 0, 1)
-"""The tree: an anchor, two children of it, and a child of the first one."""
-_DEPTHS: Final = (0, 1, 1, 2)
+_TREE: Final = Tree((0, 1, 2, 3), (-1, 0, 0, 1), (1.0,) * 4, (0,) * 4)
+"""An anchor, two children of it, and a child of the first one."""
 _FLOAT_TOLERANCE: Final = 0.01
 """Largest difference of 32-bit floats from the CPU, as the root mean square over the vocabulary in standard deviations
 of the CPU's logits. Float arithmetic in another order gives less than 0.00001, TF32 about 0.001; a wrong position, mask
@@ -75,8 +75,8 @@ DEVICE_CHECKS: Final = MeasurementStore.of_records("device-checks", 2, DeviceChe
 
 def device_check_key(bundle: Bundle, config: SessionConfig) -> MeasurementKey:
     """The key of a model's check on a device; it does not depend on the number of threads."""
-    key = model_key(bundle, replace(config, threads=1, shares_cores=False))
-    return replace(key, parts=(*key.parts, *device_identity(config.device), __version__))
+    alone = replace(config, threads=1, shares_cores=False)
+    return model_key(bundle, alone, *device_identity(config.device), __version__)
 
 
 def check_device(graph: DecoderGraph, bundle: Bundle, config: SessionConfig, *, cache: bool) -> DeviceCheck:
@@ -179,19 +179,15 @@ def _run(graph: DecoderGraph, limit: int, *, trees: int) -> list[Floats]:
     """
     bound = graph.bind(graph.arena(limit))
     bound.whole_logits = True
-    prefix = max(min(_PREFIX, limit - 1 - len(_PARENTS)), 1)
-    token_ids = (np.arange(prefix + 1 + len(_PARENTS)) * _TOKEN_STRIDE + 1) % graph.graph_io.input_vocab
+    prefix = max(min(_PREFIX, limit - 1 - len(_TREE)), 1)
+    token_ids = (np.arange(prefix + 1 + len(_TREE)) * _TOKEN_STRIDE + 1) % graph.graph_io.input_vocab
     found = [_forward(bound, token_ids[:prefix], logits_for=(prefix - 1,))]
     bound.arena.commit(prefix)
     found.append(_forward(bound, token_ids[prefix : prefix + 1]))
     bound.arena.commit(1)
-    mask = np.eye(len(_PARENTS), dtype=np.bool_)
-    for node, parent in enumerate(_PARENTS):
-        if parent >= 0:
-            mask[node] |= mask[parent]
-    positions = prefix + 1 + np.array(_DEPTHS)
-    in_a_row = prefix + 1 + np.arange(len(_PARENTS))
-    forms = ((positions, mask), (in_a_row, mask), (positions, np.tri(len(_PARENTS), dtype=np.bool_)))
+    mask, positions = _TREE.mask, prefix + 1 + _TREE.depths
+    in_a_row = prefix + 1 + np.arange(len(_TREE))
+    forms = ((positions, mask), (in_a_row, mask), (positions, np.tri(len(_TREE), dtype=np.bool_)))
     for wanted_positions, tree_mask in forms[:trees]:
         found.append(_forward(bound, token_ids[prefix + 1 :], positions=wanted_positions, tree_mask=tree_mask))
     bound.arena.rewind_to(0)

@@ -24,19 +24,12 @@ from ...errors import DeviceError
 from ...models.graph_variant import DeviceKind
 from ..graph.ort import ORT_ERRORS
 from .chip import running_architecture
-from .packages import SUFFIX, missing_device, registered_plugins
+from .packages import PACKAGES, SUFFIX, missing_device, registered_plugins
 
 CPU_PROVIDER: Final = f"CPU{SUFFIX}"
-_KINDS: Final = {
+_KINDS: Final = {package.provider: package.kind for package in PACKAGES} | {
     "CPU": DeviceKind.CPU,
-    "CUDA": DeviceKind.GPU,
-    "Dml": DeviceKind.GPU,
-    "WebGpu": DeviceKind.GPU,
     "MIGraphX": DeviceKind.GPU,
-    "NvTensorRTRTX": DeviceKind.GPU,
-    "CoreML": DeviceKind.NPU,
-    "OpenVINO": DeviceKind.NPU,
-    "QNN": DeviceKind.NPU,
     "VitisAI": DeviceKind.NPU,
 }
 """Kind of device of the providers that run language models, by provider name without its suffix."""

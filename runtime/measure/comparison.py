@@ -23,6 +23,7 @@ import numpy as np
 from ..decode import DecodeLimits, FinishReason, decode
 from ..engine import Engine
 from ..graph.graph_choice import ChosenSession
+from ..kv.prefix_cache import shared_tokens
 from ..long_context.long_graph import LongContextGraph
 from ..options import GenerateOptions, Request
 from ..prefill import prefill
@@ -219,9 +220,7 @@ class Comparison:
         identical = (plain.token_ids, plain.ended) == (found.token_ids, found.ended)
         near_tie, gap, difference = False, 0.0, None
         if not identical:
-            pairs = enumerate(zip(plain.token_ids, found.token_ids, strict=False))
-            shorter = min(len(plain.token_ids), len(found.token_ids))
-            index = next((at for at, (one, other) in pairs if one != other), shorter)
+            index = shared_tokens(plain.token_ids, found.token_ids)
             expected, other, gap = self._gap(prompt, sampling, plain, found, index)
             near_tie = gap < epsilon
             difference = None if near_tie else (index, expected, other, gap)

@@ -99,5 +99,4 @@ def thread_candidates() -> list[int]:
 
 def thread_choice_key(bundle: Bundle, config: SessionConfig) -> MeasurementKey:
     """The key of a model's number of threads on this machine."""
-    key = model_key(bundle, replace(config, threads=0, shares_cores=False))
-    return replace(key, parts=(*key.parts, default_threads(), usable_cores()))
+    return model_key(bundle, replace(config, threads=0, shares_cores=False), default_threads(), usable_cores())

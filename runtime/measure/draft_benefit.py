@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import truediv
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, TypeAlias
 
 from ...errors import InputError
 from ..engine import Engine
@@ -39,10 +40,8 @@ class DraftBenefit:
     """Seconds per token with speculation."""
 
 
-class _Text(NamedTuple):
-    tokens: list[int]
-    start: int
-    """Index of the first token of the answer."""
+_Text: TypeAlias = tuple[list[int], int]
+"""Token ids, and the index of the first one of the answer."""
 
 
 def measure_draft_benefit(
@@ -75,19 +74,18 @@ def measure_draft_benefit(
         chosen = _choose_texts(engine, texts, read_markers(engine.bundle.folder), max_tokens)
         bound = engine.model.new_sequence().bound
         # The draft is not compared after a text's last token, whose successor is unknown.
-        agreeing = sum(count_agreement(bound, draft, text.tokens[:-1], text.start - 1) for text in chosen)
+        agreeing = sum(count_agreement(bound, draft, tokens[:-1], start - 1) for tokens, start in chosen)
         plain, speculative = _replay_all(engine, chosen, draft.source)
+    # Prefill gives the first token of each text.
+    plain_s, speculative_s = ([each.total_s - each.first_token_s for each in stats] for stats in (plain, speculative))
+    plain_seconds = sum(plain_s) / sum(each.completion_tokens - 1 for each in plain)
+    passes = sum(each.decode_passes for each in speculative)
     return DraftBenefit(
-        agreement=agreeing / sum(len(text.tokens) - text.start for text in chosen),
-        tokens_per_pass=_decoded_tokens(speculative) / sum(stats.decode_passes for stats in speculative),
-        plain_seconds=_decode_seconds(plain) / _decoded_tokens(plain),
+        agreement=agreeing / sum(len(tokens) - start for tokens, start in chosen),
+        tokens_per_pass=sum(each.completion_tokens - 1 for each in speculative) / passes,
+        plain_seconds=plain_seconds,
         # The median of the ratios of neighbours, which a change of the machine's speed in between leaves as they are.
-        speculative_seconds=_decode_seconds(plain)
-        / _decoded_tokens(plain)
-        * statistics.median(
-            _decode_seconds([with_draft]) / _decode_seconds([without])
-            for with_draft, without in zip(speculative, plain, strict=True)
-        ),
+        speculative_seconds=plain_seconds * statistics.median(map(truediv, speculative_s, plain_s)),
     )
 
 
@@ -132,7 +130,7 @@ def _choose_texts(engine: Engine, texts: Sequence[TokenArray], markers: Markers,
         cut = text[: min(engine.context, left)]
         start = answer_start(cut, markers) or max(1, len(cut) // _PROMPT_SHARE)
         if start + 2 <= len(cut):
-            found.append(_Text(cut.tolist(), start))
+            found.append((cut.tolist(), start))
             left -= len(cut)
     if not found:
         raise InputError("no text is long enough to measure a draft on", "give texts of more tokens")
@@ -145,8 +143,8 @@ def _replay_all(engine: Engine, texts: Sequence[_Text], source: Source) -> tuple
     caches = [engine.model.new_sequence() for _ in modes]
     # The first passes allocate memory, so they are not timed.
     for mode, cache in zip(modes, caches, strict=True):
-        first = texts[0]
-        _replay(engine, cache, _Text(first.tokens[: first.start + _WARM_UP_TOKENS], first.start), mode)
+        tokens, start = texts[0]
+        _replay(engine, cache, (tokens[: start + _WARM_UP_TOKENS], start), mode)
     found: list[list[Stats]] = [[], []]
     for number, text in enumerate(texts):
         for which in ((0, 1), (1, 0))[number % 2]:
@@ -156,15 +154,6 @@ def _replay_all(engine: Engine, texts: Sequence[_Text], source: Source) -> tuple
 
 def _replay(engine: Engine, cache: CachedSequence, text: _Text, mode: Speculation) -> Stats:
     cache.token_ids.clear()
+    tokens, start = text
     options = GenerateOptions(temperature=0.0, speculation=mode)
-    return Reply.of(engine.model.replay(cache, text.tokens[: text.start], text.tokens[text.start :], options)).stats
-
-
-def _decoded_tokens(stats: Sequence[Stats]) -> int:
-    """Count the tokens after the first of each text, which prefill gives."""
-    return sum(each.completion_tokens - 1 for each in stats)
-
-
-def _decode_seconds(stats: Sequence[Stats]) -> float:
-    """Return the seconds that those tokens took."""
-    return sum(each.total_s - each.first_token_s for each in stats)
+    return Reply.of(engine.model.replay(cache, tokens[:start], tokens[start:], options)).stats

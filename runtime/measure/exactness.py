@@ -10,7 +10,7 @@ pass over a cache whose last bits were perturbed, which causes many.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -203,7 +203,6 @@ def measure_width_noise(
     *,
     widths: Sequence[int] = WIDTHS,
     long_context: BoundGraph | None = None,
-    progress: Callable[[float], None] = lambda _: None,
 ) -> WidthNoise:
     """Measure the noise over texts.
 
@@ -214,7 +213,6 @@ def measure_width_noise(
         texts: token ids, each of at least two tokens; those longer than the context are cut.
         widths: widths of the chains.
         long_context: the model's graph for long contexts, over the same arena, if it has one.
-        progress: receives the fraction done, 0 to 1.
 
     Raises:
         EdgeError: ONNX Runtime failed.
@@ -244,7 +242,6 @@ def measure_width_noise(
         if bound.graph_io.supports_trees:
             trees = max(trees, _largest_difference(_run_trees(bound, start, rest), expected))
         leak = max(leak, _leak(bound, start, rest))
-        progress((number + 1) / len(cut))
     arena.rewind_to(0)
     return WidthNoise(chains, trees, perturbed, leak, spread, positions, other_graph)
 

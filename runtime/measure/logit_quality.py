@@ -48,21 +48,19 @@ class LogitQuality:
     """Number of tokens of the longest text."""
 
 
-class _Comparison:
-    """Adds up how far log-probabilities `[n, V]` differ from the expected ones."""
+def _compared(expected: npt.NDArray[Any], found: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """KL divergence of log-probabilities `[n, V]` from the expected ones, and whether the best token is the same."""
+    kl = (np.exp(expected) * (expected - found)).sum(axis=-1, dtype=np.float64)
+    return kl, expected.argmax(axis=-1) == found.argmax(axis=-1)
 
-    def __init__(self) -> None:
-        self._kl: list[npt.NDArray[np.float64]] = []
-        self._agrees: list[npt.NDArray[np.bool_]] = []
 
-    def add(self, expected: npt.NDArray[Any], found: npt.NDArray[Any]) -> None:
-        self._kl.append(np.sum(np.exp(expected) * (expected - found), axis=-1, dtype=np.float64))
-        self._agrees.append(expected.argmax(axis=-1) == found.argmax(axis=-1))
-
-    def result(self, texts: Sequence[Sequence[int]]) -> LogitQuality:
-        kl = np.concatenate(self._kl)
-        agreement = float(np.concatenate(self._agrees).mean())
-        return LogitQuality(float(kl.mean()), float(np.quantile(kl, 0.99)), agreement, kl.size, max(map(len, texts)))
+def _quality(
+    compared: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]], texts: Sequence[Sequence[int]]
+) -> LogitQuality:
+    kl, agrees = (np.concatenate(each) for each in zip(*compared, strict=True))
+    return LogitQuality(
+        float(kl.mean()), float(np.quantile(kl, 0.99)), float(agrees.mean()), kl.size, max(map(len, texts))
+    )
 
 
 def measure_cache_quality(
@@ -87,7 +85,7 @@ def measure_cache_quality(
     cut = [list(text[:limit]) for text in texts if len(text)]
     if not cut:
         raise ValueError("there is no text to compare caches on")
-    comparison = _Comparison()
+    compared = []
     for number, text in enumerate(cut):
         for each in (quantized, reference):
             each.arena.rewind_to(0)
@@ -96,9 +94,9 @@ def measure_cache_quality(
             for each in (reference, quantized):
                 log_probs.append(_log_softmax(each.forward(tokens).astype(np.float64)))
                 each.arena.commit(len(tokens))
-            comparison.add(*log_probs)
+            compared.append(_compared(*log_probs))
         progress((number + 1) / len(cut))
-    return comparison.result(cut)
+    return _quality(compared, cut)
 
 
 def _log_softmax(logits: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -151,7 +149,7 @@ def measure_int8_quality(
     texts = [list(text[:limit]) for text in prompts if len(text[:limit]) > 1]
     if not texts:
         raise ValueError("there is no prompt to compare on")
-    comparison = _Comparison()
+    compared = []
     try:
         for number, text in enumerate(texts):
 
@@ -163,14 +161,13 @@ def measure_int8_quality(
             expected = [*_next_distributions(plain, plain, text, next_tokens, lambda done: report(done / 2))]
             plain.use(int8_arena)
             found = _next_distributions(int8, plain, text, next_tokens, lambda done: report((1 + done) / 2))
-            for right, wrong in zip(expected, found, strict=True):
-                comparison.add(right, wrong)
+            compared += [_compared(right, wrong) for right, wrong in zip(expected, found, strict=True)]
     finally:
         plain.use(arena)
         arena.rewind_to(0)
         int8_arena.rewind_to(0)
     progress(1.0)
-    return comparison.result(texts)
+    return _quality(compared, texts)
 
 
 def _next_distributions(

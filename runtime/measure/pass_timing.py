@@ -330,11 +330,7 @@ def _affordable(widths: Sequence[int], single: float, seconds_budget: float) -> 
     chosen = list(widths)
     for tiers, limit in ((_FEWER_WIDTHS, seconds_budget), (_FEWEST_WIDTHS, _LONGEST_S)):
         for fewer in tiers:
-            if _expected_turn_seconds(chosen, single) * (_MIN_TURNS + 1) > limit:
+            turn_s = single * sum(1 + POSITION_COST * (width - 1) for width in chosen)
+            if turn_s * (_MIN_TURNS + 1) > limit:
                 chosen = [width for width in chosen if width in fewer]
     return chosen
-
-
-def _expected_turn_seconds(widths: Sequence[int], single: float) -> float:
-    """Estimate the seconds of one pass of every width, given the seconds of a pass of width 1."""
-    return single * sum(1 + POSITION_COST * (width - 1) for width in widths)

@@ -64,12 +64,14 @@ class PromptChoice:
     @property
     def tokens_to_load(self) -> int:
         """Number of prompt tokens from which on the int8 prompt graph saves more time than loading it takes."""
-        best = [
-            min((seconds / width for width, seconds in times.items()), default=0.0)
-            for times in (self.plain_s, self.int8_s)
-        ]
-        saved = best[0] - best[1]
-        return int(self.load_s / saved) if saved > 0 else 0
+        own_s, int8_s = self._token_seconds
+        return int(self.load_s / (own_s - int8_s)) if own_s > int8_s else 0
+
+    @property
+    def _token_seconds(self) -> list[float]:
+        """Seconds that either graph takes for a token with its best width; 0 where it was not measured."""
+        both = (self.plain_s, self.int8_s)
+        return [min((seconds / width for width, seconds in times.items()), default=0.0) for times in both]
 
     @property
     def refusal(self) -> str | None:
@@ -85,11 +87,8 @@ class PromptChoice:
     @property
     def speedup(self) -> float:
         """How many times as fast the int8 prompt graph reads a prompt, each graph with its best width; 0 unmeasured."""
-        rates = [
-            max((width / seconds for width, seconds in times.items()), default=0.0)
-            for times in (self.plain_s, self.int8_s)
-        ]
-        return rates[1] / rates[0] if rates[0] else 0.0
+        own_s, int8_s = self._token_seconds
+        return own_s / int8_s if int8_s else 0.0
 
     @property
     def least_width(self) -> int:

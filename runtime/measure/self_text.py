@@ -130,19 +130,13 @@ def _pieces(engine: Engine, content: str, max_text_tokens: int) -> Iterator[list
     first = engine.tokenizer.encode("", add_special_tokens=True)
     room = max(1, max_text_tokens - len(first))
     left: list[int] = []
-    for part in _parts(content):
-        left += engine.tokenizer.encode(part, add_special_tokens=False)
+    begin = 0
+    while begin < len(content):  # in parts that end at line ends where possible
+        end = content.find("\n", begin + _CHARACTERS) + 1 or len(content)
+        left += engine.tokenizer.encode(content[begin:end], add_special_tokens=False)
+        begin = end
         whole = len(left) // room * room
         yield from ([*first, *left[start : start + room]] for start in range(0, whole, room))
         left = left[whole:]
     if left:
         yield [*first, *left]
-
-
-def _parts(content: str) -> Iterator[str]:
-    """Yield the text in parts that end at line ends where possible."""
-    start = 0
-    while start < len(content):
-        end = content.find("\n", start + _CHARACTERS) + 1 or len(content)
-        yield content[start:end]
-        start = end

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from time import perf_counter
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 import psutil
 
@@ -67,14 +67,9 @@ def take_turns(
     return results, meter.is_busy
 
 
-class ProcessorTimes(NamedTuple):
-    """Seconds since some moment."""
-
-    elapsed: float
-    busy: float
-    """Time that all programs together had on the processors that this process may use."""
-    own: float
-    """Time that this process had."""
+ProcessorTimes: TypeAlias = tuple[float, float, float]
+"""Seconds since some moment: elapsed, had by all programs together on the processors that this process may use, and had
+by this process."""
 
 
 class LoadMeter:
@@ -111,12 +106,11 @@ class LoadMeter:
     def _others(self) -> tuple[float | None, float]:
         """What `others` returns, and the seconds since this meter was made."""
         now = self._read()
-        if self._start is None or now is None or now.elapsed <= self._start.elapsed:
+        if self._start is None or now is None or now[0] <= self._start[0]:
             return None, 0.0
-        elapsed = now.elapsed - self._start.elapsed
+        elapsed, busy, own = (after - before for before, after in zip(self._start, now, strict=True))
         # What this process computes besides its own measurement disturbs it like another program.
-        own = min(now.own - self._start.own, self._threads * elapsed)
-        return max(now.busy - self._start.busy - own, 0.0) / elapsed, elapsed
+        return max(busy - min(own, self._threads * elapsed), 0.0) / elapsed, elapsed
 
 
 def read_times() -> ProcessorTimes | None:
@@ -125,7 +119,7 @@ def read_times() -> ProcessorTimes | None:
         processors = [times._asdict() for times in psutil.cpu_times(percpu=True)]
     except (OSError, RuntimeError):  # a sandbox without these times
         return None
-    return ProcessorTimes(perf_counter(), busy_seconds(processors, allowed_cpus()), time.process_time())
+    return perf_counter(), busy_seconds(processors, allowed_cpus()), time.process_time()
 
 
 def busy_seconds(processors: Sequence[Mapping[str, float]], allowed: frozenset[int] | None) -> float:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from ..graph.bound_graph import BoundGraph
 from ..graph.graph_io import Floats
+from ..kv.prefix_cache import shared_tokens
 from ..loaded_model import LoadedModel
 from ..options import GenerateOptions
 from ..prefill import prefill
@@ -109,8 +110,11 @@ class SelfTextSampler:
         frame = _template_frame(self._model)
         first = [] if frame is None else self._requests(frame, _TRIAL_REQUESTS)
         if frame is None or 2 * len(first) < _TRIAL_REQUESTS:
-            yield from self._neutral_conversations()
-            return
+            options, model = GenerateOptions(), self._model
+            asked = ([{"role": "user", "content": request}] for request in _NEUTRAL_REQUESTS)
+            prompts = cycle(model.chat_prompt(messages, options).ids for messages in asked)
+            while True:
+                yield from self._answered([*islice(prompts, self._batched.batch_size)])
         yield from self._answered(first)
         while True:
             requests = self._requests(frame, self._batched.batch_size)
@@ -129,15 +133,6 @@ class SelfTextSampler:
             for text in texts
             if text.end is not None and decode(text.tokens[len(before) :]).strip()
         ]
-
-    def _neutral_conversations(self) -> Iterator[list[int] | None]:
-        options = GenerateOptions()
-        prompts = cycle(
-            self._model.chat_prompt([{"role": "user", "content": request}], options).ids
-            for request in _NEUTRAL_REQUESTS
-        )
-        while True:
-            yield from self._answered([*islice(prompts, self._batched.batch_size)])
 
     def _answered(self, prompts: list[list[int]]) -> Iterator[list[int] | None]:
         """Yield each prompt with the model's answer and the end token after it; None for an empty answer."""
@@ -218,7 +213,7 @@ class BatchedSampler:
             end_tokens: ids that end a text.
             seeds: gives a seed for each text.
         """
-        prefix = _common_prefix(prompts)
+        prefix = prompts[0][: min(shared_tokens(prompts[0], each) for each in prompts)]
         if not prefix:  # a pass over an empty cache cannot hold several texts
             return [text for prompt in prompts for text in self.sample([prompt], max_tokens, end_tokens, seeds)]
         texts = [
@@ -245,7 +240,7 @@ class BatchedSampler:
     def _prefill(self, prefix: list[int]) -> Floats:
         """Make these token ids the cache's contents and return the logits [V] after the last one."""
         arena = self._bound.arena
-        kept = len(_common_prefix([self._cached_prefix, prefix[:-1]]))
+        kept = shared_tokens(self._cached_prefix, prefix[:-1])
         arena.rewind_to(min(kept, arena.length))
         logits = prefill(self._bound, prefix).logits
         self._cached_prefix = prefix
@@ -270,12 +265,3 @@ class BatchedSampler:
         logits = self._bound.forward(tokens, logits_for=last, positions=positions, tree_mask=mask)
         self._bound.arena.commit(len(tokens))
         return logits
-
-
-def _common_prefix(texts: Sequence[list[int]]) -> list[int]:
-    length = 0
-    for tokens in zip(*texts, strict=False):
-        if len(set(tokens)) > 1:
-            break
-        length += 1
-    return texts[0][:length]

@@ -20,8 +20,9 @@ _NAMES = {
     "medusa": Source.MEDUSA,
     "mtp": Source.MTP,
 }
-SOURCE_NAMES = {source: name for name, source in _NAMES.items()} | {Source.GRAMMAR: "grammar"}
-"""The user-visible name of each drafter, and of the grammar that an answer follows."""
+SOURCE_NAMES = dict.fromkeys(Source, "other") | {source: name for name, source in _NAMES.items()}
+SOURCE_NAMES[Source.GRAMMAR] = "grammar"
+"""The user-visible name of each drafter, `other` for those from outside edge-run, and of an answer's grammar."""
 
 
 @dataclass(frozen=True)

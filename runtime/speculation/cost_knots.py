@@ -78,8 +78,7 @@ def interpolated(knots: Mapping[int, Knot], width: Any) -> Any:
     Beyond the last knot the slope of the upper half continues, which is less noisy than that of the last piece. If
     only width 1 is known, a pass over m tokens is assumed to cost m passes: no draft pays until more is known.
     """
-    widths = sorted(knots)
-    times = _not_falling([math.exp(knots[width].log) for width in widths], [knots[width].passes for width in widths])
+    widths, times = _not_falling(knots)
     if len(widths) == 1:
         return times[0] * width
     half = min(bisect_left(widths, (widths[-1] + 1) // 2), len(widths) - 2)
@@ -89,23 +88,21 @@ def interpolated(knots: Mapping[int, Knot], width: Any) -> Any:
 
 def staircase(knots: Mapping[int, Knot], width: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Seconds at `width`: the cost of the next larger known width; beyond the last one, of several passes."""
-    widths = sorted(knots)
-    times = np.array(
-        _not_falling([math.exp(knots[each].log) for each in widths], [knots[each].passes for each in widths])
-    )
+    widths, known = _not_falling(knots)
+    times = np.array(known)
     whole, rest = np.divmod(width - 1, widths[-1])
     seconds: npt.NDArray[np.float64] = whole * times[-1] + times[np.searchsorted(widths, rest + 1)]
     return seconds
 
 
-def _not_falling(values: list[float], weights: list[int]) -> list[float]:
-    """The nearest sequence that never falls, by weighted least squares (pool adjacent violators)."""
+def _not_falling(knots: Mapping[int, Knot]) -> tuple[list[int], list[float]]:
+    """The widths, and the nearest seconds that never fall, by weighted least squares (pool adjacent violators)."""
     pools: list[tuple[float, int, int]] = []
-    for value, weight in zip(values, weights, strict=True):
-        pool = (value, weight, 1)
+    for width in sorted(knots):
+        pool = (math.exp(knots[width].log), knots[width].passes, 1)
         while pools and pools[-1][0] > pool[0]:
             below = pools.pop()
             total = below[1] + pool[1]
             pool = ((below[0] * below[1] + pool[0] * pool[1]) / total, total, below[2] + pool[2])
         pools.append(pool)
-    return [value for value, _, count in pools for _ in range(count)]
+    return sorted(knots), [value for value, _, count in pools for _ in range(count)]

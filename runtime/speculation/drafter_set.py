@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -56,15 +56,6 @@ class SharedDrafting:
     """Acceptance of sampled draft tokens."""
 
 
-_FREE_DRAFTERS: Final[Sequence[Callable[[SharedDrafting], Drafter | None]]] = (
-    # Silent in most texts. Where it is sure of the next token, no other one is asked.
-    lambda _: EditDrafter(),
-    lambda _: SuffixDrafter(),
-    lambda shared: None if shared.store is None else HistoryDrafter(shared.store, shared.vocab_size),
-    lambda shared: None if shared.table is None else NgramDrafter(shared.table),
-    lambda shared: RecyclingDrafter(shared.recycled),
-)
-"""Makes each of the free drafters, the cheapest and most reliable first; None where it is not available."""
 _HINTS: Final = {
     Source.MODEL: "give a draft model with --draft",
     Source.EAGLE: "export the model with an EAGLE-3 head: edge-run export SRC OUT --draft HEAD",
@@ -84,8 +75,16 @@ class DrafterSet:
     """
 
     def __init__(self, shared: SharedDrafting) -> None:
-        drafters = [drafter for make in _FREE_DRAFTERS if (drafter := make(shared)) is not None]
-        self._drafters: Final = {drafter.source: drafter for drafter in drafters}
+        # The cheapest and most reliable first. An edit drafter is silent in most texts; where it is sure of the next
+        # token, no other one is asked.
+        drafters: tuple[Drafter | None, ...] = (
+            EditDrafter(),
+            SuffixDrafter(),
+            None if shared.store is None else HistoryDrafter(shared.store, shared.vocab_size),
+            None if shared.table is None else NgramDrafter(shared.table),
+            RecyclingDrafter(shared.recycled),
+        )
+        self._drafters: Final = {drafter.source: drafter for drafter in drafters if drafter is not None}
         self.model: Final = None if shared.new_draft_model is None else shared.new_draft_model()
         """The draft model; None for none."""
         self.ahead: Final = (

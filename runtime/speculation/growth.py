@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import pairwise
 from typing import Final, NamedTuple
 
 from ..sampling.token_mask import TokenConstraint
@@ -137,10 +136,13 @@ class TreeGrowth:
 
     def _expand(self, node: int) -> None:
         """Push the candidates for the children of a node on the heap."""
-        if self._constraint is not None and self._push_forced(node, self._constraint):
-            return
-        mixer, model = self._mixer, self._model
-        probability = self._probs[node]
+        mixer, model, probability = self._mixer, self._model, self._probs[node]
+        if self._constraint is not None:
+            forced = self._forced.get(node) or self._constraint.forced(self._paths[node])
+            if forced:  # the token that has to come is as probable as the node itself
+                self._forced[node] = forced
+                self._push(-probability, node, forced[0], Source.GRAMMAR)
+                return
         proposals: list[tuple[int, int, dict[int, int]]] = []
         for drafter, state in zip(self._drafters, self._states[node], strict=True):
             if candidates := self._possible(node, drafter.candidates(state)):
@@ -167,18 +169,11 @@ class TreeGrowth:
         total = sum(prediction.probability for _, prediction, _ in mixed)
         scale = probability * min(1.0, _MAX_SIBLING_SUM / total) if total else 0.0
         for token, prediction, source in mixed:
-            self._pushed += 1
-            heappush(self._heap, (-scale * prediction.probability, self._pushed, node, token, source))
+            self._push(-scale * prediction.probability, node, token, source)
 
-    def _push_forced(self, node: int, constraint: TokenConstraint) -> bool:
-        """Push the token that has to come behind a node, as probable as the node itself; False if several may."""
-        forced = self._forced.get(node) or constraint.forced(self._paths[node])
-        if not forced:
-            return False
-        self._forced[node] = forced
+    def _push(self, negative: float, node: int, token: int, source: int) -> None:
         self._pushed += 1
-        heappush(self._heap, (-self._probs[node], self._pushed, node, forced[0], int(Source.GRAMMAR)))
-        return True
+        heappush(self._heap, (negative, self._pushed, node, token, int(source)))
 
     def _possible(self, node: int, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """Those of the candidates behind a node that the constraint allows."""
@@ -225,15 +220,11 @@ def prune(tree: Tree, curve: Sequence[float], rate: float, max_width: int, repla
         replay: number of tokens that the pass runs once more before the draft, where the accepted tokens of a rejected
             draft do so too; None where a rejection costs nothing.
     """
-    probabilities = tree.path_probs
-    in_order = all(first >= second for first, second in pairwise(probabilities))
-    order: list[int] = []
-    if not in_order:
-        # A stable sort keeps parents before children of the same probability.
-        order = sorted(range(len(tree)), key=lambda node: -probabilities[node])
-        probabilities = [probabilities[node] for node in order]
-    width, advantage, expected = best_width(probabilities[1:], curve, rate, max_width, replay)
-    return PrunedDraft(tree.first(width) if in_order else tree.kept(order[:width]), expected, advantage)
+    # A stable sort keeps parents before children of the same probability.
+    order = sorted(range(len(tree)), key=lambda node: -tree.path_probs[node])
+    probabilities = [tree.path_probs[node] for node in order[1:]]
+    width, advantage, expected = best_width(probabilities, curve, rate, max_width, replay)
+    return PrunedDraft(tree.kept(order[:width]), expected, advantage)
 
 
 def best_width(

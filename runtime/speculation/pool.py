@@ -32,7 +32,7 @@ from ..scheduling.idle_thread import IdleThread
 from ..scheduling.request_queue import RequestQueue
 from ..scheduling.work_thread import WorkThread
 from .choice import Speculation
-from .draft_loading import DraftTarget, NewDraftModel, PlacedDraft, load_draft
+from .draft_loading import DraftTarget, PlacedDraft, load_draft
 from .drafter_set import DrafterSet, SharedDrafting
 from .drafters.history_store import HistoryStore
 from .drafters.model import ModelDrafter
@@ -240,7 +240,11 @@ class DrafterPool:
             cost, graph_io = self.pass_cost(), self._graph.graph_io
             vocab_size = graph_io.vocab_size
             table = open_bundle_table(self._bundle, vocab_size, _log.warning) if self._options.cache else None
-            new_draft_model = None if self._draft is None else self._load_draft(self._draft)
+            new_draft_model = None
+            if (draft := self._draft) is not None:
+                cache, measuring = self._options.cache, self.measuring
+                target = DraftTarget(self._bundle, graph_io, self._context, cache, measuring, self._prefixes)
+                new_draft_model = load_draft(draft.pair, draft.config, target)
             recycled = RecycledTable(vocab_size)
             if self._keeps_learned:
                 make_private(self._recycled_file.parent)
@@ -256,8 +260,3 @@ class DrafterPool:
                 self._draft_thread,
             )
         return self._resources
-
-    def _load_draft(self, draft: PlacedDraft) -> NewDraftModel:
-        graph_io, cache = self._graph.graph_io, self._options.cache
-        target = DraftTarget(self._bundle, graph_io, self._context, cache, self.measuring, self._prefixes)
-        return load_draft(draft.pair, draft.config, target)

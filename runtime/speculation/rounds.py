@@ -114,12 +114,7 @@ class DraftOrigin(NamedTuple):
     @property
     def drafter(self) -> str | None:
         """Name of the drafter; None if there is none."""
-        return None if self.source is None else drafter_name(self.source)
-
-
-def drafter_name(source: Source) -> str:
-    """The user-visible name of a drafter, also of those from outside edge-run."""
-    return SOURCE_NAMES.get(source, "other")
+        return None if self.source is None else SOURCE_NAMES[self.source]
 
 
 def origins_of(report: Round, tokens: tuple[int, ...]) -> tuple[DraftOrigin, ...]:
@@ -133,14 +128,11 @@ def origins_of(report: Round, tokens: tuple[int, ...]) -> tuple[DraftOrigin, ...
     if len(tree) == 1:
         return (DraftOrigin(OriginKind.DECODED),)
     accepted = [DraftOrigin(OriginKind.ACCEPTED, Source(tree.source[node])) for node in path[1:]]
-    return (*accepted, _own(tree, path[-1], tokens[-1]))
-
-
-def _own(tree: Tree, node: int, token: int) -> DraftOrigin:
-    """How the model's own token behind a node came to be."""
+    node, token = path[-1], tokens[-1]
     children = [child for child in range(node + 1, len(tree)) if tree.parent_nodes[child] == node]
     # At the largest length, and where a near tie was recomputed, a draft token that is the right one is not accepted.
     if not children or tree.child(node, token) is not None:
-        return DraftOrigin(OriginKind.BONUS)
+        return (*accepted, DraftOrigin(OriginKind.BONUS))
     rejected = max(children, key=lambda child: (tree.path_probs[child], -child))
-    return DraftOrigin(OriginKind.CORRECTED, Source(tree.sources[rejected]), tree.token_ids[rejected])
+    own = DraftOrigin(OriginKind.CORRECTED, Source(tree.sources[rejected]), tree.token_ids[rejected])
+    return (*accepted, own)

@@ -137,8 +137,6 @@ def verify_block(
     tree = draft.tree
     if max_tokens < 1:
         raise ValueError(f"max_tokens is {max_tokens}, but a round emits at least one token")
-    if not tree.is_chain or any(node not in draft.distributions for node in range(len(tree) - 1)):
-        raise ValueError("block verification needs a chain with the distribution of every draft token")
     # Draft tokens beyond the limit, or beyond an end of the sequence, count as never sampled.
     tokens: list[int] = list(tree.token_ids[1:max_tokens])
     tokens = tokens[: next((count for count, token in enumerate(tokens, 1) if token in ends), None)]

@@ -147,10 +147,6 @@ class Tree:
                 return child
         return None
 
-    def first(self, nodes: int) -> Tree:
-        """The tree of the first `nodes` nodes, at least 1."""
-        return Tree(self.token_ids[:nodes], self.parent_nodes[:nodes], self.path_probs[:nodes], self.sources[:nodes])
-
     def kept(self, nodes: Iterable[int]) -> Tree:
         """The tree of some of the nodes, in the same order.
 

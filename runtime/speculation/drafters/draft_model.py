@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -22,7 +23,7 @@ import numpy.typing as npt
 
 from ...graph.bound_graph import BoundGraph
 from ...kv.arena import KVArena
-from ...kv.prefix_cache import PrefixCache
+from ...kv.prefix_cache import PrefixCache, shared_tokens
 from ..pass_cost import PassCost
 from .model import ModelDrafter, Path, TopTokens
 
@@ -85,6 +86,8 @@ class DraftModel(ModelDrafter):
         self._timings: list[tuple[int, int, float]] = []
         """Width, context and seconds of passes that the cost has not learned from."""
         self._token_ids: list[int] = []
+        self._stale = True
+        """Whether the sequence has changed since accepted draft tokens were committed or dropped."""
         # All three describe draft tokens behind the slots of the sequence; empty while slots of the sequence are
         # missing.
         self._scratch: list[Path] = []
@@ -107,8 +110,7 @@ class DraftModel(ModelDrafter):
         """Replace the sequence; cache slots of the common prefix are kept."""
         new = list(token_ids)
         if new[: len(self._token_ids)] != self._token_ids:
-            pairs = enumerate(zip(self._token_ids, new, strict=False))
-            same = next((i for i, (old, token) in pairs if old != token), len(new))
+            same = shared_tokens(self._token_ids, new)
             if same < self._arena.length:
                 self._drop_draft()
                 if self._prefixes is None:
@@ -122,6 +124,7 @@ class DraftModel(ModelDrafter):
     def append(self, token: int) -> None:
         """Append a token to the sequence."""
         self._token_ids.append(token)
+        self._stale = True
 
     def seconds(self, path: Path) -> float:
         """Expected seconds of `top_tokens(path)` now.
@@ -187,20 +190,23 @@ class DraftModel(ModelDrafter):
         if not self._token_ids:
             raise ValueError("an empty sequence has no next token")
         self._commit_accepted()
-        if not path and path not in self._logits and self._arena.length == len(self._token_ids):
-            # The last token of the sequence is in the cache, but its logits are not known: run it again.
-            self._drop_draft()
-            self._arena.rewind_to(len(self._token_ids) - 1)
-        if path not in self._logits and self._own(path).min(initial=0) >= 0:
+        if path not in self._logits:
             self._run_path(path)
         self._spent += time.perf_counter() - started
         return self._logits.get(path)
 
     def _run_path(self, path: Path) -> None:
-        """Run what is missing for a path and keep its logits; does nothing if it does not fit the context."""
+        """Run what is missing for a path and keep its logits; does nothing if that is not possible."""
         arena, sequence = self._arena, self._token_ids
-        if not self._branches:
-            self._keep_common(path)
+        if not path and arena.length == len(sequence):
+            # The last token of the sequence is in the cache, but its logits are not known: run it again.
+            self._drop_draft()
+            arena.rewind_to(len(sequence) - 1)
+        if self._own(path).min(initial=0) < 0:
+            return
+        if not self._branches:  # the scratch slots are a chain, which is dropped from where it differs from the path
+            del self._scratch[self._common(path) :]
+            self._slots = {scratch: slot for slot, scratch in enumerate(self._scratch)}
         # The path itself, and its prefixes that have no slot.
         prefixes = [path[:depth] for depth in range(1, len(path) + 1)]
         nodes = [node for node in prefixes if node == path or node not in self._slots]
@@ -274,17 +280,10 @@ class DraftModel(ModelDrafter):
             self._timings.append((width + replayed, base, time.perf_counter() - started))
         self.passes += 1
 
-    def _keep_common(self, path: Path) -> None:
-        """Drop the scratch slots, which are a chain, from where they differ from `path`."""
-        del self._scratch[self._common(path) :]
-        self._slots = {scratch: slot for slot, scratch in enumerate(self._scratch)}
-
     def _common(self, path: Path) -> int:
         """Number of leading scratch slots of a chain that are those of tokens of `path` before its last one."""
-        kept = 0
-        while kept < min(len(self._scratch), len(path) - 1) and self._scratch[kept] == path[: kept + 1]:
-            kept += 1
-        return kept
+        pairs = zip(self._scratch, (path[:depth] for depth in range(1, len(path))), strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def _commit_accepted(self) -> None:
         """Turn the scratch slots of accepted draft tokens into slots of the sequence, now that it has grown."""

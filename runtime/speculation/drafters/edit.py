@@ -41,9 +41,6 @@ suffix drafter."""
 _MAX_COPIED: Final = 48
 _RUN_STARTS: Final = (1, 2, 3, 5, 9, 17)
 _COPIED_STARTS: Final = (0, 24, 34)
-_COPIED_CLASSES: Final = len(_COPIED_STARTS)
-_LONGEST_RUN: Final = _RUN_STARTS[-1]
-_RUN_CLASS: Final = tuple(max(bisect_right(_RUN_STARTS, run) - 1, 0) for run in range(_LONGEST_RUN + 1))
 _PRIOR: Final = (
     (0.54, 0.62, 0.65),
     (0.75, 0.83, 0.85),
@@ -150,8 +147,8 @@ class EditDrafter(Drafter):
         if state is None:
             return ()
         pointer, run, copied = state
-        row = _RUN_CLASS[run if run < _LONGEST_RUN else _LONGEST_RUN]
-        return (Candidate(self._token_ids[pointer], row * _COPIED_CLASSES + bisect_right(_COPIED_STARTS, copied) - 1),)
+        row, column = bisect_right(_RUN_STARTS, run) - 1, bisect_right(_COPIED_STARTS, copied) - 1
+        return (Candidate(self._token_ids[pointer], row * len(_COPIED_STARTS) + column),)
 
     def _align(self, token: int, place: int) -> None:
         """Find the token that did not follow the source within the next ones of the source."""

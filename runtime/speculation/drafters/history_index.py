@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 import sys
 import zlib
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -130,14 +131,7 @@ class HistoryIndex:
         """
         data, places, size = self._data, self._places, WORD * len(context)
         key = _KEYS[len(context)].pack(*reversed(context))
-        low, high = 0, len(places)
-        while low < high:
-            middle = (low + high) // 2
-            start = HEADER_BYTES + WORD * places[middle]
-            if data[start : start + size] < key:
-                low = middle + 1
-            else:
-                high = middle
+        low = bisect_left(places, key, key=lambda place: data[(start := HEADER_BYTES + WORD * place) : start + size])
         wanted = int.from_bytes(key, "big")
         found: list[Found] = []
         for side in (range(low, min(low + NEIGHBOURS, len(places))), range(low - 1, max(low - 1 - NEIGHBOURS, -1), -1)):

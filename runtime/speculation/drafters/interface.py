@@ -90,6 +90,29 @@ class Drafter(Protocol):
         return 0
 
 
+class TailDrafter(Drafter, Protocol):
+    """A `Drafter` whose state is the last `reach` tokens of the sequence."""
+
+    reach: int
+    _tail: tuple[int, ...] = ()
+
+    def reset(self, token_ids: Sequence[int]) -> None:
+        """Replace the sequence."""
+        self._tail = tuple(token_ids[-self.reach :])
+
+    def append(self, token: int) -> None:
+        """Append a token to the sequence."""
+        self._tail = self.after(self._tail, token)
+
+    def state(self) -> tuple[int, ...]:
+        """The last tokens of the sequence."""
+        return self._tail
+
+    def after(self, state: tuple[int, ...], token: int) -> tuple[int, ...]:
+        """The last tokens after one more token."""
+        return (*state, token)[-self.reach :]
+
+
 class Agreement(IntEnum):
     """Whether the earlier occurrences of a match were followed by the same token."""
 

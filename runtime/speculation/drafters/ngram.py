@@ -26,6 +26,7 @@ import struct
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -37,7 +38,7 @@ from ....models.bundle import Bundle, digest_file
 from ....models.regular_file import read_regular
 from ....models.user_folders import cache_folder
 from ..tree import Source
-from .interface import Candidate, Drafter, State
+from .interface import Candidate, TailDrafter
 from .ngram_counts import HASH_FACTOR, HASH_START, MAX_ORDER, MAX_VOCAB, PROBABILITY_STEPS, Entries, count_entries
 
 _HEADER: Final = struct.Struct("<8s I I 32s I I I I")
@@ -177,7 +178,11 @@ class NgramTable:
             warn(f"the n-gram table {path} cannot be read ({error.strerror})")
             return None
         if damage := _damage(data):
-            _set_aside(path, damage, warn)
+            moved = ""
+            with suppress(OSError):
+                path.replace(path.with_name(path.name + ".damaged"))
+                moved = f"; it was renamed to {path.name}.damaged"
+            warn(f"the n-gram table {path} cannot be read ({damage}){moved}")
             return None
         version, vocabulary, digest = _HEADER.unpack_from(data)[1:4]
         if (version, vocabulary, digest) != (_FORMAT, vocab_size, hashlib.sha256(key.encode()).digest()):
@@ -239,42 +244,17 @@ def _damage(data: bytes) -> str:
     return "" if valid else "its contents are damaged"
 
 
-def _set_aside(path: Path, damage: str, warn: Callable[[str], None]) -> None:
-    try:
-        path.replace(path.with_name(path.name + ".damaged"))
-        warn(f"the n-gram table {path} cannot be read ({damage}); it was renamed to {path.name}.damaged")
-    except OSError:
-        warn(f"the n-gram table {path} cannot be read ({damage})")
-
-
-class NgramDrafter(Drafter):
-    """A `Drafter` over a table of n-grams. Its state is the last tokens of the sequence."""
+class NgramDrafter(TailDrafter):
+    """Proposes the continuations that a table of n-grams has of the last tokens."""
 
     source = Source.NGRAM
     prior = tuple(rate for rates in _PRIOR for rate in rates)
+    reach = MAX_ORDER
 
     def __init__(self, table: NgramTable) -> None:
         self._table = table
-        self._last: tuple[int, ...] = ()
 
-    def reset(self, token_ids: Sequence[int]) -> None:
-        """Replace the sequence."""
-        self._last = tuple(token_ids[-MAX_ORDER:])
-
-    def append(self, token: int) -> None:
-        """Append a token to the sequence."""
-        self._last = (*self._last, token)[-MAX_ORDER:]
-
-    def state(self) -> tuple[int, ...]:
-        """The last tokens of the sequence."""
-        return self._last
-
-    def after(self, state: State, token: int) -> tuple[int, ...]:
-        """The last tokens after one more token."""
-        last: tuple[int, ...] = (*state, token)
-        return last[-MAX_ORDER:]
-
-    def candidates(self, state: State) -> list[Candidate]:
+    def candidates(self, state: tuple[int, ...]) -> list[Candidate]:
         """Up to `MAX_CANDIDATES` continuations of the longest known context and shorter ones, most probable first."""
         best: dict[int, tuple[float, int]] = {}
         found = self._table.find(state)

@@ -25,8 +25,6 @@ MAX_VOCAB: Final = 1 << 24
 CONTINUATIONS: Final = 3
 """Maximum number of continuations kept for a context."""
 PROBABILITY_STEPS: Final = 64
-COUNT_CLASSES: Final = 4
-"""Number of classes of how often a context was seen: once, 2 or 3 times, 4 to 15 times, or more often."""
 
 HASH_START: Final = 0x9E3779B97F4A7C15
 HASH_FACTOR: Final = 0xD6E8FEB86659FD93
@@ -60,17 +58,6 @@ class Entries(NamedTuple):
     def kept(self, which: Ids) -> Entries:
         """The entries with these indices."""
         return Entries(self.hashes[which], self.values[which], self.value[which])
-
-
-class _Groups(NamedTuple):
-    """Groups of equal keys."""
-
-    of: Ids
-    """Group of each key."""
-    size: Ids
-    """Number of keys of each group."""
-    member: Ids
-    """Index of one key of each group."""
 
 
 def count_entries(sequences: Iterable[npt.ArrayLike], vocab_size: int, max_entries: int) -> Entries:
@@ -129,14 +116,15 @@ def _joined(sequences: Iterable[npt.ArrayLike], vocab_size: int) -> npt.NDArray[
     return np.concatenate(pieces)
 
 
-def _grouped(keys: Ids) -> _Groups:
+def _grouped(keys: Ids) -> tuple[Ids, Ids, Ids]:
+    """The group of each key, the number of keys of each group, and the index of one key of each group."""
     order = np.argsort(keys)
     ordered = keys[order]
     starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
     size = np.diff(starts, append=len(keys))
     of = np.empty(len(keys), np.int64)
     of[order] = np.repeat(np.arange(len(starts)), size)
-    return _Groups(of, size, order[starts])
+    return of, size, order[starts]
 
 
 def _count_part(token_ids: npt.NDArray[np.int32], positions: Ids, unigrams: Floats) -> list[Entries]:
@@ -151,22 +139,22 @@ def _count_part(token_ids: npt.NDArray[np.int32], positions: Ids, unigrams: Floa
             break
         before = token_ids[positions - order].astype(np.int64)
         hashes = mixed(hashes, before.astype(np.uint64))
-        contexts = _grouped(context << 24 | before)
+        context_of, context_size, _ = _grouped(context << 24 | before)
         token = token_ids[positions].astype(np.int64)
-        grams = _grouped(contexts.of << 24 | token)
-        owner = contexts.of[grams.member]
+        gram_of, gram_size, gram = _grouped(context_of << 24 | token)
+        owner = context_of[gram]
         kinds = np.bincount(owner)
-        mass = grams.size - _DISCOUNT + (_DISCOUNT * kinds[owner] + _SHORTER_WEIGHT) * shorter[grams.member]
-        probability = (mass / (contexts.size[owner] + _SHORTER_WEIGHT)).astype(np.float32)
+        mass = gram_size - _DISCOUNT + (_DISCOUNT * kinds[owner] + _SHORTER_WEIGHT) * shorter[gram]
+        probability = (mass / (context_size[owner] + _SHORTER_WEIGHT)).astype(np.float32)
 
         # The n-grams of a context by descending probability, ties by token id, so that the order of the text does not
         # change the table.
-        ranked = np.lexsort((token[grams.member], -probability, owner))
+        ranked = np.lexsort((token[gram], -probability, owner))
         first = np.concatenate(([0], np.cumsum(kinds)))[:-1]
-        best = token[grams.member[ranked[first]]]
+        best = token[gram[ranked[first]]]
         place = np.arange(len(ranked)) - np.repeat(first, kinds)
-        total = contexts.size[owner[ranked]]
-        member = grams.member[ranked]
+        total = context_size[owner[ranked]]
+        member = gram[ranked]
         step = np.minimum(probability[ranked] * PROBABILITY_STEPS, PROBABILITY_STEPS - 1).astype(np.uint32)
         repeats = (total == 1) & (token[member] == shorter_best[member])
         chosen = np.flatnonzero((place < CONTINUATIONS) & (step > 0) & ~repeats)
@@ -174,12 +162,12 @@ def _count_part(token_ids: npt.NDArray[np.int32], positions: Ids, unigrams: Floa
         count_class = np.digitize(total[chosen], (2, 4, 16)).astype(np.uint32)
         values = token[member].astype(np.uint32) << 8 | step[chosen] << 2 | count_class
         gained = np.maximum(probability[ranked[chosen]] - shorter[member], 0)
-        found.append(Entries(hashes[member], values, (grams.size[ranked[chosen]] * gained).astype(np.float32)))
+        found.append(Entries(hashes[member], values, (gram_size[ranked[chosen]] * gained).astype(np.float32)))
 
         # A context seen once has one continuation, which a longer context could only repeat.
-        longer = (contexts.size[contexts.of] > 1) & (token_ids[positions - order] != _BREAK)
+        longer = (context_size[context_of] > 1) & (token_ids[positions - order] != _BREAK)
         if order < MAX_ORDER:
             longer &= token_ids[positions - order - 1] != _BREAK
-        positions, hashes, context = positions[longer], hashes[longer], contexts.of[longer]
-        shorter, shorter_best = probability[grams.of[longer]], best[context]
+        positions, hashes, context = positions[longer], hashes[longer], context_of[longer]
+        shorter, shorter_best = probability[gram_of[longer]], best[context]
     return found

@@ -10,9 +10,9 @@ same, after waits that double, because texts change.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from heapq import heappop, heappush
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +37,7 @@ _FIRST_WAIT: Final = 16
 _MAX_WAIT: Final = 1024
 
 
-@dataclass(frozen=True)
-class SampledDraft:
+class SampledDraft(NamedTuple):
     """A tree whose draft tokens were sampled, and the distributions they were sampled from.
 
     Whether a node gets children, and how many, may depend on anything known before they are sampled: the path, the
@@ -50,12 +49,6 @@ class SampledDraft:
     """Children of a node with a distribution are in the order they were sampled in; others were not sampled."""
     distributions: Mapping[int, Distribution]
     """For every node whose children were sampled, the distribution of the first child; see `sample_children`."""
-
-    def __post_init__(self) -> None:
-        for node, parent in enumerate(self.tree.parent_nodes):
-            token = self.tree.token_ids[node]
-            if parent in self.distributions and not self.distributions[parent].probability(token) > 0:
-                raise ValueError(f"node {node} has token {token}, which has no probability in its distribution")
 
 
 def sample_children(distribution: Distribution, count: int, seed: int, position: int, node: int) -> tuple[int, ...]:

@@ -106,23 +106,21 @@ class SuffixDrafter(Drafter):
         seen: set[int] = set()
         left = self._reach
         while node > 0 and left > 0:
-            token = self._token[node]
+            token, count = self._token[node], self._count[node]
             if token == _SEVERAL:
                 branches = self._branches[node]
-                agreement = None
-                for token in reversed(branches):
-                    if agreement is None:
-                        most = 2 * (branches[token] & _COUNT) > self._count[node]
-                        agreement = Agreement.MOSTLY if most else Agreement.SPLIT
-                    if token not in seen:
-                        seen.add(token)
-                        found.append(Candidate(token, bucket(length, agreement, len(found))))
-                        if len(found) == _MAX_CANDIDATES:
-                            return found
-            elif token != _NONE and token not in seen:
-                agreement = Agreement.ONCE if self._count[node] == 1 else Agreement.ALWAYS
-                seen.add(token)
-                found.append(Candidate(token, bucket(length, agreement, len(found))))
+                tokens = reversed(branches)
+                latest = branches[next(reversed(branches))] & _COUNT
+                agreement = Agreement.MOSTLY if 2 * latest > count else Agreement.SPLIT
+            else:
+                tokens = iter(() if token == _NONE else (token,))
+                agreement = Agreement.ONCE if count == 1 else Agreement.ALWAYS
+            for token in tokens:
+                if token not in seen:
+                    seen.add(token)
+                    found.append(Candidate(token, bucket(length, agreement, len(found))))
+                    if len(found) == _MAX_CANDIDATES:
+                        return found
             left -= 1
             node = self._link[node]
             length = self._length[node]

@@ -32,6 +32,7 @@ from ...graph.head_session import HeadSession, MedusaSession
 from ...kv.arena import InPlaceArena, KVArena
 from ...kv.borrowed import BorrowedArena
 from ...kv.features import FeatureSlots
+from ...kv.prefix_cache import shared_tokens
 from ..pass_cost import PassCost
 from ..tree import Source
 from .draft_model import (
@@ -82,8 +83,6 @@ class HiddenStateHead(DraftModel):
         """Index in the sequence of the token whose pair is in the first slot."""
         self._states: dict[Path, Floats] = {}
         """The head's state after each path that was run."""
-        self._stale = True
-        """Whether the sequence has changed since draft tokens were last run."""
 
     def attach(self, arena: KVArena) -> None:
         """Read the features of the sequence in the target's `arena` from now on."""
@@ -91,17 +90,10 @@ class HiddenStateHead(DraftModel):
 
     def reset(self, token_ids: Sequence[int]) -> None:
         """Replace the sequence; cache slots of the common prefix are kept."""
-        new = list(token_ids)
-        pairs = enumerate(zip(self._token_ids, new, strict=False))
-        same = next((i for i, (old, token) in pairs if old != token), min(len(new), len(self._token_ids)))
         # The pair of a token holds the token after it too.
-        self._arena.rewind_to(min(self._arena.length, max(same - 1 - self._first, 0)))
-        self._token_ids = new
-        self._stale = True
-
-    def append(self, token: int) -> None:
-        """Append a token to the sequence."""
-        super().append(token)
+        same = shared_tokens(self._token_ids, token_ids) - 1 - self._first
+        self._arena.rewind_to(min(self._arena.length, max(same, 0)))
+        self._token_ids = list(token_ids)
         self._stale = True
 
     @property
@@ -127,18 +119,11 @@ class HiddenStateHead(DraftModel):
         """Number of tokens that have to run for the logits after the sequence and `path`."""
         return max(1, self.pending + sum(path[:depth] not in self._logits for depth in range(1, len(path) + 1)))
 
-    def logits(self, path: Path) -> Floats | None:
-        """Logits float32 `[head]` after the sequence and `path`; None if they cannot be computed."""
-        started = time.perf_counter()
-        if not self._token_ids:
-            raise ValueError("an empty sequence has no next token")
-        self._commit_accepted()
+    def _run_path(self, path: Path) -> None:
         for depth in range(len(path) + 1):
             node = path[:depth]
             if node not in self._logits and not (self._run_draft_token(node) if node else self._run_sequence()):
-                break
-        self._spent += time.perf_counter() - started
-        return self._logits.get(path)
+                return
 
     def _commit_accepted(self) -> None:
         """Forget draft tokens once the sequence has grown: accepted ones run again with the target's features."""
@@ -289,8 +274,6 @@ class LayerSkipDraft(DraftModel):
         if not isinstance(bound.arena, BorrowedArena):
             raise TypeError("a draft over the target's cache needs a borrowed arena")
         self._borrowed: Final = bound.arena
-        self._stale = True
-        """Whether the sequence has changed since the borrowed arena's length was set."""
 
     def attach(self, arena: KVArena) -> None:
         """Borrow the slots of the target's `arena`, which holds the sequence from now on."""
@@ -302,11 +285,6 @@ class LayerSkipDraft(DraftModel):
     def reset(self, token_ids: Sequence[int]) -> None:
         """Replace the sequence."""
         self._token_ids = list(token_ids)
-        self._stale = True
-
-    def append(self, token: int) -> None:
-        """Append a token to the sequence."""
-        super().append(token)
         self._stale = True
 
     def _commit_accepted(self) -> None:
