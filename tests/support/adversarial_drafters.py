@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
+from edgerun.runtime.decode import Step
 from edgerun.runtime.speculation.drafters.interface import Drafter
 from edgerun.runtime.speculation.pass_cost import PassCost
 from edgerun.runtime.speculation.replay import TreeDrafter
@@ -119,3 +120,23 @@ def adversaries(text: Sequence[int], vocab_size: int, eos: int, seed: int = 0) -
 def speculator_of(drafter: Adversary, **options: Any) -> Speculator:
     """An eager speculator with one adversary."""
     return eager(TreeDrafter(drafter.propose), **options)
+
+
+def check_rounds(steps: Iterable[Step]) -> None:
+    """Assert what holds of every round, whatever was drafted: nothing is counted twice, or not at all."""
+    for step in steps:
+        one = step.round
+        if one is None:
+            assert len(step.tokens) <= 1
+            continue
+        assert one.width == 1 + sum(one.drafted)
+        assert sum(one.drafted_by_depth) == sum(one.drafted)
+        assert all(accepted <= drafted for accepted, drafted in zip(one.accepted, one.drafted, strict=True))
+        assert all(drafted <= grown for drafted, grown in zip(one.drafted, one.candidates, strict=True))
+        assert one.emitted == step.produced == sum(one.accepted) + 1
+        assert sum(one.accepted) <= len(one.drafted_by_depth)
+        assert step.target_passes >= 1
+        assert 1 <= one.expected_tokens <= one.width
+        assert one.width <= 16
+        assert 0 <= one.ahead.kept <= one.ahead.passes
+        assert min(one.draft_s, one.target_s, one.host_s, one.ahead.hidden_s, one.ahead.waited_s) >= 0

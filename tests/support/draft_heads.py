@@ -14,6 +14,7 @@ from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.kv.features import FeatureSlots
+from edgerun.runtime.result import Stats
 from edgerun.runtime.speculation.drafters.target_drafts import HiddenStateHead
 
 from .adversarial_drafters import NEARLY_FREE, FixedCost
@@ -36,26 +37,16 @@ def run_missing(bound: BoundSession, tokens: list[int]) -> None:
         bound.arena.commit(len(new))
 
 
-def engine_with_eager_head(bundle: Path, *, trees: bool = True, **options: Any) -> Engine:
+def eager_engine(bundle: Path, *, trees: bool = True, **options: Any) -> Engine:
     """An engine for which every draft token pays."""
     engine = edgerun.load(bundle, threads=1, cache=False, **options)
     if not trees:
         assert engine.model._graph is not None
         engine.model._graph.disable_trees()
     engine.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
-    draft = engine.model.drafters.draft_model()
-    assert draft is not None
-    draft.cost = FixedCost({128: {1: 1e-6, 16: 1.1e-6}})
+    if (draft := engine.model.drafters.draft_model()) is not None:
+        draft.cost = FixedCost({128: {1: 1e-6, 16: 1.1e-6}})
     return engine
-
-
-class WrongHead(HiddenStateHead):
-    """A head that is sure of the least likely tokens."""
-
-    def logits(self, path: tuple[int, ...]) -> npt.NDArray[np.float32] | None:
-        """The logits, turned around and sharpened."""
-        found = super().logits(path)
-        return None if found is None else -20 * found
 
 
 class KnowingHead(HiddenStateHead):
@@ -74,3 +65,20 @@ class KnowingHead(HiddenStateHead):
         if len(sequence) % 5 == 0:
             is_next = np.roll(is_next, 1)
         return np.where(is_next, found.max() + 2, found)
+
+
+def check_counts(stats: Stats, *, stopped: bool = False) -> None:
+    """Check the statistics of an answer; a stop sequence may end before the last accepted token."""
+    emitted = 1 + stats.accepted + stats.decode_passes
+    assert stats.completion_tokens == emitted or (stopped and 0 < stats.completion_tokens < emitted)
+    assert 0 <= stats.accepted <= stats.drafted
+    assert stats.decode_passes < stats.target_passes
+    for parts in (stats.by_source.values(), stats.by_depth):
+        assert sum(part.drafted for part in parts) == stats.drafted
+        assert sum(part.accepted for part in parts) == stats.accepted
+        assert all(0 <= part.accepted <= part.drafted for part in parts)
+    # Who got to one depth was at the depth before.
+    accepted = [part.accepted for part in stats.by_depth]
+    assert accepted == sorted(accepted, reverse=True)
+    assert 0 <= stats.draft_s <= stats.total_s
+    assert stats.target_s + stats.host_s + stats.draft_s <= stats.total_s

@@ -29,7 +29,7 @@ from edgerun.runtime.speculation.draft_loading import DraftTarget, load_head
 from edgerun.runtime.speculation.drafters.target_drafts import HiddenStateHead
 from edgerun.runtime.speculation.tree import Source
 
-from .draft_heads import CPU, KnowingHead, engine_with_eager_head
+from .draft_heads import CPU, KnowingHead, eager_engine
 from .tiny_heads import write_eagle_head, write_mtp_checkpoint
 from .tiny_models import tiny_config, write_checkpoint
 
@@ -129,7 +129,7 @@ def export_with_mtp_module(folder: Path, weights: WeightFormat = FP32, **overrid
 def assert_accepted_tokens_run_again(headed: TargetWithHead, *, trees: bool = True) -> None:
     """Assert that a head that is mostly right, run again over accepted tokens, has the target's features of them."""
     options = GenerateOptions(max_tokens=60, ignore_eos=True)
-    with engine_with_eager_head(headed.bundle, trees=trees) as engine:
+    with eager_engine(headed.bundle, trees=trees) as engine:
         plain = engine.generate("in the other thing", options, speculation=Speculation.OFF)
         head = engine.model.drafters.draft_model()
         assert isinstance(head, HiddenStateHead)

@@ -105,41 +105,29 @@ def test_windows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "quota"),
+    ("groups", "limits", "quota"),
     [
-        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "150000 100000"}, 1.5),
-        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000"}, None),
+        ("0::/", {"cpu.max": "150000 100000"}, 1.5),
+        ("0::/", {"cpu.max": "max 100000"}, None),
         (
-            {
-                "proc/self/cgroup": "0::/user.slice/app.scope",
-                "sys/fs/cgroup/user.slice/cpu.max": "400000 100000",
-                "sys/fs/cgroup/user.slice/app.scope/cpu.max": "max 100000",
-            },
+            "0::/user.slice/app.scope",
+            {"user.slice/cpu.max": "400000 100000", "user.slice/app.scope/cpu.max": "max 100000"},
             4.0,
         ),
         (
-            {
-                "proc/self/cgroup": "9:cpu,cpuacct:/docker/4f3a\n3:cpuset:/docker/4f3a\n0::/",
-                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "200000",
-                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000",
-            },
+            "9:cpu,cpuacct:/docker/4f3a\n3:cpuset:/docker/4f3a\n0::/",
+            {"cpu,cpuacct/cpu.cfs_quota_us": "200000", "cpu,cpuacct/cpu.cfs_period_us": "100000"},
             2.0,
         ),
-        (
-            {
-                "proc/self/cgroup": "1:cpu:/",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
-            },
-            None,
-        ),
-        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "damaged"}, None),
-        ({}, None),
+        ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ("0::/", {"cpu.max": "damaged"}, None),
+        ("", {}, None),
     ],
     ids=["v2", "v2 without limit", "v2 of a parent", "v1 in a container", "v1 without limit", "damaged", "none"],
 )
-def test_quotas_of_containers(tmp_path: Path, files: Mapping[str, str], quota: float | None) -> None:
-    assert cpu_quota(write_tree(tmp_path, files)) == quota
+def test_quotas_of_containers(tmp_path: Path, groups: str, limits: Mapping[str, str], quota: float | None) -> None:
+    files = {f"sys/fs/cgroup/{name}": text for name, text in limits.items()}
+    assert cpu_quota(write_tree(tmp_path, {"proc/self/cgroup": groups, **files})) == quota
 
 
 def test_lists_of_processors() -> None:

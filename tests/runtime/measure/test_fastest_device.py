@@ -60,31 +60,32 @@ def test_nothing_is_registered_unless_a_measurement_chose_another_device(
     assert not found["warnings"]
 
 
-def test_a_measured_device_that_has_gone_is_replaced_by_the_cpu(tiny_bundle: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("identity", "environment", "problem"),
+    [
+        ((), without_software_vulkan, "this machine has no device 'WebGpu:0'; the CPU computes"),
+        (
+            ("another driver",),
+            webgpu_environment,
+            "it has another driver or plugin since; the CPU computes until edge-run tune measures again",
+        ),
+        (
+            ("now",),
+            lambda: {**webgpu_environment(), "VK_ICD_FILENAMES": "/nonexistent.json"},
+            "WebGpu cannot start: the Vulkan driver offers no usable",
+        ),
+    ],
+    ids=["it has gone", "another driver", "it fails to load"],
+)
+def test_a_measured_device_that_cannot_be_used_is_replaced_by_the_cpu(
+    tiny_bundle: Path, tmp_path: Path, identity: tuple[str, ...], environment: Any, problem: str
+) -> None:
     require_webgpu()
-    found = load(tiny_bundle, tmp_path, "WebGpu:0", environment=without_software_vulkan())
+    found = load(tiny_bundle, tmp_path, "WebGpu:0", *identity, environment=environment())
     assert found["device"] == "CPU"
     assert found["text"]
     (warning,) = found["warnings"]
-    assert warning == ("WebGpu:0 was fastest for bundle, but this machine has no device 'WebGpu:0'; the CPU computes")
-
-
-def test_a_measured_device_with_another_driver_is_replaced_by_the_cpu(tiny_bundle: Path, tmp_path: Path) -> None:
-    require_webgpu()
-    found = load(tiny_bundle, tmp_path, "WebGpu:0", "another driver")
-    assert found["device"] == "CPU"
-    (warning,) = found["warnings"]
-    assert "it has another driver or plugin since; the CPU computes until edge-run tune measures again" in warning
-
-
-def test_a_measured_device_that_fails_to_load_is_replaced_by_the_cpu(tiny_bundle: Path, tmp_path: Path) -> None:
-    require_webgpu()
-    environment = {**webgpu_environment(), "VK_ICD_FILENAMES": "/nonexistent.json"}
-    found = load(tiny_bundle, tmp_path, "WebGpu:0", "now", environment=environment)
-    assert found["device"] == "CPU"
-    assert found["text"]
-    (warning,) = found["warnings"]
-    assert "WebGpu:0 was fastest for bundle, but WebGpu cannot start: the Vulkan driver offers no usable" in warning
+    assert f"WebGpu:0 was fastest for bundle, but {problem}" in warning
 
 
 def test_a_slow_device_is_measured_and_not_chosen(tiny_bundle: Path, tmp_path: Path) -> None:

@@ -58,14 +58,6 @@ def test_a_model_that_does_not_end_its_requests_answers_neutral_ones(tiny_bundle
     assert len(set(requests)) == len(requests) > 3
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
-def test_a_model_without_token_trees_is_sampled_text_by_text(tmp_path: Path, family: str) -> None:
-    bundle = tiny.write_bundle(tmp_path, family)
-    texts = sample_texts(bundle, 200, 60, 0)
-    assert total(texts) >= 200
-    assert len({text.tobytes() for text in texts}) == len(texts) > 3
-
-
 def test_a_model_without_a_template_continues_from_its_first_token(tmp_path: Path) -> None:
     bundle = tiny.write_bundle(tmp_path)
     settings = json.loads((bundle / "tokenizer_config.json").read_text(encoding="utf-8"))

@@ -23,7 +23,7 @@ WINDOWS = ({"user": 10.0, "system": 5.0, "idle": 85.0, "interrupt": 1.0, "dpc": 
 def replay(*times: tuple[float, float, float]) -> Callable[[], ProcessorTimes]:
     """A reader of these times: elapsed, busy, own."""
     remaining: Iterator[tuple[float, float, float]] = iter(times)
-    return lambda: ProcessorTimes(*next(remaining))
+    return lambda: next(remaining)
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +73,6 @@ def test_systems_that_tell_nothing_are_not_busy() -> None:
 def test_this_system_tells_its_load() -> None:
     times = read_times()
     assert times is not None
-    assert times.busy > 0
+    assert times[1] > 0
     others = LoadMeter(read=read_times).others()
     assert others is None or others >= 0

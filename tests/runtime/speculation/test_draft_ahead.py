@@ -15,6 +15,7 @@ import pytest
 import edgerun
 from edgerun import EdgeError, Engine, GenerateOptions
 from edgerun.runtime.decode import DecodeLimits, Step, decode
+from edgerun.runtime.sampling.distribution import Distribution
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.scheduling.work_thread import WorkThread
 from edgerun.runtime.speculation import draft_ahead
@@ -25,8 +26,8 @@ from edgerun.runtime.speculation.drafters.recycling import RecycledTable, Recycl
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.sampled_speculator import SampledSpeculator
 from edgerun.runtime.speculation.speculator import Speculator
-from support.adversarial_drafters import FixedCost
-from support.chi_square import expect_distribution
+from support.adversarial_drafters import FixedCost, check_rounds
+from support.chi_square import expect_distribution, sequences
 from support.emulated_graph import EmulatedGraph, Floats, LogitsAfter, Text
 from support.tiny_models import write_bundle
 
@@ -139,22 +140,8 @@ class Pair:
         speculator = self.speculator if speculator is None else speculator
         steps = list(decode(self.target(), prompt, Sampler(params, V), limits, speculator))
         self.ahead.end()
-        check_counts(steps)
+        check_rounds(steps)
         return steps
-
-
-def check_counts(steps: list[Step]) -> None:
-    """What must hold of every round: nothing is counted twice, or not at all."""
-    for step in steps:
-        one = step.round
-        if one is None:
-            assert len(step.tokens) <= 1
-            continue
-        assert one.emitted == step.produced == sum(one.accepted) + 1
-        assert all(accepted <= drafted for accepted, drafted in zip(one.accepted, one.drafted, strict=True))
-        assert one.width == 1 + sum(one.drafted)
-        assert 0 <= one.ahead.kept <= one.ahead.passes
-        assert min(one.ahead.hidden_s, one.ahead.waited_s, one.draft_s, one.host_s) >= 0
 
 
 def plain(prompt: list[int], params: SamplingParams, limits: DecodeLimits) -> list[int]:
@@ -162,7 +149,9 @@ def plain(prompt: list[int], params: SamplingParams, limits: DecodeLimits) -> li
     return [token for step in steps for token in step.tokens]
 
 
-def rounds_with(name: str, rounds: int) -> None:
+@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("rounds", [120, pytest.param(10_000, marks=pytest.mark.nightly)])
+def test_no_token_is_lost_or_doubled(name: str, rounds: int) -> None:
     """Decode until a draft model has drafted in so many rounds, greedily and sampled, at random paces."""
     random = np.random.default_rng(3)
     pair = Pair(DRAFTS[name], lambda: int(random.integers(0, 12)))
@@ -197,17 +186,6 @@ def rounds_with(name: str, rounds: int) -> None:
         assert kept < 0.1 * passes
 
 
-@pytest.mark.parametrize("name", DRAFTS)
-def test_no_token_is_lost_or_doubled(name: str) -> None:
-    rounds_with(name, 120)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", DRAFTS)
-def test_no_token_is_lost_or_doubled_in_10000_rounds(name: str) -> None:
-    rounds_with(name, 10_000)
-
-
 @pytest.mark.parametrize("name", ["oracle", "often right"])
 def test_threads_that_race_change_nothing(name: str) -> None:
     """Without a pace: passes end whenever they end, before the target's or after it."""
@@ -219,7 +197,7 @@ def test_threads_that_race_change_nothing(name: str) -> None:
     for seed in range(4):
         limits, prompt = DecodeLimits(60), [3, 5, 3, 5 + seed]
         steps = list(decode(graph, prompt, Sampler(GREEDY, V), limits, pair.speculator))
-        check_counts(steps)
+        check_rounds(steps)
         assert [token for step in steps for token in step.tokens] == plain(prompt, GREEDY, limits)
         graph.arena.rewind_to(0)
     pair.ahead.end()
@@ -280,19 +258,13 @@ def test_sampled_drafts_have_the_targets_distribution(sampling: DraftSampling, s
     pair.thread.close()
     assert pair.ahead.total.kept > seeds / 3
 
-    def continued(text: Text, count: int) -> Iterator[tuple[Text, float]]:
-        if not count:
-            yield text[len(prompt) :], 1.0
-            return
+    def after(new: Text) -> Distribution:
         sampler = Sampler(params, V)
         sampler.observe_prompt(prompt)
-        sampler.observe(text[len(prompt) :])
-        distribution = sampler.distribution(target(text))
-        for token, chance in zip(distribution.ids.tolist(), distribution.probs.tolist(), strict=True):
-            for whole, rest in continued((*text, token), count - 1):
-                yield whole, chance * rest
+        sampler.observe(new)
+        return sampler.distribution(target((*prompt, *new)))
 
-    expect_distribution(found, dict(continued(tuple(prompt), length)), seeds)
+    expect_distribution(found, sequences(after, length), seeds)
 
 
 def test_a_long_prompt_is_read_ahead_in_parts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,11 @@ import pytest
 
 import edgerun
 from edgerun import BundleError, DeviceError, InputError
+from edgerun.edge.cli.main import main
+from edgerun.export.drafts.trimmed_head import write_trimmed
 from edgerun.models.bundle import Bundle, open_bundle
 from edgerun.models.graph_variant import DeviceKind
-from edgerun.models.pairing import DraftPair, pair
+from edgerun.models.pairing import DraftPair, name_draft, pair
 from edgerun.runtime.devices.providers import Device, choose_device
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.measure.measurement_store import model_key
@@ -45,28 +48,13 @@ def refusal(target: Bundle, draft: Bundle) -> str:
 
 
 @pytest.fixture
-def trimmed(tmp_path: Path) -> Path:
+def trimmed(tiny_bundle: Path, tmp_path: Path) -> Path:
     """A draft bundle whose head has only the tokens of KEPT, without a map."""
-    import onnx
-    from onnx import numpy_helper
-
-    folder = write_bundle(tmp_path, tie_word_embeddings=False)
-    model = onnx.load(folder / "model.onnx")
-    head = next(tensor for tensor in model.graph.initializer if tensor.name == "head.weight")
-    head.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(head)[KEPT], head.name))
-    logits = next(port for port in model.graph.output if port.name == "logits")
-    logits.type.tensor_type.shape.dim[1].dim_value = KEPT.size
-    onnx.save(model, folder / "model.onnx")
-    (folder / "edge.json").unlink()
+    folder = tmp_path / "draft"
+    write_trimmed(open_bundle(tiny_bundle), folder, KEPT)
+    for name in ("d2t.npy", "edge.json"):
+        (folder / name).unlink()
     return folder
-
-
-def test_a_pair_drafts(tiny_bundle: Path) -> None:
-    target = open_bundle(tiny_bundle)
-    model = loaded(target, target)
-    model.reset([20, 21, 22])
-    bound = (session := GraphSession(target.graph, CONFIG)).bind(session.arena(10))
-    assert model.top_tokens((), 1).tokens[0] == bound.forward([20, 21, 22])[2].argmax()
 
 
 def test_the_shorter_context_counts(tiny_bundle: Path) -> None:
@@ -181,3 +169,38 @@ def test_a_draft_device_that_is_not_there_is_refused(tiny_bundle: Path, caplog: 
         edgerun.load(tiny_bundle, draft=tiny_bundle, draft_device="Abacus")
     with edgerun.load(tiny_bundle, draft=None, draft_device="cpu"):
         assert f"draft_device is cpu, but {tiny_bundle} has no draft model" in caplog.text
+
+
+@pytest.fixture
+def trimmed_pair(tiny_bundle: Path, tmp_path: Path) -> Path:
+    """A target with a draft whose head has only the tokens of KEPT."""
+    folder = Path(shutil.copytree(tiny_bundle, tmp_path / "target"))
+    write_trimmed(open_bundle(tiny_bundle), folder / "draft", KEPT)
+    name_draft(folder, folder / "draft")
+    return folder
+
+
+def test_a_draft_with_a_trimmed_head_is_refused_as_a_target(trimmed_pair: Path) -> None:
+    with pytest.raises(BundleError) as caught:
+        edgerun.load(trimmed_pair / "draft")
+    expected = f"{trimmed_pair / 'draft'} is a draft whose head has 100 of 300 tokens; run the model that it drafts for"
+    assert str(caught.value) == expected
+
+
+def test_inspect_and_bench_report_the_size_of_the_head(trimmed_pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(trimmed_pair), "--json"]) == 0
+    draft = json.loads(capsys.readouterr().out)["draft"]
+    assert (draft["name"], draft["head_tokens"], draft["weights"]) == ("draft", KEPT.size, {"fp32": 10})
+    assert draft["bytes"] == open_bundle(trimmed_pair / "draft").weight_bytes
+    assert main(["bench", str(trimmed_pair), "--limit", "1", "-n", "8", "--no-cache"]) == 0
+    assert "draft model draft (head of 100 tokens)" in capsys.readouterr().out
+    assert main(["bench", str(trimmed_pair), "--limit", "1", "-n", "8", "--no-cache", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["draft_head"] == KEPT.size
+
+
+def test_a_draft_with_a_whole_head_reports_no_head_size(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(tiny_bundle), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["draft"] is None
+    measured = ["bench", str(tiny_bundle), "--draft", str(tiny_bundle), "--limit", "1", "-n", "8", "--no-cache"]
+    assert main([*measured, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["draft_head"] is None

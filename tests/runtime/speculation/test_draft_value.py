@@ -57,17 +57,6 @@ def test_a_model_that_pays_again_resets_the_waits() -> None:
     assert [value.pays(1.0, 0.0, 0.1, 5.0, at_anchor=True) for _ in range(8)] == [False] * 7 + [True]
 
 
-def test_learned_probabilities_decide() -> None:
-    good, poor = DraftModelValue(), DraftModelValue()
-    for _ in range(200):
-        good.observe(0.1, 0.95)
-        poor.observe(0.1, 0.12)
-    assert good.pays(1.0, 0.1, 0.2, 0.5, at_anchor=False)
-    assert not poor.pays(1.0, 0.1, 0.2, 0.5, at_anchor=False)
-    # Only one class of free probabilities was learned.
-    assert good.pays(1.0, 0.9, 0.2, 0.5, at_anchor=False) == DraftModelValue().pays(1.0, 0.9, 0.2, 0.5, at_anchor=False)
-
-
 def test_old_observations_fade() -> None:
     value = DraftModelValue()
     for _ in range(5000):

@@ -8,13 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import edgerun
 from edgerun import Engine, FinishReason, GenerateOptions, InputError, Session
-from edgerun.runtime.result import DraftCounts, Reply, Stats
+from edgerun.runtime.result import DraftCounts, Reply
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.replay import OracleMode
 from edgerun.runtime.speculation.tree import Source
-from support.adversarial_drafters import NEARLY_FREE, FixedCost
+from support.draft_heads import check_counts, eager_engine
 
 OFF, AUTO = Speculation.OFF, Speculation.AUTO
 CHOICES = [AUTO, Speculation.of(Source.SUFFIX), Speculation.of(Source.RECYCLED)]
@@ -23,46 +22,12 @@ SAMPLED = GenerateOptions(max_tokens=40, temperature=0.8, top_k=40, top_p=0.95, 
 
 @pytest.fixture(scope="module")
 def engine(tiny_bundle: Path) -> Iterator[Engine]:
-    with edgerun.load(tiny_bundle, threads=1, cache=False) as engine:
-        engine.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
+    with eager_engine(tiny_bundle) as engine:
         yield engine
-
-
-def check_counts(stats: Stats, *, stopped: bool = False) -> None:
-    """Check the statistics of an answer; a stop sequence may end before the last accepted token."""
-    emitted = 1 + stats.accepted + stats.decode_passes
-    assert stats.completion_tokens == emitted or (stopped and 0 < stats.completion_tokens < emitted)
-    assert 0 <= stats.accepted <= stats.drafted
-    assert stats.decode_passes < stats.target_passes
-    for parts in (stats.by_source.values(), stats.by_depth):
-        assert sum(part.drafted for part in parts) == stats.drafted
-        assert sum(part.accepted for part in parts) == stats.accepted
-        assert all(0 <= part.accepted <= part.drafted for part in parts)
-    # Who got to one depth was at the depth before.
-    accepted = [part.accepted for part in stats.by_depth]
-    assert accepted == sorted(accepted, reverse=True)
-    assert 0 <= stats.draft_s <= stats.total_s
-    assert stats.target_s + stats.host_s + stats.draft_s <= stats.total_s
 
 
 def account(reply: Reply) -> tuple[str, FinishReason, int]:
     return reply.text, reply.finish_reason, reply.stats.completion_tokens
-
-
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_answers_and_counts_are_those_of_plain_decoding(engine: Engine, choice: Speculation) -> None:
-    drafted = 0
-    for prompt in ("the other thing", "in the in the in the", "a", "and to and of"):
-        for options in (GenerateOptions(max_tokens=40), SAMPLED.changed({"seed": 1}), SAMPLED.changed({"seed": 2})):
-            plain = engine.generate(prompt, options, speculation=OFF)
-            reply = engine.generate(prompt, options, speculation=choice)
-            assert account(reply) == account(plain)
-            assert (plain.stats.drafted, plain.stats.by_source, plain.stats.tokens_per_pass) == (0, {}, 1.0)
-            check_counts(plain.stats)
-            check_counts(reply.stats)
-            assert set(reply.stats.by_source) <= {"suffix", "edit", "recycle"}
-            drafted += reply.stats.drafted
-    assert drafted > 0
 
 
 def test_rounds_add_up_to_the_statistics(engine: Engine) -> None:
@@ -92,44 +57,6 @@ def test_stop_sequences_within_an_accepted_path_end_the_answer(engine: Engine) -
             check_counts(reply.stats, stopped=True)
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_conversations_equal_those_of_plain_decoding(engine: Engine, choice: Speculation, sampled: bool) -> None:
-    def talk(choice: Speculation) -> list[tuple[str, int]]:
-        said = []
-        with engine.session(system="to the " * 8) as session:
-            for turn, text in enumerate(("in the other", "and the other", "of the", "in the other")):
-                options = SAMPLED.changed({"seed": turn}) if sampled else GenerateOptions()
-                reply = session.send(text, options, max_tokens=12 + turn, speculation=choice)
-                check_counts(reply.stats)
-                assert reply.stats.reused_tokens or not turn
-                said.append((reply.text, reply.stats.prompt_tokens))
-            assert session.messages[-1]["content"] == said[-1][0]
-        return said
-
-    plain = talk(OFF)
-    assert talk(choice) == plain
-
-
-def test_alternating_conversations_do_not_mix(engine: Engine) -> None:
-    def talk(choice: Speculation, together: bool) -> list[str]:
-        with engine.session() as one, engine.session(system="and") as other:
-            if together:
-                pairs = [
-                    (one.send(text, max_tokens=15, speculation=choice), other.send(text, max_tokens=15))
-                    for text in TEXTS
-                ]
-                return [reply.text for pair in zip(*pairs, strict=True) for reply in pair]
-            return [
-                session.send(text, max_tokens=15, speculation=choice).text for session in (one, other) for text in TEXTS
-            ]
-
-    assert talk(AUTO, together=True) == talk(OFF, together=False)
-
-
-TEXTS = ("in the", "the other", "in the")
-
-
 def test_a_conversation_continues_after_closing_or_cancelling_at_any_chunk(engine: Engine) -> None:
     for chunks in range(1, 7):
         for cancel in (True, False):
@@ -147,21 +74,6 @@ def test_a_conversation_continues_after_closing_or_cancelling_at_any_chunk(engin
                     session.messages[-1]["content"] = session.messages[-1]["content"][:1]
                     answers.append(session.send("and", max_tokens=15, speculation=choice).text)
             assert answers[0] == answers[1]
-
-
-def test_a_saved_conversation_continues_unchanged(engine: Engine, tmp_path: Path) -> None:
-    def second(choice: Speculation, saved: bool) -> tuple[str, int]:
-        with engine.session() as session:
-            session.send("the other thing", max_tokens=25, speculation=choice)
-            if not saved:
-                reply = session.send("and the other", max_tokens=25, speculation=choice)
-                return reply.text, reply.stats.reused_tokens
-            session.save(tmp_path / "chat")
-        with engine.session(resume=tmp_path / "chat") as session:
-            reply = session.send("and the other", max_tokens=25, speculation=choice)
-            return reply.text, reply.stats.reused_tokens
-
-    assert len({second(choice, saved) for choice in (OFF, *CHOICES) for saved in (False, True)}) == 1
 
 
 def cached(engine: Engine, session: Session) -> tuple[int, int]:
@@ -201,16 +113,6 @@ def test_a_conversation_saved_after_a_stop_within_an_accepted_path_can_be_resume
             expected = session.send("and", max_tokens=10, speculation=OFF).text
         with engine.session(resume=tmp_path / "chat") as session:
             assert session.send("and", max_tokens=10).text == expected
-
-
-def test_the_context_ends_answers_as_in_plain_decoding(tiny_bundle: Path) -> None:
-    for context in (12, 13, 20, 33):
-        with edgerun.load(tiny_bundle, threads=1, cache=False, context=context) as engine:
-            engine.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
-            for options in (GenerateOptions(raw=True), SAMPLED.changed({"raw": True, "seed": 3, "max_tokens": None})):
-                for prompt in ("the the", "of the and the "):
-                    plain = engine.generate(prompt, options, speculation=OFF)
-                    assert account(engine.generate(prompt, options)) == account(plain)
 
 
 @pytest.mark.parametrize("oracle_mode", [OracleMode.NONE, OracleMode.RIGHT])

@@ -167,21 +167,6 @@ def test_nothing_is_drafted_without_candidates() -> None:
         assert growth.candidates == {0: []}
 
 
-def test_a_node_is_counted_under_a_source_that_proposed_it() -> None:
-    # The second source's evidence about tokens it did not propose is stronger than the first's for its own token.
-    free = TokenPrices((0.0,) * 9, 1.0)
-    growing = Growing([Table(Source.SUFFIX, {0: [(1, 0)]}), Table(Source.RECYCLED, {0: [(2, 0), (1, 0)], 1: [(3, 0)]})])
-    tree = growing.grow([0], free, 1).tree
-    sources = dict(zip(tree.tokens[1:].tolist(), tree.source[1:].tolist(), strict=True))
-    assert sources[2] == Source.RECYCLED
-    objecting = Growing([Table(Source.SUFFIX, {0: [(1, 0)]}), Table(Source.RECYCLED, {0: [(2, 0)]})])
-    tree = objecting.grow([0], free, 1).tree
-    assert dict(zip(tree.tokens[1:].tolist(), tree.source[1:].tolist(), strict=True)) == {
-        1: Source.SUFFIX,
-        2: Source.RECYCLED,
-    }
-
-
 def test_outcomes_are_learned_along_the_accepted_path_only() -> None:
     speculator = eager(Table(Source.SUFFIX, {0: [(1, 3), (2, 1)], 1: [(2, 2)], 2: [(3, 4)]}))
     speculator.reset([0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import pytest
@@ -111,13 +110,6 @@ def test_agreement_is_learned_where_single_sources_are_not_reliable() -> None:
     assert sum(late) / len(late) == pytest.approx(0.9, abs=0.05)
 
 
-def test_the_order_of_the_sources_does_not_change_probabilities() -> None:
-    mixer = Mixer(PRIORS)
-    one = mixer.predict([(A, 1), (B, 1)]).probability
-    other = mixer.predict([(B, 1), (A, 1)]).probability
-    assert one == pytest.approx(other)
-
-
 @given(
     st.dictionaries(st.sampled_from(list(Source)), st.lists(st.floats(0, 1), min_size=1, max_size=4), min_size=1),
     st.data(),
@@ -134,32 +126,6 @@ def test_probabilities_stay_between_0_and_1(priors, data) -> None:
             evidence.append((source, mixer.objection_cell(source, bucket) if data.draw(st.booleans()) else bucket))
         prediction = mixer.predict(evidence)
         assert 0 < prediction.probability < 1
-        for _ in range(data.draw(st.sampled_from([1, 50]))):
+        for _ in range(data.draw(st.sampled_from([1, 300]))):
             mixer.learn(prediction, data.draw(st.booleans()))
         assert 0 < mixer.predict(evidence).probability < 1
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("outcome", ["always", "never", "contrary", "alternating"])
-def test_a_hundred_thousand_contrary_outcomes_do_not_overflow(outcome: str) -> None:
-    mixer = Mixer({A: (0.0, 1.0), B: (0.0, 1.0), C: (0.0, 1.0)})
-    combinations = [
-        [(A, 1), (B, 1), (C, 1)],
-        [(A, 0), (B, 0), (C, 0)],
-        [(A, 1), (B, mixer.objection_cell(B, 1)), (C, mixer.objection_cell(C, 0))],
-    ]
-    for step in range(100_000):
-        prediction = mixer.predict(combinations[step % 3])
-        assert 0.001 < prediction.probability < 0.999
-        came_true = {
-            "always": True,
-            "never": False,
-            "contrary": prediction.probability < 0.5,
-            "alternating": step % 2 == 0,
-        }[outcome]
-        mixer.learn(prediction, came_true)
-    for evidence in combinations:
-        prediction = mixer.predict(evidence)
-        assert all(map(math.isfinite, (prediction.probability, *prediction.inputs, *prediction.weights)))
-        if outcome in ("always", "never"):
-            assert (prediction.probability > 0.9) == (outcome == "always")

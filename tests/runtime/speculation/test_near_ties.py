@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import edgerun
 from edgerun.export import ExportRecipe, WeightFormat, export_checkpoint
@@ -181,32 +183,6 @@ def test_a_full_context(twins: Callable[[WeightFormat], BoundSession]) -> None:
         assert (text, steps[-1].finish) == (plain, FinishReason.LENGTH), name
 
 
-@pytest.mark.parametrize("after", [0, 1, 2, 3, 5, 8, 13, 21, 34])
-def test_cancelling_while_recomputing(twins: Callable[[WeightFormat], BoundSession], after: int) -> None:
-    bound = twins(INT8)
-    prompt = prompts(1)[0]
-    plain, _, _ = run(bound, prompt)
-    asked: list[None] = []
-
-    def cancelled() -> bool:
-        asked.append(None)
-        return len(asked) > after
-
-    bound.arena.rewind_to(0)
-    sampler = Sampler(GREEDY, VOCABULARY)
-    near_ties = NearTies(bound, sampler, EVERYTHING, cancelled)
-    steps = list(
-        decode(bound, prompt, sampler, DecodeLimits(40, cancelled=cancelled), oracle([*prompt, *plain]), near_ties)
-    )
-    tokens = tokens_of(steps)
-    assert steps[-1].finish is FinishReason.CANCELLED
-    assert tokens == plain[: len(tokens)]
-    assert bound.arena.length <= len(prompt) + len(tokens)
-    whole = [*prompt, *tokens]
-    rest = list(decode(bound, whole, Sampler(GREEDY, VOCABULARY), DecodeLimits(5)))
-    assert len(tokens_of(rest)) == 5
-
-
 def test_an_end_token_behind_a_near_tie_ends_the_answer(twins: Callable[[WeightFormat], BoundSession]) -> None:
     bound = twins(FP32)
     epsilon = epsilon_of(bound)
@@ -249,3 +225,71 @@ def test_exact_answers_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(list((tmp_path / "cache" / "exactness").iterdir())) == 1
     with edgerun.load(bundle) as engine:
         assert engine.model.drafters.exactness_report(()) == known
+
+
+def turn(
+    bound: BoundSession,
+    prompt: list[int],
+    speculator: Speculator | None,
+    epsilon: float | None,
+    check: Callable[[], None],
+) -> list[int]:
+    """The tokens of one answer; `check` is called after every round."""
+    sampler = Sampler(GREEDY, VOCABULARY)
+    near_ties = None if epsilon is None else NearTies(bound, sampler, epsilon, lambda: False)
+    tokens: list[int] = []
+    for step in decode(bound, prompt, sampler, DecodeLimits(16), speculator, near_ties):
+        tokens += step.tokens
+        check()
+    return tokens
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.5, 1e9], ids=["none again", "some again", "all again"])
+def test_slots_marked_as_plain_equal_plain_decodings(
+    tiny_bundle_of: Callable[[str, str], Path], epsilon: float
+) -> None:
+    """With 8-bit weights and activations, wide passes differ from narrow ones."""
+    bundle, other_rows = tiny_bundle_of("qwen3", "int8"), False
+    for seed in range(6):
+        random = np.random.default_rng(seed)
+        plain, fast = bind(bundle), bind(bundle)
+        speculator = eager(SuffixDrafter(), RecyclingDrafter(RecycledTable(VOCABULARY)))
+        text: list[int] = []
+        for kept in (0, 3, 12):
+            # The sequence up to somewhere in the last answer, and a few more tokens.
+            same = max(0, len(text) - 16 + kept) if text else 0
+            prompt = [*text[:same], *random.integers(5, VOCABULARY, 9).tolist()]
+            for bound in (plain, fast):
+                bound.arena.rewind_to(min(bound.arena.length, same))
+            assert fast.arena.length == plain.arena.length
+            text = [*prompt, *turn(plain, prompt, None, None, lambda: None)]
+            (rows,) = plain.arena.snapshot()
+
+            def check(fast: BoundSession = fast, rows: np.ndarray = rows, begun: int = len(prompt)) -> None:
+                nonlocal other_rows
+                arena = fast.arena
+                assert begun <= arena.plain_length <= arena.length
+                (own,) = arena.snapshot()
+                np.testing.assert_array_equal(own[..., : arena.plain_length, :], rows[..., : arena.plain_length, :])
+                other_rows |= not np.array_equal(own, rows[..., : arena.length, :])
+
+            drafter = speculator if kept else speculator_of(adversaries(text, VOCABULARY, 0, seed)["nearly right"])
+            assert [*prompt, *turn(fast, prompt, drafter, epsilon, check)] == text or epsilon == 0
+            if epsilon == 0:
+                break
+    # Had all been the same anyway, this would show nothing.
+    assert other_rows or epsilon > 1
+
+
+@given(st.integers(0, 10_000), st.sampled_from([2, 3, 64, 127, 128, 191, 192, 300]), st.sampled_from([1.0, 1.5, 0.7]))
+def test_the_margin_is_that_of_the_best_logit_over_the_second(seed: int, size: int, penalty: float) -> None:
+    random = np.random.default_rng(seed)
+    logits = (random.integers(-8, 9, size) / 4).astype(np.float32)
+    sampler = Sampler(SamplingParams(repeat_penalty=penalty), size)
+    seen = random.integers(0, size, 5)
+    sampler.observe(seen)
+    scores = logits.astype(np.float64)
+    for token in set(seen.tolist()):
+        scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+    first, second = sorted(scores)[:-3:-1]
+    assert sampler.top_two_margin(logits) == pytest.approx(first - second, abs=1e-6)

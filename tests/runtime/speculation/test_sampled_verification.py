@@ -11,9 +11,6 @@ from functools import cache
 import numpy as np
 import pytest
 
-from edgerun.runtime.devices.providers import choose_device
-from edgerun.runtime.graph.bound_session import BoundSession
-from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.sampling.distribution import Distribution
 from edgerun.runtime.sampling.sampler import Logits, Purpose, Sampler, SamplingParams, uniform_at, uniforms_at
 from edgerun.runtime.speculation.drafters.sampled import SampledDraft, sample_children
@@ -27,7 +24,7 @@ from edgerun.runtime.speculation.sampled_speculator import (
 from edgerun.runtime.speculation.tree import Source, Tree
 from edgerun.runtime.speculation.verification import VerifyResult, verify_tree
 from support.adversarial_drafters import chain_tree
-from support.chi_square import expect_distribution
+from support.chi_square import expect_distribution, items
 
 NOBODY = frozenset[int]()
 Text = tuple[int, ...]
@@ -55,10 +52,6 @@ def toy(seed: int, holes: float = 0.25) -> Model:
         return dist_of(*dense)
 
     return after
-
-
-def items(distribution: Distribution) -> Iterator[tuple[int, float]]:
-    return ((int(token), float(p)) for token, p in zip(distribution.ids, distribution.probs, strict=True) if p > 0)
 
 
 def continued(p: Model, text: Text, count: int) -> Iterator[tuple[Text, float]]:
@@ -353,59 +346,6 @@ def test_a_block_is_decided_by_its_probabilities_and_weights() -> None:
     assert min(seen[taken] for taken in range(GAMMA + 1)) > 10
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[BoundSession, BoundSession]:
-    """A target and a draft of 16 tokens with different random weights."""
-    tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
-
-    def bound(seed: int) -> BoundSession:
-        bundle = tiny.write_bundle(tmp_path_factory.mktemp("pair"), seed=seed, vocab_size=16)
-        session = GraphSession(bundle / "model.onnx", SessionConfig(choose_device("cpu"), 1))
-        return session.bind(session.arena(64))
-
-    return bound(21), bound(22)
-
-
-def graph_logits(bound: BoundSession) -> Callable[[Text], Logits]:
-    """The last logits of a pass over a whole sequence."""
-
-    @cache
-    def after(text: Text) -> Logits:
-        bound.arena.rewind_to(0)
-        return bound.forward(text, logits_for=(len(text) - 1,))[0].copy()
-
-    return after
-
-
-@pytest.mark.parametrize(
-    ("verify", "widths"),
-    [(verify_block, (1, 1)), pytest.param(verify_recursive, (2, 2), marks=pytest.mark.nightly)],
-)
-def test_sequences_of_a_graph_have_its_distribution(
-    pair: tuple[BoundSession, BoundSession], verify: Verifier, widths: tuple[int, ...]
-) -> None:
-    bound, draft = pair
-
-    @cache
-    def pass_over(before: Text, tokens: Text, parents: Text) -> Logits:
-        tree = Tree.of(tokens, parents, [1.0] * len(tokens), [Source.MODEL] * len(tokens))
-        bound.arena.rewind_to(0)
-        bound.forward(before, logits_for=(0,))
-        bound.arena.commit(len(before))
-        positions = len(before) + tree.depths
-        return bound.forward(tree.tokens, positions=positions, tree_mask=tree.mask).copy()
-
-    def target(before: Text, tree: Tree) -> Logits:
-        return pass_over(before, tuple(tree.tokens.tolist()), tuple(tree.parents.tolist()))
-
-    params = SamplingParams(temperature=1.5, top_k=4, repeat_penalty=1.2)
-    q = processed(graph_logits(draft), SamplingParams(temperature=2.0))
-    prompt, seeds, ends = (7, 12, 5), 1500, frozenset({9})
-    found, taken = texts(verify, target, 16, params, q, widths, prompt, 3, seeds, ends)
-    expect_distribution(found, ended(processed(graph_logits(bound), params), prompt, 3, ends), seeds)
-    assert 0.1 < taken < 1.9
-
-
 # Edges.
 
 EVEN = np.zeros((4, V), np.float32)
@@ -453,16 +393,3 @@ def test_children_that_were_not_sampled_are_matched() -> None:
     result = verify_recursive(SampledDraft(tree, {0: dist_of(1, 1, 1)}), EVEN[[0] * 5], sampler, 1, NOBODY, 9)
     chosen = sampler.choose(EVEN[0], 2)
     assert result == VerifyResult((0, 1, 2 + chosen), sampler.choose(EVEN[0], 3))
-
-
-def test_drafts_with_impossible_distributions_are_refused() -> None:
-    with pytest.raises(ValueError, match="node 2 has token 2, which has no probability"):
-        SampledDraft(chain_tree(0, [1, 2], [1.0, 1.0], Source.MODEL), {0: dist_of(1, 1, 1), 1: dist_of(1, 1, 0)})
-    sampler, chain = Sampler(SamplingParams(temperature=1.0), V), chain_tree(0, [1, 2], [1.0, 1.0], Source.MODEL)
-    fork = Tree.of([0, 1, 2], [-1, 0, 0], [1.0] * 3, [Source.MODEL] * 3)
-    for draft in (
-        SampledDraft(chain, {0: dist_of(1, 1, 1)}),
-        SampledDraft(fork, {0: dist_of(1, 1, 1)}),
-    ):
-        with pytest.raises(ValueError, match="needs a chain with the distribution of every draft token"):
-            verify_block(draft, EVEN, sampler, 1, NOBODY, 9)

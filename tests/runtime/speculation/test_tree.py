@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.speculation.tree import Source, Tree
-from support.adversarial_drafters import chain_tree
 
 VOCABULARY = 300
 
@@ -65,18 +64,6 @@ def test_invalid_trees_are_refused(tokens: list[int], parents: list[int], messag
         Tree.of(tokens, parents, [1.0] * len(tokens), [0] * len(tokens))
 
 
-@pytest.mark.parametrize("short", ["probabilities", "sources"])
-def test_every_node_has_all_its_fields(short: str) -> None:
-    probabilities, sources = [1.0] * (1 + (short != "probabilities")), [0] * (1 + (short != "sources"))
-    with pytest.raises(ValueError, match="for every node"):
-        Tree.of([1, 2], [-1, 0], probabilities, sources)
-
-
-def test_cousins_may_have_the_same_token() -> None:
-    tree = Tree.of([1, 2, 3, 4, 4], [-1, 0, 0, 1, 2], [1.0] * 5, [0] * 5)
-    assert (tree.child(1, 4), tree.child(2, 4), tree.child(0, 4)) == (3, 4, None)
-
-
 @given(trees())
 def test_depths_masks_and_paths_follow_from_the_parents(tree: Tree) -> None:
     assert (tree.tokens.dtype, tree.parents.dtype, tree.path_prob.dtype, tree.source.dtype, tree.mask.dtype) == (
@@ -118,18 +105,6 @@ def test_a_subtree_keeps_its_paths_with_probabilities_and_sources(tree: Tree, da
             tree.kept(chosen | {0})
     with pytest.raises(ValueError, match="lack the anchor or the parent of a node"):
         tree.kept(chosen - {0})
-
-
-def test_a_chain_and_the_anchor_alone() -> None:
-    alone = Tree.anchor_only(7)
-    assert (len(alone), alone.is_chain, alone.mask.tolist(), alone.path_to(0)) == (1, True, [[True]], (0,))
-    chain = chain_tree(7, [8, 8, 9], [0.9, 0.5, 0.1], Source.SUFFIX)
-    assert chain.is_chain
-    assert chain.path_to(3) == (0, 1, 2, 3)
-    assert chain.source.tolist() == [0, 1, 1, 1]
-    assert chain_tree(7, [], [], Source.SUFFIX).tokens.tolist() == [7]
-    with pytest.raises(ValueError, match="for every node"):
-        chain_tree(7, [8, 9], [0.9], Source.SUFFIX)
 
 
 @pytest.fixture(scope="module")

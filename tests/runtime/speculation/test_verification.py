@@ -109,36 +109,6 @@ def test_a_tie_goes_to_the_lowest_id() -> None:
     assert verify_tree(chain(0, [2, 0]), logits, Sampler(SamplingParams(), 4), 1, NOBODY, 9) == VerifyResult((0,), 1)
 
 
-@pytest.mark.parametrize("params", [SamplingParams(repeat_penalty=1.3), SamplingParams(temperature=1.0, seed=5)])
-def test_adversarial_drafts_change_nothing(params) -> None:
-    model, length, end = toy_model(4), 24, 3
-    text = plain(model, started(Sampler(params, 4), PROMPT), PROMPT, length)
-    drafters = {
-        "oracle": lambda done: text[len(done) : len(done) + 4],
-        "wrong": lambda done: [(text[len(done)] + 1) % 4] * 4,
-        "spam": lambda done: [end] * 4,
-        "none": lambda done: [],
-    }
-    assert end in text
-    ended = text[: text.index(end) + 1]
-    for name, draft in drafters.items():
-        for ends, expected in ((NOBODY, text), (frozenset({end}), ended)):
-            sampler, done, rounds = started(Sampler(params, 4), PROMPT[:-1]), list[int](), 0
-            while len(done) < len(expected):
-                before = [*PROMPT, *done]
-                sampler.observe(before[-1:])
-                tree = chain(before[-1], draft(done))
-                logits = tree_logits(model, before[:-1], tree)
-                result = verify_tree(tree, logits, sampler, len(before), ends, length - len(done))
-                done += result.emitted(tree)
-                rounds += 1
-                if name == "wrong":
-                    assert result.accepted_path == (0,)
-            assert done == expected, name
-            if name == "oracle" and not ends:
-                assert rounds == -(-length // 5)
-
-
 def test_only_logits_on_the_accepted_path_are_read() -> None:
     class Watching:
         def __init__(self) -> None:

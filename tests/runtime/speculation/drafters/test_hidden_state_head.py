@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +13,14 @@ from hypothesis import strategies as st
 
 pytest.importorskip("onnx", reason="needs the export extra")
 
-from edgerun import Engine, GenerateOptions
+import edgerun
+from edgerun import Speculation
+from edgerun.errors import InputError
+from edgerun.export import INT4
+from edgerun.export.drafts.trimmed_head import trim_own_draft
 from edgerun.runtime.graph.session import GraphSession
-from edgerun.runtime.speculation.choice import Speculation
-from support.draft_heads import (
-    WrongHead,
-    bind_with_features,
-    engine_with_eager_head,
-    run_missing,
-)
+from edgerun.runtime.speculation.tree import Source
+from support.draft_heads import bind_with_features, run_missing
 from support.targets_with_heads import (
     CONTEXT,
     TargetWithHead,
@@ -28,16 +28,10 @@ from support.targets_with_heads import (
     export_with_eagle_head,
     export_with_mtp_module,
 )
+from support.tiny_models import write_bundle
 
-GREEDY = GenerateOptions(max_tokens=30, ignore_eos=True)
-SAMPLED = GREEDY.changed({"temperature": 0.8, "top_k": 40, "top_p": 0.95, "repeat_penalty": 1.1, "seed": 3})
-OPTIONS = {
-    "greedy": GREEDY,
-    "until the end of the answer": GREEDY.changed({"ignore_eos": False}),
-    "exact": GREEDY.changed({"exact": True}),
-    "sampled": SAMPLED,
-}
-PROMPTS = ("the other thing", "in the in the in the", "a")
+KEPT = np.arange(1, 300, 3)
+"""Tokens of a trimmed LM head."""
 TOKENS = st.lists(st.integers(20, 24), min_size=1, max_size=10)
 PATHS = st.lists(st.integers(20, 24), max_size=3).map(tuple)
 
@@ -53,12 +47,6 @@ def headed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def target(headed: TargetWithHead) -> GraphSession:
     return headed.open_target()
-
-
-@pytest.fixture(scope="module")
-def engine(headed: TargetWithHead) -> Iterator[Engine]:
-    with engine_with_eager_head(headed.bundle) as engine:
-        yield engine
 
 
 def test_the_target_gives_the_features_of_every_token(headed: TargetWithHead, target: GraphSession) -> None:
@@ -136,53 +124,107 @@ def test_a_head_without_features_proposes_nothing(headed: TargetWithHead, target
     assert head.top_tokens((), 3).tokens == ()
 
 
-@pytest.mark.parametrize("auto", [True, False], ids=["auto", "the head alone"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_the_text_is_that_of_plain_decoding(
-    headed: TargetWithHead, engine: Engine, auto: bool, options: GenerateOptions
-) -> None:
-    drafted, name = 0, str(headed.kind)
-    for prompt in PROMPTS:
-        plain = engine.generate(prompt, options, speculation=Speculation.OFF)
-        reply = engine.generate(prompt, options, speculation=Speculation.AUTO if auto else headed.speculation)
-        assert (reply.text, reply.finish_reason) == (plain.text, plain.finish_reason)
-        if name in reply.stats.by_source:
-            drafted += reply.stats.by_source[name].drafted
-    assert drafted > 0 or not options.ignore_eos
-
-
-def test_edited_prompts_and_kept_prefixes_stay_the_targets(headed: TargetWithHead, engine: Engine) -> None:
-    for length in range(3, 12):
-        prompt = "the other thing in the other"[: 2 * length]
-        for options in (GREEDY, SAMPLED):
-            plain = engine.generate(prompt, options, speculation=Speculation.OFF)
-            assert engine.generate(prompt, options, speculation=headed.speculation).text == plain.text
-
-
-def test_a_saved_session_continues_with_the_same_text(headed: TargetWithHead, tmp_path: Path) -> None:
-    path = tmp_path / "session.kv"
-    with engine_with_eager_head(headed.bundle) as engine, engine.session() as chat:
-        chat.send("in the", GREEDY, speculation=headed.speculation)
-        chat.save(path)
-        expected = chat.send("and of", GREEDY, speculation=Speculation.OFF)
-    with engine_with_eager_head(headed.bundle) as engine, engine.session(resume=path) as resumed:
-        reply = resumed.send("and of", GREEDY, speculation=headed.speculation)
-    assert reply.text == expected.text
-    assert reply.stats.by_source[str(headed.kind)].drafted > 0
-
-
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_a_wrong_head_changes_nothing(headed: TargetWithHead, options: GenerateOptions) -> None:
-    with engine_with_eager_head(headed.bundle) as engine:
-        draft = engine.model.drafters.draft_model()
-        assert draft is not None
-        draft.__class__ = WrongHead
-        plain = engine.generate("the other thing", options, speculation=Speculation.OFF)
-        reply = engine.generate("the other thing", options, speculation=headed.speculation)
-        counts = reply.stats.by_source[str(headed.kind)]
-    assert reply.text == plain.text
-    assert counts.drafted > 10 * max(counts.accepted, 1)
-
-
 def test_accepted_tokens_run_again_with_the_targets_features(headed: TargetWithHead) -> None:
     assert_accepted_tokens_run_again(headed)
+
+
+@pytest.fixture(scope="module")
+def eagle(tmp_path_factory: pytest.TempPathFactory) -> TargetWithHead:
+    return export_with_eagle_head(tmp_path_factory.mktemp("eagle"))
+
+
+def test_trees_leave_the_features_of_the_accepted_path(eagle: TargetWithHead) -> None:
+    bound = bind_with_features(eagle.open_target(), CONTEXT)
+    bound.forward([20, 21, 22])
+    bound.arena.commit(3)
+    mask = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], np.bool_)
+    bound.forward([23, 30, 31, 32], positions=[3, 4, 4, 5], tree_mask=mask)
+    bound.arena.compact(3, [0, 2, 3])
+    assert bound.arena.features is not None
+    expected = eagle.reference.features([20, 21, 22, 23, 31, 32])
+    np.testing.assert_allclose(bound.arena.features.read(0, 6), expected, atol=2e-4)
+
+
+def test_drafts_have_the_ids_of_the_target(eagle: TargetWithHead) -> None:
+    target = eagle.open_target()
+    bound, head = bind_with_features(target, CONTEXT), eagle.open_head(target)
+    tokens = [20, 21, 22, 30, 40]
+    run_missing(bound, tokens)
+    head.attach(bound.arena)
+    head.reset(tokens)
+    ids = np.load(eagle.bundle / "d2t.npy")
+    expected = eagle.reference.run(tokens, ()).logits[-1].argsort()[::-1][:3]
+    assert ids.size == 200
+    assert head.top_tokens((), 3).tokens == tuple(ids[expected].tolist())
+
+
+@pytest.mark.parametrize("kind", ["llama, chains", "lfm2", "qwen3_5_text"])
+def test_accepted_chains_run_again_with_the_targets_features(eagle: TargetWithHead, tmp_path: Path, kind: str) -> None:
+    if kind == "llama, chains":
+        assert_accepted_tokens_run_again(eagle, trees=False)
+    else:
+        assert_accepted_tokens_run_again(export_with_eagle_head(tmp_path, family=kind, num_key_value_heads=2))
+
+
+def test_the_int8_prompt_graph_gives_features_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+    bundle = export_with_eagle_head(tmp_path, INT4).bundle
+    with edgerun.load(bundle, threads=1, learned=False, prefill="int8") as engine:
+        reply = engine.generate(
+            "the other thing " * 60, max_tokens=4, raw=True, speculation=Speculation.of(Source.EAGLE)
+        )
+        arena = engine.model.prefixes._kept[-1].arena
+    assert reply.stats.prompt_readers["int8"] > 100
+    assert arena.features is not None
+    assert (arena.features.start, arena.features.end >= arena.length) == (0, True)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied head", "separate head"])
+def test_a_trimmed_module_has_the_rows_of_the_reference(tmp_path: Path, tied: bool) -> None:
+    whole = export_with_mtp_module(tmp_path, tie_word_embeddings=tied)
+    trimmed = replace(whole, bundle=Path(shutil.copytree(whole.bundle, tmp_path / "trimmed")))
+    trim_own_draft(trimmed.bundle, KEPT)
+    target = whole.open_target()
+    bound = bind_with_features(target, CONTEXT)
+    heads = [each.open_head(target) for each in (whole, trimmed)]
+    tokens = [*np.random.default_rng(4).integers(5, 300, 20).tolist(), 21]
+    run_missing(bound, tokens)
+    for head in heads:
+        head.attach(bound.arena)
+        head.reset(tokens)
+    for path in ((), (22,), (22, 40), (22, 40, 5)):  # tokens that it lacks are read all the same
+        expected = whole.reference.run(tokens, path).logits[-1][KEPT]
+        all_logits, found = (head.logits(path) for head in heads)
+        assert all_logits is not None
+        assert found is not None
+        assert found.shape == KEPT.shape
+        np.testing.assert_allclose(found, expected, atol=1e-3)
+        np.testing.assert_allclose(found, all_logits[KEPT], atol=1e-4)
+        assert heads[1].top_tokens(path, 4).tokens == tuple(KEPT[np.argsort(-expected)[:4]].tolist())
+    assert_accepted_tokens_run_again(trimmed)
+
+
+def test_features_survive_tokens_that_run_once_more(tmp_path: Path) -> None:
+    headed = export_with_mtp_module(tmp_path)
+    tokens = np.random.default_rng(3).integers(5, 300, 50).tolist()
+    bound = bind_with_features(headed.open_target(), CONTEXT)
+    arena = bound.arena
+    assert arena.states is not None
+    for start in range(0, 40, 4):  # of every chain of four draft tokens, two are accepted
+        bound.forward([*tokens[arena.length : arena.length + 2], 7, 8])
+        arena.compact(arena.length, [0, 1])
+        assert arena.length == start // 2 + 2
+    arena.rewind_to(13)  # where no states are known
+    bound.forward(tokens[13:20])
+    arena.commit(7)
+    assert arena.replayed > 0
+    assert arena.features is not None
+    np.testing.assert_allclose(arena.features.read(0, 20), headed.reference.features(tokens[:20]), atol=2e-4)
+
+
+def test_a_model_without_the_module_says_how_to_get_it(tmp_path: Path) -> None:
+    with (
+        edgerun.load(write_bundle(tmp_path), cache=False) as engine,
+        pytest.raises(InputError, match="multi-token-prediction"),
+    ):
+        engine.generate("the", speculation=Speculation.of(Source.MTP))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,20 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgerun
-from edgerun import BundleError, Engine, GenerateOptions
+from edgerun import BundleError
 from edgerun.edge.cli.main import main
 from edgerun.export.drafts.skipped_layers import SubLayer, SubLayerKind, write_layer_skip_draft
-from edgerun.models.bundle import open_bundle
+from edgerun.export.drafts.trimmed_head import trim_own_draft
+from edgerun.models.bundle import holds_only_bundle_files, open_bundle
 from edgerun.models.pairing import find_draft
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph import packed_files
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
-from edgerun.runtime.speculation.choice import DraftSampling, Speculation
+from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.draft_loading import DraftTarget, load_layer_skip_draft
 from edgerun.runtime.speculation.drafters.target_drafts import LayerSkipDraft
 from edgerun.runtime.speculation.tree import Source
-from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.tiny_models import write_bundle
 
 CONFIG = SessionConfig(choose_device("cpu"), 1)
@@ -36,8 +35,6 @@ SKIPPED = (
     SubLayer(3, SubLayerKind.ATTENTION),
 )
 MODEL = Speculation.of(Source.MODEL)
-GREEDY = GenerateOptions(max_tokens=24)
-SAMPLED = GenerateOptions(max_tokens=24, temperature=0.8, top_k=40, top_p=0.95, repeat_penalty=1.1, seed=3)
 TOKENS = st.lists(st.integers(20, 24), min_size=1, max_size=12)
 PATHS = st.lists(st.integers(20, 24), max_size=3).map(tuple)
 
@@ -47,23 +44,6 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_bundle(tmp_path_factory.mktemp("own"), num_hidden_layers=6, max_position_embeddings=600)
     write_layer_skip_draft(folder, SKIPPED)
     return folder
-
-
-def loaded(bundle: Path, **options: object) -> Engine:
-    """An engine for which every draft token pays."""
-    engine = edgerun.load(bundle, threads=1, cache=False, **options)
-    drafter_pool = engine.model.drafters
-    drafter_pool._pass_cost = FixedCost(NEARLY_FREE)
-    draft = drafter_pool.draft_model()
-    assert draft is not None
-    draft.cost = FixedCost({128: {1: 1e-6, 16: 1.1e-6}})
-    return engine
-
-
-@pytest.fixture(scope="module")
-def engine(bundle: Path) -> Iterator[Engine]:
-    with loaded(bundle) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -86,98 +66,6 @@ def read(target: GraphSession, tokens: list[int]) -> BoundSession:
         bound.forward(tokens)
         bound.arena.commit(len(tokens))
     return bound
-
-
-@pytest.mark.parametrize("choice", [Speculation.AUTO, MODEL], ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [GREEDY, GREEDY.changed({"exact": True}), SAMPLED],
-    ids=["greedy", "exact", "sampled"],
-)
-def test_the_output_is_that_of_plain_decoding(engine: Engine, choice: Speculation, options: GenerateOptions) -> None:
-    drafted = 0
-    for prompt in ("the other thing", "in the in the in the", "a"):
-        plain = engine.generate(prompt, options, speculation=Speculation.OFF)
-        reply = engine.generate(prompt, options, speculation=choice)
-        assert (reply.text, reply.finish_reason) == (plain.text, plain.finish_reason)
-        if "model" in reply.stats.by_source:
-            drafted += reply.stats.by_source["model"].drafted
-    assert drafted > 0
-
-
-@pytest.mark.parametrize("draft_sampling", [DraftSampling.CHAIN, DraftSampling.TREE])
-def test_draft_tokens_can_be_sampled_from_it(engine: Engine, draft_sampling: DraftSampling) -> None:
-    reply = engine.generate("the other thing", SAMPLED, draft_sampling=draft_sampling)
-    assert reply.stats.by_source["model"].drafted > 0
-    assert_slots_are_the_targets(engine)
-
-
-def test_it_runs_on_an_int8_cache(bundle: Path) -> None:
-    with loaded(bundle, kv="int8") as engine:
-        expected = engine.generate("the", max_tokens=24, speculation=Speculation.OFF).text
-        reply = engine.generate("the", max_tokens=24, speculation=MODEL)
-        assert reply.text == expected
-        assert reply.stats.by_source["model"].drafted > 0
-
-
-def assert_slots_are_the_targets(engine: Engine) -> None:
-    """The cache slots of the last answer are those of the target alone."""
-    kept = engine.model.prefixes._kept[-1]
-    arena = kept.arena
-    alone = engine.model.new_sequence().bound
-    alone.forward(kept.token_ids)
-    alone.arena.commit(arena.length)
-    for found, expected in zip(arena.snapshot(), alone.arena.snapshot(), strict=True):
-        np.testing.assert_allclose(found, expected, atol=2e-4)
-
-
-def test_after_every_round_the_slots_are_the_targets(engine: Engine) -> None:
-    for max_tokens in range(1, 14):
-        reply = engine.generate("in the in", max_tokens=max_tokens, speculation=MODEL)
-        assert_slots_are_the_targets(engine)
-    assert reply.stats.by_source["model"].accepted > 0
-
-
-def test_a_long_answer_grows_the_cache_under_the_draft(engine: Engine) -> None:
-    prompt = "in the other thing " * 20
-    plain = engine.generate(prompt, max_tokens=100, speculation=Speculation.OFF)
-    assert engine.generate(prompt, max_tokens=100, speculation=MODEL).text == plain.text
-    assert engine.model.prefixes._kept[-1].arena.capacity > 256
-    assert_slots_are_the_targets(engine)
-
-
-def test_alternating_conversations_use_their_own_caches(engine: Engine, tmp_path: Path) -> None:
-    said = ["the", "and then", "of it"]
-
-    def talk(choice: Speculation, *, put_aside: bool) -> list[str]:
-        sessions = [engine.session(), engine.session(system="be brief")]
-        answers = []
-        for text in said:
-            for number, session in enumerate(sessions):
-                answers.append(session.send(text, max_tokens=12, speculation=choice).text)
-                if put_aside:
-                    session.save(tmp_path / f"{number}.session")
-                    session.close()
-                    sessions[number] = engine.session(resume=tmp_path / f"{number}.session")
-        return answers
-
-    plain = talk(Speculation.OFF, put_aside=False)
-    assert talk(MODEL, put_aside=False) == plain
-    assert talk(MODEL, put_aside=True) == plain
-
-
-def test_a_cancelled_answer_leaves_a_valid_cache(engine: Engine) -> None:
-    plain, drafted = engine.session(), engine.session()
-    for session, choice in ((plain, Speculation.OFF), (drafted, MODEL)):
-        stream = session.stream("the other", max_tokens=30, speculation=choice)
-        next(iter(stream))
-        stream.close()
-        session.messages.clear()
-    answers = [
-        session.send("and", max_tokens=30, speculation=choice).text
-        for session, choice in ((plain, Speculation.OFF), (drafted, MODEL))
-    ]
-    assert answers[0] == answers[1]
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +106,19 @@ def expected(draft: LayerSkipDraft, target: GraphSession, text: list[int], path:
     owner = read(target, text[:-1])
     draft.attach(owner.arena)
     return draft._bound.forward([text[-1], *path])[-1].copy()
+
+
+def test_its_head_may_be_trimmed(bundle: Path, target: GraphSession, tmp_path: Path) -> None:
+    folder, kept = Path(shutil.copytree(bundle, tmp_path / "trimmed")), np.arange(0, 300, 5)
+    trim_own_draft(folder, kept)
+    assert (folder / "model.onnx.data").read_bytes() == (bundle / "model.onnx.data").read_bytes()
+    assert holds_only_bundle_files(folder)
+    bound, logits = read(target, [20, 21, 22]), []
+    for model in (own_draft(bundle, target), own_draft(folder, target)):
+        model.attach(bound.arena)
+        model.reset([20, 21, 22, 23])
+        logits.append(np.stack([model.logits(path) for path in ((), (21,), (21, 7))]))
+    np.testing.assert_allclose(logits[1], logits[0][:, kept], atol=1e-5)
 
 
 def test_a_draft_of_an_arena_that_is_gone_has_no_logits(bundle: Path, target: GraphSession) -> None:

@@ -167,11 +167,6 @@ def test_a_table_of_nothing_has_no_candidates(sequences: list[list[int]]) -> Non
         assert drafter.candidates(drafter.state()) == []
 
 
-def test_contexts_do_not_span_sequences() -> None:
-    assert table_of([[1], [2], [1], [2]]).find([1]) == [[]]
-    assert len(table_of([[1, 2], [1, 2]]).find([1])[0]) == 1
-
-
 @settings(max_examples=100)
 @given(small_texts, st.lists(st.integers(0, VOCABULARY - 1), max_size=8))
 def test_candidates_keep_the_drafter_interface(sequences: list[list[int]], text: list[int]) -> None:
@@ -284,13 +279,3 @@ def test_an_open_table_survives_its_replacement(tmp_path: Path) -> None:
     write_table(path, [[1, 3, 1, 3, 1, 3]], vocab_size=VOCABULARY, key=KEY)
     assert table.find([1]) == before
     assert opened(path).find([1]) != before
-
-
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux lists the files that a process has mapped")
-def test_an_open_table_does_not_hold_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "table"
-    write_table(path, [[1, 2, 1, 2, 1, 2]], vocab_size=VOCABULARY, key=KEY)
-    table = opened(path)
-    assert len(table) > 0
-    assert path.as_posix() not in Path("/proc/self/maps").read_text("utf-8")
-    assert not any(each.readlink() == path for each in Path("/proc/self/fd").iterdir() if each.is_symlink())

@@ -21,6 +21,7 @@ from edgerun.runtime.speculation.pass_cost import PassCost
 from edgerun.runtime.speculation.sampled_speculator import verify_block, verify_recursive
 from edgerun.runtime.speculation.tree import Source
 from edgerun.runtime.speculation.verification import VerifyResult
+from support.chi_square import expect_distribution, sequences
 from support.tiny_models import write_bundle
 
 V = 16
@@ -171,29 +172,21 @@ def test_only_draft_tokens_that_were_tried_are_learned_from(model: DraftModel) -
     assert drafter.estimate.rate(draft.distributions[0], 1) < second
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("verify", "chain"), [(verify_block, True), (verify_recursive, False)], ids=["block", "recursive"]
+    ("verify", "chain", "seeds"),
+    [
+        (verify_block, True, 200),
+        pytest.param(verify_block, True, 1200, marks=pytest.mark.nightly),
+        pytest.param(verify_recursive, False, 1200, marks=pytest.mark.nightly),
+    ],
 )
 def test_sequences_have_the_targets_distribution(
-    graphs: tuple[GraphSession, GraphSession], model: DraftModel, verify: Callable, chain: bool
+    graphs: tuple[GraphSession, GraphSession], model: DraftModel, verify: Callable, chain: bool, seeds: int
 ) -> None:
-    """Chi-square test over sequences of three tokens, in as many rounds as they take; drafts stop where they pay."""
-    graph, length, seeds, prompt = graphs[0], 3, 1200, [7, 12, 5]
+    """Sequences of three tokens, in as many rounds as they take; drafts stop where they pay."""
+    graph, length, prompt = graphs[0], 3, [7, 12, 5]
     params = replace(SAMPLED, temperature=2.5)
-    exact: Counter[tuple[int, ...]] = Counter()
-    open_ends: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
-    for _ in range(length):
-        grown = []
-        for path, weight in open_ends:
-            distribution = plain_distribution(graph, [*prompt, *path], params)
-            grown += [
-                ((*path, int(token)), weight * float(p))
-                for token, p in zip(distribution.ids, distribution.probs, strict=True)
-            ]
-        open_ends = grown
-    exact.update(dict(open_ends))
-
+    exact = sequences(lambda path: plain_distribution(graph, [*prompt, *path], params), length)
     estimate, found, rounds = AcceptanceEstimate(), Counter[tuple[int, ...]](), 0
     bound = graph.bind(graph.arena(64))
     for seed in range(seeds):
@@ -220,13 +213,7 @@ def test_sequences_have_the_targets_distribution(
             rounds += 1
         found[tuple(text[len(prompt) :])] += 1
     assert rounds < 0.9 * length * seeds
-    assert set(found) <= set(exact)
-    cells = [(found[key], weight * seeds) for key, weight in exact.items() if weight * seeds >= 5]
-    cells.append((seeds - sum(n for n, _ in cells), seeds - sum(e for _, e in cells)))
-    statistic = sum((n - e) ** 2 / e for n, e in cells if e > 1e-6)
-    degrees = len(cells) - 1
-    # The value exceeded with probability 1e-4 (Wilson and Hilferty 1931).
-    assert statistic < degrees * (1 - 2 / (9 * degrees) + 3.719 * (2 / (9 * degrees)) ** 0.5) ** 3
+    expect_distribution(found, exact, seeds)
 
 
 def target_pass(bound: BoundSession, tree) -> np.ndarray:

@@ -1,0 +1,234 @@
+"""Drafts of every kind, from the outside: whatever they draft, the text is plain decoding's."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+pytest.importorskip("onnx", reason="needs the export extra")
+
+
+from edgerun import Engine, GenerateOptions
+from edgerun.edge.cli.main import main
+from edgerun.export import INT4
+from edgerun.export.drafts.skipped_layers import SubLayer, SubLayerKind, write_layer_skip_draft
+from edgerun.export.drafts.trimmed_head import trim_own_draft, write_trimmed
+from edgerun.models.bundle import open_bundle
+from edgerun.models.pairing import find_draft, name_draft
+from edgerun.runtime.kv import layer_states
+from edgerun.runtime.speculation.choice import DraftSampling, Speculation
+from edgerun.runtime.speculation.drafters.draft_model import TopTokens
+from support.draft_heads import check_counts, eager_engine
+from support.nightly import some_nightly
+from support.targets_with_heads import export_with_eagle_head, export_with_mtp_module
+from support.tiny_models import write_bundle, write_checkpoint
+
+OFF, AUTO = Speculation.OFF, Speculation.AUTO
+GREEDY = GenerateOptions(max_tokens=30, ignore_eos=True)
+SAMPLED = GREEDY.changed({"temperature": 0.8, "top_k": 40, "top_p": 0.95, "repeat_penalty": 1.1, "seed": 3})
+OPTIONS = {
+    "greedy": GREEDY,
+    "until the end of the answer": GREEDY.changed({"ignore_eos": False}),
+    "exact": GREEDY.changed({"exact": True}),
+    "sampled": SAMPLED,
+}
+PROMPTS = ("the other thing", "in the in the in the", "a")
+TRIMMED = np.arange(1, 300, 3)
+"""Tokens of a trimmed LM head."""
+
+
+def paired(target: Path, write_draft: Callable[[Path], object]) -> Path:
+    """A bundle with a draft of its own files."""
+    write_draft(target / "draft")
+    name_draft(target, target / "draft")
+    return target
+
+
+def separate(folder: Path, target: str, draft: str) -> Path:
+    bundle = write_bundle(folder, target, max_position_embeddings=600)
+    own = write_bundle(folder / "own", draft, weights=INT4)
+    return paired(bundle, lambda place: shutil.copytree(own, place))
+
+
+def with_trimmed_draft(folder: Path) -> Path:
+    bundle = write_bundle(folder, max_position_embeddings=600)
+    return paired(bundle, lambda place: write_trimmed(open_bundle(bundle), place, TRIMMED))
+
+
+def with_skipped_layers(folder: Path) -> Path:
+    bundle = write_bundle(folder, num_hidden_layers=6, max_position_embeddings=600)
+    write_layer_skip_draft(bundle, [SubLayer(2, kind) for kind in SubLayerKind])
+    return bundle
+
+
+def trimmed(bundle: Path) -> Path:
+    trim_own_draft(bundle, TRIMMED)
+    return bundle
+
+
+KINDS: dict[str, tuple[str, Callable[[Path], Path]]] = {
+    "suffix": ("suffix", lambda folder: write_bundle(folder, max_position_embeddings=600)),
+    "recycle": ("recycle", lambda folder: write_bundle(folder, max_position_embeddings=600)),
+    "trimmed head": ("model", with_trimmed_draft),
+    "layers of the target": ("model", with_skipped_layers),
+    "layers of the target, trimmed head": ("model", lambda folder: trimmed(with_skipped_layers(folder))),
+    "hybrid": ("model", lambda folder: separate(folder, "llama", "qwen3_5_text")),
+    "hybrid pair": ("model", lambda folder: separate(folder, "lfm2", "lfm2")),
+    "EAGLE-3": ("eagle", lambda folder: export_with_eagle_head(folder).bundle),
+    "EAGLE-3 of a hybrid": ("eagle", lambda folder: export_with_eagle_head(folder, family="lfm2").bundle),
+    "MTP, tied head": ("mtp", lambda folder: export_with_mtp_module(folder).bundle),
+    "MTP, separate head": ("mtp", lambda folder: export_with_mtp_module(folder, tie_word_embeddings=False).bundle),
+    "MTP, trimmed head": ("mtp", lambda folder: trimmed(export_with_mtp_module(folder).bundle)),
+}
+"""By kind: the name of the drafter, and what writes a bundle with its draft."""
+
+
+class Drafted(NamedTuple):
+    """An engine with a draft model, for which every draft token pays."""
+
+    engine: Engine
+    drafter: str
+
+    def answer(self, prompt: str, options: GenerateOptions, choice: Speculation | None = None, **more: object) -> int:
+        """Assert that an answer is plain decoding's; returns the number of tokens that the draft model drafted."""
+        plain = self.engine.generate(prompt, options, speculation=OFF)
+        reply = self.engine.generate(prompt, options, speculation=choice or Speculation.parse(self.drafter), **more)
+        assert (reply.text, reply.finish_reason) == (plain.text, plain.finish_reason)
+        assert (plain.stats.drafted, plain.stats.by_source, plain.stats.tokens_per_pass) == (0, {}, 1.0)
+        check_counts(plain.stats)
+        check_counts(reply.stats)
+        counts = reply.stats.by_source.get(self.drafter)
+        return 0 if counts is None else counts.drafted
+
+
+@pytest.fixture(scope="module", params=[*KINDS, pytest.param("hybrid pair of experts", marks=pytest.mark.nightly)])
+def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    experts = ("model", lambda folder: separate(folder, "granitemoehybrid", "granitemoehybrid"))
+    drafter, write = KINDS.get(request.param, experts)
+    return write(tmp_path_factory.mktemp("drafted")), drafter
+
+
+@pytest.fixture(scope="module")
+def drafted(bundle: tuple[Path, str]) -> Iterator[Drafted]:
+    with eager_engine(bundle[0]) as engine:
+        yield Drafted(engine, bundle[1])
+
+
+@pytest.mark.parametrize("auto", [True, False], ids=["auto", "the draft alone"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_text_is_that_of_plain_decoding(drafted: Drafted, auto: bool, options: GenerateOptions) -> None:
+    counts = [drafted.answer(prompt, options, AUTO if auto else None) for prompt in PROMPTS]
+    assert sum(counts) > 0 or not options.ignore_eos
+
+
+def test_edited_prompts_and_kept_prefixes_stay_the_targets(drafted: Drafted) -> None:
+    for length in range(3, 12):
+        for options in (GREEDY, SAMPLED):
+            drafted.answer("the other thing in the other"[: 2 * length], options)
+
+
+def test_a_long_answer_grows_the_cache_under_the_draft(drafted: Drafted) -> None:
+    assert drafted.answer("in the other thing " * 16, GREEDY.changed({"max_tokens": 100})) > 0
+
+
+@pytest.mark.parametrize("draft_sampling", [DraftSampling.CHAIN, DraftSampling.TREE])
+def test_draft_tokens_can_be_sampled_from_it(drafted: Drafted, draft_sampling: DraftSampling) -> None:
+    if drafted.engine.model.drafters.draft_model() is None:
+        pytest.skip("there is no draft model")
+    reply = drafted.engine.generate("the other thing", SAMPLED, draft_sampling=draft_sampling)
+    check_counts(reply.stats)
+    assert reply.stats.by_source[drafted.drafter].drafted > 0
+
+
+def test_it_drafts_beside_an_int8_cache(bundle: tuple[Path, str]) -> None:
+    with eager_engine(bundle[0], kv="int8") as engine:
+        assert Drafted(engine, bundle[1]).answer("in the in the", GREEDY) > 0
+
+
+@pytest.mark.parametrize("put_aside", [False, True], ids=["", "put aside"])
+def test_alternating_conversations_use_their_own_caches(drafted: Drafted, tmp_path: Path, put_aside: bool) -> None:
+    engine = drafted.engine
+
+    def talk(choice: Speculation, *, put_aside: bool) -> list[str]:
+        sessions, answers = [engine.session(), engine.session(system="be brief")], []
+        for text in ("the", "and then", "of it"):
+            for number, session in enumerate(sessions):
+                answers.append(session.send(text, GREEDY, max_tokens=12, speculation=choice).text)
+                if put_aside:
+                    session.save(tmp_path / f"{number}.session")
+                    session.close()
+                    sessions[number] = engine.session(resume=tmp_path / f"{number}.session")
+        return answers
+
+    assert talk(Speculation.parse(drafted.drafter), put_aside=put_aside) == talk(OFF, put_aside=False)
+
+
+def test_a_cancelled_answer_leaves_a_valid_cache(drafted: Drafted) -> None:
+    answers = []
+    for choice in (OFF, Speculation.parse(drafted.drafter)):
+        session = drafted.engine.session()
+        stream = session.stream("the other", GREEDY, speculation=choice)
+        next(iter(stream))
+        stream.close()
+        session.messages.clear()
+        answers.append(session.send("and", GREEDY, speculation=choice).text)
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_wrong_draft_changes_nothing(bundle: tuple[Path, str], options: GenerateOptions) -> None:
+    """The draft model is sure of the least likely tokens."""
+    with eager_engine(bundle[0]) as engine:
+        draft = engine.model.drafters.draft_model()
+        if draft is None:
+            pytest.skip("there is no draft model")
+        right = draft.logits
+        draft.logits = lambda path: None if (found := right(path)) is None else -20 * found  # type: ignore[method-assign]
+        assert Drafted(engine, bundle[1]).answer("the other thing", options) > 10
+
+
+def test_paths_that_nobody_drafts_change_nothing(bundle: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft model is asked about them before it answers; of one that keeps states, one position is held."""
+    monkeypatch.setattr(layer_states, "_HELD_BYTES", 1)
+    with eager_engine(bundle[0]) as engine:
+        draft: Any = engine.model.drafters.draft_model()
+        if draft is None:
+            pytest.skip("there is no draft model")
+        answer = draft.top_tokens
+
+        def asked_first(path: tuple[int, ...], count: int, temperature: float = 1.0) -> TopTokens:
+            for other in ((*path, 7), path[:-1], (*path[:1], 9, 11)):
+                answer(other, count, temperature)
+            return answer(path, count, temperature)
+
+        draft.top_tokens = asked_first
+        for options in (GREEDY, SAMPLED):
+            assert Drafted(engine, bundle[1]).answer("in the in the", options) > 0
+
+
+@pytest.mark.parametrize("target", some_nightly(["lfm2", "llama"], 2))
+def test_export_with_a_draft_that_keeps_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], target: str
+) -> None:
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+    checkpoint, out = write_checkpoint(tmp_path / "checkpoint", target), tmp_path / "bundle"
+    draft = write_checkpoint(tmp_path / "draft", "lfm2", tie_word_embeddings=False)
+    text, words = tmp_path / "text.txt", np.random.default_rng(0).choice(["the", "sea", "and", "sand"], 1200)
+    text.write_text(" ".join(words), encoding="utf-8")
+    choices = ["--draft", str(draft), "--draft-vocab", "60", "--calibration", str(text), "--calibration-tokens", "1100"]
+    assert main(["export", str(checkpoint), str(out), *choices]) == 0
+    found = find_draft(open_bundle(out))
+    assert found is not None
+    assert found.target_ids is not None
+    assert found.target_ids.size == 60
+    texts = []
+    for spec in ("off", "model"):
+        capsys.readouterr()
+        assert main([str(out), "-p", PROMPTS[0], "--raw", "-n", "20", "--device", "cpu", "--spec", spec]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
