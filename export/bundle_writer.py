@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Final
 
@@ -79,7 +79,7 @@ def write_bundle(
     manifest = replace(
         manifest,
         files=files,
-        parity=parity.as_mapping(),
+        parity=asdict(parity),
         quality={} if quality is None else quality.as_mapping(),
         variants=variants,
     )

@@ -65,7 +65,7 @@ def cache_owners(config: Mapping[str, Any], setting: str | None, windows: Sequen
     Args:
         config: the parsed config.json.
         setting: name of the number of last layers without keys and values of their own; None for a family without them.
-        windows: the window of each layer; a layer without keys reads those of the last one before that is of its kind.
+        windows: the window of each layer; a layer without keys reads the keys of the last layer of its kind before it.
 
     Raises:
         CheckpointError: the setting is malformed, or a layer has no other to read from.
@@ -107,7 +107,7 @@ attention. It raises CheckpointError where the settings contradict each other or
 
 
 def no_windows(config: Mapping[str, Any], layers: int) -> list[int | None]:
-    """Full attention in all layers; see `Windows`."""
+    """Full attention in all layers, a rule of `Windows`."""
     if any(_layer_types(config, layers) or []):
         raise CheckpointError(
             f"this {config['model_type']} checkpoint uses sliding-window attention",

@@ -40,7 +40,7 @@ MAX_HEADS: Final = 4096
 _LISTED: Final = "full_attn_idxs"
 """Setting that lists the layers with attention beside convolutions where `layer_types` is absent."""
 _MAMBA: Final = ("mamba", "linear_attention")
-"""Names of the layers with Mamba-2 in `layer_types`: those of checkpoints, and those that transformers 5 writes."""
+"""Names of the layers with Mamba-2 in `layer_types`: in checkpoints, and as transformers 5 writes them."""
 _ATTENTION_OF_MAMBA: Final = ("attention", "full_attention")
 _INFINITE: Final = (math.inf, "Infinity", {"__float__": "Infinity"})
 """Forms in which releases of transformers write an infinite number."""

@@ -19,7 +19,7 @@ logs that it expands a matrix to float32 instead, which is many times slower.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -73,10 +73,6 @@ class Parity:
     """Mean over positions of KL(reference on the checkpoint's weights || graph as shipped), in nats."""
     top1_agreement: float
     """Share of positions where the two have the same most likely token."""
-
-    def as_mapping(self) -> dict[str, float]:
-        """The numbers by name, as stored in `Manifest.parity`."""
-        return asdict(self)
 
 
 class RoundedLinears(ModelSource):

@@ -98,10 +98,10 @@ class DecoderConfig:
     layers: int
     heads: int
     kv_heads: int
-    """Number of key and value heads; with `head_dim` that of the first layer where layers differ."""
+    """Number of key and value heads; like `head_dim` of the first layer where layers differ."""
     head_dim: int
     rotated_channels: int
-    """Number of leading channels of a head that are rotated; that of the first layer where layers differ."""
+    """Number of leading channels of a head that are rotated, in the first layer where layers differ."""
     attention: tuple[LayerAttention, ...]
     """One entry per layer."""
     per_layer_width: int

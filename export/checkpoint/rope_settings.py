@@ -32,7 +32,7 @@ class Rotations:
     local_channels: int
     """The same in sliding-window layers."""
     local_rope: Rope
-    """Rotary embedding of sliding-window layers; that of other layers where the family has only one."""
+    """Rotary embedding of sliding-window layers; the same as `rope` where the family has only one."""
 
 
 def max_positions(config: Mapping[str, Any]) -> int:

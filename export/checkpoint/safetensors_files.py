@@ -86,7 +86,7 @@ class Checkpoint(ModelSource):
         Args:
             folder: The checkpoint.
             renamed: Prefixes of tensor names, and those that such names have instead in the files; the first that fits
-                applies. None for those of a language model, which are found out.
+                applies. None for a language model, whose prefixes are found out.
             single_file: Name of the file with all weights, unless they are in several.
 
         Raises:
@@ -135,7 +135,7 @@ class Checkpoint(ModelSource):
         return values
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor; for stacked experts, that of the matrix of all experts."""
+        """The shape of a tensor; for stacked experts, of the matrix of all experts."""
         stack = self._stack(name)
         return self._find(name).shape if stack is None else stack.shape
 

@@ -22,17 +22,10 @@ ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
 """Supported general.architecture values, which are also the model_type; Mistral and SmolLM files say llama."""
 
 _NEUTRAL_VALUES: Final = {
-    "expert_count": 0,
-    "attention.sliding_window": 0,
-    "attn_logit_softcapping": 0,
-    "final_logit_softcapping": 0,
-    "attention.clamp_kqv": 0,
-    "attention.max_alibi_bias": 0,
-    "attention.scale": 0,
-    "attention.temperature_scale": 0,
-    "logit_scale": 1,
-    "residual_scale": 1,
-    "embedding_scale": 1,
+    **dict.fromkeys(("expert_count", "attention.sliding_window", "attn_logit_softcapping"), 0),
+    **dict.fromkeys(("final_logit_softcapping", "attention.clamp_kqv", "attention.max_alibi_bias"), 0),
+    **dict.fromkeys(("attention.scale", "attention.temperature_scale"), 0),
+    **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale"), 1),
 }
 """Settings of other architectures, each with the value that has no effect."""
 RopeFactors = npt.NDArray[np.float32]

@@ -145,7 +145,7 @@ class Initializers:
             head: name of a tied LM head; empty for none.
 
         Returns:
-            Names for GatherBlockQuantized, like those of `quantized` but with scales [N, blocks, 1] and unpacked zero
+            Names for GatherBlockQuantized, as from `quantized` but with scales [N, blocks, 1] and unpacked zero
             points of that shape, uint8. Then names for the MatMulNBits of the head, which share the bytes of codes and
             scales; zero points are stored once more, packed.
         """

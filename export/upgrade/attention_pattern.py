@@ -245,7 +245,7 @@ def _scale(runner: SubgraphRunner, site: Attention) -> tuple[float, float]:
 
 
 def _require_attention(runner: SubgraphRunner, attention: Attention, seen: Array) -> None:
-    """Compare the output for random heads with that of `attention`; `seen` is the mask, bool [new, total]."""
+    """Compare the output for random heads with what `attention` computes; `seen` is the mask, bool [new, total]."""
     lengths = _RANDOM_PASS
     random = np.random.default_rng(attention.layer)
     shape = (lengths.total, attention.head_dim)

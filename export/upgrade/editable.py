@@ -19,7 +19,7 @@ Rules:
 - `Constant` nodes of the file are tensors here and `Identity` nodes are removed, so a constant is always in
   `graph.tensors`. Constants inside the branches of If and Loop stay there. `Node.captured` lists what such a branch
   reads from the enclosing graph; these values count as read.
-- Tensors are not loaded to be copied: those of the source are ranges of its files (`graph_parts.FileRange`), large new
+- Tensors are not loaded to be copied: the source's are ranges of its files (`graph_parts.FileRange`), large new
   ones are computed while the new file is written, in the order in which they were added (`graph_parts.Computed`).
 - `replace_uses` does not change graph outputs; `rename` and `replace_value` do, and `set_output` declares one.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
@@ -153,7 +154,7 @@ def _write(
         bits_per_weight=bits_per_weight(matrices),
         files={WEIGHTS_NAME: data.digest()}
         | {name: digest_file(folder / name) for name in names if (folder / name).is_file()},
-        parity=parity.as_mapping(),
+        parity=asdict(parity),
         producer=PRODUCER,
         command=command,
     )

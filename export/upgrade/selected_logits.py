@@ -37,7 +37,7 @@ _BY_MATRIX: Final = frozenset(("MatMul", "MatMulNBits", "MatMulBnb4", "MoE", "QM
 
 
 def select_positions(graph: EditableGraph) -> None:
-    """Make the logits [R, V] those of the positions in `logit_rows`.
+    """Give logits [R, V] of the positions in `logit_rows` alone.
 
     Raises:
         BundleError: the model has no head.

@@ -46,7 +46,7 @@ class SubgraphRunner:
         """Learn the shapes of the graph's values.
 
         Raises:
-            BundleError: the graph's inputs are not those of a decoder with a cache, or it cannot be run.
+            BundleError: the graph is not a decoder with a cache, or it cannot be run.
         """
         self.graph = graph
         self.order: dict[Node, int] = {node: index for index, node in enumerate(graph.in_order())}

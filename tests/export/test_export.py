@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import asdict
 from pathlib import Path
 
 import ml_dtypes
@@ -174,7 +175,7 @@ def test_bundle_is_complete(tmp_path) -> None:
         assert digest_file(report.bundle / name) == digest
     assert bundle.manifest.architecture.context == 100
     assert bundle.manifest.command == "edge-run export checkpoint bundle"
-    assert bundle.manifest.parity == report.parity.as_mapping()
+    assert bundle.manifest.parity == asdict(report.parity)
     assert bundle.manifest.bits_per_weight == report.bits_per_weight
     assert report.seconds > 0
     for stage in ("writing weights", "checking"):
