@@ -16,7 +16,7 @@ from ..models.hub.downloaded_model import looks_like_hub_id
 from ..models.json_file import read_json_object
 from ..models.manifest import GraphLayout
 from ..models.progress import Progress, silent
-from ..runtime.embedding import Pooling
+from ..runtime.embedding import is_mean_pooled
 from .architectures import supported_families
 from .bundle_content import BundleContent
 from .bundle_writer import write_bundle
@@ -180,7 +180,8 @@ def export_checkpoint(
     require_apart(source, destination)
     with open_source(source) as (config, checkpoint):
         if recipe.hidden_states and (pooling := checkpoint.folder / SENTENCE_POOLING).is_file():
-            Pooling.parse(read_json_object(pooling, CheckpointError, "download the checkpoint again"), str(pooling))
+            # Raises for another pooling than the two that are known.
+            is_mean_pooled(read_json_object(pooling, CheckpointError, "download the checkpoint again"), str(pooling))
         require_expressible(recipe, draft, config)
         context, plan = recipe.context_for(config), recipe.quant_plan(config, checkpoint.stored_format)
         content = BundleContent(

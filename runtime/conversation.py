@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from types import TracebackType
@@ -182,9 +181,10 @@ class Session:
         Raises:
             InputError: the file is missing, damaged, or of another model.
         """
-        saved = _Saved.read(path, _largest_file(model))
-        saved.require_model(path, model.bundle)
-        tokens, messages = saved.tokens, saved.messages
+        about, arrays = _read_saved(path, _largest_file(model))
+        _require_model(about, path, model.bundle)
+        tokens, messages = arrays["tokens"], about["messages"]
+        saved = _numbered(arrays, "scales.") if about.get("kv") == KVFormat.INT8 else None
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < model.graph_io.vocab_size:
             raise InputError(f"{path} is damaged: it holds tokens that the model does not have", _HINT)
         system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
@@ -192,15 +192,15 @@ class Session:
         arena = model.new_arena()
         scales = _scales_by_type(model, arena)
         try:
-            arena.restore(convert_snapshot(saved.cache, saved.scales, scales, list(arena.groups)))
+            arena.restore(convert_snapshot(_numbered(arrays, "rows."), saved, scales, list(arena.groups)))
         except ValueError as error:
             raise InputError(f"{path} is damaged: {error}", _HINT) from error
         if arena.length != tokens.size:
             raise InputError(f"{path} is damaged: {tokens.size} tokens, {arena.length} cache slots", _HINT)
         # Converted slots are not those that plain decoding would have written, and another device computes other last
         # bits.
-        is_same = saved.device == model.device.provider and _are_same(saved.scales, scales)
-        arena.plain_length = min(saved.plain, arena.plain_length) if is_same else 0
+        is_same = about["device"] == model.device.provider and _are_same(saved, scales)
+        arena.plain_length = min(about["plain"], arena.plain_length) if is_same else 0
         with model.queue.turn():
             if arena.length:
                 model.prefixes.keep(arena, tokens.tolist())
@@ -231,83 +231,61 @@ class Session:
         return self._chat.before_user(self.messages)
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """Contents of a file that `Session.save` wrote."""
+def _read_saved(path: Path, max_bytes: int) -> tuple[dict[str, Any], Mapping[str, npt.NDArray[Any]]]:
+    """Read a file that `Session.save` wrote, of at most `max_bytes` bytes, unpacked too, and check its contents' types.
 
-    format: int
-    model: str
-    """Fingerprint of the model."""
-    name: str
-    """Name of the model for people; empty in files of earlier versions."""
-    messages: list[Message]
-    tokens: npt.NDArray[np.int64]
-    cache: tuple[npt.NDArray[Any], ...]
-    """Snapshot of the KV cache."""
-    scales: tuple[npt.NDArray[np.float32], ...] | None
-    """Scales of the arrays of an int8 cache; None of a float cache."""
-    plain: int
-    """Number of leading cache slots that plain decoding computed."""
-    device: str
-    """Execution provider that computed the cache; the CPU's in files of earlier versions."""
+    Returns:
+        What it says of the conversation, and the arrays with the token ids, the cache, and the scales of an int8 cache.
 
-    @classmethod
-    def read(cls, path: Path, max_bytes: int) -> _Saved:
-        """Read a file of at most `max_bytes` bytes, unpacked too, and check the types of its contents.
+    Raises:
+        InputError: it cannot be read, or is not such a file.
+    """
+    try:
+        arrays = read_arrays(path, max_bytes)
+        tokens = arrays["tokens"]
+        # Files of earlier versions have no name, and were computed on the CPU.
+        about = {"name": "", "plain": 0, "device": CPU_PROVIDER, **json.loads(arrays["about"].tobytes())}
+        about["messages"] = _checked_messages(about["messages"])
+        if not about.keys() >= {"format", "model"}:
+            raise KeyError
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}", _HINT) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputError(f"{path} is not a saved conversation", _HINT) from error
+    scales = _numbered(arrays, "scales.") if about.get("kv") == KVFormat.INT8 else ()
+    if (
+        tokens.dtype != np.int64
+        or tokens.ndim != 1
+        or not all(array.dtype.kind in "fiu" and np.isfinite(array).all() for array in _numbered(arrays, "rows."))
+        or not all(each.dtype == np.float32 and np.isfinite(each).all() and (each > 0).all() for each in scales)
+        or not is_whole(about["plain"], 0)
+    ):
+        raise InputError(f"{path} is damaged", _HINT)
+    return about, arrays
 
-        Raises:
-            InputError: it cannot be read, or is not such a file.
-        """
-        try:
-            stored = read_arrays(path, max_bytes)
-            about = json.loads(stored["about"].tobytes())
-            tokens = stored["tokens"]
-            cache = tuple(stored[name] for name in sorted(stored) if name.startswith("rows."))
-            scales = tuple(stored[name] for name in sorted(stored) if name.startswith("scales."))
-            saved = cls(
-                about["format"],
-                about["model"],
-                str(about.get("name", "")),
-                _checked_messages(about["messages"]),
-                tokens,
-                cache,
-                scales if about.get("kv") == KVFormat.INT8 else None,
-                about.get("plain", 0),
-                about.get("device", CPU_PROVIDER),
-            )
-        except OSError as error:
-            raise InputError(f"{path} cannot be read: {error.strerror or error}", _HINT) from error
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise InputError(f"{path} is not a saved conversation", _HINT) from error
-        if (
-            tokens.dtype != np.int64
-            or tokens.ndim != 1
-            or not all(array.dtype.kind in "fiu" and np.isfinite(array).all() for array in cache)
-            or not all(each.dtype == np.float32 and np.isfinite(each).all() for each in saved.scales or ())
-            or not all((each > 0).all() for each in saved.scales or ())
-            or not is_whole(saved.plain, 0)
-        ):
-            raise InputError(f"{path} is damaged", _HINT)
-        return saved
 
-    def require_model(self, path: Path, bundle: Bundle) -> None:
-        """Check that this conversation was saved with a model.
+def _numbered(arrays: Mapping[str, npt.NDArray[Any]], prefix: str) -> tuple[npt.NDArray[Any], ...]:
+    return tuple(arrays[name] for name in sorted(arrays) if name.startswith(prefix))
 
-        Raises:
-            InputError: it was saved with another one, or by another version of edge-run.
-        """
-        if self.format != _FORMAT:
-            raise InputError(f"{path} was saved by another version of edge-run", "start a new conversation")
-        if self.model == bundle.fingerprint:
-            return
-        current = model_name(bundle.folder)
-        if not self.name:
-            raise InputError(f"{path} was saved with another model than {current}", "load the one it was saved with")
-        if self.name == current:
-            raise InputError(
-                f"{path} was saved with other files of {current}, which has changed since", "start a new conversation"
-            )
-        raise InputError(f"{path} was saved with the model {self.name:.100}, not {current}", f"load {self.name:.100}")
+
+def _require_model(about: Mapping[str, Any], path: Path, bundle: Bundle) -> None:
+    """Check that a conversation was saved with a model.
+
+    Raises:
+        InputError: it was saved with another one, or by another version of edge-run.
+    """
+    if about["format"] != _FORMAT:
+        raise InputError(f"{path} was saved by another version of edge-run", "start a new conversation")
+    if about["model"] == bundle.fingerprint:
+        return
+    name, current = str(about["name"]), model_name(bundle.folder)
+    if not name:
+        raise InputError(f"{path} was saved with another model than {current}", "load the one it was saved with")
+    if name == current:
+        raise InputError(
+            f"{path} was saved with other files of {current}, which has changed since", "start a new conversation"
+        )
+    raise InputError(f"{path} was saved with the model {name:.100}, not {current}", f"load {name:.100}")
 
 
 def _message(answer: Sequence[Chunk], begun: AnswerParts) -> Message | None:

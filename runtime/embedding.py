@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from enum import Enum
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import BundleError, ContextError, EdgeError, InputError
-from ..models.bundle import POOLING_NAME, SENTENCE_POOLING, Bundle
+from ..models.bundle import POOLING_NAME, SENTENCE_POOLING
 from ..models.find import model_name
 from .graph.bound_graph import BoundGraph
 from .loaded_model import LoadedModel
@@ -24,41 +23,27 @@ _MODES: Final[Mapping[str, str]] = {"pooling_mode_lasttoken": "lasttoken", "pool
 """Flags of sentence-transformers' pooling config that edge-run supports, and what newer versions write instead."""
 
 
-class Pooling(Enum):
-    """How the hidden states of a text's tokens become one vector."""
+def is_mean_pooled(config: Mapping[str, Any], name: str) -> bool:
+    """Whether the states of a text's tokens become one vector by their mean, or the last one stands for the text.
 
-    LAST = "lasttoken"
-    """That of the last token: the only one that has read the whole text, as attention is causal."""
-    MEAN = "mean"
-    """Their mean."""
+    The last token is the only one that has read the whole text, as attention is causal.
 
-    @classmethod
-    def of(cls, bundle: Bundle) -> Pooling:
-        """The pooling that a model was trained with: what the config of sentence-transformers says, else LAST.
+    Args:
+        config: the pooling config of sentence-transformers.
+        name: the name of its file.
 
-        Raises:
-            BundleError: the config cannot be read.
-            InputError: it says something that edge-run does not support.
-        """
-        name = next((each for each in (SENTENCE_POOLING, POOLING_NAME) if bundle.file(each) is not None), None)
-        return cls.LAST if name is None else cls.parse(bundle.json_file(name), name)
-
-    @classmethod
-    def parse(cls, config: Mapping[str, Any], name: str) -> Pooling:
-        """The pooling of a config of sentence-transformers, in a file of this name.
-
-        Raises:
-            InputError: as for `of`.
-        """
-        mode = config.get("pooling_mode")
-        chosen = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
-        modes = [mode] if isinstance(mode, str) else [_MODES.get(key, key) for key in chosen]
-        if len(modes) != 1 or modes[0] not in _MODES.values():
-            raise InputError(
-                f"{name} asks for the pooling {' and '.join(modes) or 'of nothing'}",
-                f"edge-run supports {' and '.join(_MODES)}",
-            )
-        return cls(modes[0])
+    Raises:
+        InputError: it says something that edge-run does not support.
+    """
+    mode = config.get("pooling_mode")
+    chosen = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
+    modes = [mode] if isinstance(mode, str) else [_MODES.get(key, key) for key in chosen]
+    if len(modes) != 1 or modes[0] not in _MODES.values():
+        raise InputError(
+            f"{name} asks for the pooling {' and '.join(modes) or 'of nothing'}",
+            f"edge-run supports {' and '.join(_MODES)}",
+        )
+    return modes[0] == "mean"
 
 
 def embed_texts(
@@ -78,7 +63,8 @@ def embed_texts(
             f"{model_name(model.bundle.folder)} does not give hidden states, which embeddings are made of",
             "export the model with --hidden-states",
         )
-    pooling = Pooling.of(model.bundle)
+    name = next((each for each in (SENTENCE_POOLING, POOLING_NAME) if model.bundle.file(each) is not None), None)
+    mean = name is not None and is_mean_pooled(model.bundle.json_file(name), name)
     prompts = [
         model.tokenizer.encode(text, add_special_tokens=True) if isinstance(text, str) else list(text) for text in texts
     ]
@@ -88,7 +74,7 @@ def embed_texts(
     if prompts:
         bound = model.new_sequence(hidden_states=True).bound
         for row, token_ids in zip(embeddings, prompts, strict=True):
-            row[:] = _normalized(_pooled(bound, token_ids, pooling, turn, cancelled))
+            row[:] = _normalized(_pooled(bound, token_ids, turn, cancelled, mean=mean))
     return embeddings
 
 
@@ -106,7 +92,7 @@ def _check_fits(model: LoadedModel, index: int, token_ids: Sequence[int]) -> Non
 
 
 def _pooled(
-    bound: BoundGraph, token_ids: Sequence[int], pooling: Pooling, turn: Turn, cancelled: Callable[[], bool]
+    bound: BoundGraph, token_ids: Sequence[int], turn: Turn, cancelled: Callable[[], bool], *, mean: bool
 ) -> npt.NDArray[np.floating[Any]]:
     """The pooled hidden states `[d]` of a text.
 
@@ -124,13 +110,13 @@ def _pooled(
             raise EdgeError("the embedding was cancelled")
         chunk = token_ids[arena.length : arena.length + width]
         # A graph that selects positions gives hidden states, like logits, of the selected ones only.
-        wanted = range(len(chunk)) if pooling is Pooling.MEAN else (len(chunk) - 1,)
+        wanted = range(len(chunk)) if mean else (len(chunk) - 1,)
         with turn():
             hidden = bound.hidden_states(chunk, wanted)
             arena.commit(len(chunk))
-        if pooling is Pooling.MEAN:
+        if mean:
             total += hidden.sum(axis=0, dtype=np.float64)
-    return total / len(token_ids) if pooling is Pooling.MEAN else hidden[-1]
+    return total / len(token_ids) if mean else hidden[-1]
 
 
 def _normalized(vector: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.floating[Any]]:

@@ -18,8 +18,6 @@ from ..graph.attention_edits import NodeList
 
 _UINT8: Final = ELEMENT_TYPES[np.dtype(np.uint8)]
 _FLOAT: Final = ELEMENT_TYPES[np.dtype(np.float32)]
-GATHER: Final = "GatherBlockQuantized"
-MATMUL: Final = "MatMulNBits"
 
 
 def compute_in_float(editor: GraphEditor) -> None:
@@ -27,13 +25,9 @@ def compute_in_float(editor: GraphEditor) -> None:
 
     Where WebGPU has a kernel for level 4 depends on the shape of a matrix; level 0 is the same everywhere.
     """
-
-    def replaced(each: Message) -> Iterable[Message]:
+    for each in editor.graph.node:
         if "accuracy_level" in attributes_of(each):
             set_attribute(each, "accuracy_level", 0)
-        return [each]
-
-    editor.rewrite(replaced)
 
 
 def expand_embedding(editor: GraphEditor, gathers_blocks: bool) -> None:
@@ -47,7 +41,7 @@ def expand_embedding(editor: GraphEditor, gathers_blocks: bool) -> None:
     """
 
     def replaced(each: Message) -> Iterable[Message]:
-        if each.op_type != GATHER:
+        if each.op_type != "GatherBlockQuantized":
             return [each]
         attributes = attributes_of(each)
         bits, block = attributes.get("bits", 4), attributes["block_size"]
@@ -97,7 +91,7 @@ def expand_matrices(editor: GraphEditor, kernels: Collection[int]) -> None:
 
     def replaced(each: Message) -> Iterable[Message]:
         attributes = attributes_of(each)
-        if each.op_type != MATMUL or attributes.get("bits", 4) in kernels:
+        if each.op_type != "MatMulNBits" or attributes.get("bits", 4) in kernels:
             return [each]
         bits, block, rows, columns = (attributes[name] for name in ("bits", "block_size", "N", "K"))
         inputs = [*each.input, "", "", ""]

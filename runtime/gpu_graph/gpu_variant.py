@@ -7,19 +7,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from ...models.atomic import write_atomically
 from ...models.bundle import GRAPH_NAME, Bundle
-from ...models.file_system import remove
 from ...models.graph_variant import DeviceKind
 from ...models.regular_file import read_regular
-from ...models.user_folders import cache_folder
+from ..graph.packed_files import is_intact, packed_folder, written_folder
 from ..graph.session import SessionConfig
 from .rewriting import REWRITING, form_of
 
 _MAX_CACHED_BYTES: Final = 64 << 20
 """Largest graph that is cached; a larger one has its weights inside and is made again at every load."""
-_MAX_FILES: Final = 64
-"""Cached graphs; beyond it the oldest are deleted. One of a bundle takes up to a megabyte."""
 
 
 def variant_for(bundle: Bundle, config: SessionConfig, *, cache: bool, plain: bool = False) -> Path | bytes:
@@ -38,7 +34,7 @@ def variant_for(bundle: Bundle, config: SessionConfig, *, cache: bool, plain: bo
     Raises:
         BundleError: the model's graph is not an ONNX model.
     """
-    provider, path = config.device.provider, None
+    provider, folder = config.device.provider, None
     form = form_of(provider)
     if bundle.manifest is not None and bundle.graph.name == GRAPH_NAME:
         for variant in bundle.manifest.variants:
@@ -46,11 +42,10 @@ def variant_for(bundle: Bundle, config: SessionConfig, *, cache: bool, plain: bo
             if fits and variant.plain is plain and (not variant.providers or provider in variant.providers):
                 return bundle.graph.parent / variant.file
     if cache and bundle.graph.stat().st_size <= _MAX_CACHED_BYTES:
-        digest = hashlib.sha256(read_regular(bundle.graph, _MAX_CACHED_BYTES))
-        digest.update(f"\0{REWRITING}\0{form}\0{plain}".encode())
-        path = cache_folder() / "graphs" / f"{digest.hexdigest()[:32]}.onnx"
-        if (model := _read_cached(path)) is not None:
-            return model
+        digest = hashlib.sha256(read_regular(bundle.graph, _MAX_CACHED_BYTES)).hexdigest()
+        folder = packed_folder("gpu-graphs", digest, REWRITING, form, plain)
+        if is_intact(folder):
+            return (folder / GRAPH_NAME).read_bytes()
     # Both import protobuf, which takes a while, and which programs on a CPU do not need.
     from ...models.onnx_file.graph_editor import CannotRewriteError  # noqa: PLC0415
     from .rewriting import gpu_graph  # noqa: PLC0415
@@ -59,25 +54,13 @@ def variant_for(bundle: Bundle, config: SessionConfig, *, cache: bool, plain: bo
         model = gpu_graph(bundle.graph, form, plain=plain)
     except CannotRewriteError:
         return bundle.graph
-    if path is not None:
+    if folder is not None:
         # With a read-only cache the graph is made again next time.
-        with suppress(OSError):
-            write_atomically(path, hashlib.sha256(model).digest() + model)
-            for old in sorted(path.parent.glob("*.onnx"), key=lambda each: each.stat().st_mtime)[:-_MAX_FILES]:
-                remove(old)
+        with suppress(OSError), written_folder(folder, len(model)) as staging:
+            (staging / GRAPH_NAME).write_bytes(model)
     return model
 
 
 def has_plain_form(config: SessionConfig) -> bool:
     """Whether passes of consecutive tokens are faster on a graph of their own, without a bias."""
     return config.device.kind is DeviceKind.GPU and form_of(config.device.provider).has_plain_form
-
-
-def _read_cached(path: Path) -> bytes | None:
-    """A graph that was cached; None if there is none, or it is damaged."""
-    try:
-        data = read_regular(path, 2 * _MAX_CACHED_BYTES)
-    except OSError:
-        return None
-    size = hashlib.sha256().digest_size
-    return data[size:] if hashlib.sha256(data[size:]).digest() == data[:size] else None

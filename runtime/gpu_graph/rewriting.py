@@ -115,22 +115,16 @@ def _take_window_biases(editor: GraphEditor) -> None:
     It becomes an input `attention_bias_{window}` for each size. The nodes that compute it work with int64, for which
     WebGPU leaves some of them to the CPU, and are ten small kernels in every pass.
     """
-    names = set(editor.input_names)
-
-    def replaced(each: Message) -> Iterable[Message]:
+    for each in editor.graph.node:
         found = window_of(editor, input_at(each, BIAS)) if each.op_type == ATTENTION else None
         if found is not None:
             own, window = found
             name = f"attention_bias_{window}"
-            if name not in names:
-                names.add(name)
+            if name not in editor.input_names:
                 value = editor.graph.input.add()
                 value.CopyFrom(next(value for value in editor.graph.input if value.name == own))
                 value.name = name
             each.input[BIAS] = name
-        return [each]
-
-    editor.rewrite(replaced)
 
 
 @cache

@@ -57,26 +57,22 @@ def serve_plain_passes(editor: GraphEditor, *, keep_computed: bool = False) -> N
     Raises:
         CannotRewriteError: a bias is neither the caller's nor the caller's with a window.
     """
-
-    def replaced(each: Message) -> Iterable[Message]:
+    for each in editor.graph.node:
         if each.op_type != OPERATOR:
-            return [each]
+            continue
         if bias := input_at(each, BIAS):
             found = window_of(editor, bias)
             if found is not None:
                 set_attribute(each, WINDOW, found[1])
             elif bias not in editor.input_names:
                 if keep_computed:
-                    return [each]
+                    continue
                 raise CannotRewriteError(f"the bias {bias} is not the caller's")
             each.input[BIAS] = ""
         if input_at(each, POSITIONS):
             each.input[POSITIONS] = ""
         while not each.input[-1]:
             del each.input[-1]
-        return [each]
-
-    editor.rewrite(replaced)
 
 
 def window_of(editor: GraphEditor, bias: str) -> tuple[str, int] | None:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from enum import Enum, auto
-from typing import Any, Final, NamedTuple, TypeAlias
+from operator import itemgetter
+from typing import Any, Final, TypeAlias
 
 from ...errors import BundleError
 from ..kv.buffers import CacheTensorType
@@ -58,23 +58,13 @@ Key: TypeAlias = tuple[str, ...]
 """What the names of a state's input and output share: numbers and words."""
 
 
-class _Content(Enum):
-    KEY = auto()
-    VALUE = auto()
-    BOTH = auto()
+CachePart: TypeAlias = tuple[int, int]
+"""Content of a cache tensor (0 for keys, 1 for values, 2 for both) and its layer."""
 
-
-class CachePart(NamedTuple):
-    """Layer and content of a cache tensor."""
-
-    layer: int
-    content: _Content
-
-
-_CONTENTS: Final[Mapping[frozenset[str], _Content]] = {
-    **{frozenset({word}): _Content.KEY for word in ("key", "keys", "k")},
-    **{frozenset({word}): _Content.VALUE for word in ("value", "values", "v")},
-    **dict.fromkeys((frozenset(), frozenset({"key", "value"}), frozenset({"key", "values"})), _Content.BOTH),
+_CONTENTS: Final[Mapping[frozenset[str], int]] = {
+    **{frozenset({word}): 0 for word in ("key", "keys", "k")},
+    **{frozenset({word}): 1 for word in ("value", "values", "v")},
+    **dict.fromkeys((frozenset(), frozenset({"key", "value"}), frozenset({"key", "values"})), 2),
 }
 
 
@@ -91,7 +81,7 @@ def cache_part(name: str) -> CachePart | None:
     content = _CONTENTS.get(after) if after else _CONTENTS.get(before)
     if content is None or (after and before not in (frozenset(), frozenset({"key", "values"}))):
         return None
-    return CachePart(int(words[index]), content)
+    return content, int(words[index])
 
 
 def find_cache(
@@ -116,8 +106,7 @@ def find_cache(
     pasts = _by_part(inputs, known_parts, where)
     presents = _by_part(outputs, known_parts, where)
     tensors = []
-    for part in sorted(pasts, key=lambda part: (part.content.value, part.layer)):
-        past = pasts[part]
+    for part, past in sorted(pasts.items(), key=itemgetter(0)):
         if part not in presents:
             raise unsupported(f"{where} has no output for its cache input {past.name}")
         present = presents[part]
@@ -193,19 +182,10 @@ def shape_text(shape: Sequence[int | str | None]) -> str:
     return "[" + ", ".join("?" if size is None else str(size) for size in shape) + "]"
 
 
-class FoundStates(NamedTuple):
-    """The states of a graph."""
-
-    tensors: tuple[StateTensor, ...]
-    """By type, and for each in the order of the layers."""
-    types: tuple[StateType, ...]
-    """Their types, each of as many tensors as it has layers."""
-
-
 def find_states(
     inputs: Sequence[GraphValue], outputs: Sequence[GraphValue], where: str, decoder: Mapping[str, Any]
-) -> FoundStates:
-    """Find the states of a graph.
+) -> tuple[tuple[StateTensor, ...], tuple[StateType, ...]]:
+    """Find the states of a graph: by type, for each in the order of the layers, and their types, each with its layers.
 
     Args:
         inputs: the graph's inputs.
@@ -242,10 +222,8 @@ def find_states(
         elif has_updates and state_type.of_every_token:
             state_type = replace(state_type, kept=UPDATED_WIDTH)
         groups.setdefault((kind, state_type), []).append(tensor)
-    return FoundStates(
-        tuple(tensor for members in groups.values() for tensor in members),
-        tuple(replace(each, layers=len(members)) for (_, each), members in groups.items()),
-    )
+    tensors = tuple(tensor for members in groups.values() for tensor in members)
+    return tensors, tuple(replace(each, layers=len(members)) for (_, each), members in groups.items())
 
 
 def _updates_type(past: GraphValue, present: GraphValue, where: str) -> StateType:

@@ -8,7 +8,8 @@ rounding of floats. Whatever scaling the frequencies have, its cosines and sines
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -36,20 +37,17 @@ _NORM_TOLERANCE = 1e-3
 """Largest difference of the norm of a table's cosine and sine, which is 1 but for rounding."""
 
 
+@dataclass(eq=False)
 class CacheShift:
-    """Drops slots of one model's caches.
+    """Drops slots of one model's caches."""
 
-    Args:
-        graph: the model's file, which has the rotary tables.
-        graph_io: its inputs and outputs.
-        new_arena: makes an empty arena.
-    """
-
-    def __init__(self, graph: Path, graph_io: GraphIO, new_arena: Callable[[], KVArena]) -> None:
-        self._graph = graph
-        self._graph_io = graph_io
-        self._new_arena = new_arena
-        self._checked: bool | None = None
+    graph: Path
+    """The model's file, which has the rotary tables."""
+    graph_io: GraphIO
+    new_arena: Callable[[], KVArena]
+    """Makes an empty arena."""
+    _checked: bool | None = field(init=False, default=None)
+    """Whether dropping slots gives the right keys; None before that was found out."""
 
     def drop(self, bound: BoundGraph, first: int, stop: int) -> bool:
         """Drop the slots from `first` up to `stop`; those after them move to consecutive positions.
@@ -93,10 +91,10 @@ class CacheShift:
         gives that value. So after slots in the middle were dropped, the keys must be those that were there before.
         """
         if self._checked is None:
-            arena, sequence_arena = self._new_arena(), bound.arena
+            arena, sequence_arena = self.new_arena(), bound.arena
             bound.use(arena)
             try:
-                bound.forward([self._graph_io.input_vocab // 2] * _CHECK_TOKENS, logits_for=(_CHECK_TOKENS - 1,))
+                bound.forward([self.graph_io.input_vocab // 2] * _CHECK_TOKENS, logits_for=(_CHECK_TOKENS - 1,))
                 arena.commit(_CHECK_TOKENS)
                 before = arena.snapshot()
                 self._drop(arena, 2, 5)
@@ -114,26 +112,12 @@ class CacheShift:
     @cached_property
     def _rotations(self) -> tuple[KeyRotation | None, ...]:
         """The rotation of every cache tensor; None for values, and for keys of whose rotation nothing is known."""
-
-        found = key_rotations(self._graph)
-        return tuple(found.get(tensor.past) for tensor in self._graph_io.cache)
-
-
-def key_rotations(graph: Path) -> Mapping[str, KeyRotation]:
-    """The rotation of every key cache of which the graph has tables, by the name of the cache input.
-
-    Args:
-        graph: the model's file; tables in other files are mapped.
-
-    Returns:
-        Nothing for a graph that cannot be read, or that rotates without tables.
-    """
-    try:
-        if graph.stat().st_size <= _MAX_GRAPH_BYTES:
-            return _rotations(GraphEditor(graph))
-    except (CannotRewriteError, EdgeError, OSError, ValueError):
-        pass
-    return {}
+        found: Mapping[str, KeyRotation] = {}
+        # A graph that cannot be read, or that rotates without tables, has no rotation that is known.
+        with suppress(CannotRewriteError, EdgeError, OSError, ValueError):
+            if self.graph.stat().st_size <= _MAX_GRAPH_BYTES:
+                found = _rotations(GraphEditor(self.graph))
+        return tuple(found.get(tensor.past) for tensor in self.graph_io.cache)
 
 
 def _rotations(editor: GraphEditor) -> Mapping[str, KeyRotation]:

@@ -74,7 +74,8 @@ class CompiledGraphs:
             return session
         discard_folder(folder)
         try:
-            with written_folder(folder, int(_graph_bytes(graph) * _SIZE_RATIO)) as staging:
+            size = sum(graph.with_name(each).stat().st_size for each in (graph.name, *external_files(graph)))
+            with written_folder(folder, int(size * _SIZE_RATIO)) as staging:
                 options = self._options()
                 add_device(options, self._config.device)
                 compiler = ort.ModelCompiler(options, str(graph), embed_compiled_data_into_model=False)
@@ -122,8 +123,3 @@ class CompiledGraphs:
         options = [f"{name}={value}" for name, value in sorted(device.provider_options.items())]
         lines = [f"format {_FORMAT}", *digests, device.name, f"plugin {device.plugin_version}", *options]
         return "\n".join([*lines, machine(), RUNTIME_BUILD]) + "\n"
-
-
-def _graph_bytes(graph: Path) -> int:
-    """Bytes of a graph and of the files with its weights."""
-    return sum(path.stat().st_size for path in (graph, *(graph.with_name(name) for name in external_files(graph))))

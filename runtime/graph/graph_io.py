@@ -193,11 +193,6 @@ class GraphIO:
         return size if isinstance(size, int) else None
 
     @property
-    def selects_features(self) -> bool:
-        """Whether only the tokens with logits have features."""
-        return self.draft_features is not None and self.draft_features.shape[0] == self.logits.shape[0]
-
-    @property
     def has_bias_input(self) -> bool:
         """Whether an input says which tokens each new token attends to."""
         return InputRole.BIAS in self.inputs

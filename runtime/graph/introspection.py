@@ -101,9 +101,9 @@ def introspect(
     head = _head_inputs(inputs) if metadata.draft_head else None
     head_names = set() if head is None else {head.features.name, head.states.name}
     reject_inputs([value for value in inputs if value.name not in head_names], where)
-    states = find_states(inputs, outputs, where, _decoder_section(metadata.genai))
-    state_inputs = {tensor.past for tensor in states.tensors}
-    state_outputs = {tensor.present for tensor in states.tensors}
+    states, state_types = find_states(inputs, outputs, where, _decoder_section(metadata.genai))
+    state_inputs = {tensor.past for tensor in states}
+    state_outputs = {tensor.present for tensor in states}
     renamed, known_parts = _names_in_genai(metadata.genai, inputs, outputs)
     cache = find_cache(
         [value for value in inputs if value.name not in state_inputs],
@@ -116,7 +116,7 @@ def introspect(
     window_names = {value.name for value in windows.values()}
     roles = _roles(inputs, where, renamed, {*(each.past for each in cache), *window_names, *state_inputs, *head_names})
     if not cache:
-        raise _without_cache(states.tensors, where)
+        raise _without_cache(states, where)
     if InputRole.TOKENS not in roles:
         raise unsupported(f"{where} has no input for token ids (input_ids)")
     _check_inputs(roles, where)
@@ -129,7 +129,7 @@ def introspect(
         vocab_size=vocab_size,
         input_vocab=vocab_size if metadata.input_vocab is None else max(metadata.input_vocab, vocab_size),
         cache=cache,
-        layers=len({(known_parts.get(tensor.past) or cache_part(tensor.past) or (0,))[0] for tensor in cache}),
+        layers=len({(known_parts.get(tensor.past) or cache_part(tensor.past) or (0, 0))[1] for tensor in cache}),
         cache_mode=CacheMode.IN_PLACE if has_lengths or capacity is not None else CacheMode.GROWING,
         capacity=capacity,
         inputs=roles,
@@ -140,8 +140,8 @@ def introspect(
         hidden_states=_float_output(outputs, (_NEXT_STATES,) if head else _HIDDEN_STATES, 2 if is_selected else 3),
         draft_features=_float_output(outputs, (DRAFT_FEATURES,), 2),
         head=head,
-        states=states.tensors,
-        state_types=states.types,
+        states=states,
+        state_types=state_types,
         top=_top_outputs(outputs) if is_selected else None,
     )
 

@@ -110,7 +110,8 @@ class FeaturesOutput:
         """Number of features of a token."""
         self._io: Final = io
         self._name: Final = graph_io.draft_features.name
-        self._selected: Final = graph_io.selects_features
+        self._selected: Final = graph_io.draft_features.shape[0] == graph_io.logits.shape[0]
+        """Whether only the tokens with logits have features."""
         self._by_count: dict[int, tuple[Floats, ort.OrtValue]] = {}
         self._bound: Floats = np.empty((0, self.size), np.float32)
 

@@ -235,7 +235,7 @@ def _graph_io(session: ort.InferenceSession, bundle: Bundle, where: str) -> Grap
         cache=tuple(
             replace(each, tensor_type=replace(each.tensor_type, shape=each.tensor_type.shape_of(0))) for each in cache
         ),
-        layers=len({part.layer for each in cache if (part := cache_part(each.past)) is not None}),
+        layers=len({part[1] for each in cache if (part := cache_part(each.past)) is not None}),
         cache_mode=CacheMode.NEW_SLOTS,
         capacity=None,
         inputs={**roles, InputRole.BIAS: masks[0]},

@@ -12,9 +12,8 @@ product keeps the model's own format.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -53,14 +52,8 @@ _KEPT: Final = 8
 """One of so many tokens is kept, the first one among them: it often has the largest outliers."""
 
 
-@dataclass(frozen=True)
-class InputSample:
-    """Inputs of products over a text."""
-
-    largest: Floats
-    """Largest magnitude of each channel, `[channels]`."""
-    tokens: Floats
-    """The inputs of some tokens, `[n, channels]`."""
+InputSample: TypeAlias = tuple[Floats, Floats]
+"""Inputs of products over a text: largest magnitude of each channel, `[channels]`; some tokens, `[n, channels]`."""
 
 
 def too_coarse(
@@ -83,11 +76,11 @@ def too_coarse(
     for inputs in found.input_names:
         products = [each for each in found.products if each.inputs == inputs]
         weights = [_sampled_rows(each) for each in products]
-        sample = samples[inputs]
+        largest, tokens = samples[inputs]
         candidates: list[Floats | None] = [None]
         if _can_divide(editor, found, inputs):
-            candidates += [_factors(sample, weights, exponent) for exponent in _EXPONENTS]
-        errors = [[_error(sample.tokens, each, factors, limits) for each in weights] for factors in candidates]
+            candidates += [_factors(largest, weights, exponent) for exponent in _EXPONENTS]
+        errors = [[_error(tokens, each, factors, limits) for each in weights] for factors in candidates]
         best = min(range(len(candidates)), key=lambda number: max(errors[number]))
         coarse.update(each.source for each, error in zip(products, errors[best], strict=True) if not error <= MAX_ERROR)
         factors = candidates[best]
@@ -106,11 +99,11 @@ def _sampled_rows(product: Product) -> Floats:
     return np.concatenate([product.matrix.decoded(place, place + 1) for place in places])
 
 
-def _factors(sample: InputSample, weights: Sequence[Floats], exponent: float) -> Floats:
+def _factors(largest_inputs: Floats, weights: Sequence[Floats], exponent: float) -> Floats:
     """SmoothQuant's factors: largest input ** exponent / largest weight ** (1 - exponent), by channel."""
     largest = np.max([np.abs(each).max(axis=0) for each in weights], axis=0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        factors = sample.largest**exponent / largest ** (1 - exponent)
+        factors = largest_inputs**exponent / largest ** (1 - exponent)
     usable = np.isfinite(factors) & (factors > 0)
     middle = np.median(factors[usable]) if usable.any() else 1.0
     factors = np.where(usable, factors / middle, 1.0)
@@ -226,4 +219,4 @@ def sample_inputs(
         for name, array in values.items():
             np.maximum(largest[name], np.abs(array[0]).max(axis=0), out=largest[name])
             kept[name].append(array[0, ::_KEPT].copy())
-    return {name: InputSample(largest[name], np.concatenate(kept[name])) for name in channels}
+    return {name: (largest[name], np.concatenate(kept[name])) for name in channels}

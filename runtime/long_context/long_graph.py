@@ -63,11 +63,6 @@ class MeasuredPasses:
     seconds: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     disturbed: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    @property
-    def doubtful(self) -> set[tuple[int, int]]:
-        """What is worth measuring again."""
-        return {place for place, measurements in self.disturbed.items() if measurements < _MAX_DISTURBED}
-
     def add(self, place: tuple[int, int], seconds: tuple[float, float], *, busy: bool) -> None:
         """Add a measurement; `busy` where other programs used the processor meanwhile."""
         disturbed = self.disturbed.pop(place, 0)
@@ -151,7 +146,7 @@ class LongContextGraph(FurtherGraph):
         self._stores: Final = cache
         stored = LONG_CONTEXT_TIMES.load(self._key) if cache else None
         self.times: Final = stored or MeasuredPasses()
-        self._again: Final = self.times.doubtful
+        self._again: Final = {place for place, number in self.times.disturbed.items() if number < _MAX_DISTURBED}
         """What is measured once more, although it was measured before."""
 
     def takes(self, request: PassRequest) -> bool | None:

@@ -216,7 +216,7 @@ class Grammars:
         spaces = [tokenizer.encode_plain(each) for each in _WHITE_SPACE]
         return MatcherAfterText(
             matcher,
-            text,
+            text.encode(),
             lambda token: tokenizer.token_bytes.shown(token).encode(),
             np.packbits(not_end, bitorder="little"),
             frozenset(ids[0] for ids in spaces if len(ids) == 1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Final
+from dataclasses import dataclass, field
 
 from ...errors import EdgeError
 from ..kv.prefix_cache import shared_tokens
@@ -15,43 +15,34 @@ from .matcher import Matcher
 _Path = tuple[int, ...]
 
 
+@dataclass(eq=False)
 class GrammarState:
     """A `TokenConstraint` of one answer.
 
     The matcher has one position, which moves along the paths that are asked about. Masks are computed once for each
     path; the masks of a pass are computed in a thread while the pass runs.
-
-    Args:
-        matcher: at the beginning of the answer.
-        vocab_size: number of logits.
-        ends: tokens that end the answer, which are never drafted.
-        submit: runs a function in another thread.
-        ended: called once at the end of the answer; None for nothing.
     """
 
-    def __init__(
-        self,
-        matcher: Matcher,
-        vocab_size: int,
-        ends: frozenset[int],
-        submit: Callable[[Callable[[], None]], None],
-        ended: Callable[[], None] | None = None,
-    ) -> None:
-        self._matcher: Final = matcher
-        self._vocab_size: Final = vocab_size
-        self._ends: Final = ends
-        self._submit: Final = submit
-        self._ended = ended
-        self._lock: Final = threading.Lock()
-        """Held by whoever moves the matcher."""
-        self._base = 0
-        """Number of tokens that the matcher does not go back behind."""
-        self._observed: _Path = ()
-        """Tokens observed after those."""
-        self._at: _Path = ()
-        """Tokens after those that the matcher has consumed."""
-        self._masks: dict[_Path, TokenMask | None] = {}
-        """The mask after every path behind the base that is known."""
+    _matcher: Matcher
+    """At the beginning of the answer."""
+    _vocab_size: int
+    """Number of logits."""
+    _ends: frozenset[int]
+    """Tokens that end the answer, which are never drafted."""
+    _submit: Callable[[Callable[[], None]], None]
+    """Runs a function in another thread."""
+    _ended: Callable[[], None] | None = None
+    """Called once at the end of the answer; None for nothing."""
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    """Held by whoever moves the matcher."""
+    _base: int = field(init=False, default=0)
+    """Number of tokens that the matcher does not go back behind."""
+    _observed: _Path = field(init=False, default=())
+    """Tokens observed after those."""
+    _at: _Path = field(init=False, default=())
+    """Tokens after those that the matcher has consumed."""
+    _masks: dict[_Path, TokenMask | None] = field(init=False, default_factory=dict)
+    """The mask after every path behind the base that is known."""
 
     @property
     def size(self) -> int:

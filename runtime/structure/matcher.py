@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 import llguidance
@@ -122,39 +123,29 @@ class GrammarMatcher:
         return InputError(f"the {self._described} of the answer is too complex: {first_line(why)}", "simplify it")
 
 
+@dataclass(eq=False)
 class MatcherAfterText:
     """A matcher of a grammar that begins after a text of the answer, and after the white space behind it.
 
     Before that, everything may come but the end of the answer. What the token in which the text ends has besides does
     not belong to the grammar.
-
-    Args:
-        matcher: matches what follows.
-        text: the text.
-        token_bytes: the bytes of a token, a special one as it is written.
-        not_end: the tokens that may come before, a bit each.
-        white_space: ids of tokens of white space that may come in between.
     """
 
-    def __init__(
-        self,
-        matcher: GrammarMatcher,
-        text: str,
-        token_bytes: Callable[[int], bytes],
-        not_end: Bits,
-        white_space: frozenset[int],
-    ) -> None:
-        self._matcher: Final = matcher
-        self._text: Final = text.encode()
-        self._token_bytes: Final = token_bytes
-        self._not_end: Final = not_end
-        self._white_space: Final = white_space
-        self._tails: list[bytes] = [b""]
-        """The end of the text before the grammar begins, after each token of it."""
-        self._spaces = 0
-        """Number of tokens of white space after that."""
-        self._matched = 0
-        """Number of tokens of the grammar."""
+    _matcher: GrammarMatcher
+    """Matches what follows."""
+    _text: bytes
+    _token_bytes: Callable[[int], bytes]
+    """The bytes of a token, a special one as it is written."""
+    _not_end: Bits
+    """The tokens that may come before, a bit each."""
+    _white_space: frozenset[int]
+    """Ids of tokens of white space that may come in between."""
+    _tails: list[bytes] = field(init=False, default_factory=lambda: [b""])
+    """The end of the text before the grammar begins, after each token of it."""
+    _spaces: int = field(init=False, default=0)
+    """Number of tokens of white space after that."""
+    _matched: int = field(init=False, default=0)
+    """Number of tokens of the grammar."""
 
     @property
     def _began(self) -> bool:

@@ -102,20 +102,18 @@ class ResponseFormat:
         Raises:
             InputError: the schema is not JSON.
         """
-        if isinstance(schema, str):
-            try:
-                parsed = json.loads(schema)
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"the JSON schema is not JSON: {error}", "give a JSON schema") from error
-            if not isinstance(parsed, dict | bool):
-                raise InputError(f"the JSON schema is {shown(parsed)}", "it must be an object")
-            return cls(FormatKind.JSON_SCHEMA, schema, after)
-        if not isinstance(schema, Mapping | bool):
-            raise InputError(f"the JSON schema is {shown(schema)}", "it must be an object")
+        parsed: Any = schema
+        text: Any = schema
         try:
-            text = json.dumps(schema if isinstance(schema, bool) else dict(schema), ensure_ascii=False, allow_nan=False)
+            if isinstance(schema, str):
+                parsed = json.loads(schema)
+            elif isinstance(schema, Mapping | bool):
+                plain = schema if isinstance(schema, bool) else dict(schema)
+                text = json.dumps(plain, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"the JSON schema is not JSON: {error}", "give a JSON schema") from error
+        if not isinstance(parsed, Mapping | bool):
+            raise InputError(f"the JSON schema is {shown(parsed)}", "it must be an object")
         return cls(FormatKind.JSON_SCHEMA, text, after)
 
     @classmethod

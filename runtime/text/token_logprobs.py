@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..sampling.logprobs import PositionLogprobs
 from ..speculation.rounds import DraftOrigin, TokenOrigin
@@ -35,15 +35,6 @@ class TokenLogprob:
     """How the token came to be; None for an alternative."""
 
 
-class _Position(NamedTuple):
-    """A token of the answer before its text is known."""
-
-    token_id: int
-    logprobs: PositionLogprobs | None = None
-    """None for a token of the answer's start, which is not listed."""
-    origin: DraftOrigin | None = None
-
-
 class AnswerTokens:
     """The tokens of an answer, listed as soon as all of their text has been shown.
 
@@ -58,7 +49,9 @@ class AnswerTokens:
 
     def __init__(self, token_bytes: TokenBytes, before: Sequence[int] = ()) -> None:
         self._token_bytes: Final = token_bytes
-        self._undecoded = [_Position(token) for token in before]
+        self._undecoded: list[tuple[int, PositionLogprobs | None, DraftOrigin | None]]
+        self._undecoded = [(token, None, None) for token in before]
+        """Tokens whose text is not known yet; those before the answer have no log-probabilities, and are not listed."""
         self._placed: deque[tuple[TokenLogprob, int, int]] = deque()
         """Tokens, and the bytes of the answer's text at which the text of each begins and ends."""
         self._decoded = 0
@@ -68,7 +61,7 @@ class AnswerTokens:
 
     def add(self, logprobs: PositionLogprobs, decoded: str, origin: DraftOrigin | None = None) -> None:
         """Add a token, and the text that the detokenizer has returned for it and tokens held back before it."""
-        self._undecoded.append(_Position(logprobs.token_id, logprobs, origin))
+        self._undecoded.append((logprobs.token_id, logprobs, origin))
         if decoded:
             self._place(decoded)
 
@@ -93,17 +86,17 @@ class AnswerTokens:
         # Where bytes were replaced by U+FFFD, no byte of the text belongs to one token: each has the whole place.
         exact = b"".join(parts) == text
         start, whole = self._decoded, (self._decoded, self._decoded + len(text))
-        for position, part in zip(self._undecoded, parts, strict=True):
+        for (_, logprobs, origin), part in zip(self._undecoded, parts, strict=True):
             begin, end = (start, start + len(part)) if exact else whole
-            if position.logprobs is not None:
-                self._placed.append((self._token(position.logprobs, position.origin, part), begin, end))
+            if logprobs is not None:
+                self._placed.append((self._token(logprobs, origin, part), begin, end))
             start = end
         self._decoded += len(text)
         self._undecoded.clear()
 
     def _split(self, decoded: str, text: bytes) -> Sequence[bytes]:
         """The bytes of every token that was held back; joined, they are `text` unless it has replacement characters."""
-        parts = [self._token_bytes.of(position.token_id) for position in self._undecoded]
+        parts = [self._token_bytes.of(token) for token, _, _ in self._undecoded]
         joined = b"".join(parts)
         if joined == text or _REPLACEMENT in decoded:
             return parts

@@ -46,6 +46,8 @@ class TaggedParser(AnswerParser):
         self._tags = tags
         self._state = self._reason if tags is not None and in_reasoning else self._read_text
         self._region: Region | None = None
+        self._sign = ""
+        """The sign with which the region begins."""
         self._space = self._gap = ""
         """White space before the region, and before the first of the calls that were read last."""
         self._has_text = False
@@ -114,15 +116,19 @@ class TaggedParser(AnswerParser):
         self._add_text(shown)
         self._space = before[len(shown) :]
         self._at_start = False
-        self._region = self._format.open(sign, self._tools)
-        self._held = text[at + len(sign) :]
+        self._sign, self._held = sign, text[at + len(sign) :]
         self._state = self._read_region
 
     def _read_region(self, *, ended: bool) -> None:
         """Read what may be a call."""
-        region = self._region
-        assert region is not None  # noqa: S101  nothing else leads here
-        text, self._held = self._held, ""
+        assert self._format is not None  # noqa: S101  nothing else leads here
+        text, region = self._held, self._region
+        if region is None:
+            if self._format.otherwise is not None and not ended and not text.strip():
+                return
+            region = self._region = self._format.region(self._sign, self._tools, text)
+            text = text[len(region.text) - len(self._sign) :]
+        self._held = ""
         end = region.push(text)
         if end is None and ended:
             end = region.finish()

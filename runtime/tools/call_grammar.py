@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ...errors import InputError
@@ -18,31 +19,21 @@ _LINE_ENDS: Final = r"/\n{0,2}/"
 """What models write after their reasoning; white space without a limit could go on for ever."""
 
 
+@dataclass(eq=False)
 class CallGrammar:
-    """Makes the grammar of an answer that has to call.
+    """Makes the grammar of an answer that has to call."""
 
-    Args:
-        tools: the functions of which one has to be called.
-        tool_format: how the model writes calls.
-        tags: what stands around its reasoning, which may come first; None for nothing.
-        special_id: the id of a special token by its text, or None.
-        in_reasoning: whether the prompt ended with the opening tag of reasoning.
-    """
-
-    def __init__(
-        self,
-        tools: OfferedTools,
-        tool_format: ToolFormat,
-        tags: ReasoningTags | None,
-        special_id: Callable[[str], int | None],
-        in_reasoning: bool = False,
-    ) -> None:
-        self._tools: Final = tools
-        self._format: Final = tool_format
-        self._tags: Final = tags
-        self._special_id: Final = special_id
-        self._in_reasoning: Final = in_reasoning
-        self._rules: Final[dict[str, str]] = {}
+    tools: OfferedTools
+    """The functions of which one has to be called."""
+    tool_format: ToolFormat
+    """How the model writes calls."""
+    tags: ReasoningTags | None
+    """What stands around its reasoning, which may come first; None for nothing."""
+    special_id: Callable[[str], int | None]
+    """The id of a special token by its text, or None."""
+    in_reasoning: bool = False
+    """Whether the prompt ended with the opening tag of reasoning."""
+    _rules: dict[str, str] = field(init=False, default_factory=dict)
 
     def lark(self, template: str, *, several: bool) -> str:
         """The grammar.
@@ -60,20 +51,20 @@ class CallGrammar:
 
     def _reasoning(self) -> str:
         """What may come before the calls."""
-        if self._format.is_harmony:
+        if self.tool_format.is_harmony:
             self._add_until("thought", "<|end|>")
             begin = self._texts("<|channel|>", "analysis", "<|message|>")
             return f"({begin} thought {self._texts('<|start|>', 'assistant')})?"
-        if self._tags is None:
+        if self.tags is None:
             return ""
-        self._add_until("thought", self._tags.closing)
-        if self._in_reasoning:
+        self._add_until("thought", self.tags.closing)
+        if self.in_reasoning:
             return f"thought {_LINE_ENDS}"
-        return f"({self._texts(self._tags.opening)} thought {_LINE_ENDS})?"
+        return f"({self._texts(self.tags.opening)} thought {_LINE_ENDS})?"
 
     def _calls(self, template: str, several: bool) -> str:
         """The expression of all calls."""
-        name, tools, texts = self._format.name, self._tools, self._texts
+        name, tools, texts = self.tool_format.name, self.tools, self._texts
         if name == "harmony":
             end = ("<|constrain|>", "json", "<|message|>")
             heads = {each: texts("<|channel|>", f"commentary to=functions.{each} ", *end) for each in tools}
@@ -91,21 +82,21 @@ class CallGrammar:
             named = _one_of(f"{texts(each, '[ARGS]')} {self._json(tools[each])}" for each in tools)
             return _repeated(f"{texts('[TOOL_CALLS]')} {named}", '""', several)
         if name in {"mistral", "granite", "phi4"}:
-            closing = texts(self._format.closing) if name == "phi4" else ""
-            return f'{texts(self._format.openings[0])} "[" {_repeated(call, _quoted(", "), several)} "]" {closing}'
+            closing = texts(self.tool_format.closing) if name == "phi4" else ""
+            return f'{texts(self.tool_format.openings[0])} "[" {_repeated(call, _quoted(", "), several)} "]" {closing}'
         raise InputError(
             f"calls in the format {name} cannot be required", "leave tool_choice at auto, or name another --tool-format"
         )
 
     def _json_call(self, name: str, key: str) -> str:
         head = f'{{"name": {_quoted(name)}, "{key}": '
-        return f'{_quoted(head)} {self._json(self._tools[name])} "}}"'
+        return f'{_quoted(head)} {self._json(self.tools[name])} "}}"'
 
     def _xml_call(self, name: str) -> str:
         """A function element: its required parameters, and any of the others, in the order of the schema."""
-        required = self._tools[name].get("required", ())
+        required = self.tools[name].get("required", ())
         parts = []
-        for key, schema in self._tools.properties(name).items():
+        for key, schema in self.tools.properties(name).items():
             end = "\n</parameter>\n"
             if isinstance(schema, Mapping) and schema.get("type") == "string" and "enum" not in schema:
                 value = f"text_{len(self._rules)}"
@@ -118,9 +109,7 @@ class CallGrammar:
 
     def _texts(self, *texts: str) -> str:
         """Texts that follow each other; texts of special tokens stand for the tokens."""
-        return " ".join(
-            _quoted(text) if (token := self._special_id(text)) is None else f"<[{token}]>" for text in texts
-        )
+        return " ".join(_quoted(text) if (token := self.special_id(text)) is None else f"<[{token}]>" for text in texts)
 
     def _json(self, schema: Any) -> str:
         """A JSON value of a schema, as a rule of its own."""
@@ -133,7 +122,7 @@ class CallGrammar:
 
     def _add_until(self, name: str, end: str) -> None:
         """Add a rule of any text up to `end`, which is read too."""
-        token = self._special_id(end)
+        token = self.special_id(end)
         if token is None:
             self._rules[f"{name}[suffix={_quoted(end)}]"] = _ANY_TEXT
         else:  # text never has a special token in it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, TypeAlias
 
 from .calls import NotACallError
 from .json_scanner import MAX_DEPTH
@@ -25,15 +25,9 @@ _ESCAPED: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "
 _MAX_DIGITS: Final = 400
 
 
-class Quote(NamedTuple):
-    """What strings are written between."""
-
-    mark: str
-    escapes: bool = False
-    """Whether a backslash has a meaning in the string."""
-
-
-PYTHON_QUOTES: Final = tuple(Quote(mark, escapes=True) for mark in ('"""', "'''", '"', "'"))
+Quotes: TypeAlias = Mapping[str, bool]
+"""What strings are written between, longer ones before their beginnings; whether a backslash has a meaning in them."""
+PYTHON_QUOTES: Final[Quotes] = dict.fromkeys(('"""', "'''", '"', "'"), True)
 
 
 class LiteralReader:
@@ -41,10 +35,10 @@ class LiteralReader:
 
     Args:
         text: the text.
-        quotes: what strings are written between, longer ones before their beginnings.
+        quotes: what strings are written between.
     """
 
-    def __init__(self, text: str, quotes: tuple[Quote, ...]) -> None:
+    def __init__(self, text: str, quotes: Quotes) -> None:
         self.text: Final = text
         self.at = 0
         """Index of the next character."""
@@ -143,23 +137,23 @@ class LiteralReader:
             values.append(self.value())
         return values
 
-    def _quote(self) -> Quote | None:
+    def _quote(self) -> str | None:
         self.take("")
-        return next((quote for quote in self._quotes if self.text.startswith(quote.mark, self.at)), None)
+        return next((quote for quote in self._quotes if self.text.startswith(quote, self.at)), None)
 
-    def _string(self, quote: Quote) -> str:
-        begin = self.at + len(quote.mark)
-        end = begin
+    def _string(self, quote: str) -> str:
+        escapes = self._quotes[quote]
+        begin = end = self.at + len(quote)
         while True:
-            end = self.text.find(quote.mark, end)
+            end = self.text.find(quote, end)
             if end < 0:
                 raise NotACallError
             written = self.text[begin:end]
-            if not quote.escapes or (len(written) - len(written.rstrip("\\"))) % 2 == 0:
+            if not escapes or (len(written) - len(written.rstrip("\\"))) % 2 == 0:
                 break
             end += 1  # the mark is escaped
-        self.at = end + len(quote.mark)
-        return _ESCAPE.sub(_unescaped, written) if quote.escapes else written
+        self.at = end + len(quote)
+        return _ESCAPE.sub(_unescaped, written) if escapes else written
 
 
 def _unescaped(found: re.Match[str]) -> str:

@@ -33,11 +33,13 @@ class Region(ABC):
     """A stretch of an answer that may be calls.
 
     Args:
-        opening: the sign that it begins with; empty where it has none.
+        opening: the sign that it begins with, maybe with white space; empty where it has none.
         tools: functions that may be called.
+        closing: the sign that it ends with; empty for none.
     """
 
-    def __init__(self, opening: str, tools: OfferedTools) -> None:
+    def __init__(self, opening: str, tools: OfferedTools, *, closing: str = "") -> None:
+        self.closing: Final = closing
         self.text = opening
         """All of its text so far, and perhaps some that follows it."""
         self.at = len(opening)
@@ -158,15 +160,15 @@ class Region(ABC):
         return name
 
 
-RegionMaker: TypeAlias = Callable[[str, OfferedTools], Region]
-"""Makes a region from the sign that it begins with and the functions that may be called."""
+RegionMaker: TypeAlias = Callable[..., Region]
+"""Makes a region from the arguments of `Region`."""
 
 
 class JsonRegion(Region):
     """A JSON object or array with calls, up to a closing sign, to its own end, or to the end of the answer.
 
     Args:
-        opening: the sign that it begins with; empty where it has none.
+        opening: as for `Region`.
         tools: functions that may be called.
         closing: the sign after the JSON; empty for none.
         optional_closing: whether the sign may be left out.
@@ -183,8 +185,7 @@ class JsonRegion(Region):
         optional_closing: bool = False,
         alone: bool = False,
     ) -> None:
-        super().__init__(opening, tools)
-        self._closing = closing
+        super().__init__(opening, tools, closing=closing)
         self._optional = optional_closing
         self._alone = alone
         self._scanner = JsonScanner()
@@ -200,9 +201,8 @@ class JsonRegion(Region):
                 self._values.append(read_json(self.text[self._begin : self.at]))
             end = self.at
             if not self._alone:
-                closed = (
-                    self.end_after(self._closing, end, optional=self._optional, ended=ended) if self._closing else end
-                )
+                closing, optional = self.closing, self._optional
+                closed = self.end_after(closing, end, optional=optional, ended=ended) if closing else end
                 return None if closed is None else self._calls(closed)
             while self.skip_space() and self.text[self.at] == ";":
                 self.at += 1
@@ -232,48 +232,11 @@ def _is_only_a_call(value: Any) -> bool:
     )
 
 
-class EitherRegion(Region):
-    """A region whose first character says how it is written.
-
-    Args:
-        opening: the sign that it begins with.
-        tools: functions that may be called.
-        bracket: the character that the JSON form begins with.
-        as_json: makes the region of that form.
-        otherwise: makes the region of the other form.
-    """
-
-    def __init__(
-        self, opening: str, tools: OfferedTools, *, bracket: str, as_json: RegionMaker, otherwise: RegionMaker
-    ) -> None:
-        super().__init__(opening, tools)
-        self._bracket = bracket
-        self._as_json, self._otherwise = as_json, otherwise
-        self._chosen: Region | None = None
-
-    def read(self, *, ended: bool) -> RegionEnd | None:
-        """Read on in the calls of this form."""
-        if self._chosen is None:
-            if not self.skip_space():
-                return None
-            make = self._as_json if self.text[self.at] == self._bracket else self._otherwise
-            self._chosen = make(self.text[: self.at], self.tools)
-        self._chosen.text = self.text
-        try:
-            return self._chosen.read(ended=ended)
-        finally:
-            self.at = self._chosen.at
-
-    def looks_like_call(self, end: int) -> bool:
-        """Whether the form that was chosen looks like a call."""
-        return self._chosen is None or self._chosen.looks_like_call(end)
-
-
 class NamedJsonRegion(Region):
     """Mistral's newer calls: a name, perhaps `[CALL_ID]` and an identifier, `[ARGS]` and a JSON object."""
 
-    def __init__(self, opening: str, tools: OfferedTools) -> None:
-        super().__init__(opening, tools)
+    def __init__(self, opening: str, tools: OfferedTools, *, closing: str = "") -> None:
+        super().__init__(opening, tools, closing=closing)
         self._name: str | None = None
         self._id: str | None = None
         self._scanner = JsonScanner()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 from ...errors import InputError
 from .answer_parts import AUTO, NONE
-from .call_regions import EitherRegion, JsonRegion, NamedJsonRegion, RegionMaker
+from .call_regions import JsonRegion, NamedJsonRegion, Region, RegionMaker
+from .calls import OfferedTools
 from .markup_regions import BracedRegion, PythonRegion, XmlRegion
+
+_HARMONY_MARKS: Final = (
+    *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"),
+    *("<|end|>", "<|return|>", "<|call|>"),
+)
 
 
 @dataclass(frozen=True)
@@ -18,8 +23,6 @@ class ToolFormat:
     """How a family of models writes calls; docs/tools.md shows what they look like."""
 
     name: str
-    is_for: Callable[[str], bool]
-    """Whether a chat template, given as its text, is made for it."""
     open: RegionMaker
     """Begins to read a region that may be calls."""
     openings: tuple[str, ...] = ()
@@ -28,6 +31,14 @@ class ToolFormat:
     """The sign that ends them; empty where there is none."""
     marks: tuple[str, ...] = ()
     """Further texts that calls have in them, which may be special tokens of the model."""
+    signs: tuple[tuple[str, ...], ...] = ()
+    """What a chat template that is made for it has: all texts of one of these; none for the first opening."""
+    lacks: str = ""
+    """What such a template does not have; empty for nothing."""
+    bracket: str = ""
+    """The character that calls begin with where they may have another form; empty where they have one form."""
+    otherwise: RegionMaker | None = None
+    """Begins to read a region of that other form."""
     is_bare: bool = False
     """Whether an answer that begins with a brace may be a call."""
     is_harmony: bool = False
@@ -38,92 +49,68 @@ class ToolFormat:
         """The texts that have to be seen also where they are special tokens."""
         return (*self.openings, *filter(None, (self.closing,)), *self.marks)
 
+    def is_for(self, template: str) -> bool:
+        """Whether a chat template, given as its text, is made for it."""
+        has_signs = any(all(sign in template for sign in each) for each in self.signs or (self.openings[:1],))
+        return has_signs and not (self.lacks and self.lacks in template)
 
-def _has(*signs: str) -> Callable[[str], bool]:
-    return lambda template: all(sign in template for sign in signs)
-
-
-def _any(*tests: Callable[[str], bool]) -> Callable[[str], bool]:
-    return lambda template: any(test(template) for test in tests)
-
-
-_HARMONY_MARKS: Final = (
-    *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"),
-    *("<|end|>", "<|return|>", "<|call|>"),
-)
-
-
-def _braced(name: str, opening: str, closing: str, quote: str) -> ToolFormat:
-    return ToolFormat(
-        name,
-        is_for=_has(opening),
-        open=partial(BracedRegion, closing=closing, quote=quote),
-        openings=(opening,),
-        closing=closing,
-        marks=(quote,),
-    )
+    def region(self, opening: str, tools: OfferedTools, text: str) -> Region:
+        """Begin to read what may be a call: a sign, and a text that follows it, of which the first character counts."""
+        make, rest = self.open, text.lstrip()
+        if self.otherwise is not None:
+            make = make if rest[:1] == self.bracket else self.otherwise
+            opening += text[: len(text) - len(rest)]
+        return make(opening, tools, closing=self.closing)
 
 
 FORMATS: Final = (
-    ToolFormat(
-        "harmony",
-        is_for=_has("<|channel|>", "<|message|>"),
-        open=JsonRegion,
-        marks=_HARMONY_MARKS,
-        is_harmony=True,
+    ToolFormat("harmony", JsonRegion, marks=_HARMONY_MARKS, signs=(("<|channel|>", "<|message|>"),), is_harmony=True),
+    *(
+        ToolFormat(name, partial(BracedRegion, quote=quote), (opening,), closing, (quote,))
+        for name, opening, closing, quote in (
+            ("gemma", "<|tool_call>", "<tool_call|>", '<|"|>'),
+            ("function-gemma", "<start_function_call>", "<end_function_call>", "<escape>"),
+        )
     ),
-    _braced("gemma", "<|tool_call>", "<tool_call|>", '<|"|>'),
-    _braced("function-gemma", "<start_function_call>", "<end_function_call>", "<escape>"),
-    ToolFormat(
-        "tool-code",
-        is_for=_has("```tool_code"),
-        open=partial(PythonRegion, closing="```"),
-        openings=("```tool_code\n",),
-        closing="```",
-    ),
+    ToolFormat("tool-code", PythonRegion, ("```tool_code\n",), "```", signs=(("```tool_code",),)),
     ToolFormat(
         "qwen3-coder",
-        is_for=_has("<function=", "<parameter="),
-        open=XmlRegion,
-        openings=("<tool_call>", "<function="),
-        closing="</tool_call>",
+        XmlRegion,
+        ("<tool_call>", "<function="),
+        "</tool_call>",
+        signs=(("<function=", "<parameter="),),
     ),
     ToolFormat(
         "phi4",
-        is_for=_any(_has("<|/tool_call|>"), _has("<|tool|>", "<|/tool|>")),
-        open=partial(JsonRegion, closing="<|/tool_call|>"),
-        openings=("<|tool_call|>",),
-        closing="<|/tool_call|>",
+        JsonRegion,
+        ("<|tool_call|>",),
+        "<|/tool_call|>",
+        signs=(("<|/tool_call|>",), ("<|tool|>", "<|/tool|>")),
     ),
     ToolFormat(
         "granite",
-        is_for=lambda template: (
-            ("<|tool_call|>" in template or ("<tool_call>" in template and "<|start_of_role|>" in template))
-            and "</tool_call>" not in template
-        ),
-        open=partial(JsonRegion, closing="</tool_call>", optional_closing=True),
-        openings=("<|tool_call|>", "<tool_call>"),
-        closing="</tool_call>",
+        partial(JsonRegion, optional_closing=True),
+        ("<|tool_call|>", "<tool_call>"),
+        "</tool_call>",
+        signs=(("<|tool_call|>",), ("<tool_call>", "<|start_of_role|>")),
+        lacks="</tool_call>",
     ),
     ToolFormat(
         "mistral",
-        is_for=_has("[TOOL_CALLS]"),
-        open=partial(EitherRegion, bracket="[", as_json=JsonRegion, otherwise=NamedJsonRegion),
-        openings=("[TOOL_CALLS]",),
+        JsonRegion,
+        ("[TOOL_CALLS]",),
         marks=("[ARGS]", "[CALL_ID]"),
+        bracket="[",
+        otherwise=NamedJsonRegion,
     ),
-    ToolFormat(
-        "hermes",
-        is_for=_has("<tool_call>"),
-        open=partial(JsonRegion, closing="</tool_call>"),
-        openings=("<tool_call>",),
-        closing="</tool_call>",
-    ),
+    ToolFormat("hermes", JsonRegion, ("<tool_call>",), "</tool_call>"),
     ToolFormat(
         "llama3",
-        is_for=_any(_has("<|python_tag|>"), _has("<|start_header_id|>", '"parameters": ')),
-        open=partial(EitherRegion, bracket="{", as_json=partial(JsonRegion, alone=True), otherwise=PythonRegion),
-        openings=("<|python_tag|>",),
+        partial(JsonRegion, alone=True),
+        ("<|python_tag|>",),
+        signs=(("<|python_tag|>",), ("<|start_header_id|>", '"parameters": ')),
+        bracket="{",
+        otherwise=PythonRegion,
         is_bare=True,
     ),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from enum import Enum, auto
 from typing import Final
 
 from .calls import NotACallError
@@ -19,15 +18,9 @@ _SCALAR: Final = re.compile(r"[-+.0-9A-Za-z]*")
 _NUMBER_PART: Final = re.compile(r"[-+.0-9eE]+")
 _NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _LITERALS: Final = ("true", "false", "null")
-
-
-class _Expects(Enum):
-    """What comes next, outside of strings and numbers."""
-
-    VALUE = auto()
-    KEY = auto()
-    COLON = auto()
-    COMMA_OR_END = auto()
+_KEY: Final = '"'
+_VALUE: Final = '{["-0123456789tfn'
+"""First characters of a key, and of a value."""
 
 
 class JsonScanner:
@@ -40,9 +33,8 @@ class JsonScanner:
     def __init__(self) -> None:
         self._stack: list[str] = []
         """The brackets that close what is open."""
-        self._expects = _Expects.VALUE
-        self._is_empty = False
-        """Whether the innermost array or object has just begun, and so may end."""
+        self._allowed = "{["
+        """The characters of which one comes next, outside of strings and numbers."""
         self._in_string = self._escaped = False
         self._scalar = ""
         """The number or literal that has begun; empty outside of one."""
@@ -85,7 +77,7 @@ class JsonScanner:
             self._escaped = True
         else:
             self._in_string = False
-            self._expects = _Expects.COLON if self._expects is _Expects.KEY else _Expects.COMMA_OR_END
+            self._end_value(":" if self._allowed.startswith(_KEY) else "")
         return found.end()
 
     def _read_scalar(self, text: str, at: int) -> int:
@@ -101,39 +93,29 @@ class JsonScanner:
                 raise NotACallError
             self.count += len(scalar)  # it is counted as a whole, where it turns out to be one
             self._scalar = ""
-            self._expects = _Expects.COMMA_OR_END
+            self._end_value()
         return stop
 
     def _read_sign(self, char: str) -> None:
-        """Read a character that is not part of a string or number; of those, the first one."""
-        expects, is_empty = self._expects, self._is_empty
-        self._is_empty = False
-        if char in "]}" and (is_empty or expects is _Expects.COMMA_OR_END):
-            if self._stack.pop() != char:
-                raise NotACallError
-            self._expects = _Expects.COMMA_OR_END
-            self.ended = not self._stack
-        elif expects is _Expects.VALUE:
-            self._begin_value(char)
-        elif expects is _Expects.KEY and char == '"':
-            self._in_string = True
-        elif expects is _Expects.COLON and char == ":":
-            self._expects = _Expects.VALUE
-        elif expects is _Expects.COMMA_OR_END and char == ",":
-            self._expects = _Expects.KEY if self._stack[-1] == "}" else _Expects.VALUE
-        else:
+        """Read a character outside of strings and numbers, or the first one of them."""
+        if char not in self._allowed or (char in "{[" and len(self._stack) >= MAX_DEPTH):
             raise NotACallError
-
-    def _begin_value(self, char: str) -> None:
         if char in "{[":
-            if len(self._stack) >= MAX_DEPTH:
-                raise NotACallError
             self._stack.append("}" if char == "{" else "]")
-            self._expects = _Expects.KEY if char == "{" else _Expects.VALUE
-            self._is_empty = True
-        elif self._stack and char == '"':
+            self._allowed = f"{_KEY}}}" if char == "{" else f"{_VALUE}]"
+        elif char in "}]":
+            self._stack.pop()
+            self._end_value()
+            self.ended = not self._stack
+        elif char == ",":
+            self._allowed = _KEY if self._stack[-1] == "}" else _VALUE
+        elif char == ":":
+            self._allowed = _VALUE
+        elif char == '"':
             self._in_string = True
-        elif self._stack and char in "-0123456789tfn":
+        else:
             self._scalar = char
-        else:  # neither an object nor an array, or no value
-            raise NotACallError
+
+    def _end_value(self, after: str = "") -> None:
+        """Go on after a value, or after a key, where `after` comes next."""
+        self._allowed = after or f",{''.join(self._stack[-1:])}"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from .call_literals import PYTHON_QUOTES, LiteralReader, Quote
+from .call_literals import PYTHON_QUOTES, LiteralReader
 from .call_regions import Region, RegionEnd
 from .calls import NotACallError, OfferedTools, ToolCall, read_json, written_call
 
@@ -24,14 +24,12 @@ class XmlRegion(Region):
     Args:
         opening: `<tool_call>`, or `<function=` where the model has left that out.
         tools: functions that may be called.
+        closing: the sign that it ends with, which may be left out without `<tool_call>`.
     """
 
-    _OUTER: Final = "<tool_call>"
-    _CLOSING: Final = "</tool_call>"
-
-    def __init__(self, opening: str, tools: OfferedTools) -> None:
-        super().__init__(opening, tools)
-        self._is_wrapped = opening == self._OUTER
+    def __init__(self, opening: str, tools: OfferedTools, *, closing: str) -> None:
+        super().__init__(opening, tools, closing=closing)
+        self._is_wrapped = opening != _FUNCTION
         self._in_function = not self._is_wrapped
         self._function: str | None = None
         self._parameter: str | None = None
@@ -49,7 +47,7 @@ class XmlRegion(Region):
             more = self._read_value() if self._parameter is not None else self._read_tag(ended=ended)
             if not more:
                 return None
-        end = self.end_after(self._CLOSING, self._end, optional=not self._is_wrapped, ended=ended)
+        end = self.end_after(self.closing, self._end, optional=not self._is_wrapped, ended=ended)
         return None if end is None else RegionEnd([written_call(self._function, self._values, self.tools)], end)
 
     def _read_head(self, *, ended: bool) -> bool:
@@ -127,8 +125,7 @@ class BracedRegion(Region):
     """
 
     def __init__(self, opening: str, tools: OfferedTools, *, closing: str, quote: str) -> None:
-        super().__init__(opening, tools)
-        self._closing = closing
+        super().__init__(opening, tools, closing=closing)
         self._quote = quote
         self._signs = re.compile(f"({re.escape(quote)})|{re.escape(closing)}")
         self._name: str | None = None
@@ -148,36 +145,29 @@ class BracedRegion(Region):
             self._search = self.at
         while sign := self._signs.search(self.text, self._search):
             if sign[1] is None and not self._in_string:
-                reader = LiteralReader(self.text[self.at : sign.start()], (Quote(self._quote), *PYTHON_QUOTES[2:3]))
+                reader = LiteralReader(self.text[self.at : sign.start()], {self._quote: False, '"': True})
                 values = reader.mapping()
                 if reader.text[reader.at :].strip():
                     raise NotACallError
                 return RegionEnd([written_call(self._name, values, self.tools)], sign.end())
             self._in_string ^= sign[1] is not None
             self._search = sign.end()
-        longest = max(len(self._quote), len(self._closing))
+        longest = max(len(self._quote), len(self.closing))
         self._search = max(self._search, len(self.text) - longest + 1)
         return None
 
 
 class PythonRegion(Region):
-    """Calls as Python writes them: `name(key=value)`, also in `print()` or a list, up to a closing sign.
+    """Calls as Python writes them: `name(key=value)`, also in `print()` or a list.
 
-    Args:
-        opening: the sign that it begins with.
-        tools: functions that may be called.
-        closing: the sign that it ends with; empty for the end of the answer.
+    They go up to the closing sign, or to the end of the answer where there is none.
     """
-
-    def __init__(self, opening: str, tools: OfferedTools, *, closing: str = "") -> None:
-        super().__init__(opening, tools)
-        self._closing = closing
 
     def read(self, *, ended: bool) -> RegionEnd | None:
         """Read on in the calls of this form."""
-        end = self.text.find(self._closing, self.at) if self._closing else -1
+        end = self.text.find(self.closing, self.at) if self.closing else -1
         if end < 0:
-            if not ended or self._closing:
+            if not ended or self.closing:
                 return None
             end = len(self.text)
         reader = LiteralReader(self.text[self.at : end], PYTHON_QUOTES)
@@ -191,7 +181,7 @@ class PythonRegion(Region):
             reader.expect("]")
         if reader.text[reader.at :].strip():
             raise NotACallError
-        return RegionEnd(calls, end + len(self._closing))
+        return RegionEnd(calls, end + len(self.closing))
 
     def _call(self, reader: LiteralReader) -> ToolCall:
         name = reader.word()

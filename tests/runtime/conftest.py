@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import edgerun
+from support.adversarial_drafters import NEARLY_FREE, FixedCost
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +35,19 @@ def engine(tiny_bundle: Path) -> Iterator[edgerun.Engine]:
     """An engine over the tiny llama, shared by the tests of a module."""
     with edgerun.load(tiny_bundle, threads=1) as engine:
         yield engine
+
+
+@pytest.fixture(scope="module")
+def eager_engine(tiny_bundle: Path) -> Iterator[edgerun.Engine]:
+    """An engine over the tiny llama in which nearly every draft token pays."""
+    with edgerun.load(tiny_bundle, threads=1, cache=False) as engine:
+        engine.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
+        yield engine
+
+
+@pytest.fixture
+def editable_bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny llama without its manifest, so that files can be changed."""
+    folder = Path(shutil.copytree(tiny_bundle, tmp_path / "m"))
+    (folder / "edge.json").unlink()
+    return folder

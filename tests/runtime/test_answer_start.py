@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ import edgerun
 from edgerun import ContextError, Engine, FinishReason, GenerateOptions, InputError, Reply, Speculation
 from edgerun.models.bundle import Bundle, open_bundle
 from edgerun.runtime.speculation.replay import OracleMode
-from edgerun.runtime.text.detokenizer import AnswerStart, StopMatcher
+from edgerun.runtime.text.detokenizer import AnswerStart
 from edgerun.runtime.text.tokenizer import TextTokenizer
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.nightly import some_nightly
@@ -34,14 +34,6 @@ OPTIONS = {
     "exact": GenerateOptions(exact=True, repeat_penalty=1.3),
     "past the end": GenerateOptions(temperature=1.5, seed=3, ignore_eos=True, logit_bias={0: 4.0}),
 }
-
-
-@pytest.fixture(scope="module")
-def eager_engine(tiny_bundle: Path) -> Iterator[Engine]:
-    """An engine in which nearly every draft token pays."""
-    with edgerun.load(tiny_bundle, threads=1, cache=False) as engine:
-        engine.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
-        yield engine
 
 
 def token_ids(reply: Reply) -> list[int]:
@@ -133,7 +125,6 @@ def test_special_tokens_in_a_text_stay_text(engine: Engine) -> None:
     text = "so <|end|> and <|user|>" + "".join(SPECIAL_TOKENS) + "<|sys"
     for options in (GenerateOptions(), GenerateOptions(special_tokens_in_messages=True)):
         start = engine.model.answer_start(options.changed({"answer_start": text}))
-        assert start is not None
         assert not set(start.token_ids) & engine.tokenizer.special_ids
         assert start.text == text
 
@@ -194,25 +185,6 @@ def test_stop_sequences_may_begin_in_the_start_but_not_lie_in_it(engine: Engine)
         assert reply.text == text
         assert reply.finish_reason is (FinishReason.LENGTH if text else FinishReason.STOP)
         assert len(reply.logprobs) == len(text)
-
-
-@given(st.text("ab", max_size=8), st.text("ab", max_size=8), st.lists(st.text("ab", min_size=1, max_size=4)))
-@settings(max_examples=300)
-def test_a_match_ends_behind_the_start_and_returns_what_follows_it(before: str, text: str, stops: list[str]) -> None:
-    """The expected text comes from a search for the first match that ends behind the start."""
-    ends = [
-        (end, end - len(stop))
-        for stop in stops
-        for end in range(len(before) + 1, len(before + text) + 1)
-        if (before + text)[:end].endswith(stop)
-    ]
-    cut = min(ends)[1] if ends else len(before + text)
-    expected = (before + text)[len(before) : cut]
-    for size in (1, 3, 20):
-        matcher = StopMatcher(stops, before)
-        pieces = [matcher.push(text[index : index + size]) for index in range(0, len(text), size)]
-        assert "".join(pieces) + matcher.flush() == expected
-        assert matcher.stopped == bool(ends)
 
 
 def test_what_an_answer_cannot_begin_with_is_refused(engine: Engine) -> None:

@@ -1,19 +1,25 @@
-"""Arguments of wrong types: one error with the value seen, wherever the public API takes them."""
+"""Arguments of wrong types are one error with the value seen; options are declared once and listed with types."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
 
 import edgerun
-from edgerun import Engine, GenerateOptions, InputError, Speculation
+from edgerun import Engine, GenerateOptions, InputError, LoadOptions, Session, Speculation
 from edgerun.edge.cli.main import main
+from edgerun.runtime.arguments.argument_types import options_of
+from edgerun.runtime.arguments.option_keywords import GenerateKeywords, LoadKeywords
 from edgerun.runtime.devices.processor import usable_cores
+from support import option_keywords
 
 
 @pytest.mark.parametrize(
@@ -30,6 +36,7 @@ from edgerun.runtime.devices.processor import usable_cores
         ({"draft": ["a"]}, "draft is ['a']; it must be text or a path"),
         ({"tokenizer": {}}, "tokenizer is {}; it must be text or a path"),
         ({"progress": None}, "progress is None; it must be a function"),
+        ({"prefix_cache": -1}, "prefix_cache is -1; it must be a number of bytes, 0 or more"),
     ],
 )
 def test_load_refuses_wrong_types(arguments: dict[str, Any], message: str) -> None:
@@ -114,3 +121,52 @@ def test_more_threads_than_processors_are_not_started(
 def test_a_choice_of_drafters_is_not_made_from_its_name_alone() -> None:
     with pytest.raises(InputError, match=r"Speculation\('off'\) is not a choice of drafters"):
         Speculation("off")  # type: ignore[arg-type]
+
+
+RECORDS = [(LoadOptions, LoadKeywords), (GenerateOptions, GenerateKeywords)]
+TAKERS = [
+    (edgerun.load, LoadOptions),
+    *((function, GenerateOptions) for function in (Engine.generate, Engine.stream, Engine.agenerate, Engine.astream)),
+    *((function, GenerateOptions) for function in (Session.send, Session.stream)),
+]
+
+
+def public_functions() -> dict[str, Any]:
+    """Everything that the package offers and that can be called, methods included, by name."""
+    found = {name: getattr(edgerun, name) for name in edgerun.__all__}
+    for name, value in list(found.items()):
+        if inspect.isclass(value):
+            methods = inspect.getmembers(value, inspect.isroutine)
+            found |= {f"{name}.{method}": function for method, function in methods if not method.startswith("_")}
+    return {name: value for name, value in found.items() if callable(value)}
+
+
+@pytest.mark.parametrize("name", public_functions())
+def test_signatures_show_values_and_no_addresses(name: str) -> None:
+    try:
+        signature = str(inspect.signature(public_functions()[name]))
+    except ValueError:  # a method of a class of Python's
+        return
+    assert re.findall(r"<factory>|<function|<lambda>| at 0x", signature) == []
+
+
+@pytest.mark.parametrize(("function", "record"), TAKERS, ids=lambda value: value.__qualname__)
+def test_a_function_lists_the_options_with_their_defaults(function: Any, record: type[Any]) -> None:
+    listed = inspect.signature(function).parameters
+    assert {each.name: listed[each.name].default for each in dataclasses.fields(record)} == {
+        each.name: each.default for each in dataclasses.fields(record)
+    }
+    assert not [each for each in listed.values() if each.kind is inspect.Parameter.VAR_KEYWORD]
+
+
+@pytest.mark.parametrize(("record", "keywords"), RECORDS)
+def test_type_checkers_read_the_types_of_the_record(record: type[Any], keywords: type[Any]) -> None:
+    assert get_type_hints(keywords) == get_type_hints(record)
+    assert option_keywords.MODULE.read_text(encoding="utf-8") == option_keywords.module_text()
+
+
+@pytest.mark.parametrize(("record", "keywords"), RECORDS)
+def test_the_docstring_of_a_record_explains_every_option(record: type[Any], keywords: type[Any]) -> None:
+    assert list(options_of(record)) == [each.name for each in dataclasses.fields(record)]
+    for name, declared in options_of(record).items():
+        assert f"    {name}: {declared.help}" in (record.__doc__ or "").splitlines()

@@ -70,26 +70,6 @@ def test_chunked_prefill_gives_the_same_text(tiny_bundle: Path, monkeypatch: pyt
         assert bound.arena.length == 119
 
 
-def test_a_cached_prefix_gives_the_same_text(tiny_bundle: Path) -> None:
-    prompt = np.random.default_rng(2).integers(5, VOCABULARY, 60).tolist()
-    fresh = run(bind(tiny_bundle), prompt, SamplingParams(), DecodeLimits(15))
-    bound = bind(tiny_bundle)
-    run(bound, prompt[:40], SamplingParams(temperature=1.0, seed=1), DecodeLimits(30))
-    for kept in (0, 1, 39, 40):
-        bound.arena.rewind_to(kept)
-        assert run(bound, prompt, SamplingParams(), DecodeLimits(15)) == fresh
-
-
-@pytest.mark.nightly
-def test_growth_of_the_arena_does_not_change_the_text(tmp_path: Path) -> None:
-    bundle = write_bundle(tmp_path, max_position_embeddings=700)
-    prompt = np.random.default_rng(3).integers(5, VOCABULARY, 250).tolist()
-    bound = bind(bundle, limit=700)
-    text = run(bound, prompt, SamplingParams(), DecodeLimits(20))
-    assert bound.arena.capacity == 512
-    assert text == naive(bundle, prompt, SamplingParams(), 20)
-
-
 @pytest.mark.parametrize("weights", [INT8, INT4], ids=["int8", "int4"])
 def test_quantized_models_give_one_text_for_a_seed(tmp_path: Path, weights) -> None:
     bundle = write_bundle(tmp_path, "qwen3", weights=weights)
@@ -109,13 +89,6 @@ def test_end_of_sequence_tokens_end_the_text_and_are_not_part_of_it(tiny_bundle:
         assert tokens == free[:end]
         assert steps[-1].finish is FinishReason.STOP
         assert sum(step.produced for step in steps) == end + 1
-
-
-def test_passes_and_cache_slots_add_up(tiny_bundle: Path) -> None:
-    bound = bind(tiny_bundle)
-    steps = list(decode(bound, [5, 6, 7], Sampler(SamplingParams(), VOCABULARY), DecodeLimits(9)))
-    assert sum(step.produced for step in steps) == sum(step.target_passes for step in steps) == 9
-    assert bound.arena.length == 3 + 9 - 1
 
 
 def test_the_end_of_the_context_ends_the_text(tiny_bundle: Path) -> None:

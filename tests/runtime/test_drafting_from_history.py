@@ -37,41 +37,29 @@ def bundle(tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return tiny_bundle
 
 
-def generate(engine: Engine) -> Reply:
-    return engine.generate(PROMPT, OPTIONS)
+async def read(engine: Engine) -> Reply:
+    return Reply.of([chunk async for chunk in engine.astream(PROMPT, OPTIONS)])
 
 
-def stream(engine: Engine) -> Reply:
-    return Reply.of(engine.stream(PROMPT, OPTIONS))
-
-
-def session(engine: Engine) -> Reply:
-    with engine.session() as chat:
-        return chat.send(PROMPT, OPTIONS)
-
-
-def agenerate(engine: Engine) -> Reply:
-    return asyncio.run(engine.agenerate(PROMPT, OPTIONS))
-
-
-def astream(engine: Engine) -> Reply:
-    async def read() -> Reply:
-        return Reply.of([chunk async for chunk in engine.astream(PROMPT, OPTIONS)])
-
-    return asyncio.run(read())
+WAYS: dict[str, Callable[[Engine], Reply]] = {
+    "generate": lambda engine: engine.generate(PROMPT, OPTIONS),
+    "stream": lambda engine: Reply.of(engine.stream(PROMPT, OPTIONS)),
+    "session": lambda engine: engine.session().send(PROMPT, OPTIONS),
+    "agenerate": lambda engine: asyncio.run(engine.agenerate(PROMPT, OPTIONS)),
+    "astream": lambda engine: asyncio.run(read(engine)),
+}
 
 
 def wait_for_index(engine: Engine) -> None:
     """Wait until everything that was answered is indexed."""
     store = engine.model.drafters._store
-    assert store is not None
     limit = time.monotonic() + 120
     while store.unindexed_tokens():
         assert time.monotonic() < limit
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("answer", [generate, stream, session, agenerate, astream])
+@pytest.mark.parametrize("answer", WAYS.values(), ids=WAYS)
 def test_what_was_answered_is_drafted_from_in_this_process_and_the_next(
     bundle: Path, answer: Callable[[Engine], Reply]
 ) -> None:
@@ -94,10 +82,10 @@ def test_engines_over_one_history_draft_from_each_other(bundle: Path) -> None:
         edgerun.load(bundle, device="cpu", threads=1, history=True) as one,
         edgerun.load(bundle, device="cpu", threads=1, history=True) as other,
     ):
-        first = generate(one)
+        first = one.generate(PROMPT, OPTIONS)
         other.generate("the", OPTIONS)
         wait_for_index(other)
-        again = generate(other)
+        again = other.generate(PROMPT, OPTIONS)
     assert again.stats.by_source["history"].accepted > 0
     assert again.text == first.text
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -24,39 +23,21 @@ from edgerun.runtime.measure import pass_timing
 from edgerun.runtime.measure.system_load import LoadMeter
 
 
-def copy_of(bundle: Path, folder: Path) -> Path:
-    """A copy without the manifest, so that files can be changed."""
-    shutil.copytree(bundle, folder)
-    (folder / "edge.json").unlink()
-    return folder
-
-
 def test_generate_and_stream_give_the_same_text(engine: Engine) -> None:
     reply = engine.generate("the other thing", max_tokens=20)
     chunks = list(engine.stream("the other thing", max_tokens=20))
     assert "".join(chunk.text for chunk in chunks) == reply.text
     assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert reply.finish_reason is chunks[-1].finish_reason is FinishReason.LENGTH
+    counts = [chunk.completion_tokens for chunk in chunks]
+    assert counts[:-1] == sorted(set(counts[:-1]))
+    assert 0 < counts[0] <= counts[-1] == chunks[-1].stats.completion_tokens
     stats = reply.stats
     assert stats.completion_tokens == 20
     assert stats.target_passes == 20 - stats.accepted
     assert stats.tokens_per_pass == 19 / stats.decode_passes
     assert 0 < stats.first_token_s <= stats.total_s
     assert 0 < stats.prefill_s <= stats.first_token_s
-
-
-def test_chunks_count_the_tokens_so_far(engine: Engine) -> None:
-    *chunks, last = engine.stream("hello", max_tokens=20)
-    counts = [chunk.completion_tokens for chunk in chunks]
-    assert counts == sorted(set(counts))
-    assert last.stats is not None
-    assert 0 < counts[0] <= last.completion_tokens == last.stats.completion_tokens
-
-
-def test_an_answer_does_not_depend_on_earlier_ones(engine: Engine) -> None:
-    first = engine.generate("in the", max_tokens=15).text
-    engine.generate("in the other", max_tokens=15)
-    assert engine.generate("in the", max_tokens=15).text == first
 
 
 def test_a_seed_gives_one_text_and_no_seed_gives_many(engine: Engine) -> None:
@@ -84,11 +65,6 @@ def test_unknown_options_and_bad_values_are_refused(engine: Engine) -> None:
         engine.generate("a", top_p=2)
     with pytest.raises(InputError, match="stop is ''; it must be a non-empty string, or several"):
         engine.generate("a", stop="")
-    for changes in ({"max_tokens": 2.5}, {"seed": 1.5}, {"top_k": "4"}, {"temperature": "hot"}, {"stop": (1,)}):
-        with pytest.raises(InputError, match="it must be (a|text)"):
-            engine.generate("a", **changes)
-    with pytest.raises(InputError, match="prompt is None; it must be text"):
-        engine.generate(None)
     with pytest.raises(InputError, match="the prompt is empty"):
         engine.generate("", raw=True)
     with pytest.raises(InputError, match="a raw prompt has no system message"):
@@ -144,8 +120,7 @@ def test_an_answer_may_go_on_after_the_end_of_the_text(engine: Engine) -> None:
     assert (reply.finish_reason, reply.stats.completion_tokens, reply.text) == (FinishReason.LENGTH, 9, "")
 
 
-def test_defaults_come_from_generation_config(tiny_bundle: Path, tmp_path: Path) -> None:
-    folder = copy_of(tiny_bundle, tmp_path / "m")
+def test_defaults_come_from_generation_config(editable_bundle: Path) -> None:
     config = {
         "do_sample": True,
         "temperature": 0.7,
@@ -154,8 +129,8 @@ def test_defaults_come_from_generation_config(tiny_bundle: Path, tmp_path: Path)
         "repetition_penalty": 1.2,
         "eos_token_id": [0, 7],
     }
-    (folder / "generation_config.json").write_text(json.dumps(config), encoding="utf-8")
-    with edgerun.load(folder) as engine:
+    (editable_bundle / "generation_config.json").write_text(json.dumps(config), encoding="utf-8")
+    with edgerun.load(editable_bundle) as engine:
         params = GenerateOptions().sampling(engine.model.defaults)
         assert (params.temperature, params.top_k, params.top_p, params.repeat_penalty) == (0.7, 5, 0.9, 1.2)
         assert GenerateOptions(temperature=0).sampling(engine.model.defaults).greedy

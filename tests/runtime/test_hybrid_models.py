@@ -1,4 +1,4 @@
-"""Models with convolutions (LFM2), delta nets (Qwen3.5) and Mamba-2 (Granite 4.0-H): replays, and what is refused."""
+"""Models whose layers differ (LFM2, Qwen3.5, Granite 4.0-H, Gemma 4): replays, shared caches, and what is refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import onnx
 import pytest
 
 import edgerun
-from edgerun.errors import BundleError, CheckpointError, InputError
+from edgerun.edge.cli.main import main
+from edgerun.errors import BundleError, CheckpointError, EdgeError, InputError
 from edgerun.export import FP32, INT4, ExportRecipe, export_checkpoint
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.json_fields import read_json
@@ -58,7 +59,6 @@ def test_tokens_run_again_one_by_one_where_wide_passes_are_wrong(bundle: Path) -
     bound._run_session = spy
     bound.arena.rewind_to(25)
     found = bound.forward([9]).copy()
-    assert bound.arena.states is not None
     assert bound.arena.replayed or bound.arena.states.cuts_anywhere
     assert set(widths) == {1}
     fresh = graph.bind(graph.arena(CONTEXT))
@@ -76,7 +76,6 @@ def test_adversarial_chains_do_not_change_the_text(bundle: Path, exact: bool) ->
         speculator = None if name is None else speculator_of(adversaries(text, 300, 0)[name], trees=False)
         steps = list(decode(bound, prompt, sampler, limits, speculator, near_ties))
         arena = bound.arena
-        assert arena.states is not None
         tokens = [token for step in steps for token in step.tokens]
         assert arena.states.token_ids == [*prompt, *tokens][: arena.length]
         recorder = StatsRecorder(len(prompt))
@@ -145,34 +144,39 @@ def test_a_session_without_its_states_is_refused(bundle: Path, tmp_path: Path) -
         pass
 
 
-REFUSED = [
-    (ExportRecipe(INT4, draft_layers="auto"), "--draft"),
-    (ExportRecipe(INT4, device="gpu"), "--device gpu"),
-    (ExportRecipe(INT4, layout=GraphLayout.GENAI), "--layout genai"),
-]
+GENAI = (ExportRecipe(INT4, layout=GraphLayout.GENAI), "--layout genai")
+DRAFT = (ExportRecipe(INT4, draft_layers="auto"), "--draft")
+HYBRID_REFUSALS = (DRAFT, GENAI, (ExportRecipe(INT4, device="gpu"), "--device gpu"))
+LAYERS = {
+    "lfm2": ("convolution layers", HYBRID_REFUSALS),
+    "qwen3_5_text": ("linear attention layers", HYBRID_REFUSALS),
+    "granitemoehybrid": ("linear attention layers", HYBRID_REFUSALS),
+    "gemma4_text": (
+        "layers that differ",
+        (
+            *(DRAFT, GENAI, (ExportRecipe(INT4, report=True), "--report")),
+            (ExportRecipe(INT4, calibration=Path("self")), "calibration"),
+        ),
+    ),
+}
 
 
 @pytest.mark.parametrize(
     ("family", "layers", "recipe", "message"),
-    [
-        *(("lfm2", "convolution", *each) for each in REFUSED),
-        *(("qwen3_5_text", "linear attention", *each) for each in REFUSED),
-        *(("granitemoehybrid", "linear attention", *each) for each in REFUSED),
-    ],
+    [(family, layers, *each) for family, (layers, refusals) in LAYERS.items() for each in refusals],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_exports_that_it_cannot_have_are_refused(
     tmp_path: Path, family: str, layers: str, recipe: ExportRecipe, message: str
 ) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", family)
-    with pytest.raises(InputError, match=f"{message}.*{family} models, which have {layers} layers"):
+    with pytest.raises(InputError, match=f"{message}.*{family} models, which have {layers}"):
         export_checkpoint(source, tmp_path / "bundle", recipe)
     assert not (tmp_path / "bundle").exists()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+UNKNOWN: dict[str, list[tuple[dict[str, object], str]]] = {
+    "lfm2": [
         (
             {"layer_types": ["conv", "mamba", "conv", "conv", "full_attention"]},
             "layer_types has 'mamba'; supported are conv and full_attention",
@@ -182,19 +186,7 @@ def test_exports_that_it_cannot_have_are_refused(
         ({"conv_L_cache": 1}, "conv_L_cache must be an integer of at least 2"),
         ({"conv_L_cache": 4}, r"conv.conv.weight has shape \[64, 1, 3\], but config.json implies \[64, 1, 4\]"),
     ],
-    ids=["unknown mixer", "no attention", "indices", "kernel", "weights"],
-)
-def test_unknown_mixers_are_refused_by_name(tmp_path: Path, settings: dict[str, object], message: str) -> None:
-    source = write_checkpoint(tmp_path / "checkpoint", "lfm2")
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    (source / "config.json").write_text(json.dumps({**config, **settings}), encoding="utf-8")
-    with pytest.raises(CheckpointError, match=message):
-        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+    "qwen3_5_text": [
         (
             {"layer_types": ["linear_attention", "mamba", "linear_attention", "full_attention"]},
             "layer_types has 'mamba'; supported are linear_attention and full_attention",
@@ -205,21 +197,7 @@ def test_unknown_mixers_are_refused_by_name(tmp_path: Path, settings: dict[str, 
         ({"linear_conv_kernel_dim": 3}, r"weight has shape \[160, 1, 4\], but config.json implies \[160, 1, 3\]"),
         ({"rope_parameters": {"rope_type": "ntk"}}, "rope scaling 'ntk' is not supported"),
     ],
-    ids=["unknown mixer", "no attention", "heads", "weights", "kernel", "rope"],
-)
-def test_half_supported_delta_nets_are_refused_by_name(
-    tmp_path: Path, settings: dict[str, object], message: str
-) -> None:
-    source = write_checkpoint(tmp_path / "checkpoint", "qwen3_5_text")
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    (source / "config.json").write_text(json.dumps({**config, **settings}), encoding="utf-8")
-    with pytest.raises(CheckpointError, match=message):
-        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+    "granitemoehybrid": [
         ({"num_local_experts": 8}, r"lacks the tensor .*layers\.0\.block_sparse_moe\.router\.layer\.weight"),
         ({"num_local_experts": None}, r"lacks the tensor .*block_sparse_moe\.router\.layer\.weight"),
         (
@@ -228,33 +206,35 @@ def test_half_supported_delta_nets_are_refused_by_name(
         ),
         ({"layer_types": None}, "no layer of the checkpoint has attention"),
         ({"mamba_n_groups": 3}, "mamba_n_heads 8 is not a multiple of mamba_n_groups 3"),
-        (
-            {"mamba_d_head": 24},
-            r"8 mamba_n_heads of 24 channels .* do not make mamba_expand \* hidden_size, which is 128",
-        ),
+        ({"mamba_d_head": 24}, r"8 mamba_n_heads of 24 .* do not make mamba_expand \* hidden_size, which is 128"),
         ({"mamba_d_conv": 3}, r"weight has shape \[224, 1, 4\], but config.json implies \[224, 1, 3\]"),
         ({"time_step_limit": [0.01, 1.0]}, "time_step_limit .* is not supported"),
         ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act 'gelu_pytorch_tanh' is not supported"),
     ],
-    ids=[
-        "experts",
-        "default experts",
-        "mixer",
-        "no attention",
-        "groups",
-        "heads",
-        "kernel",
-        "step limit",
-        "activation",
+    "gemma4_text": [
+        ({"enable_moe_block": True}, "enable_moe_block is not supported; the graph cannot have experts beside"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is not supported"),
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers 4 leaves layer 1 without a layer of its kind"),
+        ({"vocab_size_per_layer_input": 200}, "vocab_size_per_layer_input 200 differs from vocab_size 300"),
+        ({"per_layer_config": {"1": {"sliding_window": 3}}}, r"per_layer_config of layer 1 is .*sliding_window"),
+        ({"per_layer_config": [1]}, r"per_layer_config of layer 0 is \[1\]"),
+        ({"global_head_dim": 12}, "head_dim 12 is not a multiple of 8"),
+        ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
+        ({"hidden_size_per_layer_input": 24}, r"embed_tokens_per_layer.weight has shape \[300, 80\]"),
     ],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"), [(family, *each) for family, cases in UNKNOWN.items() for each in cases]
 )
-def test_half_supported_state_spaces_are_refused_by_name(
-    tmp_path: Path, settings: dict[str, object], message: str
+def test_what_the_graph_cannot_have_is_named(
+    tmp_path: Path, family: str, settings: dict[str, object], message: str
 ) -> None:
-    source = write_checkpoint(tmp_path / "checkpoint", "granitemoehybrid")
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    changed = {name: value for name, value in {**config, **settings}.items() if value is not None}
-    (source / "config.json").write_text(json.dumps(changed), encoding="utf-8")
+    source = write_checkpoint(tmp_path / "checkpoint", family)
+    config = {**json.loads((source / "config.json").read_text(encoding="utf-8")), **settings}
+    config = {name: value for name, value in config.items() if value is not None}
+    (source / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(CheckpointError, match=message) as error:
         export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32))
     assert "\n" not in str(error.value)
@@ -270,3 +250,61 @@ def test_a_missing_state_output_is_named(bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "model.onnx.data").write_bytes((bundle / "model.onnx.data").read_bytes())
     with pytest.raises(BundleError, match=f"no output for its state input {lost.replace('present', 'past')}"):
         GraphSession(tmp_path / "model.onnx", SessionConfig(choose_device("cpu"), 1), metadata_of(open_bundle(bundle)))
+
+
+# Layers that share a cache (Gemma 4)
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bundle(tmp_path_factory.mktemp("gemma4"), "gemma4_text", weights=INT4, max_position_embeddings=512)
+
+
+def test_layers_that_share_a_cache_have_none_of_their_own(gemma: Path) -> None:
+    graph = onnx.load(gemma / "model.onnx", load_external_data=False).graph
+    attentions = [node for node in graph.node if node.op_type == "GroupQueryAttention"]
+    assert [len(node.output) for node in attentions] == [3, 3, 3, 1, 1]
+    # Layers 3 and 4 have full attention, whose last layer with keys of its own is layer 1.
+    assert [node.input[3] for node in attentions[3:]] == ["present.1.key", "present.1.key"]
+    shapes = {
+        value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        for value in graph.input
+        if value.name.endswith(".key")
+    }
+    assert shapes == {
+        "past_key_values.0.key": [1, 2, 0, 16],
+        "past_key_values.1.key": [1, 2, 0, 32],
+        "past_key_values.2.key": [1, 2, 0, 16],
+    }
+
+
+def test_random_rewinds_leave_the_logits_of_one_pass(tmp_path: Path) -> None:
+    graph = GraphSession(write_bundle(tmp_path, "gemma4_text") / "model.onnx", SessionConfig(choose_device("cpu"), 1))
+    random = np.random.default_rng(3)
+    tokens = random.integers(0, 300, 60).tolist()
+    bound, once = graph.bind(graph.arena(128)), graph.bind(graph.arena(128))
+    expected = once.forward(tokens).copy()
+    for _ in range(500):
+        arena = bound.arena
+        arena.rewind_to(int(random.integers(0, min(arena.length, 59) + 1)))
+        start = arena.length
+        part = tokens[start : start + int(random.integers(1, 9))]
+        logits = bound.forward(part)
+        arena.commit(len(part))
+        np.testing.assert_allclose(logits, expected[start : start + len(part)], atol=2e-4)
+
+
+def test_the_command_line_exports_and_generates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint", "gemma4_text")
+    assert main(["export", str(source), str(tmp_path / "bundle"), "--weights", "int4"]) == 0
+    manifest = open_bundle(tmp_path / "bundle").manifest
+    assert manifest.weights["per_layer_embedding"] == INT4
+    capsys.readouterr()
+    assert main(["run", str(tmp_path / "bundle"), "--prompt", PROMPT, "--raw", "--max-tokens", "8"]) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_an_int8_cache_is_refused_in_one_line(gemma: Path) -> None:
+    with pytest.raises(EdgeError, match="layers that read the cache of another layer") as error:
+        edgerun.load(gemma, device="cpu", kv="int8").close()
+    assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""Errors of `load` for damaged, missing or foreign files."""
+"""Errors for damaged, missing or foreign files, and for weights that are NaN, of which no answer comes."""
 
 from __future__ import annotations
 
@@ -8,22 +8,14 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import edgerun
-from edgerun import (
-    BundleError,
-    TemplateError,
-)
+from edgerun import BundleError, EdgeError, Speculation, TemplateError
+from edgerun.edge.cli.main import main
 from edgerun.export import INT8
 from support.tiny_models import write_bundle
-
-
-def copy_of(bundle: Path, folder: Path) -> Path:
-    """A copy without the manifest, so that files can be changed."""
-    shutil.copytree(bundle, folder)
-    (folder / "edge.json").unlink()
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -42,32 +34,24 @@ def copy_of(bundle: Path, folder: Path) -> Path:
         ("tokenizer.json", "{}", "tokenizer.json cannot be read"),
         ("model.onnx", "just text", "model.onnx is not an ONNX model"),
         ("chat_template.jinja", "{% if %}", "the chat template is not valid"),
+        ("chat_template.jinja", "\udcff\udcfe", "chat_template.jinja cannot be read"),
     ],
 )
 def test_errors_name_a_damaged_file_beside_the_graph(
-    tiny_bundle: Path, tmp_path: Path, name: str, content: str, message: str
+    editable_bundle: Path, name: str, content: str, message: str
 ) -> None:
-    folder = copy_of(tiny_bundle, tmp_path / "m")
-    (folder / name).write_text(content, encoding="utf-8")
+    (editable_bundle / name).write_text(content, encoding="utf-8", errors="surrogateescape")
     with pytest.raises((BundleError, TemplateError)) as caught:
-        edgerun.load(folder)
+        edgerun.load(editable_bundle)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_an_error_names_a_chat_template_that_is_not_text(tiny_bundle: Path, tmp_path: Path) -> None:
-    folder = copy_of(tiny_bundle, tmp_path / "m")
-    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
-    with pytest.raises(TemplateError, match=r"chat_template\.jinja cannot be read"):
-        edgerun.load(folder)
-
-
-def test_a_tokenizer_of_another_model_is_refused(tiny_bundle: Path, tmp_path: Path) -> None:
-    folder = copy_of(tiny_bundle, tmp_path / "m")
+def test_a_tokenizer_of_another_model_is_refused(editable_bundle: Path, tmp_path: Path) -> None:
     larger = write_bundle(tmp_path / "larger", vocab_size=301)
-    shutil.copy(larger / "tokenizer.json", folder)
+    shutil.copy(larger / "tokenizer.json", editable_bundle)
     with pytest.raises(BundleError, match="has token ids up to 300, but the model's vocabulary has 300"):
-        edgerun.load(folder)
+        edgerun.load(editable_bundle)
 
 
 def test_an_error_names_a_path_without_a_tokenizer(tiny_bundle: Path, tmp_path: Path) -> None:
@@ -81,45 +65,43 @@ def test_an_error_names_a_path_without_a_tokenizer(tiny_bundle: Path, tmp_path: 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="file names are text elsewhere")
-def test_a_path_that_is_not_utf8_is_refused(tiny_bundle: Path, tmp_path: Path) -> None:
-    folder = copy_of(tiny_bundle, tmp_path / "m\udcff")
+def test_a_path_that_is_not_utf8_is_refused(editable_bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"m.* is not UTF-8, which ONNX Runtime cannot open; rename it"):
-        edgerun.load(folder)
+        edgerun.load(editable_bundle.rename(tmp_path / "m\udcff"))
 
 
-def test_errors_name_missing_files(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_errors_name_missing_files(tiny_bundle: Path, editable_bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="does not exist; give an .onnx file or a model folder"):
         edgerun.load(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(BundleError, match=r"holds no \.onnx file; give an .onnx file or a model folder"):
-        edgerun.load(tmp_path)
+        edgerun.load(tmp_path / "empty")
     with pytest.raises(BundleError, match="it looks like a checkpoint: run edge-run export"):
         edgerun.load(tiny_bundle.parent / "checkpoint")
     (tmp_path / "notes.txt").write_text("x", encoding="utf-8")
     with pytest.raises(BundleError, match="is not an .onnx file"):
         edgerun.load(tmp_path / "notes.txt")
-    folder = copy_of(tiny_bundle, tmp_path / "m")
-    (folder / "tokenizer.json").unlink()
+    (editable_bundle / "tokenizer.json").unlink()
     with pytest.raises(
         BundleError, match=r"holds no tokenizer\.json; put the model's tokenizer\.json beside the graph"
     ):
-        edgerun.load(folder)
+        edgerun.load(editable_bundle)
 
 
-def test_a_model_with_a_refused_chat_template_continues_plain_text(tiny_bundle: Path, tmp_path: Path) -> None:
-    folder = copy_of(tiny_bundle, tmp_path / "m")
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content | wordwrap(1) }}", encoding="utf-8")
-    with edgerun.load(folder) as engine:
+def test_a_model_with_a_refused_chat_template_continues_plain_text(editable_bundle: Path) -> None:
+    (editable_bundle / "chat_template.jinja").write_text("{{ messages[0].content | wordwrap(1) }}", encoding="utf-8")
+    with edgerun.load(editable_bundle) as engine:
         assert engine.generate("a", raw=True, max_tokens=2).text
         with pytest.raises(TemplateError, match="the filter 'wordwrap' is not allowed in a chat template"):
             engine.generate("a")
 
 
-def test_a_model_without_a_chat_template_only_continues_plain_text(tiny_bundle: Path, tmp_path: Path) -> None:
-    folder = copy_of(tiny_bundle, tmp_path / "m")
-    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+def test_a_model_without_a_chat_template_only_continues_plain_text(editable_bundle: Path) -> None:
+    file = editable_bundle / "tokenizer_config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
     del config["chat_template"]
-    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-    with edgerun.load(folder) as engine:
+    file.write_text(json.dumps(config), encoding="utf-8")
+    with edgerun.load(editable_bundle) as engine:
         assert engine.generate("a", raw=True, max_tokens=2).text
         with pytest.raises(TemplateError, match=r"^m has no chat template; continue plain text: --raw -p TEXT"):
             engine.generate("a")
@@ -157,25 +139,10 @@ def test_a_large_file_is_hashed_again_when_it_changes(tmp_path: Path) -> None:
         edgerun.load(bundle)
 
 
-def test_a_manifest_of_a_later_format_asks_for_an_upgrade(tiny_bundle: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "m"
-    shutil.copytree(tiny_bundle, folder)
-    manifest = json.loads((folder / "edge.json").read_text(encoding="utf-8"))
-    (folder / "edge.json").write_text(json.dumps(manifest | {"format": 99}), encoding="utf-8")
-    with pytest.raises(BundleError, match="has format 99, contract 1; .*upgrade edge-run"):
-        edgerun.load(folder)
-    (folder / "edge.json").write_text(json.dumps({"format": 1, "contract": 1}), encoding="utf-8")
-    with pytest.raises(BundleError, match=r"edge\.json cannot be read"):
-        edgerun.load(folder)
-    manifest["files"]["../../etc/passwd"] = {"bytes": 1, "sha256": "0"}
-    (folder / "edge.json").write_text(json.dumps(manifest), encoding="utf-8")
-    with pytest.raises(BundleError, match="which lies outside the bundle"):
-        edgerun.load(folder)
-
-
 def test_external_data_outside_the_bundle_is_refused(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
-    folder = copy_of(write_bundle(tmp_path, weights=INT8), tmp_path / "m")
+    folder = write_bundle(tmp_path, weights=INT8)
+    (folder / "edge.json").unlink()
     shutil.move(folder / "model.onnx.data", tmp_path / "elsewhere.data")
     for location in ("../elsewhere.data", str(tmp_path / "elsewhere.data")):
         model = onnx.load(folder / "model.onnx", load_external_data=False)
@@ -186,3 +153,39 @@ def test_external_data_outside_the_bundle_is_refused(tmp_path: Path) -> None:
         (folder / "model.onnx").write_bytes(model.SerializeToString())
         with pytest.raises(BundleError, match=r"model\.onnx keeps weights in '.*', outside its folder"):
             edgerun.load(folder)
+
+
+@pytest.fixture
+def damaged(editable_bundle: Path) -> Path:
+    weights = editable_bundle / "model.onnx.data"
+    values = np.fromfile(weights, np.float32)
+    values[np.isfinite(values)] = np.nan
+    weights.write_bytes(values.tobytes())
+    return editable_bundle
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 1.0, "seed": 1},
+        {"temperature": 1.0, "top_k": 5, "seed": 1},
+        {"speculation": Speculation.OFF},
+        {"exact": True},
+    ],
+)
+def test_no_answer_comes_of_weights_that_are_nan(damaged: Path, options: dict[str, object]) -> None:
+    with edgerun.load(damaged) as engine:
+        for _ in range(2):
+            with pytest.raises(EdgeError, match="the model computes NaN logits; its weights are damaged"):
+                engine.generate("the", raw=True, **options)
+
+
+@pytest.mark.parametrize("command", [["-p", "the"], ["-p", "the", "--json"], ["-p", "the", "--spec", "off", "-t", "1"]])
+def test_the_command_fails_on_weights_that_are_nan(
+    damaged: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    assert main([str(damaged), *command]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "the model computes NaN logits" in err

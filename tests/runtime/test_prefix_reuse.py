@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 import edgerun
-from edgerun import Engine, GenerateOptions, InputError, Reply, Speculation
-from edgerun.runtime.speculation.drafters.draft_model import DraftModel
+from edgerun import Engine, GenerateOptions, Reply, Speculation
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
-from support.layouts import LAYOUTS, write_layout
 from support.nightly import some_nightly
 
 CONTEXT = 200
@@ -68,30 +66,11 @@ def test_interleaved_conversations_say_what_fresh_engines_say(
                 engine.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
             assert check_interleavings(cached, fresh, random.Random(seed), 20 if seed else 4) > 0
             model = cached.model.drafters.draft_model()
-            assert isinstance(model, DraftModel)
             assert model._prefixes is not None
             caches = (cached.model.prefixes, model._prefixes)
             arenas = {id(kept): kept.arena for cache in caches for kept in cache._kept}
             assert 0 < sum(arena.nbytes for arena in arenas.values()) <= budget
             assert all(len(cache) for cache in caches) == (seed % 3 != 1)
-
-
-@pytest.mark.parametrize("name", ["optimum", "genai"])
-def test_foreign_layouts_reuse_prefixes(name: str, tmp_path: Path) -> None:
-    folder = write_layout(tmp_path / "model", LAYOUTS[name])
-    with (
-        edgerun.load(folder, threads=1, context=CONTEXT, cache=False) as cached,
-        edgerun.load(folder, threads=1, context=CONTEXT, cache=False, prefix_cache=0) as fresh,
-    ):
-        assert check_interleavings(cached, fresh, random.Random(0), 3) > 0
-
-
-def test_a_stateless_conversation_computes_only_what_is_new(tiny_bundle: Path) -> None:
-    with edgerun.load(tiny_bundle, threads=1) as engine:
-        prompt = list(range(20, 80))
-        first = answer(engine, prompt, None, 4)
-        again = [*prompt, *engine.tokenizer.encode(first.text, add_special_tokens=False), 50, 51]
-        assert answer(engine, again, None, 4).stats.reused_tokens >= len(prompt)
 
 
 def test_a_conversation_starts_from_what_another_has_computed(tiny_bundle: Path) -> None:
@@ -125,8 +104,3 @@ def test_exact_answers_depend_on_nothing_that_was_asked_before(tiny_bundle: Path
         reply = engine.generate("the other", max_tokens=30, exact=True)
         assert reply.text == plain
         assert reply.stats.reused_tokens == 0
-
-
-def test_a_negative_budget_is_refused(tiny_bundle: Path) -> None:
-    with pytest.raises(InputError, match="prefix_cache is -1; it must be a number of bytes, 0 or more"):
-        edgerun.load(tiny_bundle, prefix_cache=-1)

@@ -140,3 +140,13 @@ def check_rounds(steps: Iterable[Step]) -> None:
         assert one.width <= 16
         assert 0 <= one.ahead.kept <= one.ahead.passes
         assert min(one.draft_s, one.target_s, one.host_s, one.ahead.hidden_s, one.ahead.waited_s) >= 0
+
+
+def random_tree(random: np.random.Generator, nodes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Depths int `[n]` and mask bool `[n, n]` of a random tree whose parents come first."""
+    depths, mask = np.zeros(nodes, np.int64), np.eye(nodes, dtype=np.bool_)
+    for node in range(1, nodes):
+        parent = int(random.integers(node))
+        depths[node] = depths[parent] + 1
+        mask[node] |= mask[parent]
+    return depths, mask

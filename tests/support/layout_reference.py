@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from support.layout_kinds import HEAD_DIM, HEADS, LAYERS, CacheType, Layout, States
+from support.layout_kinds import HEAD_DIM, HEADS, LAYERS, VOCABULARY, CacheType, Layout, States
 from support.layout_states import Mixer
 from support.tiny_models import tiny_config, tiny_weights
 
@@ -36,6 +36,15 @@ def smallest_margin(layout: Layout, prompt: Sequence[int], count: int, seed: int
     """The smallest difference between the two highest logits: rounding errors below half of it change no token."""
     key = (layout.kv_heads, layout.window, layout.cache_type is CacheType.INT8, layout.states, seed)
     return _greedy(*key, tuple(prompt), count)[1]
+
+
+def clear_prompt(layout: Layout, length: int, count: int, margin: float, salt: int = 0) -> list[int]:
+    """Random tokens after which none of `count` greedy choices is close."""
+    for seed in range(200):
+        prompt: list[int] = np.random.default_rng((length, salt, seed)).integers(5, VOCABULARY, length).tolist()
+        if smallest_margin(layout, prompt, count) > margin:
+            return prompt
+    raise AssertionError("every prompt has a close choice")
 
 
 @cache

@@ -110,7 +110,7 @@ def test_a_graph_that_was_made_at_load_is_kept(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     bundle = open_bundle(write_bundle(tmp_path))
     made = variant_for(bundle, WEBGPU, cache=True)
-    (cached,) = (cache_folder() / "graphs").glob("*.onnx")
+    (cached,) = (cache_folder() / "gpu-graphs").glob("*/*.onnx")
     assert isinstance(made, bytes)
     with monkeypatch.context() as patched:
         patched.setattr(rewriting, "gpu_graph", lambda *_, **__: pytest.fail("it was made again"))
@@ -118,7 +118,7 @@ def test_a_graph_that_was_made_at_load_is_kept(tmp_path: Path, monkeypatch: pyte
     cached.write_bytes(cached.read_bytes()[:-1] + b"\0")
     assert variant_for(bundle, WEBGPU, cache=True) == made
     assert variant_for(bundle, CUDA, cache=True) != made
-    assert len(list((cache_folder() / "graphs").glob("*.onnx"))) == 2
+    assert len(list((cache_folder() / "gpu-graphs").glob("*/*.onnx"))) == 2
 
 
 def test_a_graph_of_an_unknown_kind_is_used_as_it_is(tmp_path: Path) -> None:

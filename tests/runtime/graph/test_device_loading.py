@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,21 @@ from edgerun.models.graph_variant import DeviceKind
 from edgerun.runtime.devices.providers import Device, cpu_device
 from edgerun.runtime.graph.device_loading import Assignments, load_on_device
 from edgerun.runtime.graph.ort import session_options
-from support.devices import require_qnn, require_webgpu, run_json_script, webgpu_environment, without_software_vulkan
+from support.devices import (
+    require_gpu,
+    require_qnn,
+    require_webgpu,
+    run_json_script,
+    webgpu_environment,
+    without_software_vulkan,
+)
+from support.shared_data import data_path
 
 PROGRAM = """
-import json, sys
+import json, sys, warnings
 from pathlib import Path
 import numpy as np
+warnings.simplefilter('ignore')
 from edgerun.errors import DeviceError
 from edgerun.models.graph_variant import DeviceKind
 from edgerun.models.onnx_file.model_messages import GraphProto, model, node, value_info
@@ -32,6 +42,14 @@ def add(dtype=np.float32, operator="Add"):
 def load(device, dtype=np.float32):
     return load_on_device(add(dtype), session_options(), device, Path("model.onnx"))
 
+def run(device, dtype):
+    session, _ = load(device, dtype)
+    ones = np.ones(4, dtype)
+    try:
+        return session.run(None, {"a": ones, "b": ones})
+    except ORT_ERRORS as error:
+        raise device_failure(error, device, Path("model.onnx")) from error
+
 def tell(action):
     try:
         print(json.dumps(str(action())))
@@ -44,51 +62,36 @@ def told(action: str, environment: dict[str, str] | None = None) -> str:
     return str(run_json_script(f"{PROGRAM}\n{action}", environment=environment))
 
 
-def test_every_node_is_listed_under_its_provider() -> None:
+@pytest.mark.parametrize(
+    ("action", "environment", "said"),
+    [
+        ("json.dumps(load(choose_device('gpu'))[1].by_provider)", None, '{"WebGpuExecutionProvider": 1}'),
+        # Asking ONNX Runtime by name, without the handle of a device, gives a session on the CPU.
+        (
+            "[registered_plugins(), load(Device('WebGpuExecutionProvider', DeviceKind.GPU))]",
+            without_software_vulkan,
+            "WebGpu is not usable here, ONNX Runtime would run on the CPU instead; no Vulkan GPU driver",
+        ),
+        (
+            "load(choose_device('gpu'))",
+            lambda: {**webgpu_environment(), "VK_ICD_FILENAMES": "/nonexistent.json"},
+            "WebGpu cannot start: the Vulkan driver offers no usable adapter; ",
+        ),
+        # WebGPU has no kernel for 64-bit floats; the CPU has.
+        ("load(choose_device('gpu'), np.float64)", None, "WebGpu runs none of the 1 nodes of model.onnx"),
+        (
+            "run(choose_device('gpu'), np.float16)",
+            None,
+            "WebGpu cannot run model.onnx: its adapter has no 16-bit floats (f16)",
+        ),
+    ],
+    ids=["by provider", "by name", "no adapter", "no nodes", "no float16"],
+)
+def test_what_becomes_of_a_graph_on_webgpu(
+    action: str, environment: Callable[[], dict[str, str]] | None, said: str
+) -> None:
     require_webgpu()
-    assert told("tell(lambda: json.dumps(load(choose_device('gpu'))[1].by_provider))") == (
-        '{"WebGpuExecutionProvider": 1}'
-    )
-
-
-def test_a_name_that_would_silently_run_on_the_cpu() -> None:
-    require_webgpu()
-    # Asking ONNX Runtime by name, without the handle of a device, gives a session on the CPU.
-    named = "import warnings; warnings.simplefilter('ignore'); registered_plugins()\n"
-    named += "tell(lambda: load(Device('WebGpuExecutionProvider', DeviceKind.GPU))[0].get_providers())"
-    said = told(named, without_software_vulkan())
-    assert said.startswith("WebGpu is not usable here, ONNX Runtime would run on the CPU instead; no Vulkan GPU driver")
-
-
-def test_a_vulkan_driver_without_a_usable_adapter() -> None:
-    require_webgpu()
-    environment = {**webgpu_environment(), "VK_ICD_FILENAMES": "/nonexistent.json"}
-    said = told("tell(lambda: load(choose_device('gpu')))", environment)
-    assert said.startswith("WebGpu cannot start: the Vulkan driver offers no usable adapter; ")
-
-
-def test_an_adapter_without_16_bit_floats() -> None:
-    require_webgpu()
-    run = """
-def run():
-    device = choose_device("gpu")
-    session, _ = load(device, np.float16)
-    ones = np.ones(4, np.float16)
-    try:
-        return session.run(None, {"a": ones, "b": ones})
-    except ORT_ERRORS as error:
-        raise device_failure(error, device, Path("model.onnx")) from error
-tell(run)
-"""
-    assert "WebGpu cannot run model.onnx: its adapter has no 16-bit floats (f16)" in told(run)
-
-
-def test_a_device_that_takes_nothing_is_refused() -> None:
-    require_webgpu()
-    # WebGPU has no kernel for 64-bit floats; the CPU has.
-    assert "WebGpu runs none of the 1 nodes of model.onnx" in told(
-        "tell(lambda: load(choose_device('gpu'), np.float64))"
-    )
+    assert said in told(f"tell(lambda: {action})", None if environment is None else environment())
 
 
 def test_an_npu_that_does_not_take_the_whole_graph_is_refused() -> None:
@@ -139,3 +142,45 @@ def test_devices_are_told_apart_by_provider_and_index() -> None:
     first, second = Device("A", DeviceKind.GPU), Device("A", DeviceKind.GPU, index=1)
     assert first != second
     assert (str(second), second.name) == ("A:1", "A:1")
+
+
+# Passes and caches on a GPU: WebGPU, over a Vulkan driver in software, and CUDA where it is
+
+SUPPORT = Path(__file__).resolve().parents[2] / "support"
+BEST = 64
+"""Number of the best logits that the graph ranks."""
+LIMITS = {"webgpu": (1e-4, 1e-3), "cuda": (0.05, 0.1)}
+"""Differences of slots and of logits from the CPU's, in float32 and in float16."""
+
+
+def check_rounds(bundle: Path, rounds: int, gpu: str = "webgpu") -> None:
+    found = run_json_script(SUPPORT / "device_rounds.py", bundle, rounds, gpu, environment=require_gpu(gpu))
+    assert found["rounds"] == rounds
+    assert found["moves"] > rounds / 10
+    assert found["on_cpu"] == {}
+    most_of_slots, most_of_logits = LIMITS[gpu]
+    assert found["slots"] < most_of_slots
+    assert found["logits"] < most_of_logits
+    assert found["capacities"][:3] == [16, 32, 64]
+    assert found["best_equal"]
+    assert found["best"] == BEST
+    # Ids of 8 bytes and logits of 4, instead of the whole vocabulary.
+    assert found["few_bytes"] == BEST * 12
+
+
+@pytest.mark.parametrize("gpu", LIMITS)
+def test_trees_leave_the_cache_of_sequential_decoding(tiny_bundle: Path, gpu: str) -> None:
+    check_rounds(tiny_bundle, 50, gpu)
+
+
+@pytest.mark.nightly
+def test_many_trees_leave_the_cache_of_sequential_decoding(tmp_path: Path) -> None:
+    tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
+    check_rounds(tiny.write_bundle(tmp_path, hidden_size=256, num_attention_heads=4, num_key_value_heads=2), 1000)
+
+
+@pytest.mark.nightly
+def test_trees_of_a_quantized_model_leave_the_cache_of_sequential_decoding(tmp_path: Path) -> None:
+    export = pytest.importorskip("edgerun.export", reason="needs the export extra")
+    source = data_path("weights/stories260K-hf")
+    check_rounds(export.export_checkpoint(source, tmp_path / "bundle", export.ExportRecipe(export.INT4)).bundle, 50)

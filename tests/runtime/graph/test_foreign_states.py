@@ -1,10 +1,10 @@
-"""Graphs of other tools with layers that keep a state: rewinding, answers, conversations, and what is refused."""
+"""Rewinding graphs of other tools; their layers that keep a state: answers in parts, and what is refused."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from onnx import helper
 
 import edgerun
-from edgerun import BundleError, Engine, GenerateOptions, Speculation
+from edgerun import BundleError, GenerateOptions, Speculation
 from edgerun.edge.cli.main import main
 from edgerun.errors import EdgeError
 from edgerun.models.bundle import open_bundle
@@ -35,28 +35,26 @@ from support.layout_kinds import CONTEXT, VOCABULARY, Weights
 from support.layout_reference import Decoder, layout_weights
 from support.layouts import HYBRID_LAYOUTS, LAYOUTS, write_layout
 
+EVERY = {**LAYOUTS, **HYBRID_LAYOUTS}
 PROMPT = "the and of the and of to in the and of the and of to in the and of"
 OPTIONS = GenerateOptions(raw=True, ignore_eos=True, max_tokens=60, speculation=Speculation.OFF)
-NAMES = ("genai-qwen3.5", "community-lfm2", "community-qwen3.5", "optimum-qwen3.5-two-decoders")
-"""One of each: states of several kinds, of one kind, beside a growing cache, and a first graph that takes no states."""
+NAMES = (
+    *("genai-qwen3.5", "community-lfm2", "community-qwen3.5", "optimum-qwen3.5-two-decoders"),
+    *("optimum", "optimum-merged", "stacked", "keys-transposed", "genai", "renamed-genai"),
+)
+"""States of several kinds, of one kind, beside a growing cache, and a first graph that takes none; attention alone."""
 TOLERANCE = 2e-4
 """Wide passes and narrow ones differ by float rounding."""
 
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    return cache(lambda name: write_layout(tmp_path_factory.mktemp("layout"), HYBRID_LAYOUTS[name]))
+    return cache(lambda name: write_layout(tmp_path_factory.mktemp("layout"), EVERY[name]))
 
 
 @pytest.fixture(scope="module")
 def graph_of(folder_of: Callable[[str], Path]) -> Callable[[str], GraphSession]:
     return cache(lambda name: load(folder_of(name)))
-
-
-@pytest.fixture(scope="module")
-def engine(folder_of: Callable[[str], Path]) -> Iterator[Engine]:
-    with edgerun.load(folder_of("genai-qwen3.5"), threads=1, cache=False) as loaded:
-        yield loaded
 
 
 def load(folder: Path) -> GraphSession:
@@ -66,8 +64,8 @@ def load(folder: Path) -> GraphSession:
 
 def logits_after(name: str, token_ids: list[int]) -> np.ndarray:
     """Logits of the reference after each token, `[n, vocabulary]`."""
-    layout = HYBRID_LAYOUTS[name]
-    decoder = Decoder(layout_weights(layout), layout.kv_heads, None, int8_cache=False, states=layout.states)
+    layout = EVERY[name]
+    decoder = Decoder(layout_weights(layout), layout.kv_heads, layout.window, int8_cache=False, states=layout.states)
     return decoder.forward(token_ids)
 
 
@@ -97,7 +95,6 @@ def test_any_order_of_passes_and_rewinds_gives_the_reference_logits(
         bound, text = graph.bind(graph.arena(CONTEXT)), []
         for kind, *values in actions:
             arena = bound.arena
-            assert arena.states is not None
             if kind == "read":
                 width, share = values
                 new = random.integers(5, VOCABULARY, width).tolist()
@@ -130,7 +127,6 @@ def test_the_arena_fits_the_cache(graph_of: Callable[[str], GraphSession]) -> No
     for name, kind in (("genai-qwen3.5", InPlaceArena), ("community-qwen3.5", GrowingArena)):
         arena = graph_of(name).arena(CONTEXT)
         assert isinstance(arena, kind)
-        assert arena.states is not None
         assert arena.nbytes > sum(each.nbytes for each in arena.states.types)
 
 
@@ -157,58 +153,6 @@ def test_a_failed_pass_over_a_growing_cache_can_be_repeated(
     bound.forward(text[length:12])
     bound.arena.commit(12 - length)
     np.testing.assert_allclose(bound.forward([8])[0], logits_after(name, [*text[:12], 8])[-1], atol=TOLERANCE)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_speculative_text_equals_plain_text(engine: Engine, temperature: float) -> None:
-    engine.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
-    drafted = 0
-    for seed in range(3):
-        chosen = {"temperature": temperature, "seed": seed}
-        plain = engine.generate(PROMPT, OPTIONS, **chosen)
-        for sources in ("auto", "suffix,recycle", "edit"):
-            reply = engine.generate(PROMPT, OPTIONS, **chosen, speculation=Speculation.parse(sources))
-            assert reply.text == plain.text
-            drafted += reply.stats.drafted
-    assert drafted > 0
-
-
-@pytest.mark.parametrize("name", ["genai-qwen3.5", "community-qwen3.5"])
-def test_a_prefix_is_continued_and_branches_copy_it(name: str, folder_of: Callable[[str], Path]) -> None:
-    prompts = [PROMPT * 4, PROMPT * 4 + " in the", PROMPT * 2 + " to", PROMPT * 3 + " and"]
-    with edgerun.load(folder_of(name), threads=1, prefix_cache=0, cache=False) as fresh:
-        expected = [fresh.generate(prompt, OPTIONS).text for prompt in prompts]
-    with edgerun.load(folder_of(name), threads=1, prefix_cache=1 << 28, cache=False) as loaded:
-        replies = [loaded.generate(prompt, OPTIONS) for prompt in prompts]
-    assert [reply.text for reply in replies] == expected
-    assert all(reply.stats.reused_tokens > 30 for reply in replies[1:])
-
-
-@pytest.mark.parametrize("name", ["genai-qwen3.5", "community-qwen3.5"])
-def test_exact_answers_equal_plain_ones(name: str, folder_of: Callable[[str], Path]) -> None:
-    """Near ties are decided by plain passes, for which the arena is rewound to slots of plain decoding."""
-    with edgerun.load(folder_of(name), threads=1, cache=False) as loaded:
-        loaded.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
-        plain = loaded.generate(PROMPT, OPTIONS, exact=True)
-        reply = loaded.generate(PROMPT, OPTIONS, exact=True, speculation=Speculation.parse("suffix,recycle"))
-        assert reply.text == plain.text
-        assert reply.stats.drafted > 0
-
-
-@pytest.mark.parametrize("name", ["genai-qwen3.5", "community-qwen3.5"])
-def test_an_answer_goes_on_beyond_the_context(name: str, folder_of: Callable[[str], Path]) -> None:
-    """Slots cannot be dropped from the middle, on which later states depend, so what is kept runs again."""
-    with edgerun.load(folder_of(name), threads=1, context=160, cache=False) as loaded:
-        reply = loaded.generate(PROMPT, OPTIONS, max_tokens=250, overflow="window")
-    assert reply.stats.completion_tokens == 250
-    assert reply.stats.context_shifts > 0
-
-
-def test_several_answers_equal_those_one_by_one(engine: Engine) -> None:
-    chosen = {"temperature": 0.9, "max_tokens": 20}
-    several = engine.generate(PROMPT, OPTIONS, **chosen, seed=5, n=3)
-    single = [engine.generate(PROMPT, OPTIONS, **chosen, seed=5 + index).text for index in range(3)]
-    assert [choice.text for choice in several.choices] == single
 
 
 def test_inspect_names_the_states(folder_of: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,8 +123,10 @@ def test_an_accepted_tree_path_leaves_the_slots_of_sequential_decoding(tiny_bund
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma2", "gpt_oss", "smollm3", *HYBRID_FAMILIES])
 def test_logits_differ_little_from_those_with_a_float_cache(family: str, tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path, family)
-    own = scales_of(bundle, [TEXT])
-    quality = measure_cache_quality(bound_to(bundle, own), bound_to(bundle), [TEXT, TEXT[::-1]])
+    bound = bound_to(bundle, scales_of(bundle, [TEXT]))
+    assert {each.dtype for each in bound.graph_io.tensor_types} == {np.dtype(np.int8)}
+    assert {each.dtype for each in bound.graph_io.state_types} <= {np.dtype(np.float32)}
+    quality = measure_cache_quality(bound, bound_to(bundle), [TEXT, TEXT[::-1]])
     assert quality.positions == 2 * len(TEXT)
     assert 0 < quality.mean_kl < 0.02
     assert quality.top1_agreement > 0.9

@@ -194,7 +194,6 @@ NO_LOGITS = "has no output for logits of 2 or 3 dimensions; beside its cache it 
     ("inputs", "outputs", "message"),
     [
         (without(INPUTS, "input_ids"), OUTPUTS, "has no input for token ids (input_ids)"),
-        (without(INPUTS, KEY, VALUE), OUTPUTS, EXPECTED_ERRORS["no-cache"].removeprefix("{graph} ")),
         (INPUTS, without(OUTPUTS, "present.0.value"), f"has no output for its cache input {VALUE}"),
         (
             INPUTS,
@@ -239,7 +238,6 @@ NO_LOGITS = "has no output for logits of 2 or 3 dimensions; beside its cache it 
             OUTPUTS,
             "takes attention_mask as tensor(string) of 2 dimensions, which is not supported",
         ),
-        (changed(INPUTS, "input_ids", shape=(2, "n")), OUTPUTS, "has a fixed batch size of 2 (input_ids)"),
         (
             changed(INPUTS, "attention_mask", shape=(1, 4096)),
             OUTPUTS,
@@ -410,7 +408,6 @@ def test_invalid_settings_are_ignored(genai: dict[str, object]) -> None:
 @pytest.mark.parametrize("name", LIMITED)
 def test_a_cache_that_evicts_slots_limits_the_context(name: str, tmp_path: Path) -> None:
     layout = LIMITED[name]
-    assert layout.window_slots is not None
     with edgerun.load(write_layout(tmp_path, layout), cache=False) as engine:
         assert engine.context == layout.window_slots
         reply = engine.generate("the", raw=True, max_tokens=layout.window_slots)

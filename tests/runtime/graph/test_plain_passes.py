@@ -122,20 +122,6 @@ def test_plain_passes_and_trees_share_a_cache(tmp_path: Path, family: str, form:
         assert (TreeGraph.name in graph.loaded) is holds_trees
 
 
-def test_another_arena_is_used_by_both(tiny_bundle: Path) -> None:
-    graph = joined(tiny_bundle, WEBGPU)
-    bound, other = graph.bind(graph.arena(64)), graph.arena(64)
-    for arena in (bound.arena, other):
-        bound.use(arena)
-        run(bound, PROMPT if arena is other else PROMPT[::-1])
-        tree = bound.forward(TREE, positions=20 + DEPTHS, tree_mask=TREE_MASK).copy()
-    alone = load(tiny_bundle, WEBGPU)
-    expected = alone.bind(alone.arena(64))
-    run(expected, PROMPT)
-    wanted = expected.forward(TREE, positions=20 + DEPTHS, tree_mask=TREE_MASK)
-    np.testing.assert_allclose(tree, wanted, atol=1e-4)
-
-
 def test_a_graph_for_trees_that_was_released_is_loaded_again(tiny_bundle: Path) -> None:
     graph = joined(tiny_bundle, WEBGPU)
     graph.limit_width(3)

@@ -1,4 +1,4 @@
-"""Prepacked weights give the same logits, and no problem with them prevents loading a model."""
+"""Prepacked weights give the same logits, damage of packed files is noticed, and no problem prevents loading."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ import pytest
 
 import edgerun
 from edgerun.edge.cli.main import main
+from edgerun.errors import BundleError
 from edgerun.export import ExportRecipe, WeightFormat
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph import packed_files
-from edgerun.runtime.graph.packed_files import prepacked_graph, verify_prepacked, write_prepacked
+from edgerun.runtime.graph.packed_files import (
+    RECORD_NAME,
+    check_folder,
+    prepacked_graph,
+    verify_prepacked,
+    write_prepacked,
+    write_record,
+)
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from support.tiny_models import write_bundle
 
@@ -166,3 +174,44 @@ def test_nothing_is_written_for_small_or_foreign_models_or_without_cache(
     with edgerun.load(bundle) as engine:
         assert engine.generate("the", max_tokens=10).text == text
     assert len(list((tmp_path / "cache" / "prepacked").iterdir())) == 1
+
+
+SIZE = 9 << 20
+
+
+@pytest.fixture(scope="module")
+def content() -> bytes:
+    return np.random.default_rng(0).bytes(SIZE)
+
+
+@pytest.mark.parametrize("start", [0, SIZE // 3, SIZE - SIZE // 32])
+def test_a_sample_notices_a_damaged_thirtysecond_anywhere(tmp_path: Path, content: bytes, start: int) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    write_record(tmp_path)
+    check_folder(tmp_path)
+    damaged = bytearray(content)
+    damaged[start : start + SIZE // 32] = bytes(SIZE // 32)
+    path.write_bytes(damaged)
+    with pytest.raises(BundleError, match="is damaged"):
+        check_folder(tmp_path)
+
+
+@pytest.mark.parametrize("size", [0, 1, 5000, SIZE - 1])
+def test_size_and_every_byte_of_a_small_file_are_compared(tmp_path: Path, content: bytes, size: int) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content[:size])
+    write_record(tmp_path)
+    path.write_bytes(content[: size + 1])
+    with pytest.raises(BundleError):
+        check_folder(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1, "files": {}}', '{"format": 2, "files": {"a": 1}}'])
+def test_a_damaged_record_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "file").write_bytes(b"1")
+    write_record(tmp_path)
+    check_folder(tmp_path, whole=True)
+    (tmp_path / RECORD_NAME).write_text(text, encoding="utf-8")
+    with pytest.raises(BundleError):
+        check_folder(tmp_path)

@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +21,7 @@ from edgerun.runtime.prefill import prefill
 from edgerun.runtime.speculation.pass_cost import PassCost
 from edgerun.runtime.speculation.replay import OracleDrafter
 from edgerun.runtime.speculation.speculator import Speculator
+from support.adversarial_drafters import random_tree
 from support.static_bundles import CPU, float_graph, greedy_text, static_graphs, write_static_bundle
 
 TOLERANCE = 0.03
@@ -49,16 +49,6 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_static_bundle(tmp_path_factory.mktemp("static"), widths=(1, 4), contexts=(32, 64))
 
 
-def random_tree(random: np.random.Generator, nodes: int) -> tuple[list[int], npt.NDArray[np.bool_]]:
-    """Depths and mask of a random tree whose parents come first."""
-    depths, mask = [0], np.eye(nodes, dtype=np.bool_)
-    for node in range(1, nodes):
-        parent = int(random.integers(node))
-        depths.append(depths[parent] + 1)
-        mask[node] |= mask[parent]
-    return depths, mask
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @given(data=st.data())
 @settings(max_examples=12)
@@ -81,7 +71,7 @@ def test_passes_agree(
         if kind == "tree" and length and tokens.size < 8:
             depths, mask = random_tree(random, tokens.size)
             found, expected = (
-                bound.forward(tokens, positions=length + np.array(depths), tree_mask=mask).copy() for bound in pair
+                bound.forward(tokens, positions=length + depths, tree_mask=mask).copy() for bound in pair
             )
             path = np.flatnonzero(mask[-1]).tolist()
             for bound in pair:

@@ -15,6 +15,7 @@ from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.long_context.dense_attention import long_context_graph
 from edgerun.runtime.prefill import prefill
+from support.adversarial_drafters import random_tree
 from support.tiny_models import ATTENTION_FAMILIES, HYBRID_FAMILIES, write_bundle
 
 CPU = SessionConfig(choose_device("cpu"), 1)
@@ -35,16 +36,6 @@ def both(bundle: Path) -> tuple[BoundSession, BoundSession]:
     long = GraphSession(graph, CPU, model=long_context_graph(graph))
     arena = own.arena(200)
     return own.bind(arena), long.bind(arena)
-
-
-def random_tree(random: np.random.Generator, nodes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Depths int `[n]` and mask bool `[n, n]` of a random tree whose parents come first."""
-    depths, mask = np.zeros(nodes, np.int64), np.eye(nodes, dtype=np.bool_)
-    for node in range(1, nodes):
-        parent = int(random.integers(node))
-        depths[node] = depths[parent] + 1
-        mask[node] |= mask[parent]
-    return depths, mask
 
 
 @pytest.mark.parametrize(("family", "overrides"), CASES, ids=lambda value: str(value).replace(" ", ""))

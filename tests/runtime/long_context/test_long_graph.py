@@ -17,7 +17,7 @@ from edgerun.models.json_file import record_from_json, record_to_json
 from edgerun.runtime.devices.providers import cpu_device
 from edgerun.runtime.graph.bound_graph import BoundGraph
 from edgerun.runtime.graph.bound_session import BoundSession
-from edgerun.runtime.graph.graph_choice import ChosenGraphs, ChosenSession, PassRequest
+from edgerun.runtime.graph.graph_choice import PassRequest
 from edgerun.runtime.graph.graph_io import BASE_GRAPH
 from edgerun.runtime.graph.open_graph import open_graph
 from edgerun.runtime.graph.session import SessionConfig
@@ -75,7 +75,6 @@ def opened(bundle: Path) -> Callable[[], tuple[BoundGraph, LongContextGraph]]:
 
     def make() -> tuple[BoundGraph, LongContextGraph]:
         graphs = open_graph(open_bundle(bundle), CONFIG, cache=True)
-        assert isinstance(graphs, ChosenGraphs)
         further = graphs.further[-1]
         assert isinstance(further, LongContextGraph)
         bound = graphs.bind(graphs.arena(2500))
@@ -229,29 +228,10 @@ def test_short_contexts_wide_passes_and_exact_answers_are_the_own_graphs(
 
 
 @FAMILIES
-def test_its_slots_are_not_those_of_plain_decoding(
-    opened: Callable[[], tuple[BoundGraph, LongContextGraph]], store: Callable[..., None]
-) -> None:
-    store(w1=FASTER)
-    bound, _ = opened()
-    arena = bound.arena
-    arena.plain_length = arena.length
-    bound.base_only = True
-    bound.forward([7])
-    arena.commit(1)
-    assert arena.plain_length == arena.length == 1101
-    bound.base_only = False
-    bound.forward([8])
-    arena.commit(1)
-    assert (arena.plain_length, arena.length) == (1101, 1102)
-
-
-@FAMILIES
 def test_verify_tells_how_far_the_graphs_differ(
     opened: Callable[[], tuple[BoundGraph, LongContextGraph]], bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bound, graph = opened()
-    assert isinstance(bound, ChosenSession)
     bound.base_only = True
     noise = measure_width_noise(bound, [prompt(60)], widths=(1, 2), long_context=bound.further(graph.name))
     assert 0 < noise.long_context < 1e-3
@@ -271,14 +251,11 @@ def unsupported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_model_that_cannot_have_it_runs_without(unsupported: Path, caplog: pytest.LogCaptureFixture) -> None:
     graphs = open_graph(open_bundle(unsupported), CONFIG, cache=True)
-    assert isinstance(graphs, ChosenGraphs)
     bound = graphs.bind(graphs.arena(1500))
     bound.arena.pad_to(1100, 0.01)
     bound.forward([7])
     assert bound.last_graph == BASE_GRAPH
     further = graphs.further[-1]
-    assert isinstance(further, LongContextGraph)
-    assert further.obstacle is not None
     assert "softcap" in further.obstacle
     assert not caplog.records
 

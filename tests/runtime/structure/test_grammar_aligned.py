@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 pytest.importorskip("llguidance", reason="needs the extra structured")
 
-import edgerun
 from edgerun import Engine, GenerateOptions, InputError, ResponseFormat, Speculation
 from edgerun.runtime.decode import DecodeLimits, decode
 from edgerun.runtime.sampling.sampler import SamplingParams
@@ -21,7 +18,7 @@ from edgerun.runtime.speculation.drafters.recycling import RecycledTable, Recycl
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.structure.expected_futures import ExpectedFutures
 from edgerun.runtime.structure.grammar_aligned import AlignedSampler
-from support.adversarial_drafters import NEARLY_FREE, FixedCost, eager
+from support.adversarial_drafters import eager
 from support.emulated_graph import EmulatedGraph, Floats, Text
 from support.small_grammars import EOS, V, enumerated, started, toy_logits
 
@@ -137,13 +134,6 @@ def test_dead_ends_are_avoided_once_they_are_known() -> None:
         finally:
             futures.finish()
     assert ends == 1
-
-
-@pytest.fixture(scope="module")
-def eager_engine(tiny_bundle: Path) -> Iterator[Engine]:
-    with edgerun.load(tiny_bundle, threads=1, cache=False) as engine:
-        engine.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
-        yield engine
 
 
 def test_an_engine_gives_the_last_of_several_samples(eager_engine: Engine) -> None:

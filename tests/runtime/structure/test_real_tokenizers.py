@@ -55,7 +55,6 @@ def test_the_tokens_of_a_valid_text_may_come_and_forced_ones_are_the_tokenizers(
     forced_tokens = 0
     for place, token in enumerate(ids):
         forced, mask = list(state.forced()), state.mask()
-        assert mask is not None
         assert mask.allows(token)
         assert not mask.allows(count - 1) or count == 49_152
         assert not any(mask.allows(end) for end in tokenizer.eos)
@@ -68,7 +67,6 @@ def test_the_tokens_of_a_valid_text_may_come_and_forced_ones_are_the_tokenizers(
     assert forced_tokens > 8
     if tokenizer.eos:
         mask = state.mask()
-        assert mask is not None
         assert any(mask.allows(end) for end in tokenizer.eos)
     else:
         with pytest.raises(DeadEndError, match="the model has no token for it"):
@@ -86,7 +84,6 @@ def test_an_end_is_possible_exactly_where_a_text_is_complete(model: tuple[TextTo
     for token in ids:
         state.observe((token,))
         mask = state.mask()
-        assert mask is not None
         complete.append(any(mask.allows(end) for end in tokenizer.eos))
     texts = [b"".join(map(tokenizer.token_bytes.of, ids[: place + 1])) for place in range(len(ids))]
     assert complete == [text in ("é".encode(), "éé".encode(), "éé漢字".encode()) for text in texts]

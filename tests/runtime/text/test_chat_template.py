@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import json
+import queue
 import shutil
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,9 @@ from edgerun.models.bundle import Bundle
 from edgerun.runtime.text.chat_template import ChatTemplate, load_template
 from edgerun.runtime.text.tokenizer import TextTokenizer
 from support.nightly import some_nightly
+from support.processes import started
+from support.shared_data import data_path
+from support.template_bombs import random_template
 
 CONVERSATION = [
     {"role": "user", "content": "Grüße <b>&</b>"},
@@ -65,12 +72,8 @@ BOMBS = [
     *("{{ '%3000000000d' | format(1) }}", "{{ '%3000000000d' % 1 }}", "{{ '%*d' % (3000000000, 1) }}"),
     *("{{ '%.3000000000f' % 1 }}", "{{ '{:3000000000}'.format(1) }}", "{{ '{:>{}}'.format(1, 3000000000) }}"),
     *("{{ [1] | tojson(indent=3000000000) }}", "{{ [1] | batch(3000000000, 'x') }}", "{{ [1] | slice(3000000000) }}"),
-    *(
-        "{{ 1 | round(3000000000) }}",
-        "{{ 5 | round(-3000000000) }}",
-        "{{ range(3000000000) }}",
-        "{{ lipsum(n=99999) }}",
-    ),
+    *("{{ 1 | round(3000000000) }}", "{{ 5 | round(-3000000000) }}", "{{ range(3000000000) }}"),
+    "{{ lipsum(n=99999) }}",
     *("{{ 'a b' | wordwrap(1, wrapstring='x' * 8000000) }}", "{{ [1] | join(3000000000 * 'a') }}"),
     "{{ messages | tojson(separators=('a' * 8000000, 'b')) }}",
     # What ended in other errors.
@@ -78,11 +81,8 @@ BOMBS = [
     *("{{ 1e308 * 10 | int }}", "{{ (1e308 * 10) | int }}", "{{ " + "9" * 5000 + " }}", "{{ (-8) ** 0.5 }}"),
     *("{{ {[1]: 2} }}", "{{ {(1, (2, 3)): 2} }}", "{{ messages | map('#steps', 1, 1) | list }}"),
     *("{{ ('f' * 5000) | int(base=16) }}", "{{ strftime_now('%3000000000Y') }}"),
-    *(
-        "{{ raise_exception('a\nb' * 1000000) }}",
-        "{{ '\ud800'.encode('utf-8') }}",
-        "{% autoescape true %}{% endautoescape %}",
-    ),
+    *("{{ raise_exception('a\nb' * 1000000) }}", "{{ '\ud800'.encode('utf-8') }}"),
+    "{% autoescape true %}{% endautoescape %}",
     *("{% block a %}{{ self.a() }}{% endblock %}", "{% extends 'x' %}", "{{ dict.fromkeys(range(9)) }}"),
     # Compilation.
     *("{{ 'a' * 10 ** 9 }}", "{{ " + "[" * 150 + "]" * 150 + " }}", "x" * 300_000, "{{ a.b }}" * 5_500),
@@ -117,30 +117,31 @@ def test_tojson_does_not_escape_text(value: object) -> None:
     assert text == json.dumps(value, ensure_ascii=False)
 
 
-def test_generation_blocks_and_loop_controls_render() -> None:
-    source = (
-        "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}"
-        "{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}"
-    )
-    assert ChatTemplate(source).render(CONVERSATION) == "Grüße <b>&</b>;Hello;"
-
-
-def test_tojson_takes_the_options_of_json_dumps() -> None:
-    source = "{{ m | tojson }}{{ m | tojson(indent=1) }}{{ m | tojson(separators=(',', ':'), ensure_ascii=True) }}"
-    text = ChatTemplate(source + "{{ {'b': 1, 'a': 2} | tojson(sort_keys=true) }}").render([], m={"k": ["ü", 1]})
-    assert text == '{"k": ["ü", 1]}{\n "k": [\n  "ü",\n  1\n ]\n}{"k":["\\u00fc",1]}{"a": 2, "b": 1}'
-
-
-@pytest.mark.parametrize("key", ["a.nothing", "[1]", "{}", "(1, [2])"])
-def test_what_cannot_be_a_key_is_not_found(key: str) -> None:
-    """Templates of Hermes models look up the type of every value, also of one without a type."""
-    template = ChatTemplate(f"{{% set a = {{'x': 1}} %}}{{{{ a[{key}] is defined }}}} {{{{ a[{key}] }}}}.")
-    assert template.render([]) == "False ."
-
-
-def test_an_undefined_value_is_in_no_dictionary() -> None:
-    source = "{% set a = {'x': 1} %}{{ a.y in a }} {{ a.get(a.y, 'none') }} {{ a.get('x') }}"
-    assert ChatTemplate(source).render([]) == "False none 1"
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (
+            "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}"
+            "{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}",
+            "Grüße <b>&</b>;Hello;",
+        ),
+        ("{{ m | tojson }}{{ m | tojson(indent=1) }}", '{"k": ["ü", 1]}{\n "k": [\n  "ü",\n  1\n ]\n}'),
+        ("{{ m | tojson(separators=(',', ':'), ensure_ascii=True) }}", '{"k":["\\u00fc",1]}'),
+        ("{{ {'b': 1, 'a': 2} | tojson(sort_keys=true) }}", '{"a": 2, "b": 1}'),
+        # Templates of Hermes models look up the type of every value, also of one without a type.
+        *(
+            (f"{{% set a = {{'x': 1}} %}}{{{{ a[{key}] is defined }}}} {{{{ a[{key}] }}}}.", "False .")
+            for key in ("a.nothing", "[1]", "{}", "(1, [2])")
+        ),
+        ("{% set a = {'x': 1} %}{{ a.y in a }} {{ a.get(a.y, 'none') }} {{ a.get('x') }}", "False none 1"),
+        ("{{ '-' * 3 }}{{ 2 ** 8 }}{{ 1.5 * 2 }}", "---2563.0"),
+        ("{% for m in messages %}\n    {% if true %}\nx\n    {% endif %}\n{% endfor %}\n", "x\nx\nx\n"),
+        # Nothing of Python's internals is reached.
+        ("{{ strftime_now.__globals__ }}{{ '%s' | format(range.__globals__) }}", ""),
+    ],
+)
+def test_templates_render(source: str, text: str) -> None:
+    assert ChatTemplate(source).render(CONVERSATION, m={"k": ["ü", 1]}) == text
 
 
 def test_tools_and_documents_are_none_by_default() -> None:
@@ -168,7 +169,6 @@ def test_the_tool_use_template_renders_conversations_with_tools(tmp_path: Path, 
     (bundle / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     opened = Bundle(bundle, bundle / "model.onnx", None)
     template = load_template(opened, TextTokenizer(opened, 300))
-    assert template is not None
     messages = [{"role": "user", "content": "hi"}]
     assert template.render(messages) == "hi"
     assert template.render(messages, tools=[{"name": "weather"}]) == "hi with weather"
@@ -181,20 +181,6 @@ def test_a_template_that_is_not_text_is_refused(tmp_path: Path, tiny_bundle: Pat
     opened = Bundle(tmp_path, tmp_path / "model.onnx", None)
     with pytest.raises(TemplateError, match="chat_template in tokenizer_config.json is not text; repair the model's"):
         load_template(opened, TextTokenizer(opened, 300))
-
-
-def test_small_products_are_allowed() -> None:
-    assert ChatTemplate("{{ '-' * 3 }}{{ 2 ** 8 }}{{ 1.5 * 2 }}").render([]) == "---2563.0"
-
-
-def test_blocks_are_trimmed() -> None:
-    source = "{% for m in messages %}\n    {% if true %}\nx\n    {% endif %}\n{% endfor %}\n"
-    assert ChatTemplate(source).render(CONVERSATION) == "x\nx\nx\n"
-
-
-def test_a_template_can_refuse_messages() -> None:
-    with pytest.raises(TemplateError, match="System role not supported; repair the model's chat template"):
-        ChatTemplate("{{ raise_exception('System role not supported') }}").render([])
 
 
 @pytest.mark.parametrize(
@@ -234,11 +220,6 @@ def test_endless_templates_raise_a_one_line_error(source: str) -> None:
         ChatTemplate(source).render([{"role": "user", "content": "hi"}])
 
 
-@pytest.mark.parametrize("probe", ["{{ strftime_now.__globals__ }}", "{{ '%s' | format(range.__globals__) }}"])
-def test_templates_cannot_reach_python_internals(probe: str) -> None:
-    assert ChatTemplate(probe).render([]) == ""
-
-
 @pytest.mark.parametrize(
     "source", ["{% for %}", "{{ " + "(" * 5000 + ")" * 5000 + " }}", "{{", "{% endif %}", "{% frobnicate %}"]
 )
@@ -254,6 +235,7 @@ def test_what_is_not_allowed_is_named() -> None:
         ("{{ 'a'.zfill(3) }}", "the method str.zfill is not allowed"),
         ("{% block a %}{% endblock %}", "block is not allowed"),
         ("{{ cycler('a') }}", "'cycler' is undefined"),
+        ("{{ raise_exception('System role not supported') }}", "System role not supported; repair the model's chat"),
     ):
         with pytest.raises(TemplateError, match=name):
             ChatTemplate(source).render([])
@@ -278,3 +260,30 @@ def test_a_document_of_millions_of_characters_renders() -> None:
     text = template.render([{"role": "user", "content": content}], tools=[{"a": 1}])
     assert len(text) == len(content) - 1 + 2
     assert text.endswith("é word10")
+
+
+CHILD = Path(__file__).parents[2] / "support" / "template_child.py"
+CASES = 50
+LONGEST_S = 20
+LARGEST_BYTES = 2_000_000_000
+
+
+@pytest.mark.parametrize("batch", some_nightly(range(12), every=12))
+def test_random_templates_end_in_time_within_memory_and_in_one_line(batch: int) -> None:
+    """In a process that is watched from outside: nightly 550 templates, and every day the first five."""
+    pytest.importorskip("resource", reason="reads the memory of a process")
+    folder = data_path("tokenizers/chat_templates")
+    real = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.jinja"))]
+    cases = CASES if batch else 5
+    with started([sys.executable, str(CHILD)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        stdout = child.stdout
+        threading.Thread(target=lambda: [lines.put(line) for line in stdout], daemon=True).start()
+        for seed in range(batch * CASES, batch * CASES + cases):
+            child.stdin.write(json.dumps(random_template(seed, real)).encode() + b"\n")
+            child.stdin.flush()
+            problem, seconds, peak = json.loads(lines.get(timeout=10 * LONGEST_S))
+            assert problem is None, (seed, problem)
+            assert seconds < LONGEST_S, seed
+            assert peak < LARGEST_BYTES, seed

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +17,6 @@ from edgerun.runtime.text.tokenizer_library import failures_as
 from support.tiny_models import write_checkpoint
 
 Settings = dict[str, Any]
-
-
-@pytest.fixture
-def bundle_with(tiny_bundle: Path, tmp_path: Path) -> Callable[[Settings], Path]:
-    """Make a copy of the bundle, without digests, with some settings of tokenizer.json replaced."""
-
-    def make(changes: Settings) -> Path:
-        folder = tmp_path / "model"
-        shutil.copytree(tiny_bundle, folder)
-        (folder / "edge.json").unlink()
-        change_tokenizer(folder, changes)
-        return folder
-
-    return make
 
 
 def change_tokenizer(folder: Path, changes: Settings) -> None:
@@ -65,21 +49,19 @@ ID_BEYOND: Settings = {
     ids=["when read", "at a text", "id"],
 )
 def test_a_damaged_tokenizer_is_one_line(
-    bundle_with: Callable[[Settings], Path],
-    capfd: pytest.CaptureFixture[str],
-    changes: Settings,
-    prompt: str,
-    message: str,
+    editable_bundle: Path, capfd: pytest.CaptureFixture[str], changes: Settings, prompt: str, message: str
 ) -> None:
-    assert main([str(bundle_with(changes)), "-p", prompt, "--raw"]) == 2
+    change_tokenizer(editable_bundle, changes)
+    assert main([str(editable_bundle), "-p", prompt, "--raw"]) == 2
     out, err = capfd.readouterr()
     assert out == ""
     assert message in err
     assert err.count("\n") == 1
 
 
-def test_a_library_call_raises_an_error_and_not_a_panic(bundle_with: Callable[[Settings], Path]) -> None:
-    with edgerun.load(bundle_with(PANIC_AT_TEXT)) as engine:
+def test_a_library_call_raises_an_error_and_not_a_panic(editable_bundle: Path) -> None:
+    change_tokenizer(editable_bundle, PANIC_AT_TEXT)
+    with edgerun.load(editable_bundle) as engine:
         with pytest.raises(BundleError, match="use the tokenizer that belongs to this model"):
             engine.generate("a" * 40 + "!", raw=True)
         assert engine.generate("the", raw=True, max_tokens=3).text

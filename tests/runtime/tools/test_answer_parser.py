@@ -7,13 +7,19 @@ import random
 import re
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
-from support.tool_answers import ANSWERS, FAMILIES, TOOLS, Answer, Parsed, parsed
+from edgerun.models.bundle import Bundle
+from edgerun.runtime.text.detokenizer import StreamDecoder
+from edgerun.runtime.text.tokenizer import TextTokenizer
+from edgerun.runtime.tools.answer_format import AnswerFormat
+from support.tool_answers import ANSWERS, FAMILIES, TOOLS, Parsed, joined_parts, parsed
 
 NAMES = {tool["function"]["name"] for tool in TOOLS}
 
@@ -196,17 +202,6 @@ def test_text_that_does_not_look_like_a_call_has_no_flag(family: str, text: str)
         assert read(family, text, "", size) == Parsed(text, "", (), unparsed=False)
 
 
-def test_a_good_call_after_a_bad_one_is_found() -> None:
-    bad = '<tool_call>\n{"name": "now", oops}\n</tool_call>'
-    found = read("qwen2.5", f"First {bad}\n{CALL}", size=3)
-    assert found == Parsed(f"First {bad}", "", (("now", {}),), unparsed=True)
-
-
-def test_a_call_inside_of_a_bad_one_is_text() -> None:
-    text = f'<tool_call>{{"name": "nope", "arguments": {{"x": {CALL!r}}}}}</tool_call>'
-    assert read("qwen2.5", text, size=3).calls == ()
-
-
 @pytest.mark.parametrize(
     ("family", "text", "calls"),
     [
@@ -243,19 +238,31 @@ def test_other_ways_in_which_models_write_calls(family: str, text: str, calls: l
         assert (found.text, list(found.calls), found.unparsed) == ("", calls, False)
 
 
-def test_reasoning_that_the_prompt_began() -> None:
-    found = read("qwen3", "I think\nso.\n</think>\n\nYes.", "<|im_start|>assistant\n<think>\n", 2)
-    assert found == Parsed("Yes.", "I think\nso.", (), unparsed=False)
-    assert read("qwen3", "Yes.", "<think>\n\n</think>\n\n") == Parsed("Yes.", "", (), unparsed=False)
+BAD = '<tool_call>\n{"name": "now", oops}\n</tool_call>'
+INSIDE = f'<tool_call>{{"name": "nope", "arguments": {{"x": {CALL!r}}}}}</tool_call>'
 
 
-def test_reasoning_without_an_end_is_not_text() -> None:
-    assert read("qwen3", "<think>\nI think </thi", size=3) == Parsed("", "I think </thi", (), unparsed=False)
-
-
-def test_a_call_that_is_thought_of_is_not_made() -> None:
-    found = read("qwen3", f"<think>{CALL}</think>No.", size=4)
-    assert found == Parsed("No.", CALL, (), unparsed=False)
+@pytest.mark.parametrize(
+    ("family", "prompt", "text", "expected"),
+    [
+        # A good call after a bad one is found, and one inside of a bad one is text.
+        ("qwen2.5", "", f"First {BAD}\n{CALL}", Parsed(f"First {BAD}", "", (("now", {}),), unparsed=True)),
+        ("qwen2.5", "", INSIDE, Parsed(INSIDE, "", (), unparsed=True)),
+        # The prompt began or ended the reasoning; reasoning without an end is not text, and a call in it is not made.
+        (
+            "qwen3",
+            "<|im_start|>assistant\n<think>\n",
+            "I think\nso.\n</think>\n\nYes.",
+            Parsed("Yes.", "I think\nso.", (), unparsed=False),
+        ),
+        ("qwen3", "<think>\n\n</think>\n\n", "Yes.", Parsed("Yes.", "", (), unparsed=False)),
+        ("qwen3", "", "<think>\nI think </thi", Parsed("", "I think </thi", (), unparsed=False)),
+        ("qwen3", "", f"<think>{CALL}</think>No.", Parsed("No.", CALL, (), unparsed=False)),
+    ],
+)
+def test_calls_and_reasoning_beside_each_other(family: str, prompt: str, text: str, expected: Parsed) -> None:
+    for size in (0, 2, 3, 4):
+        assert read(family, text, prompt, size) == expected
 
 
 def test_text_is_held_back_only_while_it_may_be_a_sign() -> None:
@@ -279,6 +286,47 @@ def test_the_identifier_that_mistral_models_write_is_kept() -> None:
     assert [delta.id for delta in parts.tool_calls] == ["abcDEF123"]
 
 
-def test_answers_are_all_different() -> None:
-    assert len(set(map(repr, ANSWERS))) == 20
-    assert Answer() not in ANSWERS
+# Token by token, where the signs of calls and reasoning are special tokens
+
+SHARED_SIGNS = ("<tool_call>", "</tool_call>", "<|tool_call|>", "<|/tool_call|>", "<think>", "</think>")
+SIGNS = {
+    "harmony": ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>"),
+    "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"),
+    "gemma": ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
+    "function-gemma": ("<start_function_call>", "<end_function_call>", "<escape>"),
+    "llama3": ("<|python_tag|>",),
+    "tool-code": (),
+}
+"""What is one special token each, in the tokenizers of the models."""
+
+
+def tokenizer_with(folder: Path, signs: tuple[str, ...]) -> TextTokenizer:
+    """The tokenizer of tiny models, with some special tokens more."""
+    tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
+    tokenizer = tiny.tiny_tokenizer(300)
+    tokenizer.add_special_tokens([AddedToken(sign, special=True, normalized=False) for sign in signs])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return TextTokenizer(Bundle(folder, folder / "model.onnx", None), tokenizer.get_vocab_size())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_recovered_from_their_tokens(family: str, tmp_path: Path) -> None:
+    template = FAMILIES[family].template().written
+    signs = SIGNS.get(FAMILIES[family].tool_format, SHARED_SIGNS)
+    tokenizer = tokenizer_with(tmp_path, signs)
+    answer_format = AnswerFormat(template, "auto", tokenizer)
+    for number, answer in enumerate(ANSWERS):
+        expected = FAMILIES[family].fitted(answer)
+        prompt, text = FAMILIES[family].written(expected)
+        prompt_ids, ids = (tokenizer.encode(each, add_special_tokens=False) for each in (prompt, text))
+        reading = answer_format.reading(TOOLS, prompt_ids)
+        parser, marks = reading.begin()
+        decoder = StreamDecoder(tokenizer, marks)
+        source, parts = random.Random(number), []
+        while ids:
+            # A pass gives several tokens where drafts are accepted.
+            count = source.randint(1, 4)
+            parts.append(parser.push(decoder.push(ids[:count])))
+            ids = ids[count:]
+        parts += [parser.push(decoder.flush()), parser.finish()]
+        assert joined_parts(parts) == Parsed(expected.text, expected.reasoning, expected.calls, unparsed=False), text
