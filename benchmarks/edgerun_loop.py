@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +47,42 @@ class EdgeRunLoop:
             bound.forward(new)
             seconds.append(time.perf_counter() - started)
         return statistics.median(seconds)
+
+    def serve(self, clients: int, prompt: int, tokens: int, seed: int) -> dict[str, Any]:
+        """Answer the prompts of that many clients at a time; returns the seconds of all, and of each first token."""
+        options = edgerun.GenerateOptions(
+            max_tokens=tokens, temperature=0.0, speculation=edgerun.Speculation.OFF, ignore_eos=True
+        )
+        first_s = [0.0] * clients
+        started = time.perf_counter()
+
+        def ask(client: int) -> None:
+            ids = prompt_tokens(prompt, self._vocab, seed + client)
+            for chunk in self._engine.model.answer(None, ids, options):
+                if not first_s[client] and (chunk.text or chunk.finish_reason is not None):
+                    first_s[client] = time.perf_counter() - started
+
+        threads = [threading.Thread(target=ask, args=(client,)) for client in range(clients)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return {"seconds": time.perf_counter() - started, "first_s": first_s}
+
+    def choices(self, count: int, prompt: int, tokens: int, seed: int) -> float:
+        """Seconds of that many sampled answers to one prompt."""
+        options = edgerun.GenerateOptions(
+            max_tokens=tokens,
+            n=count,
+            temperature=1.0,
+            seed=seed,
+            speculation=edgerun.Speculation.OFF,
+            ignore_eos=True,
+        )
+        started = time.perf_counter()
+        for _ in self._engine.model.answer(None, prompt_tokens(prompt, self._vocab, seed), options):
+            pass
+        return time.perf_counter() - started
 
     def logits(self, text: Sequence[int]) -> npt.NDArray[np.float32]:
         """Logits of every position of a text, float32 [tokens, vocabulary]; the text is read in one pass."""

@@ -21,7 +21,7 @@ _SILENT: Final = llama_cpp.llama_log_callback(lambda _level, _text, _data: None)
 class LlamaLoop:
     """A GGUF model and one context of `capacity` slots; prompts are read in passes of 512 tokens, as by default."""
 
-    def __init__(self, model: Path, threads: int, capacity: int) -> None:
+    def __init__(self, model: Path, threads: int, capacity: int, clients: int = 1) -> None:
         llama_cpp.llama_backend_init()
         llama_cpp.llama_log_set(_SILENT, None)
         self._model = llama_cpp.llama_model_load_from_file(str(model).encode(), llama_cpp.llama_model_default_params())
@@ -29,6 +29,7 @@ class LlamaLoop:
             raise RuntimeError(f"llama.cpp cannot load {model}")
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = capacity
+        params.n_seq_max, params.kv_unified = clients, clients > 1
         params.n_threads = params.n_threads_batch = threads
         self._batch_tokens: Final = min(int(params.n_batch), 512)
         self._context: Any = llama_cpp.llama_init_from_model(self._model, params)
@@ -68,6 +69,39 @@ class LlamaLoop:
             self._forward([token])
             token = self._next_token()
         return (time.perf_counter() - started) / tokens
+
+    def serve(self, clients: int, prompt: int, tokens: int, seed: int) -> dict[str, Any]:
+        """Answer the prompts of that many clients at a time, as its server batches them; see `EdgeRunLoop.serve`."""
+        self._clear()
+        first_s = [0.0] * clients
+        started = time.perf_counter()
+        prompts = [prompt_tokens(prompt, self.vocab, seed + client) for client in range(clients)]
+        rows = [(client, place, token) for client in range(clients) for place, token in enumerate(prompts[client])]
+        next_tokens = [0] * clients
+        for start in range(0, len(rows), self._batch_tokens):
+            part = rows[start : start + self._batch_tokens]
+            for client, token in self._decode_rows(part, prompt - 1).items():
+                next_tokens[client], first_s[client] = token, time.perf_counter() - started
+        for place in range(prompt, prompt + tokens - 1):
+            part = [(client, place, token) for client, token in enumerate(next_tokens)]
+            next_tokens = list(self._decode_rows(part, place).values())
+        return {"seconds": time.perf_counter() - started, "first_s": first_s}
+
+    def _decode_rows(self, rows: Sequence[tuple[int, int, int]], wanted: int) -> dict[int, int]:
+        """Run rows of sequence, place and token; returns the next token of sequences with a row at place `wanted`."""
+        batch = llama_cpp.llama_batch_init(len(rows), 0, 1)
+        for row, (client, place, token) in enumerate(rows):
+            batch.token[row], batch.pos[row], batch.n_seq_id[row] = token, place, 1
+            batch.seq_id[row][0] = client
+            batch.logits[row] = place == wanted
+        batch.n_tokens = len(rows)
+        self._require(llama_cpp.llama_decode(self._context, batch))
+        llama_cpp.llama_batch_free(batch)
+        return {
+            client: int(llama_cpp.llama_sampler_sample(self._sampler, self._context, row))
+            for row, (client, place, _) in enumerate(rows)
+            if place == wanted
+        }
 
     def logits(self, text: Sequence[int]) -> npt.NDArray[np.float32]:
         """Logits of every position of a text, float32 [tokens, vocabulary]; the text is read in one pass."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from types import TracebackType
@@ -94,7 +95,7 @@ class Session:
         start = self._model.answer_start(chosen)
         return AnswerStream(
             self._model.queue,
-            lambda cancelled: self._answer(text, chosen, start, cancelled),
+            lambda ticket: self._answer(text, chosen, start, partial(self._model.queue.pass_turn, ticket)),
             self,
             start_text="" if start is None else start.text,
         )

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..errors import ContextError, InputError
 from ..models.progress import Progress, silent
-from .graph.bound_graph import BoundGraph
+from .graph.bound_graph import BoundGraph, OtherTexts
 from .kv.arena import KVArena
 from .prefill import Cancelled, never, prefill
 from .sampling.logprobs import LogSoftmax, PositionLogprobs
@@ -151,7 +151,7 @@ def decode(
                 started = time.perf_counter()
                 last = bound.forward(tokens[-1:])[0]
                 arena.commit(1)
-                step, logits = _chosen(last, sampler, arena, speculator, near_ties, started, before)
+                step, logits = _chosen(last, sampler, arena, speculator, near_ties, started, before, bound.others)
     except Cancelled:
         yield Step((), FinishReason.CANCELLED, target_passes=0)
 
@@ -215,10 +215,11 @@ def _chosen(
     near_ties: NearTies | None,
     started: float,
     before: int,
+    others: OtherTexts,
 ) -> tuple[Step, Iterable[Logits]]:
     """The token chosen from the logits float32 `[V]` of a plain pass.
 
-    It started at a time of `time.perf_counter`, when the arena had replayed `before` tokens.
+    It started at a time of `time.perf_counter`, when the arena had replayed `before` tokens; `others` ran in it too.
 
     Returns:
         The step, with an end-of-sequence token, and the logits of each token, which are valid until the next pass.
@@ -228,9 +229,10 @@ def _chosen(
         passes -= near_ties.passes
         logits = near_ties.resolve(logits)
         passes += near_ties.passes
-    target_s = time.perf_counter() - started
+    target_s = time.perf_counter() - started - others.waited_s
     token = sampler.choose(logits, arena.length)
     if speculator is not None:
+        speculator.others = others
         speculator.skip_round(token, target_s / passes, replayed)
     return Step((token,), target_passes=passes, target_s=target_s), (logits,)
 
@@ -258,6 +260,7 @@ def _speculate(
     else:
         logits = bound.forward(tree.token_ids, positions=base + tree.depths, tree_mask=tree.mask)
     ended = time.perf_counter()
+    target_s = ended - started - bound.others.waited_s
     recomputed, recompute_s = 0, 0.0
     if near_ties is None:
         result = speculator.verify(draft, logits, sampler, base + 1, eos, remaining)
@@ -272,7 +275,8 @@ def _speculate(
         else:
             arena.compact(base, result.accepted_path)
     verify_s = time.perf_counter() - ended - recompute_s
-    speculator.observe(draft, result, logits, base, ended - started, recompute_s, verify_s)
+    speculator.others = bound.others
+    speculator.observe(draft, result, logits, base, target_s, recompute_s, verify_s)
     at_path = (logits[node] for node in result.accepted_path)
     step = Step(result.emitted(tree), target_passes=1 + recomputed, target_s=draft.target_s, round=draft)
     return step, at_path

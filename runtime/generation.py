@@ -69,13 +69,6 @@ class CachedSequence:
             prefixes.unwatch(self)
             prefixes.keep(self.arena, self.token_ids, request.kept_tokens(self.token_ids))
 
-    def rewind_to_last_prefill(self) -> None:
-        """Discard the slots from the beginning of the last prefill pass on, so that this pass runs again.
-
-        The same logits come out then, to the last bit; a narrower pass over the last token would differ.
-        """
-        self.arena.rewind_to(min(self.arena.last_prefill[0], self.arena.length))
-
     def continue_with(self, prompt_ids: Sequence[int]) -> int:
         """Replace the sequence by `prompt_ids`; keep and count the cached slots of their common prefix."""
         arena = self.arena
@@ -230,6 +223,7 @@ class Generation:
             speculator = verified
         self._speculator = speculator
         self._sequence.bound.base_only = request.options.exact
+        self._sequence.bound.shares_passes = not request.options.exact
         recorder.record_setup(measuring_s=self._drafters.measuring.seconds - self._measured_before)
         self._kept = self._sequence.continue_with(request.prompt_ids)
         # The last token of a prompt always runs again.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from ..errors import BundleError, EdgeError, InputError, TemplateError
@@ -33,10 +34,9 @@ from .measure.measurement_store import model_id
 from .options import GenerateOptions, Request, model_defaults
 from .overflow import fitted, overflow_of
 from .prefill import PrefillMode
-from .result import Chunk
 from .scheduling.answer_stream import AnswerStream
-from .scheduling.request_queue import RequestQueue
-from .scheduling.several_answers import several
+from .scheduling.request_queue import Chunks, RequestQueue, Ticket
+from .scheduling.several_answers import PromptAnswers
 from .speculation.draft_loading import PlacedDraft
 from .speculation.pool import DrafterPool
 from .speculation.replay import OracleMode, Recording
@@ -102,6 +102,8 @@ class LoadedModel:
         """How reasoning and calls are found in answers."""
         self.defaults: Final = model_defaults(bundle)
         self.queue: Final = RequestQueue(options.parallel, options.max_waiting)
+        self.sharing_obstacle: Final = graph.share_passes(options.parallel, self.queue.gather)
+        """Why simultaneous answers take turns; None if they share passes."""
         self.overflow: Final = options.overflow
         """What happens where a conversation is longer than the context; None for the default of the place."""
         self._formats: Final = FormatCompiler(self.tokenizer, graph.graph_io.vocab_size)
@@ -166,6 +168,12 @@ class LoadedModel:
         return CachedSequence(
             self._open_graph().bind(self.new_arena(), hidden_states=hidden_states), progress=self._progress
         )
+
+    def forked(self, sequence: CachedSequence, slots: int) -> CachedSequence:
+        """A new sequence with a copy of the first `slots` slots of another."""
+        arena = self.new_arena()
+        arena.copy_from(sequence.arena, slots)
+        return CachedSequence(self._open_graph().bind(arena), sequence.token_ids[:slots], self._progress)
 
     def with_float_cache(self) -> BoundGraph:
         """Load the graph once more, with a float cache, and bind it to one: what an int8 cache is compared with.
@@ -255,22 +263,14 @@ class LoadedModel:
         request = self.request(prompt_ids, options, start, chat)
         start_text = "" if start is None else start.text
         start_parts = AnswerParts(start_text) if request.reading is None else request.reading.start_parts
-        if options.candidates > 1:
-            return AnswerStream(
-                self.queue,
-                lambda cancelled: several(
-                    request, self._continued_prefix(request), self.generate, cancelled, self.context
-                ),
-                choices=options.n,
-                start_text=start_text,
-                start_parts=start_parts,
-            )
+
+        def generate(ticket: Ticket) -> Chunks:
+            if options.candidates > 1:
+                return PromptAnswers(self, request, self._continued_prefix(request), ticket).chunks()
+            return self.generate(sequence, request, partial(self.queue.pass_turn, ticket))
+
         return AnswerStream(
-            self.queue,
-            lambda cancelled: self.generate(sequence, request, cancelled),
-            sequence,
-            start_text=start_text,
-            start_parts=start_parts,
+            self.queue, generate, sequence, choices=options.n, start_text=start_text, start_parts=start_parts
         )
 
     def replay(
@@ -309,11 +309,13 @@ class LoadedModel:
         grammar = self._formats.compile(options.response_format)
         options = replace(options, max_tokens=max_tokens)
         request = Request(prompt_ids, options, options.sampling(self.defaults), recording=recording, grammar=grammar)
-        return AnswerStream(self.queue, lambda cancelled: self.generate(sequence, request, cancelled), sequence)
+        return AnswerStream(
+            self.queue,
+            lambda ticket: self.generate(sequence, request, partial(self.queue.pass_turn, ticket)),
+            sequence,
+        )
 
-    def generate(
-        self, sequence: CachedSequence | None, request: Request, cancelled: Callable[[], bool]
-    ) -> Generator[Chunk, None, None]:
+    def generate(self, sequence: CachedSequence | None, request: Request, cancelled: Callable[[], bool]) -> Chunks:
         """Generate an answer; only an `AnswerStream`, in its turn, may iterate over the chunks.
 
         Without a `sequence`, it continues from the longest prefix that an earlier sequence shares with it.
@@ -324,13 +326,11 @@ class LoadedModel:
             sequence = self._continued_prefix(request)
         return Generation(sequence, request, self.tokenizer, self.drafters, self._shift, cancelled).generate()
 
-    def _aligned(
-        self, sequence: CachedSequence | None, request: Request, cancelled: Callable[[], bool]
-    ) -> Generator[Chunk, None, None]:
+    def _aligned(self, sequence: CachedSequence | None, request: Request, cancelled: Callable[[], bool]) -> Chunks:
         """Generate an answer after the samples that it is aligned with, which have caches of their own."""
         from .structure.grammar_aligned import generate_aligned  # noqa: PLC0415 -- few answers need it
 
-        def generate(each: Request, *, last: bool) -> Generator[Chunk, None, None]:
+        def generate(each: Request, *, last: bool) -> Chunks:
             return self.generate(sequence if last else None, each, cancelled)
 
         return generate_aligned(generate, request)

@@ -194,7 +194,7 @@ def _token_json(token: TokenLogprob) -> dict[str, Any]:
 
 
 class AnswerPrinter:
-    """Writes answers as they come, one after another; of several, each has a heading.
+    """Writes answers as they come, one after another; of several, each has a heading, and later ones are held back.
 
     Args:
         count: number of answers.
@@ -203,11 +203,20 @@ class AnswerPrinter:
     def __init__(self, count: int) -> None:
         self._count = count
         self._index = -1
+        self._held: dict[int, list[Chunk]] = {}
+        """Pieces of answers whose turn has not come, by index."""
+        self._ended: set[int] = set()
         self._open_line = True
         """Whether the last line has no end yet."""
 
     def write(self, chunk: Chunk) -> None:
-        """Write a piece of an answer."""
+        """Write a piece of an answer, or hold it back until all answers before it have ended."""
+        self._held.setdefault(chunk.index, []).append(chunk)
+        while pieces := self._held.pop(max(self._index, 0) + (self._index in self._ended), None):
+            for piece in pieces:
+                self._write(piece)
+
+    def _write(self, chunk: Chunk) -> None:
         if self._count > 1 and chunk.index != self._index:
             if self._index >= 0:
                 self.end()
@@ -215,6 +224,8 @@ class AnswerPrinter:
             write_out(f"Answer {chunk.index + 1} of {self._count}:\n")
             self._open_line = True
         self._index = chunk.index
+        if chunk.finish_reason is not None:
+            self._ended.add(chunk.index)
         write_reasoning(chunk.reasoning)
         if chunk.text:
             write_out(chunk.text)

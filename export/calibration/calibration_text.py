@@ -81,7 +81,6 @@ def calibration_text(model: SourceModel, recipe: ExportRecipe, folder: Path, pro
                 max_text_tokens,
                 recipe.seed,
                 lambda share: progress(_STAGE, 0.5 + 0.5 * share),
-                sliding_windows=any(layer.window is not None for layer in model.config.attention),
             )
         else:
             # Texts from all over the file, until they have `max_tokens` tokens.

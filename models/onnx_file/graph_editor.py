@@ -14,6 +14,7 @@ from .model_messages import (
     ELEMENT_TYPES,
     EXTERNAL,
     Message,
+    ModelProto,
     attribute_values,
     node,
     read_model,
@@ -41,8 +42,12 @@ class GraphEditor:
         initializers: tensor messages by name.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, serialized: bytes | None = None) -> None:
         """Read a model file, whose weights stay where they are.
+
+        Args:
+            path: the file.
+            serialized: the model itself, if it is another one than in the file, beside which its weights are.
 
         Raises:
             BundleError: the file is not an ONNX model.
@@ -50,7 +55,7 @@ class GraphEditor:
         """
         check_external_data(path)
         self._folder = path.parent
-        self.model: Message = read_model(path)
+        self.model: Message = read_model(path) if serialized is None else ModelProto.FromString(serialized)
         self.graph: Message = self.model.graph
         if any(each.HasField("g") or each.graphs for one in self.graph.node for each in one.attribute):
             raise CannotRewriteError("the graph has branches")

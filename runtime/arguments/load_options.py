@@ -117,7 +117,7 @@ class LoadOptions:
     learned: bool = option(True, "Keep in the cache what drafters learn from answers; off for repeatable measurements.")
     parallel: int = option(
         DEFAULT_PARALLEL,
-        "Answers of a model that are generated at a time.",
+        "Answers of a model that are generated at a time, in passes that they share where the device allows it.",
         least=1,
         metavar="N",
     )

@@ -7,13 +7,27 @@ several graphs of one model. Everything outside this package is written against 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ..kv.arena import KVArena
 from .graph_io import BASE_GRAPH, Floats, GraphIO
+
+
+class OtherTexts(NamedTuple):
+    """What ran in a pass besides the tokens of a text."""
+
+    texts: int = 0
+    """Number of other texts."""
+    tokens: int = 0
+    """Number of their tokens."""
+    waited_s: float = 0.0
+    """Seconds that the pass waited for them."""
+
+
+ALONE: Final = OtherTexts()
 
 
 class BoundGraph(Protocol):
@@ -26,6 +40,9 @@ class BoundGraph(Protocol):
             a few best tokens only, and a number far below them for all others.
         base_only: whether the model's own graph runs every pass that it can, as exact answers need: further graphs
             round differently.
+        shares_passes: whether a pass may run together with those of other texts that are handed in at the same time. It
+            rounds as a wider pass does, which exact answers and measurements must not.
+        others: what else ran in the last pass.
         last_graph: name of the graph that ran the last pass: `BASE_GRAPH`, or that of a further graph.
     """
 
@@ -33,6 +50,8 @@ class BoundGraph(Protocol):
     arena: KVArena
     whole_logits: bool = True
     base_only: bool = False
+    shares_passes: bool = False
+    others: OtherTexts = ALONE
     last_graph: str = BASE_GRAPH
 
     def use(self, arena: KVArena) -> None:

@@ -19,11 +19,12 @@ from ..kv.arena import InPlaceArena, KVArena
 from ..kv.borrowed import BorrowedArena
 from ..kv.buffers import CacheBuffers, NumpyBuffers
 from ..kv.growing import GrowingArena
-from .bound_graph import BoundGraph
+from .bound_graph import ALONE, BoundGraph
 from .graph_io import Floats, GraphIO, LogitsMode
 from .ort import ORT_ERRORS, error_reason, run_options
 from .pass_inputs import PassInputs, wrapped
 from .pass_outputs import FeaturesOutput, HiddenStatesOutput, LogitsOutput
+from .shared_passes import SharedPasses, TextBinding
 
 _SEQUENCES: Final = (tuple, list)
 _IN_PLACE: Final = (InPlaceArena, BorrowedArena)
@@ -52,6 +53,7 @@ class BoundSession(BoundGraph):
         arena: an arena of the graph's cache tensors, in place or growing as `graph_io` says.
         first_session: session for passes without cached tokens, if those have a graph of their own.
         hidden_states: whether passes return the hidden states too; the graph must give them.
+        shared: runs passes together with those of other texts; None if all run alone.
     """
 
     def __init__(
@@ -62,10 +64,12 @@ class BoundSession(BoundGraph):
         first_session: ort.InferenceSession | None = None,
         *,
         hidden_states: bool = False,
+        shared: SharedPasses | None = None,
     ) -> None:
         self._session = session
         self._first_session = first_session
-        self._io = session.io_binding()
+        self._shared: Final = shared
+        self._io = session.io_binding() if shared is None else TextBinding(session)
         self._run_options = run_options()
         # No graph capture. Without this entry, every pass throws and catches an exception looking for it: 29 us.
         self._run_options.add_run_config_entry("gpu_graph_id", "-1")
@@ -208,7 +212,12 @@ class BoundSession(BoundGraph):
         return self._logits.select(first_logits, wanted)
 
     def _run_session(self) -> None:
-        self._session.run_with_iobinding(self._io, self._run_options)
+        if self.shares_passes and self._shared is not None:
+            self._shared.run(self._session, self._io, self._run_options)
+            self.others = self._io.others
+        else:
+            self.others = ALONE
+            self._session.run_with_iobinding(self._io, self._run_options)
 
     def _run_first_session(self, session: ort.InferenceSession, width: int) -> None:
         """Run the graph without cache inputs: the same inputs except the past."""

@@ -24,6 +24,7 @@ from .bound_graph import BoundGraph
 from .bound_session import BoundSession
 from .graph_io import BASE_GRAPH, Floats, GraphIO
 from .session import DecoderGraph, GraphSession
+from .shared_passes import Gather
 
 _SEQUENCES: Final = (tuple, list)
 _log: Final = logging.getLogger(__name__)
@@ -144,6 +145,10 @@ class ChosenGraphs(DecoderGraph):
         for graph in (self._base, *self.loaded.values()):
             graph.limit_width(tokens)
 
+    def share_passes(self, texts: int, gather: Gather) -> str | None:
+        """Let the model's own graph run the passes of several texts as one; see `GraphSession.share_passes`."""
+        return self._base.share_passes(texts, gather)
+
     def arena(self, limit: int) -> KVArena:
         """An empty KV cache, which all graphs extend."""
         return self._base.arena(limit)
@@ -245,6 +250,7 @@ class ChosenSession(BoundGraph):
                 takes = graph.takes(request)
                 if takes is not False and (chosen := self._bound_to(graph)) is not None:
                     if takes is None:
+                        self._base.shares_passes = False
                         graph.measure(request, self._base, chosen)
                         if not graph.takes(request):
                             continue
@@ -252,12 +258,15 @@ class ChosenSession(BoundGraph):
                     bound = chosen
                     break
         bound.whole_logits = self.whole_logits
+        bound.shares_passes = self.shares_passes
         # What another graph computes differs in rounding, so exact answers compute these slots again.
         self.arena.is_plain = bound is self._base
         if not self._base_has_bias and bound is self._base:
             # What the base graph is asked for has no other positions and mask than consecutive tokens have.
-            return bound.forward(tokens, logits_for=logits_for)
-        return bound.forward(tokens, logits_for=logits_for, positions=positions, tree_mask=tree_mask)
+            positions = tree_mask = None
+        logits = bound.forward(tokens, logits_for=logits_for, positions=positions, tree_mask=tree_mask)
+        self.others = bound.others
+        return logits
 
     def hidden_states(self, tokens: npt.ArrayLike, wanted: Sequence[int]) -> Floats:
         """Run a pass of the base graph, and return hidden states of the `wanted` tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Final, Protocol
 
 import numpy as np
 import onnxruntime as ort
+import psutil
 
 from ...errors import BundleError
 from ...models.onnx_file.wire import external_files
+from ...models.user_folders import cache_folder
 from ..devices.device_lock import device_lock
 from ..devices.processor import Power
 from ..devices.providers import CPU_PROVIDER, Device, add_device
@@ -32,11 +35,13 @@ from .memory import drop_file_pages
 from .model_metadata import ModelMetadata, reject_operators
 from .ort import ORT_ERRORS, error_reason, session_options
 from .probe import ProbeResult, graph_io_key, probe
+from .shared_passes import SHARED_SCALE_OPERATORS, Gather, PackedPasses, SharedPasses
 
 _STATE_WINDOW: Final = "state_window"
 """Attribute of operators with states, and option of GenAI's model builder."""
-_SHARED_SCALE_OPERATORS: Final = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul")
-"""Operators that quantize the activations of all tokens of a pass with one scale."""
+_HELD_TWICE_SHARE: Final = 0.25
+"""Share of the available memory that a second copy of weights that are not packed may take."""
+_log: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,16 @@ class DecoderGraph(Protocol):
         """Run passes over at most that many tokens from now on, because the device computes wider ones wrongly."""
         self.graph_io = replace(self.graph_io, widest_pass=tokens)
 
+    def share_passes(self, texts: int, gather: Gather) -> str | None:
+        """Run the passes that several threads hand in as one; returns why this graph cannot, or None.
+
+        Args:
+            texts: largest number of texts of a pass.
+            gather: see `SharedPasses`.
+        """
+        del texts, gather
+        return f"passes of several texts run on the CPU alone, not on {self.config.device}"
+
     def arena(self, limit: int) -> KVArena:
         """An empty KV cache of this graph's tensor types, for a context of `limit` tokens."""
 
@@ -124,6 +139,8 @@ class GraphSession(DecoderGraph):
         metadata = metadata or ModelMetadata()
         if metadata.operators is not None:
             reject_operators(metadata.operators, str(graph))
+        self._graph, self._model = graph, model
+        self._shared: SharedPasses | None = None
         self._session, self.assignments = _load(graph, config, model)
         first = metadata.first_pass_graph
         self._first_session = None if first is None else _load(first, config)[0]
@@ -170,10 +187,45 @@ class GraphSession(DecoderGraph):
         if graph_io.head is not None:
             return HeadSession(session, graph_io, arena)
         if graph_io.states:
-            return HybridSession(session, graph_io, arena, first, hidden_states=hidden_states)
+            return HybridSession(session, graph_io, arena, first, hidden_states=hidden_states, shared=self._shared)
         if self.config.device.provider == CPU_PROVIDER:
-            return BoundSession(session, graph_io, arena, first, hidden_states=hidden_states)
+            return BoundSession(session, graph_io, arena, first, hidden_states=hidden_states, shared=self._shared)
         return DeviceSession(session, graph_io, arena, first, self._lock, hidden_states=hidden_states)
+
+    def share_passes(self, texts: int, gather: Gather) -> str | None:
+        """Run the passes that several threads hand in as one; returns why this graph cannot, or None.
+
+        The packed graph is loaded for the first such pass. It maps the weights that were packed for this machine;
+        without those it holds a second copy of all weights.
+        """
+        if self.config.device.provider != CPU_PROVIDER:
+            return super().share_passes(texts, gather)
+        if InputRole.LOGIT_POSITIONS not in self.graph_io.inputs:
+            return "no input of the graph says which logits it returns"
+        weights = sum((self._graph.parent / name).stat().st_size for name in external_files(self._graph))
+        room = _HELD_TWICE_SHARE * psutil.virtual_memory().available
+        if weights > room and not self._graph.is_relative_to(cache_folder()):
+            return "the weights are not packed for this machine, and there is no memory to hold them twice"
+        self._shared = SharedPasses(lambda: self._packed_passes(texts), texts, gather)
+        return None
+
+    def _packed_passes(self, texts: int) -> PackedPasses | None:
+        """Load the graph for passes of several texts; None if the graph cannot be rewritten."""
+        # Importing protobuf takes 28 ms.
+        from ...models.onnx_file.graph_editor import CannotRewriteError  # noqa: PLC0415 -- see above
+        from .packed_graph import packed_graph  # noqa: PLC0415 -- see above
+
+        config, model = self.config, self._model
+        if config.kv_scales is not None:
+            from .int8_cache import with_int8_cache  # noqa: PLC0415 -- see above
+
+            model, config = with_int8_cache(self._graph, config.kv_scales, model), replace(config, kv_scales=None)
+        try:
+            packed = packed_graph(self._graph, self.graph_io, texts, model)
+        except CannotRewriteError as error:
+            _log.warning("the passes of several texts run one by one: %s", error)
+            return None
+        return PackedPasses(_load(self._graph, config, packed)[0], self.graph_io, texts)
 
     def end_profile(self) -> Path:
         """Write the node times since the graph was loaded (see `SessionConfig.profile`) and return the file."""
@@ -194,7 +246,7 @@ class GraphSession(DecoderGraph):
             bind,
             where,
             may_be_in_place="GroupQueryAttention" in operators,
-            shared_scales=any(name in operators for name in _SHARED_SCALE_OPERATORS),
+            shared_scales=any(name in operators for name in SHARED_SCALE_OPERATORS),
         )
 
 

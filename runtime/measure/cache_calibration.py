@@ -26,7 +26,7 @@ from ..prefill import prefill
 from ..text.turn_markers import TokenArray
 from .exactness import SAMPLE_TEXT
 from .measurement_store import MeasurementKey, MeasurementStore, model_id
-from .text_sampler import SelfTextSampler
+from .text_sampler import SAMPLED_TOGETHER, SelfTextSampler
 
 CACHE_SCALES: Final = MeasurementStore("kv-scales", 1, CacheScales.from_json, CacheScales.to_json)
 """Scales of models without a file of them."""
@@ -109,12 +109,12 @@ def _measured(
 ) -> CacheScales:
     """Scales measured on texts that the model samples with a float cache, and on the sample text."""
     pairs = rotated_pairs(bundle.graph)
-    # Sliding windows count slots, which texts sampled together do not have in order.
-    windows = bundle.config.get("sliding_window") is not None and bundle.config.get("use_sliding_window") is not False
     progress(_STAGE, 0.0)
-    model = LoadedModel(bundle, config, MEASURING_OPTIONS.changed({"cache": cache, "context": context}))
+    model = LoadedModel(
+        bundle, config, MEASURING_OPTIONS.changed({"cache": cache, "context": context, "parallel": SAMPLED_TOGETHER})
+    )
     try:
-        sampler = SelfTextSampler(model, _MAX_TEXT_TOKENS, 0, sliding_windows=windows)
+        sampler = SelfTextSampler(model, _MAX_TEXT_TOKENS, 0)
         texts = sampler.texts(_TOKENS, lambda fraction: progress(_STAGE, 0.9 * fraction))
         sample = model.tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True) or [0]
         texts.append(np.array(sample[: model.context], np.int64))

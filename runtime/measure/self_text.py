@@ -13,7 +13,7 @@ from ...models.user_text import json_lines, read_text
 from ..engine import Engine
 from ..engine_loading import load
 from ..text.turn_markers import TokenArray
-from .text_sampler import SelfTextSampler
+from .text_sampler import SAMPLED_TOGETHER, SelfTextSampler
 
 _CHARACTERS: Final = 1 << 16
 """About how many characters of a file are tokenized at a time."""
@@ -25,8 +25,6 @@ def sample_texts(
     max_text_tokens: int,
     seed: int,
     progress: Callable[[float], None] = lambda _: None,
-    *,
-    sliding_windows: bool = True,
 ) -> list[TokenArray]:
     """Sample texts from a model at temperature 1, in its chat template if it has one.
 
@@ -36,8 +34,6 @@ def sample_texts(
         max_text_tokens: most tokens of one text.
         seed: the same seed gives the same texts.
         progress: receives the share that is sampled, 0 to 1.
-        sliding_windows: whether the model may have layers that attend to a sliding window; if not, several texts are
-            sampled in the same passes.
 
     Returns:
         Token ids, int64 [n] each. They are fewer than `min_tokens` in total if the model only samples empty texts.
@@ -46,10 +42,8 @@ def sample_texts(
         BundleError: the bundle is damaged.
         TemplateError: its chat template fails.
     """
-    with load(bundle, device="cpu", cache=False, draft=None, learned=False) as engine:
-        return SelfTextSampler(engine.model, max_text_tokens, seed, sliding_windows=sliding_windows).texts(
-            min_tokens, progress
-        )
+    with load(bundle, device="cpu", cache=False, draft=None, learned=False, parallel=SAMPLED_TOGETHER) as engine:
+        return SelfTextSampler(engine.model, max_text_tokens, seed).texts(min_tokens, progress)
 
 
 def read_texts(bundle: Path, file: Path, min_tokens: int, max_text_tokens: int, seed: int = 0) -> list[TokenArray]:

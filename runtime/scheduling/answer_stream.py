@@ -19,11 +19,8 @@ from ..tools.answer_parts import AnswerParts
 from .request_queue import Chunks, RequestQueue, Ticket
 from .request_run import LoopQueue, Run
 
-IsCancelled: TypeAlias = Callable[..., bool]
-"""To be called before every pass: lets other answers run theirs, and returns whether to stop, because the request was
-cancelled, or one of the answers of several whose indices are the arguments."""
-Generate: TypeAlias = Callable[[IsCancelled], Chunks]
-"""Begins to generate an answer."""
+Generate: TypeAlias = Callable[[Ticket], Chunks]
+"""Begins to generate an answer, which calls `RequestQueue.pass_turn` before every pass."""
 
 
 class AnswerStream(Iterator[Chunk]):
@@ -57,8 +54,6 @@ class AnswerStream(Iterator[Chunk]):
         self._generate = generate
         self._ticket = Ticket(self, owner)
         self._choices: Final = choices
-        self._cancelled: Final[set[int]] = set()
-        """The answers that are to end, of several."""
         self._unfinished = choices
         self._chunks: Chunks | None = None
         self._entered = False
@@ -97,10 +92,7 @@ class AnswerStream(Iterator[Chunk]):
             with self._queue.turn_of(self._ticket):
                 if self._chunks is None:
                     # What generates must not refer to this stream, which is dropped with its last reference.
-                    queue, ticket, ended = self._queue, self._ticket, self._cancelled
-                    self._chunks = self._generate(
-                        lambda *indices: queue.pass_turn(ticket) or not ended.isdisjoint(indices)
-                    )
+                    self._chunks = self._generate(self._ticket)
                 chunk = next(self._chunks)
         except BaseException:
             self._end()
@@ -115,8 +107,8 @@ class AnswerStream(Iterator[Chunk]):
         """End the answer after its current pass; what was generated stays.
 
         Args:
-            index: which one of several answers to end, after which the next one begins; None for all of them. What is
-                generated for `best_of`, or once for several equal answers, ends as a whole.
+            index: which one of several answers to end; None for all of them. What is generated for `best_of`, or once
+                for several equal answers, ends as a whole.
 
         Raises:
             InputError: there is no such answer.
@@ -126,7 +118,7 @@ class AnswerStream(Iterator[Chunk]):
         if index is None or self._choices == 1:
             self._ticket.cancelled = True
         else:
-            self._cancelled.add(index)
+            self._ticket.ended.add(index)
 
     def close(self) -> None:
         """Abandon the answer and give up its place; does nothing when the answer has ended."""

@@ -1,29 +1,31 @@
 """The request queue of an engine: how many answers are generated at a time, and which requests wait.
 
-A few answers have a place and alternate: each runs one forward pass, then the next one does. Other requests wait for a
-place, in order. Waiting can be cancelled; waiting that would deadlock raises an error instead.
+A few answers have a place, and the turn goes around among them: each prepares one forward pass in its turn, and the
+last one runs those that were handed in, together. A pass that cannot be shared runs in its turn. Other requests wait
+for a place, in order. Waiting can be cancelled; waiting that would deadlock raises an error instead.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Final, Protocol, TypeAlias
 
 from ...errors import BusyError, EdgeError
 from ..result import Chunk
+from .turn_lock import POLL_S, TurnLock
 
 Chunks: TypeAlias = Generator[Chunk, None, None]
 
 DEFAULT_PARALLEL: Final = 4
 """Answers that are generated at a time: each has a KV cache, and more of them make each one slower."""
 DEFAULT_MAX_WAITING: Final = 64
-POLL_S: Final = 0.05
-"""Seconds after which a waiting thread looks for signals and cancellations."""
+_GRACE_S: Final = 0.002
+"""Seconds that a pass waits for answers whose readers are between two chunks: a fraction of a pass."""
 
 
 class QueuedStream(Protocol):
@@ -39,7 +41,17 @@ class QueuedStream(Protocol):
         """End the answer."""
 
 
-class Ticket:
+class TurnTaker:
+    """Who runs passes in turns: an answer, or one of several that are generated to a prompt."""
+
+    def __init__(self) -> None:
+        self.cancelled = False
+        """Whether it was asked to end."""
+        self.used_turn = False
+        """Whether a pass has run since its turn began."""
+
+
+class Ticket(TurnTaker):
     """A request's entry in the queue.
 
     Args:
@@ -48,14 +60,13 @@ class Ticket:
     """
 
     def __init__(self, stream: QueuedStream, owner: object | None = None) -> None:
+        super().__init__()
         self.owner: Final = owner
         self._stream = weakref.ref(stream)
-        self.cancelled = False
-        """Whether the answer was asked to end."""
+        self.ended: Final[set[int]] = set()
+        """The answers that are to end, of several to the prompt."""
         self.waiting_reader: int | None = None
         """Who waits for this request's place just now."""
-        self.used_turn = False
-        """Whether a pass has run since the answer's turn began."""
 
     @property
     def stream(self) -> QueuedStream | None:
@@ -88,6 +99,10 @@ class RequestQueue:
         self._dropped: deque[tuple[Ticket, Chunks | None]] = deque()
         """Answers to end. A finalizer adds them, which may run in any thread and at any line, so it cannot wait."""
         self._closed = False
+        self._current: TurnTaker | None = None
+        """Whose pass is next in this turn."""
+        self._due: Final[set[TurnTaker]] = set()
+        """Who has handed in a pass before and is likely to hand in the next one soon."""
 
     @property
     def running(self) -> int:
@@ -141,20 +156,33 @@ class RequestQueue:
             ticket.waiting_reader = None
         return False
 
-    def leave(self, ticket: Ticket) -> None:
-        """Give up a place, or waiting for one."""
+    def leave(self, ticket: TurnTaker) -> None:
+        """Give up a place, or waiting for one, or taking turns without one."""
+        self._due.discard(ticket)
         with self._changed:
             for tickets in (self._running, self._waiting):
-                if ticket in tickets:
+                if isinstance(ticket, Ticket) and ticket in tickets:
                     tickets.remove(ticket)
             self._admit()
 
     @contextmanager
-    def turn_of(self, ticket: Ticket) -> Iterator[None]:
-        """`turn`, for a request that runs passes."""
+    def turn_of(self, taker: TurnTaker) -> Iterator[None]:
+        """`turn`, for who runs passes."""
         with self.turn():
-            ticket.used_turn = False
+            taker.used_turn = False
             yield
+
+    @contextmanager
+    def without_turn(self) -> Iterator[None]:
+        """Let others have the turn during the block, if this thread has it."""
+        had_turn = self._turns.is_mine
+        if had_turn:
+            self._turns.release()
+        try:
+            yield
+        finally:
+            if had_turn:
+                self._turns.acquire()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -169,16 +197,42 @@ class RequestQueue:
             self._end_dropped()
             yield
 
-    def pass_turn(self, ticket: Ticket) -> bool:
-        """Let the others run a pass each, if this answer has run one in its turn; return whether it was cancelled.
+    def pass_turn(self, taker: TurnTaker) -> bool:
+        """Let the others run a pass each, if this one has run one in its turn; return whether it was cancelled.
 
         Called before every pass.
         """
-        if ticket.used_turn:
+        if taker.used_turn:
             self._turns.pass_on()
             self._end_dropped()
-        ticket.used_turn = True
-        return ticket.cancelled
+        taker.used_turn = True
+        self._due.discard(taker)
+        self._current = taker
+        return taker.cancelled
+
+    def gather(self, is_done: Callable[[], bool]) -> None:
+        """Let the others hand in their passes, in the thread that has the turn and has handed in its own.
+
+        Those that wait for the turn get it once. Those that shared the last pass and are between two chunks of text are
+        waited for, a little: otherwise two answers would take turns, each always too late for the other's pass.
+
+        Args:
+            is_done: whether another thread has run the pass.
+        """
+        taker = self._current
+        if taker is None:
+            return
+        self._turns.pass_on()
+        deadline = time.perf_counter() + _GRACE_S
+        while not is_done() and self._due and time.perf_counter() < deadline:
+            if self._turns.has_waiting:
+                self._turns.pass_on()
+                deadline = time.perf_counter() + _GRACE_S
+            else:
+                self._turns.release()
+                time.sleep(_GRACE_S / 40)
+                self._turns.acquire()
+        self._due.add(taker)
 
     def drop(self, ticket: Ticket, chunks: Chunks | None) -> None:
         """End an answer whose stream nobody reads any more, as soon as a thread uses the queue; returns at once."""
@@ -262,91 +316,3 @@ class RequestQueue:
 
 def _deadlock() -> EdgeError:
     return EdgeError("the reader is in the middle of another answer", "finish or close that stream first")
-
-
-class TurnLock:
-    """A lock with a queue: releasing it gives it to the thread that has waited longest.
-
-    An ordinary lock may be taken again by the thread that has just released it, any number of times. With this one, two
-    threads that always want it alternate.
-    """
-
-    def __init__(self) -> None:
-        self._guard = threading.Lock()
-        self._waiting: deque[threading.Lock] = deque()
-        """A lock for each waiting thread, released when the turn is given to it."""
-        self._held = False
-        self._holder: int | None = None
-
-    @property
-    def is_mine(self) -> bool:
-        """Whether the calling thread holds the lock."""
-        return self._holder == threading.get_ident()
-
-    def try_acquire(self) -> bool:
-        """Take the lock if it is free; False if it is not."""
-        with self._guard:
-            return self._take()
-
-    def acquire(self) -> None:
-        """Wait for the lock."""
-        with self._guard:
-            if self._take():
-                return
-            turn = threading.Lock()
-            turn.acquire()
-            self._waiting.append(turn)
-        try:
-            while not turn.acquire(timeout=POLL_S):
-                pass
-        except BaseException:  # an interrupt: the turn may have been given to this thread already
-            with self._guard:
-                if turn in self._waiting:
-                    self._waiting.remove(turn)
-                else:
-                    self._give_to_next()
-            raise
-        self._holder = threading.get_ident()
-
-    def release(self) -> None:
-        """Give the lock to the thread that has waited longest."""
-        with self._guard:
-            self._give_to_next()
-
-    def pass_on(self) -> None:
-        """Let every thread that waits now have the lock once before this one, which holds it, has it again."""
-        if not self._waiting:
-            return
-        self.release()
-        interrupt: BaseException | None = None
-        while True:
-            try:
-                self.acquire()
-                break
-            except BaseException as error:  # noqa: BLE001  raised below, once the caller holds the lock again
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
-
-    def __enter__(self) -> TurnLock:
-        self.acquire()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-    def _take(self) -> bool:
-        if self._held:
-            return False
-        self._held = True
-        self._holder = threading.get_ident()
-        return True
-
-    def _give_to_next(self) -> None:
-        self._holder = None
-        if self._waiting:
-            self._waiting.popleft().release()
-        else:
-            self._held = False

@@ -162,8 +162,9 @@ class Run(Generic[Item]):
         self._thread.start()
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait for the end of the thread, at most this long."""
-        self._thread.join(timeout_s)
+        """Wait for the end of the thread, at most this long; returns at once in the thread itself."""
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
 
     def run(self) -> None:
         """Do the work in the calling thread."""

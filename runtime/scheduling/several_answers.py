@@ -1,17 +1,19 @@
-"""Several answers to one prompt, one after another over one KV cache, and the choice of the best.
+"""Several answers to one prompt, generated together, and the choice of the best.
 
-After an answer the cache is rewound to the last prefill pass of the prompt. So nothing is copied, and each answer is,
-to the last bit, the one that a single request with its seed gives.
+The prompt is read once. Each answer begins with a copy of its KV cache, up to the last prefill pass, which runs again:
+so each answer begins with the very logits that a single request with its seed has. They share the passes that follow.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from operator import itemgetter
-from typing import Final, TypeAlias
+from functools import partial
+from queue import Empty, SimpleQueue
+from threading import Event
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from ..decode import FinishReason
 from ..generation import CachedSequence
@@ -19,74 +21,197 @@ from ..options import Request
 from ..overflow import Overflow
 from ..result import AnswerCandidate, BestOf, Chunk, Stats
 from ..sampling.logprobs import NO_LOGPROBS, LogprobTotals
-from .answer_stream import IsCancelled
-from .request_queue import Chunks
+from .request_queue import Chunks, RequestQueue, Ticket, TurnTaker
+from .request_run import Run
+from .turn_lock import POLL_S
 
-Generate: TypeAlias = Callable[[CachedSequence, Request, Callable[[], bool]], Chunks]
-Start: TypeAlias = Callable[[int], Chunks]
-"""Begins to generate the answer of an index, after the one before has ended."""
+if TYPE_CHECKING:
+    from ..loaded_model import LoadedModel
+
+Item = TypeVar("Item")
+Start: TypeAlias = Callable[[int, TurnTaker], Chunks]
+"""Begins to generate the answer of an index."""
 
 _LEAST_TOKENS: Final = 16
 """Number of tokens of an answer before which nothing is concluded from the variance of log-probabilities."""
 
 
-def several(
-    request: Request, sequence: CachedSequence, generate: Generate, cancelled: IsCancelled, context: int
-) -> Chunks:
-    """Generate several answers to a prompt, which differ in their seeds, over one KV cache.
+def run_together(
+    queue: RequestQueue,
+    starts: Sequence[Callable[[TurnTaker], Generator[Item, None, None]]],
+    at_once: int,
+    ready: Event | None = None,
+) -> Iterator[tuple[int, Item]]:
+    """Run generators that take turns in a thread each, so that they share passes; yield indices and items as they come.
 
     Args:
+        queue: the queue of the engine. Where the caller has the turn, others get it while this waits for items.
+        starts: begin the generators, which call `RequestQueue.pass_turn` before every pass.
+        at_once: number of generators that run at a time; the next one begins where one ends.
+        ready: set when others than the first may begin; None if they may at once.
+    """
+    results: SimpleQueue[tuple[int, Item] | BaseException | None] = SimpleQueue()
+    takers = [TurnTaker() for _ in starts]
+    waiting = iter(range(len(starts)))
+
+    def work(run: Run[None]) -> None:
+        try:
+            for index in waiting:
+                if index and ready is not None:
+                    ready.wait()
+                if run.cancellation.cancelled:
+                    break
+                _run_one(queue, starts[index], takers[index], partial(_put, results, index))
+        except BaseException as error:  # noqa: BLE001  raised in the thread that waits for items
+            end()
+            results.put(error)
+        finally:
+            results.put(None)
+
+    def end() -> None:
+        for taker in takers:
+            taker.cancelled = True
+        for run in runs:
+            run.cancellation.cancel()
+        if ready is not None:
+            ready.set()
+
+    runs: list[Run[None]] = [Run(work, "edge-run answer") for _ in range(min(at_once, len(starts)))]
+    for run in runs:
+        run.start()
+    unfinished = len(runs)
+    try:
+        while unfinished:
+            with queue.without_turn():
+                result = _next_of(results)
+            if isinstance(result, BaseException):
+                raise result
+            if result is None:
+                unfinished -= 1
+            else:
+                yield result
+    finally:
+        end()
+        with queue.without_turn():
+            for run in runs:
+                run.join()
+
+
+def _put(results: SimpleQueue[tuple[int, Item] | BaseException | None], index: int, item: Item) -> None:
+    results.put((index, item))
+
+
+def _next_of(results: SimpleQueue[Item]) -> Item:
+    while True:  # waiting without end could not be interrupted on Windows
+        try:
+            return results.get(timeout=POLL_S)
+        except Empty:
+            continue
+
+
+def _run_one(
+    queue: RequestQueue,
+    start: Callable[[TurnTaker], Generator[Item, None, None]],
+    taker: TurnTaker,
+    put: Callable[[Item], None],
+) -> None:
+    """Run one generator, each item in a turn."""
+    with queue.turn_of(taker):
+        items = start(taker)
+    try:
+        while True:
+            with queue.turn_of(taker):
+                item = next(items, None)
+            if item is None:
+                break
+            put(item)
+    finally:
+        with queue.turn():
+            items.close()
+        queue.leave(taker)
+
+
+class PromptAnswers:
+    """The answers to one prompt, which differ in their seeds.
+
+    Args:
+        model: generates them.
         request: the prompt, and how many answers.
-        sequence: the cache.
-        generate: begins to generate the answer to a request.
-        cancelled: called before every pass with the answers that it is for.
-        context: largest number of tokens of prompt and answer together.
+        sequence: the cache of the first one, which reads the prompt.
+        ticket: the request's entry in the queue.
     """
-    options = request.options
-    separate = not options.ranked and not request.sampling.greedy
-    seeds = [(request.sampling.seed + index) % (1 << 64) for index in range(options.candidates)]
 
-    def start(index: int) -> Chunks:
-        if index:
-            sequence.rewind_to_last_prefill()
-        seeded = replace(request, sampling=replace(request.sampling, seed=seeds[index]))
-        return generate(sequence, seeded, lambda: cancelled(*([index] if separate else range(options.n))))
+    def __init__(self, model: LoadedModel, request: Request, sequence: CachedSequence, ticket: Ticket) -> None:
+        self._model: Final = model
+        self._request: Final = request
+        self._sequence: Final = sequence
+        self._ticket: Final = ticket
+        self._prompt: CachedSequence | None = None
+        """A copy of the prompt's slots, from which all but the first answer begin."""
+        self._is_read: Final = Event()
+        first, count = request.sampling.seed, request.options.candidates
+        self.seeds: Final = [(first + index) % (1 << 64) for index in range(count)]
 
-    with sequence.lent_to_prefixes(request):
-        if request.sampling.greedy:
-            yield from repeated(start, options.n)
-        elif options.ranked:
-            most_tokens = options.max_tokens
-            if request.overflow is Overflow.ERROR:
-                room = context - len(request.prompt_ids)
-                most_tokens = room if most_tokens is None else min(room, most_tokens)
-            yield from best_of(start, seeds, options.n, EarlyStop(options.n, options.early_stop, most_tokens))
-        else:
-            yield from in_sequence(start, options.n)
+    def chunks(self) -> Chunks:
+        """Generate the answers that the request wants; every chunk says which one it belongs to."""
+        request, sequence = self._request, self._sequence
+        options = request.options
+        with sequence.lent_to_prefixes(request):
+            if request.sampling.greedy:
+                one = self._model.generate(sequence, request, partial(self._is_cancelled, -1, self._ticket))
+                yield from repeated(one, options.n)
+            elif options.ranked:
+                most_tokens = options.max_tokens
+                if request.overflow is Overflow.ERROR:
+                    room = sequence.arena.limit - len(request.prompt_ids)
+                    most_tokens = room if most_tokens is None else min(room, most_tokens)
+                yield from best_of(self, options.n, EarlyStop(options.n, options.early_stop, most_tokens))
+            else:
+                for index, chunk in self.together(self.start):
+                    yield replace(chunk, index=index)
+
+    def together(self, start: Start) -> Iterator[tuple[int, Chunk]]:
+        """Generate all answers, each begun by `start`; yields chunks and the indices of their answers as they come."""
+        starts = [partial(start, index) for index in range(len(self.seeds))]
+        queue = self._model.queue
+        return run_together(queue, starts, 1 if self._model.sharing_obstacle else queue.parallel, self._is_read)
+
+    def start(self, index: int, taker: TurnTaker) -> Chunks:
+        """Generate the answer of an index."""
+        request = self._request
+        seeded = replace(request, sampling=replace(request.sampling, seed=self.seeds[index]))
+        sequence, prompt = self._sequence, self._prompt
+        if index and prompt is not None:
+            sequence = self._model.forked(prompt, prompt.arena.length)
+        yield from self._model.generate(sequence, seeded, partial(self._is_cancelled, index, taker))
+        self._copy_prompt()
+
+    def _copy_prompt(self) -> None:
+        if self._prompt is None:
+            arena = self._sequence.arena
+            self._prompt = self._model.forked(self._sequence, min(arena.last_prefill[0], arena.length))
+            self._is_read.set()
+
+    def _is_cancelled(self, index: int, taker: TurnTaker) -> bool:
+        """Give up the turn before a pass of an answer, or of one that stands for all if its index is negative."""
+        if not index and self._sequence.arena.length >= len(self._request.prompt_ids):
+            self._copy_prompt()
+        options = self._request.options
+        mine = (index,) if not options.ranked and index >= 0 else range(options.n)
+        ended = self._ticket.cancelled or not self._ticket.ended.isdisjoint(mine)
+        return self._model.queue.pass_turn(taker) or ended
 
 
-def in_sequence(start: Start, count: int) -> Chunks:
-    """Generate answers one after another; every chunk says which one it belongs to.
-
-    Args:
-        start: begins to generate an answer.
-        count: number of answers.
-    """
-    for index in range(count):
-        with closing(start(index)) as chunks:
-            for chunk in chunks:
-                yield replace(chunk, index=index)
-
-
-def repeated(start: Start, count: int) -> Chunks:
-    """Generate one answer and return it `count` times: without sampling, all answers are equal.
+def repeated(generated: Chunks, count: int) -> Chunks:
+    """Return one answer `count` times: without sampling, all answers are equal.
 
     The copies have the statistics of the one that was generated, so their sum is that of answers generated one by one.
     """
     chunks = []
-    for chunk in in_sequence(start, 1):
-        chunks.append(chunk)
-        yield chunk
+    with closing(generated):
+        for chunk in generated:
+            chunks.append(chunk)
+            yield chunk
     for index in range(1, count):
         for chunk in chunks:
             yield replace(chunk, index=index)
@@ -144,58 +269,52 @@ class EarlyStop:
         return deficit * deficit >= -2 * math.log1p(-self._confidence) * spread
 
 
-def best_of(start: Start, seeds: Sequence[int], wanted: int, early_stop: EarlyStop) -> Chunks:
-    """Generate answers one after another, and return the chunks of the best when all have ended.
+def best_of(answers: PromptAnswers, wanted: int, early_stop: EarlyStop) -> Chunks:
+    """Generate answers, and return the chunks of the best when all have ended.
 
     The best have the largest mean log-probability of their tokens, of which an end-of-sequence token is one. Of equal
     ones the first is better. A request that is cancelled returns the best answers so far, as cancelled ones.
 
     Args:
-        start: begins to generate an answer.
-        seeds: the seed of each answer.
+        answers: the answers.
         wanted: number of answers to return.
         early_stop: decides which answers are stopped.
     """
-    best: list[tuple[float, int, list[Chunk]]] = []
-    """Negative mean log-probability, index and chunks of each."""
-    candidates: list[AnswerCandidate] = []
-    reading = Stats()
-    cancelled = False
-    for index, seed in enumerate(seeds):
-        chunks: list[Chunk] = []
-        stopped = False
-        with closing(start(index)) as running:
-            for chunk in running:
-                chunks.append(chunk)
-                stopped = chunk.finish_reason is None and early_stop.stops(chunk.logprob_totals)
-                if stopped:
-                    break
-        last = chunks[-1]
-        if not index and last.stats is not None:
-            reading = last.stats
-        mean = last.logprob_totals.mean
-        candidates.append(AnswerCandidate(seed, last.completion_tokens, mean, last.finish_reason))
-        if stopped:
-            continue
-        cancelled = last.finish_reason is FinishReason.CANCELLED
-        if not cancelled:
-            early_stop.add_finished(last.logprob_totals)
-        if not cancelled or len(best) < wanted:
-            best.append((-mean, index, chunks))
-            best.sort(key=itemgetter(0))
-            del best[wanted:]
-        if cancelled:
-            break
-    for choice, (_, index, _) in enumerate(best):
+    found: dict[int, list[Chunk]] = {}
+
+    def unless_stopped(index: int, taker: TurnTaker) -> Chunks:
+        with closing(answers.start(index, taker)) as chunks:
+            for chunk in chunks:
+                yield chunk
+                if chunk.finish_reason is None and early_stop.stops(chunk.logprob_totals):
+                    return
+                if chunk.finish_reason not in (None, FinishReason.CANCELLED):
+                    early_stop.add_finished(chunk.logprob_totals)
+
+    for index, chunk in answers.together(unless_stopped):
+        found.setdefault(index, []).append(chunk)
+    # A cancelled request may not have begun them all.
+    ends = {index: chunks[-1] for index, chunks in sorted(found.items()) if chunks[-1].completion_tokens}
+    candidates = {
+        index: AnswerCandidate(answers.seeds[index], end.completion_tokens, end.logprob_totals.mean, end.finish_reason)
+        for index, end in ends.items()
+    }
+    cancelled = any(chunks[-1].finish_reason is FinishReason.CANCELLED for chunks in found.values())
+    ended = [index for index, end in ends.items() if end.finish_reason is not None]
+    # Of answers that were cut off, nobody knows how they would have ended.
+    ended.sort(key=lambda index: (ends[index].finish_reason is FinishReason.CANCELLED, -candidates[index].mean_logprob))
+    best = ended[:wanted]
+    for choice, index in enumerate(best):
         candidates[index] = replace(candidates[index], choice=choice)
-    report = BestOf(tuple(candidates), early_stop.most_tokens)
+    report = BestOf(tuple(candidates.values()), early_stop.most_tokens)
+    reading = ends[0].stats if 0 in ends else None
     for choice in range(wanted):
-        *chosen, last = best[choice][2] if choice < len(best) else (Chunk("", FinishReason.CANCELLED, Stats()),)
+        *chosen, last = found[best[choice]] if choice < len(best) else (Chunk("", FinishReason.CANCELLED, Stats()),)
         for chunk in chosen:
             yield replace(chunk, index=choice)
         reason = FinishReason.CANCELLED if cancelled else last.finish_reason
         stats = last.stats
         if not choice and stats is not None:
             # The prompt was read for the first candidate, whichever is the best.
-            stats = replace(stats, best_of=report, reused_tokens=reading.reused_tokens)
+            stats = replace(stats, best_of=report, reused_tokens=0 if reading is None else reading.reused_tokens)
         yield replace(last, index=choice, finish_reason=reason, stats=stats)

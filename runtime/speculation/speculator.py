@@ -10,6 +10,7 @@ import time
 from collections.abc import Container, Sequence
 from typing import Final
 
+from ..graph.bound_graph import ALONE
 from ..sampling.sampler import Logits
 from ..sampling.token_mask import TokenConstraint
 from .draft_ahead import NOTHING_AHEAD, Continuation, DraftAhead, LikelyContinuation
@@ -49,6 +50,10 @@ _PLAIN_OBSERVED_EVERY: Final = 8
 class Speculator:
     """Proposes drafts, verifies them and learns from the outcome, over one sequence at a time.
 
+    Where passes are shared, a draft token takes its share of a pass that other texts wait for too. So passes are priced
+    behind the tokens that the others had in the last one, and time by what all texts produce in it; they are assumed to
+    produce as much as this one does.
+
     Args:
         drafters: free drafters, the cheapest and most reliable first.
         cost: cost of target passes; refined by every round.
@@ -83,6 +88,10 @@ class Speculator:
         self._ahead: Final = ahead
         self._settled = NOTHING_AHEAD
         """What was run ahead since the last draft."""
+        self.others = ALONE
+        """What else ran in the last pass."""
+        self._priced = ALONE
+        """The others that the prices are for."""
         self._token_ids: list[int] = []
         self._synced = 0
         """Number of tokens of the sequence that the drafters have; 0 if they have another sequence."""
@@ -100,8 +109,9 @@ class Speculator:
 
     @property
     def rate(self) -> float:
-        """Decoding rate in tokens per second, at least the rate of plain decoding."""
-        return max(self._emitted / self._seconds, 1 / self._curve[0]) if self._seconds else 1 / self._curve[0]
+        """Decoding rate of all texts of a pass in tokens per second, at least the rate of plain decoding."""
+        plain = 1 / self._curve[0]
+        return (1 + self.others.texts) * (max(self._emitted / self._seconds, plain) if self._seconds else plain)
 
     @property
     def disabled(self) -> bool:
@@ -121,7 +131,7 @@ class Speculator:
         if doubtful:
             # The costs that decided against drafting may be wrong, and only drafts show what wider passes cost.
             backoff.left = min(backoff.left, _DOUBTFUL_WAIT)
-        if doubtful or backoff.left % _PLAIN_OBSERVED_EVERY == 0:
+        if not self.others.texts and (doubtful or backoff.left % _PLAIN_OBSERVED_EVERY == 0):
             self.cost.observe(1 + replayed, len(self._token_ids) - 1 - replayed, seconds)
         self._token_ids.append(token)
         if self._cheap:
@@ -164,7 +174,7 @@ class Speculator:
         started = time.perf_counter()
         anchor = self._token_ids[-1]
         self._replay = replay
-        if self._rounds % _PRICE_REFRESH == 0 or not self._curve:
+        if self._rounds % _PRICE_REFRESH == 0 or not self._curve or self._priced[:2] != self.others[:2]:
             self._update_prices(context)
         self._rounds += 1
         if min(max_tokens, room) < 2:
@@ -221,7 +231,7 @@ class Speculator:
         emitted = result.emitted(tree)
         width = replayed + len(tree)
         pass_s = self._curve[min(width, len(self._curve)) - 1]
-        if len(tree) > 1 or self._rounds % _PLAIN_OBSERVED_EVERY == 0:
+        if not self.others.texts and (len(tree) > 1 or self._rounds % _PLAIN_OBSERVED_EVERY == 0):
             self.cost.observe(width, context - replayed, target_s)
         self._learn(draft, result, logits)
         self._token_ids += emitted
@@ -320,8 +330,9 @@ class Speculator:
                     drafter.learn(tokens[place], logits[place])
 
     def _update_prices(self, context: int) -> None:
-        curve = self.cost.curve(context, self._max_width).tolist()
-        self._curve = curve
+        self._priced = self.others
+        beside = self.others.tokens
+        self._curve = curve = self.cost.curve(context, beside + self._max_width)[beside:].tolist()
         rate = self.rate
         prices = []
         for width in range(1, len(curve)):

@@ -307,6 +307,7 @@ def test_inspect_describes_a_model(tiny_bundle: Path, tmp_path: Path, capsys: Ca
     facts = json_of(capsys, "inspect", tiny_bundle, "--json")
     assert (facts["family"], facts["layers"], facts["vocabulary"], facts["context"]) == ("llama", 2, 300, 256)
     assert facts["token_trees"] is True
+    assert facts["simultaneous_answers"] == "share passes"
     assert "bits per weight in file" in output_of(capsys, "inspect", tiny_bundle)
     assert "does not exist" in fails(capsys, "inspect", "nothing")
     calling = write_calling_bundle(tmp_path)

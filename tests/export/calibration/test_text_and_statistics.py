@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,8 +27,6 @@ from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.recipe import ExportRecipe
 from edgerun.models.progress import silent
-from edgerun.runtime.measure import text_sampler
-from edgerun.runtime.measure.text_sampler import BatchedSampler
 from support.tiny_models import write_checkpoint
 
 
@@ -63,25 +60,6 @@ def test_both_parts_together_are_the_whole_text(lengths, longest: int, seed: int
     held_out = sum(map(len, text.held_out)) / token_count(text)
     assert 0.25 <= held_out <= 0.25 + longest / token_count(text)
     assert text.calibration
-
-
-@pytest.mark.parametrize(("family", "batched"), [("mistral", False), ("llama", True)])
-def test_texts_of_models_with_sliding_windows_are_sampled_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, batched: bool
-) -> None:
-    sizes: list[int] = []
-
-    def made(*arguments: Any, **options: Any) -> BatchedSampler:
-        sampler = BatchedSampler(*arguments, **options)
-        sizes.append(sampler.batch_size)
-        return sampler
-
-    monkeypatch.setattr(text_sampler, "BatchedSampler", made)
-    folder = write_checkpoint(tmp_path / "checkpoint", family)
-    model = SourceModel(Checkpoint(folder), read_config(folder), 1024)
-    (tmp_path / "work").mkdir()
-    calibration_text(model, ExportRecipe(calibration_tokens=MIN_TOKENS), tmp_path / "work", silent)
-    assert [size > 1 for size in sizes] == [batched]
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from itertools import pairwise
 
-from edgerun.runtime.scheduling.request_queue import TurnLock
+from edgerun.runtime.scheduling.turn_lock import TurnLock
 from support.waiting import wait_until
 
 

@@ -1,0 +1,231 @@
+"""Passes that several texts share: each hands in its own, and those that are there run as one.
+
+Each text prepares its passes as it does alone, over a cache of its own. A pass that nobody joins runs in the model's
+own graph; those that were handed in together run in the packed graph (`packed_graph.py`), over the same buffers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
+
+import numpy as np
+import onnxruntime as ort
+
+from ..kv.buffers import Array
+from .bound_graph import ALONE, OtherTexts
+from .graph_io import GraphIO, GraphValue, InputRole
+from .pass_inputs import value_dtype, wrapped
+
+ROWS: Final = "batch.rows"
+"""Input of a text: the indices of its tokens among those of the pass, int64 `[M]`."""
+ORDER: Final = "batch.order"
+"""Input: the indices of the tokens of the pass among those of all texts, one text after the other, int64 `[N]`. A text
+that has no tokens in a pass runs one that this leaves out."""
+SHARED_SCALE_OPERATORS: Final = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul")
+"""Operators that quantize the activations of all tokens of a pass with one scale."""
+Gather: TypeAlias = Callable[[Callable[[], bool]], None]
+"""Lets other threads hand in their passes, until its argument returns True, because the pass was run, or all have."""
+
+
+def of_text(name: str, text: int) -> str:
+    """The name of an input or output of one text in the packed graph."""
+    return f"{name}@{text}"
+
+
+class TextBinding(ort.IOBinding):  # type: ignore[misc]  # onnxruntime has no types
+    """The binding of one text: what is bound to it is also kept, for passes of the packed graph.
+
+    Args:
+        session: the session of the model's own graph.
+    """
+
+    def __init__(self, session: ort.InferenceSession) -> None:
+        super().__init__(session)
+        self.inputs: Final[dict[str, ort.OrtValue]] = {}
+        self.outputs: Final[dict[str, ort.OrtValue]] = {}
+        self.others = ALONE
+        """What else ran in the last pass."""
+        self.pass_s = 0.0
+        """Seconds of the last pass."""
+        self.error: Exception | None = None
+        """Why the last pass failed, which the thread of another text ran."""
+
+    def bind_ortvalue_input(self, name: str, ortvalue: ort.OrtValue) -> None:
+        """Bind an input."""
+        self.inputs[name] = ortvalue
+        super().bind_ortvalue_input(name, ortvalue)
+
+    def bind_ortvalue_output(self, name: str, ortvalue: ort.OrtValue) -> None:
+        """Bind an output."""
+        self.outputs[name] = ortvalue
+        super().bind_ortvalue_output(name, ortvalue)
+
+
+class PackedPasses:
+    """Runs the passes of several texts as one pass of the packed graph.
+
+    Args:
+        session: session of the packed graph.
+        graph_io: inputs and outputs of the graph that it was made from.
+        texts: number of texts that it was made for.
+    """
+
+    def __init__(self, session: ort.InferenceSession, graph_io: GraphIO, texts: int) -> None:
+        self._session: Final = session
+        self._io: Final = session.io_binding()
+        self._tokens: Final = graph_io.inputs[InputRole.TOKENS].name
+        self._selection: Final = graph_io.inputs[InputRole.LOGIT_POSITIONS].name
+        self._outputs: Final = [each.name for each in session.get_outputs()]
+        self._idle: Final = [_idle_inputs(session.get_inputs(), text) for text in range(texts)]
+        """Inputs of a text without tokens: it runs one, of which nothing is used."""
+        self._texts: Final[list[TextBinding | None]] = [None] * texts
+        """The text that each place of the graph had last: binding its cache again takes time."""
+        self._bound: Final[dict[str, ort.OrtValue | None]] = {}
+        """What is bound, by name; None for outputs that ONNX Runtime allocates."""
+        self._joined: Final[dict[str, tuple[Array, ort.OrtValue]]] = {}
+        """Buffers of the outputs that have rows of all texts, by name."""
+
+    def run(self, texts: Sequence[TextBinding], options: ort.RunOptions) -> None:
+        """Run the passes that are bound to `texts`."""
+        places = self._places(texts)
+        tokens = [each.inputs[self._tokens].numpy()[0] for each in texts]
+        ends = np.cumsum([0, *map(len, tokens)]).tolist()
+        wanted = [each.inputs[self._selection].numpy() + start for each, start in zip(texts, ends, strict=False)]
+        self._bind(self._tokens, wrapped(np.concatenate(tokens)[None]))
+        self._bind(self._selection, wrapped(np.concatenate(wanted)))
+        order = np.empty(ends[-1], np.int64)
+        first = 0
+        outputs: dict[str, ort.OrtValue] = {}
+        for place, idle in enumerate(self._idle):
+            inputs, width = idle, 1
+            if (index := places.get(place)) is not None:
+                text, start, end = texts[index], ends[index], ends[index + 1]
+                width = end - start
+                order[start:end] = np.arange(first, first + width)
+                inputs = {of_text(name, place): text.inputs[name] for name in text.inputs if name not in self._bound}
+                inputs[of_text(ROWS, place)] = wrapped(np.arange(start, end))
+                outputs |= {of_text(name, place): value for name, value in text.outputs.items()}
+            first += width
+            for name, value in inputs.items():
+                self._bind(name, value)
+        self._bind(ORDER, wrapped(order))
+        shared = [name for name in self._outputs if name in texts[0].outputs]
+        parts = {name: [each.outputs[name].numpy() for each in texts] for name in shared}
+        for name in self._outputs:
+            self._bind_output(name, self._join(name, parts[name]) if name in parts else outputs.get(name))
+        self._session.run_with_iobinding(self._io, options)
+        for name in shared:
+            first, found = 0, self._joined[name][0].reshape(-1, parts[name][0].shape[-1])
+            for part in parts[name]:
+                rows = part.reshape(-1, part.shape[-1])
+                rows[...] = found[first : first + len(rows)]
+                first += len(rows)
+        for each, own in zip(texts, tokens, strict=True):
+            each.others = OtherTexts(len(texts) - 1, ends[-1] - len(own))
+
+    def release(self) -> None:
+        """Unbind the caches of the texts of the last pass, which would otherwise stay in memory."""
+        if self._bound:
+            self._io.clear_binding_inputs()
+            self._io.clear_binding_outputs()
+            self._bound.clear()
+            self._texts[:] = [None] * len(self._texts)
+
+    def _places(self, texts: Sequence[TextBinding]) -> dict[int, int]:
+        """Index of each text by its place in the graph, which is the one of its last pass if that is free."""
+        places = {self._texts.index(each): index for index, each in enumerate(texts) if each in self._texts}
+        free = (place for place in range(len(self._texts)) if place not in places)
+        places |= {next(free): index for index, each in enumerate(texts) if each not in self._texts}
+        for place in range(len(self._texts)):
+            self._texts[place] = texts[places[place]] if place in places else None
+        return places
+
+    def _join(self, name: str, parts: Sequence[Array]) -> ort.OrtValue:
+        """A buffer for the rows of an output that belong to all texts."""
+        shape = (*parts[0].shape[:-2], sum(part.shape[-2] for part in parts), parts[0].shape[-1])
+        if name not in self._joined or self._joined[name][0].shape != shape:
+            array = np.empty(shape, parts[0].dtype)
+            self._joined[name] = array, wrapped(array)
+        return self._joined[name][1]
+
+    def _bind(self, name: str, value: ort.OrtValue) -> None:
+        if self._bound.get(name) is not value:
+            self._bound[name] = value
+            self._io.bind_ortvalue_input(name, value)
+
+    def _bind_output(self, name: str, value: ort.OrtValue | None) -> None:
+        if name not in self._bound or self._bound[name] is not value:
+            self._bound[name] = value
+            if value is None:
+                self._io.bind_output(name)
+            else:
+                self._io.bind_ortvalue_output(name, value)
+
+
+def _idle_inputs(inputs: Sequence[ort.NodeArg], text: int) -> dict[str, ort.OrtValue]:
+    """Zeros for the inputs of a text, as of a pass over one token without a cache."""
+    found = {}
+    for each in inputs:
+        if each.name.endswith(of_text("", text)):
+            shape = [size if isinstance(size, int) else 1 for size in each.shape]
+            array = np.zeros(shape, value_dtype(GraphValue(each.name, each.type, tuple(each.shape))))
+            if not shape:  # the total length
+                array[...] = 1
+            found[each.name] = wrapped(array)
+    return found
+
+
+class SharedPasses:
+    """Passes that threads hand in one at a time, each while it has the turn of the request queue.
+
+    Args:
+        load: loads what runs several passes as one, when there are several for the first time; None if nothing can.
+        texts: largest number of texts of a pass.
+        gather: lets other threads hand in theirs.
+    """
+
+    def __init__(self, load: Callable[[], PackedPasses | None], texts: int, gather: Gather) -> None:
+        self.texts: Final = texts
+        self._load: Final = load
+        self._gather: Final = gather
+        self._packed: PackedPasses | None = None
+        self._is_loaded = False
+        self._handed_in: Final[list[TextBinding]] = []
+
+    def run(self, session: ort.InferenceSession, text: TextBinding, options: ort.RunOptions) -> None:
+        """Run a pass, alone in the session of the model's own graph or together with those handed in meanwhile.
+
+        Raises:
+            Exception: ONNX Runtime failed; all texts of the pass get the same error.
+        """
+        text.error, handed_in = None, self._handed_in
+        handed_in.append(text)
+        handed_in_at = time.perf_counter()
+        if len(handed_in) < self.texts:
+            self._gather(lambda: text not in handed_in)
+        if text in handed_in:
+            texts = handed_in.copy()
+            handed_in.clear()
+            started = time.perf_counter()
+            try:
+                if len(texts) > 1 and not self._is_loaded:
+                    self._packed, self._is_loaded = self._load(), True
+                if len(texts) > 1 and self._packed is not None:
+                    self._packed.run(texts, options)
+                else:
+                    if self._packed is not None:
+                        self._packed.release()
+                    for each in texts:
+                        each.others = ALONE
+                        session.run_with_iobinding(each, options)
+            except Exception as error:  # noqa: BLE001  raised below, in the thread of each text
+                for each in texts:
+                    each.error = error
+            seconds = time.perf_counter() - started
+            for each in texts:
+                each.pass_s = seconds
+        text.others = text.others._replace(waited_s=time.perf_counter() - handed_in_at - text.pass_s)
+        if text.error is not None:
+            raise text.error

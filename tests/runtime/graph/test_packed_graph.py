@@ -1,0 +1,56 @@
+"""Passes over several texts at once compute what passes over each of them compute, over the same caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from edgerun.runtime.prefill import prefill
+from support.tiny_models import ATTENTION_FAMILIES, HYBRID_FAMILIES, write_bundle
+
+CPU = SessionConfig(choose_device("cpu"), 1)
+TEXTS = 3
+
+
+@pytest.mark.parametrize("family", [*ATTENTION_FAMILIES, *HYBRID_FAMILIES])
+def test_texts_of_a_pass_are_what_they_are_alone(tmp_path: Path, family: str) -> None:
+    graph = GraphSession(write_bundle(tmp_path / "bundle", family) / "model.onnx", CPU)
+    others: list[Callable[[], None]] = []
+
+    def gather(_: Callable[[], bool]) -> None:
+        if others:
+            others.pop()()
+
+    assert graph.share_passes(TEXTS, gather) is None
+    random = np.random.default_rng(3)
+    vocab = graph.graph_io.vocab_size
+    alone = [graph.bind(graph.arena(100)) for _ in range(TEXTS)]
+    together = [graph.bind(graph.arena(100)) for _ in range(TEXTS)]
+    for index, (one, other) in enumerate(zip(alone, together, strict=True)):
+        prompt = random.integers(5, vocab, 7 + 5 * index).tolist()
+        prefill(one, prompt)
+        prefill(other, prompt)
+        other.shares_passes = True
+    for turn in range(12):
+        texts = random.permutation(TEXTS)[: 1 + turn % TEXTS]
+        tokens = {int(text): random.integers(5, vocab, int(random.integers(1, 5))).tolist() for text in texts}
+        expected = {text: alone[text].forward(each).copy() for text, each in tokens.items()}
+        found: dict[int, np.ndarray] = {}
+
+        def run(text: int, tokens: dict[int, list[int]] = tokens, found: dict[int, np.ndarray] = found) -> None:
+            found[text] = together[text].forward(tokens[text]).copy()
+
+        first, *rest = tokens
+        others[:] = [lambda text=text: run(text) for text in rest]
+        run(first)
+        for text, logits in expected.items():
+            np.testing.assert_allclose(found[text], logits, rtol=1e-4, atol=1e-4)
+            assert together[text].others[:2] == (len(tokens) - 1, sum(map(len, tokens.values())) - len(tokens[text]))
+            keep = int(random.integers(1, len(tokens[text]) + 1))
+            alone[text].arena.commit(keep)
+            together[text].arena.commit(keep)
