@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -25,6 +26,7 @@ ORDER: Final = "batch.order"
 that has no tokens in a pass runs one that this leaves out."""
 SHARED_SCALE_OPERATORS: Final = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul")
 """Operators that quantize the activations of all tokens of a pass with one scale."""
+_numbers: Final = count()
 Gather: TypeAlias = Callable[[Callable[[], bool]], None]
 """Lets other threads hand in their passes, until its argument returns True, because the pass was run, or all have."""
 
@@ -43,6 +45,8 @@ class TextBinding(ort.IOBinding):  # type: ignore[misc]  # onnxruntime has no ty
 
     def __init__(self, session: ort.InferenceSession) -> None:
         super().__init__(session)
+        self.number: Final = next(_numbers)
+        """Its place among the texts of a pass, whose rows are in the order in which bindings were made."""
         self.inputs: Final[dict[str, ort.OrtValue]] = {}
         self.outputs: Final[dict[str, ort.OrtValue]] = {}
         self.others = ALONE
@@ -156,12 +160,11 @@ class PackedPasses:
             self._io.bind_ortvalue_input(name, value)
 
     def _bind_output(self, name: str, value: ort.OrtValue | None) -> None:
-        if name not in self._bound or self._bound[name] is not value:
-            self._bound[name] = value
-            if value is None:
-                self._io.bind_output(name)
-            else:
-                self._io.bind_ortvalue_output(name, value)
+        if value is None:  # a pass leaves what it allocated in the binding, which the next one would write to
+            self._io.bind_output(name)
+        elif self._bound.get(name) is not value:
+            self._io.bind_ortvalue_output(name, value)
+        self._bound[name] = value
 
 
 def _idle_inputs(inputs: Sequence[ort.NodeArg], text: int) -> dict[str, ort.OrtValue]:
@@ -206,7 +209,7 @@ class SharedPasses:
         if len(handed_in) < self.texts:
             self._gather(lambda: text not in handed_in)
         if text in handed_in:
-            texts = handed_in.copy()
+            texts = sorted(handed_in, key=lambda each: each.number)
             handed_in.clear()
             started = time.perf_counter()
             try:

@@ -19,6 +19,7 @@ from typing import Final
 import numpy as np
 
 from ..decode import DecodeLimits, decode
+from ..graph.bound_graph import BoundGraph
 from ..loaded_model import LoadedModel
 from ..options import GenerateOptions
 from ..sampling.sampler import Sampler, SamplingParams
@@ -143,8 +144,7 @@ class SelfTextSampler:
         queue, vocab_size = self._model.queue, self._model.graph_io.vocab_size
         texts = [SampledText([*prompt]) for prompt in prompts]
 
-        def continued(text: SampledText, seed: int, taker: TurnTaker) -> Generator[int, None, None]:
-            bound = self._model.new_sequence().bound
+        def continued(text: SampledText, bound: BoundGraph, seed: int, taker: TurnTaker) -> Generator[int, None, None]:
             bound.shares_passes = True
             sampler = Sampler(SamplingParams(temperature=1.0, seed=seed), vocab_size)
             limits = DecodeLimits(max_tokens - len(text.tokens), cancelled=partial(queue.pass_turn, taker))
@@ -156,8 +156,9 @@ class SelfTextSampler:
                 yield step.tokens[0]
 
         unfinished = [text for text in texts if len(text.tokens) < max_tokens]
-        starts = [partial(continued, text, next(self._seeds)) for text in unfinished]
-        deque(run_together(queue, starts, queue.parallel), 0)
+        starts = [partial(continued, text, self._model.new_sequence().bound, next(self._seeds)) for text in unfinished]
+        takers = [TurnTaker(steady=True) for _ in starts]
+        deque(run_together(queue, starts, takers, queue.parallel), 0)
         return texts
 
 

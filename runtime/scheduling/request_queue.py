@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final, Protocol, TypeAlias
 
@@ -44,7 +44,9 @@ class QueuedStream(Protocol):
 class TurnTaker:
     """Who runs passes in turns: an answer, or one of several that are generated to a prompt."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, steady: bool = False) -> None:
+        self.steady: Final = steady
+        """Whether nobody reads between its passes, so that others can wait for it as long as it takes."""
         self.cancelled = False
         """Whether it was asked to end."""
         self.used_turn = False
@@ -102,7 +104,7 @@ class RequestQueue:
         self._current: TurnTaker | None = None
         """Whose pass is next in this turn."""
         self._due: Final[set[TurnTaker]] = set()
-        """Who has handed in a pass before and is likely to hand in the next one soon."""
+        """Who is likely to hand in a pass soon."""
 
     @property
     def running(self) -> int:
@@ -210,6 +212,10 @@ class RequestQueue:
         self._current = taker
         return taker.cancelled
 
+    def expect(self, takers: Iterable[TurnTaker]) -> None:
+        """Let passes wait for the first ones of those who will take turns."""
+        self._due.update(takers)
+
     def gather(self, is_done: Callable[[], bool]) -> None:
         """Let the others hand in their passes, in the thread that has the turn and has handed in its own.
 
@@ -224,7 +230,10 @@ class RequestQueue:
             return
         self._turns.pass_on()
         deadline = time.perf_counter() + _GRACE_S
-        while not is_done() and self._due and time.perf_counter() < deadline:
+        while not is_done() and self._due:
+            steady = any(each.steady and not each.cancelled for each in tuple(self._due))
+            if not steady and time.perf_counter() >= deadline:
+                break
             if self._turns.has_waiting:
                 self._turns.pass_on()
                 deadline = time.perf_counter() + _GRACE_S

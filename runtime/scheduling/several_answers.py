@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Event
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+from typing import Final, Protocol, TypeAlias, TypeVar
 
 from ..decode import FinishReason
 from ..generation import CachedSequence
@@ -24,9 +24,6 @@ from ..sampling.logprobs import NO_LOGPROBS, LogprobTotals
 from .request_queue import Chunks, RequestQueue, Ticket, TurnTaker
 from .request_run import Run
 from .turn_lock import POLL_S
-
-if TYPE_CHECKING:
-    from ..loaded_model import LoadedModel
 
 Item = TypeVar("Item")
 Start: TypeAlias = Callable[[int, TurnTaker], Chunks]
@@ -39,6 +36,7 @@ _LEAST_TOKENS: Final = 16
 def run_together(
     queue: RequestQueue,
     starts: Sequence[Callable[[TurnTaker], Generator[Item, None, None]]],
+    takers: Sequence[TurnTaker],
     at_once: int,
     ready: Event | None = None,
 ) -> Iterator[tuple[int, Item]]:
@@ -47,21 +45,28 @@ def run_together(
     Args:
         queue: the queue of the engine. Where the caller has the turn, others get it while this waits for items.
         starts: begin the generators, which call `RequestQueue.pass_turn` before every pass.
+        takers: who takes turns for each generator; those that run at a time wait for each other before a pass.
         at_once: number of generators that run at a time; the next one begins where one ends.
         ready: set when others than the first may begin; None if they may at once.
     """
     results: SimpleQueue[tuple[int, Item] | BaseException | None] = SimpleQueue()
-    takers = [TurnTaker() for _ in starts]
+    if ready is None:
+        queue.expect(takers[:at_once])
     waiting = iter(range(len(starts)))
 
     def work(run: Run[None]) -> None:
+        index = next(waiting, None)
         try:
-            for index in waiting:
+            while index is not None:
                 if index and ready is not None:
                     ready.wait()
                 if run.cancellation.cancelled:
                     break
                 _run_one(queue, starts[index], takers[index], partial(_put, results, index))
+                following = next(waiting, None)
+                queue.expect(takers[following : following + 1] if following is not None else ())
+                queue.leave(takers[index])
+                index = following
         except BaseException as error:  # noqa: BLE001  raised in the thread that waits for items
             end()
             results.put(error)
@@ -95,6 +100,8 @@ def run_together(
         with queue.without_turn():
             for run in runs:
                 run.join()
+        for taker in takers:
+            queue.leave(taker)
 
 
 def _put(results: SimpleQueue[tuple[int, Item] | BaseException | None], index: int, item: Item) -> None:
@@ -128,7 +135,24 @@ def _run_one(
     finally:
         with queue.turn():
             items.close()
-        queue.leave(taker)
+
+
+class AnsweringModel(Protocol):
+    """What generating several answers uses of a `LoadedModel`."""
+
+    @property
+    def queue(self) -> RequestQueue:
+        """The queue of the engine."""
+
+    @property
+    def sharing_obstacle(self) -> str | None:
+        """Why answers take turns; None if they share passes."""
+
+    def generate(self, sequence: CachedSequence | None, request: Request, cancelled: Callable[[], bool]) -> Chunks:
+        """Generate an answer."""
+
+    def forked(self, sequence: CachedSequence, slots: int) -> CachedSequence:
+        """A new sequence with a copy of the first slots of another."""
 
 
 class PromptAnswers:
@@ -141,7 +165,7 @@ class PromptAnswers:
         ticket: the request's entry in the queue.
     """
 
-    def __init__(self, model: LoadedModel, request: Request, sequence: CachedSequence, ticket: Ticket) -> None:
+    def __init__(self, model: AnsweringModel, request: Request, sequence: CachedSequence, ticket: Ticket) -> None:
         self._model: Final = model
         self._request: Final = request
         self._sequence: Final = sequence
@@ -151,6 +175,8 @@ class PromptAnswers:
         self._is_read: Final = Event()
         first, count = request.sampling.seed, request.options.candidates
         self.seeds: Final = [(first + index) % (1 << 64) for index in range(count)]
+        self._takers: Final = [TurnTaker(steady=True) for _ in self.seeds]
+        self._at_once: Final = 1 if model.sharing_obstacle else model.queue.parallel
 
     def chunks(self) -> Chunks:
         """Generate the answers that the request wants; every chunk says which one it belongs to."""
@@ -173,8 +199,7 @@ class PromptAnswers:
     def together(self, start: Start) -> Iterator[tuple[int, Chunk]]:
         """Generate all answers, each begun by `start`; yields chunks and the indices of their answers as they come."""
         starts = [partial(start, index) for index in range(len(self.seeds))]
-        queue = self._model.queue
-        return run_together(queue, starts, 1 if self._model.sharing_obstacle else queue.parallel, self._is_read)
+        return run_together(self._model.queue, starts, self._takers, self._at_once, self._is_read)
 
     def start(self, index: int, taker: TurnTaker) -> Chunks:
         """Generate the answer of an index."""
@@ -190,6 +215,7 @@ class PromptAnswers:
         if self._prompt is None:
             arena = self._sequence.arena
             self._prompt = self._model.forked(self._sequence, min(arena.last_prefill[0], arena.length))
+            self._model.queue.expect(self._takers[1 : self._at_once])
             self._is_read.set()
 
     def _is_cancelled(self, index: int, taker: TurnTaker) -> bool:
