@@ -34,6 +34,7 @@ SPEED_NOTE: Final = (
     "Speeds are decoding rates after the first token, without prefill. Ratios compare with plain decoding in the same "
     "run; brackets are 95 % confidence intervals over conversations, given where every category has at least three."
 )
+BUSY_NOTE: Final = "Other programs used the processor during the measurement: all numbers may be off."
 _LEARNING: Final = SOURCE_NAMES[Source.RECYCLED]
 _COST_WIDTH: Final = 16
 """Widest pass whose cost is reported, in tokens."""
@@ -132,7 +133,7 @@ class BenchResult:
         if self.shortened:
             notes.append(f"{self.shortened} prompts were shortened to fit the context.")
         if self.load.busy:
-            notes.append("Other programs used the processor during the measurement: all numbers may be off.")
+            notes.append(BUSY_NOTE)
         return notes
 
     def to_json(self) -> dict[str, Any]:

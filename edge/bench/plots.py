@@ -21,6 +21,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ...models.atomic import write_atomically
 from .bench_result import BenchResult
+from .clients import COLUMNS, ClientsResult
 from .ratios import RoundTimes, reason_without_ratio
 from .table import acceptance_text, interval_text
 
@@ -57,7 +58,7 @@ _PARTS: Final = SERIES[3:]
 """Colours of the parts of a round, which differ from the first modes' colours."""
 
 Palette = dict[str, str]
-Draw = Callable[[Axes, BenchResult, Palette], None]
+Draw = Callable[[Axes, Any, Palette], None]
 _TEMPLATE: Final = Path(__file__).parent / "report.html.jinja"
 
 
@@ -66,7 +67,7 @@ def css_variable(placeholder: str) -> str:
     return f"--plot-{placeholder[1:]}"
 
 
-def png(result: BenchResult) -> bytes:
+def png(result: BenchResult | ClientsResult) -> bytes:
     """All plots on one sheet, as a PNG file."""
     functions = _draw_functions(result)
     palette = LIGHT
@@ -85,7 +86,9 @@ def png(result: BenchResult) -> bytes:
     return target.getvalue()
 
 
-def _draw_functions(result: BenchResult) -> dict[str, Draw]:
+def _draw_functions(result: BenchResult | ClientsResult) -> dict[str, Draw]:
+    if isinstance(result, ClientsResult):
+        return {"clients_rate": _clients_rate, "clients_times": _clients_times}
     functions: dict[str, Draw] = {"speedup": _speedup}
     if len(result.pass_cost_ms) > 1:
         functions["pass_cost"] = _pass_cost
@@ -95,8 +98,10 @@ def _draw_functions(result: BenchResult) -> dict[str, Draw]:
     return functions
 
 
-def _height(name: str, result: BenchResult) -> float:
+def _height(name: str, result: BenchResult | ClientsResult) -> float:
     """Height of a plot in inches."""
+    if isinstance(result, ClientsResult):
+        return 3.3
     bars = len(result.modes)
     if name == "speedup":
         return 1.25 + (0.16 + 0.2 * bars) * (len(result.modes[0].categories) + 1)
@@ -228,13 +233,43 @@ def _round(axes: Axes, result: BenchResult, palette: Palette) -> None:
     _legend(axes)
 
 
-def write_report(path: Path, result: BenchResult) -> None:
-    """Write a PNG if the name ends in .png, else an HTML page. The file appears whole or not at all.
+def _clients_rate(axes: Axes, result: ClientsResult, palette: Palette) -> None:
+    """Draw the rate of all clients together, beside one client's rate times their number."""
+    counts, rates = ([row[name] for row in result.rows] for name in ("clients", "tokens_per_second"))
+    axes.plot(counts, rates, color=_colour(0, palette), marker="o", markersize=4, label="all clients together")
+    most = [rates[0] * count for count in counts]
+    axes.plot(counts, most, color=palette[INK], linewidth=1, linestyle=(0, (4, 3)), label="one client, times clients")
+    axes.set(
+        xticks=counts, ylim=(0, max(rates) * 1.3), xlabel="clients", ylabel="tokens per second", title="Throughput"
+    )
+    axes.grid(linewidth=0.6)
+    _legend(axes)
+
+
+def _clients_times(axes: Axes, result: ClientsResult, palette: Palette) -> None:
+    """Draw the times of a request: medians with solid lines, 95th percentiles with dashed ones."""
+    counts = [row["clients"] for row in result.rows]
+    for number, name in enumerate(COLUMNS[2:]):
+        line, label = ("--" if number % 2 else "-"), name.removesuffix("_ms").replace("_", " ")
+        values = [row[name] for row in result.rows]
+        axes.plot(counts, values, line, color=_colour(number // 2, palette), marker="o", markersize=4, label=label)
+    axes.set(xticks=counts, yscale="log", xlabel="clients", ylabel="milliseconds", title="Times of a request")
+    axes.grid(linewidth=0.6)
+    _legend(axes)
+
+
+def write_report(path: Path, result: BenchResult | ClientsResult) -> None:
+    """Write a PNG if the name ends in .png or the result is one of clients, else an HTML page.
+
+    The file appears whole or not at all.
 
     Raises:
         OSError: the file cannot be written.
     """
-    write_atomically(path, png(result) if path.suffix.lower() == ".png" else page(result).encode())
+    if isinstance(result, ClientsResult) or path.suffix.lower() == ".png":
+        write_atomically(path, png(result))
+    else:
+        write_atomically(path, page(result).encode())
 
 
 def page(result: BenchResult) -> str:

@@ -9,18 +9,19 @@ from rich.table import Table
 from rich.text import Text
 
 from ...runtime.result import DraftCounts
-from .bench_result import BenchResult
+from .bench_result import BUSY_NOTE, BenchConditions, BenchResult
+from .clients import COLUMNS, ClientsResult
 from .ratios import Estimate, ModeResult, RoundTimes
 
 _MAX_DEPTH: Final = 8
 
 
-def show(console: Console, result: BenchResult) -> None:
+def show(console: Console, result: BenchResult | ClientsResult) -> None:
     """Print the headlines, tables and notes of a measurement."""
-    conditions = result.conditions
-    draft = f" with draft model {conditions.draft_shown}" if conditions.draft else ""
-    heading = Text(conditions.model, "bold").append(f"{draft} on {conditions.device}: {conditions.source}", "not bold")
-    console.print(heading)
+    if isinstance(result, ClientsResult):
+        _show_clients(console, result)
+        return
+    console.print(_heading(result.conditions))
     for line in result.headlines:
         console.print(Text(f"  {line}.", "bold"), soft_wrap=True)
     for mode in result.modes:
@@ -35,6 +36,25 @@ def show(console: Console, result: BenchResult) -> None:
         console.print(_depths(result))
     for note in result.notes:
         console.print(f"  {note}", soft_wrap=True)
+
+
+def _show_clients(console: Console, result: ClientsResult) -> None:
+    console.print(_heading(result.conditions))
+    columns = ("clients", "tokens/s", "ratio", "first token, ms", "p95", "per token, ms", "p95")
+    table = _table("tokens per second of all clients together, and the times of a request", *columns)
+    for row in result.rows:
+        table.add_row(str(row["clients"]), *(f"{row[name]:.{2 if name == 'ratio' else 1}f}" for name in COLUMNS))
+    console.print(table)
+    tokens = f"{result.prompt_tokens} tokens, answers of {result.conditions.max_tokens}"
+    console.print(f"  Prompts of {tokens}; --spec {result.speculation}. Medians; ratios are to one client.")
+    if result.load.busy:
+        console.print(f"  {BUSY_NOTE}", soft_wrap=True)
+
+
+def _heading(conditions: BenchConditions) -> Text:
+    draft = f" with draft model {conditions.draft_shown}" if conditions.draft else ""
+    text = Text(conditions.model, "bold")
+    return text.append(f"{draft} on {conditions.device}: {conditions.source}", "not bold")
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -1,9 +1,9 @@
-"""`edge-run bench MODEL`: compares plain and speculative decoding on this machine."""
+"""`edge-run bench MODEL`: compares plain and speculative decoding, or numbers of clients, on this machine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,9 +20,11 @@ from ..terminal.output import SafeConsole, write_json
 from .shared_options import OWN_PROMPTS, PROMPTS_HELP, AsJson, Debug, ModelArgument, OptionsOf, takes_options
 
 if TYPE_CHECKING:
-    from ..bench.bench_result import BenchResult
+    from ...runtime.engine import Engine
+    from ..bench.bench_result import BenchConditions, BenchResult
+    from ..bench.clients import ClientsResult
     from ..bench.prompt_sets import Conversation
-    from ..bench.runner import BenchSettings
+    from ..bench.runner import BenchSettings, DecodingMode
 
 _LOAD: Final = OptionsOf(
     # As fast as the machine can, also on battery. With what earlier answers taught, a measurement would not repeat.
@@ -54,12 +56,24 @@ class BenchOptions:
         flags=("-n", "--max-tokens"),
         metavar="N",
         least=2,
-        unset=f"{_MAX_TOKENS}; with --replay, the whole answer",
+        unset=f"{_MAX_TOKENS}; with --replay, the whole answer; with --clients, 128",
     )
     limit: int | None = option(
         None, "Maximum number of conversations of each category.", metavar="N", least=1, unset="all"
     )
     turns: str = option("all", "Turns of a conversation to measure: all, 2, 1-2 or 2-.", metavar="RANGE")
+    clients: list[int] | None = option(
+        None,
+        "Measure instead what one engine gives this number of clients at a time, and several numbers one after the "
+        "other (1 2 4 8): tokens a second together, time to the first token and time per token.",
+        metavar="N...",
+        least=1,
+        most=256,
+        unset="no such measurement",
+    )
+    prompt_tokens: int | None = option(
+        None, "Tokens of every prompt, with --clients.", metavar="N", least=1, unset="512, or what the context allows"
+    )
     report: Path | None = option(
         None, "Write tables and plots to this .html file, or the plots to this .png file.", metavar="FILE"
     )
@@ -81,6 +95,12 @@ def bench(
     drafter; with --json, one JSON object. Speeds are decoding rates after the first token.
 
     Example: edge-run bench my-model --prompts spec_bench.jsonl --limit 5 --report bench.html
+
+    With --clients it measures instead how one engine serves several requests at a time. In each of three turns every
+    client makes two requests, one after the other. Prompts have equal lengths and different texts, answers go on after
+    end-of-sequence tokens, and the ratio is to one client.
+
+    Example: edge-run bench my-model --clients 1 2 4 8
     """
     answer = _ANSWER.record(given)
     load = _LOAD.record(given)
@@ -88,7 +108,7 @@ def bench(
     from ..bench.runner import BenchSettings, parse_turns
     from ..bench.table import show
 
-    write_report = _report_writer(options.report)
+    write_report = _report_writer(options)
     settings = BenchSettings(
         options.max_tokens or (_MAX_TOKENS if options.replay is None else _WHOLE_ANSWER),
         parse_turns(options.turns),
@@ -97,7 +117,9 @@ def bench(
         answer.temperature or 0.0,
         answer.seed or 0,
     )
-    result = _measure(model, load, settings, options)
+    if options.prompt_tokens is not None and not options.clients:
+        raise InputError("--prompt-tokens is given without --clients", "add --clients 1 2 4 8")
+    result = (_measure_clients if options.clients else _measure)(model, load, settings, options)
     if as_json:
         write_json(result.to_json())
     else:
@@ -108,32 +130,76 @@ def bench(
 
 def _measure(model: str | None, load: LoadOptions, settings: BenchSettings, options: BenchOptions) -> BenchResult:
     from ...runtime.measure.system_load import LoadMeter
-    from ..bench.bench_result import BenchConditions, BenchResult
-    from ..bench.runner import DecodingMode, measure_modes
+    from ..bench.bench_result import BenchResult
+    from ..bench.runner import measure_modes
 
-    speculations = dict.fromkeys(map(Speculation.parse, options.spec or ["auto"]))
-    modes = [DecodingMode(str(speculation), speculation) for speculation in speculations]
+    modes = _modes(options)
     conversations, source = _conversations(settings, options, for_shell=model is None)
     with open_model(model, load) as engine:
-        pair = find_draft(engine.bundle, load.draft)
         meter = LoadMeter(engine.threads)
         with ProgressDisplay() as progress:
             measured = measure_modes(engine, conversations, modes, settings, progress)
-        conditions = BenchConditions(
-            model=engine.bundle.folder.name,
-            draft=None if pair is None else pair.name,
-            device=str(engine.device),
-            threads=engine.compute_threads,
-            context=engine.context,
-            source=source,
-            replay=settings.replay,
-            max_tokens=settings.max_tokens,
-            turns=options.turns,
-            temperature=settings.temperature,
-            conversations=len(conversations),
-            draft_head=None if pair is None or pair.target_ids is None else pair.target_ids.size,
-        )
+        conditions = _conditions(engine, load, settings, options, source, len(conversations))
         return BenchResult.of(measured, conditions, engine, meter)
+
+
+def _measure_clients(
+    model: str | None, load: LoadOptions, settings: BenchSettings, options: BenchOptions
+) -> ClientsResult:
+    """Measure the numbers of clients that were given, and one client.
+
+    Raises:
+        InputError: an option is given that does not go with --clients.
+    """
+    from ...runtime.measure.system_load import LoadMeter
+    from ..bench.clients import REQUESTS, TURNS, ClientsResult, measure_clients, request_lengths
+    from ..bench.ratios import MachineLoad
+
+    counts, modes = sorted({1, *(options.clients or ())}), _modes(options)
+    for name in ("prompts", "replay", "limit", "turns"):
+        if getattr(options, name) != getattr(_BENCH.base, name):
+            raise InputError(f"--clients and --{name} exclude each other", "measure them one after the other")
+    if len(modes) > 1:
+        raise InputError("--clients takes one --spec", "measure them one after the other")
+    with open_model(model, replace(load, parallel=counts[-1], prefix_cache=0)) as engine:
+        prompt_tokens, max_tokens = request_lengths(engine.context, options.prompt_tokens, options.max_tokens)
+        settings = replace(settings, max_tokens=max_tokens)
+        request = replace(settings.generate_options(modes[0], max_tokens), ignore_eos=True)
+        meter = LoadMeter(engine.threads)
+        with ProgressDisplay() as progress:
+            rows = measure_clients(engine, counts, prompt_tokens, request, progress)
+        requests = TURNS * REQUESTS * sum(counts)
+        conditions = _conditions(engine, load, settings, options, "edge-run's own prompts", requests)
+        return ClientsResult(conditions, prompt_tokens, modes[0].name, rows, MachineLoad(meter.others(), meter.is_busy))
+
+
+def _modes(options: BenchOptions) -> list[DecodingMode]:
+    from ..bench.runner import DecodingMode
+
+    speculations = dict.fromkeys(map(Speculation.parse, options.spec or ["auto"]))
+    return [DecodingMode(str(speculation), speculation) for speculation in speculations]
+
+
+def _conditions(
+    engine: Engine, load: LoadOptions, settings: BenchSettings, options: BenchOptions, source: str, conversations: int
+) -> BenchConditions:
+    from ..bench.bench_result import BenchConditions
+
+    pair = find_draft(engine.bundle, load.draft)
+    return BenchConditions(
+        model=engine.bundle.folder.name,
+        draft=None if pair is None else pair.name,
+        device=str(engine.device),
+        threads=engine.compute_threads,
+        context=engine.context,
+        source=source,
+        replay=settings.replay,
+        max_tokens=settings.max_tokens,
+        turns=options.turns,
+        temperature=settings.temperature,
+        conversations=conversations,
+        draft_head=None if pair is None or pair.target_ids is None else pair.target_ids.size,
+    )
 
 
 def _conversations(
@@ -172,15 +238,18 @@ def check_report_path(path: Path) -> None:
         raise InputError(f"--report {path} cannot be written", "name a file in a folder that exists")
 
 
-def _report_writer(path: Path | None) -> Callable[[BenchResult], None] | None:
+def _report_writer(options: BenchOptions) -> Callable[[BenchResult | ClientsResult], None] | None:
     """A function that writes the report, checked before the measurement starts.
 
     Raises:
         InputError: the report could not be written.
     """
+    path = options.report
     if path is None:
         return None
     check_report_path(path)
+    if options.clients and path.suffix.lower() != ".png":
+        raise InputError("with --clients the report is a picture", "end its name in .png")
     with missing_extra("a report", "bench"):
         from ..bench.plots import write_report
     return lambda result: write_report(path, result)

@@ -28,7 +28,7 @@ COMMANDS: Final = {
     "train-draft": "Train a draft for a model, on the model's own answers.",
     "inspect": "Show what a model is made of.",
     "devices": "List the devices of this machine.",
-    "bench": "Compare the speed of speculative and plain decoding.",
+    "bench": "Compare the speed of speculative and plain decoding, or of numbers of clients.",
     "tune": "Measure what passes over several tokens cost.",
     "verify": "Check that speculation does not change the text.",
     "pull": "Download a model from the Hugging Face Hub.",
@@ -55,6 +55,8 @@ _OTHER_NAMES: Final = {
 """What other programs call these commands, and people try first."""
 _SIMILAR: Final = 0.66
 """Similarity from which a word is taken for a mistyped command, from 0 to 1: one slip in three letters."""
+_SEVERAL: Final = "--clients"
+"""The option after which several numbers may stand."""
 _GLOBAL_OPTIONS: Final = ("-h", "--help", "--version")
 _HELP: Final = """
 Run language models on this machine: private, fast, no server elsewhere.
@@ -95,7 +97,7 @@ def run_command(given: list[str]) -> int:
             _check_first_word(given[1:2])
         command_line = _command_line(given[0])
         with CommandInterrupts(), showing_warnings(), panic_messages_hidden():
-            result = command_line(given, prog_name="edge-run", standalone_mode=False)
+            result = command_line(_one_value_each(given), prog_name="edge-run", standalone_mode=False)
     except EdgeError as error:
         if "--debug" in given:
             write_error(traceback.format_exc().rstrip())
@@ -110,6 +112,16 @@ def run_command(given: list[str]) -> int:
             write_error(traceback.format_exc().rstrip())
         return _fail(_system_refusal(error), 1)
     return result if isinstance(result, int) else 0
+
+
+def _one_value_each(given: list[str]) -> list[str]:
+    """Write `--clients 1 2 4` as `--clients 1 --clients 2 --clients 4`: options of typer take one value each."""
+    words: list[str] = []
+    for word in given:
+        if word.isdecimal() and words[-2:-1] == [_SEVERAL] and words[-1].isdecimal():
+            words.append(_SEVERAL)
+        words.append(word)
+    return words
 
 
 def _check_first_word(words: list[str]) -> None:

@@ -99,9 +99,8 @@ def _generate(
             try:
                 for chunk in stream:
                     if chunk.finish_reason is not None and chunk.stats is not None:
-                        metrics.count_answer(
-                            model, chunk.finish_reason.value, chunk.stats, first_choice=chunk.index == 0
-                        )
+                        waited_s = None if chunk.index else stream.waited_s
+                        metrics.count_answer(model, chunk.finish_reason.value, chunk.stats, waited_s)
                     if chunk.finish_reason is FinishReason.CANCELLED:
                         raise CancelledError("the answer was cancelled")
                     if request.stream:

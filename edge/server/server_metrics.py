@@ -26,12 +26,10 @@ _COUNTERS: Final[Mapping[str, tuple[str, ...]]] = {
     "accepted_draft_tokens": ("Draft tokens that were accepted, by drafter.", "model", "source"),
 }
 """Explanation and labels of each counter."""
+_SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _HISTOGRAMS: Final = (
-    (
-        "time_to_first_token_seconds",
-        "Seconds from the start of an answer to its first token.",
-        (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0),
-    ),
+    ("waiting_seconds", "Seconds that a request waited for a place in the queue of its model.", _SECONDS),
+    ("time_to_first_token_seconds", "Seconds from the start of an answer to its first token.", _SECONDS),
     (
         "tokens_per_second",
         "Tokens per second of an answer after its first token.",
@@ -60,7 +58,7 @@ class ServerMetrics(Collector):
             name: Counter(f"edgerun_{name}", text, labels, registry=self._registry)
             for name, (text, *labels) in _COUNTERS.items()
         }
-        self._first_token, self._rate = (
+        self._waiting, self._first_token, self._rate = (
             Histogram(f"edgerun_{name}", text, ("model",), buckets=buckets, registry=self._registry)
             for name, text, buckets in _HISTOGRAMS
         )
@@ -72,20 +70,22 @@ class ServerMetrics(Collector):
         """Count a request that has been answered, or whose client went away (status 499)."""
         self._counters["requests"].labels(endpoint, str(status)).inc()
 
-    def count_answer(self, model: str, finish_reason: str, stats: Stats, *, first_choice: bool) -> None:
+    def count_answer(self, model: str, finish_reason: str, stats: Stats, waited_s: float | None) -> None:
         """Count an answer that has ended.
 
         Args:
             model: the model's id.
             finish_reason: what ended the answer.
             stats: its statistics.
-            first_choice: whether it is the first of several answers to one prompt, which is counted once.
+            waited_s: seconds that its request waited for a place; None for a further answer to the same prompt, which
+                is counted once.
         """
         counters = self._counters
         counters["answers"].labels(model, finish_reason).inc()
         discarded = 0 if stats.best_of is None else stats.best_of.discarded_tokens
         counters["completion_tokens"].labels(model).inc(stats.completion_tokens + discarded)
-        if first_choice:
+        if waited_s is not None:
+            self._waiting.labels(model).observe(waited_s)
             counters["prompt_tokens"].labels(model).inc(stats.prompt_tokens)
             counters["reused_tokens"].labels(model).inc(stats.reused_tokens)
             counters["prefix_cache_hits"].labels(model).inc(stats.reused_tokens > 0)

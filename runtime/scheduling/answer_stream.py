@@ -7,6 +7,7 @@ with its last chunk, or when it is closed or garbage-collected.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -57,6 +58,8 @@ class AnswerStream(Iterator[Chunk]):
         self._unfinished = choices
         self._chunks: Chunks | None = None
         self._entered = False
+        self.waited_s = 0.0
+        """Seconds that the reader waited for a place."""
         self._ended = False
         self.reader = threading.get_ident()
         """The thread that reads this stream."""
@@ -85,8 +88,11 @@ class AnswerStream(Iterator[Chunk]):
         self.reader = threading.get_ident()
         try:
             if self._chunks is None:
+                began = time.perf_counter()
                 self.start()
-                if not self._queue.wait_for_place(self._ticket, self.reader):
+                has_place = self._queue.wait_for_place(self._ticket, self.reader)
+                self.waited_s = time.perf_counter() - began
+                if not has_place:
                     self._queue.leave(self._ticket)
                     self._chunks = _nothing(self._unfinished)
             with self._queue.turn_of(self._ticket):

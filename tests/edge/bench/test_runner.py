@@ -225,6 +225,33 @@ def test_a_report_is_written(tiny_bundle: Path, tmp_path: Path, capsys: Capture)
     path = tmp_path / "report.html"
     bench(capsys, tiny_bundle, "--replay", recording(tmp_path, REPEATING), "--report", path)
     assert "<svg" in path.read_text(encoding="utf-8")
+    picture = tmp_path / "clients.png"
+    bench(capsys, tiny_bundle, "--clients", 2, "-n", 4, "--prompt-tokens", 8, "--report", picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_clients_at_a_time_are_measured(tiny_bundle: Path, capsys: Capture) -> None:
+    options = (tiny_bundle, "--prompt-tokens", 40, "-n", 6, "--clients", 2, 3)
+    found = bench_json(capsys, *options)
+    assert (found["benchmark"], found["prompt_tokens"], found["max_tokens"]) == ("clients", 40, 6)
+    assert found["conversations"] == 36  # two requests of six clients in three turns
+    rows = found["clients"]
+    assert [row["clients"] for row in rows] == [1, 2, 3]
+    assert rows[0]["ratio"] == 1
+    for row in rows:
+        assert row["tokens_per_second"] > 0
+        assert 0 < row["first_token_ms"] <= row["first_token_p95_ms"]
+        assert 0 < row["token_ms"] <= row["token_p95_ms"]
+    shown = bench(capsys, *options)
+    assert "Prompts of 40 tokens, answers of 6; --spec auto." in shown
+    for changes, message in (
+        (("--turns", "2"), "--clients and --turns exclude each other"),
+        (("--spec", "off", "--spec", "auto"), "--clients takes one --spec"),
+        (("--report", "report.html"), "with --clients the report is a picture; end its name in .png"),
+        (("-n", 100_000), "do not fit the context of"),
+    ):
+        assert message in fails(capsys, "bench", *options, *changes)
+    assert "without --clients" in fails(capsys, "bench", *options[:3])
 
 
 def test_without_matplotlib_only_a_report_is_refused(

@@ -165,6 +165,7 @@ def test_metrics_count_what_happened(tiny_bundle: Path) -> None:
         f"edgerun_completion_tokens_total{{{model}}} 18.0",
         f"edgerun_prefix_cache_hits_total{{{model}}} 1.0",
         f"edgerun_time_to_first_token_seconds_count{{{model}}} 2.0",
+        f"edgerun_waiting_seconds_count{{{model}}} 2.0",
         f"edgerun_requests_running{{{model}}} 0.0",
         f"edgerun_requests_waiting{{{model}}} 0.0",
         "edgerun_models_loaded 1.0",

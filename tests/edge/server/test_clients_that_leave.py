@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ def test_a_prefill_ends_when_its_client_goes_away(endless_server: Served, stream
 
 
 def test_a_request_that_waits_ends_when_its_client_goes_away(endless_server: Served) -> None:
+    before = endless_server.metric("waiting_seconds_sum")
     with endless_server.connected() as one, endless_server.connected() as two:
         for connection in (one, two):
             connection.sendall(raw_request(CHAT, ENDLESS))
@@ -51,6 +53,7 @@ def test_a_request_that_waits_ends_when_its_client_goes_away(endless_server: Ser
         with endless_server.connected() as waiting:
             waiting.sendall(raw_request(CHAT, ENDLESS))
             wait_until(lambda: endless_server.load() == (2, 1), "a request waits")
+            waits = time.perf_counter()
             # The queue is full: the next one is told so before a response begins, also where it asked for a stream.
             for streams in (True, False):
                 with endless_server.connected() as refused:
@@ -60,7 +63,9 @@ def test_a_request_that_waits_ends_when_its_client_goes_away(endless_server: Ser
                 assert head.startswith(b"HTTP/1.1 429 ")
                 assert b"retry-after: 1" in head
                 assert json.loads(error)["error"]["code"] == "busy"
+            waited = time.perf_counter() - waits
         wait_until(lambda: endless_server.load() == (2, 0), "the request no longer waits")
+        wait_until(lambda: endless_server.metric("waiting_seconds_sum") >= before + waited, "its time is counted")
     wait_until(lambda: endless_server.load() == (0, 0), "all answers have ended")
 
 

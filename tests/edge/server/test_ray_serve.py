@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -37,10 +36,11 @@ def free_port() -> int:
 
 
 @contextmanager
-def ray_serving(model: Path) -> Iterator[tuple[str, Path]]:
+def ray_serving(model: Path, replicas: int) -> Iterator[tuple[str, Path]]:
     """Run the example; gives its address and the folder of Ray's logs."""
     port = free_port()
-    command = [str(PYTHON), str(EXAMPLE), str(model), "--port", str(port), "--threads", "1", "--replicas", "1"]
+    options = ("--threads=1", "--parallel=3", f"--min-replicas={replicas}", f"--replicas={replicas}")
+    command = [str(PYTHON), str(EXAMPLE), str(model), f"--port={port}", *options]
     # Paths of Ray's sockets have to be short.
     with tempfile.TemporaryDirectory(prefix="ray") as folder:
         # Ray keeps a token in the home folder.
@@ -50,7 +50,7 @@ def ray_serving(model: Path) -> Iterator[tuple[str, Path]]:
             started(command, stdout=output, stderr=subprocess.STDOUT, env=environment) as process,
         ):
             log = Path(folder, "output")
-            wait_until(lambda: process.poll() is not None or responds(f"http://127.0.0.1:{port}/health"), str(log))
+            wait_until(lambda: process.poll() is not None or b"is ready at" in log.read_bytes(), str(log))
             assert process.poll() is None, log.read_text(encoding="utf-8")
             try:
                 yield f"http://127.0.0.1:{port}", Path(folder, "ray", "session_latest", "logs")
@@ -60,26 +60,18 @@ def ray_serving(model: Path) -> Iterator[tuple[str, Path]]:
                 process.wait(PATIENCE_S)
 
 
-def running(address: str) -> float:
-    """Number of answers that the replica generates."""
-    found = re.search(
-        r"^edgerun_requests_running(?:\{.*\})? (\S+)$", httpx.get(f"{address}/metrics").text, re.MULTILINE
-    )
-    return float(found[1]) if found else 0.0
+def metric(address: str, name: str, session: str) -> float:
+    """A metric of the replica that answers the requests of a session."""
+    text = httpx.get(f"{address}/metrics", headers={"x-session-id": session}).text
+    return sum(map(float, re.findall(rf"^edgerun_{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)))
 
 
-def responds(address: str) -> bool:
-    try:
-        return httpx.get(address).is_success
-    except httpx.TransportError:
-        time.sleep(0.2)  # asking all the time would take a processor from Ray, which needs seconds to start
-        return False
-
-
-def test_ray_serve_answers_like_the_engine_and_reports_to_nobody(endless_bundle: Path) -> None:
+def test_ray_serve_answers_like_the_engine_keeps_conversations_at_replicas_and_reports_to_nobody(
+    endless_bundle: Path,
+) -> None:
     with edgerun.load(endless_bundle, threads=1) as engine:
         expected = engine.generate([QUESTION], max_tokens=20).text
-    with ray_serving(endless_bundle) as (address, logs):
+    with ray_serving(endless_bundle, 2) as (address, logs):
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
         (model,) = client.models.list()
 
@@ -98,11 +90,23 @@ def test_ray_serve_answers_like_the_engine_and_reports_to_nobody(endless_bundle:
             model=model.id, messages=[QUESTION], max_completion_tokens=20, stream=True
         )
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == expected
-        endless = client.chat.completions.create(model=model.id, messages=[QUESTION], stream=True)
+        endless = client.with_options(default_headers={"x-session-id": "endless"}).chat.completions.create(
+            model=model.id, messages=[QUESTION], stream=True
+        )
         next(iter(endless))
-        assert running(address) == 1
+        assert metric(address, "requests_running", "endless") == 1
         endless.close()
-        wait_until(lambda: running(address) == 0, "the answer goes on without its client")
+        wait_until(lambda: not metric(address, "requests_running", "endless"), "the answer goes on without its client")
+        for session in ("one", "two", "three", "four"):
+            before = [metric(address, name, session) for name in ("answers_total", "prefix_cache_hits_total")]
+            messages = [{"role": "user", "content": f"conversation {session}"}]
+            for _ in range(3):
+                reply = client.chat.completions.create(
+                    model=model.id, messages=messages, max_completion_tokens=5, extra_headers={"x-session-id": session}
+                )
+                messages += [reply.choices[0].message.model_dump(include={"role", "content"}), QUESTION]
+            assert metric(address, "answers_total", session) == before[0] + 3, "one replica answered all"
+            assert metric(address, "prefix_cache_hits_total", session) >= before[1] + 2
         with pytest.raises(openai.NotFoundError):
             client.chat.completions.create(model="another", messages=[QUESTION])
         assert "Usage reporting is disabled" in (logs / "dashboard.log").read_text(encoding="utf-8")
