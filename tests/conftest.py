@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -34,6 +35,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 os.environ["TERM"] = "dumb"
 os.environ["COLUMNS"] = "110"
 share_machine()
+gc.disable()  # until all tests are collected
+
+
+def pytest_collection_finish() -> None:
+    """Search for garbage from now on, but never among the tests and modules, which stay until the end."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
