@@ -41,7 +41,7 @@ class UnsupportedGraph:
     """A graph, described by its inputs and outputs: name to element type and shape."""
 
     inputs: Mapping[str, tuple[str, Shape]]
-    outputs: Mapping[str, tuple[str, Shape]] = field(default_factory=lambda: dict(_LOGITS))
+    outputs: Mapping[str, tuple[str, Shape]]
     operator: tuple[str, str] | None = None
     """Domain and name of an operator that ONNX Runtime does not have or cannot run here."""
     attributes: Mapping[str, Any] = field(default_factory=dict)
@@ -51,8 +51,6 @@ class UnsupportedGraph:
     """Names of other graphs in the folder."""
     genai: Mapping[str, Any] | None = None
     """Additional settings of the `model` section of genai_config.json; None to write config.json instead."""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """Additional settings of config.json."""
 
 
 def caches(past: str = "past_key_values.{}.{}", kinds: Sequence[str] = ("key", "value")) -> dict[str, Any]:
@@ -65,22 +63,34 @@ def presents(present: str = "present.{}.{}", kinds: Sequence[str] = ("key", "val
     return {present.format(layer, kind): ("float", _HEADS_OF_PRESENT) for layer in range(LAYERS) for kind in kinds}
 
 
-def states(names: Sequence[str], shape: Shape) -> dict[str, Any]:
-    """Inputs or outputs that hold a state other than a KV cache."""
-    return {name.format(layer): ("float", shape) for name in names for layer in range(LAYERS)}
+def states(pattern: str, shape: Shape) -> dict[str, Any]:
+    """Inputs or outputs that hold a state other than a KV cache of open length."""
+    return {pattern.format(layer): ("float", shape) for layer in range(LAYERS)}
+
+
+def _with_scales(values: Mapping[str, tuple[str, Shape]]) -> dict[str, Any]:
+    """The caches in 8 bits, and a scale for each of their slots."""
+    scales = {f"{name}_scale": ("float", shape[:3]) for name, (_, shape) in values.items()}
+    return {name: ("uint8", shape) for name, (_, shape) in values.items()} | scales
+
+
+def cached(inputs: Mapping[str, tuple[str, Shape]] | None = None, **settings: Any) -> UnsupportedGraph:
+    """A decoder with a KV cache that also takes `inputs`: token ids and their mask if there are none."""
+    return UnsupportedGraph({**(inputs or _TEXT), **caches()}, {**_LOGITS, **presents()}, **settings)
 
 
 _EMBEDDED: Final[Mapping[str, tuple[str, Shape]]] = {
     "inputs_embeds": ("float", ("batch_size", "sequence_length", HEADS * HEAD_DIM)),
     "attention_mask": ("int64", ("batch_size", "total_sequence_length")),
 }
+_PIXELS: Final[tuple[str, Shape]] = ("float", ("batch_size", 3, 224, 224))
 _BOTH_KINDS: Final = ("decoder.key", "decoder.value", "encoder.key", "encoder.value")
 
 UNSUPPORTED: Final[Mapping[str, UnsupportedGraph]] = {
     # `optimum-cli export onnx --task text-generation`: processes the whole text again for every token.
-    "no-cache": UnsupportedGraph(_TEXT),
+    "no-cache": UnsupportedGraph(_TEXT, _LOGITS),
     # optimum-intel and OpenVINO model server: the state is inside, reordered by beam_idx.
-    "openvino-stateful": UnsupportedGraph({**_TEXT, "beam_idx": ("int32", ("batch_size",))}),
+    "openvino-stateful": UnsupportedGraph({**_TEXT, "beam_idx": ("int32", ("batch_size",))}, _LOGITS),
     # sentence-transformers and classifiers.
     "encoder": UnsupportedGraph(
         {**_TEXT, "token_type_ids": ("int64", ("batch_size", "sequence_length"))},
@@ -90,13 +100,13 @@ UNSUPPORTED: Final[Mapping[str, UnsupportedGraph]] = {
     "mamba": UnsupportedGraph(
         {
             "input_ids": _TEXT["input_ids"],
-            **states(["past_conv_states.{}"], ("batch_size", 64, 4)),
-            **states(["past_ssm_states.{}"], ("batch_size", 64, 16)),
+            **states("past_conv_states.{}", ("batch_size", 64, 4)),
+            **states("past_ssm_states.{}", ("batch_size", 64, 16)),
         },
         {
             **_LOGITS,
-            **states(["present_conv_states.{}"], ("batch_size", 64, 4)),
-            **states(["present_ssm_states.{}"], ("batch_size", 64, 16)),
+            **states("present_conv_states.{}", ("batch_size", 64, 4)),
+            **states("present_ssm_states.{}", ("batch_size", 64, 16)),
         },
     ),
     # `paged_attention` of the GenAI model builder.
@@ -137,49 +147,33 @@ UNSUPPORTED: Final[Mapping[str, UnsupportedGraph]] = {
         file="decoder_with_past_model.onnx",
     ),
     # Language parts of vision models (onnx-community/Qwen2-VL-2B-Instruct, GenAI's phi-3-vision and gemma 3).
-    "embeddings-in": UnsupportedGraph({**_EMBEDDED, **caches()}, {**_LOGITS, **presents()}),
-    "embeddings-in-parts": UnsupportedGraph(
-        {**_EMBEDDED, **caches()},
-        {**_LOGITS, **presents()},
-        file="decoder_model_merged.onnx",
-        beside=("embed_tokens.onnx", "vision_encoder.onnx"),
+    "embeddings-in": cached(_EMBEDDED),
+    "embeddings-in-parts": cached(
+        _EMBEDDED, file="decoder_model_merged.onnx", beside=("embed_tokens.onnx", "vision_encoder.onnx")
     ),
-    "pixels-in": UnsupportedGraph(
-        {**_TEXT, "pixel_values": ("float", ("batch_size", 3, 224, 224)), **caches()}, {**_LOGITS, **presents()}
-    ),
-    "genai-vision": UnsupportedGraph(
-        {**_EMBEDDED, **caches()},
-        {**_LOGITS, **presents()},
+    "pixels-in": cached({**_TEXT, "pixel_values": _PIXELS}),
+    "genai-vision": cached(
+        _EMBEDDED,
         genai={"type": "phi3v", "vision": {"filename": "vision.onnx"}, "embedding": {"filename": "embedding.onnx"}},
     ),
     # Whisper by GenAI.
-    "audio-in": UnsupportedGraph(
-        {"audio_features": ("float", ("batch_size", 80, 3000)), "input_ids": _TEXT["input_ids"], **caches()},
-        {**_LOGITS, **presents()},
-    ),
+    "audio-in": cached({"audio_features": ("float", ("batch_size", 80, 3000)), "input_ids": _TEXT["input_ids"]}),
     # Heads for GenAI's own speculation (`mtp.onnx`, EAGLE): they continue another model's hidden states.
-    "hidden-states-in": UnsupportedGraph(
-        {**_TEXT, "hidden_states": ("float", ("batch_size", "sequence_length", 64)), **caches()},
-        {**_LOGITS, **presents()},
-    ),
+    "hidden-states-in": cached({**_TEXT, "hidden_states": ("float", ("batch_size", "sequence_length", 64))}),
     # Ryzen AI hybrids (amd/*-onnx-ryzenai-hybrid).
-    "custom-operator": UnsupportedGraph(
-        {**_TEXT, **caches()}, {**_LOGITS, **presents()}, operator=("com.ryzenai", "SSMLP"), attributes={"K": 64}
-    ),
-    "unknown-operator": UnsupportedGraph({**_TEXT, **caches()}, {**_LOGITS, **presents()}, operator=("", "Frobnicate")),
+    "custom-operator": cached(operator=("com.ryzenai", "SSMLP"), attributes={"K": 64}),
+    "unknown-operator": cached(operator=("", "Frobnicate")),
     # Compiled for one device: QNN, OpenVINO and Vitis AI context binaries.
-    "compiled-qnn": UnsupportedGraph(
-        {**_TEXT, **caches()},
-        {**_LOGITS, **presents()},
-        operator=("com.microsoft", "EPContext"),
-        attributes={"embed_mode": 0, "ep_cache_context": "model_qnn.bin", "source": "Qnn", "main_context": 1},
-    ),
-    "compiled-openvino": UnsupportedGraph(
-        {**_TEXT, **caches()},
-        {**_LOGITS, **presents()},
-        operator=("com.microsoft", "EPContext"),
-        attributes={"embed_mode": 0, "ep_cache_context": "model.blob", "source": "OpenVINOExecutionProvider"},
-    ),
+    **{
+        f"compiled-{name}": cached(
+            operator=("com.microsoft", "EPContext"),
+            attributes={"embed_mode": 0, "ep_cache_context": file, **attributes},
+        )
+        for name, file, attributes in (
+            ("qnn", "model_qnn.bin", {"source": "Qnn", "main_context": 1}),
+            ("openvino", "model.blob", {"source": "OpenVINOExecutionProvider"}),
+        )
+    },
     # Stages of a QNN pipeline: 64 tokens per prefill pass, then 1.
     **{
         f"fixed-window-{width}": UnsupportedGraph(
@@ -187,25 +181,20 @@ UNSUPPORTED: Final[Mapping[str, UnsupportedGraph]] = {
                 "input_ids": ("int32", (1, width)),
                 "past_seq_len": ("int32", (1, 1)),
                 "total_seq_len": ("int32", (1,)),
-                **{
-                    name.format(i): ("float", (1, 2, 512, HEAD_DIM))
-                    for i in range(LAYERS)
-                    for name in ("past_keys_{}", "past_values_{}")
-                },
+                **states("past_keys_{}", (1, 2, 512, HEAD_DIM)),
+                **states("past_values_{}", (1, 2, 512, HEAD_DIM)),
             },
             {
                 "logits": ("float", (1, width, VOCABULARY)),
-                **{
-                    name.format(i): ("float", (1, 2, 512, HEAD_DIM))
-                    for i in range(LAYERS)
-                    for name in ("present_keys_{}", "present_values_{}")
-                },
+                **states("present_keys_{}", (1, 2, 512, HEAD_DIM)),
+                **states("present_values_{}", (1, 2, 512, HEAD_DIM)),
             },
         )
         for width in (1, 64)
     },
     "genai-pipeline": UnsupportedGraph(
         _TEXT,
+        _LOGITS,
         file="embeddings.onnx",
         beside=("context.onnx", "iterator.onnx", "lm_head.onnx"),
         genai={
@@ -221,26 +210,11 @@ UNSUPPORTED: Final[Mapping[str, UnsupportedGraph]] = {
         },
     ),
     # `int8` and `int4` caches per token of the GenAI model builder, CUDA only.
-    "scales-per-token": UnsupportedGraph(
-        {
-            **_TEXT,
-            **{name: ("uint8", shape) for name, (_, shape) in caches().items()},
-            **{f"{name}_scale": ("float", shape[:3]) for name, (_, shape) in caches().items()},
-        },
-        {
-            **_LOGITS,
-            **{name: ("uint8", shape) for name, (_, shape) in presents().items()},
-            **{f"{name}_scale": ("float", shape[:3]) for name, (_, shape) in presents().items()},
-        },
-    ),
+    "scales-per-token": UnsupportedGraph({**_TEXT, **_with_scales(caches())}, {**_LOGITS, **_with_scales(presents())}),
     # Compiled for a batch of several sequences.
-    "batch-of-four": UnsupportedGraph(
-        {"input_ids": ("int64", (4, "sequence_length")), **caches()}, {**_LOGITS, **presents()}
-    ),
+    "batch-of-four": cached({"input_ids": ("int64", (4, "sequence_length"))}),
     # Models that are not language models.
-    "image-classifier": UnsupportedGraph(
-        {"pixel_values": ("float", ("batch_size", 3, 224, 224))}, {"logits": ("float", ("batch_size", 1000))}
-    ),
+    "image-classifier": UnsupportedGraph({"pixel_values": _PIXELS}, {"logits": ("float", ("batch_size", 1000))}),
     "no-logits": UnsupportedGraph({**_TEXT, **caches()}, presents()),
 }
 
@@ -250,9 +224,9 @@ def write_unsupported(folder: Path, kind: UnsupportedGraph) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     onnx.save(_model(kind), folder / kind.file)
     for name in kind.beside:
-        onnx.save(_model(UnsupportedGraph(_TEXT)), folder / name)
+        onnx.save(_model(UNSUPPORTED["no-cache"]), folder / name)
     if kind.genai is None:
-        write_json(folder / "config.json", {**tiny_config("llama", max_position_embeddings=CONTEXT), **kind.config})
+        write_json(folder / "config.json", tiny_config("llama", max_position_embeddings=CONTEXT))
     else:
         settings = genai_config(GENAI)
         settings["model"] |= kind.genai
