@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -34,7 +33,7 @@ class Exporter(Enum):
         """Path of a Python interpreter that has the tool; None without one."""
         modules = {Exporter.OPTIMUM: ("optimum.onnx",), Exporter.GENAI: ("onnxruntime_genai", "transformers")}[self]
         named = os.environ.get(f"EDGERUN_{self.name}_PYTHON")
-        return named or (sys.executable if all(_has(module) for module in modules) else None)
+        return named or (sys.executable if all(map(_has, modules)) else None)
 
     def variants(self, family: str) -> tuple[str, ...]:
         """Names of the exports that it makes of a family."""
@@ -43,20 +42,10 @@ class Exporter(Enum):
         return ("with_past", "separate", "merged") if family in LEGACY else ("with_past",)
 
 
-@dataclass(frozen=True)
-class ForeignModel:
-    """The exports of one family by one tool."""
-
-    folder: Path
-
-    def variant(self, name: str) -> Path:
-        """The folder of the export of that name."""
-        return self.folder / name
-
-    def tokens(self, source: str = "greedy") -> list[int]:
-        """The expected tokens after the prompt: those of transformers (`greedy`) or of onnxruntime-genai (`int4`)."""
-        tokens: list[int] = json.loads((self.folder / f"{source}.json").read_text(encoding="utf-8"))
-        return tokens
+def expected_tokens(model: Path, source: str = "greedy") -> list[int]:
+    """The tokens after the prompt that transformers (`greedy`) or onnxruntime-genai (`int4`) gives."""
+    tokens: list[int] = json.loads((model / f"{source}.json").read_text(encoding="utf-8"))
+    return tokens
 
 
 class ForeignExports:
@@ -65,20 +54,17 @@ class ForeignExports:
     def __init__(self, folder: Path, tokenizer: Path) -> None:
         self._folder = folder
         self._tokenizer = tokenizer
-        self._made: dict[Exporter, Path] = {}
+        self._made: set[Exporter] = set()
 
-    def of(self, exporter: Exporter, family: str) -> ForeignModel:
-        """The exports of one family; skips the test if the tool is missing."""
-        if exporter not in self._made:
-            self._made[exporter] = self._make(exporter)
-        return ForeignModel(self._made[exporter] / family)
-
-    def _make(self, exporter: Exporter) -> Path:
+    def of(self, exporter: Exporter, family: str) -> Path:
+        """The folder with the exports of one family; skips the test if the tool is missing."""
         if ready := os.environ.get("EDGERUN_FOREIGN_EXPORTS"):
-            return Path(ready) / exporter.value
+            return Path(ready) / exporter.value / family
         out = self._folder / exporter.value
-        run_in(exporter, str(SCRIPT), exporter.value, str(self._tokenizer), str(out))
-        return out
+        if exporter not in self._made:
+            run_in(exporter, str(SCRIPT), exporter.value, str(self._tokenizer), str(out))
+            self._made.add(exporter)
+        return out / family
 
 
 def run_in(exporter: Exporter, *arguments: str) -> str:

@@ -13,26 +13,16 @@ from huggingface_hub import constants
 
 from support.hub_server import HubServer
 
-_OF_THE_USER = (
-    *(
-        "HF_TOKEN",
-        "HUGGING_FACE_HUB_TOKEN",
-        "HF_HUB_OFFLINE",
-        "TRANSFORMERS_OFFLINE",
-        "HF_HUB_CACHE",
-        "HF_ASSETS_CACHE",
-    ),
-    *("HUGGINGFACE_HUB_CACHE", "HUGGINGFACE_ASSETS_CACHE", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"),
-    *("http_proxy", "https_proxy", "all_proxy"),
-)
+_OF_THE_USER = ("HF_", "HUGGING", "TRANSFORMERS_OFFLINE", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+"""Beginnings of the names of variables, in either case."""
 
 
 @contextmanager
 def own_hub(folder: Path) -> Iterator[HubServer]:
     """Run a test hub server instead of the real hub, with `folder` as HF_HOME and without a log-in."""
     with HubServer() as hub, pytest.MonkeyPatch.context() as patch:
-        for name in _OF_THE_USER:
-            patch.delenv(name, raising=False)
+        for name in [each for each in os.environ if each.upper().startswith(_OF_THE_USER)]:
+            patch.delenv(name)
         patch.setenv("HF_HUB_OFFLINE", "0")  # set, so that the value that --offline sets is restored
         patch.setenv("HF_HOME", str(folder))
         patch.setenv("HF_ENDPOINT", hub.url)

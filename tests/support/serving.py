@@ -9,8 +9,7 @@ import re
 import socket
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from email.message import Message
@@ -96,18 +95,6 @@ class Served:
     def connected(self) -> socket.socket:
         """A connection."""
         return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for a condition.
-
-    Raises:
-        AssertionError: it did not come true.
-    """
-    until = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < until, what
-        time.sleep(0.01)
 
 
 @contextmanager

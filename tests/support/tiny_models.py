@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -297,6 +297,10 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDAr
     def norm(name: str, width: int) -> None:
         tensors[f"{name}.weight"] = (float(not adding_one) + 0.2 * random.standard_normal(width)).astype(np.float32)
 
+    def queries_keys_values(name: str, query_heads: int = heads, biased: bool = False) -> None:
+        for projection, count in (("q", query_heads), ("k", kv_heads), ("v", kv_heads)):
+            linear(f"{name}.self_attn.{projection}_proj", count * head_dim, hidden, biased)
+
     flagged = bool(config.get("attention_bias"))
     # Gemma multiplies its embeddings by sqrt(hidden).
     scaled = gemma or model_type == "gemma4_text"
@@ -313,8 +317,7 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDAr
                 tensors[f"{name}.conv.conv.weight"] = tensors[f"{name}.conv.conv.weight"][:, None]
                 linear(f"{name}.conv.out_proj", hidden, hidden, biased)
             else:
-                for projection, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-                    linear(f"{name}.self_attn.{projection}_proj", count * head_dim, hidden)
+                queries_keys_values(name)
                 linear(f"{name}.self_attn.out_proj", hidden, heads * head_dim)
                 norm(f"{name}.self_attn.q_layernorm", head_dim)
                 norm(f"{name}.self_attn.k_layernorm", head_dim)
@@ -322,10 +325,10 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDAr
                 linear(f"{name}.feed_forward.{module}", rows, columns)
             continue
         if model_type == "gemma4_text":
-            shapes = _gemma4_layer(config, layer)
-            for module, (rows, columns) in shapes.linears.items():
+            linears, norms = _gemma4_layer(config, layer)
+            for module, (rows, columns) in linears.items():
                 linear(f"{name}.{module}", rows, columns, flagged and module.startswith("self_attn."))
-            for module, width in shapes.norms.items():
+            for module, width in norms.items():
                 norm(f"{name}.{module}", width)
                 if module.startswith("self_attn."):  # the factor 1 / sqrt(head_dim) of other families is in these
                     tensors[f"{name}.{module}.weight"] *= np.float32(width**-0.25)
@@ -342,8 +345,7 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDAr
                 experts = shared_expert_weights(config, f"{name}.mlp", random)
                 tensors |= separate_experts(experts) if model_type == "qwen3_next" else experts
             if (config.get("layer_types") or ["linear_attention", "full_attention"])[layer] == "full_attention":
-                for projection, count in (("q", 2 * heads), ("k", kv_heads), ("v", kv_heads)):
-                    linear(f"{name}.self_attn.{projection}_proj", count * head_dim, hidden, flagged)
+                queries_keys_values(name, 2 * heads, flagged)
                 linear(f"{name}.self_attn.o_proj", hidden, heads * head_dim, flagged)
                 norm(f"{name}.self_attn.q_norm", head_dim)
                 norm(f"{name}.self_attn.k_norm", head_dim)
@@ -362,8 +364,7 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDAr
                     linear(stack, experts * rows, columns)
                     tensors[f"{stack}.weight"] = tensors[f"{stack}.weight"].reshape(experts, rows, columns)
             if config["layer_types"][layer] == "attention":
-                for projection, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-                    linear(f"{name}.self_attn.{projection}_proj", count * head_dim, hidden, flagged)
+                queries_keys_values(name, biased=flagged)
                 linear(f"{name}.self_attn.o_proj", hidden, heads * head_dim, flagged)
             else:
                 tensors |= mamba2_weights(config, f"{name}.mamba", random)
@@ -376,10 +377,7 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDAr
             linear(f"{name}.self_attn.qkv_proj", (heads + 2 * kv_heads) * head_dim, hidden)
             linear(f"{name}.mlp.gate_up_proj", 2 * wide, hidden)
         else:
-            for projection, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-                linear(
-                    f"{name}.self_attn.{projection}_proj", count * head_dim, hidden, flagged or model_type == "qwen2"
-                )
+            queries_keys_values(name, biased=flagged or model_type == "qwen2")
         linear(f"{name}.self_attn.o_proj", hidden, heads * head_dim, flagged)
         if model_type in ("qwen3", "qwen3_moe", "gemma3_text", "olmo2"):
             norm(f"{name}.self_attn.q_norm", heads * head_dim if model_type == "olmo2" else head_dim)
@@ -415,14 +413,8 @@ def tiny_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, npt.NDAr
     return tensors
 
 
-class _LayerShapes(NamedTuple):
-    """Modules of a layer with the outputs and inputs of linears, and the width of norms."""
-
-    linears: dict[str, tuple[int, int]]
-    norms: dict[str, int]
-
-
-def _gemma4_layer(config: Mapping[str, Any], layer: int) -> _LayerShapes:
+def _gemma4_layer(config: Mapping[str, Any], layer: int) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
+    """The linears of a layer with their outputs and inputs, and its norms with their width."""
     hidden, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
     full = config["layer_types"][layer] == "full_attention"
     shared = layer >= config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0)
@@ -444,7 +436,16 @@ def _gemma4_layer(config: Mapping[str, Any], layer: int) -> _LayerShapes:
     if width := config.get("hidden_size_per_layer_input", 0):
         linears |= {"per_layer_input_gate": (width, hidden), "per_layer_projection": (hidden, width)}
         norms["post_per_layer_input_norm"] = hidden
-    return _LayerShapes(linears, norms)
+    return linears, norms
+
+
+def _random_tensors(
+    shapes: Mapping[str, tuple[int, ...]], name: str, random: np.random.Generator
+) -> dict[str, npt.NDArray[np.float64]]:
+    return {
+        f"{name}.{suffix}": random.standard_normal(shape) * 1.5 / math.sqrt(shape[-1])
+        for suffix, shape in shapes.items()
+    }
 
 
 def shared_expert_weights(
@@ -462,10 +463,7 @@ def shared_expert_weights(
         "shared_expert.down_proj.weight": (hidden, shared),
         "shared_expert_gate.weight": (1, hidden),
     }
-    tensors = {
-        f"{name}.{suffix}": (random.standard_normal(shape) * 1.5 / math.sqrt(shape[-1])).astype(np.float32)
-        for suffix, shape in shapes.items()
-    }
+    tensors = {suffix: value.astype(np.float32) for suffix, value in _random_tensors(shapes, name, random).items()}
     # Rounded inputs may select other experts, so these add less to the hidden states than dense feed-forwards.
     tensors[f"{name}.experts.down_proj"] *= np.float32(0.4)
     tensors[f"{name}.shared_expert.down_proj.weight"] *= np.float32(0.4)
@@ -500,10 +498,7 @@ def delta_net_weights(
         "out_proj.weight": (hidden, values),
         "conv1d.weight": (convolved, 1, config["linear_conv_kernel_dim"]),
     }
-    tensors = {
-        f"{name}.{suffix}": random.standard_normal(shape) * 1.5 / math.sqrt(shape[-1])
-        for suffix, shape in shapes.items()
-    }
+    tensors = _random_tensors(shapes, name, random)
     tensors[f"{name}.A_log"] = random.uniform(-4, 0, value_heads)
     tensors[f"{name}.dt_bias"] = random.standard_normal(value_heads)
     tensors[f"{name}.norm.weight"] = 1 + 0.2 * random.standard_normal(config["linear_value_head_dim"])
@@ -522,10 +517,7 @@ def mamba2_weights(
         "out_proj.weight": (hidden, width),
         "conv1d.weight": (convolved, 1, config["mamba_d_conv"]),
     }
-    tensors = {
-        f"{name}.{suffix}": random.standard_normal(shape) * 1.5 / math.sqrt(shape[-1])
-        for suffix, shape in shapes.items()
-    }
+    tensors = _random_tensors(shapes, name, random)
     biased = {"in_proj": config["mamba_proj_bias"], "out_proj": config["mamba_proj_bias"]}
     for module, present in {**biased, "conv1d": config["mamba_conv_bias"]}.items():
         if present:

@@ -7,18 +7,13 @@ from collections.abc import Callable
 
 _LIMIT_S = 300
 """Far above what it takes."""
-_POLL_S = 0.01
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait until a condition is true.
-
-    Raises:
-        TimeoutError: it was not within five minutes.
-    """
+def wait_until(condition: Callable[[], bool], what: str = "it does not come true") -> None:
+    """Wait until a condition is true, and fail the test with `what` if it is not within five minutes."""
     event = threading.Event()
-    for _ in range(int(_LIMIT_S / _POLL_S)):
+    for _ in range(100 * _LIMIT_S):
         if condition():
             return
-        event.wait(_POLL_S)
-    raise TimeoutError(f"waited for {_LIMIT_S} seconds")
+        event.wait(0.01)
+    raise AssertionError(what)

@@ -14,7 +14,8 @@ import pytest
 
 import edgerun
 from edgerun.edge.server.server_settings import ServerSettings
-from support.serving import CHAT, PATIENCE_S, Served, chat_body, raw_request, read_all, served, served_here, wait_until
+from support.serving import CHAT, PATIENCE_S, Served, chat_body, raw_request, read_all, served, served_here
+from support.waiting import wait_until
 
 ENDLESS = chat_body("go on", max_tokens=29_000)
 LONG_PROMPT = chat_body("word " * 9_000, max_tokens=4)

@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 import edgerun
-from support.serving import CHAT, PATIENCE_S, Served, chat_body, raw_request, read_all, served, wait_until
+from support.serving import CHAT, PATIENCE_S, Served, chat_body, raw_request, read_all, served
+from support.waiting import wait_until
 
 BUSY = {"temperature": 0, "max_tokens": 24}
 

@@ -20,7 +20,8 @@ import pytest
 
 import edgerun
 from support.processes import started
-from support.serving import PATIENCE_S, wait_until
+from support.serving import PATIENCE_S
+from support.waiting import wait_until
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "ray_serve.py"
 PYTHON = os.environ.get("EDGERUN_RAY_PYTHON") or (sys.executable if find_spec("ray") else None)

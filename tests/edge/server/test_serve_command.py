@@ -15,7 +15,8 @@ import pytest
 
 from support.commands import Capture, fails
 from support.processes import EDGE_RUN, started
-from support.serving import CHAT, PATIENCE_S, Served, chat_body, raw_request, read_all, served, wait_until
+from support.serving import CHAT, PATIENCE_S, Served, chat_body, raw_request, read_all, served
+from support.waiting import wait_until
 
 ENDLESS = chat_body("go on", max_tokens=29_000)
 needs_signals = pytest.mark.skipif(os.name == "nt", reason="sends signals of POSIX systems")

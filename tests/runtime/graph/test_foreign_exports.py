@@ -18,7 +18,7 @@ from edgerun.runtime.graph.graph_io import GraphIO
 from edgerun.runtime.result import Reply
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.foreign_export_script import EXPORTERS, GREEDY_TOKENS, HYBRIDS, PROMPT
-from support.foreign_exporters import Exporter, ForeignExports
+from support.foreign_exporters import Exporter, ForeignExports, expected_tokens
 from support.shared_data import data_path
 
 SPECULATIONS = (Speculation.OFF, Speculation.AUTO)
@@ -44,7 +44,7 @@ def test_tokens_are_the_expected_ones(
 ) -> None:
     """For float32 those of transformers; for int4 those that onnxruntime-genai decodes from the same file."""
     model = foreign_exports.of(exporter, family)
-    check_tokens(model.variant(variant), model.tokens("int4" if variant == "int4" else "greedy"))
+    check_tokens(model / variant, expected_tokens(model, "int4" if variant == "int4" else "greedy"))
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_upgraded_models_give_the_same_tokens(
     model = foreign_exports.of(exporter, family)
     quantized = variant == "int4"
     recipe = ExportRecipe(None if quantized else FP32)
-    bundle = export_model(model.variant(variant), tmp_path / "upgraded", recipe).bundle
-    assert check_tokens(bundle, model.tokens("int4" if quantized else "greedy")).supports_trees
+    bundle = export_model(model / variant, tmp_path / "upgraded", recipe).bundle
+    assert check_tokens(bundle, expected_tokens(model, "int4" if quantized else "greedy")).supports_trees
 
 
 def check_tokens(folder: Path, expected: list[int]) -> GraphIO:
@@ -83,8 +83,8 @@ def test_the_command_line_opens_foreign_exports(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = foreign_exports.of(exporter, "llama")
-    folder = model.variant(variant)
-    expected = Tokenizer.from_file(str(folder / "tokenizer.json")).decode(model.tokens())
+    folder = model / variant
+    expected = Tokenizer.from_file(str(folder / "tokenizer.json")).decode(expected_tokens(model))
     options = ["--raw", "-n", str(GREEDY_TOKENS), "--spec", speculation, "--json"]
     assert main([str(folder), "-p", PROMPT, *options]) == 0
     out, err = capsys.readouterr()
