@@ -1,4 +1,4 @@
-"""Progress of long work: the protocol, and its display in a terminal."""
+"""Progress of long work: who receives it, and its display in a terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Generic, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, ParamSpec, TypeAlias, TypeVar
 
 from .user_text import on_one_line
 
@@ -39,17 +39,8 @@ class shown_by_name(Generic[_Parameters, _Result]):  # noqa: N801  a decorator
         return self._function.__name__
 
 
-class Progress(Protocol):
-    """Receives the progress of long work."""
-
-    def __call__(self, stage: str, fraction: float) -> None:
-        """Show progress.
-
-        Args:
-            stage: a word or two for the user.
-            fraction: share of that stage that is done, 0 to 1.
-        """
-        ...
+Progress: TypeAlias = Callable[[str, float], None]
+"""Receives the progress of long work: a stage, in a word or two for the user, and its share that is done, 0 to 1."""
 
 
 @shown_by_name

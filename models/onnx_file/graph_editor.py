@@ -190,11 +190,6 @@ def onnx_node(operator: str, inputs: Sequence[str], output: str, **attributes: A
     return node(operator, inputs, [output], name=f"edited.{output}", **attributes)
 
 
-def attributes_of(of: Message) -> dict[str, Any]:
-    """The attributes of a node by name; see `attribute_values`."""
-    return attribute_values(of)
-
-
 def with_embedding(decoder: Path, embedding: Path) -> bytes | None:
     """Join a decoder with its embedding; weights in other files stay there.
 

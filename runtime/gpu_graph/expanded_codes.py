@@ -12,8 +12,8 @@ from typing import Final
 
 import numpy as np
 
-from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor, attributes_of
-from ...models.onnx_file.model_messages import ELEMENT_TYPES, Message, set_attribute
+from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor
+from ...models.onnx_file.model_messages import ELEMENT_TYPES, Message, attribute_values, set_attribute
 from ..graph.attention_edits import NodeList
 
 _UINT8: Final = ELEMENT_TYPES[np.dtype(np.uint8)]
@@ -26,7 +26,7 @@ def compute_in_float(editor: GraphEditor) -> None:
     Where WebGPU has a kernel for level 4 depends on the shape of a matrix; level 0 is the same everywhere.
     """
     for each in editor.graph.node:
-        if "accuracy_level" in attributes_of(each):
+        if "accuracy_level" in attribute_values(each):
             set_attribute(each, "accuracy_level", 0)
 
 
@@ -43,7 +43,7 @@ def expand_embedding(editor: GraphEditor, gathers_blocks: bool) -> None:
     def replaced(each: Message) -> Iterable[Message]:
         if each.op_type != "GatherBlockQuantized":
             return [each]
-        attributes = attributes_of(each)
+        attributes = attribute_values(each)
         bits, block = attributes.get("bits", 4), attributes["block_size"]
         if len(each.input) > 3 and _all_in_the_middle(editor, each.input[3], bits):
             del each.input[3]
@@ -90,7 +90,7 @@ def expand_matrices(editor: GraphEditor, kernels: Collection[int]) -> None:
     """
 
     def replaced(each: Message) -> Iterable[Message]:
-        attributes = attributes_of(each)
+        attributes = attribute_values(each)
         if each.op_type != "MatMulNBits" or attributes.get("bits", 4) in kernels:
             return [each]
         bits, block, rows, columns = (attributes[name] for name in ("bits", "block_size", "N", "K"))

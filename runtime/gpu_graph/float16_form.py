@@ -12,8 +12,8 @@ from typing import Final
 
 import numpy as np
 
-from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor, attributes_of, onnx_node
-from ...models.onnx_file.model_messages import ELEMENT_TYPES, Message, node
+from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor, onnx_node
+from ...models.onnx_file.model_messages import ELEMENT_TYPES, Message, attribute_values, node
 from ..graph.attention_edits import BIAS
 from ..graph.attention_edits import OPERATOR as ATTENTION
 
@@ -99,11 +99,11 @@ class _Conversion:
             return
         is_float = any(name in self._single for name in each.input)
         if each.op_type == "Cast":
-            is_float = attributes_of(each)["to"] == _FLOAT
+            is_float = attribute_values(each)["to"] == _FLOAT
             if each.input[0] in self._constants:
                 self._constants.update(each.output)
         elif each.op_type in ("Constant", "ConstantOfShape"):
-            value = attributes_of(each).get("value")
+            value = attribute_values(each).get("value")
             is_float = value is None or value.data_type == _FLOAT
         if is_float:
             self._single.update(name for name in each.output if name)

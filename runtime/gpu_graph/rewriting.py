@@ -13,8 +13,8 @@ from typing import Any, Final
 import numpy as np
 
 from ...models.graph_variant import GraphVariant, Precision
-from ...models.onnx_file.graph_editor import MICROSOFT, CannotRewriteError, GraphEditor, attributes_of
-from ...models.onnx_file.model_messages import ELEMENT_TYPES, Message, node, shape_of, value_info
+from ...models.onnx_file.graph_editor import MICROSOFT, CannotRewriteError, GraphEditor
+from ...models.onnx_file.model_messages import ELEMENT_TYPES, Message, attribute_values, node, shape_of, value_info
 from ..graph.attention_edits import BIAS, input_at, rotate_outside, serve_plain_passes, window_of
 from ..graph.attention_edits import OPERATOR as ATTENTION
 from .expanded_codes import compute_in_float, expand_embedding, expand_matrices
@@ -85,7 +85,7 @@ def _cache_names(editor: GraphEditor) -> list[str]:
 def _use_contrib_gelu(editor: GraphEditor) -> None:
     def replaced(each: Message) -> Iterable[Message]:
         if each.op_type == "Gelu" and each.domain != MICROSOFT:
-            approximate = attributes_of(each).get("approximate", "none") == "tanh"
+            approximate = attribute_values(each).get("approximate", "none") == "tanh"
             operator = "FastGelu" if approximate else "Gelu"
             return [node(operator, list(each.input), list(each.output), name=each.name, domain=MICROSOFT)]
         return [each]

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from ...models.onnx_file.graph_editor import MICROSOFT, CannotRewriteError, GraphEditor, attributes_of, onnx_node
-from ...models.onnx_file.model_messages import Message, node, set_attribute
+from ...models.onnx_file.graph_editor import MICROSOFT, CannotRewriteError, GraphEditor, onnx_node
+from ...models.onnx_file.model_messages import Message, attribute_values, node, set_attribute
 
 OPERATOR: Final = "GroupQueryAttention"
 POSITIONS, BIAS = 9, 10
@@ -112,7 +112,7 @@ def rotate_outside(editor: GraphEditor) -> None:
     """
 
     def replaced(each: Message) -> Iterable[Message]:
-        attributes = attributes_of(each)
+        attributes = attribute_values(each)
         if each.op_type != OPERATOR or not attributes.get("do_rotary") or not input_at(each, POSITIONS):
             return [each]
         heads, kv_heads = attributes["num_heads"], attributes["kv_num_heads"]
@@ -153,7 +153,7 @@ def unpacked(editor: GraphEditor, attention: Message) -> list[Message]:
     """
     if attention.input[_KEY]:
         return []
-    attributes, size = attributes_of(attention), head_size(editor, attention)
+    attributes, size = attribute_values(attention), head_size(editor, attention)
     heads, kv_heads = attributes["num_heads"], attributes["kv_num_heads"]
     widths = editor.integers(f"widths.{heads}.{kv_heads}.{size}", heads * size, kv_heads * size, kv_heads * size)
     parts = [f"{attention.output[0]}.{part}" for part in ("query", "key", "value")]
@@ -177,10 +177,10 @@ def head_size(editor: GraphEditor, attention: Message) -> int:
     past = editor.shape(attention.input[_PAST_KEY])
     if len(past) == 4 and isinstance(past[3], int):
         return past[3]
-    attributes = attributes_of(attention)
+    attributes = attribute_values(attention)
     heads = attributes["num_heads"] + (0 if attention.input[_KEY] else 2 * attributes["kv_num_heads"])
     projection = editor.producer(attention.input[_QUERY])
-    width = 0 if projection is None else attributes_of(projection).get("N", 0)
+    width = 0 if projection is None else attribute_values(projection).get("N", 0)
     if width and width % heads == 0:
         return int(width) // int(heads)
     raise CannotRewriteError("the size of a head is open")

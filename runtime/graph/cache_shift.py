@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import EdgeError
-from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor, attributes_of
+from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor
+from ...models.onnx_file.model_messages import attribute_values
 from ..kv.arena import KVArena
 from ..kv.buffers import NumpyBuffers
 from .attention_edits import OPERATOR, rotary_before
@@ -126,7 +127,7 @@ def _rotations(editor: GraphEditor) -> Mapping[str, KeyRotation]:
     for node in editor.graph.node:
         if node.op_type != OPERATOR:
             continue
-        attributes = attributes_of(node)
+        attributes = attribute_values(node)
         if attributes.get("do_rotary"):
             tables, interleaved = node.input[_COSINES : _SINES + 1], attributes.get("rotary_interleaved")
         else:
@@ -135,7 +136,7 @@ def _rotations(editor: GraphEditor) -> Mapping[str, KeyRotation]:
                 continue
             # ONNX's own operator has the tables before the positions.
             tables = rotary.input[2:4] if rotary.domain else rotary.input[1:3]
-            interleaved = attributes_of(rotary).get("interleaved")
+            interleaved = attribute_values(rotary).get("interleaved")
         cosines, sines = (editor.array(name) for name in tables)
         if cosines is not None and sines is not None:
             found[node.input[_PAST_KEY]] = KeyRotation(cosines, sines, bool(interleaved))

@@ -21,8 +21,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor, attributes_of
-from ...models.onnx_file.model_messages import Message
+from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor
+from ...models.onnx_file.model_messages import Message, attribute_values
 from ..graph.attention_edits import OPERATOR as ATTENTION
 from ..graph.attention_edits import NodeList
 from .integer_weights import OPERATOR, BlockMatrix, Floats, IntegerRange, quantized_product
@@ -232,7 +232,7 @@ def _leads_to(name: str, consumers: dict[str, list[Message]], operators: set[str
 
 def _split_widths(editor: GraphEditor, users: Sequence[Message], matrix: BlockMatrix) -> list[int] | None:
     """The widths of the parts of a fused product; None unless all it feeds is a Split into known parts."""
-    if len(users) != 1 or users[0].op_type != "Split" or attributes_of(users[0]).get("axis", 0) not in (-1, 2):
+    if len(users) != 1 or users[0].op_type != "Split" or attribute_values(users[0]).get("axis", 0) not in (-1, 2):
         return None
     split = users[0]
     stored = editor.array(split.input[1]) if len(split.input) > 1 else None
@@ -243,7 +243,7 @@ def _split_widths(editor: GraphEditor, users: Sequence[Message], matrix: BlockMa
     else:
         return None
     fits = sum(widths) == matrix.rows and len(widths) == len(split.output) and all(split.output)
-    return widths if fits and not attributes_of(split).get("split") else None
+    return widths if fits and not attribute_values(split).get("split") else None
 
 
 def _defer_steps(

@@ -16,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import BundleError
-from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor, attributes_of
+from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor
 from ...models.onnx_file.model_messages import (
     EXTERNAL,
     GraphProto,
     Message,
+    attribute_values,
     external_tensor,
     model,
     node,
@@ -126,7 +127,7 @@ class BlockMatrix:
         Raises:
             CannotRewriteError: it is stored in a way that is not known here.
         """
-        attributes = attributes_of(node)
+        attributes = attribute_values(node)
         bits, rows, columns = attributes.get("bits", 4), attributes["N"], attributes["K"]
         blocks = -(-columns // attributes["block_size"])
         names = [*node.input, "", "", "", ""]

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...models.onnx_file.graph_editor import MICROSOFT, CannotRewriteError, GraphEditor, attributes_of
-from ...models.onnx_file.model_messages import ELEMENT_TYPES, Message, node
+from ...models.onnx_file.graph_editor import MICROSOFT, CannotRewriteError, GraphEditor
+from ...models.onnx_file.model_messages import ELEMENT_TYPES, Message, attribute_values, node
 from ..graph.attention_edits import (
     BIAS,
     OPERATOR,
@@ -60,7 +60,7 @@ def long_context_graph(graph: Path) -> bytes:
         _check(editor, each)
     places = _Places(editor, attentions[0])
     for each in attentions:
-        if attributes_of(each).get("do_rotary") and not input_at(each, POSITIONS):
+        if attribute_values(each).get("do_rotary") and not input_at(each, POSITIONS):
             each.input.extend([""] * (POSITIONS + 1 - len(each.input)))
             each.input[POSITIONS] = places.positions()
     rotate_outside(editor)
@@ -75,7 +75,7 @@ def _check(editor: GraphEditor, attention: Message) -> None:
     Raises:
         CannotRewriteError: it does.
     """
-    attributes = attributes_of(attention)
+    attributes = attribute_values(attention)
     known = {
         "softcap": 0,
         "smooth_softmax": 0,
@@ -192,7 +192,7 @@ class _Places:
 
 def _dense(editor: GraphEditor, places: _Places, attention: Message) -> Iterable[Message]:
     """The nodes that take an operator's place."""
-    attributes, size = attributes_of(attention), head_size(editor, attention)
+    attributes, size = attribute_values(attention), head_size(editor, attention)
     heads, kv_heads = attributes["num_heads"], attributes["kv_num_heads"]
     group = heads // kv_heads
     output, present = attention.output[0], attention.output[1:3]

@@ -13,8 +13,8 @@ import pytest
 
 from edgerun.export import FP32, WeightFormat
 from edgerun.models.bundle import open_bundle
-from edgerun.models.onnx_file.graph_editor import CannotRewriteError, GraphEditor, attributes_of
-from edgerun.models.onnx_file.model_messages import set_attribute
+from edgerun.models.onnx_file.graph_editor import CannotRewriteError, GraphEditor
+from edgerun.models.onnx_file.model_messages import attribute_values, set_attribute
 from edgerun.models.onnx_file.wire import operators_of
 from edgerun.runtime.devices.providers import cpu_device
 from edgerun.runtime.gpu_graph.expanded_codes import compute_in_float
@@ -127,7 +127,7 @@ def test_heads_are_rotated_as_the_operator_rotates_them(tmp_path: Path, size: in
     bundle = edited(bundle, "rotary_interleaved", int(interleaved))
     model = gpu_graph(bundle / "model.onnx", WEBGPU)
     assert_same(bundle, model, EXACT)
-    rotations = [attributes_of(each) for each in nodes_of(model) if each.op_type == "RotaryEmbedding"]
+    rotations = [attribute_values(each) for each in nodes_of(model) if each.op_type == "RotaryEmbedding"]
     assert [each["num_heads"] for each in rotations] == [2, 1, 2, 1]
     assert {each["interleaved"] for each in rotations} == {int(interleaved)}
     # What an operator does without an attribute differs from provider to provider.
@@ -149,8 +149,8 @@ def test_weights_of_every_format_are_computed_the_same(tmp_path: Path, weights: 
             assert form.gathers_blocks
             assert len(each.input) == 3
         if each.op_type == "MatMulNBits":
-            assert attributes_of(each)["accuracy_level"] == 0
-            assert attributes_of(each)["bits"] in form.matmul_bits
+            assert attribute_values(each)["accuracy_level"] == 0
+            assert attribute_values(each)["bits"] in form.matmul_bits
 
 
 def test_the_caller_computes_the_bias_of_windows(family: Path) -> None:
