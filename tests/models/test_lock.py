@@ -59,7 +59,6 @@ def test_a_waiting_process_gets_the_lock_when_it_is_released(tmp_path: Path) -> 
 def test_a_killed_process_releases_its_lock(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with started([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         assert process.stdout.readline().strip() == b"held"
         with pytest.raises(TimeoutError), locked(path, 0.05):
             pass

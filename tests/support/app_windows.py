@@ -30,12 +30,10 @@ class Window:
             self._changed.notify_all()
 
     def of(self, kind: str, message: str | None = None) -> list[Json]:
-        """The events of a type, or those of a message."""
-        return [
-            event
-            for event in list(self.events)
-            if event["type"] == kind and (message is None or message in (event.get("message"), id_of(event)))
-        ]
+        """The events of a type, or those of a message, which they hold or name."""
+        found = [(event, event.get("message")) for event in list(self.events) if event["type"] == kind]
+        ids = [about["id"] if isinstance(about, dict) else about for _, about in found]
+        return [event for (event, _), id_ in zip(found, ids, strict=True) if message in (None, id_)]
 
     def wait(self, condition: Callable[[], Any], what: str) -> None:
         """Wait until the events make a condition true."""
@@ -56,11 +54,6 @@ class Window:
         pieces = self.of("delta", message)
         assert [piece["sequence"] for piece in pieces] == list(range(1, len(pieces) + 1))
         return "".join(piece["text"] for piece in pieces)
-
-
-def id_of(event: Json) -> str | None:
-    message = event.get("message")
-    return message["id"] if isinstance(message, dict) else None
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,20 +52,16 @@ def conversation(first: Engine, second: Engine, file: Path, tokens: int) -> list
 
 def at_the_same_time(engines: list[Engine], tokens: int) -> list[str]:
     """The greedy text of every engine, all of them in threads."""
-    found: dict[int, str] = {}
 
-    def run(number: int, engine: Engine) -> None:
+    def run(engine: Engine) -> str:
         options = GenerateOptions(raw=True, max_tokens=tokens, ignore_eos=True, speculation=Speculation.OFF)
         for _ in range(2):  # the first arena is freed while others run
-            found[number] = engine.generate(PROMPT, options).text
+            text = engine.generate(PROMPT, options).text
             engine.model.prefixes.clear()
+        return text
 
-    threads = [threading.Thread(target=run, args=each) for each in enumerate(engines)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found.get(number, "") for number in range(len(engines))]
+    with ThreadPoolExecutor(len(engines)) as pool:
+        return list(pool.map(run, engines))
 
 
 def main(bundle: str, folder: str, count: str, device_name: str) -> None:

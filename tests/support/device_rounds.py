@@ -36,11 +36,6 @@ def random_tree(random: np.random.Generator, vocab_size: int) -> Tree:
     return Tree.of(tokens, parents, [1.0] * len(parents), [Source.ANCHOR] * len(parents))
 
 
-def random_path(random: np.random.Generator, tree: Tree) -> list[int]:
-    """Nodes from the anchor to any node."""
-    return list(tree.path_to(int(random.integers(0, len(tree)))))
-
-
 def in_float(bundle: Bundle) -> GraphSession:
     """The bundle's graph on the CPU at accuracy level 0, which is that of GPUs."""
     editor = GraphEditor(bundle.graph)
@@ -93,7 +88,7 @@ def main(bundle_path: str, rounds: str, device_name: str) -> None:
         tree = random_tree(random, vocab_size)
         base = arena.length
         bound.forward(tree.tokens, logits_for=[0], positions=base + tree.depths, tree_mask=tree.mask)
-        path = random_path(random, tree)
+        path = list(tree.path_to(int(random.integers(0, len(tree)))))  # from the anchor to any node
         arena.compact(base, path)
         moves += path[-1] >= len(path)
         tokens += tree.tokens[path].tolist()

@@ -97,7 +97,6 @@ def gguf_name(name: str) -> str:
     if name in outer:
         return outer[name]
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
-    assert layer is not None
     return f"blk.{layer[1]}.{NAMES[layer[2]]}.{layer[3]}"
 
 

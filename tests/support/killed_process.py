@@ -43,8 +43,6 @@ class KillingServer:
         Returns:
             Number of steps until the process ended; None if it was killed before.
         """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         print(json.dumps([operation, str(root), args, kill_at, event]), file=self._process.stdin, flush=True)
         status, steps = map(int, self._process.stdout.readline().split())
         if os.WIFSIGNALED(status):

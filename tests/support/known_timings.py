@@ -63,7 +63,6 @@ class KnownMachine:
         found = []
         for path in bundles:
             manifest = open_bundle(path).manifest
-            assert manifest is not None
             plan, layers = manifest.weights, manifest.architecture.layers
             nodes = {name: "logits" if name == "head" else name for name in plan if name != "embedding"}
             found.append(

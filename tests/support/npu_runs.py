@@ -78,7 +78,6 @@ def load_contexts(bundle: str) -> list[tuple[str, bool]]:
     """Load a graph again and again while its compiled context is changed; whether the context was used each time."""
     config = SessionConfig(choose_device("npu"), 1)
     opened = open_bundle(Path(bundle))
-    assert opened.manifest is not None
     name = opened.manifest.variants[0].file
     found = []
 
@@ -114,7 +113,6 @@ def load_contexts(bundle: str) -> list[tuple[str, bool]]:
 def cached(engine: edgerun.Engine, session: edgerun.Session) -> KVArena:
     """What the prefix cache has of a conversation."""
     found = engine.model.prefixes.longest(session._token_ids())
-    assert found is not None
     return found[0]
 
 

@@ -53,7 +53,6 @@ def started_until(
         ready = threading.Event()
 
         def read() -> None:
-            assert process.stderr is not None
             for line in process.stderr:
                 if take(line.decode().rstrip("\r\n")):
                     ready.set()

@@ -49,8 +49,6 @@ class RpcClient:
     """One connection. Messages are read in a thread, so that a test can wait for one with a limit."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
         self.process = process
         self.input = process.stdin
         self.output = process.stdout
@@ -153,7 +151,6 @@ class RpcClient:
             self._reader.join(LIMIT_S)
             while (message := self._arrived.get(timeout=LIMIT_S)) is not None:
                 self.messages.append(message)
-        assert self.process.stderr is not None
         return code, self.process.stderr.read().decode()
 
     def _write_valid(self, message: dict[str, Any]) -> None:

@@ -62,17 +62,16 @@ WEATHER: Final[Any] = {
 }
 
 
-def write_calling_bundle(folder: Path, context: int = 2048) -> Path:
+def write_calling_bundle(folder: Path, context: int = 2048, template: str = _TEMPLATE) -> Path:
     """Write a bundle that calls `get_weather` twice where it is offered a tool, and then says what the weather is."""
     special = ["<|asked|>", "<|told|>", "<think>", "</think>", "<tool_call>"]
-    return write_scripted_bundle(folder, _SCRIPTS, _TEMPLATE, special, context)
+    return write_scripted_bundle(folder, _SCRIPTS, template, special, context)
 
 
 def write_endless_caller(folder: Path) -> Path:
     """Write a bundle that calls `get_weather` twice, whatever it has been told."""
     asks = _TEMPLATE.replace("{% if messages[-1].role == 'tool' %}<|told|>{% elif tools %}", "{% if tools %}")
-    special = ["<|asked|>", "<|told|>", "<think>", "</think>", "<tool_call>"]
-    return write_scripted_bundle(folder, _SCRIPTS, asks, special)
+    return write_calling_bundle(folder, template=asks)
 
 
 def write_scripted_bundle(

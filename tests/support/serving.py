@@ -44,10 +44,6 @@ class Answered:
     def json(self) -> Any:
         return json.loads(self.body)
 
-    def error_code(self) -> str:
-        """The code of an error object."""
-        return str(self.json()["error"]["code"])
-
 
 @dataclass
 class Served:

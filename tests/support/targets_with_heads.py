@@ -99,7 +99,6 @@ class TargetWithHead:
         """The head as the runtime loads it, for a target of the same bundle."""
         bundle = open_bundle(self.bundle)
         pair = find_draft(bundle)
-        assert pair is not None
         assert pair.head is self.kind
         return load_head(pair, CPU, DraftTarget(bundle, target.graph_io, CONTEXT, cache=False))()
 
@@ -144,5 +143,4 @@ def assert_accepted_tokens_run_again(headed: TargetWithHead, *, trees: bool = Tr
         if headed.kind is HeadKind.MTP and head.target_ids is not None:  # the reference has the target's LM head
             expected = expected[head.target_ids]
         found = HiddenStateHead.logits(head, (21,))
-    assert found is not None
     np.testing.assert_allclose(found, expected, atol=2e-3)

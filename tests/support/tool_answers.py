@@ -44,6 +44,8 @@ class Answer:
     text: str = ""
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
+    unparsed: bool = False
+    """Whether it has what looks like a call and is none."""
 
     def message(self) -> dict[str, Any]:
         """The answer as chat templates read it."""
@@ -129,34 +131,20 @@ class Family:
         """A parser for an answer to the prompt."""
         written = self.template().written
         tool_format = choose_format("auto", written)
-        assert tool_format is not None
         assert tool_format.name == self.tool_format
-        parser = answer_parser(tool_format, OfferedTools.of(tools), reasoning_tags(written), prompt)
-        assert parser is not None
-        return parser
+        return answer_parser(tool_format, OfferedTools.of(tools), reasoning_tags(written), prompt)
 
 
-@dataclass(frozen=True)
-class Parsed:
-    """What was read of an answer."""
-
-    text: str
-    reasoning: str
-    calls: tuple[Call, ...]
-    unparsed: bool
-
-
-def parsed(parser: AnswerParser, pieces: Iterable[str]) -> Parsed:
+def parsed(parser: AnswerParser, pieces: Iterable[str]) -> Answer:
     """What a parser reads of the pieces of an answer."""
-    parts = [*map(parser.push, pieces), parser.finish()]
-    return joined_parts(parts)
+    return joined_parts([*map(parser.push, pieces), parser.finish()])
 
 
-def joined_parts(parts: Sequence[AnswerParts]) -> Parsed:
+def joined_parts(parts: Sequence[AnswerParts]) -> Answer:
     """The parts of an answer."""
     calls = joined_calls(delta for part in parts for delta in part.tool_calls)
     assert len({call.id for call in calls}) == len(calls)
-    return Parsed(
+    return Answer(
         "".join(part.text for part in parts),
         "".join(part.reasoning for part in parts),
         tuple((call.name, call.values) for call in calls),

@@ -101,7 +101,7 @@ def refuses(server: Served) -> bool:
         return False
     assert response.status == 503
     assert response.headers["Retry-After"]
-    assert response.error_code() == "shutting_down"
+    assert response.json()["error"]["code"] == "shutting_down"
     return True
 
 

@@ -54,7 +54,6 @@ def test_what_was_stored_under_short_names_is_found(root: Path) -> None:
     folder = store_model()
     store = Store(REPO)
     found = store.downloaded(COMMIT, SOURCE)
-    assert found is not None
     assert (found.folder, found.repo, found.commit) == (folder, REPO, COMMIT)
     assert store.commit_of(REVISION) == COMMIT
     assert (listing := store.listing(COMMIT)) is not None

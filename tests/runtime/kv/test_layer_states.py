@@ -79,13 +79,11 @@ def read(bound: Any, stop: int, width: int = 100) -> None:
 
 
 def spacing_of(arena: KVArena) -> int:
-    assert arena.states is not None
     return arena.states.checkpoints.spacing
 
 
 def has_strips(arena: KVArena) -> bool:
     """Whether states after every token of a pass are known, also of a wide one."""
-    assert arena.states is not None
     return all(each.of_every_token for each in arena.states.types)
 
 

@@ -227,7 +227,6 @@ def test_slots_of_another_graph_are_used_only_where_it_may_read_prompts() -> Non
     write(either, arena)
     assert [prefixes.find(np.arange(100))[0] for prefixes in (either, plain)] == [100, 40]
     restored = restored_slots(plain)
-    assert restored is not None
     assert (restored.length, restored.plain_length) == (40, 40)
     written = files()[0].stat().st_ino
     write(plain, restored_and_computed := arena_of(100, 2.0))
@@ -259,7 +258,6 @@ def test_a_cache_that_is_being_written_is_copied_and_not_taken_over(monkeypatch:
     begin.set()
     memory.wait()
     restored = restored_slots(prefixes)
-    assert restored is not None
     assert all((each == 5.0).all() for each in restored.snapshot())
     assert memory.take([*range(90), 7]) is arena
 
