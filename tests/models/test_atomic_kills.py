@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import count
@@ -20,6 +19,7 @@ from edgerun.models.bundle import open_bundle
 from edgerun.models.file_system import move
 from edgerun.models.find import find_model
 from support.killed_process import KillingServer, killing_server, needs_kills, replace_folder, write_file
+from support.processes import started
 from support.tiny_models import write_checkpoint
 
 pytestmark = needs_kills
@@ -170,8 +170,8 @@ with edgerun.load(sys.argv[1]) as engine, engine.session() as session:
 
 def test_a_killed_save_leaves_nothing_after_the_next(tmp_path: Path, tiny_bundle: Path) -> None:
     path = tmp_path / "conversation"
-    killed = subprocess.run([sys.executable, "-c", SAVE, tiny_bundle, path], check=False)
-    assert killed.returncode == -signal.SIGKILL
+    with started([sys.executable, "-c", SAVE, str(tiny_bundle), str(path)]) as process:
+        assert process.wait() == -signal.SIGKILL
     assert len(list(tmp_path.iterdir())) == 1
     with edgerun.load(tiny_bundle) as engine, engine.session() as session:
         session.send("the", max_tokens=4)
