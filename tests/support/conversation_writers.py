@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from edgerun.edge.conversations.records import MessageState
+from edgerun.edge.conversations.store import ConversationStore
 from support.processes import started
 
 
@@ -32,9 +34,6 @@ def writing_process(operation: str, path: Path, *arguments: str) -> Iterator[sub
 
 def write_conversations(path: str) -> None:
     """Write conversations, one after the other, until the process is killed; every line is what is stored by then."""
-    from edgerun.edge.conversations.records import MessageState
-    from edgerun.edge.conversations.store import ConversationStore
-
     store = ConversationStore(Path(path))
     while True:
         conversation = store.create(title="kept")
@@ -56,9 +55,6 @@ def write_conversations(path: str) -> None:
 
 def write_one_answer(path: str, conversation_id: str, question_id: str) -> None:
     """Begin an answer, and go on living."""
-    from edgerun.edge.conversations.records import MessageState
-    from edgerun.edge.conversations.store import ConversationStore
-
     store = ConversationStore(Path(path))
     answer = store.add_message(conversation_id, question_id, "assistant", "so far", state=MessageState.WRITING)
     acknowledge(answer=answer.id)
@@ -67,8 +63,6 @@ def write_one_answer(path: str, conversation_id: str, question_id: str) -> None:
 
 def add_messages(path: str, conversation_id: str, name: str, count: str) -> None:
     """Add messages to a conversation that other processes write as well, each below the leaf of that moment."""
-    from edgerun.edge.conversations.store import ConversationStore
-
     with ConversationStore(Path(path)) as store:
         for number in range(int(count)):
             leaf = store.conversation(conversation_id).leaf
@@ -81,8 +75,6 @@ def add_messages(path: str, conversation_id: str, name: str, count: str) -> None
 
 def open_and_add(path: str) -> None:
     """Wait for a line, open the store and add a conversation; say which, and what the notices were."""
-    from edgerun.edge.conversations.store import ConversationStore
-
     sys.stdin.readline()
     notices: list[str] = []
     with ConversationStore(Path(path), notices.append) as store:

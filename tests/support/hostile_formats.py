@@ -26,78 +26,67 @@ def _nested(depth: int) -> dict[str, Any]:
     return schema
 
 
-HOSTILE: Final[dict[str, tuple[str, Any, str]]] = {
-    "keyword": ("guided_json", {"not": {}}, "not supported: not"),
-    "reference to itself": ("guided_json", {"$ref": "#"}, "nothing can follow"),
-    "references in a circle": (
-        "guided_json",
-        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
-        "nothing can follow",
-    ),
-    "recursive": (
-        "guided_json",
-        {"$ref": "#/$defs/n", "$defs": {"n": {"type": "object", "additionalProperties": {"$ref": "#/$defs/n"}}}},
-        "",
-    ),
-    "long chain of references": ("guided_json", _chain(1500), ""),
-    "too long chain of references": ("guided_json", _chain(20_000), "levels deep"),
-    "nested": ("guided_json", _nested(300), "recursion limit"),
-    "10,000 required properties": (
-        "guided_json",
-        {"type": "object", "properties": {key: {"type": "boolean"} for key in _NAMES}, "required": _NAMES},
-        "",
-    ),
-    "10,000 optional properties": ("guided_json", {"properties": {key: {} for key in _NAMES}}, "optional properties"),
-    "10,000 pattern properties": (
-        "guided_json",
-        {"patternProperties": {f"^{name}": {} for name in _NAMES}},
-        "10000 patternProperties",
-    ),
-    "100,000 constants": ("guided_json", {"enum": list(range(100_000))}, "too big"),
-    "a million items": (
-        "guided_json",
-        {"type": "array", "minItems": 10**6, "items": {"type": "null"}},
-        "too complex",
-    ),
-    "a billion characters": ("guided_json", {"type": "string", "minLength": 10**9}, ""),
-    "combinations": (
-        "guided_json",
-        {"allOf": [{"anyOf": [{"properties": {f"k{i}{j}": {}}} for i in range(8)]} for j in range(8)]},
-        "too large",
-    ),
-    "explosive pattern": (
-        "guided_json",
-        {"type": "string", "pattern": "^((a{1,1000}){1,1000}){1,1000}$"},
-        "too many expressions",
-    ),
-    "explosive regex": ("guided_regex", "((a{1,1000}){1,1000}){1,1000}", "too many expressions"),
-    "exponential regex": ("guided_regex", "[ab]*a[ab]{200}", ""),
-    "nested regex": ("guided_regex", "(" * 5000 + "a" + ")*" * 5000, "nested parentheses"),
-    "rules in a circle": ("guided_grammar", "start: a\na: b\nb: a", "nothing can follow"),
-    "ambiguous": ("guided_grammar", 'start: e\ne: e e e | e e | "a" | "aa" | ""', ""),
-    "long chain of rules": ("guided_grammar", _rules(4000), ""),
-    "too long chain of rules": ("guided_grammar", _rules(30_000), "levels deep"),
-    "2,000 optional parts": ("guided_grammar", "start: " + '"a"? ' * 2000, "too complex"),
-    "200,000 alternatives": (
-        "guided_grammar",
-        "start: " + " | ".join(f'"a{n}"' for n in range(200_000)),
-        " parts in ",
-    ),
-    "a long sequence": ("guided_grammar", "start: " + " ".join(f'"a{n}"' for n in range(40_000)), " parts in "),
-    "a sequence of long texts": (
-        "guided_grammar",
-        "start: " + " ".join(f'"{n}{"a" * 400}"' for n in range(5000)),
-        " parts in ",
-    ),
-    "a list of long constants": (
-        "guided_json",
-        {"type": "array", "minItems": 5000, "prefixItems": [{"const": f"{n}{'a' * 400}"} for n in range(5000)]},
-        " parts in ",
-    ),
-    "a million blank lines": ("guided_grammar", 'root ::= "a"' + "\n" * 1_000_000, ""),
-    "nested GBNF": ("guided_grammar", "root ::= " + "(" * 3000 + '"a"' + ")" * 3000, "nested too deep"),
-    "10,000 choices": ("guided_choice", [f"choice {name}" for name in _NAMES], ""),
-    "too many choices": ("guided_choice", [f"choice {n}" for n in range(10_001)], "10001 choices"),
+_HOSTILE: Final[dict[str, dict[str, tuple[Any, str]]]] = {
+    "guided_json": {
+        "keyword": ({"not": {}}, "not supported: not"),
+        "reference to itself": ({"$ref": "#"}, "nothing can follow"),
+        "references in a circle": (
+            {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+            "nothing can follow",
+        ),
+        "recursive": (
+            {"$ref": "#/$defs/n", "$defs": {"n": {"type": "object", "additionalProperties": {"$ref": "#/$defs/n"}}}},
+            "",
+        ),
+        "long chain of references": (_chain(1500), ""),
+        "too long chain of references": (_chain(20_000), "levels deep"),
+        "nested": (_nested(300), "recursion limit"),
+        "10,000 required properties": (
+            {"type": "object", "properties": {key: {"type": "boolean"} for key in _NAMES}, "required": _NAMES},
+            "",
+        ),
+        "10,000 optional properties": ({"properties": {key: {} for key in _NAMES}}, "optional properties"),
+        "10,000 pattern properties": (
+            {"patternProperties": {f"^{name}": {} for name in _NAMES}},
+            "10000 patternProperties",
+        ),
+        "100,000 constants": ({"enum": list(range(100_000))}, "too big"),
+        "a million items": ({"type": "array", "minItems": 10**6, "items": {"type": "null"}}, "too complex"),
+        "a billion characters": ({"type": "string", "minLength": 10**9}, ""),
+        "combinations": (
+            {"allOf": [{"anyOf": [{"properties": {f"k{i}{j}": {}}} for i in range(8)]} for j in range(8)]},
+            "too large",
+        ),
+        "explosive pattern": ({"type": "string", "pattern": "^((a{1,1000}){1,1000}){1,1000}$"}, "too many expressions"),
+        "a list of long constants": (
+            {"type": "array", "minItems": 5000, "prefixItems": [{"const": f"{n}{'a' * 400}"} for n in range(5000)]},
+            " parts in ",
+        ),
+    },
+    "guided_regex": {
+        "explosive regex": ("((a{1,1000}){1,1000}){1,1000}", "too many expressions"),
+        "exponential regex": ("[ab]*a[ab]{200}", ""),
+        "nested regex": ("(" * 5000 + "a" + ")*" * 5000, "nested parentheses"),
+    },
+    "guided_grammar": {
+        "rules in a circle": ("start: a\na: b\nb: a", "nothing can follow"),
+        "ambiguous": ('start: e\ne: e e e | e e | "a" | "aa" | ""', ""),
+        "long chain of rules": (_rules(4000), ""),
+        "too long chain of rules": (_rules(30_000), "levels deep"),
+        "2,000 optional parts": ("start: " + '"a"? ' * 2000, "too complex"),
+        "200,000 alternatives": ("start: " + " | ".join(f'"a{n}"' for n in range(200_000)), " parts in "),
+        "a long sequence": ("start: " + " ".join(f'"a{n}"' for n in range(40_000)), " parts in "),
+        "a sequence of long texts": ("start: " + " ".join(f'"{n}{"a" * 400}"' for n in range(5000)), " parts in "),
+        "a million blank lines": ('root ::= "a"' + "\n" * 1_000_000, ""),
+        "nested GBNF": ("root ::= " + "(" * 3000 + '"a"' + ")" * 3000, "nested too deep"),
+    },
+    "guided_choice": {
+        "10,000 choices": ([f"choice {name}" for name in _NAMES], ""),
+        "too many choices": ([f"choice {n}" for n in range(10_001)], "10001 choices"),
+    },
+}
+HOSTILE: Final = {
+    name: (field, value, said) for field, cases in _HOSTILE.items() for name, (value, said) in cases.items()
 }
 """The field of a request, its value, and what the error says; empty where an answer is possible."""
 

@@ -36,45 +36,31 @@ from .tiny_models import tiny_config, write_checkpoint
 CONTEXT = 600
 
 
-class EagleReference:
-    """The features of a target and the outputs of its EAGLE-3 head, from the checkpoints in float64."""
+class HeadReference:
+    """The features of a target and the outputs of its draft head, from the checkpoints in float64."""
 
-    def __init__(self, folder: Path) -> None:
-        self._target = Checkpoint(folder / "target")
-        self._config = json.loads((folder / "target" / "config.json").read_text(encoding="utf-8"))
-        self._head = open_eagle_head(folder / "head", read_config(folder / "target"))
+    def __init__(self, folder: Path, kind: HeadKind) -> None:
+        target, config = folder / "target", read_config(folder / "target")
+        self._target = Checkpoint(target)
+        self._config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+        self._eagle = open_eagle_head(folder / "head", config) if kind is HeadKind.EAGLE else None
+        self._module = open_mtp_module(target, config) if kind is HeadKind.MTP else None
 
     def features(self, tokens: list[int]) -> npt.NDArray[np.float64]:
-        """The concatenated residual stream entering the layers that the head reads, `[tokens, features]`."""
+        """The residual stream entering the layers that the head reads, or after the last one, `[tokens, features]`."""
         states = reference_states(self._target, self._config, np.array(tokens), CONTEXT)
-        return np.concatenate([states[layer] for layer in self._head.features.layers], axis=-1)
+        layers = [-1] if self._eagle is None else self._eagle.features.layers
+        return np.concatenate([states[layer] for layer in layers], axis=-1)
 
     def run(self, tokens: list[int], path: tuple[int, ...], first: int = 0) -> HeadOutputs:
         """The head over a sequence from its token `first` on, and then a path of draft tokens."""
         features = self.features(tokens[:-1])[first:]
-        embeddings = embedding_rows(self._target, np.array([*tokens[first + 1 :], *path]))
-        return reference_head(self._head.checkpoint, self._head.settings, embeddings, features, CONTEXT)
-
-
-class MtpReference:
-    """The features of a target and the outputs of its multi-token-prediction module, in float64."""
-
-    def __init__(self, folder: Path) -> None:
-        self._target = Checkpoint(folder / "target")
-        self._config = json.loads((folder / "target" / "config.json").read_text(encoding="utf-8"))
-        self._module = open_mtp_module(folder / "target", read_config(folder / "target"))
-
-    def features(self, tokens: list[int]) -> npt.NDArray[np.float64]:
-        """The residual stream after the last layer, `[tokens, hidden]`."""
-        return reference_states(self._target, self._config, np.array(tokens), CONTEXT)[-1]
-
-    def run(self, tokens: list[int], path: tuple[int, ...], first: int = 0) -> HeadOutputs:
-        """The module over a sequence from its token `first` on, and then a path of draft tokens."""
         following = np.array([*tokens[first + 1 :], *path])
-        features = self.features(tokens[:-1])[first:]
-        return reference_mtp(
-            self._module.checkpoint, self._target, self._target, self._config, following, features, CONTEXT
-        )
+        if self._eagle is not None:
+            embeddings = embedding_rows(self._target, following)
+            return reference_head(self._eagle.checkpoint, self._eagle.settings, embeddings, features, CONTEXT)
+        own = self._module.checkpoint
+        return reference_mtp(own, self._target, self._target, self._config, following, features, CONTEXT)
 
 
 @dataclass(frozen=True)
@@ -84,7 +70,7 @@ class TargetWithHead:
     bundle: Path
     kind: HeadKind
     source: Source
-    reference: EagleReference | MtpReference
+    reference: HeadReference
 
     @property
     def speculation(self) -> Speculation:
@@ -114,7 +100,7 @@ def export_with_eagle_head(
     head = write_eagle_head(folder / "head", tiny_config(family, **settings), **overrides)
     recipe = ExportRecipe(weights, draft=head)
     bundle = export_checkpoint(target, folder / "bundle", recipe).bundle
-    return TargetWithHead(bundle, HeadKind.EAGLE, Source.EAGLE, EagleReference(folder))
+    return TargetWithHead(bundle, HeadKind.EAGLE, Source.EAGLE, HeadReference(folder, HeadKind.EAGLE))
 
 
 def export_with_mtp_module(folder: Path, weights: WeightFormat = FP32, **overrides: object) -> TargetWithHead:
@@ -122,7 +108,7 @@ def export_with_mtp_module(folder: Path, weights: WeightFormat = FP32, **overrid
     target = write_mtp_checkpoint(folder / "target", max_position_embeddings=CONTEXT, **overrides)
     recipe = ExportRecipe(weights, draft=OWN_MODULE)
     bundle = export_checkpoint(target, folder / "bundle", recipe).bundle
-    return TargetWithHead(bundle, HeadKind.MTP, Source.MTP, MtpReference(folder))
+    return TargetWithHead(bundle, HeadKind.MTP, Source.MTP, HeadReference(folder, HeadKind.MTP))
 
 
 def assert_accepted_tokens_run_again(headed: TargetWithHead, *, trees: bool = True) -> None:
