@@ -13,7 +13,7 @@ import pytest
 
 import edgerun.models.bundle
 from edgerun import BundleError
-from edgerun.models.bundle import Bundle, digest_file, holds_only_bundle_files, open_bundle
+from edgerun.models.bundle import Bundle, holds_only_bundle_files, open_bundle
 from edgerun.models.find import bundled_folder, find_model
 from edgerun.models.graph_variant import VARIANT_CONTRACT, DeviceKind, Precision, VariantFile
 from edgerun.models.json_file import is_finite, is_whole
@@ -123,19 +123,13 @@ BAD: list[tuple[str | bytes, str]] = [
     (changed(put("architecture/tied_head", "no")), "architecture.tied_head 'no', which must be true or false"),
     (changed(put("architecture/family", None)), "architecture.family None, which must be text"),
     (changed(put("weights", {})), "it lacks weights.head"),
-    (changed(put("weights", [])), "it has weights [], which must be an object"),
     (changed(put("weights/head", {})), "it lacks weights.head.bits"),
-    (changed(put("weights/head/bits", "4")), "weights.head.bits '4', which must be a whole"),
-    (changed(put("files", None)), "it has files None, which must be an object"),
     (changed(put("files/model.onnx", 5)), "it has files.model.onnx 5, which must be an object"),
     (changed(put("files/model.onnx/bytes", -1)), "files.model.onnx.bytes -1, which must be a whole"),
-    (changed(put("files/model.onnx/sha256", 1)), "files.model.onnx.sha256 1, which must be text"),
     (changed(put("bits_per_weight", float("nan"))), "bits_per_weight nan, which must be a finite number"),
     (changed(put("bits_per_weight", 10**400)), "which must be a finite number"),
-    (changed(put("parity/mean_kl", float("inf"))), "parity.mean_kl inf, which must be a finite number"),
     (changed(put("format", "1")), "it has format '1', which must be a whole number"),
     (changed(put("contract", 0)), "it has contract 0, which must be a whole number"),
-    (changed(put("draft", "small")), "it has draft 'small', which must be an object"),
     (changed(put("draft", {})), "it lacks draft.path"),
     (changed(put("draft", {"path": ""})), "it has draft.path '', which must be a path from the bundle's folder"),
     (changed(put("draft", {"path": "/etc"})), "it has draft.path '/etc', which must be a path from"),
@@ -150,7 +144,6 @@ BAD: list[tuple[str | bytes, str]] = [
     (changed(put("variants", [{"file": "x"}])), "it lacks variants.0.device, variants.0.precision"),
     (changed(put("variants", [{**GPU_VARIANT, "file": "x"}])), "has variants.0.file 'x', which files lacks"),
     (changed(put("variants", [{**GPU_VARIANT, "width": 0}])), "has variants.0.width 0, which must be a whole number"),
-    (changed(put("command", 1)), "it has command 1, which must be text"),
     (changed(put("calibration", {"origin": "a.txt"})), "it lacks calibration.tokens, calibration.held_out_tokens"),
     (changed(put("quality", {"mean_kl": "0"})), "it has quality.mean_kl '0', which must be a finite number"),
 ]
@@ -264,8 +257,3 @@ def test_json_numbers_are_told_apart() -> None:
     assert [is_whole(value, 1) for value in (1, 10**400, 0, True, 1.0, "1", None)] == [True, True, *[False] * 5]
     finite = (1, 0.5, -3, 10**400, float("nan"), float("inf"), True, "1", None)
     assert [is_finite(value) for value in finite] == [True, True, True, *[False] * 6]
-
-
-def test_digests_cover_the_whole_file(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"a" * (2 << 20))
-    assert digest_file(tmp_path / "file").bytes == 2 << 20
