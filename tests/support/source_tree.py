@@ -11,7 +11,6 @@ ROOMS = ("edge", "export", "runtime", "models")
 """From the top floor down."""
 
 
-@cache
 def syntax_tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
@@ -26,6 +25,7 @@ def name_of(path: Path) -> tuple[str, ...]:
     return parts[:-1] if parts[-1] == "__init__" else parts
 
 
+@cache
 def imports(path: Path) -> list[tuple[str, ...]]:
     """Absolute module paths a file imports, also inside functions; inside the package they start with 'edgerun'."""
     package = ("edgerun", *path.relative_to(ROOT).parent.parts)
@@ -52,6 +52,7 @@ def modules_imported(path: Path, known: set[tuple[str, ...]]) -> set[tuple[str, 
     return found
 
 
+@cache
 def code_lines(path: Path) -> int:
     """Number of lines that are neither blank nor comment nor docstring."""
     texts: set[int] = set()
