@@ -19,7 +19,7 @@ from edgerun.models.bundle import Bundle
 from edgerun.runtime.text.detokenizer import StreamDecoder
 from edgerun.runtime.text.tokenizer import TextTokenizer
 from edgerun.runtime.tools.answer_format import AnswerFormat
-from support.tool_answers import ANSWERS, FAMILIES, TOOLS, Parsed, joined_parts, parsed
+from support.tool_answers import ANSWERS, FAMILIES, TOOLS, Answer, joined_parts, parsed
 
 NAMES = {tool["function"]["name"] for tool in TOOLS}
 
@@ -30,7 +30,7 @@ def written(family: str, number: int) -> tuple[str, str]:
     return FAMILIES[family].written(FAMILIES[family].fitted(ANSWERS[number]))
 
 
-def read(family: str, text: str, prompt: str = "", size: int = 0) -> Parsed:
+def read(family: str, text: str, prompt: str = "", size: int = 0) -> Answer:
     """What is read of an answer in pieces of some size; 0 for one piece."""
     pieces = [text[at : at + size] for at in range(0, len(text), size)] if size else [text]
     return parsed(FAMILIES[family].parser(prompt), pieces)
@@ -46,7 +46,7 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
 def test_what_a_template_writes_is_recovered(family: str, number: int) -> None:
     expected = FAMILIES[family].fitted(ANSWERS[number])
     prompt, text = written(family, number)
-    whole = Parsed(expected.text, expected.reasoning, expected.calls, unparsed=False)
+    whole = Answer(expected.text, expected.reasoning, expected.calls, unparsed=False)
     for size in (0, 1, 2, 3, 7):
         assert read(family, text, prompt, size) == whole, size
     source = random.Random(number)
@@ -199,7 +199,7 @@ def test_what_is_not_a_call_is_text_with_a_flag(family: str, text: str) -> None:
 )
 def test_text_that_does_not_look_like_a_call_has_no_flag(family: str, text: str) -> None:
     for size in (0, 1, 4):
-        assert read(family, text, "", size) == Parsed(text, "", (), unparsed=False)
+        assert read(family, text, "", size) == Answer(text, "", (), unparsed=False)
 
 
 @pytest.mark.parametrize(
@@ -246,21 +246,21 @@ INSIDE = f'<tool_call>{{"name": "nope", "arguments": {{"x": {CALL!r}}}}}</tool_c
     ("family", "prompt", "text", "expected"),
     [
         # A good call after a bad one is found, and one inside of a bad one is text.
-        ("qwen2.5", "", f"First {BAD}\n{CALL}", Parsed(f"First {BAD}", "", (("now", {}),), unparsed=True)),
-        ("qwen2.5", "", INSIDE, Parsed(INSIDE, "", (), unparsed=True)),
+        ("qwen2.5", "", f"First {BAD}\n{CALL}", Answer(f"First {BAD}", "", (("now", {}),), unparsed=True)),
+        ("qwen2.5", "", INSIDE, Answer(INSIDE, "", (), unparsed=True)),
         # The prompt began or ended the reasoning; reasoning without an end is not text, and a call in it is not made.
         (
             "qwen3",
             "<|im_start|>assistant\n<think>\n",
             "I think\nso.\n</think>\n\nYes.",
-            Parsed("Yes.", "I think\nso.", (), unparsed=False),
+            Answer("Yes.", "I think\nso.", (), unparsed=False),
         ),
-        ("qwen3", "<think>\n\n</think>\n\n", "Yes.", Parsed("Yes.", "", (), unparsed=False)),
-        ("qwen3", "", "<think>\nI think </thi", Parsed("", "I think </thi", (), unparsed=False)),
-        ("qwen3", "", f"<think>{CALL}</think>No.", Parsed("No.", CALL, (), unparsed=False)),
+        ("qwen3", "<think>\n\n</think>\n\n", "Yes.", Answer("Yes.", "", (), unparsed=False)),
+        ("qwen3", "", "<think>\nI think </thi", Answer("", "I think </thi", (), unparsed=False)),
+        ("qwen3", "", f"<think>{CALL}</think>No.", Answer("No.", CALL, (), unparsed=False)),
     ],
 )
-def test_calls_and_reasoning_beside_each_other(family: str, prompt: str, text: str, expected: Parsed) -> None:
+def test_calls_and_reasoning_beside_each_other(family: str, prompt: str, text: str, expected: Answer) -> None:
     for size in (0, 2, 3, 4):
         assert read(family, text, prompt, size) == expected
 
@@ -329,4 +329,4 @@ def test_answers_are_recovered_from_their_tokens(family: str, tmp_path: Path) ->
             parts.append(parser.push(decoder.push(ids[:count])))
             ids = ids[count:]
         parts += [parser.push(decoder.flush()), parser.finish()]
-        assert joined_parts(parts) == Parsed(expected.text, expected.reasoning, expected.calls, unparsed=False), text
+        assert joined_parts(parts) == Answer(expected.text, expected.reasoning, expected.calls, unparsed=False), text
