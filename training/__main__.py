@@ -26,7 +26,7 @@ from .checkpoint import load_model, save_model
 from .corpus import data_folder
 from .evaluate import agreement, answer_all, answer_loss, by_group, validate
 from .examples import answer_cross_entropy, task_examples
-from .recipe import DRAFT_SIZE, TARGET_SHAPE, load_pairs, tokenizer_texts
+from .recipe import TARGET_SHAPE, load_pairs, tokenizer_texts
 from .tasks import TaskMaker, distillation_requests
 from .tokenizer import ChatCodec, train_tokenizer
 
@@ -155,7 +155,7 @@ def run_draft(arguments: argparse.Namespace) -> None:
         loss=arguments.loss,
         hard=arguments.hard,
         answers=AnswerOptions(max_tokens=48, seed=arguments.seed),
-        size=DRAFT_SIZE,
+        hidden_size=128,
         initial=arguments.init,
         dropout=arguments.dropout,
         rounding=arguments.rounding,

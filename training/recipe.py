@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..export.draft_training.request import DraftSize
 from ..export.draft_training.torch_llama import ModelShape
 from .corpus import Pair, load_heldout, load_nl2bash, load_tldr, split_validation, without
 from .everyday import load_everyday
 
 TARGET_SHAPE = ModelShape()
-DRAFT_SIZE = DraftSize(layers=2, hidden_size=128)
 VALIDATION_PER_MILLE = 10
 EVERYDAY_COPIES = 6
 

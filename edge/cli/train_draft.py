@@ -159,7 +159,7 @@ def _request(target: str, out: Path, text: Sequence[Path], options: TrainDraftOp
 
     from ...export.draft_training.draft_tasks import LossKind
     from ...export.draft_training.optimizer import TrainOptions
-    from ...export.draft_training.request import DraftKind, DraftSize, DraftTrainingRequest
+    from ...export.draft_training.request import DraftKind, DraftTrainingRequest
     from ...export.draft_training.target_data import AnswerOptions, PromptConversation
     from ...export.draft_training.torch_llama import BlockRounding
 
@@ -183,7 +183,8 @@ def _request(target: str, out: Path, text: Sequence[Path], options: TrainDraftOp
         kind=DraftKind.MODEL if options.head is None else DraftKind.EAGLE3,
         loss=LossKind(options.loss.value),
         answers=AnswerOptions(options.max_tokens, options.temperature, options.seed),
-        size=DraftSize(options.layers, options.hidden_size),
+        layers=options.layers,
+        hidden_size=options.hidden_size,
         vocabulary=options.vocabulary,
         depths=options.depth,
         initial=options.init,

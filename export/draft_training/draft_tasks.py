@@ -96,16 +96,10 @@ def total_variation(logprobs: Tensor, labels: Labels) -> Tensor:
     return -(probs * (reward - mean) / deviation * logprobs).sum(-1).mean()
 
 
-class AnswerAcceptance(NamedTuple):
-    """A draft compared with one answer of `n` tokens, whose first token the prompt's pass gives."""
-
-    matches: npt.NDArray[np.bool_]
-    """[depth, n]: whether a chain has token i as its token number `depth`, if all its tokens before are right."""
-    expected: npt.NDArray[np.float64]
-    """[n]: sum over tokens of min(p, q), the probability that a sampled token is accepted at position i."""
-
-
-_Compared = Callable[[Sequence[Example], torch.device], AnswerAcceptance]
+_Compared = Callable[[Sequence[Example], torch.device], tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]]
+"""Compares a draft with the n tokens of some answers, one after the other. Returns whether a chain has token i as its
+token number `depth`, if all its tokens before are right, [depth, n]; and the sum over tokens of min(p, q), the
+probability that a sampled token is accepted at position i, [n]."""
 
 
 def chain_passes(matches: npt.NDArray[np.bool_]) -> int:
@@ -114,7 +108,7 @@ def chain_passes(matches: npt.NDArray[np.bool_]) -> int:
     Each pass gives the accepted tokens of a chain and one more, which the target chooses.
 
     Args:
-        matches: see `AnswerAcceptance`; chains have as many tokens as it has rows.
+        matches: see `_Compared`; chains have as many tokens as it has rows.
     """
     depths, length = matches.shape
     place, passes = 1, 0
@@ -125,23 +119,6 @@ def chain_passes(matches: npt.NDArray[np.bool_]) -> int:
         place += accepted + 1
         passes += 1
     return passes
-
-
-def acceptance_figures(answers: Sequence[AnswerAcceptance]) -> dict[str, float]:
-    """Figures of a draft over several answers.
-
-    Returns:
-        `tokens_per_pass`: the acceptance length, mean tokens of a verifying pass with greedy chains of
-        `CHAIN` tokens; `agreement`: share of positions where the first token of a chain is the target's; `acceptance`:
-        mean of the sum of min(p, q).
-    """
-    passes = sum(chain_passes(each.matches) for each in answers)
-    positions = sum(max(0, each.matches.shape[1] - 1) for each in answers)
-    return {
-        SCORE: positions / max(1, passes),
-        "agreement": float(sum(each.matches[0, 1:].sum() for each in answers)) / max(1, positions),
-        "acceptance": float(sum(each.expected[1:].sum() for each in answers)) / max(1, positions),
-    }
 
 
 def labels_of(batch: Batch) -> Labels:
@@ -166,35 +143,49 @@ def model_loss(model: CausalLM, kind: LossKind, hard: float = 0.0) -> Callable[[
 
 @torch.no_grad()
 def _acceptance(draft: nn.Module, examples: Sequence[Example], compared: _Compared) -> dict[str, float]:
-    """Figures of a draft on the target's greedy answers; see `acceptance_figures`.
+    """Figures of a draft on the target's greedy answers; the first token of each is given by the prompt's pass.
 
-    `compared` gives `AnswerAcceptance` for all tokens of some answers, one after the other.
+    Returns:
+        `tokens_per_pass`: the acceptance length, mean tokens of a verifying pass with greedy chains of
+        `CHAIN` tokens; `agreement`: share of positions where the first token of a chain is the target's; `acceptance`:
+        mean of the sum of min(p, q).
     """
     was_training = draft.training
     draft.eval()
     device = next(draft.parameters()).device
-    answers: list[AnswerAcceptance] = []
+    passes = positions = 0
+    agreeing = overlap = 0.0
     ordered = sorted(examples, key=lambda example: len(example.ids))
     for start in range(0, len(ordered), _EVALUATED):
         chosen = ordered[start : start + _EVALUATED]
         with autocast(device):
             matches, expected = compared(chosen, device)
         ends = np.cumsum([sum(example.answer) for example in chosen])[:-1]
-        answers += map(AnswerAcceptance, np.split(matches, ends, axis=1), np.split(expected, ends))
+        for each, probs in zip(np.split(matches, ends, axis=1), np.split(expected, ends), strict=True):
+            passes += chain_passes(each)
+            positions += max(0, each.shape[1] - 1)
+            agreeing += float(each[0, 1:].sum())
+            overlap += float(probs[1:].sum())
     draft.train(was_training)
-    return acceptance_figures(answers)
+    return {
+        SCORE: positions / max(1, passes),
+        "agreement": agreeing / max(1, positions),
+        "acceptance": overlap / max(1, positions),
+    }
 
 
 def model_acceptance(model: CausalLM, examples: Sequence[Example], pad: int) -> dict[str, float]:
-    """Figures of a draft model on the target's greedy answers; see `acceptance_figures`.
+    """Figures of a draft model on the target's greedy answers; see `_acceptance`.
 
     As long as a chain is right, its tokens are the answer's, so one pass over an answer tells all chains.
     """
 
-    def compared(chosen: Sequence[Example], device: torch.device) -> AnswerAcceptance:
+    def compared(
+        chosen: Sequence[Example], device: torch.device
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
         batch = collate(chosen, pad).to(device)
         matches, expected = compare(model.head(model.hidden(batch.ids)[batch.predicts]), labels_of(batch))
-        return AnswerAcceptance(np.tile(matches, (CHAIN, 1)), expected)
+        return np.tile(matches, (CHAIN, 1)), expected
 
     return _acceptance(model, examples, compared)
 
@@ -269,12 +260,14 @@ def head_loss(head: EagleNetwork, kind: LossKind, depths: int, hard: float = 0.0
 def head_acceptance(
     head: EagleNetwork, examples: Sequence[Example], source: TargetStates, pad: int
 ) -> dict[str, float]:
-    """Figures of a head on the target's greedy answers; see `acceptance_figures`.
+    """Figures of a head on the target's greedy answers; see `_acceptance`.
 
     As long as a chain is right, it reads the tokens of the answer, so that chains from all indices run at once.
     """
 
-    def compared(chosen: Sequence[Example], device: torch.device) -> AnswerAcceptance:
+    def compared(
+        chosen: Sequence[Example], device: torch.device
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
         batch = with_states(chosen, source, pad).to(device)
         labels = head_labels(head, batch.batch)
         matches, expected = np.zeros((CHAIN, len(labels.tokens)), np.bool_), np.zeros(len(labels.tokens))
@@ -283,7 +276,7 @@ def head_acceptance(
             matches[depth, where], sums = compare(logits, labels.at(places))
             if depth == 0:
                 expected[where] = sums
-        return AnswerAcceptance(matches, expected)
+        return matches, expected
 
     return _acceptance(head, examples, compared)
 

@@ -8,9 +8,9 @@ several depths ("training-time test"; Li et al., "EAGLE-3", arXiv:2503.01840).
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,52 +28,6 @@ from ...models.draft_heads import (
 from ...models.manifest import Architecture
 from .torch_llama import MLP, AttentionProjections, Linear, ModelShape, RMSNorm, initialize, rotary_tables
 from .training_loop import write_weights
-
-
-@dataclass(frozen=True)
-class EagleShape:
-    """Sizes of a head; its layer is as wide as the target's."""
-
-    target: Architecture
-    layers: tuple[int, ...]
-    """The target's layers before which its states are read."""
-    vocab_size: int
-    """Number of tokens of the head's own LM head."""
-    rope_theta: float = 10000.0
-    eps: float = 1e-5
-
-    @property
-    def llama(self) -> ModelShape:
-        """The sizes of the head's layer."""
-        return ModelShape(
-            vocab_size=self.vocab_size,
-            hidden_size=self.target.hidden_size,
-            intermediate_size=self.target.intermediate_size,
-            num_hidden_layers=1,
-            num_attention_heads=self.target.heads,
-            num_key_value_heads=self.target.kv_heads,
-            head_dim=self.target.head_dim,
-            max_position_embeddings=self.target.context,
-            rms_norm_eps=self.eps,
-            rope_theta=self.rope_theta,
-        )
-
-    def to_config(self) -> dict[str, Any]:
-        """The `config.json` of the head's checkpoint."""
-        return {
-            "architectures": [EAGLE_ARCHITECTURES[0]],
-            "model_type": "llama",
-            **asdict(self.llama),
-            "vocab_size": self.target.vocab_size,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "mlp_bias": False,
-            "tie_word_embeddings": False,
-            DRAFT_VOCAB_SIZE: self.vocab_size,
-            # SpecForge and SGLang count from the output of the layer before.
-            EAGLE_CONFIG: {EAGLE_LAYERS: [layer - 1 for layer in self.layers], "use_aux_hidden_state": True},
-            "torch_dtype": "bfloat16",
-        }
 
 
 class _ChainAttention(AttentionProjections):
@@ -124,20 +78,41 @@ class EagleNetwork(nn.Module):
     """An EAGLE-3 head; embeddings are the target's, and not its own.
 
     Args:
-        shape: its sizes.
+        target: the target's numbers; the head's layer is as wide as its own.
+        layers: the target's layers before which its states are read.
         target_ids: the target's token ids of the head's tokens, ascending, int64 [V].
+        rope_theta: base of the rotary positions.
+        eps: epsilon of the norms.
     """
 
-    def __init__(self, shape: EagleShape, target_ids: Tensor) -> None:
+    def __init__(
+        self,
+        target: Architecture,
+        layers: Sequence[int],
+        target_ids: Tensor,
+        rope_theta: float = 10000.0,
+        eps: float = 1e-5,
+    ) -> None:
         super().__init__()
-        llama = shape.llama
-        self.shape = shape
+        self.target, self.layers = target, layers
+        self.shape = llama = ModelShape(
+            vocab_size=len(target_ids),
+            hidden_size=target.hidden_size,
+            intermediate_size=target.intermediate_size,
+            num_hidden_layers=1,
+            num_attention_heads=target.heads,
+            num_key_value_heads=target.kv_heads,
+            head_dim=target.head_dim,
+            max_position_embeddings=target.context,
+            rms_norm_eps=eps,
+            rope_theta=rope_theta,
+        )
         self.fc = Linear(EAGLE_FEATURE_LAYERS * llama.hidden_size, llama.hidden_size)
         self.midlayer = _HeadLayer(llama)
         self.norm = RMSNorm(llama.hidden_size, llama.rms_norm_eps)
         self.lm_head = Linear(llama.hidden_size, llama.vocab_size)
         self.register_buffer("target_ids", target_ids, persistent=False)
-        draft_ids = torch.full((shape.target.vocab_size,), -1, dtype=torch.int64)
+        draft_ids = torch.full((target.vocab_size,), -1, dtype=torch.int64)
         draft_ids[target_ids] = torch.arange(len(target_ids))
         self.register_buffer("draft_ids", draft_ids, persistent=False)
         cos, sin = rotary_tables(llama)
@@ -175,9 +150,23 @@ class EagleNetwork(nn.Module):
 
     def write(self, folder: Path) -> None:
         """Write the checkpoint, in bfloat16; `model.safetensors` is written last."""
-        write_atomically(folder / "config.json", json.dumps(self.shape.to_config(), indent=2).encode())
+        config = {
+            "architectures": [EAGLE_ARCHITECTURES[0]],
+            "model_type": "llama",
+            **asdict(self.shape),
+            "vocab_size": self.target.vocab_size,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            DRAFT_VOCAB_SIZE: self.shape.vocab_size,
+            # SpecForge and SGLang count from the output of the layer before.
+            EAGLE_CONFIG: {EAGLE_LAYERS: [layer - 1 for layer in self.layers], "use_aux_hidden_state": True},
+            "torch_dtype": "bfloat16",
+        }
+        write_atomically(folder / "config.json", json.dumps(config, indent=2).encode())
         target_ids = self.get_buffer("target_ids").cpu()
-        offered = torch.zeros(self.shape.target.vocab_size, dtype=torch.bool)
+        offered = torch.zeros(self.target.vocab_size, dtype=torch.bool)
         offered[target_ids] = True
         maps = {TARGET_ID_OFFSETS: target_ids - torch.arange(len(target_ids)), DRAFTED_TOKENS: offered}
         write_weights(folder, {**dict(self.named_parameters()), **maps}, torch.bfloat16)

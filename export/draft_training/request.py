@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
 from ...errors import InputError
-from ...models.bundle import TOKENIZER_AND_CONFIG_FILES, Bundle
+from ...models.bundle import Bundle
 from ...models.json_file import is_whole
 from .draft_tasks import LossKind
 from .optimizer import TrainOptions
@@ -34,15 +33,41 @@ class DraftKind(StrEnum):
 
 
 @dataclass(frozen=True)
-class DraftSize:
-    """Sizes of a draft model."""
+class DraftTrainingRequest:
+    """A draft to train."""
 
+    target: str | None
+    """The model to draft for, as for `edgerun.load`."""
+    out: Path
+    """Folder of the checkpoint; a run in it is continued."""
+    conversations: tuple[PromptConversation, ...]
+    """What the target answers, and the draft learns."""
+    held_out: tuple[PromptConversation, ...]
+    """What acceptance is measured on; always answered greedily."""
+    kind: DraftKind = DraftKind.MODEL
+    loss: LossKind = LossKind.KL
+    hard: float = 0.0
+    """Weight of the cross-entropy beside KL, 0 to 1, as in `draft_loss`."""
+    answers: AnswerOptions = field(default_factory=AnswerOptions)
     layers: int = 2
+    """Number of layers of a draft model."""
     hidden_size: int | None = None
-    """None for two fifths of the target's, as a multiple of 128."""
+    """Hidden size of a draft model; None for two fifths of the target's, as a multiple of 128."""
+    vocabulary: int = DEFAULT_VOCABULARY
+    """Largest number of tokens of a head."""
+    depths: int = 4
+    """Number of tokens of a chain with which a head is trained."""
+    initial: Path | None = None
+    """Draft checkpoint to start from; None to start from random weights."""
+    dropout: float = 0.0
+    rounding: BlockRounding | None = None
+    """Weight format to train a draft model for; None for float weights."""
+    device: str | None = None
+    """PyTorch's name of the device that trains; None for a GPU if there is one."""
+    training: TrainOptions = field(default_factory=TrainOptions)
 
-    def shape(self, target: Bundle, vocab_size: int, context: int) -> ModelShape:
-        """The shape of the draft of a target.
+    def model_shape(self, target: Bundle, vocab_size: int, context: int) -> ModelShape:
+        """The shape of the draft model of a target.
 
         Raises:
             InputError: the size does not divide into heads, or nothing says how large the target is.
@@ -67,38 +92,6 @@ class DraftSize:
             max_position_embeddings=context,
         )
 
-
-@dataclass(frozen=True)
-class DraftTrainingRequest:
-    """A draft to train."""
-
-    target: str | None
-    """The model to draft for, as for `edgerun.load`."""
-    out: Path
-    """Folder of the checkpoint; a run in it is continued."""
-    conversations: tuple[PromptConversation, ...]
-    """What the target answers, and the draft learns."""
-    held_out: tuple[PromptConversation, ...]
-    """What acceptance is measured on; always answered greedily."""
-    kind: DraftKind = DraftKind.MODEL
-    loss: LossKind = LossKind.KL
-    hard: float = 0.0
-    """Weight of the cross-entropy beside KL, 0 to 1, as in `draft_loss`."""
-    answers: AnswerOptions = field(default_factory=AnswerOptions)
-    size: DraftSize = field(default_factory=DraftSize)
-    vocabulary: int = DEFAULT_VOCABULARY
-    """Largest number of tokens of a head."""
-    depths: int = 4
-    """Number of tokens of a chain with which a head is trained."""
-    initial: Path | None = None
-    """Draft checkpoint to start from; None to start from random weights."""
-    dropout: float = 0.0
-    rounding: BlockRounding | None = None
-    """Weight format to train a draft model for; None for float weights."""
-    device: str | None = None
-    """PyTorch's name of the device that trains; None for a GPU if there is one."""
-    training: TrainOptions = field(default_factory=TrainOptions)
-
     def settings(self, target: Bundle) -> dict[str, Any]:
         """What has to be the same when a run is continued, as JSON values."""
         prompts = [[each.system, *each.turns] for each in (*self.conversations, *self.held_out)]
@@ -109,7 +102,7 @@ class DraftTrainingRequest:
             "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
             "held_out": len(self.held_out),
             "answers": asdict(self.answers),
-            "size": asdict(self.size),
+            "size": {"layers": self.layers, "hidden_size": self.hidden_size},
             "initial": None if self.initial is None else str(self.initial),
             "rounding": None if self.rounding is None else asdict(self.rounding),
             "seed": self.training.seed,
@@ -117,15 +110,3 @@ class DraftTrainingRequest:
         }
         values: dict[str, Any] = json.loads(json.dumps(settings))
         return values
-
-
-def checkpoint_files(target: Bundle) -> Mapping[str, bytes]:
-    """The target's files that its draft needs, by name: all but config.json.
-
-    Raises:
-        InputError: the target has no tokenizer.json.
-    """
-    found = {name: target.file(name) for name in TOKENIZER_AND_CONFIG_FILES if name != "config.json"}
-    if found["tokenizer.json"] is None:
-        raise InputError(f"{target.folder} has no tokenizer.json, which the draft needs", "add it")
-    return {name: path.read_bytes() for name, path in found.items() if path is not None}

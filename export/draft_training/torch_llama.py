@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -103,44 +103,15 @@ class Linear(nn.Linear):
         return functional.linear(x, self.weight if self.rounding is None else self.rounding(self.weight))
 
 
-class ChannelDropout(nn.Module):
-    """Dropout whose mask is shared by all positions of a sequence: x [B, T, C], mask [B, 1, C].
+def drop_channels(x: Tensor, share: float) -> Tensor:
+    """Dropout of x [B, T, C] with one mask [B, 1, C] for all positions of a sequence.
 
     It works as well as ordinary dropout here; random numbers for every element would take a tenth of a training step.
     """
-
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.share = share
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Zero channels of x [B, T, C] and scale up the others; returns x outside training."""
-        if not self.training or self.share == 0.0:
-            return x
-        kept = torch.rand(x.shape[0], 1, x.shape[2], device=x.device) >= self.share
-        return x * (kept / (1.0 - self.share))
-
-
-class LayerCache:
-    """KV cache of one layer, each tensor [B, Hkv, T, D], for decoding one token at a time."""
-
-    def __init__(self) -> None:
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-
-    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values of new tokens; returns the keys and values of all tokens."""
-        self.keys = keys if self.keys is None else torch.cat((self.keys, keys), dim=2)
-        self.values = values if self.values is None else torch.cat((self.values, values), dim=2)
-        return self.keys, self.values
-
-    def keep(self, kept: Tensor) -> None:
-        """Keep only the sequences where `kept` (bool [B]) is true."""
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[kept], self.values[kept]
-
-    def __len__(self) -> int:
-        return 0 if self.keys is None else self.keys.shape[2]
+    if share == 0.0:
+        return x
+    kept = torch.rand(x.shape[0], 1, x.shape[2], device=x.device) >= share
+    return x * (kept / (1.0 - share))
 
 
 class AttentionProjections(nn.Module):
@@ -176,11 +147,9 @@ class AttentionProjections(nn.Module):
 class Attention(AttentionProjections):
     """Causal self-attention."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: LayerCache | None) -> Tensor:
-        """Mix x [B, T, C] along T; cos, sin [T, D], mask [.., T, past + T] with 0 or a large negative number."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+        """Mix x [B, T, C] along T; cos, sin [T, D], mask [T, T] with 0 or minus infinity."""
         query, key, value = self.rotated(x, cos, sin)
-        if cache is not None:
-            key, value = cache.extend(key, value)
         key, value = self.repeated(key), self.repeated(value)
         # Training sequences are short (about 40 tokens), where plain matrix products beat fused attention kernels on
         # CPUs: measured a fifth off the whole training step.
@@ -212,12 +181,13 @@ class Layer(nn.Module):
         self.self_attn = Attention(shape, shape.hidden_size)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = MLP(shape)
-        self.dropout = ChannelDropout(dropout)
+        self.dropout = dropout
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         """One layer over x [B, T, C]; the other arguments are as for `Attention`."""
-        x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin, mask, cache))
-        out: Tensor = x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
+        share = self.dropout if self.training else 0.0
+        x = x + drop_channels(self.self_attn(self.input_layernorm(x), cos, sin, mask), share)
+        out: Tensor = x + drop_channels(self.mlp(self.post_attention_layernorm(x)), share)
         return out
 
 
@@ -229,7 +199,7 @@ class Backbone(nn.Module):
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(Layer(shape, dropout) for _ in range(shape.num_hidden_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.dropout = ChannelDropout(dropout)
+        self.dropout = dropout
         self.rounding: BlockRounding | None = None
         cos, sin = rotary_tables(shape)
         self.register_buffer("cos", cos, persistent=False)
@@ -240,19 +210,15 @@ class Backbone(nn.Module):
         weight = self.embed_tokens.weight
         return weight if self.rounding is None else self.rounding(weight)
 
-    def forward(self, ids: Tensor, cache: Sequence[LayerCache] | None = None, padding: Tensor | None = None) -> Tensor:
-        """Normalized hidden states [B, T, C] for token ids int64 [B, T]; other arguments as for `CausalLM.hidden`."""
-        past = len(cache[0]) if cache else 0
-        total = past + ids.shape[1]
-        cos, sin = self.get_buffer("cos")[past:total], self.get_buffer("sin")[past:total]
-        mask = torch.full((ids.shape[1], total), -torch.inf, device=ids.device).triu(past + 1)
-        if padding is not None:
-            # Finite, so that a padding position, which may attend to nothing, does not become NaN.
-            padded = torch.arange(total, device=ids.device) < padding[:, None]
-            mask = (mask.clamp(min=-1e9) - 1e9 * padded[:, None, :])[:, None]
-        x = self.dropout(functional.embedding(ids, self.embeddings()))
-        for number, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, mask, cache[number] if cache else None)
+    def forward(self, ids: Tensor) -> Tensor:
+        """Normalized hidden states [B, T, C] for token ids int64 [B, T]."""
+        length = ids.shape[1]
+        cos, sin = self.get_buffer("cos")[:length], self.get_buffer("sin")[:length]
+        mask = torch.full((length, length), -torch.inf, device=ids.device).triu(1)
+        embedded = functional.embedding(ids, self.embeddings())
+        x = drop_channels(embedded, self.dropout if self.training else 0.0)
+        for layer in self.layers:
+            x = layer(x, cos, sin, mask)
         out: Tensor = self.norm(x)
         return out
 
@@ -281,19 +247,15 @@ class CausalLM(nn.Module):
         self._compiled: Callable[[Tensor], Tensor] | None = None
         initialize(self, shape.num_hidden_layers)
 
-    def hidden(self, ids: Tensor, cache: Sequence[LayerCache] | None = None, padding: Tensor | None = None) -> Tensor:
-        """Final hidden states, float [B, T, hidden_size], for token ids int64 [B, T].
-
-        With a cache (one entry per layer) the ids follow the cached tokens, and their keys and values are added to it.
-        padding, int64 [B], is the number of padding ids at the start of each sequence.
-        """
-        if self._compiled is not None and self.training and cache is None:
+    def hidden(self, ids: Tensor) -> Tensor:
+        """Final hidden states, float [B, T, hidden_size], for token ids int64 [B, T]."""
+        if self._compiled is not None and self.training:
             return self._compiled(ids)
-        out: Tensor = self.model(ids, cache, padding)
+        out: Tensor = self.model(ids)
         return out
 
     def compile_training(self) -> None:
-        """Compile training passes with torch.compile; evaluation, whose shapes vary with the cache, is not compiled."""
+        """Compile training passes with torch.compile; evaluation, whose shapes vary more, is not compiled."""
         self._compiled = torch.compile(self.model.forward, dynamic=True)
 
     def round_weights(self, rounding: BlockRounding | None) -> None:

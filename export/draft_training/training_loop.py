@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
@@ -79,9 +80,8 @@ def load_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     path = folder / STATE_TENSORS
     if not path.exists():
         return None
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    numbers: dict[str, Any] = json.loads(header["__metadata__"]["numbers"])
+    with safe_open(path, "pt") as file:
+        numbers: dict[str, Any] = json.loads(file.metadata()["numbers"])
     return load_file(path), numbers
 
 

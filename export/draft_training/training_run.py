@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +14,14 @@ import torch
 
 from ...errors import InputError
 from ...models.atomic import write_atomically
+from ...models.bundle import TOKENIZER_AND_CONFIG_FILES
 from ...models.json_file import is_finite, read_json_object
 from ...models.progress import Progress, silent
 from ...runtime.engine import Engine
 from ...runtime.engine_loading import load
 from .draft_tasks import SCORE, head_acceptance, head_loss, model_acceptance, model_loss, with_states
-from .eagle_head import EagleNetwork, EagleShape
-from .request import DraftKind, DraftTrainingRequest, checkpoint_files
+from .eagle_head import EagleNetwork
+from .request import DraftKind, DraftTrainingRequest
 from .target_data import AnswerOptions, TargetStates, TargetText
 from .torch_llama import CausalLM
 from .training_batches import POOL_EXAMPLES, BatchStream, Example, in_epochs
@@ -29,16 +30,6 @@ from .training_loop import TrainingTask, read_checkpoint, train, write_checkpoin
 WORK_FOLDER: Final = "training"
 """Folder in the checkpoint's with the answers of the target and the state of the run."""
 _SETTINGS_NAME: Final = "request.json"
-
-
-class _Texts(NamedTuple):
-    """What the target answered."""
-
-    train: list[Example]
-    held_out: list[Example]
-    pad: int
-    ends: list[int]
-    """Tokens that end a text."""
 
 
 def train_draft(
@@ -68,56 +59,66 @@ def train_draft(
         answered = writer.answered(request.conversations, request.answers, work / "answers", progress)
         if not answered or not held_out:
             raise InputError("the target answered none of the prompts", "give prompts that fit its context")
-        ends = sorted(engine.tokenizer.eos)
-        texts = _Texts(answered, held_out, ends[0] if ends else 0, ends)
-        device = torch.device(request.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.manual_seed(request.training.seed)
         task_of = _model_task if request.kind is DraftKind.MODEL else _head_task
-        return train(task_of(request, engine, texts, device), request.training, work, progress, report)
+        task = task_of(request, engine, answered, held_out)
+        task.model.to(request.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        return train(task, request.training, work, progress, report)
 
 
-def _model_task(request: DraftTrainingRequest, engine: Engine, texts: _Texts, device: torch.device) -> TrainingTask:
+def _model_task(
+    request: DraftTrainingRequest, engine: Engine, answered: Sequence[Example], held_out: Sequence[Example]
+) -> TrainingTask:
     """Training of a draft model."""
-    files = checkpoint_files(engine.bundle)
+    bundle, ends = engine.bundle, sorted(engine.tokenizer.eos)
+    files = {name: path for name in TOKENIZER_AND_CONFIG_FILES if (path := bundle.file(name)) and name != "config.json"}
+    if "tokenizer.json" not in files:
+        raise InputError(f"{bundle.folder} has no tokenizer.json, which the draft needs", "add it")
+    contents = {name: path.read_bytes() for name, path in files.items()}
     vocabulary = engine.graph_io.input_vocab
     if request.initial is None:
-        model = CausalLM(request.size.shape(engine.bundle, vocabulary, engine.context), request.dropout)
+        model = CausalLM(request.model_shape(bundle, vocabulary, engine.context), request.dropout)
     else:
         model = _initial_model(request.initial, vocabulary, request.dropout)
-    model.to(device)
     model.round_weights(request.rounding)
     context = model.shape.max_position_embeddings
-    held_out = [each.clipped(context) for each in texts.held_out]
+    clipped, stream = [each.clipped(context) for each in held_out], _stream(request, answered, engine, context)
     return TrainingTask(
         model,
-        _stream(request, texts, context).batch,
+        stream.batch,
         model_loss(model, request.loss, request.hard),
-        lambda: model_acceptance(model, held_out, texts.pad),
+        lambda: model_acceptance(model, clipped, stream.pad),
         SCORE,
-        lambda: write_checkpoint(request.out, model, files, texts.ends),
+        lambda: write_checkpoint(request.out, model, contents, ends),
     )
 
 
-def _head_task(request: DraftTrainingRequest, engine: Engine, texts: _Texts, device: torch.device) -> TrainingTask:
+def _head_task(
+    request: DraftTrainingRequest, engine: Engine, answered: Sequence[Example], held_out: Sequence[Example]
+) -> TrainingTask:
     """Training of an EAGLE-3 head."""
     if request.rounding is not None or request.initial is not None:
         raise InputError("--round and --init are for draft models", "leave them out with --head")
-    source = TargetStates(engine.bundle, max(len(each.ids) for each in (*texts.train, *texts.held_out)))
-    kept = head_tokens(texts.train, texts.ends, request.vocabulary)
+    source = TargetStates(engine.bundle, max(len(each.ids) for each in (*answered, *held_out)))
+    kept = head_tokens(answered, sorted(engine.tokenizer.eos), request.vocabulary)
     settings = engine.bundle.config
-    theta, eps = _rotary_base(settings), settings.get("rms_norm_eps", 1e-5)
-    head = EagleNetwork(EagleShape(source.architecture, source.layers, len(kept), theta, eps), torch.from_numpy(kept))
+    parameters = settings.get("rope_parameters")
+    # The head takes over the base of the target's rotary positions without any scaling.
+    theta = settings.get("rope_theta", parameters.get("rope_theta") if isinstance(parameters, dict) else None)
+    theta = float(theta) if theta is not None and is_finite(theta) else 10000.0
+    head = EagleNetwork(
+        source.architecture, source.layers, torch.from_numpy(kept), theta, settings.get("rms_norm_eps", 1e-5)
+    )
     if source.architecture.tied_head:
         # The head's LM head begins as the target's, whose matrix is the embedding.
         with torch.no_grad():
             head.lm_head.weight.copy_(torch.from_numpy(source.embeddings(kept)))
-    head.to(device)
-    stream = _stream(request, texts, source.architecture.context)
+    stream = _stream(request, answered, engine, source.architecture.context)
     return TrainingTask(
         head,
-        lambda number: with_states(stream.examples(number), source, texts.pad),
+        lambda number: with_states(stream.examples(number), source, stream.pad),
         head_loss(head, request.loss, request.depths, request.hard),
-        lambda: head_acceptance(head, texts.held_out, source, texts.pad),
+        lambda: head_acceptance(head, held_out, source, stream.pad),
         SCORE,
         lambda: head.write(request.out),
     )
@@ -133,12 +134,12 @@ def head_tokens(examples: Sequence[Example], ends: Sequence[int], most: int) -> 
     return np.array(sorted(chosen), np.int64)
 
 
-def _stream(request: DraftTrainingRequest, texts: _Texts, context: int) -> BatchStream:
+def _stream(request: DraftTrainingRequest, examples: Sequence[Example], engine: Engine, context: int) -> BatchStream:
     """The same examples in every epoch, in a new order."""
-    examples, seed = texts.train, request.training.seed
+    seed = request.training.seed
     return BatchStream(
         lambda places: [examples[index] for index in in_epochs(len(examples), seed, places)],
-        pad=texts.pad,
+        pad=min(engine.tokenizer.eos, default=0),
         batch_tokens=request.training.batch_tokens,
         context=context,
         seed=seed,
@@ -162,13 +163,6 @@ def _initial_model(folder: Path, vocabulary: int, dropout: float) -> CausalLM:
             "start from a draft with the target's tokenizer",
         )
     return model
-
-
-def _rotary_base(config: dict[str, Any]) -> float:
-    """The base of a target's rotary positions, which its head takes over without any scaling."""
-    parameters = config.get("rope_parameters")
-    value = config.get("rope_theta", parameters.get("rope_theta") if isinstance(parameters, dict) else None)
-    return float(value) if value is not None and is_finite(value) else 10000.0
 
 
 def _claim(path: Path, settings: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: chains against one token after the other, the format, and the target's states."""
+"""EAGLE-3 heads: chains against the reference, the format, and the target's states."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -15,16 +14,18 @@ from safetensors.torch import load_file  # noqa: E402
 
 from edgerun.errors import InputError  # noqa: E402
 from edgerun.export import FP32, ExportRecipe, export_checkpoint  # noqa: E402
+from edgerun.export.check.head_reference import reference_head  # noqa: E402
 from edgerun.export.check.reference import reference_logits  # noqa: E402
 from edgerun.export.checkpoint.safetensors_files import Checkpoint  # noqa: E402
 from edgerun.export.draft_training import training_loop  # noqa: E402
 from edgerun.export.draft_training.draft_tasks import (  # noqa: E402
     CHAIN,
+    chain_passes,
     head_acceptance,
     head_labels,
     with_states,
 )
-from edgerun.export.draft_training.eagle_head import EagleNetwork, EagleShape  # noqa: E402
+from edgerun.export.draft_training.eagle_head import EagleNetwork  # noqa: E402
 from edgerun.export.draft_training.optimizer import TrainOptions  # noqa: E402
 from edgerun.export.draft_training.request import DraftKind, DraftTrainingRequest  # noqa: E402
 from edgerun.export.draft_training.target_data import (  # noqa: E402  # noqa: E402
@@ -44,8 +45,6 @@ from edgerun.runtime.speculation.choice import Speculation  # noqa: E402
 from support.tiny_heads import eagle_tensors  # noqa: E402
 from support.tiny_models import write_bundle  # noqa: E402
 
-Float64Array = npt.NDArray[np.float64]
-
 TARGET = Architecture("llama", 30, 16, 24, 6, 4, 2, 4, 64, tied_head=True)
 LAYERS = (1, 3, 5)
 KEPT = (0, 3, 4, 9, 10, 11, 17, 20, 28, 29)
@@ -53,81 +52,32 @@ KEPT = (0, 3, 4, 9, 10, 11, 17, 20, 28, 29)
 
 def head(seed: int = 0) -> EagleNetwork:
     torch.manual_seed(seed)
-    made = EagleNetwork(EagleShape(TARGET, LAYERS, len(KEPT)), torch.tensor(KEPT))
+    made = EagleNetwork(TARGET, LAYERS, torch.tensor(KEPT))
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.dim() == 2:
                 parameter.mul_(15.0)
             else:
                 parameter.add_(torch.rand(parameter.shape) - 0.5)
+            parameter.copy_(parameter.bfloat16())  # as a checkpoint has them
     return made.eval()
 
 
-def one_by_one(model: EagleNetwork, embedded: Float64Array, states: Float64Array, depths: int) -> list[Float64Array]:
-    """The normed outputs of a chain from the last index, in float64 NumPy, as a drafter computes it: after the text,
-    whose keys come from the target's states, each token of the chain adds a key of its own.
-
-    `embedded` has the tokens of the text and of the chain, [n + depths, C]; `states` those of the text, [n, 3 C].
-    """
-    weights = {name: value.detach().double().numpy() for name, value in model.named_parameters()}
-
-    def norm(x: Float64Array, name: str) -> Float64Array:
-        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-5) * weights[f"{name}.weight"]
-
-    def rotated(x: Float64Array, position: int) -> Float64Array:
-        half = TARGET.head_dim // 2
-        angle = position * 10000.0 ** (-np.arange(half) / half)
-        low, high = x[:, :half], x[:, half:]
-        return np.concatenate(
-            [low * np.cos(angle) - high * np.sin(angle), high * np.cos(angle) + low * np.sin(angle)], axis=1
-        )
-
-    keys: list[Float64Array] = []
-    values: list[Float64Array] = []
-
-    def step(token: Float64Array, hidden: Float64Array) -> Float64Array:
-        both = np.concatenate([norm(token, "midlayer.input_layernorm"), norm(hidden, "midlayer.hidden_norm")])
-        position = len(keys)
-        query, key, value = (
-            (weights[f"midlayer.self_attn.{each}_proj.weight"] @ both).reshape(-1, TARGET.head_dim) for each in "qkv"
-        )
-        keys.append(rotated(key, position))
-        values.append(value)
-        query = rotated(query, position)
-        mixed = []
-        for number in range(TARGET.heads):
-            shared = number // (TARGET.heads // TARGET.kv_heads)
-            scores = np.array([query[number] @ each[shared] for each in keys]) / np.sqrt(TARGET.head_dim)
-            share = np.exp(scores - scores.max())
-            mixed.append(sum(p * each[shared] for p, each in zip(share / share.sum(), values, strict=True)))
-        hidden = hidden + weights["midlayer.self_attn.o_proj.weight"] @ np.concatenate(mixed)
-        inner = norm(hidden, "midlayer.post_attention_layernorm")
-        gate = weights["midlayer.mlp.gate_proj.weight"] @ inner
-        up = weights["midlayer.mlp.up_proj.weight"] @ inner
-        out: Float64Array = hidden + weights["midlayer.mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up)
-        return out
-
-    count = len(states)
-    for index in range(count):
-        hidden = step(embedded[index + 1], weights["fc.weight"] @ states[index])
-    outputs = [norm(hidden, "norm")]
-    for depth in range(1, depths):
-        hidden = step(embedded[count + depth], hidden)
-        outputs.append(norm(hidden, "norm"))
-    return outputs
-
-
-def test_chains_from_all_indices_equal_chains_one_token_at_a_time() -> None:
+def test_chains_from_all_indices_are_those_of_the_reference(tmp_path: Path) -> None:
     model = head()
+    model.write(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    weights = Checkpoint(tmp_path, (("model.layers.0.", "midlayer."), ("model.", "")))
     rng = np.random.default_rng(0)
     length, depths = 9, 3
     embedded, states = rng.normal(size=(length, 16)), rng.normal(size=(length, 48))
     with torch.no_grad():
-        found = model.chains(torch.tensor(embedded[None]).float(), torch.tensor(states[None]).float(), depths)
+        chains = model.chains(torch.tensor(embedded[None]).float(), torch.tensor(states[None]).float(), depths)
+        found = [model.lm_head(each)[0].numpy() for each in chains]
     for count in range(1, length - depths):
-        expected = one_by_one(model, embedded, states[:count], depths)
+        expected = reference_head(weights, config, embedded[1 : count + depths], states[:count], TARGET.context)
         for depth in range(depths):
-            np.testing.assert_allclose(found[depth][0, count - 1].numpy(), expected[depth], atol=2e-4)
+            np.testing.assert_allclose(found[depth][count - 1], expected.logits[count - 1 + depth], atol=2e-4)
 
 
 def test_the_checkpoint_has_the_published_format(tmp_path: Path) -> None:
@@ -149,12 +99,9 @@ def test_the_checkpoint_has_the_published_format(tmp_path: Path) -> None:
     assert torch.nonzero(tensors["t2d"]).flatten().tolist() == list(KEPT)
 
 
-@pytest.mark.parametrize(("layers", "expected"), [(28, (2, 14, 25)), (7, (2, 3, 4)), (6, (1, 3, 5)), (4, (1, 2, 3))])
-def test_states_are_read_where_published_heads_read_them(layers: int, expected: tuple[int, int, int]) -> None:
-    assert state_layers(layers) == expected
-
-
-def test_too_few_layers_are_refused() -> None:
+def test_states_are_read_where_published_heads_read_them() -> None:
+    expected = {28: (2, 14, 25), 7: (2, 3, 4), 6: (1, 3, 5), 4: (1, 2, 3)}
+    assert {layers: state_layers(layers) for layers in expected} == expected
     with pytest.raises(InputError, match="which has 3; train a draft model instead"):
         state_layers(3)
 
@@ -181,7 +128,7 @@ def test_acceptance_of_a_head_is_counted(tmp_path: Path, monkeypatch: pytest.Mon
     source = TargetStates(bundle, 40)
     torch.manual_seed(0)
     kept = torch.arange(0, 300, 2)
-    model = EagleNetwork(EagleShape(source.architecture, source.layers, len(kept)), kept).eval()
+    model = EagleNetwork(source.architecture, source.layers, kept).eval()
     rng = np.random.default_rng(1)
     examples = []
     for _ in range(12):
@@ -207,26 +154,24 @@ def test_acceptance_of_a_head_is_counted(tmp_path: Path, monkeypatch: pytest.Mon
     passes = positions = agreeing = 0
     overlap = 0.0
     for row, example in enumerate(examples):
-        start, end = example.answer.index(True), len(example.ids)
-        place = start + 1
-        while place < end:
-            accepted = 0
-            while accepted < CHAIN and place + accepted < end:
-                token = int(kept[chains[accepted][row, place - 2].argmax()])
-                if token != example.ids[place + accepted]:
-                    break
-                accepted += 1
-            place += accepted + 1
-            passes += 1
-        for index in range(start + 1, end):
-            probs = chains[0][row, index - 2].double().softmax(-1).numpy()
+        start, count = example.answer.index(True), sum(example.answer)
+        matches = np.array(
+            [
+                [
+                    int(kept[logits[row, max(0, index - depth - 2)].argmax()]) == example.ids[index]
+                    for index in range(start, start + count)
+                ]
+                for depth, logits in enumerate(chains)
+            ]
+        )
+        passes += chain_passes(matches)
+        positions += count - 1
+        agreeing += int(matches[0, 1:].sum())
+        for place in range(1, count):
+            probs = chains[0][row, start + place - 2].double().softmax(-1).numpy()
             by_token = dict(zip(kept.tolist(), probs.tolist(), strict=True))
-            agreeing += max(by_token, key=by_token.__getitem__) == example.ids[index]
-            overlap += sum(
-                min(by_token.get(int(token), 0.0), float(p))
-                for token, p in zip(example.top_ids[index - start], example.top_probs[index - start], strict=True)
-            )
-            positions += 1
+            likeliest = zip(example.top_ids[place].tolist(), example.top_probs[place].tolist(), strict=True)
+            overlap += sum(min(by_token.get(token, 0.0), p) for token, p in likeliest)
     found = head_acceptance(model, examples, source, 0)
     assert 0 < agreeing < positions
     assert found["tokens_per_pass"] == positions / passes
@@ -251,11 +196,8 @@ def test_an_exported_head_drafts_what_it_was_trained_to(tmp_path: Path, monkeypa
         ),
     )
     record = train_draft(request)
-    pair = export_checkpoint(
-        tmp_path / "target" / "checkpoint",
-        tmp_path / "pair",
-        ExportRecipe(FP32, draft=tmp_path / "head", draft_weights=FP32),
-    ).bundle
+    recipe = ExportRecipe(FP32, draft=tmp_path / "head", draft_weights=FP32)
+    pair = export_checkpoint(tmp_path / "target" / "checkpoint", tmp_path / "pair", recipe).bundle
     examples = load_examples(tmp_path / "head" / "training" / "held-out" / "answers-00000.safetensors")
     agreeing = positions = 0
     with load(pair, device="cpu", learned=False) as engine:

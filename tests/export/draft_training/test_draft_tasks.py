@@ -1,4 +1,4 @@
-"""Losses of drafts against enumerations in NumPy."""
+"""Losses of drafts against enumerations in NumPy, and acceptance figures against a count, chain by chain."""
 
 from __future__ import annotations
 
@@ -10,7 +10,18 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from edgerun.export.draft_training.draft_tasks import Labels, LossKind, draft_loss, total_variation  # noqa: E402
+from edgerun.export.draft_training import training_loop  # noqa: E402
+from edgerun.export.draft_training.draft_tasks import (  # noqa: E402
+    CHAIN,
+    Labels,
+    LossKind,
+    chain_passes,
+    draft_loss,
+    model_acceptance,
+    total_variation,
+)
+from edgerun.export.draft_training.torch_llama import CausalLM, ModelShape  # noqa: E402
+from edgerun.export.draft_training.training_batches import Example  # noqa: E402
 
 VOCABULARY = 5
 
@@ -51,19 +62,10 @@ def test_the_gradient_of_tvd_is_the_enumerated_policy_gradient(seed: int, rows: 
             score = np.eye(VOCABULARY)[token] - draft[row]  # the gradient of log q(token)
             expected[row] -= draft[row, token] * (reward[row, token] - mean) / deviation * score / rows
     np.testing.assert_allclose(given_logits.grad.numpy(), expected, atol=1e-12)
-
-
-@given(st.integers(0, 10_000))
-def test_the_gradient_of_tvd_is_that_of_the_distance_divided_by_the_deviation(seed: int) -> None:
-    logits, target = distributions(seed, 3)
-    policy, distance = torch.tensor(logits, requires_grad=True), torch.tensor(logits, requires_grad=True)
-    total_variation(policy.log_softmax(-1), labels(target)).backward()
+    # It is the gradient of the distance, divided by the deviation.
+    distance = torch.tensor(logits, requires_grad=True)
     (torch.from_numpy(target) - distance.softmax(-1)).abs().sum(-1).mul(0.5).mean().backward()
-    draft = softmax(logits)
-    mean = np.mean(np.sum(draft * (target > draft), axis=1))
-    np.testing.assert_allclose(
-        policy.grad.numpy() * max(np.sqrt(mean * (1 - mean)), 1e-4), distance.grad.numpy(), atol=1e-12
-    )
+    np.testing.assert_allclose(given_logits.grad.numpy() * deviation, distance.grad.numpy(), atol=1e-12)
 
 
 @given(st.integers(0, 10_000), st.integers(1, VOCABULARY))
@@ -113,3 +115,78 @@ def test_every_loss_brings_a_draft_closer_to_its_target(kind: LossKind) -> None:
     if kind is not LossKind.CROSS_ENTROPY:
         assert accepted[-1] > accepted[0] + 0.1
     assert float((weights.argmax(-1) == written.tokens).float().mean()) >= 0.75
+
+
+SHAPE = ModelShape(
+    vocab_size=7,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    max_position_embeddings=64,
+)
+
+
+@given(st.integers(1, 5), st.integers(1, 30), st.integers(0, 10_000))
+def test_passes_are_those_of_a_decoder(depths: int, length: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    matches = rng.random((depths, length)) < 0.6
+    written, passes = 1, 0
+    while written < length:
+        chain = [bool(matches[depth, written + depth]) for depth in range(min(depths, length - written))]
+        written += (chain.index(False) if False in chain else len(chain)) + 1
+        passes += 1
+    assert chain_passes(matches) == passes
+
+
+def example(model: CausalLM, rng: np.random.Generator) -> Example:
+    prompt, answer = int(rng.integers(1, 6)), int(rng.integers(1, 12))
+    target = rng.dirichlet(np.ones(SHAPE.vocab_size), size=answer)
+    best = np.argsort(-target, axis=1)[:, :3]
+    ids = [*rng.integers(0, SHAPE.vocab_size, prompt).tolist(), *best[:, 0].tolist()]
+    probs = np.take_along_axis(target, best, axis=1).astype(np.float32)
+    return Example(ids, [False] * prompt + [True] * answer, best, probs)
+
+
+def predicted(model: CausalLM, ids: list[int]) -> npt.NDArray[np.float64]:
+    logits = model(torch.tensor([ids]))[0, -1].double()
+    found: npt.NDArray[np.float64] = logits.softmax(-1).detach().numpy()
+    return found
+
+
+def test_the_figures_of_a_draft_model_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Near ties are decided alike in float32.
+    monkeypatch.setattr(training_loop, "native_bfloat16", lambda kind: False)
+    torch.manual_seed(4)
+    model = CausalLM(SHAPE).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(12.0)
+    rng = np.random.default_rng(0)
+    examples = [example(model, rng) for _ in range(40)]
+    passes = positions = agreeing = 0
+    overlap = 0.0
+    for each in examples:
+        start = len(each.ids) - sum(each.answer)
+        place = start + 1
+        while place < len(each.ids):  # drafts a chain token by token, as a decoder does
+            text = each.ids[:place]
+            for _ in range(CHAIN):
+                token = int(predicted(model, text).argmax())
+                if len(text) >= len(each.ids) or token != each.ids[len(text)]:
+                    break
+                text = [*text, token]
+            place = len(text) + 1
+            passes += 1
+        for index in range(1, sum(each.answer)):
+            probs = predicted(model, each.ids[: start + index])
+            agreeing += int(probs.argmax()) == each.ids[start + index]
+            overlap += float(np.minimum(probs[each.top_ids[index]], each.top_probs[index]).sum())
+            positions += 1
+    assert 0 < agreeing < positions
+    found = model_acceptance(model, examples, pad=0)
+    assert found["tokens_per_pass"] == positions / passes
+    assert found["agreement"] == agreeing / positions
+    assert found["acceptance"] == pytest.approx(overlap / positions, abs=1e-6)
