@@ -163,7 +163,7 @@ class Checkpoint(ModelSource):
 
     def quantized(self, rows: RowRange, weight_format: WeightFormat) -> QuantizedRows:
         """Quantize rows of a matrix by the method of the format."""
-        return QUANTIZERS[weight_format.method or Method.RTN](self.read_rows(rows), weight_format)
+        return QUANTIZERS[weight_format.method or Method.RTN](self.read_rows(rows), weight_format, None)
 
     def stored_format(self, name: str) -> WeightFormat:  # noqa: ARG002 -- the same for all tensors
         """Float32, which represents all supported tensor types exactly."""

@@ -17,7 +17,6 @@ not depend on which rows are processed together.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from typing import Final
 from weakref import WeakKeyDictionary
 
@@ -38,16 +37,8 @@ _COLUMN_GROUP: Final = 32
 """Columns that are processed one by one; the errors of earlier groups are added in one product."""
 
 
-@dataclass(frozen=True)
-class _Factorization:
-    order: npt.NDArray[np.intp]
-    """Columns in processing order."""
-    upper: Float64Array
-    """U in processing order; values below the diagonal are unused."""
-    importance: Float32Array
-    """D in the original order of the columns."""
-
-
+_Factorization = tuple[npt.NDArray[np.intp], Float64Array, Float32Array]
+"""Columns in processing order, U in that order with unused values below the diagonal, and D in the original order."""
 _factorizations: Final[WeakKeyDictionary[InputStatistics, _Factorization]] = WeakKeyDictionary()
 _lock: Final = threading.Lock()
 
@@ -65,19 +56,24 @@ def gptq_rows(
     with _lock:
         factorization = _factorizations.get(inputs) or _factorize(inputs, weights.shape[1])
         _factorizations[inputs] = factorization
-    k_quant = k_quant_rows(weights, weight_format, InputStatistics(factorization.importance, inputs.mean_magnitude))
-    codes = _codes(weights, weight_format, k_quant, factorization)
+    order, upper, importance = factorization
+    k_quant = k_quant_rows(weights, weight_format, InputStatistics(importance, inputs.mean_magnitude))
+    codes = _codes(weights, weight_format, k_quant, order, upper)
     return k_quant._replace(packed=pack_codes(codes, weight_format.bits))
 
 
 def _codes(
-    weights: Float32Array, weight_format: WeightFormat, k_quant: QuantizedRows, factorization: _Factorization
+    weights: Float32Array,
+    weight_format: WeightFormat,
+    k_quant: QuantizedRows,
+    order: npt.NDArray[np.intp],
+    upper: Float64Array,
 ) -> npt.NDArray[np.uint8]:
     """Compute codes, uint8 [N, blocks, block], for the scales and zero points of `k_quant`."""
-    (rows, columns), upper = weights.shape, factorization.upper
+    rows, columns = weights.shape
     blocks, last = k_quant.scales.shape[1], (1 << weight_format.bits) - 1
     # Transposed, so that one column of all rows is contiguous.
-    exact = np.ascontiguousarray(weights.T[factorization.order], np.float64)
+    exact = np.ascontiguousarray(weights.T[order], np.float64)
     scales = k_quant.scales.T.astype(np.float64)
     inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
     zeros = np.full((blocks, 1), float(1 << (weight_format.bits - 1)))
@@ -90,12 +86,12 @@ def _codes(
         stop = min(start + _COLUMN_GROUP, columns)
         targets = exact[start:stop] + upper[:start, start:stop].T @ errors[:start]
         for at in range(start, stop):
-            block = factorization.order[at] // weight_format.block
+            block = order[at] // weight_format.block
             column = targets[at - start] * inverse[block]
             column += zeros[block]
             np.rint(column, out=column)
             np.clip(column, 0, last, out=column)
-            codes[factorization.order[at]] = column
+            codes[order[at]] = column
             column -= zeros[block]
             column *= scales[block]
             np.subtract(exact[at], column, out=errors[at])
@@ -125,4 +121,4 @@ def _factorize(inputs: InputStatistics, columns: int) -> _Factorization:
     upper /= diagonal_factors
     importance = np.empty(columns, np.float32)
     importance[order] = (diagonal_factors**2 / (diagonal_factors**2).max()).astype(np.float32)
-    return _Factorization(order, upper, importance)
+    return order, upper, importance

@@ -51,48 +51,6 @@ _CHUNK_WEIGHTS: Final = 1 << 16
 """Weights processed at a time, so that a few arrays of that size fit into a core's cache."""
 
 
-class _Candidates:
-    """Blocks of weights with the best scales and zero points that have been offered so far."""
-
-    def __init__(self, normalized: Float32Array, importance: Float32Array | None, weight_format: WeightFormat) -> None:
-        """Start with scales of 0.
-
-        Args:
-            normalized: weights divided by their blocks' scales of round-to-nearest, float32 [n, block].
-            importance: weights of the squared errors, [n, block]; None for equal importance.
-            weight_format: bits, and the kind of scales and zero points.
-        """
-        self.normalized: Final = normalized
-        self.importance: Final = importance
-        self.weight_format: Final = weight_format
-        self.scales: Float32Array = np.zeros(len(normalized), np.float32)
-        """The best scales so far."""
-        self.zeros: Float32Array = np.full(len(normalized), 1 << (weight_format.bits - 1), np.float32)
-        """Zero points of the best scales, integers; the middle code where the format has none."""
-        self._gain = np.zeros(len(normalized), np.float32)
-
-    def offer(self, scales: Float32Array, zeros: Float32Array | None = None) -> None:
-        """Compute the nearest codes for these scales and zero points, and keep the fitted scales of improved blocks.
-
-        A scale s reduces the error sum(w x x) of codes q by s (2 sum(w x q) - s sum(w q q)), which is largest for the
-        scale fitted by least squares.
-
-        Args:
-            scales: [n], relative to the scales of round-to-nearest.
-            zeros: integers [n]; None where the format has no zero points.
-        """
-        codes = _rounded(self.normalized, scales, self.weight_format.bits, zeros)
-        weighted = codes if self.importance is None else codes * self.importance
-        match: Float32Array = np.einsum("nk,nk->n", self.normalized, weighted)
-        power: Float32Array = np.einsum("nk,nk->n", weighted, codes)
-        fitted = np.divide(match, power, out=np.zeros_like(match), where=power > 0)
-        gain = fitted * (2 * match - fitted * power)
-        better = gain > self._gain
-        self.scales[better], self._gain[better] = fitted[better], gain[better]
-        if zeros is not None:
-            self.zeros[better] = zeros[better]
-
-
 def k_quant_rows(
     weights: Float32Array, weight_format: WeightFormat, inputs: InputStatistics | None = None
 ) -> QuantizedRows:
@@ -109,19 +67,18 @@ def k_quant_rows(
         normalized = flat[part] * inverse[:, None]
         rows = np.arange(start, start + len(normalized))
         block_importance = None if importance is None else importance[rows % len(importance)]
-        candidates = _Candidates(normalized, block_importance, weight_format)
-        _search(candidates)
-        scales[part] *= candidates.scales
+        best, points = _best_scales(normalized, block_importance, weight_format)
+        scales[part] *= best
         if zeros is not None:
-            zeros[part] = candidates.zeros
+            zeros[part] = points
     found = scales.reshape(default.shape)
     if weight_format.half_scales:
         found = half_precision(found)
     if zeros is None:
         return QuantizedRows(nearest_codes(grouped, found, weight_format.bits), found)
-    points = zeros.reshape(default.shape)
-    codes = nearest_codes(grouped, found, weight_format.bits, points)
-    return QuantizedRows(codes, found, zero_points=pack_zero_points(points.astype(np.uint8), weight_format.bits))
+    chosen = zeros.reshape(default.shape)
+    codes = nearest_codes(grouped, found, weight_format.bits, chosen)
+    return QuantizedRows(codes, found, zero_points=pack_zero_points(chosen.astype(np.uint8), weight_format.bits))
 
 
 def _block_importance(importance: Float32Array, columns: int, weight_format: WeightFormat) -> Float32Array:
@@ -135,9 +92,7 @@ def _block_importance(importance: Float32Array, columns: int, weight_format: Wei
     return blocks
 
 
-def _rounded(
-    normalized: Float32Array, scales: Float32Array, bits: int, zeros: Float32Array | None = None
-) -> Float32Array:
+def _rounded(normalized: Float32Array, scales: Float32Array, bits: int, zeros: Float32Array | None) -> Float32Array:
     """Compute codes minus zero points, [n, block]; 0 where the scale is 0.
 
     Args:
@@ -161,15 +116,49 @@ def _rounded(
     return codes
 
 
-def _search(candidates: _Candidates) -> None:
-    bits, zero_points = candidates.weight_format.bits, candidates.weight_format.zero_points
-    for factor in (_SCALE_FACTORS_WITH_ZEROS if zero_points else _SCALE_FACTORS)[bits]:
-        scales = np.full(len(candidates.normalized), factor, np.float32)
-        if not zero_points:
-            candidates.offer(scales)
+def _best_scales(
+    normalized: Float32Array, importance: Float32Array | None, weight_format: WeightFormat
+) -> tuple[Float32Array, Float32Array]:
+    """Search the scales of blocks.
+
+    Args:
+        normalized: weights divided by their blocks' scales of round-to-nearest, float32 [n, block].
+        importance: weights of the squared errors, [n, block]; None for equal importance.
+        weight_format: bits, and the kind of scales and zero points.
+
+    Returns:
+        The best scales [n], relative to the scales of round-to-nearest, and their zero points, integers in float32 [n];
+        the middle code where the format has none.
+    """
+    bits, count = weight_format.bits, len(normalized)
+    best, gains = np.zeros(count, np.float32), np.zeros(count, np.float32)
+    points = np.full(count, 1 << (bits - 1), np.float32)
+
+    def offer(scales: Float32Array, zeros: Float32Array | None) -> None:
+        """Compute the nearest codes for scales and zero points [n], and keep the fitted scales of improved blocks.
+
+        A scale s reduces the error sum(w x x) of codes q by s (2 sum(w x q) - s sum(w q q)), which is largest for the
+        scale fitted by least squares.
+        """
+        codes = _rounded(normalized, scales, bits, zeros)
+        weighted = codes if importance is None else codes * importance
+        match: Float32Array = np.einsum("nk,nk->n", normalized, weighted)
+        power: Float32Array = np.einsum("nk,nk->n", weighted, codes)
+        fitted = np.divide(match, power, out=np.zeros_like(match), where=power > 0)
+        gain = fitted * (2 * match - fitted * power)
+        better = gain > gains
+        best[better], gains[better] = fitted[better], gain[better]
+        if zeros is not None:
+            points[better] = zeros[better]
+
+    for factor in (_SCALE_FACTORS_WITH_ZEROS if weight_format.zero_points else _SCALE_FACTORS)[bits]:
+        scales = np.full(count, factor, np.float32)
+        if not weight_format.zero_points:
+            offer(scales, None)
             continue
-        centered = centered_zeros(candidates.normalized, scales, bits)
+        centered = centered_zeros(normalized, scales, bits)
         for shift in _ZERO_SHIFTS[bits]:
-            candidates.offer(scales, np.clip(centered + np.float32(shift), 0, (1 << bits) - 1))
+            offer(scales, np.clip(centered + np.float32(shift), 0, (1 << bits) - 1))
     for _ in range(_REFINEMENTS):
-        candidates.offer(candidates.scales, candidates.zeros if zero_points else None)
+        offer(best, points if weight_format.zero_points else None)
+    return best, points

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -34,22 +34,12 @@ CALIBRATED_METHODS: Final[Mapping[int, Method]] = {2: Method.GPTQ, 4: Method.GPT
 _VOCABULARY_LINEARS: Final = ("embedding", PER_LAYER_EMBEDDING, "head")
 
 
-class Quantizer(Protocol):
-    """Quantizes rows of a weight matrix."""
+Quantizer = Callable[[Float32Array, WeightFormat, InputStatistics | None], QuantizedRows]
+"""Chooses codes, scales and, where the format has them, zero points of rows of a weight matrix.
 
-    def __call__(
-        self, weights: Float32Array, weight_format: WeightFormat, inputs: InputStatistics | None = None
-    ) -> QuantizedRows:
-        """Choose codes, scales and, where the format has them, zero points.
-
-        Args:
-            weights: float32 [N, K], finite, in any memory order.
-            weight_format: 2, 4 or 8 bits, the block size, and whether there are zero points.
-            inputs: statistics of the K inputs; None where none are known.
-
-        Raises:
-            InputError: the statistics are not K finite numbers of at least 0.
-        """
+The arguments are the weights, float32 [N, K], finite, in any memory order; 2, 4 or 8 bits, the block size, and whether
+there are zero points; and statistics of the K inputs, None where none are known. Raises `InputError` if the statistics
+are not K finite numbers of at least 0."""
 
 
 def nearest_rows(

@@ -1,4 +1,4 @@
-"""Weight formats whose scales are stored in float16: their codes, whole exports, and everything that reads those."""
+"""Weight formats with zero points or float16 scales: their codes, whole exports, and everything that reads those."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from edgerun.export.allocation.format_candidates import completed_plan, planned_
 from edgerun.export.allocation.plan_costs import file_costs, plan_cost
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.drafts.trimmed_head import write_trimmed
-from edgerun.export.quantization.codes import dequantized
+from edgerun.export.quantization.codes import dequantized, unpack_zero_points
 from edgerun.export.quantization.methods import QUANTIZERS
 from edgerun.models.bundle import open_bundle
 from edgerun.models.graph_variant import Precision
 from edgerun.models.onnx_file.graph_editor import GraphEditor
 from edgerun.runtime.int8_prompts.integer_weights import OPERATOR, BlockMatrix
+from support.gguf_files import write_gguf
+from support.nightly import some_nightly
 from support.tiny_models import write_bundle, write_checkpoint
 from support.weight_operators import FORMATS, run_operators
 
@@ -63,38 +65,41 @@ def test_every_scale_is_a_float16_number(weights, weight_format: WeightFormat, m
     np.testing.assert_allclose(product, expected.T, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("weight_format", HALF[::3], ids=str)
-def test_rounding_scales_loses_next_to_nothing(weight_format: WeightFormat) -> None:
-    weights = (np.random.default_rng(0).standard_normal((64, 512)) * 0.02).astype(np.float32)
-    rounded, exact = (
-        np.square(dequantized(QUANTIZERS[Method.K_QUANT](weights, each), 512, each) - weights).sum()
-        for each in (weight_format, replace(weight_format, half_scales=False))
-    )
-    assert rounded < 1.02 * exact
-
-
 def test_weights_beyond_the_range_of_float16_are_refused() -> None:
     with pytest.raises(InputError, match="beyond the range of float16"):
         QUANTIZERS[Method.RTN](np.full((1, 32), 1e7, np.float32), WeightFormat(4, 32, half_scales=True))
 
 
+POINTS = {"zero_points": True}
+
+
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "separate"])
-@pytest.mark.parametrize("weight_format", [WeightFormat(4, 32, zero_points=True), WeightFormat(8, 128)], ids=str)
+@pytest.mark.parametrize(
+    "weight_format",
+    [
+        WeightFormat(4, 32, **POINTS, half_scales=True),
+        WeightFormat(8, 128, half_scales=True),
+        WeightFormat(2, 32, **POINTS),
+        *some_nightly([WeightFormat(bits, block, **POINTS) for bits in (4, 8) for block in (32, 128)], every=4),
+    ],
+    ids=str,
+)
 def test_export(tmp_path: Path, weight_format: WeightFormat, tied: bool) -> None:
-    half = replace(weight_format, half_scales=True)
     options = {"tie_word_embeddings": tied, "hidden_size": 96, "intermediate_size": 172}
-    bundle = write_bundle(tmp_path / "half", "qwen2", weights=half, **options)
-    whole = write_bundle(tmp_path / "whole", "qwen2", weights=weight_format, **options)
+    bundle = write_bundle(tmp_path, "qwen2", weights=weight_format, **options)
     manifest = open_bundle(bundle).manifest
-    assert set(manifest.weights.values()) == {half}
-    assert str(half).endswith("+half-scales")
+    assert set(manifest.weights.values()) == {weight_format}
+    assert str(weight_format).endswith("+half-scales") == weight_format.half_scales
     assert manifest.parity["max_abs_diff"] < 1e-4
-    config = read_config(tmp_path / "half" / "checkpoint")
-    for folder, each in ((bundle, half), (whole, weight_format)):
-        plan = completed_plan(config, {linear.name: each for linear in planned_linears(config)})
-        assert stored_bytes(folder) == plan_cost(plan, file_costs(config), config)
+    config = read_config(tmp_path / "checkpoint")
+    plan = completed_plan(config, {linear.name: weight_format for linear in planned_linears(config)})
+    assert stored_bytes(bundle) == plan_cost(plan, file_costs(config), config)
     types = {tensor.data_type for name, tensor in initializers(bundle).items() if name.endswith("scales")}
-    assert types == {onnx.TensorProto.FLOAT16}
+    assert types == {onnx.TensorProto.FLOAT16 if weight_format.half_scales else onnx.TensorProto.FLOAT}
+    graph = onnx.load(bundle / "model.onnx", load_external_data=False).graph
+    linears = [node for node in graph.node if node.op_type == "MatMulNBits"]
+    assert len(linears) == 9
+    assert all((len(node.input) > 3 and bool(node.input[3])) == weight_format.zero_points for node in linears)
     with edgerun.load(bundle, draft=None) as engine:
         assert engine.generate("some text", raw=True, max_tokens=4).stats.completion_tokens
 
@@ -127,3 +132,60 @@ def test_static_graphs_for_npus(tmp_path: Path) -> None:
     export_checkpoint(source, tmp_path / "bundle", recipe)  # compares the graphs
     manifest = open_bundle(tmp_path / "bundle").manifest
     assert [each.precision for each in manifest.variants] == [Precision.FLOAT16]
+
+
+WITH_ZERO_POINTS = [weight_format for weight_format in FORMATS if weight_format.zero_points]
+DATA_FREE_METHODS = [Method.RTN, Method.K_QUANT]
+weight_matrices = arrays.arrays(
+    np.float32,
+    st.tuples(st.integers(1, 3), st.integers(1, 200)),
+    elements=st.floats(-1e3, 1e3, width=32, allow_subnormal=True),
+)
+
+
+@given(weight_matrices, st.sampled_from(WITH_ZERO_POINTS))
+def test_rounding_error_is_at_most_half_a_step(weights, weight_format: WeightFormat) -> None:
+    quantized = QUANTIZERS[Method.RTN](weights, weight_format)
+    rows, columns = weights.shape
+    padded_columns = quantized.scales.shape[1] * weight_format.block
+    error = np.zeros((rows, padded_columns), np.float32)
+    error[:, :columns] = dequantized(quantized, columns, weight_format) - weights
+    step = np.repeat(quantized.scales, weight_format.block, axis=1) + np.float32(1e-30) * (1 << weight_format.bits)
+    assert np.all(np.abs(error) <= 0.5001 * step)
+    # The padding of the last block is dequantized to zero, so that it adds nothing to a product.
+    assert not dequantized(quantized, padded_columns, weight_format)[:, columns:].any()
+
+
+@pytest.mark.parametrize("method", DATA_FREE_METHODS, ids=str)
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_blocks_of_one_sign_use_all_codes(bits: int, method: Method) -> None:
+    weight_format = WeightFormat(bits, 32, zero_points=True)
+    weights = np.random.default_rng(0).uniform(1.0, 4.0, (8, 64)).astype(np.float32)
+    weights[4:] *= -1
+    quantized = QUANTIZERS[method](weights, weight_format)
+    zeros = unpack_zero_points(quantized.zero_points, quantized.scales.shape[1], bits)
+    assert (zeros[:4] == 0).all()
+    assert (zeros[4:] == (1 << bits) - 1).all()
+    without = QUANTIZERS[method](weights, replace(weight_format, zero_points=False))
+    error, symmetric_error = (
+        np.square(dequantized(each, 64, kind) - weights).sum()
+        for each, kind in ((quantized, weight_format), (without, replace(weight_format, zero_points=False)))
+    )
+    assert error < 0.6 * symmetric_error
+
+
+@pytest.mark.parametrize(
+    ("scales", "called", "option"),
+    [
+        ({"zero_points": True}, "zero points", "--zero-points"),
+        ({"half_scales": True}, "float16 scales", "--half-scales"),
+    ],
+)
+def test_experts_and_quantized_sources_reject_other_scales(tmp_path, scales, called: str, option: str) -> None:
+    recipe = ExportRecipe(WeightFormat(4, 32, **scales))
+    experts = write_checkpoint(tmp_path / "experts", "qwen3_moe")
+    file = write_gguf(tmp_path / "model.gguf", write_checkpoint(tmp_path / "checkpoint"), "Q8_0")
+    with pytest.raises(InputError, match=f"layers.0.gate_up has experts, whose operator does not support {called}"):
+        export_checkpoint(experts, tmp_path / "bundle", recipe)
+    with pytest.raises(InputError, match=f"{option}.* is not supported for a GGUF file"):
+        export_checkpoint(file, tmp_path / "bundle", recipe)
