@@ -25,9 +25,8 @@ from pathlib import Path
 import edgerun
 from edgerun.errors import InputError
 from edgerun.export import Method, WeightFormat
-from edgerun.export.allocation.allocate import SENSITIVITY_FILE, Allocation, AllocationProblem, allocate, cost_limits
+from edgerun.export.allocation.allocate import DEFAULT_SECONDS, SENSITIVITY_FILE, Allocation, allocate, cost_measures
 from edgerun.export.allocation.choices import linear_choices, measure_sensitivities
-from edgerun.export.allocation.evolutionary_search import SearchSettings
 from edgerun.export.allocation.format_candidates import completed_plan, format_candidates, planned_linears
 from edgerun.export.allocation.plan_costs import BYTES_READ, Budget, Measure, plan_cost, weight_count
 from edgerun.export.bundle_content import SourceModel
@@ -60,8 +59,7 @@ def main() -> None:
         "--method", type=Method, default=Method.GPTQ, choices=list(Method), help="method of 2 and 4 bits"
     )
     parser.add_argument("--zero-points", action="store_true")
-    parser.add_argument("--seconds", type=float, default=600, help="time limit of each search")
-    parser.add_argument("--patience", type=int, default=SearchSettings.patience)
+    parser.add_argument("--seconds", type=float, default=DEFAULT_SECONDS, help="time limit of each search")
     options = parser.parse_args()
     with open_source(options.checkpoint) as (config, checkpoint):
         Comparison(options, config, checkpoint).print_all()
@@ -131,18 +129,16 @@ class Comparison:
 
     def mixed(self, budget: Budget) -> Allocation:
         """Search for a plan."""
-        settings = SearchSettings(
-            seconds=self.options.seconds, patience=self.options.patience, offspring=16, survivors=(4,)
-        )
-        stages = [partial(self.searched_kl, tokens) for tokens in (self.options.searched // 4, self.options.searched)]
+        tokens = self.options.searched
         sensitivities = measure_sensitivities(
             list(planned_linears(self.config)),
             self.formats,
             lambda linear, form: self.search_evaluator.divergence_alone(linear, form, self.options.solo),
             self.options.work / SENSITIVITY_FILE,
         )
-        problem = AllocationProblem(self.config, sensitivities, stages, budget, cost_limits(budget, self.config))
-        return allocate(problem, self.options.work, settings)
+        divergences = partial(self.searched_kl, tokens // 4), partial(self.searched_kl, tokens)
+        costs = cost_measures(budget, self.config)
+        return allocate(self.config, sensitivities, divergences, budget, costs, seconds=self.options.seconds)
 
     def searched_kl(self, tokens: int, plan: Plan) -> float:
         """Mean KL of a plan on the text of the search."""

@@ -26,9 +26,8 @@ from typing import Any, Final
 import edgerun
 from artifacts import checkpoint
 from edgerun.export import Method, WeightFormat
-from edgerun.export.allocation.allocate import AllocationProblem, allocate, cost_limits, measured_over_predicted
+from edgerun.export.allocation.allocate import allocate, cost_measures, measured_over_predicted
 from edgerun.export.allocation.choices import Sensitivity
-from edgerun.export.allocation.evolutionary_search import SearchSettings
 from edgerun.export.allocation.format_candidates import BASE_FORMATS, completed_plan, planned_linears
 from edgerun.export.allocation.linear_times import LinearTimes, load_or_measure
 from edgerun.export.allocation.plan_costs import Budget, Measure, bytes_read, parse_budget, weight_count
@@ -114,16 +113,10 @@ def plan_within(budget: Budget, config: DecoderConfig, times: LinearTimes) -> Pl
     def measured_ratio(plan: Mapping[str, WeightFormat]) -> float:
         return measured_over_predicted(times, plan, [budget.width])
 
-    with tempfile.TemporaryDirectory() as folder:
-        limits = cost_limits(budget, config, [times.costs(width) for width in widths])
-        sensitivities = {
-            linear: tuple(Sensitivity(form, alone(linear, form)) for form in BASE_FORMATS) for linear in sizes
-        }
-        problem = AllocationProblem(
-            config, sensitivities, [together], budget, limits, measured_ratio if is_time else None
-        )
-        allocation = allocate(problem, Path(folder), SearchSettings(generations=0))
-    return dict(allocation.plan)
+    costs = cost_measures(budget, config, [times.costs(width) for width in widths])
+    sensitivities = {linear: tuple(Sensitivity(form, alone(linear, form)) for form in BASE_FORMATS) for linear in sizes}
+    ratio = measured_ratio if is_time else None
+    return dict(allocate(config, sensitivities, (together, together), budget, costs, ratio).plan)
 
 
 def write(source: Path, folder: Path, plan: Plan) -> Path:

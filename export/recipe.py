@@ -161,7 +161,7 @@ class ExportRecipe:
         least=1,
         unset="16384, fewer for tiny models",
     )
-    seed: int = option(0, "Seed of the generated text and of the search.", metavar="N", least=0)
+    seed: int = option(0, "Seed of the generated text and of the part that is held out.", metavar="N", least=0)
     work: Path | None = option(
         None,
         "Folder for intermediate results, which make the next export faster.",

@@ -6,9 +6,9 @@ whole text is used; a large model is measured on part of it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Final, NamedTuple
@@ -38,9 +38,8 @@ from .choices import (
     linear_choices,
     measure_sensitivities,
     plan_of,
-    total_costs,
+    total_cost,
 )
-from .evolutionary_search import CachedDivergence, SearchSettings, evolve, local_search, lower_useless_options
 from .format_candidates import (
     EMBEDDING_LINEAR,
     HEAD_LINEAR,
@@ -50,13 +49,15 @@ from .format_candidates import (
     planned_linears,
 )
 from .linear_times import LinearTimes
+from .local_search import SelectionDivergence, local_search, lower_useless_options
 from .plan_costs import BYTES_READ, Budget, Costs, Measure, file_costs, weight_count
 from .quantized_weights import QuantizedLinearStore
 from .timing_bundles import TimingBundle
 
-SEARCH_FILE: Final = "search.json"
-_LOCAL_SEARCH_SHARE: Final = 0.3
-"""Share of the search's time that the local search may take."""
+DEFAULT_SECONDS: Final = 600.0
+"""Time limit of a search."""
+_CORRECTION_SHARE: Final = 0.3
+"""Share of that time that a further search may take after a correction."""
 _TIME_TOLERANCE: Final = 0.015
 """Relative difference between the measured and the assumed cost of a plan that is accepted."""
 _MAX_CORRECTIONS: Final = 3
@@ -67,48 +68,14 @@ SENSITIVITY_WORK: Final = 3e10
 PLAN_WORK: Final = 5e11
 """Weights times tokens of one measurement of a plan."""
 _MIN_TOKENS: Final = 256
-_STAGES: Final = (1 / 16, 1 / 4, 1.0)
-"""Shares of the text on which plans are measured, one after the other."""
-_DEFAULT_SECONDS: Final = 600.0
+_SCREENED_SHARE: Final = 1 / 4
+"""Share of the text on which options that may gain nothing are compared first."""
 _TIMED_WIDTHS: Final = (1, 4)
 """Widths of the passes in which an option must not be dominated."""
 _ROUNDS: Final = 8
 _LOADS: Final = 3
 """Number of times a bundle is loaded: the place of its weights in memory changes a pass by up to a tenth, and
 disturbances make it slower, never faster."""
-
-
-@dataclass(frozen=True)
-class CostLimit:
-    """A measure of cost, and the largest cost that a plan may have in it."""
-
-    costs: Costs
-    limit: float = math.inf
-    """Infinite where the measure only decides which options dominate others."""
-    measured_ratio: float = 1.0
-    """Cost of a plan measured as a whole, divided by the sum of the costs of its parts."""
-
-    @property
-    def linear_limit(self) -> float:
-        """Largest total cost of the linears."""
-        return self.limit / self.measured_ratio - self.costs.fixed
-
-
-class AllocationProblem(NamedTuple):
-    """What to allocate, and by which measurements."""
-
-    config: DecoderConfig
-    sensitivities: Mapping[str, Sequence[Sensitivity]]
-    """Sensitivities of each linear, by its name."""
-    stages: Sequence[PlanDivergence]
-    """Measure a plan, on increasing parts of the text; the last one on all of it."""
-    budget: Budget
-    cost_limits: Sequence[CostLimit]
-    """Limits of the costs; the first one is the budget's (see `cost_limits`)."""
-    measured_ratio: Callable[[QuantPlan], float] | None = None
-    """Measures the cost of a plan as a whole, in the measure of the budget, divided by the sum of the costs of its
-    parts. Where it is given, the budget limits the cost so measured: it is called with plans near the chosen one, until
-    the assumed cost of that one is its measured cost."""
 
 
 class Allocation(NamedTuple):
@@ -121,49 +88,46 @@ class Allocation(NamedTuple):
     sensitivities: Mapping[str, Sequence[Sensitivity]]
     """Sensitivities of each linear, by its name."""
     history: tuple[tuple[int, float], ...]
-    """Generation and best divergence, for every improvement."""
+    """Number and divergence of every better plan that the search found, from the first one on."""
     frontier: tuple[QuantPlan, ...]
     """Plans for other budgets by Lagrangian relaxation, in ascending order of cost."""
     measured_ratio: float = 1.0
     """Measured cost of the plan as a whole divided by the sum over linears; 1 where it was not measured."""
 
 
-def cost_limits(budget: Budget, config: DecoderConfig, times: Sequence[Costs] = ()) -> list[CostLimit]:
-    """The measures of a search, the budget's first.
+def cost_measures(budget: Budget, config: DecoderConfig, times: Sequence[Costs] = ()) -> list[Costs]:
+    """The measures of a search, the budget's first; the others keep options that are cheaper in them.
 
     Args:
         budget: Budget of the plan.
         config: The model's numbers.
-        times: Times of passes. If the budget limits the time, the first one is for its pass. The others have no
-            limit, and keep options that are faster without being smaller.
+        times: Times of passes; if the budget limits the time, the first one is for its pass.
     """
-    limit = budget.limit(config)
     if budget.in_file:
-        return [CostLimit(file_costs(config), limit), CostLimit(BYTES_READ), *(CostLimit(costs) for costs in times)]
+        return [file_costs(config), BYTES_READ, *times]
     if budget.measure is not Measure.MILLISECONDS:
-        return [CostLimit(BYTES_READ, limit), *(CostLimit(costs) for costs in times)]
-    return [CostLimit(times[0], limit), CostLimit(BYTES_READ), *(CostLimit(costs) for costs in times[1:])]
+        return [BYTES_READ, *times]
+    return [times[0], BYTES_READ, *times[1:]]
 
 
 def require_feasible(
-    config: DecoderConfig, budget: Budget, cost_limit: CostLimit, formats: Sequence[WeightFormat]
+    config: DecoderConfig, budget: Budget, costs: Costs, formats: Sequence[WeightFormat], measured_ratio: float = 1.0
 ) -> None:
     """Check that some plan is within a budget.
 
     Args:
         config: The model's numbers.
-        budget: The budget, for the message.
-        cost_limit: The budget's measure and limit.
+        budget: The budget.
+        costs: Costs in its measure.
         formats: Format candidates.
+        measured_ratio: Cost of a plan measured as a whole, divided by the sum of the costs of its parts.
 
     Raises:
         InputError: Even the cheapest plan exceeds the budget.
     """
-    costs, linears = cost_limit.costs, list(planned_linears(config))
+    linears = list(planned_linears(config))
     of_linears = [[costs.of(linear, each) for each in formats if is_allowed(linear, each)] for linear in linears]
-    cheapest, dearest = (
-        cost_limit.measured_ratio * (costs.fixed + sum(map(extreme, of_linears))) for extreme in (min, max)
-    )
+    cheapest, dearest = (measured_ratio * (costs.fixed + sum(map(extreme, of_linears))) for extreme in (min, max))
     if budget.limit(config) < cheapest:
         raise InputError(
             f"no quantization plan of this model is within {budget}",
@@ -172,71 +136,76 @@ def require_feasible(
 
 
 def allocate(
-    problem: AllocationProblem, folder: Path, settings: SearchSettings, progress: Progress = silent
+    config: DecoderConfig,
+    sensitivities: Mapping[str, Sequence[Sensitivity]],
+    divergences: tuple[PlanDivergence, PlanDivergence],
+    budget: Budget,
+    costs: Sequence[Costs],
+    measured_ratio: Callable[[QuantPlan], float] | None = None,
+    seconds: float = DEFAULT_SECONDS,
+    progress: Progress = silent,
 ) -> Allocation:
     """Choose a format for every linear within a budget.
 
     Args:
-        problem: What to allocate.
-        folder: Keeps the state of the search, so that an interrupted run is resumed.
-        settings: Settings of the evolutionary search.
-        progress: Receives the stages.
+        config: The model's numbers.
+        sensitivities: Sensitivities of each linear, by its name.
+        divergences: Measure a plan on a part of the text, and on all of it.
+        budget: The budget.
+        costs: Measures of cost, the budget's first (see `cost_measures`).
+        measured_ratio: Measures the cost of a plan as a whole, divided by the sum of the costs of its parts. If it is
+            given, the budget limits the cost so measured.
+        seconds: Time limit of the search.
+        progress: Receives the stage "searching".
 
     Raises:
         InputError: No plan is within the budget.
         OSError: The disk refused a write.
     """
-    config, budget = problem.config, problem.budget
-    leading, *others = problem.cost_limits
-    formats = [each.weight_format for known in problem.sensitivities.values() for each in known]
-    require_feasible(config, budget, leading, formats)
-    costs = [each.costs for each in problem.cost_limits]
-    choices = linear_choices(config, problem.sensitivities, costs)
-    divergence = CachedDivergence(choices, problem.stages)
+    formats = [each.weight_format for known in sensitivities.values() for each in known]
+    require_feasible(config, budget, costs[0], formats)
+    choices, ratio = linear_choices(config, sensitivities, costs), 1.0
+
+    screen, divergence = (_of_selections(choices, each) for each in divergences)
 
     def knapsack() -> KnapsackProblem:
-        return KnapsackProblem(choices, tuple(each.linear_limit for each in (leading, *others)))
+        return KnapsackProblem(choices, budget.limit(config) / ratio - costs[0].fixed)
 
     def corrected(selection: Selection) -> bool:
-        """Measure a plan as a whole; whether its cost differs from the assumed one, which is then replaced."""
-        nonlocal leading
-        if problem.measured_ratio is None:
+        """Measure the cost of a plan as a whole; whether it differs from the assumed cost."""
+        nonlocal ratio
+        if measured_ratio is None:
             return False
-        assumed = leading.measured_ratio
-        measured = problem.measured_ratio(completed_plan(config, plan_of(choices, selection)))
-        leading = replace(leading, measured_ratio=measured)
-        return abs(measured / assumed - 1) > _TIME_TOLERANCE
+        assumed, ratio = ratio, measured_ratio(completed_plan(config, plan_of(choices, selection)))
+        return abs(ratio / assumed - 1) > _TIME_TOLERANCE
 
-    start = first_selection(knapsack())
-    if corrected(start):
-        require_feasible(config, budget, leading, formats)
-        start = first_selection(knapsack())
-    found = evolve(knapsack(), start, divergence, settings, folder / f"{budget}-{SEARCH_FILE}", progress)
-    seconds = _LOCAL_SEARCH_SHARE * settings.seconds
-    best = local_search(knapsack(), found.parent, divergence, seconds, progress)
-    selection = lower_useless_options(choices, best, divergence)
-    corrections = 0
-    while corrected(selection) and corrections < _MAX_CORRECTIONS:
-        corrections += 1
-        best = local_search(knapsack(), knapsack().reduced(selection), divergence, seconds, progress)
-        selection = lower_useless_options(choices, best, divergence)
-    return Allocation(
-        plan=completed_plan(config, plan_of(choices, selection)),
-        divergence=divergence(selection),
-        sensitivities=problem.sensitivities,
-        history=(*found.history, (found.history[-1][0] + 1, divergence(selection))),
-        frontier=frontier_plans(config, choices),
-        measured_ratio=leading.measured_ratio,
-    )
+    selection, history = first_selection(knapsack()), list[float]()
+    if corrected(selection):
+        require_feasible(config, budget, costs[0], formats, ratio)
+        selection = first_selection(knapsack())
+    for _ in range(1 + _MAX_CORRECTIONS):
+        problem, limit = knapsack(), _CORRECTION_SHARE * seconds if history else seconds
+        found = local_search(problem, problem.reduced(selection), divergence, limit, progress)
+        selection = lower_useless_options(choices, found[-1], divergence, screen)
+        history = history or list(map(divergence, found))
+        if not corrected(selection):
+            break
+    steps = tuple(enumerate((*history, divergence(selection))))
+    plan = completed_plan(config, plan_of(choices, selection))
+    return Allocation(plan, divergence(selection), sensitivities, steps, frontier_plans(config, choices), ratio)
+
+
+def _of_selections(choices: Sequence[LinearChoice], divergence: PlanDivergence) -> SelectionDivergence:
+    """Measures each selection once."""
+    return cache(lambda selection: divergence(plan_of(choices, selection)))
 
 
 def frontier_plans(config: DecoderConfig, choices: tuple[LinearChoice, ...]) -> tuple[QuantPlan, ...]:
-    """Plans by Lagrangian relaxation, from the cheapest to the dearest, limited in the first measure alone."""
-    unlimited = (math.inf,) * (len(choices[0].options[0].costs) - 1)
-    cheapest = total_costs(choices, cheapest_selection(KnapsackProblem(choices, (1.0, *unlimited))))[0]
+    """Plans by Lagrangian relaxation, from the cheapest to the dearest."""
+    cheapest = total_cost(choices, cheapest_selection(KnapsackProblem(choices, 1.0)))
     dearest = sum(choice.options[-1].costs[0] for choice in choices)
     limits = [cheapest * (dearest / cheapest) ** (step / (_FRONTIER_PLANS - 1)) for step in range(_FRONTIER_PLANS)]
-    problems = (KnapsackProblem(choices, (limit, *unlimited)) for limit in limits)
+    problems = (KnapsackProblem(choices, limit) for limit in limits)
     return tuple(completed_plan(config, plan_of(choices, lagrangian_selection(each))) for each in problems)
 
 
@@ -306,18 +275,18 @@ class PlanSearch:
             tokens = max(_MIN_TOKENS, int(share * min(measured_tokens(config), self._all_tokens)))
             return lambda plan: self._evaluator.divergence(plan, tokens).mean_kl
 
-        limits = cost_limits(budget, config, [times.costs(width) for width in widths])
-        require_feasible(config, budget, limits[0], self._formats)
-        problem = AllocationProblem(
+        costs = cost_measures(budget, config, [times.costs(width) for width in widths])
+        require_feasible(config, budget, costs[0], self._formats)
+        found = allocate(
             config,
             self.sensitivities(progress),
-            [divergence_on(share) for share in _STAGES],
+            (divergence_on(_SCREENED_SHARE), divergence_on(1.0)),
             budget,
-            limits,
+            costs,
             (lambda plan: measured_over_predicted(times, plan, [budget.width])) if timed else None,
+            DEFAULT_SECONDS if recipe.time_limit is None else 60 * recipe.time_limit,
+            progress,
         )
-        seconds = _DEFAULT_SECONDS if recipe.time_limit is None else 60 * recipe.time_limit
-        found = allocate(problem, self._folder, SearchSettings(seed=recipe.seed, seconds=seconds), progress)
         return found, times.scaled(found.measured_ratio)
 
 

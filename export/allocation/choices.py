@@ -49,16 +49,15 @@ class LinearChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class KnapsackProblem:
-    """Choices whose total costs have limits."""
+    """Choices whose total cost has a limit."""
 
     choices: tuple[LinearChoice, ...]
-    limits: tuple[float, ...]
-    """Largest total cost in each measure; infinite for a measure without a limit."""
+    limit: float
+    """Largest total cost in the first measure; the others only decide which options dominate others."""
 
     def fits(self, selection: Selection) -> bool:
-        """Whether the total costs of a selection are within the limits."""
-        costs = total_costs(self.choices, selection)
-        return all(cost <= limit for cost, limit in zip(costs, self.limits, strict=True))
+        """Whether the total cost of a selection is within the limit."""
+        return total_cost(self.choices, selection) <= self.limit
 
     def reduced(self, selection: Selection) -> Selection:
         """Lower options until the selection fits, each time the one that loses least KL per cost that it frees.
@@ -136,9 +135,9 @@ def at_most_as_dear(one: FormatOption, other: FormatOption) -> bool:
     return all(cost <= limit for cost, limit in zip(one.costs, other.costs, strict=True))
 
 
-def total_costs(choices: Sequence[LinearChoice], selection: Selection) -> tuple[float, ...]:
-    """Sum of the costs of the selected options, in each measure."""
-    return tuple(map(sum, zip(*(each.costs for each in selected(choices, selection)), strict=True)))
+def total_cost(choices: Sequence[LinearChoice], selection: Selection) -> float:
+    """Sum of the costs of the selected options in the first measure."""
+    return sum(each.costs[0] for each in selected(choices, selection))
 
 
 def plan_of(choices: Sequence[LinearChoice], selection: Selection) -> dict[str, WeightFormat]:
@@ -205,12 +204,12 @@ def measure_sensitivities(
 
 
 def cheapest_selection(problem: KnapsackProblem) -> Selection:
-    """The selection that takes the smallest share of the limits."""
+    """The selection with the smallest cost."""
     return _at_multiplier(problem, math.inf)
 
 
 def lagrangian_selection(problem: KnapsackProblem) -> Selection:
-    """A selection within the limits with little total divergence; `cheapest_selection` must fit."""
+    """A selection within the limit with little total divergence; `cheapest_selection` must fit."""
     high, low = 1.0, 0.0
     if problem.fits(_at_multiplier(problem, low)):
         return _at_multiplier(problem, low)
@@ -253,7 +252,7 @@ def _spend_remainder(problem: KnapsackProblem, selection: Selection) -> Selectio
             own = choice.options[current[index]]
             for number, option in enumerate(choice.options):
                 gain = own.divergence - option.divergence
-                rate = gain / max(_limit_share(option, problem.limits) - _limit_share(own, problem.limits), 1e-12)
+                rate = gain / max(option.costs[0] / problem.limit - own.costs[0] / problem.limit, 1e-12)
                 if gain > 0 and rate > best_rate:
                     trial = (*current[:index], number, *current[index + 1 :])
                     if problem.fits(trial):
@@ -267,15 +266,10 @@ def _at_multiplier(problem: KnapsackProblem, multiplier: float) -> Selection:
     """The best option of each linear for a Lagrange multiplier of the whole budget; of equal ones the cheaper."""
 
     def objective(option: FormatOption) -> tuple[float, float]:
-        share = _limit_share(option, problem.limits)
+        share = option.costs[0] / problem.limit
         if math.isinf(multiplier):
             return share, option.divergence
         return option.divergence + multiplier * share, share
 
     objectives = [[objective(option) for option in choice.options] for choice in problem.choices]
     return tuple(each.index(min(each)) for each in objectives)
-
-
-def _limit_share(option: FormatOption, limits: Sequence[float]) -> float:
-    """Share of the limits that an option takes, summed over all measures that have one."""
-    return sum(cost / limit for cost, limit in zip(option.costs, limits, strict=True) if math.isfinite(limit))

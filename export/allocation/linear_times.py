@@ -179,36 +179,24 @@ def measure(
     """
     timed = tuple(dict.fromkeys(map(timed_format, formats)))
     mixed, uniform = timing_bundles(config, timed), uniform_bundles(config, timed)
-    passes = _timed([*mixed, *uniform], timer or BundleTimer(), rounds, progress)
-    linears = _linear_times(config, mixed, passes[: len(mixed)])
-    return _fitted(LinearTimes(config, linears, dict.fromkeys(WIDTHS, 0.0)), [*mixed, *uniform], passes)
-
-
-def _timed(bundles: Sequence[TimingBundle], timer: BundleTimer, rounds: int, progress: Progress) -> _Passes:
-    """Write models and time their passes."""
+    bundles = [*mixed, *uniform]
     with temporary_folder(cache_folder(), "linears") as folder:
         paths = [folder / str(number) for number in range(len(bundles))]
         for number, (bundle, path) in enumerate(zip(bundles, paths, strict=True)):
             progress(STAGE, number / (2 * len(bundles)))
             bundle.write(path)
         progress(STAGE, 0.5)
-        passes = timer.time_nodes(paths, WIDTHS, rounds)
+        passes = (timer or BundleTimer()).time_nodes(paths, WIDTHS, rounds)
     progress(STAGE, 1.0)
-    return passes
-
-
-def _linear_times(
-    config: DecoderConfig, bundles: Sequence[TimingBundle], passes: _Passes
-) -> dict[tuple[str, WeightFormat], Times]:
-    """Mean times of linears by kind and format."""
     found: defaultdict[tuple[str, WeightFormat], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for bundle, by_width in zip(bundles, passes, strict=True):
+    for bundle, by_width in zip(mixed, passes, strict=False):
         for width, times in by_width.items():
             for name, weight_format in bundle.plan.items():
                 if name != EMBEDDING_LINEAR:
                     milliseconds = 1e3 * linear_seconds(times.nodes, name, config)
                     found[linear_kind(name), weight_format][width].append(milliseconds)
-    return {key: {width: fmean(times) for width, times in by_width.items()} for key, by_width in found.items()}
+    linears = {key: {width: fmean(each) for width, each in by_width.items()} for key, by_width in found.items()}
+    return _fitted(LinearTimes(config, linears, dict.fromkeys(WIDTHS, 0.0)), bundles, passes)
 
 
 def _fitted(times: LinearTimes, bundles: Sequence[TimingBundle], passes: _Passes) -> LinearTimes:

@@ -12,7 +12,7 @@ from typing import Final
 
 from ...models.manifest import Method, WeightFormat
 from ...models.progress import Progress
-from ..allocation.allocate import Allocation, PlanSearch, cost_limits, require_feasible
+from ..allocation.allocate import Allocation, PlanSearch, cost_measures, require_feasible
 from ..allocation.format_candidates import BASE_FORMATS, LOW_RANK_FORMATS, planned_linears, read_plan
 from ..allocation.linear_times import LinearTimes, load_or_measure
 from ..allocation.plan_costs import Measure
@@ -74,7 +74,7 @@ def prepare(checkpoint: SourceModel, recipe: ExportRecipe, folder: Path, progres
     plan: QuantPlan | None = None if recipe.plan is None else read_plan(recipe.plan, config)
     if budget is not None and budget.measure is not Measure.MILLISECONDS:
         # A budget of bytes that no plan can meet is refused before anything is measured; times are not known yet.
-        require_feasible(config, budget, cost_limits(budget, config)[0], BASE_FORMATS)
+        require_feasible(config, budget, cost_measures(budget, config)[0], BASE_FORMATS)
     model, text, store = calibrate(checkpoint, recipe, folder, progress)
     allocation = times = None
     if budget is not None:

@@ -115,9 +115,10 @@ class DraftFigures:
 
 @dataclass(frozen=True)
 class SearchStep:
-    """The best plan of a search after some generations."""
+    """A plan that a search found, better than those before."""
 
     generation: int
+    """Its number."""
     kl: float
 
 

@@ -170,7 +170,7 @@ def _passes(report: ModelReport) -> str:
 
 
 def _search(report: ModelReport) -> str | None:
-    """KL of the best plan by generation."""
+    """KL of the best plan, improvement by improvement."""
     steps = [step for step in report.search if step.kl > 0]
     if len(steps) < 2:
         return None
@@ -180,7 +180,7 @@ def _search(report: ModelReport) -> str | None:
         if corners:
             corners.append((x.at(step.generation), corners[-1][1]))
         corners.append((x.at(step.generation), y.at(step.kl)))
-    return plot("The search", "generation", "mean KL of the best plan, nats", x, y, [path(corners, "chosen")])
+    return plot("The search", "improvement", "mean KL of the best plan, nats", x, y, [path(corners, "chosen")])
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Bit allocation: sensitivities, the chosen plan, plans measured as a whole."""
+"""Bit allocation: sensitivities, the chosen plan, plans measured as a whole, and the store of quantized linears."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from edgerun.errors import InputError
-from edgerun.export.allocation.allocate import Allocation, AllocationProblem, allocate, cost_limits
+from edgerun.export.allocation.allocate import Allocation, allocate, cost_measures
 from edgerun.export.allocation.choices import Sensitivity, measure_sensitivities
-from edgerun.export.allocation.evolutionary_search import SearchSettings
 from edgerun.export.allocation.format_candidates import BASE_FORMATS, format_candidates, planned_linears
 from edgerun.export.allocation.plan_costs import (
     BYTES_READ,
@@ -27,14 +26,12 @@ from edgerun.export.allocation.quantized_weights import QuantizedLinearStore
 from edgerun.export.bundle_content import SourceModel
 from edgerun.export.calibration.divergence import PlanEvaluator
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
+from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.quantization.methods import DEFAULT_METHODS
 from edgerun.export.report.compared_plans import uniform_plan
 from edgerun.models.manifest import WeightFormat
 from support.tiny_models import write_checkpoint
-from support.toy_allocation import FORMATS
-
-QUICK = SearchSettings(generations=60, patience=15, offspring=12, survivors=(4,))
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +91,8 @@ class TestAllocation:
         limit = plan_cost(uniform, BYTES_READ, config)
         budget = Budget(limit * 8 / weight_count(config), Measure.BITS)
         sensitivities = measured_alone(config, evaluator.divergence_alone, formats, tmp_path)
-        problem = AllocationProblem(config, sensitivities, [divergence], budget, cost_limits(budget, config))
-        found = allocate(problem, tmp_path, QUICK)
+        arguments = config, sensitivities, (divergence, divergence), budget, cost_measures(budget, config)
+        found = allocate(*arguments)
         assert plan_cost(found.plan, BYTES_READ, config) <= limit * (1 + 1e-9)
         assert found.plan["embedding"] == found.plan["head"]
         assert divergence(found.plan) == pytest.approx(found.divergence)
@@ -107,7 +104,7 @@ class TestAllocation:
         costs = [plan_cost(plan, BYTES_READ, config) for plan in found.frontier]
         assert costs == sorted(costs)
         assert measured_alone(config, refused, formats, tmp_path) == sensitivities
-        assert allocate(problem, tmp_path, QUICK).plan == found.plan
+        assert allocate(*arguments).plan == found.plan
 
     @pytest.mark.parametrize("noise", [0.0, 0.004])
     def test_the_budget_limits_the_measured_cost(self, tmp_path: Path, config: DecoderConfig, noise: float) -> None:
@@ -140,10 +137,9 @@ class TestAllocation:
     def test_an_unreachable_budget_is_refused(self, tmp_path: Path, config: DecoderConfig) -> None:
         budget = parse_budget("1.5bpw")
         sensitivities = measured_alone(config, lambda _, each: 2.0**-each.bits, BASE_FORMATS, tmp_path)
-        problem = AllocationProblem(config, sensitivities, [refused], budget, cost_limits(budget, config))
         expected = r"no quantization plan of this model is within 1\.5bpw; give a budget from \d\.\d+bpw to \d+\."
         with pytest.raises(InputError, match=expected):
-            allocate(problem, tmp_path, QUICK)
+            allocate(config, sensitivities, (refused, refused), budget, cost_measures(budget, config))
 
 
 def measured_alone(
@@ -169,7 +165,47 @@ def _measured_as_a_whole(
         return sum(alone(linear, each) for linear, each in plan.items())
 
     budget = Budget(6.0, Measure.BITS)
-    limits = cost_limits(budget, config)
+    costs = cost_measures(budget, config)
     sensitivities = measured_alone(config, alone, BASE_FORMATS, folder)
-    problem = AllocationProblem(config, sensitivities, [together], budget, limits, measured_ratio)
-    return budget, allocate(problem, folder, QUICK)
+    return budget, allocate(config, sensitivities, (together, together), budget, costs, measured_ratio)
+
+
+INT4 = WeightFormat(4, 64)
+FORMATS = tuple(WeightFormat(bits, 64) for bits in (2, 4, 8))
+
+
+class _Unreadable(Checkpoint):
+    """A source that cannot quantize any more."""
+
+    def quantized(self, *_: object) -> None:
+        raise AssertionError("quantized again")
+
+
+@pytest.mark.parametrize("weight_format", format_candidates(DEFAULT_METHODS, zero_points=True)[::3], ids=str)
+def test_rows_are_those_of_the_source(
+    tmp_path: Path, checkpoint: Path, config: DecoderConfig, weight_format: WeightFormat
+) -> None:
+    source = Checkpoint(checkpoint)
+    for linear in planned_linears(config):
+        QuantizedLinearStore(source, config, tmp_path).make(linear, weight_format)
+    store = QuantizedLinearStore(_Unreadable(checkpoint), config, tmp_path)
+    view = store.view(uniform_plan(config, weight_format))
+    for linear in planned_linears(config):
+        for name in linear.weights:
+            for rows in source.row_ranges(name):
+                part = replace(rows, start=rows.start + 1)
+                pairs = zip(view.quantized(part, weight_format), source.quantized(part, weight_format), strict=True)
+                for stored, expected in pairs:
+                    assert (stored is None) == (expected is None)
+                    if expected is not None:
+                        np.testing.assert_array_equal(stored, expected)
+        exact = np.concatenate([source.read(name) for name in linear.weights])
+        assert np.abs(store.weights(linear, weight_format) - exact).mean() < np.abs(exact).mean()
+
+
+def test_a_tied_embedding_is_its_head(tmp_path: Path, checkpoint: Path, config: DecoderConfig) -> None:
+    store = QuantizedLinearStore(Checkpoint(checkpoint), config, tmp_path)
+    embedding, *_, head = fused_linears(config)
+    store.make(embedding, INT4)
+    assert len(list(tmp_path.iterdir())) == 1
+    np.testing.assert_array_equal(store.weights(head, INT4), store.weights(embedding, INT4))

@@ -90,16 +90,16 @@ def test_times_are_cached_by_shape_and_conditions(cache: Path, tmp_path: Path) -
     assert machine.timed_bundles[3:] == [6]
 
 
-@pytest.mark.parametrize(("weights", "rounds"), [(1 << 20, 1), (10_000, 8), (1, 16)])
 def test_models_of_few_weights_are_timed_in_fewer_rounds(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: int, rounds: int
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`weights` is the number of weights that a further round takes."""
     config, machine = config_of(tmp_path), KnownMachine()
     assert 80_000 <= weight_count(config) < 90_000
-    monkeypatch.setattr("edgerun.export.allocation.linear_times._WEIGHTS_PER_ROUND", weights)
-    load_or_measure(config, FORMATS, timer=machine)
-    assert machine.rounds == rounds
+    for number, (weights_of_a_round, rounds) in enumerate({1 << 20: 1, 10_000: 8, 1: 16}.items()):
+        monkeypatch.setattr("edgerun.export.allocation.linear_times._WEIGHTS_PER_ROUND", weights_of_a_round)
+        machine.conditions = str(number)
+        load_or_measure(config, FORMATS, timer=machine)
+        assert machine.rounds == rounds
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -230,18 +230,12 @@ def test_fitted_passes_are_close_where_linears_take_longer_together(values: list
         assert whole_pass(24, linears, *fit).milliseconds == pytest.approx(expected, rel=0.03)
 
 
-def test_a_disturbed_pass_leaves_the_factors_bounded() -> None:
+def test_few_and_disturbed_passes() -> None:
     good = passes(dict.fromkeys(BITS, 1.0), 0.04)
     slow = WholePass(24, 10 * good[0].milliseconds, good[0].by_bits)
     factors, _ = fit_passes([slow, *good[1:]])
     assert all(0.5 < factor < 1.5 for factor in factors.values())
-
-
-def test_one_pass_gives_the_overhead() -> None:
     factors, layer = fit_passes([WholePass(2, 5.0, {4: 4.0})])
     assert 2 * layer + 4 * factors[4] == pytest.approx(5.0)
     assert factors[4] == pytest.approx(1.0)
-
-
-def test_bits_without_a_linear_have_no_factor() -> None:
-    assert set(fit_passes(passes(dict.fromkeys(BITS, 1.0), 0.1)[:2])[0]) == {2, 4}
+    assert set(fit_passes(good[:2])[0]) == {2, 4}

@@ -1,4 +1,4 @@
-"""Plan files: round trip, and errors for files that do not fit."""
+"""Plan files and budgets as users write them: round trip, refusals, and the bytes that plans are charged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from edgerun.errors import InputError
 from edgerun.export.allocation.format_candidates import completed_plan, planned_linears, read_plan, spelled, write_plan
+from edgerun.export.allocation.plan_costs import Budget, Measure, bytes_read, parse_budget, weight_count
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
+from edgerun.export.checkpoint.layer_weights import FusedLinear
 from edgerun.models.manifest import Method, WeightFormat
 from support.tiny_models import write_checkpoint
 
@@ -95,23 +97,58 @@ def test_a_plan_that_does_not_fit_is_refused(tmp_path: Path, config: DecoderConf
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        *((content, "is not a quantization plan") for content in (b"", b"linears = 3", b"[linears")),
-        (b"x = " + b"[" * 5000, "is not a quantization plan"),
-        (b"\xff\xfe", "is not UTF-8 text"),
-        (b" " * (5 << 20), "files of its kind at most 4194304"),
-    ],
-)
-def test_other_files_are_refused(tmp_path: Path, config: DecoderConfig, content: bytes, message: str) -> None:
+def test_other_files_are_refused(tmp_path: Path, config: DecoderConfig) -> None:
     file = tmp_path / "plan.toml"
-    file.write_bytes(content)
-    with pytest.raises(InputError, match=message):
-        read_plan(file, config)
-
-
-def test_a_missing_file_is_refused(tmp_path: Path, config: DecoderConfig) -> None:
+    contents = {
+        **dict.fromkeys((b"", b"linears = 3", b"[linears", b"x = " + b"[" * 5000), "is not a quantization plan"),
+        b"\xff\xfe": "is not UTF-8 text",
+        b" " * (5 << 20): "files of its kind at most 4194304",
+    }
+    for content, message in contents.items():
+        file.write_bytes(content)
+        with pytest.raises(InputError, match=message):
+            read_plan(file, config)
     for path in (tmp_path / "nothing", tmp_path):
         with pytest.raises(InputError, match="cannot be read"):
             read_plan(path, config)
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [
+        ("3.5bpw", Budget(3.5, Measure.BITS)),
+        (" 300 MB ", Budget(300, Measure.MEGABYTES)),
+        ("9ms", Budget(9, Measure.MILLISECONDS)),
+        ("300MB@file", Budget(300, Measure.MEGABYTES, in_file=True)),
+        ("3.5bpw@FILE", Budget(3.5, Measure.BITS, in_file=True)),
+        ("20.5MS@4", Budget(20.5, Measure.MILLISECONDS, 4)),
+    ],
+)
+def test_a_budget_is_parsed(text: str, budget: Budget) -> None:
+    assert parse_budget(text) == budget
+    assert parse_budget(str(budget)) == budget
+
+
+@pytest.mark.parametrize(
+    "text", ["", "3.5", "bpw", "-3bpw", "0MB", "nanbpw", "1e3MB", "9ms@0", "9ms@file", "3bpw@4", "3 GB", f"{10**400}MB"]
+)
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(InputError, match="is not a budget"):
+        parse_budget(text)
+
+
+def test_bytes_are_counted_as_packed(config: DecoderConfig) -> None:
+    """Blocks are whole, and each has 8 bytes besides its codes; an embedding is counted as in the file."""
+    assert bytes_read(FusedLinear("layers.0.o", (), (10,), 96), WeightFormat(4, 64)) == 10 * (2 * 32 + 2 * 8)
+    assert bytes_read(FusedLinear("head", (), (10,), 96), WeightFormat(2, 32)) == 10 * (3 * 8 + 3 * 8)
+    embedding = FusedLinear("embedding", (), (10,), 96)
+    assert bytes_read(embedding, WeightFormat(8, 32, zero_points=True)) == 10 * (96 + 12 + 3)
+    assert bytes_read(FusedLinear("head", (), (10,), 96), WeightFormat(32)) == 3840
+    assert Budget(4, Measure.BITS).limit(config) == weight_count(config) / 2
+
+
+def test_a_shared_matrix_counts_once(config: DecoderConfig) -> None:
+    names = [linear.name for linear in planned_linears(config)]
+    assert "embedding" not in names
+    assert weight_count(config) == sum(linear.weight_count for linear in planned_linears(config))
+    assert "embedding" in [linear.name for linear in planned_linears(replace(config, tied_head=False))]

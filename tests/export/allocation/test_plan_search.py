@@ -1,12 +1,12 @@
-"""Search of quantization plans: Lagrangian relaxation, evolutionary search, local search."""
+"""Format options, and the search of quantization plans: Pareto, corrections, Lagrangian relaxation, local search."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from itertools import product
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,30 +15,74 @@ from edgerun.export.allocation.choices import (
     FormatOption,
     KnapsackProblem,
     LinearChoice,
+    Selection,
     cheapest_selection,
     first_selection,
     lagrangian_selection,
+    pareto_options,
     plan_of,
+    total_cost,
+    without_dominated_corrections,
 )
-from edgerun.export.allocation.evolutionary_search import (
-    CachedDivergence,
-    SearchSettings,
-    evolve,
-    local_search,
-    lower_useless_options,
-)
+from edgerun.export.allocation.local_search import local_search, lower_useless_options
 from edgerun.models.manifest import WeightFormat
-from support.toy_allocation import (
-    FORMATS,
-    LINEARS,
-    additive_divergence,
-    smallest_divergence,
-    toy_choices,
-    toy_divergence,
-    toy_problem,
-)
 
-QUICK = SearchSettings(generations=60, patience=15, offspring=12, survivors=(4,))
+LINEARS = 5
+FORMATS = tuple(WeightFormat(bits, 64) for bits in (2, 4, 8))
+
+Divergence = Callable[[Mapping[str, WeightFormat]], float]
+
+
+def toy_choices(seed: int, linears: int = LINEARS) -> tuple[LinearChoice, ...]:
+    """Linears of random sizes whose divergence falls with their bits."""
+    random = np.random.default_rng(seed)
+    choices = []
+    for index in range(linears):
+        size, sensitivity = random.uniform(1, 4), random.exponential()
+        options = tuple(
+            FormatOption(each, (size * each.bits,), sensitivity / 6 ** (place + 1))
+            for place, each in enumerate(FORMATS)
+        )
+        choices.append(LinearChoice(f"linear {index}", options))
+    return tuple(choices)
+
+
+def toy_problem(seed: int, share: float = 0.4, linears: int = LINEARS) -> KnapsackProblem:
+    """Toy choices with a limit that lies by `share` between the costs of the cheapest and the dearest plan."""
+    choices = toy_choices(seed, linears)
+    cheapest, dearest = (total_cost(choices, (number,) * linears) for number in (0, len(FORMATS) - 1))
+    return KnapsackProblem(choices, cheapest + share * (dearest - cheapest))
+
+
+def additive_divergence(choices: tuple[LinearChoice, ...]) -> Divergence:
+    """The sum of the divergences of the linears alone."""
+
+    def divergence(plan: Mapping[str, WeightFormat]) -> float:
+        return sum(_alone(choice, plan) for choice in choices)
+
+    return divergence
+
+
+def toy_divergence(choices: tuple[LinearChoice, ...], seed: int) -> Divergence:
+    """A divergence that does not add up: neighbours in few bits make each other worse, or better."""
+    interaction = np.random.default_rng(seed + 1).uniform(-0.6, 1.5, len(choices))
+
+    def divergence(plan: Mapping[str, WeightFormat]) -> float:
+        each = [_alone(choice, plan) for choice in choices]
+        pairs = (more * math.sqrt(one * other) for more, one, other in zip(interaction, each, each[1:], strict=False))
+        return sum(each) + sum(pairs)
+
+    return divergence
+
+
+def smallest_divergence(problem: KnapsackProblem, divergence: Divergence) -> float:
+    """The divergence of the best plan that fits, by enumeration."""
+    every = product(*(range(len(choice.options)) for choice in problem.choices))
+    return min(divergence(plan_of(problem.choices, selection)) for selection in every if problem.fits(selection))
+
+
+def _alone(choice: LinearChoice, plan: Mapping[str, WeightFormat]) -> float:
+    return next(each.divergence for each in choice.options if each.weight_format == plan[choice.linear])
 
 
 class TestLagrangianSelection:
@@ -64,104 +108,112 @@ class TestLagrangianSelection:
         costs = ((1.0, 0.3), (2.0, 0.05), (3.0, 0.0))
         options = tuple(FormatOption(each, (cost,), kl) for each, (cost, kl) in zip(FORMATS, costs, strict=True))
         choices = (large, *(LinearChoice(f"small {index}", options) for index in range(3)))
-        problem = KnapsackProblem(choices, (13.0,))
+        problem = KnapsackProblem(choices, 13.0)
         assert lagrangian_selection(problem) == (0, 2, 2, 2)
         assert first_selection(problem) == (1, 0, 0, 0)
 
-    def test_keeps_several_limits(self) -> None:
-        """An option that is cheap in bytes may be dear in time."""
-        fast, small = FormatOption(FORMATS[1], (4.0, 1.0), 0.5), FormatOption(FORMATS[0], (2.0, 3.0), 0.4)
-        choices = tuple(LinearChoice(f"linear {index}", (small, fast)) for index in range(2))
-        assert lagrangian_selection(KnapsackProblem(choices, (8.0, 2.5))) == (1, 1)
-        assert lagrangian_selection(KnapsackProblem(choices, (8.0, math.inf))) == (0, 0)
-        assert cheapest_selection(KnapsackProblem(choices, (math.inf, 2.5))) == (1, 1)
-
-
-class TestEvolutionarySearch:
-    @pytest.mark.parametrize("seed", range(4))
-    def test_finds_the_best_plan(self, tmp_path: Path, seed: int) -> None:
-        problem = toy_problem(seed)
-        toy = toy_divergence(problem.choices, seed)
-        divergence = CachedDivergence(problem.choices, [toy, toy])
-        found = evolve(problem, lagrangian_selection(problem), divergence, QUICK, tmp_path / "search.json")
-        selection = local_search(problem, found.parent, divergence, 60)
-        assert problem.fits(selection)
-        assert divergence(selection) == pytest.approx(smallest_divergence(problem, toy))
-
-    def test_resumes_after_an_interruption(self, tmp_path: Path) -> None:
-        problem = toy_problem(3, linears=9)
-        toy, start = toy_divergence(problem.choices, 3), cheapest_selection(problem)
-        whole = evolve(problem, start, CachedDivergence(problem.choices, [toy]), QUICK, tmp_path / "whole.json")
-        left = 40
-
-        def failing(plan: Mapping[str, WeightFormat]) -> float:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                raise KeyboardInterrupt
-            return toy(plan)
-
-        parts = tmp_path / "parts.json"
-        with pytest.raises(KeyboardInterrupt):
-            evolve(problem, start, CachedDivergence(problem.choices, [failing]), QUICK, parts)
-        assert parts.is_file()
-        assert evolve(problem, start, CachedDivergence(problem.choices, [toy]), QUICK, parts) == whole
-
-    @pytest.mark.parametrize("damage", [b"", b"{}", b'{"plan": {"linear 0": "int3/64"}}', b"\xff"])
-    def test_ignores_a_damaged_state(self, tmp_path: Path, damage: bytes) -> None:
-        problem = toy_problem(0)
-        divergence = CachedDivergence(problem.choices, [toy_divergence(problem.choices, 0)])
-        state = tmp_path / "search.json"
-        sound = evolve(problem, lagrangian_selection(problem), divergence, QUICK, state)
-        state.write_bytes(damage)
-        assert evolve(problem, lagrangian_selection(problem), divergence, QUICK, state) == sound
-
-    def test_ends_after_its_time(self, tmp_path: Path) -> None:
-        problem, ticks = toy_problem(1), iter(range(1000))
-        divergence = CachedDivergence(problem.choices, [toy_divergence(problem.choices, 1)])
-        short = replace(QUICK, seconds=3, patience=100, clock=lambda: float(next(ticks)))
-        evolve(problem, cheapest_selection(problem), divergence, short, tmp_path / "search.json")
-        assert next(ticks) < 8
-
-    def test_reduces_a_state_that_no_longer_fits(self, tmp_path: Path) -> None:
-        roomy, narrow = (toy_problem(3, share, linears=9) for share in (0.6, 0.3))
-        divergence = CachedDivergence(roomy.choices, [toy_divergence(roomy.choices, 3)])
-        state = tmp_path / "search.json"
-        whole = evolve(roomy, lagrangian_selection(roomy), divergence, QUICK, state)
-        no_generation = replace(QUICK, generations=0)
-        found = evolve(narrow, cheapest_selection(narrow), divergence, no_generation, state)
-        assert narrow.fits(found.parent)
-        assert not narrow.fits(whole.parent)
-        assert found.parent == narrow.reduced(whole.parent)
-        assert found.divergence == divergence(found.parent)
-
 
 class TestLocalSearch:
+    @pytest.mark.parametrize("seed", range(4))
+    def test_finds_the_best_plan(self, seed: int) -> None:
+        problem = toy_problem(seed)
+        toy = toy_divergence(problem.choices, seed)
+        found = local_search(problem, lagrangian_selection(problem), measured(problem, toy), 60)
+        assert problem.fits(found[-1])
+        divergences = [toy(plan_of(problem.choices, each)) for each in found]
+        assert divergences == sorted(divergences, reverse=True)
+        assert divergences[-1] == pytest.approx(smallest_divergence(problem, toy))
+
+    def test_measures_nothing_without_time(self) -> None:
+        problem = toy_problem(1)
+        start = cheapest_selection(problem)
+        assert local_search(problem, start, measured(problem, toy_divergence(problem.choices, 1)), -1) == [start]
+
     def test_lowers_an_option_that_gains_nothing(self) -> None:
         """The gain of a linear alone may vanish when the others are quantized, too."""
-        problem = KnapsackProblem(toy_choices(2), (math.inf,))
+        problem = KnapsackProblem(toy_choices(2), math.inf)
 
         def without_first(plan: Mapping[str, WeightFormat]) -> float:
             return sum(1 / each.bits for linear, each in plan.items() if linear != problem.choices[0].linear)
 
-        divergence = CachedDivergence(problem.choices, [without_first])
-        selection = local_search(problem, (2,) * LINEARS, divergence, 60)
+        divergence = measured(problem, without_first)
+        selection = local_search(problem, (2,) * LINEARS, divergence, 60)[-1]
         assert selection == (0, *(2,) * (LINEARS - 1))
-        assert lower_useless_options(problem.choices, (2,) * LINEARS, divergence) == selection
+        assert lower_useless_options(problem.choices, (2,) * LINEARS, divergence, divergence) == selection
 
-    def test_takes_the_cheapest_of_formats_without_loss(self, tmp_path: Path) -> None:
-        """A checkpoint trained for few bits: there is nothing to search for."""
-        problem, calls = KnapsackProblem(toy_choices(2), (math.inf,)), 0
+    def test_takes_the_cheapest_of_formats_without_loss(self) -> None:
+        """A checkpoint trained for few bits."""
+        problem = KnapsackProblem(toy_choices(2), math.inf)
 
         def lossless_from_4_bits(plan: Mapping[str, WeightFormat]) -> float:
-            nonlocal calls
-            calls += 1
             return sum(0.0 if each.bits > 2 else 0.01 for each in plan.values())
 
-        divergence = CachedDivergence(problem.choices, [lossless_from_4_bits])
-        dearest = (len(FORMATS) - 1,) * LINEARS
-        found = evolve(problem, dearest, divergence, QUICK, tmp_path / "search.json")
-        assert (found.parent, found.divergence, calls) == (dearest, 0, 1)
-        improved = local_search(problem, dearest, divergence, 60)
-        selection = lower_useless_options(problem.choices, improved, divergence)
+        divergence = measured(problem, lossless_from_4_bits)
+        improved = local_search(problem, (len(FORMATS) - 1,) * LINEARS, divergence, 60)[-1]
+        selection = lower_useless_options(problem.choices, improved, divergence, divergence)
         assert selection == (FORMATS.index(WeightFormat(4, 64)),) * LINEARS
+
+
+def measured(problem: KnapsackProblem, divergence: Divergence) -> Callable[[Selection], float]:
+    """The divergence of selections."""
+    return lambda selection: divergence(plan_of(problem.choices, selection))
+
+
+PLAIN = (FormatOption(WeightFormat(2, 64), (10.0,), 1.0), FormatOption(WeightFormat(4, 64), (20.0,), 0.2))
+
+
+@given(
+    st.lists(
+        st.builds(
+            lambda *numbers: FormatOption(
+                WeightFormat(4, 32), (float(numbers[0]), float(numbers[1])), float(numbers[2])
+            ),
+            *(st.integers(0, 4) for _ in range(3)),
+        ),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_only_pareto_optimal_options_are_kept(offered: list[FormatOption]) -> None:
+    kept = pareto_options(offered)
+    assert list(kept) == sorted(kept, key=lambda option: option.costs)
+    for option in offered:
+        at_most = [
+            other
+            for other in kept
+            if other.divergence <= option.divergence
+            and all(ours <= theirs for ours, theirs in zip(other.costs, option.costs, strict=True))
+        ]
+        assert at_most == [option] if option in kept else at_most
+
+
+@pytest.mark.parametrize(
+    ("cost", "divergence", "wins"),
+    [
+        (15.0, 0.61, False),
+        (15.0, 0.59, True),
+        (10.0, 1.0, False),
+        (9.0, 1.5, True),
+        (20.0, 0.2, False),
+        (25.0, 0.2, False),
+        (25.0, 0.1, True),
+    ],
+)
+def test_corrections_have_to_win_at_equal_cost(cost: float, divergence: float, wins: bool) -> None:
+    option = FormatOption(WeightFormat(2, 64, rank=32), (cost,), divergence)
+    assert (option in without_dominated_corrections([*PLAIN, option])) is wins
+    assert without_dominated_corrections(PLAIN) == list(PLAIN)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_selection_is_reduced_where_it_loses_least(seed: int) -> None:
+    highest = (len(FORMATS) - 1,) * LINEARS
+    for share in (0.0, 0.2, 0.5, 0.8, 1.0):
+        problem = toy_problem(seed, share * (1 + 1e-12) + 1e-12)
+        selection = problem.reduced(highest)
+        assert problem.fits(selection)
+        for index in range(LINEARS):
+            if selection[index] < highest[index]:
+                raised = (*selection[:index], selection[index] + 1, *selection[index + 1 :])
+                assert total_cost(problem.choices, raised) > total_cost(problem.choices, selection)
+    assert toy_problem(seed, 2.0).reduced(highest) == highest
