@@ -27,7 +27,7 @@ from .checkpoint.config import DecoderConfig
 from .checkpoint.open import open_source
 from .completion import complete_bundle
 from .destination import ExportResult, bundle_written_whole, require_apart
-from .drafts.draft_head import DraftHead, open_draft_head
+from .drafts.draft_head import Head, add_draft_head, open_draft_head
 from .drafts.eagle_draft import read_head_kind
 from .drafts.make_draft import DraftRequest, require_draft
 from .drafts.mtp_draft import has_mtp_module
@@ -195,7 +195,7 @@ def export_checkpoint(
             hidden_states=recipe.hidden_states,
             static_shapes=recipe.static_shapes(context),
         )
-        head: DraftHead | None = None
+        head: Head | None = None
         notes: list[str] = []
         if draft is not None and draft.kind is None:
             require_draft(checkpoint.folder, draft)
@@ -272,7 +272,7 @@ def _write(
     recipe: ExportRecipe,
     content: BundleContent,
     draft: DraftRequest | None,
-    head: DraftHead | None,
+    head: Head | None,
     folder: Path | None,
     progress: Progress,
     started: float,
@@ -285,7 +285,8 @@ def _write(
         manifest, quality, notes = write_bundle(staging, content, progress, sample_text=prepared is None)
         report = None
         if head is not None:
-            notes.append(head.add_to(staging, content, progress, None if prepared is None else prepared.text))
+            text = None if prepared is None else prepared.text
+            notes.append(add_draft_head(head, recipe, staging, content, progress, text))
         if prepared is not None:
             made = draft if draft is not None and draft.kind is None else None
             report = complete_bundle(staging, recipe, content, prepared, made, manifest, progress, started)

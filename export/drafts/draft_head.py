@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -15,7 +13,7 @@ from threadpoolctl import threadpool_limits
 from ...errors import ExportError, InputError
 from ...models.bundle import DRAFT_GRAPH_NAME, DRAFT_WEIGHTS_NAME, GRAPH_NAME, TARGET_IDS_NAME
 from ...models.draft_heads import HeadKind
-from ...models.manifest import DraftPairing, WeightFormat
+from ...models.manifest import DraftPairing
 from ...models.progress import Progress, counted
 from ..bundle_content import BundleContent, change_manifest
 from ..calibration.calibration_text import CalibrationText
@@ -28,9 +26,8 @@ from ..checkpoint.layer_weights import QuantPlan
 from ..checkpoint.layout import final_norm
 from ..graph import inputs_outputs
 from ..graph.initializers import Initializers, WeightFile
-from ..graph.inputs_outputs import DraftFeatures
 from ..quantization.methods import DEFAULT_METHODS, FP32, INT4, require_expert_format, with_methods
-from ..recipe import DraftTokens, ExportRecipe
+from ..recipe import ExportRecipe
 from .eagle_draft import EagleHead, build_eagle_head, open_eagle_head
 from .make_draft import DraftRequest
 from .medusa_draft import TOP_IDS, TOP_PROBABILITIES, MedusaHeads, build_medusa_heads, open_medusa_heads
@@ -45,65 +42,57 @@ _CHECKED_FEATURES: Final = 8
 Head: TypeAlias = EagleHead | MedusaHeads | MtpModule
 
 
-@dataclass(frozen=True)
-class DraftHead:
-    """A draft head that fits its target."""
+def add_draft_head(
+    head: Head,
+    recipe: ExportRecipe,
+    folder: Path,
+    target: BundleContent,
+    progress: Progress,
+    text: CalibrationText | None = None,
+) -> str:
+    """Write the graph of a head into its target's bundle, and name it in the manifest.
 
-    head: Head
-    weight_format: WeightFormat
-    """Format of its linears."""
-    vocabulary: DraftTokens = None
-    """Number of tokens that the LM head of a multi-token-prediction module has."""
+    Args:
+        head: The head.
+        recipe: The recipe of the target, with the format of the head's linears.
+        folder: The target's bundle, whose graph gives the features that the head reads.
+        target: The content of that bundle.
+        progress: Receives the stage "draft".
+        text: Text of the target by which the tokens of a module are ranked; None if there is none.
 
-    @property
-    def features(self) -> DraftFeatures:
-        """The hidden states that the target's graph has to give."""
-        return self.head.features
+    Returns:
+        A note on the head for the user; empty if there is nothing to say.
 
-    def add_to(
-        self, folder: Path, target: BundleContent, progress: Progress, text: CalibrationText | None = None
-    ) -> str:
-        """Write the graph of the head into its target's bundle, and name it in the manifest.
-
-        Args:
-            folder: The target's bundle, whose graph gives the features that the head reads.
-            target: The content of that bundle.
-            progress: Receives the stage "draft".
-            text: Text of the target by which the tokens of a module are ranked; None if there is none.
-
-        Returns:
-            A note on the head for the user; empty if there is nothing to say.
-
-        Raises:
-            CheckpointError: A tensor cannot be read.
-            InputError: The LM head cannot have as few tokens.
-            ExportError: The graph does not compute what the checkpoint does.
-            OSError: The disk refused a write.
-        """
-        head = self.head
-        formats = {linear.name: FP32 if linear.exact else self.weight_format for linear in head.linears}
-        plan = with_methods(formats, DEFAULT_METHODS)
-        total = sum(linear.weight_count for linear in head.linears)
-        with WeightFile(folder / DRAFT_WEIGHTS_NAME) as data:
-            weights = Initializers(head.checkpoint, data, counted(total, progress, _STAGE))
-            graph = _build_graph(folder, target, head, plan, weights)
-        (folder / DRAFT_GRAPH_NAME).write_bytes(graph.SerializeToString())
-        names, ids = [DRAFT_WEIGHTS_NAME, DRAFT_GRAPH_NAME], ""
-        if isinstance(head, EagleHead) and head.target_ids is not None:
-            ids = TARGET_IDS_NAME
-            np.save(folder / ids, head.target_ids)
-            names.append(ids)
-        change_manifest(folder, names, draft=DraftPairing(".", ids, graph=DRAFT_GRAPH_NAME, head=head.kind))
-        if isinstance(head, MedusaHeads):
-            _check_medusa(folder, head, plan, graph)
-            return ""
-        # What is checked is what the bundle has in the end.
-        note = trim_vocabulary(folder, self.vocabulary, text, progress) if isinstance(head, MtpModule) else ""
-        _check_head(folder, target, head, plan)
-        return note
+    Raises:
+        CheckpointError: A tensor cannot be read.
+        InputError: The LM head cannot have as few tokens.
+        ExportError: The graph does not compute what the checkpoint does.
+        OSError: The disk refused a write.
+    """
+    weight_format = recipe.draft_format or INT4
+    formats = {linear.name: FP32 if linear.exact else weight_format for linear in head.linears}
+    plan = with_methods(formats, DEFAULT_METHODS)
+    total = sum(linear.weight_count for linear in head.linears)
+    with WeightFile(folder / DRAFT_WEIGHTS_NAME) as data:
+        weights = Initializers(head.checkpoint, data, counted(total, progress, _STAGE))
+        graph = _build_graph(folder, target, head, plan, weights)
+    (folder / DRAFT_GRAPH_NAME).write_bytes(graph.SerializeToString())
+    names, ids = [DRAFT_WEIGHTS_NAME, DRAFT_GRAPH_NAME], ""
+    if isinstance(head, EagleHead) and head.target_ids is not None:
+        ids = TARGET_IDS_NAME
+        np.save(folder / ids, head.target_ids)
+        names.append(ids)
+    change_manifest(folder, names, draft=DraftPairing(".", ids, graph=DRAFT_GRAPH_NAME, head=head.kind))
+    if isinstance(head, MedusaHeads):
+        _check_medusa(folder, head, plan, graph)
+        return ""
+    # What is checked is what the bundle has in the end.
+    note = trim_vocabulary(folder, recipe.draft_tokens, text, progress) if isinstance(head, MtpModule) else ""
+    _check_head(folder, target, head, plan)
+    return note
 
 
-def open_draft_head(request: DraftRequest, recipe: ExportRecipe, folder: Path, target: DecoderConfig) -> DraftHead:
+def open_draft_head(request: DraftRequest, recipe: ExportRecipe, folder: Path, target: DecoderConfig) -> Head:
     """Open the draft head that an export requests, before anything slow.
 
     Args:
@@ -116,8 +105,8 @@ def open_draft_head(request: DraftRequest, recipe: ExportRecipe, folder: Path, t
         CheckpointError: It is damaged, incomplete or of a variant that is not supported.
         InputError: It does not fit the target, or its LM head cannot have that many tokens.
     """
-    weight_format, tokens = recipe.draft_format or INT4, recipe.draft_tokens
     if request.kind is HeadKind.MTP:
+        tokens = recipe.draft_tokens
         if isinstance(tokens, int) and tokens > target.vocab_size:
             raise InputError(
                 f"a draft's head cannot have {tokens} tokens",
@@ -125,12 +114,12 @@ def open_draft_head(request: DraftRequest, recipe: ExportRecipe, folder: Path, t
             )
         module = open_mtp_module(folder, target)
         for linear in module.linears:
-            require_expert_format(linear, weight_format)
-        return DraftHead(module, weight_format, tokens)
+            require_expert_format(linear, recipe.draft_format or INT4)
+        return module
     if request.source is None:
         raise InputError("a draft head needs a checkpoint", "give its folder as the source")
     opened = open_eagle_head if request.kind is HeadKind.EAGLE else open_medusa_heads
-    return DraftHead(opened(request.source, target), weight_format)
+    return opened(request.source, target)
 
 
 def _build_graph(
@@ -150,7 +139,7 @@ def _build_graph(
     return build_mtp_module(head, target.context, plan, weights, graph, original, factors)
 
 
-def _check_medusa(folder: Path, heads: MedusaHeads, plan: Mapping[str, WeightFormat], graph: onnx.ModelProto) -> None:
+def _check_medusa(folder: Path, heads: MedusaHeads, plan: QuantPlan, graph: onnx.ModelProto) -> None:
     """Compare the graph of Medusa heads with the reference.
 
     Raises:

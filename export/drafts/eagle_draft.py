@@ -168,12 +168,11 @@ def require_target(made: str, hidden: int, vocabulary: int, target: DecoderConfi
     Raises:
         InputError: they are not the target's.
     """
-    if hidden != target.hidden_size:
-        raise InputError(f"{made} made for a hidden size of {hidden}, and the model has {target.hidden_size}", hint)
-    if vocabulary != target.vocab_size:
-        raise InputError(
-            f"{made} made for a vocabulary of {vocabulary} tokens, and the model has {target.vocab_size}", hint
-        )
+    sizes = (f"a hidden size of {hidden}", hidden, target.hidden_size)
+    tokens = (f"a vocabulary of {vocabulary} tokens", vocabulary, target.vocab_size)
+    for named, size, wanted in (sizes, tokens):
+        if size != wanted:
+            raise InputError(f"{made} made for {named}, and the model has {wanted}", hint)
 
 
 def _listed_layers(settings: Mapping[str, Any]) -> tuple[int, ...] | None:

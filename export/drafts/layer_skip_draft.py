@@ -66,17 +66,15 @@ _EXCHANGE_SHARE: Final = 0.5
 """Share of changes that exchange a sub-layer for another."""
 
 
-class SubLayerTimes(NamedTuple):
-    """Seconds of passes and sub-layers."""
+def step_seconds(target: Mapping[int, float], saved: Mapping[SubLayer, float], skipped: Collection[SubLayer]) -> float:
+    """Seconds of a step that skips some sub-layers.
 
-    target: Mapping[int, float]
-    """Seconds of the target's passes by their widths, for `head_size.TARGET_WIDTHS`."""
-    saved: Mapping[SubLayer, float]
-    """Seconds that skipping a sub-layer saves in a step."""
-
-    def step(self, skipped: Collection[SubLayer]) -> float:
-        """Seconds of a step that skips some sub-layers."""
-        return max(self.target[1] - sum(self.saved[each] for each in skipped), self.target[1] / 1000)
+    Args:
+        target: Seconds of the target's passes by their widths.
+        saved: Seconds that skipping a sub-layer saves.
+        skipped: The sub-layers.
+    """
+    return max(target[1] - sum(saved[each] for each in skipped), target[1] / 1000)
 
 
 class SkipSearch:
@@ -84,7 +82,8 @@ class SkipSearch:
 
     Args:
         agreement: Measures the agreement of a choice; slow.
-        times: Times of the sub-layers that may be skipped, at least one.
+        target: Seconds of the target's passes by their widths, for `head_size.TARGET_WIDTHS`.
+        saved: Seconds that skipping a sub-layer saves in a step, for at least one.
         seed: Seed of the changes that are tried.
         deadline: Value of `time.monotonic` at which the search ends, but not before one choice was measured.
         progress: Called after each measured choice.
@@ -93,15 +92,17 @@ class SkipSearch:
     def __init__(
         self,
         agreement: Callable[[Collection[SubLayer]], float],
-        times: SubLayerTimes,
+        target: Mapping[int, float],
+        saved: Mapping[SubLayer, float],
         *,
         seed: int = 0,
         deadline: float = math.inf,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._agreement = agreement
-        self._times = times
-        self._sub_layers = sorted(times.saved)
+        self._target = target
+        self._saved = saved
+        self._sub_layers = sorted(saved)
         self._generator = np.random.default_rng(seed)
         self._deadline = deadline
         self._progress = progress
@@ -124,7 +125,7 @@ class SkipSearch:
 
         def loss_rate(sub_layer: SubLayer) -> float:
             lost = 1 - self._agreements.get(frozenset({sub_layer}), 0.0)
-            return lost / max(self._times.saved[sub_layer], 1e-12)
+            return lost / max(self._saved[sub_layer], 1e-12)
 
         order = sorted(self._sub_layers, key=loss_rate)
         lengths = np.unique(np.linspace(1, len(order), min(_MAX_PREFIXES, len(order))).round().astype(int))
@@ -156,7 +157,8 @@ class SkipSearch:
         if skipped not in self._agreements:
             self._agreements[skipped] = self._agreement(skipped)
             self._progress()
-        return tokens_per_second(self._agreements[skipped], self._times.step(skipped), self._times.target)
+        step = step_seconds(self._target, self._saved, skipped)
+        return tokens_per_second(self._agreements[skipped], step, self._target)
 
     def _is_late(self) -> bool:
         return time.monotonic() > self._deadline
@@ -217,22 +219,22 @@ def adopt_layer_skip_draft(
     ranking = rank_tokens(text.calibration, manifest.architecture.vocab_size, markers.special | markers.ending)
     if isinstance(wanted, int):
         ranking.kept(wanted)  # raises before measurements
-    times = _sub_layer_times(target, manifest, onnx.load(target / GRAPH_NAME, load_external_data=False))
+    passes, saved = _sub_layer_times(target, manifest, onnx.load(target / GRAPH_NAME, load_external_data=False))
     progress(_STAGE, 0.1)
-    skipped = _search(_agreement_on(target, manifest, chosen_on, markers), times, max_seconds, progress)
+    skipped = _search(_agreement_on(target, manifest, chosen_on, markers), passes, saved, max_seconds, progress)
     progress(_STAGE, 0.8)
     by_size = _agreement_by_size(_agreement_on(target, manifest, measured_on, markers), skipped, ranking)
     write_layer_skip_draft(target, skipped)
     tokens = wanted if isinstance(wanted, int) else ranking.order.size
     if wanted == "auto":
-        tokens = _best_head(target, manifest, ranking, by_size, times)
+        tokens = _best_head(target, manifest, ranking, by_size, passes)
     if tokens < ranking.order.size:
         trim_own_draft(target, ranking.kept(tokens))
     with as_bundle(target, manifest, _draft_graph(target)) as draft:
         on_target, on_draft = BundleTimer().time_passes([target, draft], (1,), _ROUNDS)
     progress(_STAGE, 1.0)
     agreement = float(by_size[tokens])
-    expected = tokens_per_second(agreement, on_draft[1], _rescaled(times.target, on_target[1]))
+    expected = tokens_per_second(agreement, on_draft[1], _rescaled(passes, on_target[1]))
     skips = tuple(map(str, sorted(skipped)))
     return LayerSkipReport(skips, tokens, agreement, 1e3 * on_draft[1], 1e3 * on_target[1], expected)
 
@@ -253,7 +255,11 @@ def _agreement_by_size(held_out: SkipAgreement, skipped: Collection[SubLayer], r
 
 
 def _search(
-    agreement: SkipAgreement, times: SubLayerTimes, max_seconds: float, progress: Progress
+    agreement: SkipAgreement,
+    target: Mapping[int, float],
+    saved: Mapping[SubLayer, float],
+    max_seconds: float,
+    progress: Progress,
 ) -> frozenset[SubLayer]:
     """Search for the sub-layers to skip.
 
@@ -262,15 +268,21 @@ def _search(
     started = time.monotonic()
     search = SkipSearch(
         agreement.agreement,
-        times,
+        target,
+        saved,
         deadline=started + max_seconds,
         progress=lambda: progress(_STAGE, 0.1 + 0.7 * min(1.0, (time.monotonic() - started) / max_seconds)),
     )
     return search.best()
 
 
-def _sub_layer_times(target: Path, manifest: Manifest, whole: ModelProto) -> SubLayerTimes:
-    """Seconds that sub-layers take: the time saved without all of a kind, divided in proportion to their bytes."""
+def _sub_layer_times(
+    target: Path, manifest: Manifest, whole: ModelProto
+) -> tuple[dict[int, float], dict[SubLayer, float]]:
+    """Seconds of the target's passes by width, and of each sub-layer.
+
+    The time saved without all sub-layers of a kind is divided in proportion to their bytes.
+    """
     sub_layers = inner_sub_layers(manifest.architecture.layers)
     by_kind = [[each for each in sub_layers if each.kind is kind] for kind in SubLayerKind]
     timer = BundleTimer()
@@ -286,7 +298,7 @@ def _sub_layer_times(target: Path, manifest: Manifest, whole: ModelProto) -> Sub
         sizes = [all_bytes - external_bytes(without(whole, (each,))) for each in kind]
         seconds = max(0.0, on_target[1] - times[1])
         saved |= {each: seconds * size / sum(sizes) for each, size in zip(kind, sizes, strict=True)}
-    return SubLayerTimes(_rescaled(by_width, on_target[1]), saved)
+    return _rescaled(by_width, on_target[1]), saved
 
 
 def _rescaled(by_width: Mapping[int, float], seconds: float) -> dict[int, float]:
@@ -295,7 +307,7 @@ def _rescaled(by_width: Mapping[int, float], seconds: float) -> dict[int, float]
 
 
 def _best_head(
-    target: Path, manifest: Manifest, ranking: TokenRanking, agreement: Agreement, times: SubLayerTimes
+    target: Path, manifest: Manifest, ranking: TokenRanking, agreement: Agreement, passes: Mapping[int, float]
 ) -> int:
     """The fastest size of the draft's head."""
     trimmed = trimmed_own_draft(target, ranking.kept(ranking.min_tokens))
@@ -304,7 +316,7 @@ def _best_head(
         as_bundle(target, manifest, trimmed.model(in_place)) as smallest,
     ):
         on_whole, on_smallest = BundleTimer().time_passes([whole, smallest], (1,), _ROUNDS)
-    return best_size(ranking, agreement, times.target, on_whole[1], on_smallest[1])
+    return best_size(ranking, agreement, passes, on_whole[1], on_smallest[1])
 
 
 def _draft_graph(target: Path) -> ModelProto:

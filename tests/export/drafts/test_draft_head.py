@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnx
 import pytest
 from safetensors.numpy import load_file
 
+import edgerun
 from edgerun import BundleError, EdgeError, ExportError
 from edgerun.edge.cli.main import main
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint
@@ -22,10 +24,10 @@ from edgerun.export.drafts import draft_head
 from edgerun.export.drafts.eagle_draft import open_eagle_head
 from edgerun.models.bundle import open_bundle
 from edgerun.models.draft_heads import HeadKind, feature_layers
-from edgerun.models.manifest import MANIFEST_NAME, Manifest
+from edgerun.models.manifest import MANIFEST_NAME
 from edgerun.models.pairing import find_draft
 from support.tiny_heads import eagle_config, eagle_weights, write_eagle_head
-from support.tiny_models import tiny_config, write_checkpoint, write_json, write_weights
+from support.tiny_models import exported, tiny_config, write_checkpoint, write_json, write_weights
 
 TARGET = {"num_hidden_layers": 6}
 TOKENS = np.array([20, 31, 22, 47, 105, 60, 7])
@@ -53,8 +55,6 @@ def features_of(head: Path) -> npt.NDArray[np.float32]:
 def run_graph(bundle: Path, checkpoint: Path, head: Path) -> HeadOutputs:
     """Logits and states of the exported head: one pass with features, then one for each further token."""
     config = open_eagle_head(head, read_config(checkpoint)).config
-    import onnx
-
     graph = onnx.load(bundle / "draft.onnx", load_external_data=False)
     session = ContractSession(bundle, len(TOKENS), graph, extra_outputs=("next_states",))
     features, state = features_of(head), np.empty((0, config.hidden_size), np.float32)
@@ -226,22 +226,22 @@ def test_heads_that_do_not_fit_are_refused_in_one_line(checkpoint: Path, tmp_pat
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "missing", ["fc.weight", "midlayer.hidden_norm.weight", "norm.weight", "lm_head.weight", "d2t"]
-)
-def test_missing_tensors_are_named(checkpoint: Path, tmp_path: Path, missing: str) -> None:
-    head = write_eagle_head(tmp_path / "head", tiny_config(**TARGET))
-    tensors = load_file(head / "model.safetensors")
-    del tensors[missing]
-    write_weights(head, tensors)
-    with pytest.raises(EdgeError, match=f"lacks the tensor {missing}"):
-        export(checkpoint, head, tmp_path / "bundle")
+TENSORS: dict[str, tuple[dict[str, Any], str]] = {
+    **{
+        name: ({name: None}, f"lacks the tensor {name}")
+        for name in ("fc.weight", "midlayer.hidden_norm.weight", "norm.weight", "lm_head.weight", "d2t")
+    },
+    "tokens twice": ({"d2t": -np.arange(200)}, "d2t does not map 200 tokens to as many of 300"),
+}
 
 
-def test_a_map_to_tokens_twice_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", TENSORS)
+def test_missing_and_wrong_tensors_are_named(checkpoint: Path, tmp_path: Path, case: str) -> None:
+    changed, message = TENSORS[case]
     head = write_eagle_head(tmp_path / "head", tiny_config(**TARGET))
-    rewritten(head, lambda name: name, d2t=-np.arange(200))
-    with pytest.raises(EdgeError, match="d2t does not map 200 tokens to as many of 300"):
+    tensors = {**load_file(head / "model.safetensors"), **changed}
+    write_weights(head, {name: value for name, value in tensors.items() if value is not None})
+    with pytest.raises(EdgeError, match=message):
         export(checkpoint, head, tmp_path / "bundle")
 
 
@@ -252,28 +252,18 @@ def test_pickled_heads_are_refused(checkpoint: Path, tmp_path: Path) -> None:
         export(checkpoint, head, tmp_path / "bundle")
 
 
-def test_a_head_of_another_model_is_refused_when_it_is_loaded(checkpoint: Path, tmp_path: Path) -> None:
-    import edgerun
-
-    head = write_eagle_head(tmp_path / "head", tiny_config(**TARGET))
-    bundle = export(checkpoint, head, tmp_path / "bundle")
-    plain = export_checkpoint(checkpoint, tmp_path / "plain", ExportRecipe(FP32)).bundle
-    (bundle / "model.onnx").write_bytes((plain / "model.onnx").read_bytes())
-    manifest = Manifest.from_json((bundle / MANIFEST_NAME).read_bytes())
-    data = json.loads(manifest.to_json())
-    data["files"]["model.onnx"] = json.loads((plain / MANIFEST_NAME).read_bytes())["files"]["model.onnx"]
-    write_json(bundle / MANIFEST_NAME, data)
-    with edgerun.load(bundle, cache=False) as engine, pytest.raises(BundleError, match="192 features of each token"):
-        engine.generate("the", raw=True)
-
-
-def test_the_head_alone_is_not_a_model(checkpoint: Path, tmp_path: Path) -> None:
-    import edgerun
-
+def test_a_head_alone_or_of_another_model_is_refused_when_it_is_loaded(checkpoint: Path, tmp_path: Path) -> None:
     head = write_eagle_head(tmp_path / "head", tiny_config(**TARGET))
     bundle = export(checkpoint, head, tmp_path / "bundle")
     with pytest.raises(BundleError, match=r"it is a draft head; give the model it belongs to"):
         edgerun.load(bundle / "draft.onnx", cache=False)
+    plain = exported(checkpoint, tmp_path / "plain")
+    (bundle / "model.onnx").write_bytes((plain / "model.onnx").read_bytes())
+    data = json.loads((bundle / MANIFEST_NAME).read_bytes())
+    data["files"]["model.onnx"] = json.loads((plain / MANIFEST_NAME).read_bytes())["files"]["model.onnx"]
+    write_json(bundle / MANIFEST_NAME, data)
+    with edgerun.load(bundle, cache=False) as engine, pytest.raises(BundleError, match="192 features of each token"):
+        engine.generate("the", raw=True)
 
 
 def test_from_the_command_line(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

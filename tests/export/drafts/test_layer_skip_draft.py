@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgerun import InputError
-from edgerun.export import FP32, INT4, ExportRecipe, export_checkpoint
+from edgerun.export import INT4
 from edgerun.export.calibration.calibration_text import CalibrationText
 from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.drafts.head_size import TARGET_WIDTHS, tokens_per_second
-from edgerun.export.drafts.layer_skip_draft import SkipSearch, SubLayerTimes, adopt_layer_skip_draft
+from edgerun.export.drafts.layer_skip_draft import SkipSearch, adopt_layer_skip_draft, step_seconds
 from edgerun.export.drafts.skipped_layers import (
     SkipAgreement,
     SubLayer,
@@ -38,7 +38,7 @@ from edgerun.runtime.measure.bundle_timing import BundleTimer
 from edgerun.runtime.measure.draft_benefit import count_agreement
 from edgerun.runtime.speculation.draft_loading import DraftTarget, load_layer_skip_draft
 from edgerun.runtime.text.turn_markers import TokenArray
-from support.tiny_models import tiny_config, tiny_weights, write_bundle, write_checkpoint, write_weights
+from support.tiny_models import exported, tiny_config, tiny_weights, write_bundle, write_checkpoint, write_weights
 
 SKIPPED = (
     SubLayer(1, SubLayerKind.FEED_FORWARD),
@@ -74,27 +74,19 @@ def test_a_skipped_sub_layer_is_one_without_output(family: str, tmp_path: Path) 
             value[...] = 0
     source = write_checkpoint(tmp_path / "zero", family, num_hidden_layers=layers)
     write_weights(source, weights)
-    expected = export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).bundle
+    expected = exported(source, tmp_path / "bundle")
     tokens = texts(1, 12)[0]
-    reference = ContractSession(expected, 12).forward(tokens, np.arange(12))
-    left = without(onnx.load(bundle / "model.onnx", load_external_data=False), SKIPPED)
+    reference = ContractSession(expected, architecture(expected), 12).forward(tokens, np.arange(12))
+    model = onnx.load(bundle / "model.onnx", load_external_data=False)
+    left = without(model, SKIPPED)
+    assert not [tensor.name for tensor in left.graph.initializer if "layers.2.qkv" in tensor.name]
+    assert external_bytes(left) < external_bytes(model)
     names = {value.name for value in left.graph.input}
     assert "past_key_values.1.key" in names
     assert "past_key_values.2.key" not in names
-    session = ContractSession(bundle, 12, left)
+    session = ContractSession(bundle, architecture(bundle), 12, left)
     session.buffers = [each for each in session.buffers if each[0] in names]
     np.testing.assert_allclose(session.forward(tokens, np.arange(12)), reference, atol=1e-4)
-
-
-def test_skipped_sub_layers_are_not_in_the_graph(tiny_bundle: Path, tmp_path: Path) -> None:
-    bundle = write_bundle(tmp_path, num_hidden_layers=4)
-    model = onnx.load(bundle / "model.onnx", load_external_data=False)
-    left = without(model, SKIPPED)
-    assert len(left.graph.node) < len(model.graph.node)
-    assert not {name for name in (tensor.name for tensor in left.graph.initializer) if "layers.2.qkv" in name}
-    assert external_bytes(left) < external_bytes(model)
-    with pytest.raises(ValueError, match=r"no layers\.9\.mlp_norm"):
-        without(model, [SubLayer(9, SubLayerKind.ATTENTION)])
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +105,8 @@ def test_a_choice_is_measured_after_slots_of_the_target(bundle: Path) -> None:
     names = {value.name for value in model.graph.input}
     at = 0
     for text, start in zip(given_texts, starts, strict=True):
-        target = ContractSession(bundle, len(text))
-        draft = ContractSession(bundle, len(text), model)
+        target = ContractSession(bundle, numbers, len(text))
+        draft = ContractSession(bundle, numbers, len(text), model)
         draft.buffers = [each for each in target.buffers if each[0] in names]
         wanted = target.forward(text, np.arange(len(text))).argmax(axis=1)
         for place in range(max(start - 1, 1), len(text) - 1):
@@ -130,17 +122,13 @@ def test_a_choice_is_measured_after_slots_of_the_target(bundle: Path) -> None:
     assert 0 < measured.agreement(SKIPPED) < 1
 
 
-def test_texts_without_an_answer_are_refused(bundle: Path) -> None:
-    with pytest.raises(InputError, match="no answer"):
-        SkipAgreement(bundle, architecture(bundle), texts(1, 5), [5], 10)
-
-
 class Toy:
     """An agreement that falls by a factor for each sub-layer, and a little more for one pair."""
 
     def __init__(self, shares: Sequence[float]) -> None:
         self.parts = inner_sub_layers(2 + len(shares) // 2)
         self.shares = dict(zip(self.parts, shares, strict=True))
+        self.saved = {part: 0.009 / len(self.parts) for part in self.parts}
         self.measured: list[frozenset[SubLayer]] = []
 
     def agreement(self, skipped: Collection[SubLayer]) -> float:
@@ -148,30 +136,30 @@ class Toy:
         pair = 0.97 if {self.parts[0], self.parts[1]} <= set(skipped) else 1.0
         return float(np.prod([self.shares[part] for part in skipped]) * pair)
 
-    def times(self) -> SubLayerTimes:
-        return SubLayerTimes(TARGET, {part: 0.009 / len(self.parts) for part in self.parts})
+    def search(self, **settings: float) -> frozenset[SubLayer]:
+        return SkipSearch(self.agreement, TARGET, self.saved, **settings).best()
+
+    def speed(self, skipped: Collection[SubLayer]) -> float:
+        return tokens_per_second(self.agreement(skipped), step_seconds(TARGET, self.saved, skipped), TARGET)
 
     def best(self) -> float:
-        choices = [c for n in range(1, len(self.parts) + 1) for c in itertools.combinations(self.parts, n)]
-        return max(tokens_per_second(self.agreement(c), self.times().step(c), TARGET) for c in choices)
+        counts = range(1, len(self.parts) + 1)
+        return max(self.speed(each) for count in counts for each in itertools.combinations(self.parts, count))
 
 
 @settings(max_examples=25)
 @given(shares=st.lists(st.floats(0.3, 1.0), min_size=6, max_size=6), seed=st.integers(0, 9))
 def test_the_search_comes_near_the_best_choice(shares: list[float], seed: int) -> None:
     toy = Toy(shares)
-    found = SkipSearch(toy.agreement, toy.times(), seed=seed).best()
+    found = toy.search(seed=seed)
     assert len(toy.measured) == len(set(toy.measured))
-    assert found
-    again = SkipSearch(toy.agreement, toy.times(), seed=seed).best()
-    assert again == found
-    assert tokens_per_second(toy.agreement(found), toy.times().step(found), TARGET) >= 0.97 * toy.best()
+    assert toy.search(seed=seed) == found
+    assert toy.speed(found) >= 0.97 * toy.best()
 
 
 def test_a_search_without_time_measures_one_sub_layer() -> None:
     toy = Toy([0.9, 0.8, 0.99, 0.7])
-    found = SkipSearch(toy.agreement, toy.times(), deadline=0).best()
-    assert found == {toy.parts[0]}
+    assert toy.search(deadline=0) == {toy.parts[0]}
     assert toy.measured == [{toy.parts[0]}]
 
 
@@ -233,3 +221,7 @@ def test_models_without_a_layer_skip_draft_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="head cannot have 301 tokens"):
         adopt_layer_skip_draft(fit, 301, TEXT, silent)
     assert not (fit / "draft.onnx").exists()
+    with pytest.raises(InputError, match="no answer"):
+        SkipAgreement(fit, architecture(fit), texts(1, 5), [5], 10)
+    with pytest.raises(ValueError, match=r"no layers\.9\.mlp_norm"):
+        without(onnx.load(fit / "model.onnx", load_external_data=False), [SubLayer(9, SubLayerKind.ATTENTION)])

@@ -16,10 +16,9 @@ import edgerun
 from edgerun import GenerateOptions
 from edgerun.edge.cli.main import main
 from edgerun.errors import InputError
-from edgerun.export import FP32, INT4, ExportRecipe, export_checkpoint
+from edgerun.export import FP32, INT4, ExportRecipe, export_checkpoint, pipeline
 from edgerun.export.calibration.calibration_text import CalibrationText
 from edgerun.export.drafts import trimmed_head
-from edgerun.export.drafts.draft_head import DraftHead
 from edgerun.export.drafts.trimmed_head import trim_own_draft, trim_vocabulary
 from edgerun.export.recipe import OWN_MODULE
 from edgerun.models.bundle import open_bundle
@@ -65,6 +64,12 @@ def logits_of(bundle: Path) -> int:
     return int(info.type.tensor_type.shape.dim[-1].dim_value)
 
 
+def write_words(folder: Path) -> list[str]:
+    """Write a text, and return the options of an export that reads it."""
+    (folder / "text.txt").write_text(" ".join(np.random.default_rng(0).choice(WORDS, 1200)), encoding="utf-8")
+    return ["--calibration", str(folder / "text.txt"), "--calibration-tokens", "1100"]
+
+
 def text_of(*counted: list[int]) -> CalibrationText:
     """Text in which these tokens occur, in both parts."""
     texts = tuple(np.array(each) for each in counted)
@@ -76,11 +81,8 @@ def test_from_the_outside_a_module_gets_the_tokens_that_the_text_has(
 ) -> None:
     use_machine(monkeypatch, BytesMachine())
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
-    words = np.random.default_rng(0).choice(WORDS, 1200)
-    (tmp_path / "text.txt").write_text(" ".join(words), encoding="utf-8")
     bundle = tmp_path / "bundle"
-    options = ["--draft-vocab", "90", "--calibration", str(tmp_path / "text.txt"), "--calibration-tokens", "1100"]
-    assert main(["export", str(source), str(bundle), *options]) == 0
+    assert main(["export", str(source), str(bundle), "--draft-vocab", "90", *write_words(tmp_path)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "The multi-token-prediction module drafts 90 of 300 tokens, 100.0% of those in held-out answers." in printed
     kept = kept_by(bundle)
@@ -101,8 +103,8 @@ def test_from_the_outside_a_module_gets_the_tokens_that_the_text_has(
 def test_a_note_on_the_head_is_kept_without_calibration(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_to = DraftHead.add_to
-    monkeypatch.setattr(DraftHead, "add_to", lambda *arguments: add_to(*arguments) or "a note on the head")
+    add = pipeline.add_draft_head
+    monkeypatch.setattr(pipeline, "add_draft_head", lambda *arguments: add(*arguments) or "a note on the head")
     recipe = ExportRecipe(FP32, draft=OWN_MODULE)
     result = export_checkpoint(source, tmp_path / "bundle", recipe)
     assert "a note on the head" in result.notes
@@ -113,21 +115,9 @@ def test_what_calibration_scaled_is_scaled_in_the_trimmed_head_too(tmp_path: Pat
     use_machine(monkeypatch, BytesMachine())
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     source = write_mtp_checkpoint(tmp_path / "source", tie_word_embeddings=False)
-    words = np.random.default_rng(0).choice(WORDS, 1200)
-    (tmp_path / "text.txt").write_text(" ".join(words), encoding="utf-8")
     options = ["--method", "awq", "--draft-vocab", "80", "--half-scales", "--zero-points"]
-    options += ["--calibration", str(tmp_path / "text.txt"), "--calibration-tokens", "1100"]
-    assert main(["export", str(source), str(tmp_path / "bundle"), *options]) == 0
+    assert main(["export", str(source), str(tmp_path / "bundle"), *options, *write_words(tmp_path)]) == 0
     assert logits_of(tmp_path / "bundle") == 80
-
-
-def test_the_most_frequent_tokens_are_kept(bundle: Path) -> None:
-    note = trim_vocabulary(bundle, 40, text_of([7, 200, 250, 250, 9, 200], [8, 200, 30, 250, 250, 9]), silent)
-    kept = kept_by(bundle)
-    assert kept.size == 40
-    assert {200, 250, 30, 9, 7, 8} <= set(kept.tolist())
-    assert "40 of 300 tokens, 100.0% of those" in note
-    open_bundle(bundle).verify()
 
 
 def test_by_default_large_vocabularies_are_trimmed_where_there_is_text(
@@ -198,17 +188,15 @@ def test_sizes_that_a_head_cannot_have(bundle: Path, wanted: int) -> None:
     assert (bundle / "edge.json").read_bytes() == before
 
 
-def test_too_large_a_size_is_refused_before_anything_slow(source: Path, tmp_path: Path) -> None:
-    recipe = ExportRecipe(INT4, draft=OWN_MODULE, draft_vocab=301)
-    with pytest.raises(InputError, match="cannot have 301 tokens; give at most 300, the model's vocabulary"):
-        export_checkpoint(source, tmp_path / "bundle", recipe, lambda *_: pytest.fail("slow"))
+def test_sizes_are_refused_before_anything_slow(source: Path, tmp_path: Path) -> None:
+    def export(checkpoint: Path, draft: str | Path, vocabulary: int, message: str) -> None:
+        recipe = ExportRecipe(INT4, draft=draft, draft_vocab=vocabulary)
+        with pytest.raises(InputError, match=message):
+            export_checkpoint(checkpoint, tmp_path / "bundle", recipe, lambda *_: pytest.fail("slow"))
 
-
-def test_only_modules_have_a_size(tmp_path: Path) -> None:
+    export(source, OWN_MODULE, 301, "cannot have 301 tokens; give at most 300, the model's vocabulary")
     head, target = write_eagle_head(tmp_path / "head", tiny_config()), write_checkpoint(tmp_path / "target")
-    recipe = ExportRecipe(INT4, draft=head, draft_vocab=10)
-    with pytest.raises(InputError, match="--draft-vocab has no effect on the draft head .*head, whose size is that"):
-        export_checkpoint(target, tmp_path / "bundle", recipe)
+    export(target, head, 10, "--draft-vocab has no effect on the draft head .*head, whose size is that")
 
 
 @pytest.mark.parametrize(
@@ -216,9 +204,11 @@ def test_only_modules_have_a_size(tmp_path: Path) -> None:
     [
         (("--draft-vocab", "0"), "--draft-vocab must be a positive number of tokens, not '0'; give such a"),
         (("--draft", "mtp", "--draft-vocab", "many"), "--draft-vocab must be a positive number of tokens, not 'many'"),
-        (("--draft", "mtp", "--draft-vocab", "999"), "a draft's head cannot have 999 tokens; give at most 300"),
         (("--draft", "mtp", "--draft-layers", "auto"), "--draft-layers has no effect on --draft mtp"),
         (("--draft", "none", "--draft-vocab", "100"), "--draft-vocab has no effect on --draft none"),
+        (("--draft", "none", "--draft-weights", "int8"), "--draft-weights has no effect on --draft none"),
+        (("--draft", "mtp", "--device", "gpu"), "on the CPU"),
+        (("--draft", "mtp", "--layout", "genai"), "layout"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

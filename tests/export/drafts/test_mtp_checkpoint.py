@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from safetensors.numpy import load_file
 
 import edgerun
 from edgerun.edge.cli.main import main
@@ -17,19 +18,20 @@ from edgerun.export import INT4, ExportRecipe, WeightFormat, export_checkpoint
 from edgerun.export.bundle_content import BundleContent
 from edgerun.export.bundle_writer import write_bundle
 from edgerun.export.calibration.awq import AwqScales, AwqSource
+from edgerun.export.check.contract_session import ContractSession
+from edgerun.export.check.parity import with_float_activations
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from edgerun.export.drafts.draft_head import open_draft_head
+from edgerun.export.drafts.draft_head import add_draft_head, open_draft_head
 from edgerun.export.drafts.make_draft import DraftRequest
 from edgerun.export.quantization.methods import FP32
 from edgerun.export.recipe import OWN_MODULE
 from edgerun.models.bundle import open_bundle
 from edgerun.models.draft_heads import HeadKind
-from edgerun.models.manifest import GraphLayout
 from edgerun.models.pairing import find_draft
 from edgerun.models.progress import silent
 from support.tiny_heads import write_mtp_checkpoint
-from support.tiny_models import write_checkpoint
+from support.tiny_models import write_checkpoint, write_weights
 
 MODULE = DraftRequest(None, HeadKind.MTP)
 
@@ -44,16 +46,16 @@ def draft_of(bundle: Path) -> dict[str, Any] | None:
     return found
 
 
-def test_the_module_becomes_the_draft_where_no_other_is_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", [None, "fp32"])
+def test_the_module_becomes_the_draft_where_no_other_is_asked_for(tmp_path: Path, weights: str | None) -> None:
     source, bundle = write_mtp_checkpoint(tmp_path / "source"), tmp_path / "bundle"
-    assert export(source, bundle) == 0
-    draft = draft_of(bundle)
-    assert draft["head"] == "mtp"
-    pair = find_draft(open_bundle(bundle))
-    assert pair.head is HeadKind.MTP
+    assert export(source, bundle, *(("--draft", "mtp", "--draft-weights", weights) if weights else ())) == 0
+    assert draft_of(bundle)["head"] == "mtp"
+    assert find_draft(open_bundle(bundle)).head is HeadKind.MTP
     graph = onnx.load(bundle / "draft.onnx", load_external_data=False).graph
-    bits = {a.i for node in graph.node if node.op_type == "MatMulNBits" for a in node.attribute if a.name == "bits"}
-    assert bits == {4}
+    linears = [node for node in graph.node if node.op_type == "MatMulNBits"]
+    assert {each.i for node in linears for each in node.attribute if each.name == "bits"} == {4}
+    assert (len(linears) == 1) == (weights == "fp32")  # the LM head is the model's
     locations = {entry.value for each in graph.initializer for entry in each.external_data if entry.key == "location"}
     assert locations == {"model.onnx.data", "draft.onnx.data"}
 
@@ -71,14 +73,6 @@ def test_there_is_none_where_it_is_declined_or_impossible(tmp_path: Path, argume
     assert not (bundle / "draft.onnx").exists()
     outputs = {each.name for each in onnx.load(bundle / "model.onnx", load_external_data=False).graph.output}
     assert "draft_features" not in outputs
-
-
-def test_its_weights_have_a_format_of_their_own_if_asked(tmp_path: Path) -> None:
-    source, bundle = write_mtp_checkpoint(tmp_path / "source"), tmp_path / "bundle"
-    assert export(source, bundle, "--draft", "mtp", "--draft-weights", "fp32") == 0
-    graph = onnx.load(bundle / "draft.onnx", load_external_data=False).graph
-    # The LM head is the model's.
-    assert [node.op_type for node in graph.node].count("MatMulNBits") == 1
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe_text", "qwen3_next"])
@@ -116,14 +110,12 @@ def test_multimodal_checkpoints_have_it_beside_the_language_model(tmp_path: Path
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     nested = {"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": config}
     (source / "config.json").write_text(json.dumps(nested), encoding="utf-8")
-    from safetensors.numpy import load_file, save_file
-
     tensors = load_file(source / "model.safetensors")
     renamed = {
         f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name: value
         for name, value in tensors.items()
     }
-    save_file(renamed, source / "model.safetensors")
+    write_weights(source, renamed)
     recipe = ExportRecipe(INT4, draft=OWN_MODULE)
     bundle = export_checkpoint(source, tmp_path / "bundle", recipe).bundle
     assert (draft_of(bundle) or {})["head"] == "mtp"
@@ -163,25 +155,6 @@ def test_a_checkpoint_without_one(tmp_path: Path, family: str) -> None:
         export_checkpoint(source, tmp_path / "other", ExportRecipe(INT4, draft=OWN_MODULE))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--draft", "none", "--draft-weights", "int8"), "--draft-weights has no effect on --draft none"),
-        (("--draft", "mtp", "--device", "gpu"), "on the CPU"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_options_that_contradict_each_other(tmp_path: Path, arguments, message: str, capsys) -> None:
-    source = write_mtp_checkpoint(tmp_path / "source")
-    assert export(source, tmp_path / "bundle", *arguments) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
-def test_drafts_need_the_own_layout() -> None:
-    with pytest.raises(InputError, match="layout"):
-        ExportRecipe(INT4, layout=GraphLayout.GENAI, draft=OWN_MODULE)
-
-
 def test_scales_that_calibration_put_into_the_head_do_not_reach_the_module(tmp_path: Path) -> None:
     """AWQ scaling divides the last norm and multiplies a separate LM head, which the module uses too."""
     source = write_mtp_checkpoint(tmp_path / "source", tie_word_embeddings=False)
@@ -204,15 +177,12 @@ def test_scales_that_calibration_put_into_the_head_do_not_reach_the_module(tmp_p
         )
         (tmp_path / name).mkdir()
         write_bundle(tmp_path / name, content, silent)
-        head.add_to(tmp_path / name, content, silent)  # compares it with the reference
+        add_draft_head(head, recipe, tmp_path / name, content, silent)  # compares it with the reference
         logits.append(_logits(tmp_path / name, config.hidden_size))
     np.testing.assert_allclose(logits[0], logits[1], atol=2e-4)
 
 
 def _logits(bundle: Path, hidden: int) -> Any:
-    from edgerun.export.check.contract_session import ContractSession
-    from edgerun.export.check.parity import with_float_activations
-
     graph = with_float_activations(onnx.load(bundle / "draft.onnx", load_external_data=False))
     session = ContractSession(bundle, 8, graph)  # type: ignore[union-attr]
     random = np.random.default_rng(2)

@@ -1,27 +1,32 @@
-"""A draft with its own checkpoint, in its target's bundle."""
+"""A draft with its own checkpoint, in its target's bundle, and its trimmed head."""
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
+import onnx
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import edgerun
 from edgerun import InputError
-from edgerun.export import ExportRecipe, WeightFormat, export_checkpoint
+from edgerun.export import FP32, ExportRecipe, WeightFormat, export_checkpoint
 from edgerun.export.calibration.calibration_text import CalibrationText
+from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.drafts.make_draft import adopt_draft
+from edgerun.export.drafts.trimmed_head import write_trimmed
 from edgerun.export.recipe import DraftTokens
 from edgerun.models.bundle import holds_only_bundle_files, open_bundle
 from edgerun.models.pairing import find_draft
 from edgerun.runtime.measure.bundle_timing import BundleTimer
 from support.known_timings import BytesMachine, use_machine
-from support.tiny_models import write_checkpoint
-
-FORMAT = WeightFormat(8, 32)
+from support.tiny_models import write_bundle, write_checkpoint
 
 
 def texts(seed: int) -> list[np.ndarray]:
@@ -46,7 +51,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def target(checkpoints: tuple[Path, Path], tmp_path: Path) -> Path:
     folder = tmp_path / "target"
     for source, destination in zip(checkpoints, (folder, folder / "draft"), strict=True):
-        export_checkpoint(source, destination, ExportRecipe(FORMAT))
+        export_checkpoint(source, destination, ExportRecipe(WeightFormat(8, 32)))
     return folder
 
 
@@ -104,3 +109,79 @@ def test_an_impossible_size_is_refused_without_changes(target: Path, vocabulary:
     with pytest.raises(InputError, match=f"a draft's head cannot have {vocabulary} tokens; give 5 to 300"):
         adopted(target, vocabulary)
     assert before == {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
+
+
+VOCABULARY = 300
+TOKENS = np.array([5, 299, 17, 120, 64, 3])
+
+
+def logits(folder: Path) -> npt.NDArray[np.float32]:
+    manifest = open_bundle(folder).manifest
+    return ContractSession(folder, manifest.architecture, 16).forward(TOKENS, np.arange(TOKENS.size))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bundle(tmp_path_factory.mktemp("whole"), weights=WeightFormat(4, 32), seed=3)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "trimmed"
+
+
+@pytest.mark.parametrize(
+    ("family", "weight_format", "settings_of_it"),
+    [
+        ("llama", FP32, {}),
+        ("llama", WeightFormat(8, 64), {"tie_word_embeddings": False}),
+        ("llama", WeightFormat(4, 32, zero_points=True), {"tie_word_embeddings": False}),
+        ("llama", WeightFormat(2, 32), {}),
+        ("qwen2", WeightFormat(4, 128), {}),
+        ("gemma2", WeightFormat(4, 32), {}),
+        ("granite", FP32, {"tie_word_embeddings": False}),
+    ],
+    ids=str,
+)
+def test_kept_logits_are_those_of_the_whole_head(
+    tmp_path: Path, family: str, weight_format: WeightFormat, settings_of_it: dict[str, bool]
+) -> None:
+    bundle = write_bundle(tmp_path, family, weights=ExportRecipe(weight_format), **settings_of_it)
+    kept = np.arange(0, VOCABULARY, 7)
+    write_trimmed(open_bundle(bundle), tmp_path / "trimmed", kept)
+    expected, found = logits(bundle)[:, kept], logits(tmp_path / "trimmed")
+    assert found.shape == (TOKENS.size, kept.size)
+    np.testing.assert_allclose(found, expected, atol=1e-5 * max(1, float(expected.std())))
+    np.testing.assert_array_equal(np.load(tmp_path / "trimmed" / "d2t.npy"), kept)
+
+
+@pytest.mark.nightly
+@given(kept=st.sets(st.integers(0, VOCABULARY - 1), min_size=1, max_size=40))
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_tokens_can_be_kept(whole: Path, folder: Path, kept: set[int]) -> None:
+    ids = np.array(sorted(kept))
+    write_trimmed(open_bundle(whole), folder, ids)
+    np.testing.assert_allclose(logits(folder), logits(whole)[:, ids], atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_trimmed_bundle_is_complete_and_its_head_has_rows_of_its_own(
+    tmp_path: Path, whole: Path, folder: Path, tied: bool
+) -> None:
+    bundle = open_bundle(
+        whole if tied else write_bundle(tmp_path, weights=WeightFormat(4, 32), tie_word_embeddings=False)
+    )
+    write_trimmed(bundle, folder, np.arange(30))
+    graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
+    shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+    assert shapes["embedding.codes"] == (300, 2, 16)
+    assert shapes["head.codes.kept"] == (30, 2, 16)
+    assert shapes["head.scales.kept"] == (30, 2)
+    assert not shapes.keys() & {"head.codes", "head.scales"}
+    manifest, before = open_bundle(folder).manifest, bundle.manifest
+    assert manifest.architecture == dataclasses.replace(before.architecture, tied_head=False)
+    assert manifest.weights == before.weights
+    assert set(manifest.files) == {file.name for file in folder.iterdir()} - {"edge.json"}
+    assert manifest.bits_per_weight == pytest.approx(5.0)
+    if not tied:
+        assert bundle.weight_bytes - open_bundle(folder).weight_bytes == pytest.approx(270 * 40, rel=0.1)
