@@ -76,7 +76,7 @@ class AwqSource(ModelSource):
 
     def quantized(self, rows: RowRange, weight_format: WeightFormat) -> QuantizedRows:
         """Quantize scaled rows of a matrix by the method of the format."""
-        return QUANTIZERS[weight_format.method or Method.RTN](self.read_rows(rows), weight_format)
+        return QUANTIZERS[weight_format.method or Method.RTN](self.read_rows(rows), weight_format, None)
 
     def stored_format(self, name: str) -> WeightFormat:  # noqa: ARG002 -- scaled weights have no codes of their own
         """Float32."""

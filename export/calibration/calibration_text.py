@@ -34,8 +34,7 @@ _HELD_OUT_SHARE: Final = 4
 """One token in so many is held out."""
 _STAGE: Final = "text"
 _TRIAL: Final = "trial"
-_TOKENS_FILE: Final = "text.ids"
-_LENGTHS_FILE: Final = "text.lengths"
+_TEXT_FILE: Final = "text.npz"
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,21 @@ def calibration_text(model: SourceModel, recipe: ExportRecipe, folder: Path, pro
     """
     max_text_tokens = min(MAX_TEXT_TOKENS, model.context)
     max_tokens, file = recipe.calibration_tokens or default_tokens(model.config), recipe.calibration_file
-    texts = _stored(folder)
-    if texts is None:
+    kept = folder / _TEXT_FILE
+    if kept.is_file():
+        with np.load(kept, allow_pickle=False) as stored:
+            texts = [stored[name] for name in stored]
+    else:
         progress(_STAGE, 0.0)
         trial = folder / _TRIAL
-        _write_trial(model, trial, progress)
+        remove(trial)
+        trial.mkdir(parents=True)
+        in_8_bits = ExportRecipe(INT8, context=model.context)
+        plan = with_methods(in_8_bits.quant_plan(model.config), in_8_bits.methods)
+        content = BundleContent(
+            source=model.source, original=model.source, config=model.config, plan=plan, context=model.context
+        )
+        write_bundle(trial, content, lambda _, fraction: progress(_STAGE, 0.5 * fraction))
         if file is None:
             texts = sample_texts(
                 trial,
@@ -88,7 +97,7 @@ def calibration_text(model: SourceModel, recipe: ExportRecipe, folder: Path, pro
             shuffled = [read[number] for number in np.random.default_rng(recipe.seed).permutation(len(read))]
             texts = shuffled[: int(np.searchsorted(np.cumsum([*map(len, shuffled)]), max_tokens)) + 1]
         remove(trial)
-        _store(folder, texts)
+        write_atomically(kept, lambda file: np.savez(file, *texts))
         progress(_STAGE, 1.0)
     origin = "text sampled from the model itself" if file is None else file.name
     return split_texts(texts, origin, max_text_tokens, recipe.seed)
@@ -137,31 +146,3 @@ def split_texts(texts: Sequence[TokenArray], origin: str, max_text_tokens: int, 
         lacks_held_out = _HELD_OUT_SHARE * sum(map(len, held_out)) < total
         (held_out if lacks_held_out else calibration).append(found[number])
     return CalibrationText(tuple(calibration), tuple(held_out), origin)
-
-
-def _write_trial(model: SourceModel, folder: Path, progress: Progress) -> None:
-    """Write an 8-bit bundle of the model."""
-    remove(folder)
-    folder.mkdir(parents=True)
-    recipe = ExportRecipe(INT8, context=model.context)
-    plan = with_methods(recipe.quant_plan(model.config), recipe.methods)
-    content = BundleContent(
-        source=model.source, original=model.source, config=model.config, plan=plan, context=model.context
-    )
-    write_bundle(folder, content, lambda _, fraction: progress(_STAGE, 0.5 * fraction))
-
-
-def _store(folder: Path, texts: list[TokenArray]) -> None:
-    for name, values in (
-        (_TOKENS_FILE, np.concatenate(texts) if texts else np.zeros(0, np.int64)),
-        (_LENGTHS_FILE, np.array([len(text) for text in texts], np.int64)),
-    ):
-        write_atomically(folder / name, values.astype("<i8").tobytes())
-
-
-def _stored(folder: Path) -> list[TokenArray] | None:
-    """Texts of an earlier run; None where there are none. The lengths are written last."""
-    if not (folder / _LENGTHS_FILE).is_file():
-        return None
-    tokens, lengths = (np.frombuffer((folder / name).read_bytes(), "<i8") for name in (_TOKENS_FILE, _LENGTHS_FILE))
-    return [part.astype(np.int64) for part in np.split(tokens, np.cumsum(lengths)[:-1])] if len(lengths) else []

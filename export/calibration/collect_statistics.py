@@ -152,7 +152,12 @@ def _collect_layer(
     linears = {linear.name: linear for linear in layer_layout(runner.config, index).linears}
     matrices = {name: runner.matrix(linear) for name, linear in linears.items()}
     dense = {name: _Sums(linear, second_moments) for name, linear in linears.items() if not linear.experts}
-    experts = {name: _ExpertSums(linear, second_moments) for name, linear in linears.items() if linear.experts}
+    of_experts: dict[str, list[_Sums]] = {}
+    """Sums over the tokens of each expert, and at the end of all together, which share the moments of large experts."""
+    for linear in (linear for linear in linears.values() if linear.experts):
+        own = linear.experts * 4 * linear.columns**2 <= MAX_MOMENT_BYTES
+        each = [_Sums(linear, second_moments and own) for _ in range(linear.experts)]
+        of_experts[linear.name] = [*each, _Sums(linear, second_moments)]
 
     def run(number: int) -> tuple[Float32Array, dict[str, Float32Array], dict[str, RoutedInputs]]:
         return runner.captured(index, hidden[number], batches[number], lambda linear: matrices[linear.name])
@@ -162,14 +167,21 @@ def _collect_layer(
         hidden[number], filled = after, batches[number].filled
         for name, values in inputs.items():
             dense[name].add(values[filled])
-        for name, sums in experts.items():
-            for expert in range(linears[name].experts):
+        for name, (*experts, together) in of_experts.items():
+            for expert, sums in enumerate(experts):
                 tokens, values = routed[expert_of(name, expert)]
-                sums.add(expert, values[filled.reshape(-1)[tokens]])
-    for sums in experts.values():
-        sums.save(folder)
-    for name, each in dense.items():
-        each.save(folder, name)
+                kept = values[filled.reshape(-1)[tokens]]
+                sums.add(kept)
+                together.add(kept)
+    for name, (*experts, together) in of_experts.items():
+        for expert, sums in enumerate(experts):
+            # As if `PRIOR_TOKENS` further tokens had come with the common averages: few tokens say little about most
+            # directions of the inputs.
+            sums.add_sums(together, PRIOR_TOKENS / max(together.tokens, 1))
+            sums.save(folder, expert_of(name, expert), counted=PRIOR_TOKENS)
+        together.save(folder, name)
+    for name, sums in dense.items():
+        sums.save(folder, name)
 
 
 class _Sums:
@@ -210,32 +222,6 @@ class _Sums:
         averages = np.stack([self._squares, self._magnitudes]) / total
         _save(folder / f"{name}.tokens.npy", np.array(round(self.tokens - counted)))
         _save(folder / f"{name}.npy", averages.astype(np.float32))
-
-
-class _ExpertSums:
-    """Sums over the tokens of every expert of a linear, and over the tokens of all of them together."""
-
-    def __init__(self, linear: FusedLinear, second_moments: bool) -> None:
-        self._name = linear.name
-        own = linear.experts * 4 * linear.columns**2 <= MAX_MOMENT_BYTES
-        self._each = [_Sums(linear, second_moments and own) for _ in range(linear.experts)]
-        self._together = _Sums(linear, second_moments)
-
-    def add(self, expert: int, inputs: Float32Array) -> None:
-        """Add inputs of one expert, float32 [tokens, K]."""
-        self._each[expert].add(inputs)
-        self._together.add(inputs)
-
-    def save(self, folder: Path) -> None:
-        """Write the averages of every expert, and of all together.
-
-        An expert's averages are drawn towards the common ones, as if `PRIOR_TOKENS` further tokens had come with these:
-        few tokens say little about most directions of the inputs.
-        """
-        for expert, each in enumerate(self._each):
-            each.add_sums(self._together, PRIOR_TOKENS / max(self._together.tokens, 1))
-            each.save(folder, expert_of(self._name, expert), counted=PRIOR_TOKENS)
-        self._together.save(folder, self._name)
 
 
 def _resumed(runner: LayerRunner, folder: Path, batches: list[Batch]) -> tuple[int, list[Float32Array]]:

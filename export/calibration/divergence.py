@@ -25,7 +25,8 @@ from ..check.contract_session import ContractSession
 from ..checkpoint.layer_weights import FusedLinear, QuantPlan
 from ..checkpoint.layout import fused_linears, layer_layout
 from ..checkpoint.source import Float32Array, in_order
-from .layer_runner import CONCURRENT_PASSES, LayerRunner
+from .layer_graphs import CONCURRENT_PASSES
+from .layer_runner import LayerRunner
 from .logit_comparison import LogitComparison, LogitDifference, ReferenceLogits, owned
 from .text_batches import Batch, pack_texts
 
@@ -77,7 +78,7 @@ class PlanEvaluator:
             text: Token ids, int64 [n] each, of at least two tokens; a part of the text is its first batches.
             weights_of: Returns the dequantized matrix [N, K] of a linear in a format. A tied head is requested as the
                 embedding.
-            folder: Folder for hidden states that do not fit into memory.
+            folder: Folder for the hidden states of the float model.
         """
         self._model = model
         self._config = config = model.config
@@ -87,7 +88,9 @@ class PlanEvaluator:
         self._linears = {linear.name: linear for linear in fused_linears(config)}
         self._runner, self._comparison = LayerRunner(model), LogitComparison(config.vocab_size)
         self._matrices = RecentArrays(_MATRIX_BYTES)
-        self._exact = PinnedArrays(2 * _STATE_BYTES, folder)
+        self._folder = folder
+        self._exact: set[Path] = set()
+        """Files of the float model's hidden states."""
         self._recent = RecentArrays(_STATE_BYTES)
         self._references: dict[int, list[ReferenceLogits]] = {}
         self._prefixes: dict[tuple[int, tuple[object, ...]], int] = {}
@@ -219,7 +222,9 @@ class PlanEvaluator:
             for number, states in zip(due, in_order(step, due), strict=True):
                 hidden[number] = states
                 if stage < exact_stages:
-                    self._exact.put(f"float-{stage}-{number}", states)
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                    np.save(file := self._exact_file(stage, number), states, allow_pickle=False)
+                    self._exact.add(file)
                 elif stage % self._stride == 0:
                     self._recent.put((number, keys[stage]), states)
         return hidden
@@ -238,13 +243,16 @@ class PlanEvaluator:
     def _latest(self, number: int, keys: Sequence[int], exact_stages: int) -> tuple[int, Float32Array | None]:
         """The stage to begin with, and the states before it; None before the first."""
         for stage in range(len(self._stages) - 1, -1, -1):
-            name = f"float-{stage}-{number}"
-            if stage < exact_stages and name in self._exact:
-                return stage + 1, self._exact.get(name)
+            if stage < exact_stages and (file := self._exact_file(stage, number)) in self._exact:
+                return stage + 1, read_array(file)
             found = self._recent.get((number, keys[stage]))
             if found is not None:
                 return stage + 1, found
         return 0, None
+
+    def _exact_file(self, stage: int, number: int) -> Path:
+        """The file with the float model's hidden states of a batch after a stage."""
+        return self._folder / f"float-{stage}-{number}.npy"
 
     def _keys(self, plan: QuantPlan) -> list[int]:
         """For each stage a number that identifies all formats up to and including it."""
@@ -324,38 +332,3 @@ class RecentArrays:
         """Drop all arrays."""
         self._arrays.clear()
         self._bytes = 0
-
-
-class PinnedArrays:
-    """Arrays that are never dropped: in memory up to a limit, further ones in files."""
-
-    def __init__(self, limit: int, folder: Path) -> None:
-        """`limit` is the largest total size in memory, in bytes; `folder` takes the files."""
-        self._room = limit
-        self._folder = folder
-        self._arrays: dict[str, Float32Array | None] = {}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._arrays
-
-    def get(self, name: str) -> Float32Array:
-        """The array with that name."""
-        array = self._arrays[name]
-        return read_array(self._path(name)) if array is None else array
-
-    def put(self, name: str, array: Float32Array) -> None:
-        """Keep an array.
-
-        Raises:
-            OSError: The disk refused a write.
-        """
-        if array.nbytes <= self._room:
-            self._room -= array.nbytes
-            self._arrays[name] = owned(array)
-            return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        np.save(self._path(name), array, allow_pickle=False)
-        self._arrays[name] = None
-
-    def _path(self, name: str) -> Path:
-        return self._folder / f"{name}.npy"

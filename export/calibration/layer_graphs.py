@@ -7,13 +7,16 @@ computed in NumPy, each on the tokens that the router sends there.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
+from ..check.contract_session import ModelSession
 from ..checkpoint.config import DecoderConfig, ExpertsConfig
 from ..checkpoint.layer_weights import ConvolutionWeights, FusedLinear, Norm
 from ..checkpoint.layout import layer_layout
@@ -34,6 +37,15 @@ SUM: Final = "sum"
 """Name of the output: hidden states after the half."""
 
 
+CONCURRENT_PASSES: Final = 2
+"""Number of passes that may run at the same time: two that share the cores are faster than one that has them all."""
+
+
+def concurrent_session(model: ModelProto) -> ModelSession:
+    """Load a model, several passes of which run at the same time."""
+    return ModelSession(model, Path(), max(1, (os.cpu_count() or 1) // CONCURRENT_PASSES))
+
+
 class Vector(NamedTuple):
     """A vector input: checkpoint vectors concatenated, with `plus` added to each element."""
 
@@ -44,11 +56,15 @@ class Vector(NamedTuple):
 
 
 class HalfLayer(NamedTuple):
-    """A graph of half a layer, and what its inputs take besides the hidden states."""
+    """A loaded graph of half a layer, and what its inputs take besides the hidden states."""
 
-    model: ModelProto
+    layer: int
+    """Index of the layer that it was built for."""
+    session: ModelSession
+    inputs: frozenset[str]
+    """Names of all inputs."""
     vectors: dict[str, Vector]
-    """Norms and biases, by the name of the input; the sources are tensors of the layer that the graph was built for."""
+    """Norms and biases, by the name of the input; the sources are tensors of that layer."""
     matrices: dict[str, FusedLinear]
     """Linears, by the name of the input that takes their matrix [N, K]."""
     captured: dict[str, str]
@@ -80,9 +96,10 @@ class _FedWeights(Initializers):
 class _FedNodes(Nodes):
     """Builds linears that multiply by matrix inputs."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, index: int) -> None:
         self.fed = _FedWeights()
         super().__init__(config, {}, self.fed)
+        self.index = index
         self.matrices: dict[str, FusedLinear] = {}
         self.inputs_of: dict[str, str] = {}
 
@@ -112,18 +129,20 @@ class _FedNodes(Nodes):
 
     def finished(self, feeds: Sequence[ValueInfoProto]) -> HalfLayer:
         """The graph, whose inputs are the hidden states, `feeds`, and the weights that its nodes use."""
-        hidden, names = _floats(HIDDEN, 3), self.fed.vectors
+        vectors = [_floats(name, 1) for name in self.fed.vectors]
+        inputs = [_floats(HIDDEN, 3), *feeds, *vectors, *(_floats(name, 2) for name in self.matrices)]
         captured = [value for value in dict.fromkeys(self.inputs_of.values()) if value != HIDDEN]
         graph = helper.make_graph(
             self.protos,
             "half",
-            [hidden, *feeds, *(_floats(name, 1) for name in names), *(_floats(name, 2) for name in self.matrices)],
+            inputs,
             [_floats(name, 3) for name in (SUM, *captured)],
             self.fed.protos,
         )
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION)
-        return HalfLayer(model, dict(names), self.matrices, self.inputs_of)
+        names = frozenset(value.name for value in inputs)
+        return HalfLayer(self.index, concurrent_session(model), names, self.fed.vectors, self.matrices, self.inputs_of)
 
 
 class _FreeAttention(Attention):
@@ -140,7 +159,7 @@ def attention_half(config: DecoderConfig, index: int, context: int) -> HalfLayer
     `seqlens_k` int32 [B] and `total_sequence_length` as GroupQueryAttention defines them, and empty past keys and
     values.
     """
-    nodes, layer = _FedNodes(config), layer_layout(config, index)
+    nodes, layer = _FedNodes(config, index), layer_layout(config, index)
     attended = _FreeAttention(nodes, context).append(index, layer, _normed(nodes, layer.before_attention))
     nodes.add_residual(nodes.linear(layer.output, attended), layer.after_attention)
     used = {name for node in nodes.protos for name in node.input}
@@ -168,7 +187,7 @@ def state_half(config: DecoderConfig, index: int) -> HalfLayer:
     Raises:
         ValueError: The layer has attention.
     """
-    nodes, layer = _FedNodes(config), layer_layout(config, index)
+    nodes, layer = _FedNodes(config, index), layer_layout(config, index)
     normed = _normed(nodes, layer.before_attention)
     if layer.states is None:
         raise ValueError(f"layer {index} has no states but a cache")
@@ -191,7 +210,7 @@ def router_half(config: DecoderConfig, index: int) -> HalfLayer:
     Raises:
         ValueError: The layer has no experts.
     """
-    nodes, layer = _FedNodes(config), layer_layout(config, index)
+    nodes, layer = _FedNodes(config, index), layer_layout(config, index)
     if layer.router is None:
         raise ValueError(f"layer {index} has no experts")
     normed = _normed(nodes, layer.before_mlp)
@@ -203,7 +222,7 @@ def router_half(config: DecoderConfig, index: int) -> HalfLayer:
 
 def feed_forward_half(config: DecoderConfig, index: int) -> HalfLayer:
     """Build norm and feed-forward of layer `index`."""
-    nodes, layer = _FedNodes(config), layer_layout(config, index)
+    nodes, layer = _FedNodes(config, index), layer_layout(config, index)
     output = append_feed_forward(nodes, index, layer, _normed(nodes, layer.before_mlp))
     nodes.add_residual(output, layer.after_mlp)
     return nodes.finished([])
@@ -217,30 +236,11 @@ def _floats(name: str, rank: int) -> Any:
     return helper.make_tensor_value_info(name, TensorProto.FLOAT, [None] * rank)
 
 
-class RoutedInputs(NamedTuple):
-    """The inputs of a linear of one expert, for the tokens that the router sent there."""
-
-    tokens: npt.NDArray[np.intp]
-    """Indices of the tokens among all of a pass, [n]."""
-    values: Float32Array
-    """float32 [n, K]."""
-
-
-class ExpertWeights(NamedTuple):
-    """The weights of one linear of all experts."""
-
-    linear: FusedLinear
-    matrix: Float32Array
-    """float32 [N, K], expert by expert, as the checkpoint stores them."""
-    bias: Float32Array | None
-    """float32 [N] in the same order."""
-
-    def of(self, expert: int, inputs: Float32Array) -> Float32Array:
-        """The outputs of one expert."""
-        rows = len(self.matrix) // self.linear.experts
-        part = slice(expert * rows, (expert + 1) * rows)
-        product: Float32Array = inputs @ self.matrix[part].T
-        return product if self.bias is None else product + self.bias[part]
+RoutedInputs = tuple[npt.NDArray[np.intp], Float32Array]
+"""Indices [n], among all tokens of a pass, of those that the router sent to an expert, and the inputs [n, K] of one of
+its linears for them."""
+ExpertWeights = tuple[FusedLinear, Float32Array, Float32Array | None]
+"""A linear of all experts, its matrix [N, K], expert by expert as the checkpoint stores it, and its biases [N]."""
 
 
 def expert_of(linear: str, expert: int) -> str:
@@ -266,11 +266,20 @@ def run_experts(
     output, routed = np.zeros_like(normed), {}
     for expert, (tokens, shares) in enumerate(_routes(config, scores)):
         inputs = normed[tokens]
-        inner = _activated(config, gate_up, gate_up.of(expert, inputs))
-        output[tokens] += shares[:, None] * down.of(expert, inner)
-        routed[expert_of(gate_up.linear.name, expert)] = RoutedInputs(tokens, inputs)
-        routed[expert_of(down.linear.name, expert)] = RoutedInputs(tokens, inner)
+        inner = _activated(config, gate_up[0], _product(gate_up, expert, inputs))
+        output[tokens] += shares[:, None] * _product(down, expert, inner)
+        routed[expert_of(gate_up[0].name, expert)] = tokens, inputs
+        routed[expert_of(down[0].name, expert)] = tokens, inner
     return output, routed
+
+
+def _product(weights: ExpertWeights, expert: int, inputs: Float32Array) -> Float32Array:
+    """The outputs of a linear of one expert."""
+    linear, matrix, bias = weights
+    rows = len(matrix) // linear.experts
+    part = slice(expert * rows, (expert + 1) * rows)
+    product: Float32Array = inputs @ matrix[part].T
+    return product if bias is None else product + bias[part]
 
 
 def _routes(config: ExpertsConfig, scores: Float32Array) -> Iterator[tuple[npt.NDArray[np.intp], Float32Array]]:
@@ -286,9 +295,9 @@ def _routes(config: ExpertsConfig, scores: Float32Array) -> Iterator[tuple[npt.N
         yield tokens, shares[tokens, expert].astype(np.float32)
 
 
-def _activated(config: ExpertsConfig, gate_up: ExpertWeights, outputs: Float32Array) -> Float32Array:
+def _activated(config: ExpertsConfig, gate_up: FusedLinear, outputs: Float32Array) -> Float32Array:
     """gate * sigmoid(alpha * gate) * (up + offset), with the bounds of both."""
-    if gate_up.linear.stacked:
+    if gate_up.stacked:
         gate, up = outputs[:, ::2], outputs[:, 1::2]
     else:
         gate, up = np.split(outputs, 2, axis=-1)

@@ -6,10 +6,7 @@ quantized ones. Texts run in batches (`text_batches`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +14,6 @@ import numpy.typing as npt
 from onnx import ModelProto
 
 from ..bundle_content import SourceModel
-from ..check.contract_session import ModelSession
 from ..check.reference_operations import rms_norm
 from ..checkpoint.config import DecoderConfig, LayerAttention
 from ..checkpoint.layer_weights import FusedLinear, Layer
@@ -28,11 +24,11 @@ from .layer_graphs import (
     HIDDEN,
     SUM,
     TEXT_STARTS,
-    ExpertWeights,
     HalfLayer,
     RoutedInputs,
     Vector,
     attention_half,
+    concurrent_session,
     feed_forward_half,
     router_half,
     run_experts,
@@ -45,19 +41,8 @@ from .text_batches import Batch
 WeightsOf = Callable[[FusedLinear], Float32Array]
 """Returns the matrix [N, K] of a linear."""
 
-CONCURRENT_PASSES: Final = 2
-"""Number of passes that may run at the same time: two that share the cores are faster than one that has them all."""
 _MAX_LOGITS: Final = 1 << 24
 """Approximate number of logits in memory at a time."""
-
-
-@dataclass(frozen=True)
-class _Half:
-    """A loaded half layer, and the index of the layer that it was built for."""
-
-    graph: HalfLayer
-    session: ModelSession
-    index: int
 
 
 class LayerRunner:
@@ -69,12 +54,12 @@ class LayerRunner:
         self.source = model.source
         self.config = config
         self._context = model.context
-        self._mixers: dict[LayerAttention | None, _Half] = {}
+        self._mixers: dict[LayerAttention | None, HalfLayer] = {}
         """Attention halves by their kind; None stands for layers without attention, which are of one kind."""
-        self._feed_forwards: dict[bool, _Half] = {}
+        self._feed_forwards: dict[bool, HalfLayer] = {}
         """Dense feed-forwards, and routers where the key is true."""
-        self._norm = _session(_norm_model(config))
-        self._head = _session(_head_model(config))
+        self._norm = concurrent_session(_norm_model(config))
+        self._head = concurrent_session(_head_model(config))
         self._vectors: dict[Vector, Float32Array] = {}
 
     def matrix(self, linear: FusedLinear) -> Float32Array:
@@ -112,8 +97,8 @@ class LayerRunner:
         attends = index not in {*self.config.convolution_layers, *self.config.recurrent_layers}
         kind = self.config.attention[index] if attends else None
         if kind not in self._mixers:
-            graph = attention_half(self.config, index, self._context) if attends else state_half(self.config, index)
-            self._mixers[kind] = _Half(graph, _session(graph.model), index)
+            built = attention_half(self.config, index, self._context) if attends else state_half(self.config, index)
+            self._mixers[kind] = built
         half = self._mixers[kind]
         return self._run(half, index, hidden, weights_of, self._mixer_feeds(half, index, batch), capture)
 
@@ -128,8 +113,7 @@ class LayerRunner:
         """
         routed = layer_layout(self.config, index).router is not None
         if routed not in self._feed_forwards:
-            graph = router_half(self.config, index) if routed else feed_forward_half(self.config, index)
-            self._feed_forwards[routed] = _Half(graph, _session(graph.model), index)
+            self._feed_forwards[routed] = (router_half if routed else feed_forward_half)(self.config, index)
         half = self._feed_forwards[routed]
         if routed:
             return self._experts(half, index, hidden, weights_of)
@@ -161,30 +145,30 @@ class LayerRunner:
 
     def _run(
         self,
-        half: _Half,
+        half: HalfLayer,
         index: int,
         hidden: Float32Array,
         weights_of: WeightsOf,
         feeds: Mapping[str, Any],
         capture: bool,
     ) -> tuple[Float32Array, dict[str, Float32Array]]:
-        graph, linears = half.graph, {linear.name: linear for linear in layer_layout(self.config, index).linears}
+        linears = {linear.name: linear for linear in layer_layout(self.config, index).linears}
 
         def own(name: str) -> str:
             """The name that a linear or tensor of the layer that the graph was built for has in this layer."""
-            return name.replace(f"layers.{half.index}.", f"layers.{index}.", 1)
+            return name.replace(f"layers.{half.layer}.", f"layers.{index}.", 1)
 
-        weights = {name: weights_of(linears[own(linear.name)]) for name, linear in graph.matrices.items()}
-        for name, vector in graph.vectors.items():
+        weights = {name: weights_of(linears[own(linear.name)]) for name, linear in half.matrices.items()}
+        for name, vector in half.vectors.items():
             weights[name] = self._vector(vector._replace(sources=tuple(map(own, vector.sources))))
-        wanted = {own(linear): value for linear, value in graph.captured.items()} if capture else {}
+        wanted = {own(linear): value for linear, value in half.captured.items()} if capture else {}
         outputs = [name for name in dict.fromkeys(wanted.values()) if name != HIDDEN]
         after, *values = half.session.run([SUM, *outputs], {HIDDEN: hidden, **weights, **feeds})
         found = {HIDDEN: hidden, **dict(zip(outputs, values, strict=True))}
         return after, {linear: found[value] for linear, value in wanted.items()}
 
     def _experts(
-        self, half: _Half, index: int, hidden: Float32Array, weights_of: WeightsOf
+        self, half: HalfLayer, index: int, hidden: Float32Array, weights_of: WeightsOf
     ) -> tuple[Float32Array, dict[str, Float32Array], dict[str, RoutedInputs]]:
         """Hidden states after experts, and the inputs of router, shared expert and selected experts."""
         config, layer = self.config, layer_layout(self.config, index)
@@ -192,9 +176,7 @@ class LayerRunner:
             raise ValueError(f"layer {index} has no experts")
         outputs, inputs = self._run(half, index, hidden, weights_of, {}, capture=True)
         scores, shared = np.split(outputs.reshape(-1, outputs.shape[-1]), [config.experts.count], axis=-1)
-        gate_up, down = (
-            ExpertWeights(linear, weights_of(linear), self._biases(linear)) for linear in (layer.gate_up, layer.down)
-        )
+        gate_up, down = ((linear, weights_of(linear), self._biases(linear)) for linear in (layer.gate_up, layer.down))
         normed = inputs[layer.router.name].reshape(-1, config.hidden_size)
         output, routed = run_experts(config.experts, gate_up, down, normed, scores)
         if layer.shared is not None:
@@ -211,7 +193,7 @@ class LayerRunner:
             return None
         return np.concatenate([self.source.read(name).reshape(-1) for name in linear.biases])
 
-    def _mixer_feeds(self, half: _Half, index: int, batch: Batch) -> dict[str, npt.NDArray[Any]]:
+    def _mixer_feeds(self, half: HalfLayer, index: int, batch: Batch) -> dict[str, npt.NDArray[Any]]:
         rows, slots = batch.tokens.shape
         layer = layer_layout(self.config, index)
         if layer.convolution is not None or layer.recurrent is not None:
@@ -223,13 +205,12 @@ class LayerRunner:
                 "attention_bias": batch.bias(self.config.attention[index].window),
                 "seqlens_k": np.full(rows, slots - 1, np.int32),
                 "total_sequence_length": np.array(slots, np.int32),
-                inputs_outputs.past_key(half.index): empty,
-                inputs_outputs.past_value(half.index): empty,
+                inputs_outputs.past_key(half.layer): empty,
+                inputs_outputs.past_value(half.layer): empty,
             }
-        names = {value.name for value in half.graph.model.graph.input}
-        return {name: value for name, value in feeds.items() if name in names}
+        return {name: value for name, value in feeds.items() if name in half.inputs}
 
-    def _states(self, half: _Half, layer: Layer, batch: Batch) -> dict[str, npt.NDArray[Any]]:
+    def _states(self, half: HalfLayer, layer: Layer, batch: Batch) -> dict[str, npt.NDArray[Any]]:
         """Empty states, and where texts begin."""
         rows, feeds = len(batch.tokens), {}
         convolution = layer.convolution
@@ -237,15 +218,15 @@ class LayerRunner:
             config, convolution = layer.recurrent.config, layer.recurrent.convolution
             matrix = (rows, config.value_heads, config.key_dim, config.value_dim)
             feeds = {
-                inputs_outputs.past_recurrent(half.index): np.zeros(matrix, np.float32),
-                inputs_outputs.past_updates(half.index): np.zeros((rows, 0, config.update_width), np.float32),
+                inputs_outputs.past_recurrent(half.layer): np.zeros(matrix, np.float32),
+                inputs_outputs.past_updates(half.layer): np.zeros((rows, 0, config.update_width), np.float32),
                 TEXT_STARTS: batch.text_starts(),
             }
         if convolution is None:
             raise ValueError("the layer has no states")
         before = np.zeros((rows, convolution.kernel - 1, convolution.channels), np.float32)
         masks = {within_text(back): batch.within_text(back) for back in range(1, convolution.kernel)}
-        return {inputs_outputs.past_conv(half.index): before, **masks, **feeds}
+        return {inputs_outputs.past_conv(half.layer): before, **masks, **feeds}
 
     def _vector(self, vector: Vector) -> Float32Array:
         """The value of a vector input."""
@@ -254,10 +235,6 @@ class LayerRunner:
             parts = [each if vector.tap is None else each[:, 0, vector.tap] for each in tensors]
             self._vectors[vector] = np.concatenate(parts) + np.float32(vector.plus)
         return self._vectors[vector]
-
-
-def _session(model: ModelProto) -> ModelSession:
-    return ModelSession(model, Path(), max(1, (os.cpu_count() or 1) // CONCURRENT_PASSES))
 
 
 def _norm_model(config: DecoderConfig) -> ModelProto:

@@ -25,7 +25,7 @@ _ROWS: Final = 4096
 class NpuWeights:
     """Initializers that all static graphs of a bundle share.
 
-    Codes of quantized weights are those of model.onnx: the initializers refer to its data file. Everything else is
+    Codes of quantized weights are shared with model.onnx: the initializers refer to its data file. Everything else is
     converted to float16 and written to one further data file, once for all graphs. Methods return the name of an
     initializer. They raise ExportError where a value exceeds the range of float16, and OSError when the disk refuses a
     read or a write.
@@ -83,7 +83,7 @@ class NpuWeights:
         return name
 
     def packed_zero_points(self, linear: str, bits: int) -> str:
-        """Packed zero points of a linear; those of an embedding without tied head are stored unpacked only."""
+        """Packed zero points of a linear; an embedding without tied head has them stored unpacked only."""
         name, unpacked = f"{linear}.zero_points", f"{linear}.gathered_zero_points"
         if self.has(name):
             return self.shared(name)

@@ -39,7 +39,7 @@ class StaticShape:
 
 
 def parse_sizes(widths: Sizes, contexts: Sizes) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """The numbers of new tokens, and of cache slots: None for those of `DEFAULT_CONTEXTS` that the model reaches.
+    """The numbers of new tokens, and of cache slots: None for the `DEFAULT_CONTEXTS` that the model reaches.
 
     Raises:
         InputError: there is no width or context, one is named twice or is out of range, or width 1 is missing.

@@ -78,12 +78,8 @@ def test_the_error_quotes_optimums_last_message(tmp_path: Path) -> None:
         "export another checkpoint, or use a model that is already exported"
     )
     assert set(tmp_path.iterdir()) == before
-
-
-@pytest.mark.usefixtures("optimum")
-def test_supported_families_do_not_need_optimum(tmp_path: Path) -> None:
+    assert needs_optimum(source)
     assert not needs_optimum(checkpoint(tmp_path / "own", "llama"))
-    assert needs_optimum(checkpoint(tmp_path / "other"))
     assert not needs_optimum(tmp_path / "nowhere")
 
 

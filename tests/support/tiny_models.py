@@ -18,7 +18,10 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from edgerun.export import FP32, ExportRecipe, WeightFormat, export_checkpoint
+from edgerun.export.bundle_content import SourceModel
 from edgerun.export.check.contract_session import ContractSession
+from edgerun.export.checkpoint.config import read_config
+from edgerun.export.checkpoint.safetensors_files import Checkpoint
 
 TOKENS: Final = np.random.default_rng(5).integers(0, 300, 40)
 """The tokens of which `logits_of` gives logits."""
@@ -581,6 +584,12 @@ def write_checkpoint(
     write_json(folder / "tokenizer_config.json", settings)
     write_json(folder / "generation_config.json", {"eos_token_id": 0, "pad_token_id": 0, "do_sample": False})
     return folder
+
+
+def source_model(folder: Path, family: str = "llama", context: int = 256, **overrides: Any) -> SourceModel:
+    """Write a random checkpoint into a folder, and open it as calibration does."""
+    checkpoint = Checkpoint(write_checkpoint(folder, family, **overrides))
+    return SourceModel(checkpoint, read_config(folder), context)
 
 
 def write_bundle(

@@ -1,4 +1,4 @@
-"""Divergence of plans, compared with the reference decoder's."""
+"""Half layers and divergences of plans, compared with the reference decoder's."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgerun.export import FP32, ExportRecipe, Method, WeightFormat, export_checkpoint
-from edgerun.export.bundle_content import SourceModel
+from edgerun.export import FP32, Method, WeightFormat
 from edgerun.export.calibration import divergence as divergence_module
 from edgerun.export.calibration import logit_comparison as comparison_module
-from edgerun.export.calibration.divergence import PlanEvaluator
+from edgerun.export.calibration.divergence import PlanEvaluator, RecentArrays
+from edgerun.export.calibration.layer_runner import LayerRunner, WeightsOf
 from edgerun.export.calibration.logit_comparison import LogitComparison
+from edgerun.export.calibration.text_batches import Batch, pack_texts
 from edgerun.export.check.parity import quantized_weights
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import read_config
-from edgerun.export.checkpoint.layout import fused_linears
+from edgerun.export.checkpoint.layout import embedding_layout, fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from support.tiny_models import write_checkpoint
+from support.tiny_models import ATTENTION_FAMILIES, GRANITE_EXPERTS, exported, source_model
 
 INT4, INT2 = WeightFormat(4, 32), WeightFormat(2, 32)
 TEXTS = list(np.random.default_rng(5).integers(0, 300, (5, 24)))
 
 
 def evaluator_of(folder, texts=TEXTS, family: str = "llama", **overrides) -> PlanEvaluator:
-    source = Checkpoint(write_checkpoint(folder / "model", family, **overrides))
-    config = read_config(source.folder)
+    model = source_model(folder / "model", family, **overrides)
 
     def weights_of(linear, weight_format):
-        plan = {each.name: weight_format for each in fused_linears(config)}
-        rounded = quantized_weights(source, config, plan)
+        plan = {each.name: weight_format for each in fused_linears(model.config)}
+        rounded = quantized_weights(model.source, model.config, plan)
         return np.concatenate([piece for name in linear.weights for piece in rounded.chunks(name)])
 
-    return PlanEvaluator(SourceModel(source, config, 256), texts, weights_of, folder / "work")
+    return PlanEvaluator(model, texts, weights_of, folder / "work")
 
 
 def expected(folder, plan, texts=TEXTS):
@@ -79,21 +79,15 @@ def test_figures_are_those_of_the_reference_decoder(tmp_path, family: str, tied:
         assert found.tokens == sum(map(len, TEXTS))
 
 
-def test_the_head_alone(tmp_path) -> None:
-    evaluator = evaluator_of(tmp_path, tie_word_embeddings=False)
-    assert evaluator.divergence_alone("head", INT2) == pytest.approx(expected(tmp_path, {"head": INT2})[0], rel=2e-3)
-    assert evaluator.divergence_alone("embedding", INT2) != evaluator.divergence_alone("head", INT2)
-
-
-def test_a_tied_head_and_its_embedding_are_one(tmp_path) -> None:
-    evaluator = evaluator_of(tmp_path)
-    assert evaluator.divergence_alone("head", INT4) == evaluator.divergence_alone("embedding", INT4) > 0
-
-
-def test_an_empty_plan_has_no_divergence(tmp_path) -> None:
-    found = evaluator_of(tmp_path).divergence({})
-    assert (found.mean_kl, found.p99_kl, found.top1_agreement) == (0, 0, 1)
-    assert found.perplexity == found.float_perplexity
+def test_head_and_embedding_are_one_where_they_are_tied(tmp_path) -> None:
+    apart, tied = (evaluator_of(tmp_path / str(tied), tie_word_embeddings=tied) for tied in (False, True))
+    head = expected(tmp_path / "False", {"head": INT2})[0]
+    assert apart.divergence_alone("head", INT2) == pytest.approx(head, rel=2e-3)
+    assert apart.divergence_alone("embedding", INT2) != apart.divergence_alone("head", INT2)
+    assert tied.divergence_alone("head", INT4) == tied.divergence_alone("embedding", INT4) > 0
+    nothing = tied.divergence({})
+    assert (nothing.mean_kl, nothing.p99_kl, nothing.top1_agreement) == (0, 0, 1)
+    assert nothing.perplexity == nothing.float_perplexity
 
 
 LINEARS = [
@@ -131,51 +125,34 @@ def test_earlier_plans_make_no_difference(shared, plans, states: int, tokens: in
         assert shared(states).divergence(plan, tokens) == shared(1).divergence(plan, tokens)
 
 
-def test_released_memory_is_computed_again(tmp_path, monkeypatch) -> None:
-    evaluator, requested = evaluator_of(tmp_path), []
-    plan = {linear.name: INT4 for linear in fused_linears(evaluator._config)}
-    weights_of = evaluator._weights_of
-    monkeypatch.setattr(
-        evaluator, "_weights_of", lambda linear, each: requested.append(linear.name) or weights_of(linear, each)
-    )
-    first = evaluator.divergence(plan)
-    once = len(requested)
-    assert evaluator.divergence(plan) == first
-    assert len(requested) == once
-    evaluator.release()
-    assert evaluator.divergence(plan) == first
-    assert len(requested) == 2 * once
+def test_cached_arrays_do_not_hold_the_memory_of_a_session() -> None:
+    kept, memory = RecentArrays(100), np.array([1, 2, 3], np.float32)
+    kept.put("a", np.frombuffer(memory.data, np.float32))
+    memory[:] = 0
+    assert kept.get("a").tolist() == [1, 2, 3]
 
 
-def test_methods_of_one_format_are_distinguished(tmp_path) -> None:
-    """Formats compare equal whatever their method; their divergence differs."""
-    source = Checkpoint(write_checkpoint(tmp_path / "model"))
-
-    def weights_of(linear, weight_format):
-        factor = 0 if weight_format.method is Method.RTN else 1
-        return np.concatenate([factor * source.read(name) for name in linear.weights])
-
-    evaluator = PlanEvaluator(
-        SourceModel(source, read_config(source.folder), 256), TEXTS, weights_of, tmp_path / "work"
-    )
-    assert evaluator.divergence_alone("layers.0.o", INT4) == 0
-    assert evaluator.divergence_alone("layers.0.o", replace(INT4, method=Method.RTN)) > 0
-
-
-def test_lossless_quantization_has_no_divergence(tmp_path) -> None:
-    """For a checkpoint trained for few bits only the noise of arithmetic is left, which may even be negative."""
-    source = Checkpoint(write_checkpoint(tmp_path / "model"))
+@pytest.mark.parametrize(
+    ("factors", "found"),
+    [
+        # Formats compare equal whatever their method; their divergence differs.
+        ({None: 1, Method.RTN: 0}, {None: True, Method.RTN: False}),
+        # For a checkpoint trained for few bits only the noise of arithmetic is left, which may even be negative.
+        ({None: 1 + 1e-6, Method.RTN: 1}, {None: True, Method.RTN: True}),
+    ],
+)
+def test_lossless_quantization_has_no_divergence(tmp_path, factors, found) -> None:
+    model = source_model(tmp_path / "model")
 
     def weights_of(linear, weight_format):
-        # Differs in the last digits, like sums in another order.
-        return np.concatenate([source.read(name) for name in linear.weights]) * np.float32(1 + 1e-6)
+        return np.concatenate([model.source.read(name) for name in linear.weights]) * np.float32(
+            factors[weight_format.method]
+        )
 
-    evaluator = PlanEvaluator(
-        SourceModel(source, read_config(source.folder), 256), TEXTS, weights_of, tmp_path / "work"
-    )
-    found = evaluator.divergence(dict.fromkeys(LINEARS, INT4))
-    assert found.mean_kl == 0
-    assert found.p99_kl != 0
+    evaluator = PlanEvaluator(model, TEXTS, weights_of, tmp_path / "work")
+    for method, lossless in found.items():
+        plan = dict.fromkeys(LINEARS, replace(INT4, method=method))
+        assert (evaluator.divergence(plan).mean_kl == 0) == lossless
 
 
 def test_part_of_the_text(tmp_path, monkeypatch) -> None:
@@ -193,13 +170,13 @@ def test_divergence_of_a_bundle(tmp_path) -> None:
     """In float32 it equals the model; in 8 bits it differs a little more than its weights, by its activations."""
     texts = [*TEXTS, TEXTS[0][:10], np.concatenate([TEXTS[1][:12], TEXTS[2]])]
     evaluator = evaluator_of(tmp_path, texts)
-    exact = export_checkpoint(tmp_path / "model", tmp_path / "exact", ExportRecipe(FP32)).bundle
+    exact = exported(tmp_path / "model", tmp_path / "exact")
     found = evaluator.divergence_of_bundle(exact)
     assert found.mean_kl == pytest.approx(0, abs=1e-7)
     assert found.top1_agreement == 1
     assert found.perplexity == pytest.approx(found.float_perplexity)
     weight_format = WeightFormat(8, 32)
-    rounded = export_checkpoint(tmp_path / "model", tmp_path / "rounded", ExportRecipe(weight_format)).bundle
+    rounded = exported(tmp_path / "model", tmp_path / "rounded", weight_format)
     few = evaluator.divergence_of_bundle(rounded)
     weights_alone = evaluator.divergence(dict.fromkeys(LINEARS, weight_format))
     assert weights_alone.mean_kl < few.mean_kl < 50 * weights_alone.mean_kl
@@ -232,3 +209,124 @@ def test_tokens_beyond_the_likeliest_of_a_large_vocabulary_count_as_one(
     for nll, probabilities in ((reference.next_nll, p), (difference.next_nll, q)):
         positions = following >= 0
         np.testing.assert_allclose(nll[positions], -np.log(probabilities[positions, following[positions]]), rtol=1e-4)
+
+
+PLAIN = [family for family in ATTENTION_FAMILIES if family not in ("qwen3_moe", "gpt_oss", "gemma4_text")]
+BIASED = {"attention_bias": True, "mlp_bias": True}
+
+
+def runner_of(folder, family: str = "llama", **overrides) -> LayerRunner:
+    return LayerRunner(source_model(folder, family, **overrides))
+
+
+def run_layer(runner: LayerRunner, index: int, hidden, batch: Batch, weights_of: WeightsOf):
+    """Hidden states after a layer."""
+    return runner.feed_forward(index, runner.mixer(index, hidden, batch, weights_of)[0], weights_of)[0]
+
+
+def texts_of(*lengths: int):
+    random = np.random.default_rng(3)
+    return [random.integers(0, 300, length) for length in lengths]
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        *((family, {}) for family in PLAIN),
+        ("llama", {**BIASED, "tie_word_embeddings": False}),
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": []}),
+        ("gpt_oss", {}),
+        ("qwen3_5_text", {}),
+        ("qwen3_5_moe_text", {}),
+        ("qwen3_next", {"norm_topk_prob": False}),
+        ("granitemoehybrid", {}),
+        ("granitemoehybrid", GRANITE_EXPERTS),
+        ("granitemoehybrid", {"mamba_n_groups": 1, "mamba_proj_bias": True}),
+        ("lfm2", {}),
+        ("lfm2", {"conv_L_cache": 5, "conv_bias": True}),
+    ],
+)
+def test_logits_are_those_of_the_reference(tmp_path, family: str, overrides) -> None:
+    runner = runner_of(tmp_path, family, **overrides)
+    settings = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    texts = texts_of(40, 17, 33, 5, 1, 22)
+    found = set()
+    for batch in pack_texts(texts, slots=100):
+        hidden = runner.embed(batch)
+        for index in range(runner.config.layers):
+            hidden = run_layer(runner, index, hidden, batch, runner.matrix)
+        for number in set(batch.texts[batch.texts >= 0].tolist()):
+            logits = runner.logits(hidden[batch.texts == number], runner.matrix)
+            expected = reference_logits(runner.source, settings, texts[number], 256)
+            np.testing.assert_allclose(logits, expected, atol=2e-4)
+            found.add(number)
+    assert found == set(range(len(texts)))
+
+
+def test_a_layer_uses_the_given_matrices(tmp_path) -> None:
+    runner = runner_of(tmp_path)
+    (batch,) = pack_texts(texts_of(20))
+    hidden = runner.embed(batch)
+    without = run_layer(runner, 1, hidden, batch, lambda linear: np.zeros(linear.shape, np.float32))
+    np.testing.assert_array_equal(without, hidden)
+    doubled = runner.embed(batch, 2 * runner.matrix(embedding_layout(runner.config)))
+    np.testing.assert_allclose(doubled, 2 * hidden, rtol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo2", "gemma2", "lfm2", "qwen3_5_text", "granitemoehybrid"])
+def test_captured_inputs_give_the_outputs(tmp_path, family: str) -> None:
+    """The output of a half layer is its last linear applied to the captured inputs."""
+    runner = runner_of(tmp_path, family)
+    (batch,) = pack_texts(texts_of(20, 9))
+    hidden = runner.embed(batch)
+    after, inputs, _ = runner.captured(0, hidden, batch, runner.matrix)
+    np.testing.assert_array_equal(after, run_layer(runner, 0, hidden, batch, runner.matrix))
+    assert {name: values.shape[-1] for name, values in inputs.items()} == {
+        linear.name: linear.columns for linear in fused_linears(runner.config) if linear.name.startswith("layers.0.")
+    }
+    if family == "llama":
+        linears = {linear.name: linear for linear in fused_linears(runner.config)}
+        middle, _ = runner.mixer(0, hidden, batch, runner.matrix)
+        for linear, before, later in (("o", hidden, middle), ("down", middle, after)):
+            product = inputs[f"layers.0.{linear}"] @ runner.matrix(linears[f"layers.0.{linear}"]).T
+            np.testing.assert_allclose(later - before, product, atol=1e-4)
+
+
+@given(
+    texts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9), min_size=1, max_size=12),
+    slots=st.integers(1, 40),
+)
+def test_batches_hold_every_text_once(texts, slots: int) -> None:
+    batches = pack_texts([np.array(text) for text in texts], slots)
+    width = max(map(len, texts))
+    prefixes = {tuple(text[: end + 1]) for text in texts for end in range(len(text))}
+    found, counted = {}, []
+    for batch in batches:
+        rows, columns = batch.tokens.shape
+        assert columns <= width
+        assert rows <= max(1, slots // width)
+        for row in range(rows):
+            for number in sorted(set(batch.texts[row].tolist()) - {-1}):
+                place = batch.texts[row] == number
+                assert number not in found
+                found[number] = batch.tokens[row, place].tolist()
+                np.testing.assert_array_equal(batch.positions[row, place], np.arange(place.sum()))
+                assert batch.following[row, place].tolist() == [*found[number][1:], -1]
+                counted += [
+                    tuple(found[number][: end + 1]) for end in np.flatnonzero(batch.counted[row, place]).tolist()
+                ]
+        assert not batch.counted[batch.texts < 0].any()
+    assert [found[number] for number in range(len(texts))] == texts
+    assert len(counted) == len(set(counted))
+    assert set(counted) == prefixes
+
+
+def test_a_token_attends_to_its_own_text_within_the_window() -> None:
+    (batch,) = pack_texts([np.arange(4), np.arange(5, 8), np.arange(9)], slots=18)
+    attended = batch.bias(3)[:, 0] == 0
+    for row in range(2):
+        for query, key in np.ndindex(attended.shape[1:]):
+            same = batch.texts[row, query] == batch.texts[row, key]
+            age = batch.positions[row, query] - batch.positions[row, key]
+            assert attended[row, query, key] == (query == key or (same and 0 <= age < 3))

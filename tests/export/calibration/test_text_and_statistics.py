@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgerun.errors import InputError
-from edgerun.export.bundle_content import SourceModel
 from edgerun.export.calibration.calibration_text import (
     MIN_TOKENS,
     CalibrationText,
@@ -24,10 +23,9 @@ from edgerun.export.calibration.layer_runner import LayerRunner
 from edgerun.export.calibration.text_batches import pack_texts
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.layout import fused_linears
-from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.recipe import ExportRecipe
 from edgerun.models.progress import silent
-from support.tiny_models import write_checkpoint
+from support.tiny_models import source_model, write_checkpoint
 
 
 def token_count(text: CalibrationText) -> int:
@@ -64,8 +62,7 @@ def test_both_parts_together_are_the_whole_text(lengths, longest: int, seed: int
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
 def test_the_seed_selects_among_the_texts_of_a_file(tmp_path: Path, suffix: str) -> None:
-    source = Checkpoint(write_checkpoint(tmp_path / "checkpoint"))
-    model = SourceModel(source, read_config(source.folder), 64)
+    model = source_model(tmp_path / "checkpoint", context=64)
     words = np.random.default_rng(0).choice(["the", "sea", "and", "of", "other"], (150, 30))
     lines = [" ".join(line) for line in words]
     if suffix == ".jsonl":
@@ -92,15 +89,10 @@ def test_a_model_with_narrow_linears_needs_less_text(tmp_path: Path) -> None:
     assert [default_tokens(narrow), default_tokens(wide)] == [4096, 10240]
 
 
-def test_duplicates_are_dropped() -> None:
+def test_duplicates_are_dropped_and_the_seed_gives_the_split() -> None:
     texts = random_texts(20, 100)
-    text = split_texts([*texts, *texts], "a file", 100)
-    assert token_count(text) == 2000
-
-
-def test_the_same_seed_gives_the_same_split() -> None:
-    texts = random_texts(20, 100)
-    first, same, other = (split_texts(texts, "a file", 64, seed) for seed in (1, 1, 2))
+    first, same, other = (split_texts([*texts, *texts], "a file", 64, seed) for seed in (1, 1, 2))
+    assert token_count(first) == 2000
     assert [part.tolist() for part in first.calibration] == [part.tolist() for part in same.calibration]
     assert [part.tolist() for part in first.calibration] != [part.tolist() for part in other.calibration]
 
@@ -108,9 +100,8 @@ def test_the_same_seed_gives_the_same_split() -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_statistics_are_averages_of_the_inputs(tmp_path, family: str, tied: bool) -> None:
-    source = Checkpoint(write_checkpoint(tmp_path / "model", family, tie_word_embeddings=tied))
-    config = read_config(source.folder)
-    model = SourceModel(source, config, 256)
+    model = source_model(tmp_path / "model", family, tie_word_embeddings=tied)
+    config = model.config
     calibration = tuple(random_texts(9, 30))
     text = CalibrationText(calibration, (), "random")
     store = collect_statistics(model, text, tmp_path / "work", True, silent)
@@ -136,24 +127,19 @@ def test_statistics_are_averages_of_the_inputs(tmp_path, family: str, tied: bool
     assert not list((tmp_path / "work").glob("before*"))
 
 
-class Broken(Exception):
-    """Interrupts a run."""
-
-
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_an_interrupted_pass_is_resumed(tmp_path, after: int) -> None:
-    source = Checkpoint(write_checkpoint(tmp_path / "model", num_hidden_layers=3))
-    config = read_config(source.folder)
-    model = SourceModel(source, config, 256)
+    model = source_model(tmp_path / "model", num_hidden_layers=3)
+    config = model.config
     text = CalibrationText(tuple(random_texts(40, 50)), (), "random")
     calls = []
 
     def breaks(_: str, fraction: float) -> None:
         calls.append(fraction)
         if len(calls) == after + 1:
-            raise Broken
+            raise KeyboardInterrupt
 
-    with pytest.raises(Broken):
+    with pytest.raises(KeyboardInterrupt):
         collect_statistics(model, text, tmp_path / "work", False, breaks)
     begun: list[float] = []
     store = collect_statistics(model, text, tmp_path / "work", False, lambda _, done: begun.append(done))

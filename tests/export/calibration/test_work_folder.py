@@ -36,16 +36,8 @@ def interrupted_run(source: Path, settings: str, kept: Path | None = None) -> Pa
     return folder
 
 
-def test_an_interrupted_run_is_resumed(source: Path) -> None:
-    left = interrupted_run(source, "4 bits")
-    with work_folder(source, "4 bits") as folder:
-        assert folder == left
-        assert (folder / "result").read_text(encoding="utf-8") == "out"
-    assert not left.exists()
-
-
-@pytest.mark.parametrize("change", ["settings", "time", "size", "file"])
-def test_other_settings_have_another_folder(source: Path, change: str) -> None:
+@pytest.mark.parametrize("change", ["nothing", "settings", "time", "size", "file"])
+def test_an_interrupted_run_is_resumed_unless_something_changed(source: Path, change: str) -> None:
     left = interrupted_run(source, "4 bits")
     weights = source / "model.safetensors"
     if change == "time":
@@ -55,19 +47,27 @@ def test_other_settings_have_another_folder(source: Path, change: str) -> None:
     elif change == "file":
         (source / "tokenizer.json").touch()
     with work_folder(source, "2 bits" if change == "settings" else "4 bits") as folder:
-        assert folder != left
-        assert not (folder / "result").exists()
+        assert (folder == left) == (folder / "result").exists() == (change == "nothing")
+    assert left.exists() == (change != "nothing")
 
 
-def test_a_given_folder_is_kept(source: Path, tmp_path: Path) -> None:
+def test_a_given_folder_is_kept_and_others_are_named(source: Path, tmp_path: Path) -> None:
+    def use(settings: str, folder: Path) -> None:
+        with work_folder(source, settings, folder) as used:
+            assert used == folder
+            (used / "result").touch()
+
     kept = tmp_path / "work"
-    with work_folder(source, "4 bits", kept) as folder:
-        assert folder == kept
-        (folder / "result").touch()
+    use("4 bits", kept)
     assert (kept / "result").exists()
-    with pytest.raises(InputError, match="holds work on another model, or with other settings"):  # noqa: SIM117
-        with work_folder(source, "2 bits", kept):
-            pass
+    with pytest.raises(InputError, match="holds work on another model, or with other settings"):
+        use("2 bits", kept)
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "letter.txt").touch()
+    with pytest.raises(InputError, match="holds other files"):
+        use("", tmp_path / "letters")
+    with pytest.raises(DestinationError, match="cannot be written"):
+        use("", tmp_path / "letters" / "letter.txt")
 
 
 def test_a_folder_in_the_cache_without_a_record_is_emptied(source: Path) -> None:
@@ -125,16 +125,6 @@ def test_a_gptq_export_leaves_no_work_under_the_file_rules_of_windows(tmp_path: 
     assert done.returncode == 0, done.stderr.decode()
     assert list((tmp_path / "cache" / "exports").iterdir()) == []
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-
-
-def test_folders_that_cannot_be_used_are_named(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work" / "letter.txt").touch()
-    with pytest.raises(InputError, match="holds other files"), work_folder(source, "", tmp_path / "work"):
-        pass
-    file = tmp_path / "work" / "letter.txt"
-    with pytest.raises(DestinationError, match="cannot be written"), work_folder(source, "", file):
-        pass
 
 
 def test_one_export_at_a_time(source: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_skipped_sub_layer_is_one_without_output(family: str, tmp_path: Path) 
     write_weights(source, weights)
     expected = exported(source, tmp_path / "bundle")
     tokens = texts(1, 12)[0]
-    reference = ContractSession(expected, architecture(expected), 12).forward(tokens, np.arange(12))
+    reference = ContractSession(expected, 12).forward(tokens, np.arange(12))
     model = onnx.load(bundle / "model.onnx", load_external_data=False)
     left = without(model, SKIPPED)
     assert not [tensor.name for tensor in left.graph.initializer if "layers.2.qkv" in tensor.name]
@@ -84,7 +84,7 @@ def test_a_skipped_sub_layer_is_one_without_output(family: str, tmp_path: Path) 
     names = {value.name for value in left.graph.input}
     assert "past_key_values.1.key" in names
     assert "past_key_values.2.key" not in names
-    session = ContractSession(bundle, architecture(bundle), 12, left)
+    session = ContractSession(bundle, 12, left)
     session.buffers = [each for each in session.buffers if each[0] in names]
     np.testing.assert_allclose(session.forward(tokens, np.arange(12)), reference, atol=1e-4)
 
@@ -105,8 +105,8 @@ def test_a_choice_is_measured_after_slots_of_the_target(bundle: Path) -> None:
     names = {value.name for value in model.graph.input}
     at = 0
     for text, start in zip(given_texts, starts, strict=True):
-        target = ContractSession(bundle, numbers, len(text))
-        draft = ContractSession(bundle, numbers, len(text), model)
+        target = ContractSession(bundle, len(text))
+        draft = ContractSession(bundle, len(text), model)
         draft.buffers = [each for each in target.buffers if each[0] in names]
         wanted = target.forward(text, np.arange(len(text))).argmax(axis=1)
         for place in range(max(start - 1, 1), len(text) - 1):

@@ -116,8 +116,7 @@ TOKENS = np.array([5, 299, 17, 120, 64, 3])
 
 
 def logits(folder: Path) -> npt.NDArray[np.float32]:
-    manifest = open_bundle(folder).manifest
-    return ContractSession(folder, manifest.architecture, 16).forward(TOKENS, np.arange(TOKENS.size))
+    return ContractSession(folder, 16).forward(TOKENS, np.arange(TOKENS.size))
 
 
 @pytest.fixture(scope="module")

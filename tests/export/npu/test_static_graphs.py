@@ -261,11 +261,6 @@ def test_what_cannot_be_exported_is_refused_first(
     tmp_path: Path, family: str, widths: tuple[int, ...], contexts: tuple[int, ...] | None, message: str
 ) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", family)
-
-    def export() -> None:
-        recipe = ExportRecipe(INT4, device="npu", widths=widths, contexts=contexts)
-        exported(source, tmp_path / "bundle", recipe)
-
     with pytest.raises(InputError, match=message):
-        export()
+        exported(source, tmp_path / "bundle", ExportRecipe(INT4, device="npu", widths=widths, contexts=contexts))
     assert not (tmp_path / "bundle").exists()
