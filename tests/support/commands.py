@@ -26,13 +26,19 @@ def json_of(capsys: Capture, *arguments: object) -> Any:
 
 
 def fails(capsys: Capture, *arguments: object) -> str:
-    """Run with bad arguments; returns the one line on standard error, and checks the exit code."""
+    """Run with bad arguments; returns the one line of error on standard error, and checks the exit code."""
     assert main([str(argument) for argument in arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("edge-run: error: ")
-    assert err.count("\n") == 1
-    return err.removeprefix("edge-run: error: ").rstrip("\n")
+    (line,) = [line for line in err.splitlines() if not line.startswith("edge-run: progress: ")]
+    assert line.startswith("edge-run: error: ")
+    return line.removeprefix("edge-run: error: ")
+
+
+def standard_input(monkeypatch: Patch, data: bytes | io.RawIOBase) -> None:
+    """Let commands read this from standard input."""
+    raw = io.BytesIO(data) if isinstance(data, bytes) else io.BufferedReader(data)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(raw, encoding="utf-8"))
 
 
 class Screen(io.StringIO):

@@ -178,15 +178,21 @@ def test_ctrl_c_after_any_time_ends_quietly(delay: float) -> None:
     check_ended_quietly(process.returncode, out, err)
 
 
-def test_where_ctrl_c_is_ignored_an_answer_is_completed(tmp_path: Path) -> None:
-    command = ignoring_ctrl_c([*EDGE_RUN, str(write_endless_bundle(tmp_path)), "-p", "the", "-n", "100"])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_ctrl_c_keeps_the_partial_text_and_where_it_is_ignored_the_answer_goes_on(
+    tmp_path: Path, ignored: bool
+) -> None:
+    command = [*EDGE_RUN, str(write_endless_bundle(tmp_path)), "-p", "the", "-t", "1"]
+    if ignored:
+        command = ignoring_ctrl_c([*command, "-n", "100"])
     with started(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         first = process.stdout.read(1)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=120)
+        rest, err = process.communicate(timeout=120)
     assert first
-    assert (process.returncode, err) == (0, b"")
+    assert rest.endswith(b"\n")
+    assert (process.returncode, err) == (0 if ignored else 130, b"")
 
 
 def test_little_is_imported_before_ctrl_c_is_handled() -> None:

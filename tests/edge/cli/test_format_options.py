@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,7 @@ import pytest
 
 pytest.importorskip("llguidance", reason="needs the extra structured")
 
-from edgerun.edge.cli.main import main
-from edgerun.runtime.structure import grammar
-from support.commands import Capture, Patch, fails
-from support.hostile_formats import HOSTILE
-from support.nightly import some_nightly
+from support.commands import Capture, Patch, fails, json_of
 
 SCHEMA = {
     "type": "object",
@@ -28,8 +25,9 @@ SCHEMA = {
 
 
 def answer(bundle: Path, capsys: Capture, *options: str) -> dict[str, Any]:
-    assert main([str(bundle), "--raw", "-p", "the", "-n", "150", "--json", "--threads", "1", *options]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    found: dict[str, Any] = json_of(
+        capsys, bundle, "--raw", "-p", "the", "-n", "150", "--json", "--threads", "1", *options
+    )
     return found
 
 
@@ -62,31 +60,9 @@ def test_a_wrong_format_is_one_line(tiny_bundle: Path, capsys: Capture, options:
     assert message in fails(capsys, tiny_bundle, "--raw", "-p", "the", *options)
 
 
-OPTIONS = {"guided_json": "--json-schema", "guided_grammar": "--grammar"}
-REFUSED = [name for name, (field, _, why) in HOSTILE.items() if field in OPTIONS and why]
-
-
-@pytest.mark.parametrize("name", some_nightly(REFUSED, every=3))
-def test_a_hostile_format_is_one_line(
-    name: str, tiny_bundle: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
-) -> None:
-    monkeypatch.setattr(grammar, "_COMPILE_S", 100.0)  # some take a second, and other programs may be running
-    field, value, message = HOSTILE[name]
-    file = tmp_path / "format"
-    file.write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")
-    sampled = ("-t", "1", "--seed", "2", "-n", "40")
-    assert main([str(tiny_bundle), "--raw", "-p", "the", "--threads", "1", *sampled, OPTIONS[field], str(file)]) != 0
-    (error,) = [
-        line for line in capsys.readouterr().err.splitlines() if line.startswith("edge-run: ") or message in line
-    ]
-    assert message in error
-
-
 def test_without_the_extra_the_error_says_what_to_install(
     tiny_bundle: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
-    import sys
-
     for name in ("grammar", "matcher"):
         monkeypatch.delitem(sys.modules, f"edgerun.runtime.structure.{name}", raising=False)
     imported = builtins.__import__

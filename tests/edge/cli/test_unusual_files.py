@@ -13,20 +13,10 @@ import pytest
 
 import edgerun
 from edgerun import InputError
-from edgerun.edge.cli.main import main
 from edgerun.models import graph_files
-from support.commands import Capture, Patch, json_of, output_of
+from support.commands import Capture, Patch, fails, json_of, output_of, standard_input
 from support.tiny_models import write_checkpoint
 from support.unusual_files import needs_pipes, replace_by_pipe, replace_by_sparse_file
-
-
-def error_of(capsys: Capture, *arguments: object) -> str:
-    """Run with a file that cannot be used; returns the one line of error, and checks the exit code."""
-    code = main([str(argument) for argument in arguments])
-    lines = capsys.readouterr().err.splitlines(keepends=True)
-    (err,) = [line for line in lines if not line.startswith("edge-run: progress: ")]
-    assert code == 2
-    return err
 
 
 @needs_pipes
@@ -54,7 +44,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused(
         write_checkpoint(tmp_path / "checkpoint")
     for name in ("PIPE", "PIPE.gguf", "PIPE.onnx"):
         places[name] = replace_by_pipe(tmp_path / name)
-    err = error_of(capsys, *(places.get(each, each) for each in arguments))
+    err = fails(capsys, *(places.get(each, each) for each in arguments))
     assert "not a regular file" in err or "is not an .onnx file" in err or "is not a model" in err
 
 
@@ -97,7 +87,7 @@ def test_a_huge_file_of_a_model_is_refused_by_its_size(
     if name != "edge.json":
         (folder / "edge.json").unlink()
     replace_by_sparse_file(folder / name, 8 << 30)
-    err = error_of(capsys, folder, "-p", "a")
+    err = fails(capsys, folder, "-p", "a")
     assert f"{name} cannot be read: it has 8589934592 bytes" in err
 
 
@@ -118,8 +108,8 @@ def test_a_folder_with_very_many_files_is_not_searched(tmp_path: Path, capsys: C
         (tmp_path / "files" / str(folder)).mkdir(parents=True)
         for file in range(10):
             (tmp_path / "files" / str(folder) / str(file)).touch()
-    assert "holds over 100 files and folders; give the model's own folder" in error_of(capsys, tmp_path, "-p", "a")
-    assert "holds over 100 files" in error_of(capsys, "export", tmp_path, tmp_path / "out")
+    assert "holds over 100 files and folders; give the model's own folder" in fails(capsys, tmp_path, "-p", "a")
+    assert "holds over 100 files" in fails(capsys, "export", tmp_path, tmp_path / "out")
 
 
 def test_a_graph_above_very_many_files_is_found(tiny_bundle: Path, tmp_path: Path, monkeypatch: Patch) -> None:
@@ -138,7 +128,7 @@ def test_a_piped_prompt_from_windows_is_the_same_prompt(
 ) -> None:
     answers = []
     for given in (b"the other\nand", data):
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given), encoding="utf-8"))
+        standard_input(monkeypatch, given)
         answers.append(output_of(capsys, tiny_bundle, "-n", "6", "--raw"))
     assert answers[0] == answers[1]
 
@@ -152,19 +142,19 @@ def test_a_piped_prompt_without_end_is_refused(tiny_bundle: Path, capsys: Captur
             buffer[:] = b"y" * len(buffer)
             return len(buffer)
 
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BufferedReader(Endless()), encoding="utf-8"))
-    assert "standard input has more than 16777216 bytes" in error_of(capsys, tiny_bundle)
+    standard_input(monkeypatch, Endless())
+    assert "standard input has more than 16777216 bytes" in fails(capsys, tiny_bundle)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="links need a privilege there")
 @pytest.mark.parametrize("name", ["model.gguf", "model.onnx", "model"])
 def test_links_that_lead_to_each_other_are_refused(tmp_path: Path, capsys: Capture, name: str) -> None:
     (tmp_path / name).symlink_to(name)
-    assert "does not exist" in error_of(capsys, "export", tmp_path / name, tmp_path / "out")
-    assert "does not exist" in error_of(capsys, tmp_path / name, "-p", "a")
+    assert "does not exist" in fails(capsys, "export", tmp_path / name, tmp_path / "out")
+    assert "does not exist" in fails(capsys, tmp_path / name, "-p", "a")
 
 
 @pytest.mark.parametrize("option", ["--tokenizer", "--draft"])
 def test_the_home_of_an_unknown_user_is_refused(tiny_bundle: Path, capsys: Capture, option: str) -> None:
-    err = error_of(capsys, tiny_bundle, "-p", "a", option, "~nobody-has-this-name/x")
+    err = fails(capsys, tiny_bundle, "-p", "a", option, "~nobody-has-this-name/x")
     assert "~nobody-has-this-name/x does not exist" in err

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from support.commands import Capture, Patch, fails
 from support.hub_fixture import own_hub
 from support.hub_server import HubServer, files_of
 from support.rpc_client import RpcClient, RpcFailedError, rpc
 
 
 @pytest.fixture
-def hub(tmp_path: Path, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+def hub(tmp_path: Path, tiny_bundle: Path, monkeypatch: Patch) -> Iterator[HubServer]:
     """A hub with one model, which the processes of the test find through the environment; nothing was exported."""
     monkeypatch.setenv("EDGERUN_HOME", str(tmp_path / "home"))
     with own_hub(tmp_path / "hf") as server:
@@ -99,22 +100,16 @@ def test_a_load_that_waits_for_memory_is_cancelled(tmp_path: Path, long_bundle: 
         assert client.end() == (0, "")
 
 
-def test_wrong_options_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from edgerun.edge.cli.main import main
-
-    for arguments, message in (
-        ([str(tmp_path / "none")], "does not exist"),
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/none"], "does not exist"),
         (["--max-line", "10"], "--max-line is '10'"),
         (["--max-line", "1B"], "--max-line is 1B"),
         (["--memory", "lots"], "--memory is 'lots'"),
-    ):
-        assert main(["rpc", *arguments]) == 2
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        assert captured.err.count("\n") == 1
-        assert message in captured.err
+        ([], "standard input is closed; "),
+    ],
+)
+def test_wrong_options_are_one_line(capsys: Capture, monkeypatch: Patch, arguments: list[str], message: str) -> None:
     monkeypatch.setattr("sys.stdin", None)
-    assert main(["rpc"]) == 2
-    assert capsys.readouterr().err.startswith("edge-run: error: standard input is closed; ")
+    assert message in fails(capsys, "rpc", *arguments)

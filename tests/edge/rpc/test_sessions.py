@@ -58,10 +58,9 @@ def test_a_cancelled_answer_stays_in_the_conversation(client: RpcClient) -> None
         assert result["text"]
     request = client.send("session/prompt", {"session_id": id_, "prompt": "ab", "ignore_eos": True})
     client.until_update(request)
-    for method in ("session/prompt", "session/save"):
-        params = {"session_id": id_, **({"prompt": "x"} if method == "session/prompt" else {"path": "x"})}
+    for method, params in (("session/prompt", {"prompt": "x"}), ("session/save", {"path": "x"})):
         with pytest.raises(RpcFailedError, match="the session is in use by another request") as caught:
-            client.call(method, params)
+            client.call(method, {"session_id": id_, **params})
         assert (caught.value.number, caught.value.code) == (-32004, "busy")
     client.tell("$/cancelRequest", {"id": request})
     with pytest.raises(RpcFailedError, match="cancelled"):

@@ -39,13 +39,6 @@ def test_all_paths_are_listed(tiny_app: Starlette) -> None:
     assert asked(inside, "GET", "/models/").json() == listed
 
 
-def test_models_are_listed_and_found(tiny_app: Starlette, tiny_bundle: Path) -> None:
-    (listed,) = asked(tiny_app, "GET", "/v1/models").json()["data"]
-    assert listed["id"] == tiny_bundle.name
-    assert listed["object"] == "model"
-    assert asked(tiny_app, "GET", f"/v1/models/{listed['id']}").json() == listed
-
-
 def test_an_answer_comes_whole_or_as_events(tiny_app: Starlette) -> None:
     whole = asked(tiny_app, "POST", CHAT, json=chat_body(max_tokens=9, temperature=0))
     streamed = asked(tiny_app, "POST", CHAT, json=chat_body(max_tokens=9, temperature=0, stream=True))
@@ -74,13 +67,12 @@ def test_an_answer_continues_the_last_message(tiny_app: Starlette, tiny_bundle: 
 
 @pytest.mark.parametrize(
     "fields",
-    [
+    [  # of llama.cpp's page, Ollama, the AI SDK and LangChain
         {"timings_per_token": True, "return_progress": True, "reasoning_format": "auto", "max_tokens": -1},
         {"cache_prompt": True, "id_slot": -1, "slot_id": 0, "keep_alive": "30m", "num_ctx": 256},
         {"reasoning_effort": "medium", "verbosity": "medium", "store": True, "user": "u", "metadata": {"a": "b"}},
         {"stream_options": {"include_usage": True, "include_obfuscation": True}, "parallel_tool_calls": True},
     ],
-    ids=["llama.cpp's page", "Ollama's and llama.cpp's fields", "AI SDK", "LangChain"],
 )
 def test_what_clients_send_besides_is_accepted(tiny_app: Starlette, fields: dict[str, object]) -> None:
     def text(body: dict[str, object]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 
 import edgerun
 from edgerun.edge.server.server_settings import ServerSettings
-from support.serving import CHAT, PATIENCE_S, Served, chat_body, raw_request, read_all, served, served_here
+from support.serving import CHAT, PATIENCE_S, Served, chat_body, raw_request, read_all, served_here
 from support.waiting import wait_until
 
 ENDLESS = chat_body("go on", max_tokens=29_000)
@@ -186,22 +185,3 @@ def test_more_connections_than_allowed_are_refused(tiny_bundle: Path) -> None:
             assert response.startswith(b"HTTP/1.1 503 ")
             assert b"retry-after: 1\r\n" in response
         wait_until(lambda: "ok" in server.get("/health"), "there is room again")
-
-
-def test_clients_of_a_server_get_the_texts_of_lone_requests(endless_bundle: Path) -> None:
-    prompts = [f"question {number}" for number in range(4)]
-    with edgerun.load(endless_bundle, draft=None, cache=False) as engine:
-        expected = [engine.generate(chat_body(text)["messages"], max_tokens=30, temperature=0).text for text in prompts]
-    answers: dict[int, str] = {}
-    with served([endless_bundle], "--draft", "none") as server:
-
-        def ask(number: int) -> None:
-            reply = server.post(CHAT, chat_body(prompts[number], max_tokens=30, temperature=0))
-            answers[number] = reply["choices"][0]["message"]["content"]
-
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(prompts))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert [answers[number] for number in range(len(prompts))] == expected

@@ -36,16 +36,6 @@ def leave(server: Served, rng: random.Random, *, streams: bool) -> None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.nightly)])
-def test_after_many_cancelled_requests_the_text_is_the_same(endless_server: Served, count: int) -> None:
-    first = ask(endless_server, "a question")
-    rng = random.Random(count)
-    for number in range(count):
-        leave(endless_server, rng, streams=bool(number % 2))
-    wait_until(lambda: endless_server.load() == (0, 0), "all answers have ended")
-    assert ask(endless_server, "a question") == first
-
-
 class Crowd:
     """Clients of all kinds, for a while."""
 
