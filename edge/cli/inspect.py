@@ -34,7 +34,7 @@ from ...runtime.text.chat_template import load_template
 from ...runtime.text.tokenizer import TextTokenizer
 from ...runtime.tools.answer_format import AnswerFormat
 from ...runtime.tools.answer_parts import AUTO
-from ..terminal.output import SafeConsole, figures_text, write_json
+from ..terminal.output import SafeConsole, write_json
 from ..terminal.report_summary import plan_table
 from .shared_options import AsJson, Debug, ModelArgument, OptionsOf, takes_options
 from .tune import context_label, describe_cost, doubt_text, prompt_facts, prompt_text
@@ -42,6 +42,13 @@ from .verify import exactness_summary
 
 _FLOAT_BITS: Final = 16
 """Weights of this many bits or more are not quantized."""
+_FIGURE_NAMES: Final = {
+    "max_abs_diff": "largest logit difference",
+    "mean_kl": "mean KL",
+    "p99_kl": "99th percentile KL",
+    "top1_agreement": "top-1 agreement",
+    "float_perplexity": "float perplexity",
+}
 _LOAD: Final = OptionsOf(LoadOptions(), only=("tokenizer",))
 
 
@@ -241,6 +248,15 @@ def _calibration(described: Mapping[str, Any] | None) -> str:
     return f"{described['origin']}: {described['tokens']} tokens, {described['held_out_tokens']} held out{awq}"
 
 
+def _figures_text(figures: Mapping[str, float]) -> str:
+    """The figures of a model's quality in words, such as `mean KL 0.0012`."""
+    return ", ".join(
+        # Perplexities are compared with each other, so they get digits enough to differ.
+        f"{_FIGURE_NAMES.get(name, name)} {value:{'.6g' if name.endswith('perplexity') else '.4g'}}"
+        for name, value in figures.items()
+    )
+
+
 def _parity_text(figures: Mapping[str, float]) -> str:
     """The check at export; its other figures are of random tokens, and say less than figures of a text."""
     difference = figures.get("max_abs_diff")
@@ -298,7 +314,7 @@ _SHOWN_IF_ANY: Final = frozenset(("state_layers", "bits_per_weight_read", "pass_
 _FORMATTERS: Final[Mapping[str, Callable[[Any], str]]] = {
     "weights": _counts_text,
     "methods": _counts_text,
-    "quality": figures_text,
+    "quality": _figures_text,
     "parity": _parity_text,
     "variants": _variants_text,
     "files": lambda files: ", ".join(f"{name} {format_bytes(size)}" for name, size in files.items()),

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -37,13 +37,6 @@ _THEME: Final = Theme({"markdown.code": "bold cyan", "markdown.code_block": "non
 """Styles that suit dark and light backgrounds."""
 _DUMB: Final = ("dumb", "unknown")
 """Values of the environment variable TERM for terminals that understand no escape sequences."""
-_FIGURE_NAMES: Final = {
-    "max_abs_diff": "largest logit difference",
-    "mean_kl": "mean KL",
-    "p99_kl": "99th percentile KL",
-    "top1_agreement": "top-1 agreement",
-    "float_perplexity": "float perplexity",
-}
 
 
 class SafeConsole(Console, RenderHook):
@@ -241,12 +234,3 @@ def _escaped(encoded: str) -> str:
         return encoded
     pairs = zip(encoded, shown, strict=True)
     return "".join(char if char == replaced else f"\\u{ord(char):04x}" for char, replaced in pairs)
-
-
-def figures_text(figures: Mapping[str, float]) -> str:
-    """The figures of a model's quality in words, such as `mean KL 0.0012`."""
-    return ", ".join(
-        # Perplexities are compared with each other, so they get digits enough to differ.
-        f"{_FIGURE_NAMES.get(name, name)} {value:{'.6g' if name.endswith('perplexity') else '.4g'}}"
-        for name, value in figures.items()
-    )

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
 
 from ..sampling.sampler import Logits
 from .drafters.interface import Candidate, Drafter
-from .tree import Source, Tree
+from .tree import Source
 from .verification import TokenSampler
-
-_CLASSES: Final = 8
-"""Evidence buckets of a proposed tree: classes of the probability it states for a node given its parent."""
 
 
 class OracleMode(Enum):
@@ -81,59 +76,6 @@ class ReplaySampler:
     def observe(self, tokens: Sequence[int]) -> None:
         """Add tokens to the other sampler's sequence."""
         self._sampler.observe(tokens)
-
-
-class TreeDrafter(Drafter):
-    """A `Drafter` that passes on whole trees. Its state is a node of the proposed tree.
-
-    Args:
-        propose: makes a tree of the sequence, whose last token is the anchor, with paths of at most so many tokens, or
-            None. Its path probabilities are taken as evidence; how reliable they are is learned.
-        max_depth: maximum number of tokens of a path.
-    """
-
-    source = Source.OTHER
-    prior = tuple((step + 0.5) / _CLASSES for step in range(_CLASSES))
-
-    def __init__(self, propose: Callable[[Sequence[int], int], Tree | None], max_depth: int = 16) -> None:
-        self._propose = propose
-        self._max_depth = max_depth
-        self._token_ids: list[int] = []
-        self._tree: Tree | None = None
-        self._children: dict[int, list[Candidate]] = {}
-
-    def reset(self, token_ids: Sequence[int]) -> None:
-        """Replace the sequence."""
-        self._token_ids = list(token_ids)
-
-    def append(self, token: int) -> None:
-        """Append a token to the sequence."""
-        self._token_ids.append(token)
-
-    def state(self) -> int | None:
-        """The anchor of a new proposal; None without one."""
-        self._tree = tree = self._propose(self._token_ids, self._max_depth)
-        self._children = {}
-        if tree is None:
-            return None
-        for node in range(1, len(tree)):
-            parent = tree.parent_nodes[node]
-            stated = tree.path_probs[node] / max(tree.path_probs[parent], 1e-6)
-            # Values that are not probabilities, NaN among them, go into the lowest class.
-            step = min(int(stated * _CLASSES), _CLASSES - 1) if 0 <= stated < math.inf else 0
-            candidate = Candidate(tree.token_ids[node], step)
-            self._children.setdefault(parent, []).append(candidate)
-        for candidates in self._children.values():
-            candidates.sort(key=lambda candidate: -candidate.bucket)
-        return 0
-
-    def after(self, state: int | None, token: int) -> int | None:
-        """The child of the node with this token."""
-        return None if state is None or self._tree is None else self._tree.child(state, token)
-
-    def candidates(self, state: int | None) -> Sequence[Candidate]:
-        """The children of the node, most probable first."""
-        return () if state is None else self._children.get(state, ())
 
 
 class OracleDrafter(Drafter):

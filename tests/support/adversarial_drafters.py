@@ -9,9 +9,9 @@ from typing import Any, Final
 import numpy as np
 
 from edgerun.runtime.decode import Step
+from edgerun.runtime.measure.comparison import TreeDrafter
 from edgerun.runtime.speculation.drafters.interface import Drafter
 from edgerun.runtime.speculation.pass_cost import PassCost
-from edgerun.runtime.speculation.replay import TreeDrafter
 from edgerun.runtime.speculation.speculator import Speculator
 from edgerun.runtime.speculation.tree import Source, Tree
 

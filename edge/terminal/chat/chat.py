@@ -28,12 +28,11 @@ from ...conversations.answering import (
 from ...conversations.records import Attachment, Conversation, MessageState, Role, StoredMessage
 from ...conversations.store import ConversationStore
 from ..answer_report import show_rounds, stats_line
-from ..interrupt import ChatInterrupts
 from ..output import SafeConsole, can_draw, write_out
 from .answer_view import AnswerMarkdown, MarkdownView, RawView
 from .chat_conversation import ChatConversation
 from .chat_model import INTRODUCTION, NO_CHAT, ChatModel, is_bundled, is_here, model_name_of, short_name
-from .prompt_reader import CONTINUATION, PROMPT, PlainReader
+from .prompt_reader import CONTINUATION, PROMPT, ChatInterrupts, PlainReader
 
 if TYPE_CHECKING:  # a plain prompt needs none of it
     from .line_editor import LineEditor

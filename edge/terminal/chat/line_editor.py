@@ -24,9 +24,8 @@ from prompt_toolkit.styles import Style
 from ....models.atomic import write_atomically
 from ....models.user_folders import make_private_file, make_private_folder
 from ....models.user_text import unify_line_ends
-from ..interrupt import ChatInterrupts
 from ..output import prompt_output
-from .prompt_reader import CONTINUATION, PROMPT, Command
+from .prompt_reader import CONTINUATION, PROMPT, ChatInterrupts, Command
 
 _SHOWN_LINES: Final = 4
 """Largest number of lines that a pasted text shows as it is; a longer one is shown as one line."""

@@ -10,12 +10,11 @@ from ....models.progress import ProgressDisplay
 from ....models.user_folders import data_folder
 from ...conversations.records import Conversation
 from ...conversations.store import ConversationStore
-from ..interrupt import ChatInterrupts
 from ..output import can_draw, write_warning
 from .chat import Chat, ChatSettings
 from .chat_model import ChatModel, OpenModel, is_here, source_of
 from .commands import ChatCommands
-from .prompt_reader import keys_kept_for_the_prompt
+from .prompt_reader import ChatInterrupts, keys_kept_for_the_prompt
 
 __all__ = ["ChatSettings", "open_chat"]
 

@@ -22,7 +22,7 @@ from edgerun.edge.conversations.records import Attachment, Role
 from edgerun.edge.conversations.store import ConversationStore
 from edgerun.edge.terminal.chat.chat import Chat, ChatSettings
 from edgerun.edge.terminal.chat.chat_model import ChatModel
-from edgerun.edge.terminal.interrupt import ChatInterrupts
+from edgerun.edge.terminal.chat.prompt_reader import ChatInterrupts
 from edgerun.errors import DeviceError, EdgeError
 from edgerun.models.progress import ProgressDisplay
 from support.commands import Patch
