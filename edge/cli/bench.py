@@ -226,18 +226,6 @@ def _conversations(
     return conversations, source
 
 
-def check_report_path(path: Path) -> None:
-    """Check that a report can be written to this path.
-
-    Raises:
-        InputError: the name ends in neither .html nor .png, or the folder does not exist.
-    """
-    if path.suffix.lower() not in (".html", ".htm", ".png"):
-        raise InputError(f"--report {path.name} is neither .html nor .png", "end the name in .html or .png")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise InputError(f"--report {path} cannot be written", "name a file in a folder that exists")
-
-
 def _report_writer(options: BenchOptions) -> Callable[[BenchResult | ClientsResult], None] | None:
     """A function that writes the report, checked before the measurement starts.
 
@@ -247,7 +235,10 @@ def _report_writer(options: BenchOptions) -> Callable[[BenchResult | ClientsResu
     path = options.report
     if path is None:
         return None
-    check_report_path(path)
+    if path.suffix.lower() not in (".html", ".htm", ".png"):
+        raise InputError(f"--report {path.name} is neither .html nor .png", "end the name in .html or .png")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise InputError(f"--report {path} cannot be written", "name a file in a folder that exists")
     if options.clients and path.suffix.lower() != ".png":
         raise InputError("with --clients the report is a picture", "end its name in .png")
     with missing_extra("a report", "bench"):

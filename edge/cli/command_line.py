@@ -155,7 +155,7 @@ def _command_line(chosen: str) -> Callable[..., object]:
     app.callback()(_global_options)
     for name, summary in COMMANDS.items():
         module = "chat_or_answer" if name == _DEFAULT_COMMAND else name.replace("-", "_")
-        command = getattr(import_module(f".{module}", __package__), module) if name == chosen else _not_chosen
+        command = getattr(import_module(f".{module}", __package__), module) if name == chosen else lambda: None
         app.command(name=name, short_help=summary)(command)
     return typer.main.get_command(app)
 
@@ -168,24 +168,16 @@ def _global_options(
     pass
 
 
-def _not_chosen() -> None:
-    pass
-
-
 def _system_refusal(error: OSError | MemoryError) -> str:
     """What the system refused, and what to do."""
     if isinstance(error, MemoryError):
         what = f"not enough memory: {str(error) or 'the system gives no more'}"
         return f"{what}; use a shorter --context or a smaller model, or close other programs"
-    _discard_output()
-    where = f"{error.filename}: " if error.filename else ""
-    return f"{where}{error.strerror or error}; check the path and the disk"
-
-
-def _discard_output() -> None:
-    """Send buffered output to nowhere: writing it again at exit would fail again, with a traceback."""
+    # Writing buffered output again at exit would fail again, with a traceback, so it goes nowhere.
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror or error}; check the path and the disk"
 
 
 def _fail(message: str, code: int) -> int:

@@ -241,7 +241,7 @@ class Chat:
         self.last_stats = None
         self._trimmed = 0
         self.count_tokens()
-        self._introduce_model()
+        self.introduce_model()
 
     def note(self, text: str) -> None:
         """Show a remark."""
@@ -284,12 +284,8 @@ class Chat:
                 parent = self.store.finish_answer(answer.id, message["content"], MessageState.COMPLETE).id
         return conversation
 
-    def introduce(self) -> None:
-        """Show what the user talks to, and the last messages of a conversation that goes on."""
-        self._introduce_model()
-        self.open(self.conversation)
-
-    def _introduce_model(self) -> None:
+    def introduce_model(self) -> None:
+        """Show what the user talks to."""
         banner = Text(on_one_line(self.model.name), "bold")
         banner.append(f" on {self.model.engine.device}. /help for help, /quit to leave.", "not bold")
         self._messages.print(banner)

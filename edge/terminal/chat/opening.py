@@ -56,7 +56,8 @@ def _until_left(chat: Chat) -> int:
 
         history = PromptHistory(data_folder() / "typed.jsonl", writing=chat.settings.saving)
         chat.reader = LineEditor(chat.interrupts, history, ChatCompleter(commands.by_name), chat.status)
-    chat.introduce()
+    chat.introduce_model()
+    chat.open(chat.conversation)
     while True:
         try:
             draft, chat.draft = chat.draft, ""
