@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from email.message import Message
 from http.client import HTTPConnection
@@ -165,8 +165,9 @@ def raw_request(path: str, body: Any, headers: Mapping[str, str] | None = None) 
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """Read until the server closes the connection."""
-    pieces = []
-    while piece := connection.recv(65536):
-        pieces.append(piece)
-    return b"".join(pieces)
+    """Read until the server closes or resets the connection."""
+    pieces = b""
+    with suppress(ConnectionResetError):
+        while piece := connection.recv(65536):
+            pieces += piece
+    return pieces

@@ -126,9 +126,6 @@ Certainly! Here it is:
 aider/utils.py
 ```python
 <<<<<<< SEARCH
-old
-=======
-new
 >>>>>>> REPLACE
 ```
 

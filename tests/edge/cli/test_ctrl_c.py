@@ -95,36 +95,28 @@ STEPS = 80
 DELAYS_S = [0.002, 0.4, *(0.05 * step for step in range(1, 25) if step != 8)]
 
 
-def run_interrupted(event: str, wanted: str, number: int, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(
-        [sys.executable, "-c", AT_EVENT, event, wanted, str(number), *arguments],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120, check=False)
 
 
 @pytest.mark.parametrize("moment", some_nightly(BEFORE_AN_ANSWER, 3))
 def test_ctrl_c_before_the_answer_prints_nothing_and_exits_130(moment: tuple[str, str]) -> None:
-    result = run_interrupted(*moment, 1, *REQUEST)
+    result = run(AT_EVENT, *moment, "1", *REQUEST)
     assert (result.returncode, result.stdout, result.stderr) == (130, b"", b"")
 
 
 @pytest.mark.parametrize("moment", some_nightly(DURING_AN_EXPORT, 3))
 def test_ctrl_c_during_an_export_leaves_nothing(tiny_bundle: Path, tmp_path: Path, moment: tuple[str, str]) -> None:
-    result = run_interrupted(*moment, 1, "export", str(tiny_bundle.parent / "checkpoint"), str(tmp_path / "out"))
-    assert (result.returncode, result.stdout, result.stderr) == (130, b"", b"")
-    assert list(tmp_path.iterdir()) == []
+    export = ("export", str(tiny_bundle.parent / "checkpoint"), str(tmp_path / "out"))
+    result = run(AT_EVENT, *moment, "1", *export)
+    assert (result.returncode, result.stdout, result.stderr, [*tmp_path.iterdir()]) == (130, b"", b"", [])
 
 
 def check_ended_quietly(code: int, out: bytes, err: bytes) -> None:
     """An answer that has begun, or is complete, may be printed; nothing else."""
     assert err == b""
-    if out.startswith(b"find"):
-        assert code in {0, 130}
-    else:
-        assert code == 130
+    assert code in ({0, 130} if out.startswith(b"find") else {130})
     assert not out or out.startswith(b"find"[: len(out.rstrip())])
 
 
@@ -135,13 +127,7 @@ def check_ended_quietly(code: int, out: bytes, err: bytes) -> None:
 def test_ctrl_c_after_the_end_of_a_command_leaves_its_exit_code(
     arguments: list[str], own_code: int, moment: str
 ) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", AT_THE_END, moment, *arguments],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
+    result = run(AT_THE_END, moment, *arguments)
     interrupted = moment == "before" and arguments != ["mistyped"]  # no command begins there
     assert result.returncode == (130 if interrupted else own_code)
     assert b"Traceback" not in result.stderr
@@ -150,12 +136,12 @@ def test_ctrl_c_after_the_end_of_a_command_leaves_its_exit_code(
 
 @pytest.mark.nightly
 def test_ctrl_c_at_any_step_ends_quietly() -> None:
-    counted = run_interrupted("any", "", 0, *REQUEST)  # never
+    counted = run(AT_EVENT, "any", "", "0", *REQUEST)  # never
     assert (counted.returncode, counted.stderr) == (0, b"")
     steps = int(counted.stdout.split()[-1])
     assert steps > STEPS
     for number in range(1, steps, steps // STEPS):
-        result = run_interrupted("any", "", number, *REQUEST)
+        result = run(AT_EVENT, "any", "", str(number), *REQUEST)
         check_ended_quietly(result.returncode, result.stdout, result.stderr)
 
 

@@ -1,9 +1,10 @@
-"""Random options of every command: exit code 0, 1 or 2, one line of error, and bounded time and memory."""
+"""Random options and damaged bundles: exit code 0, 1 or 2, one line of error, and bounded time and memory."""
 
 from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 import typer
 
+from edgerun.models.find import bundled_folder
 from support.command_worker import CommandWorker, needs_limits
+from support.random_damage import Damage, fresh_copy, recompute_digests
 
 NAMES = ("bench", "devices", "export", "inspect", "models", "pull", "run", "tune", "verify")
 PARTS = 4
@@ -52,27 +55,44 @@ GOOD: dict[str, tuple[str, ...]] = {
 """Values that an option takes, by its name, so that some combinations get far."""
 
 
+DAMAGE = (
+    ("flip", ()),
+    ("flip", (".onnx",)),
+    ("truncate", ()),
+    *((("change_json", (".json",)),) * 6),
+    ("write_nonsense", (".json", ".jinja")),
+    ("write_nonsense", ()),
+    ("replace_file", ()),
+    ("put_nan", (".data",)),
+)
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[CommandWorker]:
+    with CommandWorker(tmp_path) as worker:
+        yield worker
+
+
 @needs_limits
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(PARTS))
-def test_random_options(tiny_bundle: Path, tmp_path: Path, part: int) -> None:
+def test_random_options(worker: CommandWorker, tiny_bundle: Path, tmp_path: Path, part: int) -> None:
     commands = {name: _command(name) for name in NAMES}
     file = tmp_path / "file.txt"
     file.write_text("some text\n\nmore text\n", encoding="utf-8")
     os.mkfifo(tmp_path / "pipe")
     places = {"FOLDER": tmp_path, "MODEL": tiny_bundle, "FILE": file, "PIPE": tmp_path / "pipe"}
     faults = []
-    with CommandWorker(tmp_path) as worker:
-        for seed in range(part * CASES, (part + 1) * CASES):
-            choice = random.Random(seed)
-            name = choice.choice(NAMES)
-            words = [name] if name != "run" or choice.random() < 0.5 else []
-            words += _words(choice, commands[name])
-            words += ALWAYS.get(name, []) if choice.random() < 0.97 or name in ("bench", "verify", "tune") else []
-            given = [str(places.get(word, word)) for word in words]
-            outcome = worker.run(given, choice.choice((b"", b"list files\r\n", b"\xff\xfe", b"\0")))
-            if outcome.fault:
-                faults.append(f"seed {seed}: {outcome}")
+    for seed in range(part * CASES, (part + 1) * CASES):
+        choice = random.Random(seed)
+        name = choice.choice(NAMES)
+        words = [name] if name != "run" or choice.random() < 0.5 else []
+        words += _words(choice, commands[name])
+        words += ALWAYS.get(name, []) if choice.random() < 0.97 or name in ("bench", "verify", "tune") else []
+        given = [str(places.get(word, word)) for word in words]
+        outcome = worker.run(given, choice.choice((b"", b"list files\r\n", b"\xff\xfe", b"\0")))
+        if outcome.fault:
+            faults.append(f"seed {seed}: {outcome}")
     assert not faults, f"{len(faults)} of {CASES}\n\n" + "\n\n".join(faults)
 
 
@@ -96,3 +116,35 @@ def _words(choice: random.Random, command: Any) -> list[str]:
     if choice.random() < 0.05:
         words.insert(choice.randrange(len(words) + 1), choice.choice(VALUES))
     return words
+
+
+@needs_limits
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(PARTS))
+def test_damaged_bundles(worker: CommandWorker, tiny_bundle: Path, tmp_path: Path, part: int) -> None:
+    faults = []
+    for seed in range(part * CASES, (part + 1) * CASES):
+        choice = random.Random(seed)
+        source = bundled_folder() if choice.random() < 0.25 else tiny_bundle
+        model = fresh_copy(source, tmp_path / "model")
+        damage = Damage(model, seed)
+        damage.apply(DAMAGE, choice.choice((1, 1, 2, 4)))
+        manifest = choice.random()
+        if manifest < 0.5:
+            recompute_digests(model)
+            recompute_digests(model / "draft")
+        elif manifest < 0.75 and (model / "edge.json").is_file():
+            (model / "edge.json").unlink()
+        outcome = worker.run(_answer_or_inspect(choice, str(model)), choice.choice((b"", b"list files")))
+        if outcome.fault:
+            faults.append(f"seed {seed}, {', '.join(damage.done)}: {outcome}")
+    assert not faults, f"{len(faults)} of {CASES}\n\n" + "\n\n".join(faults)
+
+
+def _answer_or_inspect(choice: random.Random, model: str) -> list[str]:
+    kind = choice.random()
+    if kind < 0.2:
+        return ["inspect", model, *choice.choice(([], ["--json"]))]
+    options = [["--raw"], [], ["-t", "1", "--seed", "1"], ["--json"], ["--draft", "none"], ["--stats"]]
+    drafting = ["--spec", choice.choice((*(("off",) * 9), "suffix", "auto"))]
+    return ["run", model, "-p", "a list", "-n", "3", "--no-cache", *choice.choice(options), *drafting]

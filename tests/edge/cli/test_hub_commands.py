@@ -17,7 +17,7 @@ pytest.importorskip("onnx", reason="needs the export extra")
 
 import edgerun
 from edgerun.edge.cli.main import main
-from support.commands import Capture, Patch
+from support.commands import Capture, Patch, fails, json_of, output_of
 from support.hub_fixture import own_hub
 from support.hub_server import HubServer, files_of, sha256
 from support.layouts import LAYOUTS, write_layout
@@ -54,9 +54,7 @@ def test_a_model_on_the_hub_answers(hub: HubServer, tiny_bundle: Path, capsys: C
         assert run([name, *answer_options], capsys) == expected
     assert run(["org/tiny", *answer_options[:4], "--draft", "org/tiny"], capsys) == expected
     assert run(["org/tiny", *answer_options, "--offline"], capsys) == expected
-    code, out, err = run(["inspect", "org/js", "--json"], capsys)
-    assert (code, err) == (0, "")
-    assert json.loads(out)["layers"] == 2
+    assert json_of(capsys, "inspect", "org/js", "--json")["layers"] == 2
     assert "onnx/model_q4f16.onnx" not in hub.bodies()
 
 
@@ -73,16 +71,12 @@ def test_foreign_exports_answer_alike_from_the_hub_and_from_a_folder(
 
 
 def test_pull_prints_the_folder_of_a_model(hub: HubServer, capsys: Capture) -> None:
-    code, out, err = run(["pull", "org/js", "--json"], capsys)
-    facts = json.loads(out)
-    assert (code, err) == (0, "")
+    facts = json_of(capsys, "pull", "org/js", "--json")
     assert facts["command"] == "edge-run org/js:fp32"
     assert facts["commit"] == hub.repos["org/js"].refs["main"]
     assert facts["bytes"] == sum(facts["files"].values())
     assert {path.name for path in Path(facts["path"]).iterdir()} == {*facts["files"], "hub.json"}
-    code, out, err = run(["pull", "org/js", "--variant", "fp32", "--revision", "main"], capsys)
-    assert (code, err) == (0, "")
-    assert out.splitlines() == [
+    assert output_of(capsys, "pull", "org/js", "--variant", "fp32", "--revision", "main").splitlines() == [
         f"org/js:fp32: {facts['bytes'] / 1000:.3g} kB, commit {facts['commit'][:10]}",
         f"in {facts['path']}",
         "to run it: edge-run org/js:fp32@main",
@@ -103,42 +97,35 @@ def test_a_pulled_model_is_found_despite_a_folder_of_its_owners_name(
 def test_pull_names_older_commits(hub: HubServer, capsys: Capture) -> None:
     repo = hub.repos["org/tiny"]
     old = repo.refs["main"]
-    assert main(["pull", "org/tiny"]) == 0
+    output_of(capsys, "pull", "org/tiny")
     repo.put({**repo.commits[old], "README.md": b"more"})
-    capsys.readouterr()
-    code, out, _ = run(["pull", "org/tiny"], capsys)
-    assert code == 0
-    assert (
-        f"an older commit is still on disk; to remove it: edge-run models --remove org/tiny@{old[:10]}"
-        in out.splitlines()
-    )
-    assert run(["models", "--remove", f"org/tiny@{old[:10]}"], capsys)[0] == 0
+    said = output_of(capsys, "pull", "org/tiny").splitlines()
+    remove = f"models --remove org/tiny@{old[:10]}"
+    assert f"an older commit is still on disk; to remove it: edge-run {remove}" in said
+    output_of(capsys, *remove.split())
     assert main(["org/tiny", "-p", "ab", "-n", "2"]) == 0
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"),
+    ("arguments", "message"),
     [
-        (["pull", "org/none"], 2, f"org/none {NOWHERE}"),
-        (["org/none", "-p", "a"], 2, f"org/none {NOWHERE}"),
-        (["pull", "model"], 2, "'model' is not an id of a model on the Hugging Face Hub; write org/name"),
-        (["pull", "org/tiny", "--revision", "a b"], 2, "the revision in 'org/tiny@a b' is not valid; write org/name"),
-        (["pull", "org/js:q2"], 2, "org/js has no variant q2; name one of fp32, q4f16"),
-        (["pull", "org/tiny", "--offline"], 1, "org/tiny is not downloaded, and edge-run is offline; run"),
-        (["org/tiny", "-p", "a", "--offline"], 1, "org/tiny is not downloaded, and edge-run is offline"),
-        (["models", "--remove", "org/tiny"], 2, "org/tiny is not downloaded; edge-run models lists what is"),
+        (["pull", "org/none"], f"org/none {NOWHERE}"),
+        (["org/none", "-p", "a"], f"org/none {NOWHERE}"),
+        (["pull", "model"], "'model' is not an id of a model on the Hugging Face Hub; write org/name"),
+        (["pull", "org/tiny", "--revision", "a b"], "the revision in 'org/tiny@a b' is not valid; write org/name"),
+        (["pull", "org/js:q2"], "org/js has no variant q2; name one of fp32, q4f16"),
+        (["pull", "org/tiny", "--offline"], "org/tiny is not downloaded, and edge-run is offline; run"),
+        (["org/tiny", "-p", "a", "--offline"], "org/tiny is not downloaded, and edge-run is offline"),
+        (["models", "--remove", "org/tiny"], "org/tiny is not downloaded; edge-run models lists what is"),
         (
             ["models", "--remove", "../tiny"],
-            2,
             "'../tiny' is not an id of a model on the Hugging Face Hub; write org/name",
         ),
     ],
 )
-def test_failures_are_a_one_line_error(
-    hub: HubServer, capsys: Capture, arguments: list[str], code: int, message: str
-) -> None:
-    got, out, err = run(arguments, capsys)
-    assert (got, out) == (code, "")
+def test_failures_are_a_one_line_error(hub: HubServer, capsys: Capture, arguments: list[str], message: str) -> None:
+    code, out, err = run(arguments, capsys)
+    assert (code, out) == (1 if "--offline" in arguments else 2, "")
     assert err.startswith(f"edge-run: error: {message}")
     assert err.count("\n") == 1
 
@@ -148,31 +135,21 @@ def test_models_are_listed_and_removed(hub: HubServer, tmp_path: Path, capsys: C
     for name in ("org/tiny", "org/js:fp32", "org/js:q4f16"):
         assert main(["pull", name]) == 0
     capsys.readouterr()
-    code, out, err = run(["models", "--json"], capsys)
-    assert (code, err) == (0, "")
-    listed = [model for model in json.loads(out)["models"] if model["commit"]]
-    assert [(model["id"], model["variant"]) for model in listed] == [
-        ("org/js", "fp32"),
-        ("org/js", "q4f16"),
-        ("org/tiny", ""),
-    ]
+    listed = [model for model in json_of(capsys, "models", "--json")["models"] if model["commit"]]
+    models = [("org/js", "fp32"), ("org/js", "q4f16"), ("org/tiny", "")]
+    assert [(model["id"], model["variant"]) for model in listed] == models
     assert all(Path(model["path"]).is_dir() and model["bytes"] > 0 and model["last_used"] for model in listed)
-    _, out, _ = run(["models"], capsys)
-    assert [line.split()[0] for line in out.splitlines() if "org/" in line] == [
-        "org/js:fp32",
-        "org/js:q4f16",
-        "org/tiny",
-    ]
+    shown = [line.split()[0] for line in output_of(capsys, "models").splitlines() if "org/" in line]
+    assert shown == ["org/js:fp32", "org/js:q4f16", "org/tiny"]
 
-    code, out, _ = run(["models", "--remove", "org/js:q9"], capsys)
-    assert code == 2
-    code, out, _ = run(["models", "--remove", "org/js:FP32"], capsys)
-    assert code == 0
-    assert out.splitlines()[0] == f"removed org/js:fp32, commit {hub.repos['org/js'].refs['main'][:10]}"
+    fails(capsys, "models", "--remove", "org/js:q9")
+    assert (
+        output_of(capsys, "models", "--remove", "org/js:FP32").splitlines()[0]
+        == f"removed org/js:fp32, commit {hub.repos['org/js'].refs['main'][:10]}"
+    )
     assert [Path(model["path"]).is_dir() for model in listed] == [False, True, True]
-    code, out, _ = run(["models", "--remove", "org/js", "--json"], capsys)
-    assert code == 0
-    assert [entry["variant"] for entry in json.loads(out)["removed"]] == ["q4f16"]
+    removed = json_of(capsys, "models", "--remove", "org/js", "--json")["removed"]
+    assert [entry["variant"] for entry in removed] == ["q4f16"]
     assert [path.name for path in (tmp_path / "hf" / "assets" / "edge-run" / "models").iterdir()] == ["org--tiny"]
 
 
@@ -180,9 +157,8 @@ def test_export_downloads_its_checkpoint_from_the_hub(
     hub: HubServer, tiny_bundle: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     hub.repo("org/ckpt", {**files_of(tiny_bundle.parent / "checkpoint"), "README.md": b"-"})
-    code, _, err = run(["org/ckpt", "-p", "ab"], capsys)
-    assert code == 2
-    assert "org/ckpt holds no .onnx file; export its checkpoint: edge-run export org/ckpt OUT" in err
+    no_graph = "org/ckpt holds no .onnx file; export its checkpoint: edge-run export org/ckpt OUT"
+    assert no_graph in fails(capsys, "org/ckpt", "-p", "ab")
     code, _, err = run(["export", "org/ckpt", str(tmp_path / "out"), "--weights", "fp32"], capsys)
     assert (code, [line for line in err.splitlines() if not line.startswith("edge-run: progress: ")]) == (0, [])
     made_by = json.loads((tmp_path / "out" / "edge.json").read_text(encoding="utf-8"))["command"]

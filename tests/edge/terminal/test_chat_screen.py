@@ -134,25 +134,17 @@ def test_sixty_pasted_lines_are_one_message(open_chat: OpenChat, long_bundle: Pa
     assert said(home) == ["shortpasted\n line"]
 
 
-def test_a_message_of_several_lines(open_chat: OpenChat, tiny_bundle: Path, home: Path) -> None:
-    chat = open_chat(tiny_bundle, *QUIET)
+def test_several_lines_and_wide_characters_are_edited(open_chat: OpenChat, tiny_bundle: Path, home: Path) -> None:
+    chat = open_chat(tiny_bundle, *QUIET, columns=20)
     chat.until_prompt()
     chat.type(f"one{ALT_ENTER}two\nthree\\\rfour\r")
-    chat.until("tokens/s")
-    leave(chat)
-    assert said(home) == ["one\ntwo\nthree\nfour"]
-    assert "> one\n  two\n  three\n  four\n" in chat.text
-
-
-def test_wide_characters_are_edited_as_characters(open_chat: OpenChat, tiny_bundle: Path, home: Path) -> None:
-    chat = open_chat(tiny_bundle, *QUIET, columns=20)
+    chat.until("> one\n  two\n  three\n  four\n")
     chat.until_prompt()
     chat.type("漢字かな" * 5 + "x")
     chat.wait_for(lambda: "x" in chat.text)
     chat.type("\x7f\x7f!\r")
-    chat.until("tokens")
     leave(chat)
-    assert said(home) == ["漢字かな" * 4 + "漢字か!"]
+    assert said(home) == ["one\ntwo\nthree\nfour", "漢字かな" * 4 + "漢字か!"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX permissions")
@@ -383,20 +375,12 @@ def test_ctrl_c_at_any_moment(open_chat: OpenChat, endless_bundle: Path, seed: i
     assert chat.output.count("\x1b[?2004h") <= chat.output.count("\x1b[?2004l"), "the terminal still marks pasted text"
 
 
-def test_a_narrow_terminal(open_chat: OpenChat, tiny_bundle: Path) -> None:
-    chat = open_chat(tiny_bundle, *QUIET, columns=20, lines=12)
-    say(chat, "the first")
-    say(chat, "/help")
-    say(chat, "/conversations")
+def test_a_narrow_terminal_and_no_colour_where_none_is_wanted(open_chat: OpenChat, tiny_bundle: Path) -> None:
+    chat = open_chat(tiny_bundle, *QUIET, columns=20, lines=12, NO_COLOR="1")
+    for line in ("the first", "/help", "/conversations", "/dance"):
+        say(chat, line)
     assert max(map(len, chat.lines)) <= 20
     assert "/stats: show statistics of the last answer" in " ".join(chat.text.split())
-    leave(chat)
-
-
-def test_no_colour_where_none_is_wanted(open_chat: OpenChat, tiny_bundle: Path) -> None:
-    chat = open_chat(tiny_bundle, *QUIET, NO_COLOR="1")
-    say(chat, "the first")
-    say(chat, "/dance")
     leave(chat)
     colours = {int(code) for codes in re.findall(r"\x1b\[([0-9;]+)m", chat.output) for code in codes.split(";") if code}
     assert not {code for code in colours if 30 <= code <= 49 or 90 <= code <= 107}
