@@ -42,11 +42,11 @@ def test_one_answer_is_streamed_to_stdout(tiny_bundle: Path, capsys: Capture) ->
 def test_typed_special_tokens_are_text_unless_an_option_allows_them(tiny_bundle: Path, capsys: Capture) -> None:
     with edgerun.load(tiny_bundle) as engine:
         prompt = f"the{engine.tokenizer.token_text('eos_token')}"
-    counts = []
-    for options in ([], ["--special-tokens-in-messages"]):
-        assert main([str(tiny_bundle), "-p", prompt, "-n", "1", "--json", *options]) == 0
-        counts.append(json.loads(capsys.readouterr().out)["usage"]["prompt_tokens"])
-    assert counts[0] > counts[1]
+    text, special = (
+        json_of(capsys, tiny_bundle, "-p", prompt, "-n", "1", "--json", *options)["usage"]["prompt_tokens"]
+        for options in ([], ["--special-tokens-in-messages"])
+    )
+    assert text > special
 
 
 def test_json_is_one_object_with_the_documented_fields(tiny_bundle: Path, capsys: Capture) -> None:
@@ -55,21 +55,15 @@ def test_json_is_one_object_with_the_documented_fields(tiny_bundle: Path, capsys
     reply = json.loads(out)
     assert out.count("\n") == 1
     assert err == ""
-    assert list(reply) == [
-        *("text", "finish_reason", "usage", "timing", "speculation", "prompt_graphs"),
-        *("model", "device", "on_cpu", "threads", "power"),
-    ]
+    fields = "text finish_reason usage timing speculation prompt_graphs model device on_cpu threads power"
+    assert " ".join(reply) == fields
     assert reply["finish_reason"] == "length"
     assert reply["usage"]["completion_tokens"] == 5
     assert list(reply["usage"]) == ["prompt_tokens", "reused_tokens", "completion_tokens"]
-    assert list(reply["timing"]) == [
-        *("load_ms", "ttft_ms", "measuring_ms", "drafter_loading_ms", "prefill_ms"),
-        *("decode_tokens_per_second", "total_ms"),
-    ]
-    assert list(reply["speculation"]) == [
-        *("mode", "target_passes", "drafted", "accepted", "replayed_tokens", "tokens_per_pass", "by_source"),
-        *("passes_ahead", "passes_kept", "hidden_ms"),
-    ]
+    timing = "load_ms ttft_ms measuring_ms drafter_loading_ms prefill_ms decode_tokens_per_second total_ms"
+    assert " ".join(reply["timing"]) == timing
+    passes = "mode target_passes drafted accepted replayed_tokens tokens_per_pass by_source"
+    assert " ".join(reply["speculation"]) == f"{passes} passes_ahead passes_kept hidden_ms"
     assert reply["speculation"]["mode"] == "auto"
     assert reply["speculation"]["target_passes"] + reply["speculation"]["accepted"] == 5
     assert reply["prompt_graphs"] == {
@@ -150,29 +144,26 @@ def test_a_word_that_is_neither_a_command_nor_a_model_is_refused_before_a_prompt
         said = fails(capsys, *arguments)
         assert said.startswith(f"'{word}' is neither a command nor a model; commands: app, run, export, ")
         assert said.endswith(", rpc")
-    assert (
-        fails(capsys, "create", "mistral") == "'create' is neither a command nor a model; did you mean edge-run export?"
-    )
+    assert fails(capsys, "create", "mistral").endswith("nor a model; did you mean edge-run export?")
     assert fails(capsys, "shel-helper").endswith("; did you mean edge-run shell-helper?")
     for arguments in (["-n", "5", "ps"], ["./ps"]):
         assert fails(capsys, *arguments) == f"{arguments[-1]} does not exist; give an .onnx file or a model folder"
 
 
-def test_the_bundled_model_has_a_name(capsys: Capture) -> None:
+def test_the_bundled_model_has_a_name_and_cannot_be_removed(capsys: Capture) -> None:
+    assert fails(capsys, "models", "--remove", "shell-helper") == (
+        "shell-helper comes with edge-run and cannot be removed; name a model that edge-run pull downloaded"
+    )
     expected = output_of(capsys, "-p", "list files", "-n", "8")
     assert output_of(capsys, "shell-helper", "-p", "list files", "-n", "8") == expected
 
 
-def test_the_prompt_may_come_on_standard_input(tiny_bundle: Path, capsys: Capture, monkeypatch: Patch) -> None:
-    main([str(tiny_bundle), "-p", "the other", "-n", "6"])
-    expected = capsys.readouterr().out
-    standard_input(monkeypatch, b"the other\n")
-    assert output_of(capsys, tiny_bundle, "-n", "6") == expected
-
-
-def test_empty_closed_or_undecodable_standard_input_is_refused(
+def test_the_prompt_may_come_on_standard_input_and_be_refused(
     tiny_bundle: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
+    expected = output_of(capsys, tiny_bundle, "-p", "the other", "-n", "6")
+    standard_input(monkeypatch, b"the other\n")
+    assert output_of(capsys, tiny_bundle, "-n", "6") == expected
     standard_input(monkeypatch, b"")
     assert fails(capsys, tiny_bundle) == "the prompt is empty; give -p TEXT, or text on standard input"
     standard_input(monkeypatch, b"\xff\xfe")
@@ -223,10 +214,10 @@ def test_the_size_of_the_prefix_cache(tiny_bundle: Path, monkeypatch: Patch) -> 
 
 
 def test_stop_may_be_repeated(tiny_bundle: Path, capsys: Capture) -> None:
-    main([str(tiny_bundle), "-p", "the", "-n", "30"])
-    text = capsys.readouterr().out
-    main([str(tiny_bundle), "-p", "the", "-n", "30", "--stop", "\x00never", "--stop", text[5:8]])
-    assert capsys.readouterr().out == text[: text.index(text[5:8])] + "\n"
+    asked = (tiny_bundle, "-p", "the", "-n", "30")
+    text = output_of(capsys, *asked)
+    stopped = output_of(capsys, *asked, "--stop", "\x00never", "--stop", text[5:8])
+    assert stopped == text[: text.index(text[5:8])] + "\n"
 
 
 @pytest.mark.parametrize(
@@ -267,10 +258,9 @@ def test_bad_models_are_a_one_line_error(tmp_path: Path, capsys: Capture) -> Non
 def test_too_little_memory_is_a_one_line_error(tiny_bundle: Path, capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setattr(run_module, "open_model", lambda *_, **__: np.empty(1 << 60, np.uint8))
     assert main([str(tiny_bundle), "-p", "a"]) == 1
-    err = capsys.readouterr().err
-    assert err.startswith("edge-run: error: not enough memory: Unable to allocate 1.00 EiB for an array")
-    assert err.endswith("; use a shorter --context or a smaller model, or close other programs\n")
-    assert err.count("\n") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("edge-run: error: not enough memory: Unable to allocate 1.00 EiB for an array")
+    assert line.endswith("; use a shorter --context or a smaller model, or close other programs")
     assert main([str(tiny_bundle), "-p", "a", "--debug"]) == 1
     assert "Traceback" in capsys.readouterr().err
 
@@ -310,12 +300,6 @@ def test_inspect_shows_all_but_the_tokens_of_a_graph_without_a_tokenizer(
     assert json_of(capsys, "inspect", tmp_path, "--tokenizer", tiny_bundle, "--json")["tokenizer"] is True
 
 
-def test_the_bundled_model_cannot_be_removed(capsys: Capture) -> None:
-    assert fails(capsys, "models", "--remove", "shell-helper") == (
-        "shell-helper comes with edge-run and cannot be removed; name a model that edge-run pull downloaded"
-    )
-
-
 def test_devices_lists_the_cpu(capsys: Capture) -> None:
     described = json_of(capsys, "devices", "--json")
     assert 1 <= described["threads"]["default"] <= described["threads"]["processors"]
@@ -335,8 +319,7 @@ def test_export_from_the_command_line(tiny_bundle: Path, tmp_path: Path, capsys:
     stages = [line.removeprefix("edge-run: progress: ") for line in err.splitlines()]
     assert stages[:2] == ["writing weights", "checking"], "stages as plain lines, without a terminal"
     # The head of 8 bits takes 8 + 32 / 64 bits in the file and 8 + 64 / 64 as read, the others 4.5 and 5, with padding.
-    both = re.search(r"bits per weight: (\d+\.\d\d) as read per token, (\d+\.\d\d) in the file", shown)
-    assert both is not None
+    (both,) = re.findall(r"bits per weight: (\d+\.\d\d) as read per token, (\d+\.\d\d) in the file", shown)
     (quality,) = [line for line in shown.splitlines() if "KL" in line]
     assert quality.startswith("quality on a sample text of 64 tokens: mean KL ")
     assert "perplexity" in quality
@@ -345,9 +328,9 @@ def test_export_from_the_command_line(tiny_bundle: Path, tmp_path: Path, capsys:
     assert recorded["parity"].keys() == {"max_abs_diff", "mean_kl", "top1_agreement"}
     facts = json_of(capsys, "inspect", out, "--json")
     assert facts["weights"] == {"int8/64": 2, "int4/64": 8}
-    figures = [facts[f"bits_per_weight_{place}"] for place in ("read", "in_file")]
-    assert [f"{bits:.2f}" for bits in figures] == [*both.groups()]
-    assert figures[0] > figures[1]
+    read, in_file = (facts[f"bits_per_weight_{place}"] for place in ("read", "in_file"))
+    assert (f"{read:.2f}", f"{in_file:.2f}") == both
+    assert read > in_file
     assert facts["made_by"].startswith("edge-run export")
     assert facts["quality_measured_on"] == "a short sample text"
     assert output_of(capsys, "inspect", out).count("mean KL") == 1

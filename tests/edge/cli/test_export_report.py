@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from edgerun.edge.cli.main import main
 from edgerun.export.calibration import work_folder
 from edgerun.models.atomic import discard_folder
-from support.commands import Capture, Patch
+from support.commands import Capture, Patch, output_of
 
 tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
 
@@ -24,10 +23,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
-
-
-def exported(checkpoint: Path, out: Path, *options: str) -> None:
-    assert main(["export", str(checkpoint), str(out), "--calibration-tokens", "1100", *options]) == 0
 
 
 @pytest.fixture
@@ -49,10 +44,10 @@ def test_a_calibrated_export_has_a_report(
     checkpoint: Path, tmp_path: Path, capsys: Capture, mapped_work: list[str]
 ) -> None:
     out = tmp_path / "out"
-    exported(checkpoint, out, "--weights", "int4", "--block", "64", "--method", "awq+gptq")
+    options = ("--weights", "int4", "--block", "64", "--method", "awq+gptq", "--calibration-tokens", "1100")
+    shown = output_of(capsys, "export", checkpoint, out, *options)
     assert mapped_work == []
     assert list((tmp_path / "cache" / "exports").iterdir()) == []
-    shown = capsys.readouterr().out
     report, manifest = (json.loads((out / name).read_text(encoding="utf-8")) for name in ("report.json", "edge.json"))
     assert report["shipped"] | {"tokens": 0} == pytest.approx(manifest["quality"] | {"tokens": 0}, rel=1e-5)
     assert report["calibration"] == manifest["calibration"]
@@ -82,12 +77,11 @@ def test_a_calibrated_export_has_a_report(
 @pytest.mark.nightly
 def test_report_option_and_replacing_a_bundle_with_a_report(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "out"
-    exported(checkpoint, out, "--weights", "int8", "--report", "--method", "rtn")
-    report = json.loads((out / "report.json").read_text(encoding="utf-8"))
-    assert report["shipped"]["mean_kl"] < 0.1
-    assert report["bits_per_weight_read"] == pytest.approx(10.0)
-    exported(checkpoint, out, "--weights", "int4", "--report")
-    assert json.loads((out / "report.json").read_text(encoding="utf-8"))["bits_per_weight_read"] == pytest.approx(6.0)
-    assert main(["export", str(checkpoint), str(out), "--weights", "int4"]) == 0
+    for weights, bits, most_kl in (("int8", 10.0, 0.1), ("int4", 6.0, 1.0)):
+        output_of(capsys, "export", checkpoint, out, "--weights", weights, "--report", "--calibration-tokens", "1100")
+        report = json.loads((out / "report.json").read_text(encoding="utf-8"))
+        assert report["bits_per_weight_read"] == pytest.approx(bits)
+        assert report["shipped"]["mean_kl"] < most_kl
+    output_of(capsys, "export", checkpoint, out, "--weights", "int4")
     assert not (out / "report.json").exists()
-    assert main([str(out), "-p", "the", "-n", "3"]) == 0
+    assert output_of(capsys, out, "-p", "the", "-n", "3")

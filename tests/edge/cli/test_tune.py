@@ -36,8 +36,7 @@ def test_json_is_one_object_and_inspect_shows_the_costs(tiny_bundle: Path, cache
     assert out.count("\n") == 1
     assert err == ""
     facts = json.loads(out)
-    names = ["model", "device", "devices", "threads", "file", "doubt", "contexts", "prompts", "ngram_bytes"]
-    assert list(facts) == names
+    assert " ".join(facts) == "model device devices threads file doubt contexts prompts ngram_bytes"
     assert (facts["model"], facts["device"]) == (str(tiny_bundle), "CPU")
     assert [Path(facts["file"])] == list(cache.iterdir())
     (entry,) = facts["contexts"]
@@ -45,6 +44,10 @@ def test_json_is_one_object_and_inspect_shows_the_costs(tiny_bundle: Path, cache
     assert tuple(entry["tokens"]) == WIDTHS
     assert entry["ratio"][0] == 1
     assert json_of(capsys, "inspect", tiny_bundle, "--json")["pass_costs"] == facts["contexts"]
+    Path(facts["file"]).write_bytes(b"damaged")
+    assert main(["tune", str(tiny_bundle)]) == 0
+    assert [Path(facts["file"])] == list(cache.iterdir())
+    assert "seconds" in json.loads(Path(facts["file"]).read_bytes())
 
 
 def test_the_table_lists_every_width(tiny_bundle: Path, cache: Path, capsys: Capture) -> None:
@@ -92,15 +95,6 @@ def test_costs_of_a_busy_machine_are_shown_as_doubtful(
     assert json_of(capsys, "inspect", tiny_bundle, "--json")["pass_costs_doubt"] == ("busy" if busy else None)
 
 
-def test_a_second_measurement_replaces_the_first(tiny_bundle: Path, cache: Path, capsys: Capture) -> None:
-    main(["tune", str(tiny_bundle), "--threads", "1", "--json"])
-    (file,) = cache.iterdir()
-    file.write_bytes(b"damaged")
-    assert main(["tune", str(tiny_bundle), "--threads", "1", "--json"]) == 0
-    assert list(cache.iterdir()) == [file]
-    assert "seconds" in json.loads(file.read_bytes())
-
-
 def test_an_unwritable_cache_folder_gives_a_warning(
     tiny_bundle: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
@@ -112,19 +106,9 @@ def test_an_unwritable_cache_folder_gives_a_warning(
     assert err == "edge-run: warning: the cache folder cannot be written, so the result is not stored\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--context", "1"], "greater than or equal to 2"),
-        (["--context", "100000"], "this model allows at most 256"),
-        (["--threads", "0"], "greater than or equal to 1"),
-        (["--device", "abacus"], "this machine has no device 'abacus'"),
-    ],
-)
-def test_bad_options_are_a_one_line_error(
-    tiny_bundle: Path, capsys: Capture, arguments: list[str], message: str
-) -> None:
-    assert message in fails(capsys, "tune", tiny_bundle, *arguments)
+def test_bad_options_are_a_one_line_error(tiny_bundle: Path, capsys: Capture) -> None:
+    assert "greater than or equal to 2" in fails(capsys, "tune", tiny_bundle, "--context", "1")
+    assert "this model allows at most 256" in fails(capsys, "tune", tiny_bundle, "--context", "100000")
     assert "does not exist" in fails(capsys, "tune", "nothing")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from edgerun.edge.cli.verify import exactness_summary
 from edgerun.models.json_file import record_from_json
 from edgerun.runtime.measure.exactness import ComparisonCounts, ExactnessReport, WidthNoise
 from edgerun.runtime.result import DraftCounts
-from support.commands import Capture, Patch, fails, json_of, output_of
+from support.commands import Capture, Patch, json_of, output_of
 from support.tiny_models import write_bundle
 
 NOISE = WidthNoise({1: 0.0, 2: 0.1}, trees=0.1, perturbed=0.1, leak=0.0, spread=4.0, positions=96)
@@ -82,10 +81,7 @@ def test_json_is_one_object(tmp_path: Path, prompts: Path, capsys: Capture) -> N
     from edgerun.export import INT8
 
     bundle = write_bundle(tmp_path, "qwen3", weights=INT8)
-    assert main(["verify", str(bundle), "--prompts", str(prompts), "-n", "16", "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert (out.count("\n"), err) == (1, "")
-    found = json.loads(out)
+    found = json_of(capsys, "verify", bundle, "--prompts", prompts, "-n", "16", "--json")
     assert found["exact"]["identical"] == found["exact"]["texts"] == 9
     assert found["greedy"]["identical"] + found["greedy"]["near_ties"] == 9
     assert found["counterexample"] is None
@@ -112,10 +108,6 @@ def test_a_failure_shows_a_counterexample_and_has_exit_code_1(
     assert "drafts by oracle: token" in out
 
 
-def test_missing_prompts_are_an_error(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
-    assert "cannot be read" in fails(capsys, "verify", tiny_bundle, "--prompts", tmp_path / "none")
-
-
 def test_with_an_int8_cache_it_measures_the_loss_of_quality(tmp_path: Path, prompts: Path, capsys: Capture) -> None:
     bundle = write_bundle(tmp_path)
     arguments = ["verify", str(bundle), "--prompts", str(prompts), "-n", "12", "--limit", "1", "--kv", "int8"]
@@ -126,6 +118,5 @@ def test_with_an_int8_cache_it_measures_the_loss_of_quality(tmp_path: Path, prom
     assert found["greedy"]["texts"] > 0
     # A report of one cache format says nothing about the other.
     assert len(list((tmp_path / "cache" / "exactness").iterdir())) == 1
-    assert main(arguments[:-2]) == 0
-    assert "int8 cache" not in capsys.readouterr().out
+    assert "int8 cache" not in output_of(capsys, *arguments[:-2])
     assert len(list((tmp_path / "cache" / "exactness").iterdir())) == 2

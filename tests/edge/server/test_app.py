@@ -107,11 +107,9 @@ def test_texts_are_tokenized_and_back(tiny_app: Starlette, tiny_bundle: Path) ->
     messages = asked(tiny_app, "POST", "/tokenize", json=chat_body("the other")).json()
     assert messages["tokens"] == chat
     assert asked(tiny_app, "POST", "/detokenize", json={"tokens": ids}).json()["content"] == "the other"
-    refused = asked(tiny_app, "POST", "/detokenize", json={"tokens": [1, 300]})
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "tokens[1]"
-    refused = asked(tiny_app, "POST", "/v1/completions", json={"prompt": [1, 300]})
-    assert refused.json()["error"]["param"] == "prompt[1]"
+    for path, field in (("/detokenize", "tokens"), ("/v1/completions", "prompt")):
+        refused = asked(tiny_app, "POST", path, json={field: [1, 300]})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, f"{field}[1]")
 
 
 def test_embeddings(tmp_path: Path) -> None:

@@ -50,10 +50,8 @@ def test_the_key_comes_from_the_environment(tiny_bundle: Path) -> None:
         (["--api-key", "a", "--api-key-file", "b"], "--api-key and --api-key-file are both given"),
         (["--api-key-file", "missing"], "missing cannot be read"),
         (["--max-body", "32"], "--max-body is '32'; write a number and a unit"),
-        (["--memory", "lots"], "--memory is 'lots'"),
         (["--host", "no.such.host.invalid", "--api-key", "k"], "there is no address no.such.host.invalid"),
         (["no-such-model"], "no-such-model"),
-        (["--parallel", "0"], "--parallel"),
         (["--device", "toaster"], "toaster"),
     ],
 )
