@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from ...errors import BundleError, DeviceError
 from ...models.bundle import CACHE_SCALES_NAME, Bundle
@@ -23,7 +24,6 @@ from ..graph.session import SessionConfig
 from ..kv.cache_scales import CacheScales, Floats
 from ..loaded_model import LoadedModel
 from ..prefill import prefill
-from ..text.turn_markers import TokenArray
 from .exactness import SAMPLE_TEXT
 from .measurement_store import MeasurementKey, MeasurementStore, model_id
 from .text_sampler import SAMPLED_TOGETHER, SelfTextSampler
@@ -76,7 +76,9 @@ def with_int8_kv(
     return replace(config, kv_scales=stored)
 
 
-def calibrated_scales(bound: BoundGraph, pairs: Mapping[str, RotatedPairs], texts: Iterable[TokenArray]) -> CacheScales:
+def calibrated_scales(
+    bound: BoundGraph, pairs: Mapping[str, RotatedPairs], texts: Iterable[npt.NDArray[np.int64]]
+) -> CacheScales:
     """Scales for the keys and values that a model has over texts.
 
     Args:

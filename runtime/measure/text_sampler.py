@@ -25,7 +25,6 @@ from ..options import GenerateOptions
 from ..sampling.sampler import Sampler, SamplingParams
 from ..scheduling.request_queue import TurnTaker
 from ..scheduling.several_answers import run_together
-from ..text.turn_markers import TokenArray
 
 _NEUTRAL_REQUESTS: Final = (
     "Tell me a short story.",
@@ -68,7 +67,7 @@ class SelfTextSampler:
         self._seeds = (seed * 1_000_003 + number & (1 << 63) - 1 for number in count())
         self._end_tokens = model.tokenizer.eos | model.tokenizer.special_ids
 
-    def texts(self, min_tokens: int, progress: Callable[[float], None] = lambda _: None) -> list[TokenArray]:
+    def texts(self, min_tokens: int, progress: Callable[[float], None] = lambda _: None) -> list[npt.NDArray[np.int64]]:
         """Sample texts with `min_tokens` tokens in total, template and prompts included.
 
         Args:
@@ -81,7 +80,7 @@ class SelfTextSampler:
         Raises:
             TemplateError: the model's chat template fails.
         """
-        texts: list[TokenArray] = []
+        texts: list[npt.NDArray[np.int64]] = []
         empty_texts = 0
         for text in self._conversations() if self._model.template is not None else self._monologues():
             empty_texts = empty_texts + 1 if text is None else 0
