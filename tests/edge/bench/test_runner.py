@@ -11,10 +11,9 @@ import pytest
 
 import edgerun
 from edgerun.edge.bench.prompt_sets import Conversation, Exchange
-from edgerun.edge.bench.ratios import PLAIN, MeasuredTurn
+from edgerun.edge.bench.ratios import PLAIN
 from edgerun.edge.bench.runner import (
     BenchSettings,
-    ConversationRunner,
     DecodingMode,
     Measurements,
     PromptEncoder,
@@ -79,17 +78,6 @@ def test_prompts_are_measured_and_texts_compared(tiny_bundle: Path, tmp_path: Pa
     assert "{" not in shown, "JSON only with --json"
 
 
-def test_too_few_tokens_give_no_ratio_but_the_reason(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
-    options = (tiny_bundle, "--prompts", prompts(tmp_path, *[{"category": "a", "turns": ["the"]}] * 3), "-n", 4)
-    mode = bench_json(capsys, *options, "--spec", "suffix")["headlines"]["suffix"]
-    assert (mode["ratio"], mode["interval"]) == (None, None)
-    assert mode["reason"].startswith(("no draft token was verified", "the answers had only"))
-    first, second = bench(capsys, *options, "--spec", "suffix").splitlines()[:2]
-    assert first.startswith(tiny_bundle.name)
-    assert second.startswith("  suffix: no ratio, because ")
-    assert " times as fast" not in second
-
-
 def test_a_replay_is_labelled_and_measures_the_recorded_tokens(
     tiny_bundle: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -140,29 +128,6 @@ def test_later_turns_contain_the_recorded_answers_or_those_of_plain_decoding(tin
         said[1] = ("assistant", REPEATING)
         assert tokens.prompt == engine.encode_chat([{"role": role, "content": content} for role, content in said])
         assert tokens.answer == engine.tokenizer.encode(REPEATING, add_special_tokens=False)[:16]
-
-
-def test_conversations_can_be_measured_one_at_a_time_and_in_any_order(tiny_bundle: Path) -> None:
-    first = Conversation("a", (Exchange("say it", REPEATING), Exchange("again", REPEATING)))
-    conversations = [first, Conversation("b", (Exchange("the", "other day"),))]
-    settings = BenchSettings(16, range(1, 3), replay=True, exact=True)
-    found = Measurements()
-    with edgerun.load(tiny_bundle) as engine:
-        runner = ConversationRunner(engine, [ORACLE], settings)
-        for number in (1, 0):
-            parts = list(runner.measure(number, conversations[number]))
-            assert [len(part.turns) for part in parts] == [1] * len(conversations[number].exchanges)
-            for part in parts:
-                found.add(part)
-    whole = measured(tiny_bundle, conversations, settings, ORACLE)
-
-    def facts(turn: MeasuredTurn) -> tuple[object, ...]:
-        oracle = turn.stats["oracle"]
-        counts = (oracle.completion_tokens, oracle.decode_passes, oracle.accepted)
-        return turn.conversation, turn.turn, turn.category, turn.context, counts
-
-    assert sorted(map(facts, found.turns)) == sorted(map(facts, whole.turns))
-    assert {turn.conversation for turn in found.turns} == {0, 1}
 
 
 def test_long_prompts_lose_their_oldest_turns_first(tiny_bundle: Path) -> None:

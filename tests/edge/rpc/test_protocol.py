@@ -265,14 +265,6 @@ def test_answers_of_one_process_equal_those_of_the_library(client: RpcClient, lo
     assert len(pieces) > 4
 
 
-def test_several_answers_with_log_probabilities(client: RpcClient) -> None:
-    options = {"n": 2, "logprobs": True, "top_logprobs": 2, "seed": 1, "temperature": 1, "max_tokens": 3}
-    whole = client.call("generate", {"messages": USER, **options})
-    streamed = client.call("generate", {"messages": USER, **options, "stream": True})
-    assert [choice["message"] for choice in whole["choices"]] == [choice["message"] for choice in streamed["choices"]]
-    assert [len(choice["logprobs"]["content"]) for choice in whole["choices"]] == [3, 3]
-
-
 def test_tokens_and_back(client: RpcClient, long_bundle: Path) -> None:
     with edgerun.load(long_bundle) as engine:
         expected = engine.tokenizer.encode("the and of", add_special_tokens=False)
