@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
 from typing import Final
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...errors import EdgeError
 from ..conversations.records import Change, ChangeKind, MessageState, as_object
-from ..server.asgi_app import Guard, asgi_app, not_routed, origin_refusal
+from ..server.asgi_app import Guard, asgi_app, closing_app, origin_refusal
 from ..server.endpoint import RequestService
 from .app_access import OPEN_PATH, AppAccess, session_refusal
 from .app_context import AppContext
@@ -126,17 +121,8 @@ _OPENAI_API: Final = "/v1/"
 def chat_app(service: AppService) -> ASGIApp:
     """The ASGI application of the app; ending its lifespan closes the service."""
     context = service.context
-
-    @asynccontextmanager
-    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        try:
-            yield
-        finally:
-            # Closing waits for the passes in progress.
-            await asyncio.to_thread(service.close)
-
-    app = Starlette(
-        routes=[
+    app = closing_app(
+        [
             Route("/", index_page, methods=["GET"]),
             Mount("/page", PageFiles()),
             Route(OPEN_PATH, service.access.enter, methods=["GET"]),
@@ -147,15 +133,13 @@ def chat_app(service: AppService) -> ASGIApp:
             *model_routes(service.models),
             *tool_routes(context),
         ],
-        middleware=[
+        [
             Middleware(PageHeaders),
             Middleware(Guard, partial(origin_refusal, context.settings)),
             Middleware(Guard, partial(session_refusal, service.access)),
         ],
-        exception_handlers={HTTPException: not_routed},
-        lifespan=lifespan,
+        service.close,
     )
-    app.router.redirect_slashes = False
     programs = asgi_app(service.requests)
 
     async def side_by_side(scope: Scope, receive: Receive, send: Send) -> None:

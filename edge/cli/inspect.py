@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Final
 
 from rich.table import Table
 
-from ...models.bundle import Bundle, open_bundle
-from ...models.find import find_model
+from ...models.bundle import Bundle
 from ...models.graph_variant import VariantFile
 from ...models.manifest import Manifest, WeightFormat
 from ...models.pairing import find_draft
@@ -37,7 +35,7 @@ from ...runtime.tools.answer_parts import AUTO
 from ..terminal.output import SafeConsole, write_json
 from ..terminal.report_summary import plan_table
 from .shared_options import AsJson, Debug, ModelArgument, OptionsOf, takes_options
-from .tune import context_label, describe_cost, doubt_text, prompt_facts, prompt_text
+from .tune import context_label, describe_cost, doubt_text, named_bundle, prompt_facts, prompt_text
 from .verify import exactness_summary
 
 _FLOAT_BITS: Final = 16
@@ -65,8 +63,7 @@ def inspect(
     """
     load = _LOAD.record(given)
     device = choose_device("auto")
-    path = None if load.tokenizer is None else Path(load.tokenizer).expanduser()
-    bundle = open_bundle(find_model(model, device.kind), kind=device.kind, tokenizer=path)
+    bundle = named_bundle(model, load, device)
     facts = _described_model(bundle, SessionConfig(device, chosen_threads(bundle, SessionConfig(device))))
     if as_json:
         write_json(facts)

@@ -147,20 +147,25 @@ def _choose_threads(model: str | None, load: LoadOptions) -> ThreadChoice | None
     chosen = choose_device(load.device)
     if chosen.kind is not DeviceKind.CPU:
         return None
-    bundle = _bundle(model, load, chosen)
+    bundle = named_bundle(model, load, chosen)
     with ProgressDisplay() as progress:
         return choose_threads(bundle, SessionConfig(chosen), progress)
 
 
-def _bundle(model: str | None, load: LoadOptions, device: Device) -> Bundle:
-    tokenizer = None if load.tokenizer is None else Path(load.tokenizer)
+def named_bundle(model: str | None, load: LoadOptions, device: Device) -> Bundle:
+    """The bundle of a model, with the tokenizer of the options.
+
+    Raises:
+        EdgeError: there is none, or it is damaged.
+    """
+    tokenizer = None if load.tokenizer is None else Path(load.tokenizer).expanduser()
     return open_bundle(find_model(model, device.kind), kind=device.kind, tokenizer=tokenizer)
 
 
 def _choose_device(model: str | None, load: LoadOptions) -> FastestDevice:
     """Measure on which device the model decodes fastest."""
     cpu = cpu_device()
-    bundle = _bundle(model, load, cpu)
+    bundle = named_bundle(model, load, cpu)
     config = SessionConfig(cpu, usable_threads(load.threads) or chosen_threads(bundle, SessionConfig(cpu)))
     with ProgressDisplay() as progress:
         return measure_fastest_device(bundle, config, progress)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
@@ -24,7 +24,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...version import __version__
@@ -43,8 +43,8 @@ _WITH_BODY: Final = ("POST", "PUT", "PATCH")
 """Methods whose requests have a body."""
 
 
-def asgi_app(service: RequestService) -> Starlette:
-    """The ASGI application of a service; ending its lifespan closes the service."""
+def closing_app(routes: Sequence[BaseRoute], middleware: Sequence[Middleware], close: Callable[[], None]) -> Starlette:
+    """An application whose errors are those of this server; ending its lifespan calls `close`."""
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -52,8 +52,18 @@ def asgi_app(service: RequestService) -> Starlette:
             yield
         finally:
             # Closing waits for the passes in progress.
-            await asyncio.to_thread(service.close)
+            await asyncio.to_thread(close)
 
+    app = Starlette(
+        routes=routes, middleware=middleware, exception_handlers={HTTPException: _not_routed}, lifespan=lifespan
+    )
+    # A client that follows a redirect would send its body twice.
+    app.router.redirect_slashes = False
+    return app
+
+
+def asgi_app(service: RequestService) -> Starlette:
+    """The ASGI application of a service; ending its lifespan closes the service."""
     settings = service.settings
     middleware = [Middleware(_RequestCount, service), Middleware(Guard, partial(origin_refusal, settings))]
     if settings.allow_origins:
@@ -66,19 +76,8 @@ def asgi_app(service: RequestService) -> Starlette:
             )
         )
     middleware.append(Middleware(Guard, partial(_key_refusal, settings.api_key)))
-    app = Starlette(
-        routes=[
-            Route("/", _index, methods=["GET"]),
-            *computing_routes(service),
-            *_plain_routes(service),
-        ],
-        middleware=middleware,
-        exception_handlers={HTTPException: not_routed},
-        lifespan=lifespan,
-    )
-    # A client that follows a redirect would send its body twice.
-    app.router.redirect_slashes = False
-    return app
+    routes = [Route("/", _index, methods=["GET"]), *computing_routes(service), *_plain_routes(service)]
+    return closing_app(routes, middleware, service.close)
 
 
 def _plain_routes(service: RequestService) -> list[Route]:
@@ -125,7 +124,7 @@ async def _index(request: Request) -> Response:
     return JsonResponse({"name": "edge-run", "version": __version__, "paths": paths})
 
 
-async def not_routed(request: Request, error: Exception) -> Response:
+async def _not_routed(request: Request, error: Exception) -> Response:
     """The response to a path or a method that the server does not have."""
     assert isinstance(error, HTTPException)  # noqa: S101  registered for this class alone
     status = HTTPStatus(error.status_code)
