@@ -70,7 +70,10 @@ def open_chat(home: Path) -> Iterator[OpenChat]:
         ) -> TerminalScreen:
             command = [*command, *map(str, arguments)]
             variables = {"EDGERUN_HOME": str(home), **environment}
-            return opened.enter_context(terminal_screen(command, columns=columns, lines=lines, environment=variables))
+            chat = opened.enter_context(terminal_screen(command, columns=columns, lines=lines, environment=variables))
+            if STARTED[2] not in command:
+                chat.until_prompt()
+            return chat
 
         yield open_
 
@@ -103,7 +106,6 @@ def leave(chat: TerminalScreen) -> None:
 
 def test_sixty_pasted_lines_are_one_message(open_chat: OpenChat, long_bundle: Path, home: Path) -> None:
     chat = open_chat(long_bundle, *QUIET)
-    chat.until_prompt()
     text = "".join(f"{n}\té漢 \U0001f600\n" for n in range(60))
     chat.paste(text)
     chat.until("> [pasted text 1: 60 lines]")
@@ -116,7 +118,6 @@ def test_sixty_pasted_lines_are_one_message(open_chat: OpenChat, long_bundle: Pa
     assert chat.text.count("\n") < 12
 
     again = open_chat(long_bundle, *QUIET)
-    again.until_prompt()
     again.type(UP)  # what was sent, whole
     again.until("59")
     again.type(CTRL_C)
@@ -136,7 +137,6 @@ def test_sixty_pasted_lines_are_one_message(open_chat: OpenChat, long_bundle: Pa
 
 def test_several_lines_and_wide_characters_are_edited(open_chat: OpenChat, tiny_bundle: Path, home: Path) -> None:
     chat = open_chat(tiny_bundle, *QUIET, columns=20)
-    chat.until_prompt()
     chat.type(f"one{ALT_ENTER}two\nthree\\\rfour\r")
     chat.until("> one\n  two\n  three\n  four\n")
     chat.until_prompt()
@@ -159,7 +159,6 @@ def test_what_was_typed_is_there_in_the_next_run_unless_it_is_not_to_be_kept(
     assert (home / FILE_NAME).stat().st_mode & 0o777 == 0o600
 
     secret = open_chat(tiny_bundle, *QUIET, "--no-save")
-    secret.until_prompt()
     assert "not saved" in secret.text
     secret.type(UP + UP)
     secret.until("> the first")
@@ -174,7 +173,6 @@ def test_what_was_typed_is_there_in_the_next_run_unless_it_is_not_to_be_kept(
 def test_commands_paths_and_names_are_completed(open_chat: OpenChat, tiny_bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "notes of today.txt").write_text("the other\n" * 5, encoding="utf-8")
     chat = open_chat(tiny_bundle, *QUIET)
-    chat.until_prompt()
     chat.type("/lo")
     chat.until("attach a text file")  # the only command that begins so
     chat.type("\t")
@@ -315,7 +313,6 @@ def test_the_bundled_model_says_what_it_is(open_chat: OpenChat) -> None:
 
 def test_resizing_during_input_and_during_an_answer(open_chat: OpenChat, endless_bundle: Path, home: Path) -> None:
     chat = open_chat(endless_bundle, "--spec", "off", "-t", "1", "--seed", "1")
-    chat.until_prompt()
     chat.type("several words that are typed")
     for columns, lines in ((30, 10), (100, 40), (20, 5), (80, 24)):
         chat.resize(columns, lines)
