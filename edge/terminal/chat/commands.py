@@ -1,4 +1,4 @@
-"""The commands of the chat."""
+"""The commands of the chat that are about messages and their answers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Final
 
 from rich.table import Table
@@ -19,9 +19,10 @@ from ...conversations.records import SAMPLING_FIELDS, Attachment, Role, StoredMe
 from ..output import can_draw, set_clipboard
 from .chat import Chat
 from .chat_model import INTRODUCTION, is_bundled, local_models, model_name_of
-from .conversation_commands import TABLE_WIDTH, ConversationCommands, listed_number, typed_path
-from .prompt_reader import Command
+from .prompt_reader import Command, command
 
+TABLE_WIDTH: Final = 60
+"""Number of columns below which lists are lines instead of tables."""
 _BEGINNING: Final = 60
 """Number of characters that a list shows of a message."""
 _KEYS: Final = (
@@ -35,56 +36,32 @@ _ENCODINGS: Final = {"clip": "utf-16"}
 """Encodings that these programs read, where it is not UTF-8."""
 
 
-class ChatCommands:
-    """The commands of a chat, by their names."""
+def typed_path(text: str) -> Path:
+    """The path that a user writes, which may begin with a home folder, or stand in quotes."""
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        text = text[1:-1]
+    return Path(os.path.expanduser(text))  # unlike Path.expanduser, does not raise for an unknown user
+
+
+def listed_number(text: str, most: int) -> int:
+    """A number of a list.
+
+    Raises:
+        InputError: the list has no such number.
+    """
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= most):
+        raise InputError(f"there is no number {text!r:.40}", f"write a number from 1 to {most}")
+    return int(text)
+
+
+class MessageCommands:
+    """The commands of a chat that are about messages and their answers."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
-        commands = [
-            Command("/help", "", "show this list", self._help),
-            Command(
-                "/model",
-                "[NAME]",
-                "answer with another model, or list those on this machine",
-                self._model,
-                local_models,
-            ),
-            Command("/regenerate", "", "answer the last message once more", self._regenerate),
-            Command("/continue", "", "let the last answer go on", self._continue),
-            Command("/edit", "", "change the last message, and answer it again", self._edit),
-            Command("/undo", "", "remove the last message and its answer", self._undo),
-            Command("/branch", "[N]", "list the other answers and messages, or show number N", self._branch),
-            Command(
-                "/set",
-                "[NAME VALUE]",
-                "set a sampling option, such as temperature 0.7; without VALUE, undo that",
-                self._set,
-                lambda: SAMPLING_FIELDS,
-            ),
-            Command("/system", "[TEXT]", "set the system message (none for none), or show it", self._system),
-            Command(
-                "/preset",
-                "[NAME]",
-                "take system message and sampling of a preset, or list the presets",
-                self._preset,
-                lambda: [preset.name for preset in chat.store.presets()],
-            ),
-            Command(
-                "/load",
-                "[FILE]",
-                "attach a text file to the next message; without FILE, take all back",
-                self._load,
-                takes_path=True,
-            ),
-            Command("/copy", "", "copy the last answer to the clipboard", self._copy),
-            Command("/raw", "", "show answers as they are, or as rendered Markdown again", self._raw),
-            Command("/clear", "", "clear the screen", lambda _: chat.console.clear()),
-            Command("/stats", "", "show statistics of the last answer", lambda _: chat.show_stats()),
-            *ConversationCommands(chat).commands(),
-            Command("/quit", "", "leave", lambda _: None),
-        ]
-        self.by_name: Final[Mapping[str, Command]] = {command.name: command for command in commands}
         self._others: Final = {"/reset": "/new", "/exit": "/quit", "/list": "/conversations", "/?": "/help"}
+        attributes = (each for kind in reversed(type(self).__mro__) for each in vars(kind).values())
+        self.by_name: Final = {each.name: each for each in attributes if isinstance(each, Command)}
 
     def run(self, text: str) -> bool:
         """Run a command; returns whether the text is one.
@@ -95,32 +72,36 @@ class ChatCommands:
         if not text.startswith("/") or "\n" in text.strip():
             return False
         word, _, argument = text.partition(" ")
-        command = self.by_name.get(self._others.get(word, word))
-        if command is None:
+        chosen = self.by_name.get(self._others.get(word, word))
+        if chosen is None:
             close = get_close_matches(word, self.by_name, n=1, cutoff=0.7)
             hint = f"did you mean {close[0]}?" if close else "/help lists the commands"
             raise InputError(f"unknown command {word}", hint)
-        command.run(argument.strip())
+        chosen.run(self, argument.strip())
         return True
 
+    @command("/help")
     def _help(self, _argument: str) -> None:
+        """Show this list."""
         table = Table(box=None, pad_edge=False, show_header=False)
         table.add_column(overflow="fold")
         table.add_column(overflow="fold")
         chat = self._chat
-        for command in self.by_name.values():
-            words = f"{command.name} {command.argument}".rstrip()
+        for each in self.by_name.values():
+            words = f"{each.name} {each.argument}".rstrip()
             if chat.console.width < TABLE_WIDTH:
-                chat.console.print(f"{words}: {command.summary}")
+                chat.console.print(f"{words}: {each.summary}")
             else:
-                table.add_row(words, command.summary)
+                table.add_row(words, each.summary)
         if table.rows:
             chat.console.print(table)
         chat.note(f"{_KEYS} {chat.reader.end_key} leaves.")
         if is_bundled(chat.model.engine):
             chat.note(INTRODUCTION)
 
+    @command("/model", "[NAME]", lambda _: local_models())
     def _model(self, argument: str) -> None:
+        """Answer with another model, or list those on this machine."""
         chat = self._chat
         if not argument:
             current = model_name_of(chat.model.engine)
@@ -133,25 +114,35 @@ class ChatCommands:
             chat.model.switch(argument)
         chat.model_changed()
 
+    @command("/regenerate")
     def _regenerate(self, _argument: str) -> None:
+        """Answer the last message once more."""
         self._chat.answer(self._chat.conversation.last(Role.USER))
 
+    @command("/continue")
     def _continue(self, _argument: str) -> None:
+        """Let the last answer go on."""
         self._chat.continue_answer(self._chat.conversation.last(Role.ASSISTANT))
 
+    @command("/edit")
     def _edit(self, _argument: str) -> None:
+        """Change the last message, and answer it again."""
         question = self._chat.conversation.last(Role.USER)
         text = self._chat.reader.read(question.content).strip()
         if text:
             self._chat.send(text, question.attachments, question.parent)
 
+    @command("/undo")
     def _undo(self, _argument: str) -> None:
+        """Remove the last message and its answer."""
         question = self._chat.conversation.last(Role.USER)
         self._chat.store.delete_message(question.id)
         self._chat.count_tokens()
         self._chat.note(f"removed: {_beginning(question)}")
 
+    @command("/branch", "[N]")
     def _branch(self, argument: str) -> None:
+        """List the other answers and messages, or show number N."""
         chat = self._chat
         points = chat.conversation.branch_points()
         choices = [message for _, alternatives, _ in points for message in alternatives]
@@ -170,7 +161,9 @@ class ChatCommands:
                 chat.note(f"  {number}  {_beginning(message)}{' (shown)' if message.id == shown.id else ''}")
         chat.note("/branch N shows one of them")
 
+    @command("/set", "[NAME VALUE]", lambda _: SAMPLING_FIELDS)
     def _set(self, argument: str) -> None:
+        """Set a sampling option, such as temperature 0.7; without VALUE, undo that."""
         chat = self._chat
         name, _, value = argument.partition(" ")
         sampling = dict(chat.conversation.sampling)
@@ -189,13 +182,17 @@ class ChatCommands:
         if not sampling:
             chat.note("sampling: as the model recommends" if not name else f"{name}: as the model recommends")
 
+    @command("/system", "[TEXT]")
     def _system(self, argument: str) -> None:
+        """Set the system message (none for none), or show it."""
         if argument:
             self._chat.conversation.change(system="" if argument == "none" else argument)
             self._chat.count_tokens()
         self._chat.note(f"system message: {self._chat.conversation.system or 'none'}")
 
+    @command("/preset", "[NAME]", lambda self: [each.name for each in self._chat.store.presets()])
     def _preset(self, argument: str) -> None:
+        """Take system message and sampling of a preset, or list the presets."""
         presets = {preset.name: preset for preset in self._chat.store.presets()}
         if not argument:
             self._chat.note("presets: " + (", ".join(presets) or "none; edge-run app makes some"))
@@ -203,10 +200,12 @@ class ChatCommands:
         if (preset := presets.get(argument)) is None:
             raise InputError(f"there is no preset {argument!r}", f"presets are: {', '.join(presets) or 'none'}")
         self._chat.conversation.change(system=preset.system, sampling=dict(preset.sampling))
-        self._system("")
-        self._set("")
+        self._system.run(self, "")
+        self._set.run(self, "")
 
+    @command("/load", "[FILE]", takes_path=True)
     def _load(self, argument: str) -> None:
+        """Attach a text file to the next message; without FILE, take all back."""
         chat = self._chat
         if not argument:
             chat.attachments.clear()
@@ -220,7 +219,9 @@ class ChatCommands:
             f"{path.name}: {tokens} tokens, of a context of {chat.model.engine.context}; goes with the next message"
         )
 
+    @command("/copy")
     def _copy(self, _argument: str) -> None:
+        """Copy the last answer to the clipboard."""
         answer = self._chat.conversation.last(Role.ASSISTANT)
         by_program = any(_copied_by(command, answer.content) for command in _programs())
         if can_draw():  # through the terminal, which reaches other machines too
@@ -229,9 +230,21 @@ class ChatCommands:
             raise InputError("this terminal has no clipboard", "install xclip or wl-clipboard, or select the text")
         self._chat.note(f"copied {len(answer.content)} characters")
 
+    @command("/raw")
     def _raw(self, _argument: str) -> None:
+        """Show answers as they are, or as rendered Markdown again."""
         self._chat.raw = not self._chat.raw
         self._chat.note("answers are shown as they are" if self._chat.raw else "answers are shown as rendered Markdown")
+
+    @command("/clear")
+    def _clear(self, _argument: str) -> None:
+        """Clear the screen."""
+        self._chat.console.clear()
+
+    @command("/stats")
+    def _stats(self, _argument: str) -> None:
+        """Show statistics of the last answer."""
+        self._chat.show_stats()
 
 
 def _beginning(message: StoredMessage) -> str:

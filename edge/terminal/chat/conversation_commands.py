@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Callable, Iterable
 from datetime import datetime
@@ -18,10 +17,9 @@ from ...conversations.answering import model_messages, takes_calls
 from ...conversations.records import Conversation, Role
 from .chat import Chat
 from .chat_conversation import ChatConversation
-from .prompt_reader import Command
+from .commands import TABLE_WIDTH, MessageCommands, listed_number, typed_path
+from .prompt_reader import command
 
-TABLE_WIDTH: Final = 60
-"""Number of columns below which lists are lines instead of tables."""
 _LISTED: Final = 20
 """Largest number of conversations in a list."""
 _OTHER_FORMATS: Final = frozenset(
@@ -30,59 +28,17 @@ _OTHER_FORMATS: Final = frozenset(
 """Endings that name other formats than the one of `/save`."""
 
 
-def typed_path(text: str) -> Path:
-    """The path that a user writes, which may begin with a home folder, or stand in quotes."""
-    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
-        text = text[1:-1]
-    return Path(os.path.expanduser(text))  # unlike Path.expanduser, does not raise for an unknown user
-
-
-def listed_number(text: str, most: int) -> int:
-    """A number of a list.
-
-    Raises:
-        InputError: the list has no such number.
-    """
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= most):
-        raise InputError(f"there is no number {text!r:.40}", f"write a number from 1 to {most}")
-    return int(text)
-
-
-class ConversationCommands:
-    """Commands that list, open, name, delete and write conversations."""
+class ChatCommands(MessageCommands):
+    """All commands of a chat: also those that list, open, name, delete and write conversations."""
 
     def __init__(self, chat: Chat) -> None:
-        self._chat = chat
+        super().__init__(chat)
         self._listed: list[str] = []
         """Ids of the conversations in the last list, which `/open` takes by their number."""
 
-    def commands(self) -> list[Command]:
-        """The commands."""
-        return [
-            Command("/conversations", "", "list the latest conversations", self._conversations),
-            Command("/open", "N|ID|TITLE", "go on with another conversation", self._open, self._titles),
-            Command("/search", "TEXT", "find messages in all conversations", self._search),
-            Command("/title", "TEXT", "name this conversation", self._title),
-            Command("/new", "", "start a new conversation", self._new),
-            Command("/delete", "", "delete this conversation", self._delete),
-            Command("/undelete", "", "restore the conversation that was deleted last", self._undelete),
-            Command(
-                "/save",
-                "PATH",
-                "save the conversation for you alone; continue it later with --resume PATH",
-                self._save,
-                takes_path=True,
-            ),
-            Command(
-                "/export",
-                "PATH",
-                "write the conversation as Markdown, or as JSON (PATH.json)",
-                self._export,
-                takes_path=True,
-            ),
-        ]
-
+    @command("/conversations")
     def _conversations(self, _argument: str) -> None:
+        """List the latest conversations."""
         conversations = self._chat.store.conversations()
         if not conversations:
             self._chat.note("no conversations yet")
@@ -112,7 +68,9 @@ class ConversationCommands:
             self._chat.console.print(table)
         self._chat.note("/open N goes on with one")
 
+    @command("/open", "N|ID|TITLE", lambda self: [it.title for it in self._chat.store.conversations() if it.title])
     def _open(self, argument: str) -> None:
+        """Go on with another conversation."""
         if not argument:
             raise InputError("/open needs a conversation", "/conversations lists them")
         self._chat.open(ChatConversation(self._chat.store, conversation=self._found(argument)))
@@ -141,7 +99,9 @@ class ConversationCommands:
             )
         return found[0]
 
+    @command("/search", "TEXT")
     def _search(self, argument: str) -> None:
+        """Find messages in all conversations."""
         if not argument:
             raise InputError("/search needs a text", "write what to look for")
         hits = self._chat.store.search(argument, _LISTED)
@@ -154,16 +114,22 @@ class ConversationCommands:
             self._chat.note(f"{len(self._listed)}  {on_one_line(hit.title)}: {on_one_line(hit.snippet)}")
         self._chat.note("/open N goes on with one")
 
+    @command("/title", "TEXT")
     def _title(self, argument: str) -> None:
+        """Name this conversation."""
         if argument:
             self._chat.conversation.change(title=argument)
         self._chat.note(f"title: {self._chat.conversation.title or 'none'}")
 
+    @command("/new")
     def _new(self, _argument: str) -> None:
+        """Start a new conversation."""
         self._chat.open(ChatConversation(self._chat.store, self._chat.conversation.system))
         self._chat.note("new conversation")
 
+    @command("/delete")
     def _delete(self, _argument: str) -> None:
+        """Delete this conversation."""
         stored = self._chat.conversation.stored
         if stored is not None:
             if not self._confirmed(f"delete {on_one_line(stored.title) or 'this conversation'}? [y/N] "):
@@ -171,9 +137,11 @@ class ConversationCommands:
                 return
             self._chat.store.delete(stored.id)
             self._chat.note("deleted; /undelete restores it, and for 30 days edge-run app can, too")
-        self._new("")
+        self._new.run(self, "")
 
+    @command("/undelete")
     def _undelete(self, _argument: str) -> None:
+        """Restore the conversation that was deleted last."""
         deleted = self._chat.store.conversations(deleted=True)
         if not deleted:
             raise InputError("there is no deleted conversation", "/conversations lists the others")
@@ -181,7 +149,9 @@ class ConversationCommands:
         restored = self._chat.store.restore(last.id)
         self._chat.open(ChatConversation(self._chat.store, conversation=restored))
 
+    @command("/save", "PATH", takes_path=True)
     def _save(self, argument: str) -> None:
+        """Save the conversation for you alone; continue it later with --resume PATH."""
         if (ending := typed_path(argument).suffix.lower()) in _OTHER_FORMATS:
             raise InputError(
                 f"/save writes messages and KV cache in a format of its own, not a {ending} file",
@@ -197,7 +167,9 @@ class ConversationCommands:
         self._write(path, lambda: session.save(path))
         chat.note(f"saved; continue with --resume {shlex.quote(str(path))}")
 
+    @command("/export", "PATH", takes_path=True)
     def _export(self, argument: str) -> None:
+        """Write the conversation as Markdown, or as JSON (PATH.json)."""
         path = self._destination("/export", argument)
         if path is None:
             return
@@ -245,5 +217,6 @@ class ConversationCommands:
             self._chat.interrupts.take()
             return False
 
-    def _titles(self) -> list[str]:
-        return [conversation.title for conversation in self._chat.store.conversations() if conversation.title]
+    @command("/quit")
+    def _quit(self, _argument: str) -> None:
+        """Leave."""

@@ -13,7 +13,7 @@ from ...conversations.store import ConversationStore
 from ..output import can_draw, write_warning
 from .chat import Chat, ChatSettings
 from .chat_model import ChatModel, OpenModel, is_here, source_of
-from .commands import ChatCommands
+from .conversation_commands import ChatCommands
 from .prompt_reader import ChatInterrupts, keys_kept_for_the_prompt
 
 __all__ = ["ChatSettings", "open_chat"]
@@ -55,7 +55,7 @@ def _until_left(chat: Chat) -> int:
         from .line_editor import ChatCompleter, LineEditor, PromptHistory  # noqa: PLC0415
 
         history = PromptHistory(data_folder() / "typed.jsonl", writing=chat.settings.saving)
-        chat.reader = LineEditor(chat.interrupts, history, ChatCompleter(commands.by_name), chat.status)
+        chat.reader = LineEditor(chat.interrupts, history, ChatCompleter(commands), chat.status)
     chat.introduce_model()
     chat.open(chat.conversation)
     while True:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, Final
 
@@ -20,16 +21,33 @@ _ENOUGH: Final = 3
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the chat."""
+    """A command of the chat, made by `command`."""
 
     name: str
     argument: str
     """What its argument is called; empty if it takes none."""
-    summary: str
-    run: Callable[[str], None]
-    candidates: Callable[[], Iterable[str]] = tuple
+    candidates: Callable[[Any], Iterable[str]]
     """What its argument may be, for completion."""
-    takes_path: bool = False
+    takes_path: bool
+    run: Callable[[Any, str], None]
+    """The method of the commands that does it."""
+
+    @property
+    def summary(self) -> str:
+        """What it does: the docstring of its method, in the middle of a sentence."""
+        text = (self.run.__doc__ or "").partition("\n")[0].rstrip(".")
+        return text[:1].lower() + text[1:]
+
+
+def command(
+    name: str,
+    argument: str = "",
+    candidates: Callable[[Any], Iterable[str]] = lambda _: (),
+    *,
+    takes_path: bool = False,
+) -> Callable[[Callable[[Any, str], None]], Command]:
+    """Make a method a command of the chat."""
+    return partial(Command, name, argument, candidates, takes_path)
 
 
 @contextmanager
