@@ -44,16 +44,16 @@ def test_json_is_one_object_and_inspect_shows_the_costs(tiny_bundle: Path, cache
     assert tuple(entry["tokens"]) == WIDTHS
     assert entry["ratio"][0] == 1
     assert json_of(capsys, "inspect", tiny_bundle, "--json")["pass_costs"] == facts["contexts"]
-    Path(facts["file"]).write_bytes(b"damaged")
-    assert main(["tune", str(tiny_bundle)]) == 0
-    assert [Path(facts["file"])] == list(cache.iterdir())
-    assert "seconds" in json.loads(Path(facts["file"]).read_bytes())
 
 
 def test_the_table_lists_every_width(tiny_bundle: Path, cache: Path, capsys: Capture) -> None:
     assert "not measured yet; edge-run tune measures them" in output_of(capsys, "inspect", tiny_bundle)
-    assert main(["tune", str(tiny_bundle), "--threads", "1", "--context", "64"]) == 0
-    out, err = capsys.readouterr()
+    for _ in range(2):
+        assert main(["tune", str(tiny_bundle), "--threads", "1", "--context", "64"]) == 0
+        (file,) = cache.iterdir()
+        assert "seconds" in json.loads(file.read_bytes())
+        file.write_bytes(b"damaged")
+        out, err = capsys.readouterr()
     assert err == ""
     assert "threads:" not in out, "--threads says how many"
     lines = [line.split() for line in out.splitlines()]

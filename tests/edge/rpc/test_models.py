@@ -111,5 +111,6 @@ def test_a_load_that_waits_for_memory_is_cancelled(tmp_path: Path, long_bundle: 
     ],
 )
 def test_wrong_options_are_one_line(capsys: Capture, monkeypatch: Patch, arguments: list[str], message: str) -> None:
-    monkeypatch.setattr("sys.stdin", None)
+    if not arguments:
+        monkeypatch.setattr("sys.stdin", None)
     assert message in fails(capsys, "rpc", *arguments)
