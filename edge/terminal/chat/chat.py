@@ -243,13 +243,9 @@ class Chat:
         self.count_tokens()
         self.introduce_model()
 
-    def note(self, text: str) -> None:
-        """Show a remark."""
-        self._messages.print(text, style="dim", soft_wrap=not can_draw())
-
-    def show_error(self, text: str) -> None:
-        """Show what went wrong."""
-        self._messages.print(text, style="red", soft_wrap=not can_draw())
+    def note(self, text: str, style: str = "dim") -> None:
+        """Show a remark, or in another style what went wrong."""
+        self._messages.print(text, style=style, soft_wrap=not can_draw())
 
     def show_stats(self) -> None:
         """Show the statistics of the last answer."""

@@ -72,7 +72,7 @@ def _until_left(chat: Chat) -> int:
             chat.interrupts.take()
             chat.note(f"to leave: /quit or {chat.reader.end_key}")
         except EdgeError as error:
-            chat.show_error(str(error))
+            chat.note(str(error), "red")
 
 
 def _open_store(settings: ChatSettings) -> ConversationStore:

@@ -170,7 +170,6 @@ def test_an_aider_history_is_split_by_speaker(tmp_path: Path) -> None:
     assert first.category == second.category == "code editing"
     edited, repaired = first.exchanges
     assert edited.prompt == "Use the Spinner instead\nof the inlined one"
-    assert edited.answer is not None
     assert edited.answer.startswith("Certainly! Here it is:\n\naider/utils.py\n```python\n<<<<<<< SEARCH\n")
     assert edited.answer.endswith(">>>>>>> REPLACE\n```")
     assert repaired == Exchange("Applied edit to aider/utils.py\nerror: no such name", "To fix the error, rename it.")

@@ -103,8 +103,6 @@ def test_streamed_json_is_a_line_for_each_piece_and_the_whole_object_last(tiny_b
 def test_streamed_json_reaches_a_pipe_while_the_answer_is_generated(tmp_path: Path) -> None:
     command = [*EDGE_RUN, str(write_endless_bundle(tmp_path)), "-p", "the", "-t", "1", "--json-stream"]
     with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
         for _ in range(3):
             assert list(json.loads(process.stdout.readline())) == ["delta"]
         process.stdout.close()

@@ -172,7 +172,6 @@ def test_ctrl_c_keeps_the_partial_text_and_where_it_is_ignored_the_answer_goes_o
     if ignored:
         command = ignoring_ctrl_c([*command, "-n", "100"])
     with started(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
         first = process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         rest, err = process.communicate(timeout=120)

@@ -25,10 +25,8 @@ SCHEMA = {
 
 
 def answer(bundle: Path, capsys: Capture, *options: str) -> dict[str, Any]:
-    found: dict[str, Any] = json_of(
-        capsys, bundle, "--raw", "-p", "the", "-n", "150", "--json", "--threads", "1", *options
-    )
-    return found
+    asked = (bundle, "--raw", "-p", "the", "-n", "150", "--json", "--threads", "1")
+    return json_of(capsys, *asked, *options)
 
 
 def test_an_answer_follows_each_option(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:

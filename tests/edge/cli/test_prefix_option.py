@@ -27,8 +27,7 @@ def document(tmp_path: Path) -> Path:
 
 
 def reply(capsys: Capture, *arguments: object) -> dict[str, Any]:
-    found: dict[str, Any] = json_of(capsys, *map(str, arguments), "-n", "8", "--json")
-    return found
+    return json_of(capsys, *arguments, "-n", "8", "--json")
 
 
 def test_the_second_start_does_not_read_the_document(tiny_bundle: Path, document: Path, capsys: Capture) -> None:
@@ -76,10 +75,7 @@ def test_a_document_that_cannot_be_read_or_used(
 
 def test_an_answer_that_outgrows_the_context(tiny_bundle: Path, capsys: Capture) -> None:
     asked = [str(tiny_bundle), "-p", "in the", "--context", "64", "--ignore-eos", "-n", "150", "--json"]
-    found = {}
-    for overflow in ("error", "window"):
-        found[overflow] = json_of(capsys, *asked, "--overflow", overflow)
-    short, long = found["error"], found["window"]
+    short, long = (json_of(capsys, *asked, "--overflow", overflow) for overflow in ("error", "window"))
     assert short["usage"]["completion_tokens"] < 64 < long["usage"]["completion_tokens"] == 150
     assert long["text"].startswith(short["text"].rstrip("\ufffd"))
     error = fails(capsys, tiny_bundle, "--raw", "-p", "in the " * 60, "--context", "64", "--overflow", "error")

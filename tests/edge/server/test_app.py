@@ -188,7 +188,6 @@ print(listening.getsockname()[1], flush=True)
 uvicorn.Server(uvicorn.Config(app, log_level="error")).run([listening])
 """
     with started([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         base = f"http://127.0.0.1:{int(process.stdout.readline())}"
         headers = {"authorization": "Bearer secret"}
         done = httpx.post(base + CHAT, json=chat_body(max_tokens=3), headers=headers, timeout=PATIENCE_S)

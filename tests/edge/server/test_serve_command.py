@@ -80,7 +80,6 @@ def test_a_missing_extra_is_named(tiny_bundle: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_running_answers_end(endless_bundle: Path, number: signal.Signals) -> None:
     with served([endless_bundle], "--draft", "none", "--drain", "100") as server:
-        assert server.process is not None
         with server.connected() as running:
             # The answer takes longer than what is asked of the server meanwhile.
             body = chat_body("go on", max_tokens=1500, stream=True)
@@ -106,7 +105,6 @@ def refuses(server: Served) -> bool:
 @needs_signals
 def test_answers_that_take_too_long_are_cut_off_at_the_end(endless_bundle: Path) -> None:
     with served([endless_bundle], "--draft", "none", "--drain", "0.2") as server:
-        assert server.process is not None
         with server.connected() as running:
             running.sendall(raw_request(CHAT, {**ENDLESS, "stream": True}, {"Connection": "close"}))
             wait_until(lambda: server.load() == (1, 0), "the answer is generated")
@@ -120,7 +118,6 @@ def test_answers_that_take_too_long_are_cut_off_at_the_end(endless_bundle: Path)
 @needs_signals
 def test_a_second_signal_ends_the_server_at_once(endless_bundle: Path) -> None:
     with served([endless_bundle], "--draft", "none", "--drain", "1000") as server:
-        assert server.process is not None
         with server.connected() as running:
             running.sendall(raw_request(CHAT, ENDLESS))
             wait_until(lambda: server.load() == (1, 0), "the answer is generated")
@@ -128,7 +125,6 @@ def test_a_second_signal_ends_the_server_at_once(endless_bundle: Path) -> None:
             wait_until(lambda: refuses(server), "the server drains")
 
             def ended() -> bool:
-                assert server.process is not None
                 server.process.send_signal(signal.SIGTERM)
                 return server.process.poll() is not None
 
