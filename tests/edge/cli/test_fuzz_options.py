@@ -13,9 +13,12 @@ import pytest
 import typer
 
 from edgerun.models.find import bundled_folder
-from support.command_worker import CommandWorker, needs_limits
+from support import command_worker
+from support.command_worker import CommandWorker, Outcome, needs_limits
+from support.commands import Patch
 from support.random_damage import Damage, fresh_copy, recompute_digests
 
+pytestmark = needs_limits
 NAMES = ("bench", "devices", "export", "inspect", "models", "pull", "run", "tune", "verify")
 PARTS = 4
 CASES = 125
@@ -73,7 +76,6 @@ def worker(tmp_path: Path) -> Iterator[CommandWorker]:
         yield worker
 
 
-@needs_limits
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_options(worker: CommandWorker, tiny_bundle: Path, tmp_path: Path, part: int) -> None:
@@ -118,7 +120,6 @@ def _words(choice: random.Random, command: Any) -> list[str]:
     return words
 
 
-@needs_limits
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(PARTS))
 def test_damaged_bundles(worker: CommandWorker, tiny_bundle: Path, tmp_path: Path, part: int) -> None:
@@ -148,3 +149,40 @@ def _answer_or_inspect(choice: random.Random, model: str) -> list[str]:
     options = [["--raw"], [], ["-t", "1", "--seed", "1"], ["--json"], ["--draft", "none"], ["--stats"]]
     drafting = ["--spec", choice.choice((*(("off",) * 9), "suffix", "auto"))]
     return ["run", model, "-p", "a list", "-n", "3", "--no-cache", *choice.choice(options), *drafting]
+
+
+def test_good_and_bad_commands_are_told_apart(worker: CommandWorker, tiny_bundle: Path) -> None:
+    answer = worker.run([str(tiny_bundle), "-n", "2", "--spec", "off"], b"the")
+    assert (answer.code, answer.err, answer.fault) == (0, "", "")
+    assert answer.out
+    refused = worker.run(["--nonsense"])
+    assert (refused.code, refused.fault) == (2, "")
+    assert worker.run(["nothing", "-p", "a", "--debug"]).fault == "a traceback"
+
+
+@pytest.mark.nightly
+def test_a_process_that_hangs_or_ends_is_replaced(worker: CommandWorker, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(command_worker, "MAX_SECONDS", 0.001)  # no interpreter starts so fast
+    assert "over 0 s" in worker.run(["--version"]).fault
+    monkeypatch.undo()
+    assert worker.run(["--version"]).code == 0
+    worker.end_process()
+    assert "the process ended with -9" in worker.run(["--version"]).fault
+    assert worker.run(["--version"]).code == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "err", "fault"),
+    [
+        (0, "", ""),
+        (2, "edge-run: error: a\n", ""),
+        (2, "edge-run: warning: b\nedge-run: error: a\n", ""),
+        (2, "edge-run: error: a\nb\n", "2 lines of error"),
+        (1, "a\n", "1 lines of error"),
+        (99, "Traceback (most recent call last):\n", "a traceback"),
+        (130, "", "exit code 130"),
+        (1, "edge-run: error: not enough memory\n", "too much memory"),
+    ],
+)
+def test_faults_are_named(code: int, err: str, fault: str) -> None:
+    assert Outcome((), code, "", err).fault == fault

@@ -1,14 +1,25 @@
-"""The result of an export on the terminal."""
+"""The result of an export on the terminal, and the quantization plan, whose equal neighbouring layers share a row."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
 
 pytest.importorskip("onnx", reason="needs the export extra")
 
 from edgerun.edge.terminal.output import SafeConsole
-from edgerun.edge.terminal.report_summary import show_report
+from edgerun.edge.terminal.report_summary import layer_runs, plan_table, show_report
 from edgerun.export.report.figures import ModelReport
+from edgerun.models.manifest import Calibration, Manifest, Method, WeightFormat
+from support.commands import Capture, json_of, output_of
 from support.export_reports import whole_report
 
 
@@ -44,3 +55,72 @@ def test_each_figure_has_a_line() -> None:
     assert "speed-up with the draft: 1.69x (2.34 tokens per pass)" in lines
     assert "tokens per second: 113.6 (plain decoding; 116.3 predicted)" in lines
     assert lines[-1] == "2 linears have a low-rank correction of rank 16."
+
+
+PARTS = ("qkv", "o", "gate_up", "down")
+FORMATS = [WeightFormat(2, 64, method=Method.GPTQ), WeightFormat(4, 128, method=Method.GPTQ), WeightFormat(32)]
+plans = st.lists(st.tuples(*[st.sampled_from(FORMATS)] * len(PARTS)), min_size=1, max_size=12)
+
+
+def plan_of(layers: list[tuple[WeightFormat, ...]]) -> dict[str, WeightFormat]:
+    linears = {
+        f"layers.{at}.{part}": form for at, forms in enumerate(layers) for part, form in zip(PARTS, forms, strict=True)
+    }
+    return {"embedding": FORMATS[0], **linears, "head": FORMATS[1]}
+
+
+def printed(plan: dict[str, WeightFormat]) -> str:
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(plan_table(plan))
+    return captured.get()
+
+
+@given(plans)
+def test_layer_runs_expand_to_the_plan(layers: list[tuple[WeightFormat, ...]]) -> None:
+    runs = layer_runs(plan_of(layers))
+    expanded = [linears for first, last, linears in runs for _ in range(first, last + 1)]
+    assert expanded == [dict(zip(PARTS, map(str, forms), strict=True)) for forms in layers]
+    assert all(before[2] != after[2] for before, after in pairwise(runs))
+    assert [first for first, _, _ in runs] == [0, *(last + 1 for _, last, _ in runs[:-1])]
+
+
+def test_layers_are_in_numeric_order_and_differing_methods_are_named() -> None:
+    plan = {f"layers.{at}.qkv": FORMATS[0] for at in range(11)}
+    assert "layers 0 to 10" in printed(plan)
+    assert "gptq" not in printed(plan)
+    plan["layers.10.qkv"] = WeightFormat(4, 32, method=Method.RTN)
+    assert "layers 0 to 9" in printed(plan)
+    assert "int4/32 rtn" in printed(plan)
+    del plan["layers.5.qkv"]
+    assert re.findall(r"layers? \d+(?: to \d+)?", printed(plan)) == ["layers 0 to 4", "layers 6 to 9", "layer 10"]
+
+
+def test_a_missing_linear_is_shown_as_a_dash() -> None:
+    shown = printed({"layers.0.o": FORMATS[0], "layers.1.qkv": FORMATS[1], "layers.0.odd": FORMATS[2]})
+    assert shown.index("qkv") < shown.index(" o ") < shown.index("odd")
+    assert "-" in shown
+
+
+def test_inspect_prints_the_plan_and_the_calibration(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
+    folder = shutil.copytree(tiny_bundle, tmp_path / "model")
+    facts = json_of(capsys, "inspect", folder, "--json")
+    assert (facts["calibration"], facts["quality"]) == (None, {})
+    manifest = Manifest.from_json((folder / "edge.json").read_bytes())
+    assert facts["quantization_plan"].keys() == manifest.weights.keys()
+    planned = dataclasses.replace(
+        manifest,
+        weights={**manifest.weights, "layers.1.down": WeightFormat(2, 64, method=Method.GPTQ)},
+        calibration=Calibration("written by the model", 900, 100, awq=True),
+        quality={"mean_kl": 0.125},
+    )
+    (folder / "edge.json").write_text(planned.to_json(), encoding="utf-8")
+    facts = json_of(capsys, "inspect", folder, "--json")
+    down = {"format": "int2/64", "bits": 2, "block": 64, "method": "gptq"}
+    assert facts["quantization_plan"]["layers.1.down"] == down
+    assert facts["methods"]["gptq"] == 1
+    assert facts["calibration"]["held_out_tokens"] == 100
+    shown = " ".join(output_of(capsys, "inspect", folder).split())
+    assert "written by the model: 900 tokens, 100 held out, AWQ scaling" in shown
+    assert "mean KL 0.125" in shown
+    assert "layer 1" in shown
