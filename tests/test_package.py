@@ -1,13 +1,17 @@
-"""The names of the package, which are imported when they are first used."""
+"""The names of the package, which are imported when they are first used, on all systems; and clones of it."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import edgerun
+from edgerun.models.bundle import open_bundle
+from support import simulated_platform
 
 LIGHT = {"edgerun", "edgerun.telemetry", "edgerun.version"}
 
@@ -53,3 +57,25 @@ def test_a_star_import_brings_every_public_name() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'edgerun' has no attribute 'engine'"):
         _ = edgerun.engine  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("platform", ["win32", "darwin"])
+def test_every_module_is_imported_on_other_platforms(platform: str) -> None:
+    command = [sys.executable, simulated_platform.__file__, platform]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+ROOT = Path(__file__).parent.parent
+BUNDLED = Path("models", "bundled", "shell-helper")
+
+
+@pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs git and a clone")
+def test_a_clone_with_autocrlf_leaves_the_bundled_model_valid(tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    command = ["git", "-c", "core.autocrlf=true", "clone", "--quiet", "--shared", ROOT, clone]
+    subprocess.run(command, check=True, capture_output=True)
+    for folder in (clone / BUNDLED, clone / BUNDLED / "draft"):
+        assert open_bundle(folder).manifest is not None
+    texts = [clone / ".ci" / "run", clone / "edge" / "bench" / "prompts.jsonl"]
+    assert not any(b"\r" in path.read_bytes() for path in texts)
