@@ -101,16 +101,21 @@ def test_a_conversation_keeps_calls_and_reasoning(engine: edgerun.Engine) -> Non
         assert session.send("And now?").text == 'No functions: <tool_call>{"name": "get_weather"}'
 
 
+def completed(client: openai.OpenAI, messages: Any, tools: Any, *, streamed: bool = False, **options: Any) -> Any:
+    """The first choice of a chat completion."""
+    body: Any = {"model": "bundle", "messages": messages, "tools": tools, **options}
+    if not streamed:
+        return client.chat.completions.create(**body).choices[0]
+    with client.chat.completions.stream(**body) as stream:
+        return stream.get_final_completion().choices[0]
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_the_loop_of_the_client(client: openai.OpenAI, *, streamed: bool) -> None:
     messages: list[Any] = [QUESTION]
     rounds = 0
     while True:
-        if streamed:
-            with client.chat.completions.stream(model="bundle", messages=messages, tools=[WEATHER]) as stream:
-                choice: Any = stream.get_final_completion().choices[0]
-        else:
-            choice = client.chat.completions.create(model="bundle", messages=messages, tools=[WEATHER]).choices[0]
+        choice = completed(client, messages, [WEATHER], streamed=streamed)
         messages.append(choice.message.model_dump(exclude_none=True, exclude={"parsed": True}))
         if choice.finish_reason != "tool_calls":
             break
@@ -123,10 +128,8 @@ def test_the_loop_of_the_client(client: openai.OpenAI, *, streamed: bool) -> Non
     assert rounds == 1
     assert choice.finish_reason == "stop"
     assert choice.message.content == "It is sunny in both."
-    assert [message.get("content") for message in messages if message["role"] == "tool"] == [
-        "Paris: sunny",
-        "Rome: sunny",
-    ]
+    results = [message.get("content") for message in messages if message["role"] == "tool"]
+    assert results == ["Paris: sunny", "Rome: sunny"]
 
 
 def test_the_deltas_of_a_stream(client: openai.OpenAI) -> None:
@@ -145,7 +148,7 @@ def test_the_deltas_of_a_stream(client: openai.OpenAI) -> None:
 
 def test_text_that_began_like_a_call_has_a_flag(client: openai.OpenAI) -> None:
     other: Any = {"type": "function", "function": {"name": "other"}}
-    whole: Any = client.chat.completions.create(model="bundle", messages=[QUESTION], tools=[other]).choices[0]
+    whole = completed(client, [QUESTION], [other])
     assert (whole.finish_reason, whole.message.tool_calls, whole.unparsed_tool_calls) == ("stop", None, True)
     assert whole.message.content.count('"get_weather"') == 2
     *_, last = client.chat.completions.create(model="bundle", messages=[QUESTION], tools=[other], stream=True)
@@ -174,46 +177,33 @@ def test_the_responses_api(client: openai.OpenAI, *, streamed: bool) -> None:
     assert respond().output_text == "It is sunny in both."
 
 
-def described(city: str = "Oslo") -> Any:
-    schema = {
-        "type": "object",
-        "properties": {"city": {"enum": [city]}},
-        "required": ["city"],
-        "additionalProperties": False,
-    }
-    return {"type": "function", "function": {"name": "get_weather", "parameters": schema}}
+def function(name: str, **properties: Any) -> Any:
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
 
 
-NOW: Any = {
-    "type": "function",
-    "function": {"name": "now", "parameters": {"type": "object", "additionalProperties": False}},
-}
+OSLO: Any = function("get_weather", city={"enum": ["Oslo"]})
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_call_can_be_required(client: openai.OpenAI, *, streamed: bool) -> None:
     """The script of the model goes another way: the grammar leads it. Then it answers what the function returned."""
-    body: Any = {"model": "bundle", "messages": [QUESTION], "tools": [described()], "parallel_tool_calls": False}
-    if streamed:
-        with client.chat.completions.stream(**body, tool_choice="required") as stream:
-            choice: Any = stream.get_final_completion().choices[0]
-    else:
-        choice = client.chat.completions.create(**body, tool_choice="required").choices[0]
+    options = {"tool_choice": "required", "parallel_tool_calls": False}
+    choice = completed(client, [QUESTION], [OSLO], streamed=streamed, **options)
     assert choice.finish_reason == "tool_calls"
     (call,) = choice.message.tool_calls
     assert json.loads(call.function.arguments) == {"city": "Oslo"}
     said = choice.message.model_dump(exclude_none=True, exclude={"parsed": True})
-    body["messages"] = [QUESTION, said, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
-    last = client.chat.completions.create(**body, tool_choice="none").choices[0]
+    messages = [QUESTION, said, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    last = completed(client, messages, [OSLO], tool_choice="none")
     assert (last.message.content, last.message.tool_calls) == ("It is sunny in both.", None)
 
 
 def test_a_function_can_be_named(client: openai.OpenAI) -> None:
-    named: Any = {"type": "function", "function": {"name": "now"}}
-    choice = client.chat.completions.create(
-        model="bundle", messages=[QUESTION], tools=[described(), NOW], tool_choice=named, parallel_tool_calls=False
-    ).choices[0]
-    assert [call.function.name for call in choice.message.tool_calls or ()] == ["now"]  # type: ignore[union-attr]
+    named = {"type": "function", "function": {"name": "now"}}
+    options = {"tool_choice": named, "parallel_tool_calls": False}
+    choice = completed(client, [QUESTION], [OSLO, function("now")], **options)
+    assert [call.function.name for call in choice.message.tool_calls] == ["now"]
 
 
 @pytest.mark.parametrize(
