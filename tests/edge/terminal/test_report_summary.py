@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 pytest.importorskip("onnx", reason="needs the export extra")
 
@@ -23,17 +22,21 @@ from support.commands import Capture, json_of, output_of
 from support.export_reports import whole_report
 
 
-def shown(report: ModelReport, width: int = 100) -> list[str]:
+def shown(what: ModelReport | dict[str, WeightFormat], width: int = 200) -> str:
+    """What is printed of a report, or of a plan."""
     console = SafeConsole()
     console.width = width
     with console.capture() as captured:
-        show_report(console, report)
-    return captured.get().splitlines()
+        if isinstance(what, dict):
+            console.print(plan_table(what))
+        else:
+            show_report(console, what)
+    return captured.get()
 
 
 def test_plans_are_sorted_by_size_without_intermediate_ones() -> None:
     report = whole_report(6)
-    lines = shown(report)
+    lines = shown(report, 100).splitlines()
     names = [plan.name for plan in sorted(report.plans, key=lambda plan: plan.bytes_read)]
     shown_names = [
         line.split("│")[1].strip() for line in lines if line.count("│") == 6 and "layer" not in line.split("│")[1]
@@ -45,7 +48,7 @@ def test_plans_are_sorted_by_size_without_intermediate_ones() -> None:
 
 
 def test_each_figure_has_a_line() -> None:
-    lines = shown(whole_report(2), width=150)
+    lines = shown(whole_report(2), 150).splitlines()
     assert (
         "quality on 2048 held-out tokens of text sampled from the model itself: mean KL 0.0812, "
         "top-1 agreement 91.2%, perplexity 9.130 (float32: 8.765)"
@@ -69,13 +72,6 @@ def plan_of(layers: list[tuple[WeightFormat, ...]]) -> dict[str, WeightFormat]:
     return {"embedding": FORMATS[0], **linears, "head": FORMATS[1]}
 
 
-def printed(plan: dict[str, WeightFormat]) -> str:
-    console = Console(width=200)
-    with console.capture() as captured:
-        console.print(plan_table(plan))
-    return captured.get()
-
-
 @given(plans)
 def test_layer_runs_expand_to_the_plan(layers: list[tuple[WeightFormat, ...]]) -> None:
     runs = layer_runs(plan_of(layers))
@@ -87,19 +83,19 @@ def test_layer_runs_expand_to_the_plan(layers: list[tuple[WeightFormat, ...]]) -
 
 def test_layers_are_in_numeric_order_and_differing_methods_are_named() -> None:
     plan = {f"layers.{at}.qkv": FORMATS[0] for at in range(11)}
-    assert "layers 0 to 10" in printed(plan)
-    assert "gptq" not in printed(plan)
+    assert "layers 0 to 10" in shown(plan)
+    assert "gptq" not in shown(plan)
     plan["layers.10.qkv"] = WeightFormat(4, 32, method=Method.RTN)
-    assert "layers 0 to 9" in printed(plan)
-    assert "int4/32 rtn" in printed(plan)
+    assert "layers 0 to 9" in shown(plan)
+    assert "int4/32 rtn" in shown(plan)
     del plan["layers.5.qkv"]
-    assert re.findall(r"layers? \d+(?: to \d+)?", printed(plan)) == ["layers 0 to 4", "layers 6 to 9", "layer 10"]
+    assert re.findall(r"layers? \d+(?: to \d+)?", shown(plan)) == ["layers 0 to 4", "layers 6 to 9", "layer 10"]
 
 
 def test_a_missing_linear_is_shown_as_a_dash() -> None:
-    shown = printed({"layers.0.o": FORMATS[0], "layers.1.qkv": FORMATS[1], "layers.0.odd": FORMATS[2]})
-    assert shown.index("qkv") < shown.index(" o ") < shown.index("odd")
-    assert "-" in shown
+    table = shown({"layers.0.o": FORMATS[0], "layers.1.qkv": FORMATS[1], "layers.0.odd": FORMATS[2]})
+    assert table.index("qkv") < table.index(" o ") < table.index("odd")
+    assert "-" in table
 
 
 def test_inspect_prints_the_plan_and_the_calibration(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -28,7 +28,6 @@ from edgerun.runtime.options import GenerateOptions
 from support.commands import Capture, Patch, Screen
 from support.hub_fixture import own_hub
 from support.hub_server import files_of
-from support.tiny_models import write_json as write_json_file
 
 ROOT = Path(edgerun.__file__).parent
 CONTROLS = {
@@ -143,32 +142,26 @@ def test_commands_show_hostile_names_as_text(
     assert "[bold]x[nope] :smile:" in shown.replace("\n", "")
 
 
-def _bad_template(model: Path) -> list[str]:
-    (model / "chat_template.jinja").write_text("{{ raise_exception(" + repr(TEXT) + ") }}", encoding="utf-8")
-    return [str(model), "-p", "a"]
+def damaged(name: str, text: str, *arguments: str) -> Callable[[Path], list[str]]:
+    """Writes a file of the model, and gives the arguments with it; those of an answer by default."""
 
+    def write(model: Path) -> list[str]:
+        (model / name).write_text(text, encoding="utf-8")
+        return [each.replace("MODEL", str(model)) for each in arguments or ("MODEL", "-p", "a")]
 
-def _bad_tokenizer(model: Path) -> list[str]:
-    write_json_file(model / "tokenizer.json", {"model": {"type": TEXT}, "added_tokens": [], TEXT: TEXT})
-    return [str(model), "-p", "a"]
-
-
-def _bad_setting(model: Path) -> list[str]:
-    write_json_file(model / "generation_config.json", {"temperature": TEXT})
-    return [str(model), "-p", "a"]
-
-
-def _bad_plan(model: Path) -> list[str]:
-    (model / "plan.toml").write_text(f"[linears]\n{json.dumps(TEXT)} = 'int4/32'\n", encoding="utf-8")
-    return ["export", str(model), str(model.parent / "out"), "--plan", str(model / "plan.toml")]
+    return write
 
 
 ERRORS: dict[str, Callable[[Path], list[str]]] = {
     "no such model": lambda model: [str(model / "no" / NAME), "-p", "a"],
-    "chat template": _bad_template,
-    "tokenizer": _bad_tokenizer,
-    "setting": _bad_setting,
-    "plan": _bad_plan,
+    "chat template": damaged("chat_template.jinja", "{{ raise_exception(" + repr(TEXT) + ") }}"),
+    "tokenizer": damaged("tokenizer.json", json.dumps({"model": {"type": TEXT}, "added_tokens": [], TEXT: TEXT})),
+    "setting": damaged("generation_config.json", json.dumps({"temperature": TEXT})),
+    "plan": damaged(
+        "plan.toml",
+        f"[linears]\n{json.dumps(TEXT)} = 'int4/32'\n",
+        *("export", "MODEL", "MODEL-out", "--plan", "MODEL/plan.toml"),
+    ),
     "option": lambda _: [f"--{TEXT}"],
     "saved conversation": lambda model: [str(model), "--resume", str(model / NAME), "-p", "a"],
     "hub id": lambda _: ["pull", TEXT],
