@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from ...models.bundle import Bundle, open_bundle
-from ...models.find import find_model
+from ...models.find import find_model, path_of_user
 from ...models.graph_variant import DeviceKind
 from ...models.json_file import record_to_json
 from ...models.progress import ProgressDisplay
@@ -158,7 +158,8 @@ def named_bundle(model: str | None, load: LoadOptions, device: Device) -> Bundle
     Raises:
         EdgeError: there is none, or it is damaged.
     """
-    tokenizer = None if load.tokenizer is None else Path(load.tokenizer).expanduser()
+    hint = "give a tokenizer.json, or a folder with one"
+    tokenizer = None if load.tokenizer is None else path_of_user(load.tokenizer, hint)
     return open_bundle(find_model(model, device.kind), kind=device.kind, tokenizer=tokenizer)
 
 
