@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -25,8 +25,7 @@ from ....models.atomic import write_atomically
 from ....models.user_folders import make_private_file, make_private_folder
 from ....models.user_text import unify_line_ends
 from ..output import prompt_output
-from .commands import MessageCommands
-from .prompt_reader import CONTINUATION, PROMPT, ChatInterrupts
+from .prompt_reader import CONTINUATION, PROMPT, ChatInterrupts, Command
 
 _SHOWN_LINES: Final = 4
 """Largest number of lines that a pasted text shows as it is; a longer one is shown as one line."""
@@ -241,10 +240,12 @@ class ChatCompleter(Completer):
     """Completes the name of a command, and then its argument.
 
     Args:
-        commands: the commands.
+        commands: the commands by name.
+        owner: what their candidates are asked of.
     """
 
-    def __init__(self, commands: MessageCommands) -> None:
+    def __init__(self, commands: Mapping[str, Command], owner: object) -> None:
+        self._owner = owner
         self._commands = commands
         self._paths = PathCompleter(expanduser=True)
 
@@ -255,17 +256,17 @@ class ChatCompleter(Completer):
             return
         name, space, argument = text.partition(" ")
         if not space:
-            for command in self._commands.by_name.values():
+            for command in self._commands.values():
                 if command.name.startswith(name):
                     yield Completion(command.name, -len(name), display_meta=command.summary)
-        elif (chosen := self._commands.by_name.get(name)) is None:
+        elif (chosen := self._commands.get(name)) is None:
             return
         elif chosen.takes_path:
             yield from self._paths.get_completions(Document(argument.lstrip()), complete_event)
         else:
             typed = argument.lstrip()
             # Candidates that begin with what is typed, or else contain it.
-            names = [each for each in chosen.candidates(self._commands) if typed.lower() in each.lower()]
+            names = [each for each in chosen.candidates(self._owner) if typed.lower() in each.lower()]
             found = [each for each in names if each.lower().startswith(typed.lower())] or names
             for each in found[:_MOST]:
                 yield Completion(each, -len(typed))

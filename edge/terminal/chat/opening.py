@@ -55,7 +55,7 @@ def _until_left(chat: Chat) -> int:
         from .line_editor import ChatCompleter, LineEditor, PromptHistory  # noqa: PLC0415
 
         history = PromptHistory(data_folder() / "typed.jsonl", writing=chat.settings.saving)
-        chat.reader = LineEditor(chat.interrupts, history, ChatCompleter(commands), chat.status)
+        chat.reader = LineEditor(chat.interrupts, history, ChatCompleter(commands.by_name, commands), chat.status)
     chat.introduce_model()
     chat.open(chat.conversation)
     while True:

@@ -81,9 +81,8 @@ def _ways_to_print(path: Path) -> list[tuple[int, str]]:
     return found
 
 
-@pytest.fixture
-def screen(monkeypatch: Patch) -> Screen:
-    """The terminal that commands write to."""
+def terminal(monkeypatch: Patch) -> Screen:
+    """A terminal in place of standard output and standard error."""
     screen = Screen()
     for stream in ("sys.stdout", "sys.stderr"):
         monkeypatch.setattr(stream, screen)
@@ -222,7 +221,8 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-def test_rendered_answers_control_no_terminal(screen: Screen, answer: str) -> None:
+def test_rendered_answers_control_no_terminal(monkeypatch: Patch, answer: str) -> None:
+    screen = terminal(monkeypatch)
     view = MarkdownView(SafeConsole())
     for piece in answer:
         view.write(piece)
@@ -246,7 +246,8 @@ def test_json_stays_lossless(capsys: Capture) -> None:
     assert "ü" in shown
 
 
-def test_what_a_prompt_draws_is_filtered(screen: Screen) -> None:
+def test_what_a_prompt_draws_is_filtered(monkeypatch: Patch) -> None:
+    screen = terminal(monkeypatch)
     output = prompt_output()
     output.write(f"a\r\n{TEXT}")
     output.cursor_up(2)
@@ -254,7 +255,8 @@ def test_what_a_prompt_draws_is_filtered(screen: Screen) -> None:
     assert screen.getvalue() == f"a\r\n{for_terminal(TEXT)}\x1b[2A"
 
 
-def test_what_styles_and_progress_send_to_a_terminal_is_filtered(screen: Screen) -> None:
+def test_what_styles_and_progress_send_to_a_terminal_is_filtered(monkeypatch: Patch) -> None:
+    screen = terminal(monkeypatch)
     SafeConsole().print(NAME, style="bold")
     write_line(NAME + "\n")
     with ProgressDisplay() as progress:
