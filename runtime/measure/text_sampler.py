@@ -17,6 +17,7 @@ from itertools import count, cycle, islice
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from ..decode import DecodeLimits, decode
 from ..graph.bound_graph import BoundGraph
