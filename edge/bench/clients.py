@@ -20,7 +20,7 @@ from ...runtime.measure.measurement_store import describe_machine
 from ...runtime.measure.system_load import take_turns
 from ...runtime.options import GenerateOptions
 from ...runtime.result import Reply
-from ...runtime.scheduling.request_queue import POLL_S
+from ...runtime.scheduling.turn_lock import POLL_S
 from .bench_result import BenchConditions
 from .prompt_sets import bundled_prompts
 from .ratios import MachineLoad
