@@ -22,6 +22,7 @@ from .arguments.option_keywords import GenerateKeywords
 from .conversation import Session
 from .embedding import embed_texts
 from .generation import CachedSequence
+from .graph.shared_passes import NO_PASSES, PassTotals
 from .loaded_model import LoadedModel
 from .options import GenerateOptions
 from .prefill import never
@@ -45,6 +46,8 @@ class EngineActivity:
     """Number of requests that wait."""
     cached_bytes: int
     """Bytes of the KV caches that are kept of earlier answers."""
+    passes: PassTotals = NO_PASSES
+    """What the forward passes of answers had, where answers share them."""
 
 
 class Engine:
@@ -270,8 +273,9 @@ class Engine:
 
     def activity(self) -> EngineActivity:
         """How busy the engine is."""
-        queue = self.model.queue
-        return EngineActivity(queue.running, queue.waiting, self.model.prefixes.nbytes)
+        queue, shared = self.model.queue, self.model.shared_passes
+        passes = NO_PASSES if isinstance(shared, str) else shared.totals
+        return EngineActivity(queue.running, queue.waiting, self.model.prefixes.nbytes, passes)
 
     def cancel(self) -> None:
         """End the answers being generated after their current passes; callable from any thread."""

@@ -102,8 +102,8 @@ class LoadedModel:
         """How reasoning and calls are found in answers."""
         self.defaults: Final = model_defaults(bundle)
         self.queue: Final = RequestQueue(options.parallel, options.max_waiting)
-        self.sharing_obstacle: Final = graph.share_passes(options.parallel, self.queue.gather)
-        """Why simultaneous answers take turns; None if they share passes."""
+        self.shared_passes: Final = graph.share_passes(options.parallel, self.queue.gather)
+        """What runs the passes of simultaneous answers; if they take turns, why."""
         self.overflow: Final = options.overflow
         """What happens where a conversation is longer than the context; None for the default of the place."""
         self._formats: Final = FormatCompiler(self.tokenizer, graph.graph_io.vocab_size)

@@ -89,7 +89,7 @@ def _described_model(bundle: Bundle, config: SessionConfig) -> dict[str, Any]:
         EdgeError: it cannot be loaded, or its tokenizer is damaged.
     """
     graph, manifest = open_graph(bundle, config, cache=True), bundle.manifest
-    graph_io, obstacle = graph.graph_io, graph.share_passes(2, lambda _: None)
+    graph_io, shared = graph.graph_io, graph.share_passes(2, lambda _: None)
     tokenizer = template = answers = None
     if bundle.file("tokenizer.json") is not None:
         tokenizer = TextTokenizer(bundle, graph_io.vocab_size)
@@ -114,7 +114,7 @@ def _described_model(bundle: Bundle, config: SessionConfig) -> dict[str, Any]:
         "context": min(contexts, default=None),
         "cache_bytes_per_token": graph_io.cache_bytes_per_token,
         "token_trees": graph_io.supports_trees,
-        "simultaneous_answers": "share passes" if obstacle is None else f"take turns: {obstacle}",
+        "simultaneous_answers": f"take turns: {shared}" if isinstance(shared, str) else "share passes",
         "tokenizer": tokenizer is not None,
         "chat_template": template is not None,
         "tool_format": None if answers is None or answers.tool_format is None else answers.tool_format.name,

@@ -7,7 +7,7 @@ from typing import Final
 
 import psutil
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
@@ -37,12 +37,16 @@ _HISTOGRAMS: Final = (
     ),
 )
 """Name, explanation and buckets of each histogram."""
-_MODEL_GAUGES: Final[tuple[tuple[str, str, Callable[[ModelState], int]], ...]] = (
-    ("requests_running", "Answers being generated.", lambda model: model.active),
-    ("requests_waiting", "Requests that wait for a place.", lambda model: model.waiting),
-    ("kv_cache_bytes", "Bytes of the KV caches that are kept for further answers.", lambda model: model.cached_bytes),
+_PASSES: Final = "passes of answers since the model was loaded, where answers share them."
+_OF_MODEL: Final[tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, str], ...]] = (
+    (GaugeMetricFamily, "requests_running", "Answers being generated.", "active"),
+    (GaugeMetricFamily, "requests_waiting", "Requests that wait for a place.", "waiting"),
+    (GaugeMetricFamily, "kv_cache_bytes", "Bytes of the KV caches that are kept for further answers.", "cached_bytes"),
+    (CounterMetricFamily, "passes", f"Forward {_PASSES}", "passes"),
+    (CounterMetricFamily, "pass_texts", f"Answers in forward {_PASSES}", "pass_texts"),
+    (CounterMetricFamily, "pass_tokens", f"Tokens in forward {_PASSES}", "pass_tokens"),
 )
-"""Gauges of a model: name, explanation, value."""
+"""What is read of a model: kind, name, explanation, and field of `ModelState`."""
 
 
 class ServerMetrics(Collector):
@@ -104,11 +108,11 @@ class ServerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Read what is measured when the metrics are read."""
         models = [model for model in self._models() if model.loaded]
-        for name, text, value in _MODEL_GAUGES:
-            gauge = GaugeMetricFamily(f"edgerun_{name}", text, labels=["model"])
+        for kind, name, text, field in _OF_MODEL:
+            metric = kind(f"edgerun_{name}", text, labels=["model"])
             for model in models:
-                gauge.add_metric([model.id], value(model))
-            yield gauge
+                metric.add_metric([model.id], getattr(model, field))
+            yield metric
         yield GaugeMetricFamily("edgerun_models_loaded", "Models in memory.", len(models))
         yield GaugeMetricFamily(
             "edgerun_process_resident_memory_bytes", "Memory of the process.", self._process.memory_info().rss

@@ -42,6 +42,9 @@ class ModelState(msgspec.Struct, kw_only=True, frozen=True):
     cached_bytes: Annotated[int, Meta(description="Bytes of the KV caches of earlier answers.")]
     active: Annotated[int, Meta(description="Answers that are being generated.")]
     waiting: Annotated[int, Meta(description="Requests that wait for the end of others.")]
+    passes: Annotated[int, Meta(description="Forward passes of answers since it was loaded, where answers share them.")]
+    pass_texts: Annotated[int, Meta(description="Answers in these passes, counted in each.")]
+    pass_tokens: Annotated[int, Meta(description="Tokens in these passes.")]
     load_s: float
     last_used: Annotated[float, Meta(description="Seconds since 1970.")]
 
@@ -88,6 +91,9 @@ class PooledModel:
             cached_bytes=now.cached_bytes,
             active=now.active,
             waiting=now.waiting,
+            passes=now.passes.passes,
+            pass_texts=now.passes.texts,
+            pass_tokens=now.passes.tokens,
             load_s=self.load_s,
             last_used=self.last_used,
         )

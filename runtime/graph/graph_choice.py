@@ -24,7 +24,7 @@ from .bound_graph import BoundGraph
 from .bound_session import BoundSession
 from .graph_io import BASE_GRAPH, Floats, GraphIO
 from .session import DecoderGraph, GraphSession
-from .shared_passes import Gather
+from .shared_passes import Gather, SharedPasses
 
 _SEQUENCES: Final = (tuple, list)
 _log: Final = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class ChosenGraphs(DecoderGraph):
         for graph in (self._base, *self.loaded.values()):
             graph.limit_width(tokens)
 
-    def share_passes(self, texts: int, gather: Gather) -> str | None:
+    def share_passes(self, texts: int, gather: Gather) -> SharedPasses | str:
         """Let the model's own graph run the passes of several texts as one; see `GraphSession.share_passes`."""
         return self._base.share_passes(texts, gather)
 

@@ -96,8 +96,8 @@ class DecoderGraph(Protocol):
         """Run passes over at most that many tokens from now on, because the device computes wider ones wrongly."""
         self.graph_io = replace(self.graph_io, widest_pass=tokens)
 
-    def share_passes(self, texts: int, gather: Gather) -> str | None:
-        """Run the passes that several threads hand in as one; returns why this graph cannot, or None.
+    def share_passes(self, texts: int, gather: Gather) -> SharedPasses | str:
+        """Run the passes that several threads hand in as one; returns what runs them, or why nothing can.
 
         Args:
             texts: largest number of texts of a pass.
@@ -192,8 +192,8 @@ class GraphSession(DecoderGraph):
             return BoundSession(session, graph_io, arena, first, hidden_states=hidden_states, shared=self._shared)
         return DeviceSession(session, graph_io, arena, first, self._lock, hidden_states=hidden_states)
 
-    def share_passes(self, texts: int, gather: Gather) -> str | None:
-        """Run the passes that several threads hand in as one; returns why this graph cannot, or None.
+    def share_passes(self, texts: int, gather: Gather) -> SharedPasses | str:
+        """Run the passes that several threads hand in as one; returns what runs them, or why nothing can.
 
         The packed graph is loaded for the first such pass. It maps the weights that were packed for this machine;
         without those it holds a second copy of all weights.
@@ -206,8 +206,9 @@ class GraphSession(DecoderGraph):
         room = _HELD_TWICE_SHARE * psutil.virtual_memory().available
         if weights > room and not self._graph.is_relative_to(cache_folder()):
             return "the weights are not packed for this machine, and there is no memory to hold them twice"
-        self._shared = SharedPasses(lambda: self._packed_passes(texts), texts, gather)
-        return None
+        tokens = self.graph_io.inputs[InputRole.TOKENS].name
+        self._shared = SharedPasses(lambda: self._packed_passes(texts), tokens, texts, gather)
+        return self._shared
 
     def _packed_passes(self, texts: int) -> PackedPasses | None:
         """Load the graph for passes of several texts; None if the graph cannot be rewritten."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import onnxruntime as ort
@@ -34,6 +34,17 @@ Gather: TypeAlias = Callable[[Callable[[], bool]], None]
 def of_text(name: str, text: int) -> str:
     """The name of an input or output of one text in the packed graph."""
     return f"{name}@{text}"
+
+
+class PassTotals(NamedTuple):
+    """What the passes of answers had since the model was loaded."""
+
+    passes: int = 0
+    texts: int = 0
+    tokens: int = 0
+
+
+NO_PASSES: Final = PassTotals()
 
 
 class TextBinding(ort.IOBinding):  # type: ignore[misc]  # onnxruntime has no types
@@ -185,12 +196,15 @@ class SharedPasses:
 
     Args:
         load: loads what runs several passes as one, when there are several for the first time; None if nothing can.
+        tokens: name of the input of tokens.
         texts: largest number of texts of a pass.
         gather: lets other threads hand in theirs.
     """
 
-    def __init__(self, load: Callable[[], PackedPasses | None], texts: int, gather: Gather) -> None:
-        self.texts: Final = texts
+    def __init__(self, load: Callable[[], PackedPasses | None], tokens: str, texts: int, gather: Gather) -> None:
+        self.totals = NO_PASSES
+        self._tokens: Final = tokens
+        self._texts: Final = texts
         self._load: Final = load
         self._gather: Final = gather
         self._packed: PackedPasses | None = None
@@ -206,23 +220,19 @@ class SharedPasses:
         text.error, handed_in = None, self._handed_in
         handed_in.append(text)
         handed_in_at = time.perf_counter()
-        if len(handed_in) < self.texts:
-            self._gather(lambda: text not in handed_in)
+        try:
+            if len(handed_in) < self._texts:
+                self._gather(lambda: text not in handed_in)
+        except BaseException:
+            if text in handed_in:
+                handed_in.remove(text)
+            raise
         if text in handed_in:
             texts = sorted(handed_in, key=lambda each: each.number)
             handed_in.clear()
             started = time.perf_counter()
             try:
-                if len(texts) > 1 and not self._is_loaded:
-                    self._packed, self._is_loaded = self._load(), True
-                if len(texts) > 1 and self._packed is not None:
-                    self._packed.run(texts, options)
-                else:
-                    if self._packed is not None:
-                        self._packed.release()
-                    for each in texts:
-                        each.others = ALONE
-                        session.run_with_iobinding(each, options)
+                self._run(session, texts, options)
             except Exception as error:  # noqa: BLE001  raised below, in the thread of each text
                 for each in texts:
                     each.error = error
@@ -232,3 +242,19 @@ class SharedPasses:
         text.others = text.others._replace(waited_s=time.perf_counter() - handed_in_at - text.pass_s)
         if text.error is not None:
             raise text.error
+
+    def _run(self, session: ort.InferenceSession, texts: Sequence[TextBinding], options: ort.RunOptions) -> None:
+        """Run the passes of some texts, together if they are several."""
+        passes, all_texts, all_tokens = self.totals
+        tokens = sum(each.inputs[self._tokens].shape()[1] for each in texts)
+        self.totals = PassTotals(passes + 1, all_texts + len(texts), all_tokens + tokens)
+        if len(texts) > 1 and not self._is_loaded:
+            self._packed, self._is_loaded = self._load(), True
+        if len(texts) > 1 and self._packed is not None:
+            self._packed.run(texts, options)
+            return
+        if self._packed is not None:
+            self._packed.release()
+        for each in texts:
+            each.others = ALONE
+            session.run_with_iobinding(each, options)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Event
-from typing import Final, Protocol, TypeAlias, TypeVar
+from typing import Final, Generic, Protocol, TypeAlias, TypeVar
 
 from ..decode import FinishReason
 from ..generation import CachedSequence
+from ..graph.shared_passes import SharedPasses
 from ..options import Request
 from ..overflow import Overflow
 from ..result import AnswerCandidate, BestOf, Chunk, Stats
@@ -49,46 +50,17 @@ def run_together(
         at_once: number of generators that run at a time; the next one begins where one ends.
         ready: set when others than the first may begin; None if they may at once.
     """
-    results: SimpleQueue[tuple[int, Item] | BaseException | None] = SimpleQueue()
     if ready is None:
         queue.expect(takers[:at_once])
-    waiting = iter(range(len(starts)))
-
-    def work(run: Run[None]) -> None:
-        index = next(waiting, None)
-        try:
-            while index is not None:
-                if index and ready is not None:
-                    ready.wait()
-                if run.cancellation.cancelled:
-                    break
-                _run_one(queue, starts[index], takers[index], partial(_put, results, index))
-                following = next(waiting, None)
-                queue.expect(takers[following : following + 1] if following is not None else ())
-                queue.leave(takers[index])
-                index = following
-        except BaseException as error:  # noqa: BLE001  raised in the thread that waits for items
-            end()
-            results.put(error)
-        finally:
-            results.put(None)
-
-    def end() -> None:
-        for taker in takers:
-            taker.cancelled = True
-        for run in runs:
-            run.cancellation.cancel()
-        if ready is not None:
-            ready.set()
-
-    runs: list[Run[None]] = [Run(work, "edge-run answer") for _ in range(min(at_once, len(starts)))]
+    running = _Together(queue, starts, takers, ready)
+    runs = [Run(running.work, "edge-run answer") for _ in range(min(at_once, len(starts)))]
     for run in runs:
         run.start()
     unfinished = len(runs)
     try:
         while unfinished:
             with queue.without_turn():
-                result = _next_of(results)
+                result = running.next_result()
             if isinstance(result, BaseException):
                 raise result
             if result is None:
@@ -96,7 +68,7 @@ def run_together(
             else:
                 yield result
     finally:
-        end()
+        running.end()
         with queue.without_turn():
             for run in runs:
                 run.join()
@@ -104,37 +76,74 @@ def run_together(
             queue.leave(taker)
 
 
-def _put(results: SimpleQueue[tuple[int, Item] | BaseException | None], index: int, item: Item) -> None:
-    results.put((index, item))
+class _Together(Generic[Item]):
+    """What the threads of `run_together` do; arguments as there."""
 
+    def __init__(
+        self,
+        queue: RequestQueue,
+        starts: Sequence[Callable[[TurnTaker], Generator[Item, None, None]]],
+        takers: Sequence[TurnTaker],
+        ready: Event | None,
+    ) -> None:
+        self._queue: Final = queue
+        self._starts: Final = starts
+        self._takers: Final = takers
+        self._ready: Final = ready
+        self._waiting: Final = iter(range(len(starts)))
+        self._results: Final[SimpleQueue[tuple[int, Item] | BaseException | None]] = SimpleQueue()
+        self._ended = False
 
-def _next_of(results: SimpleQueue[Item]) -> Item:
-    while True:  # waiting without end could not be interrupted on Windows
+    def next_result(self) -> tuple[int, Item] | BaseException | None:
+        """Wait for an item, an error, or None for the end of a thread."""
+        while True:  # waiting without end could not be interrupted on Windows
+            with suppress(Empty):
+                return self._results.get(timeout=POLL_S)
+
+    def end(self) -> None:
+        """Let the threads end after their current passes."""
+        self._ended = True
+        for taker in self._takers:
+            taker.cancelled = True
+        if self._ready is not None:
+            self._ready.set()
+
+    def work(self, _: Run[None]) -> None:
+        """Run one generator after another in the calling thread."""
         try:
-            return results.get(timeout=POLL_S)
-        except Empty:
-            continue
+            index = next(self._waiting, None)
+            while index is not None:
+                if index and self._ready is not None:
+                    self._ready.wait()
+                if self._ended:
+                    break
+                self._run_one(index)
+                following = next(self._waiting, None)
+                if following is not None:
+                    self._queue.expect((self._takers[following],))
+                self._queue.leave(self._takers[index])
+                index = following
+        except BaseException as error:  # noqa: BLE001  raised in the thread that waits for items
+            self.end()
+            self._results.put(error)
+        finally:
+            self._results.put(None)
 
-
-def _run_one(
-    queue: RequestQueue,
-    start: Callable[[TurnTaker], Generator[Item, None, None]],
-    taker: TurnTaker,
-    put: Callable[[Item], None],
-) -> None:
-    """Run one generator, each item in a turn."""
-    with queue.turn_of(taker):
-        items = start(taker)
-    try:
-        while True:
-            with queue.turn_of(taker):
-                item = next(items, None)
-            if item is None:
-                break
-            put(item)
-    finally:
-        with queue.turn():
-            items.close()
+    def _run_one(self, index: int) -> None:
+        """Run a generator, each item in a turn."""
+        taker = self._takers[index]
+        with self._queue.turn_of(taker):
+            items = self._starts[index](taker)
+        try:
+            while True:
+                with self._queue.turn_of(taker):
+                    item = next(items, None)
+                if item is None:
+                    break
+                self._results.put((index, item))
+        finally:
+            with self._queue.turn():
+                items.close()
 
 
 class AnsweringModel(Protocol):
@@ -145,8 +154,8 @@ class AnsweringModel(Protocol):
         """The queue of the engine."""
 
     @property
-    def sharing_obstacle(self) -> str | None:
-        """Why answers take turns; None if they share passes."""
+    def shared_passes(self) -> SharedPasses | str:
+        """What runs the passes of simultaneous answers; if they take turns, why."""
 
     def generate(self, sequence: CachedSequence | None, request: Request, cancelled: Callable[[], bool]) -> Chunks:
         """Generate an answer."""
@@ -176,7 +185,7 @@ class PromptAnswers:
         first, count = request.sampling.seed, request.options.candidates
         self.seeds: Final = [(first + index) % (1 << 64) for index in range(count)]
         self._takers: Final = [TurnTaker(steady=True) for _ in self.seeds]
-        self._at_once: Final = 1 if model.sharing_obstacle else model.queue.parallel
+        self._at_once: Final = 1 if isinstance(model.shared_passes, str) else model.queue.parallel
 
     def chunks(self) -> Chunks:
         """Generate the answers that the request wants; every chunk says which one it belongs to."""

@@ -144,6 +144,8 @@ def test_metrics_count_what_happened(tiny_bundle: Path) -> None:
     assert response.headers["content-type"].startswith("text/plain")
     lines = set(response.text.splitlines())
     model = f'model="{tiny_bundle.name}"'
+    (passes,) = (line.split()[-1] for line in lines if line.startswith(f"edgerun_passes_total{{{model}}}"))
+    assert float(passes) > 0
     assert {
         'edgerun_requests_total{endpoint="/v1/chat/completions",status="200"} 2.0',
         'edgerun_requests_total{endpoint="/v1/chat/completions",status="400"} 1.0',
@@ -156,6 +158,7 @@ def test_metrics_count_what_happened(tiny_bundle: Path) -> None:
         f"edgerun_waiting_seconds_count{{{model}}} 2.0",
         f"edgerun_requests_running{{{model}}} 0.0",
         f"edgerun_requests_waiting{{{model}}} 0.0",
+        f"edgerun_pass_texts_total{{{model}}} {passes}",
         "edgerun_models_loaded 1.0",
     } <= lines
     for name in ("process_resident_memory_bytes", "kv_cache_bytes", "draft_tokens_total", "tokens_per_second"):

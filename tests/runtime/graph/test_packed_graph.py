@@ -26,7 +26,7 @@ def test_texts_of_a_pass_are_what_they_are_alone(tmp_path: Path, family: str) ->
         if others:
             others.pop()()
 
-    assert graph.share_passes(TEXTS, gather) is None
+    shared = graph.share_passes(TEXTS, gather)
     random = np.random.default_rng(3)
     vocab = graph.graph_io.vocab_size
     alone = [graph.bind(graph.arena(100)) for _ in range(TEXTS)]
@@ -54,3 +54,6 @@ def test_texts_of_a_pass_are_what_they_are_alone(tmp_path: Path, family: str) ->
             keep = int(random.integers(1, len(tokens[text]) + 1))
             alone[text].arena.commit(keep)
             together[text].arena.commit(keep)
+    passes, texts_run, tokens_run = shared.totals
+    assert (passes, texts_run) == (12, 4 * (1 + 2 + 3))
+    assert tokens_run > texts_run
