@@ -33,10 +33,12 @@ def main() -> None:
     ours = options.model or bundle(options.work, shape, options.block)
     capacity = options.prompt + options.tokens + 16
     common: dict[str, Any] = {"threads": options.threads, "capacity": capacity}
+    # The graph that reads prompts is otherwise made and measured while the process is idle.
+    ours_only: dict[str, Any] = {"parallel": most, "prefill": options.prefill}
     with ExitStack() as stack:
-        workers = [Worker("edge-run", "edge-run", ours, parallel=most, **common)]
+        workers = [Worker("edge-run", "edge-run", ours, **ours_only, **common)]
         if options.before:
-            workers.append(Worker("before", "edge-run", ours, python=options.before, parallel=most, **common))
+            workers.append(Worker("before", "edge-run", ours, python=options.before, **ours_only, **common))
         if options.llama_python:
             tools = LlamaTools(options.llama_source, options.llama_python)
             file = options.llama_model or tools.benchmark_model(options.work, shape, "Q4_0")
@@ -106,6 +108,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokens", type=int, default=128, metavar="N", help="tokens of an answer")
     made.add_argument("--answers", type=int, default=4, metavar="N", help="answers to one prompt; 0 for none")
     made.add_argument("--rounds", type=int, default=5, metavar="N")
+    made.add_argument("--prefill", default="plain", metavar="MODE", help="what reads edge-run's prompts (plain)")
     made.add_argument("--before", metavar="PYTHON", help="interpreter with another version of edge-run")
     made.add_argument("--llama-python", metavar="PYTHON", help="interpreter with llama-cpp-python")
     made.add_argument("--llama-source", type=Path, metavar="FOLDER", help="llama.cpp's source, built in build/")
