@@ -29,7 +29,7 @@ from ...runtime.measure.measurement_store import model_key
 from ...runtime.measure.pass_timing import PASS_COSTS, WIDTHS, measure_pass_cost
 from ...runtime.measure.prompt_choice import PromptChoice
 from ...runtime.prefill import PrefillMode
-from ...runtime.speculation.drafters.ngram import write_bundle_table
+from ...runtime.speculation.drafters.ngram_counts import write_bundle_table
 from ...runtime.speculation.pass_cost import BUCKET_ENDS, Doubt, PassCost
 from ..terminal.output import SafeConsole, write_json, write_warning
 from .shared_options import AsJson, Debug, ModelArgument, OptionsOf, takes_options

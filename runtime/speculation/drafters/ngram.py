@@ -9,7 +9,7 @@ context's hash; `starts` is where each bucket begins. The lower half is the entr
 billion lookups of a context that is not in the table finds another one, which costs a wrong draft token and nothing
 more. All numbers are little-endian:
 
-    header        see `_HEADER`
+    header        see `HEADER`
     starts        uint32 [buckets + 1]
     fingerprints  uint32 [entries]
     values        uint32 [entries]      token * 256 + probability step * 4 + count class
@@ -25,35 +25,41 @@ import hashlib
 import struct
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from ....models.atomic import write_atomically
 from ....models.bundle import Bundle, digest_file
 from ....models.regular_file import read_regular
 from ....models.user_folders import cache_folder
 from ..tree import Source
 from .interface import Candidate, TailDrafter
-from .ngram_counts import HASH_FACTOR, HASH_START, MAX_ORDER, MAX_VOCAB, PROBABILITY_STEPS, Entries, count_entries
 
-_HEADER: Final = struct.Struct("<8s I I 32s I I I I")
+MAX_ORDER: Final = 4
+"""Number of tokens of the longest context."""
+MAX_VOCAB: Final = 1 << 24
+"""Size of the largest vocabulary: an entry stores a token in 24 bits."""
+PROBABILITY_STEPS: Final = 64
+HASH_START: Final = 0x9E3779B97F4A7C15
+HASH_FACTOR: Final = 0xD6E8FEB86659FD93
+"""Factor of the context hash. It takes the tokens from the last to the first, so the hash of a longer context continues
+the hash of the shorter one."""
+HEADER: Final = struct.Struct("<8s I I 32s I I I I")
 """Magic, format version, vocabulary size, SHA-256 of the key, buckets, entries, CRC-32 of what follows the header, and
 of the header before this field."""
-_MAGIC: Final = b"edgengrm"
-_FORMAT: Final = 1
-_BUCKET: Final = 6
+MAGIC: Final = b"edgengrm"
+FORMAT: Final = 1
+BUCKET: Final = 6
 """Average number of entries of a bucket."""
-_LOW: Final = 0xFFFFFFFF
+LOW: Final = 0xFFFFFFFF
 _WHOLE: Final = 0xFFFFFFFFFFFFFFFF
-SMALLEST: Final = _HEADER.size + 8
+SMALLEST: Final = HEADER.size + 8
 """Bytes of a table without entries."""
 _TOKENIZER: Final = "tokenizer.json"
-_MAX_BUNDLE_BYTES: Final = 64 << 20
+MAX_BUNDLE_BYTES: Final = 64 << 20
 """Size of the largest table of a bundle; larger files are not read."""
 MAX_CANDIDATES: Final = 3
 """Maximum number of candidates at one place."""
@@ -75,7 +81,7 @@ _STEP: Final = 1 / PROBABILITY_STEPS
 
 def bundle_table_file(bundle: Bundle) -> Path:
     """The cached table of a bundle's tokenizer; it may not exist."""
-    digest = hashlib.sha256(_tokenizer_digest(bundle).encode()).hexdigest()
+    digest = hashlib.sha256(tokenizer_digest(bundle).encode()).hexdigest()
     return cache_folder() / "ngram" / f"{digest[:32]}.bin"
 
 
@@ -84,66 +90,13 @@ def open_bundle_table(bundle: Bundle, vocab_size: int, warn: Callable[[str], Non
     path = bundle_table_file(bundle)
     if not path.is_file():
         return None
-    return NgramTable.open(path, vocab_size=vocab_size, key=_tokenizer_digest(bundle), warn=warn)
+    return NgramTable.open(path, vocab_size=vocab_size, key=tokenizer_digest(bundle), warn=warn)
 
 
-def write_bundle_table(bundle: Bundle, sequences: Iterable[npt.ArrayLike], vocab_size: int) -> int:
-    """Count token sequences into the table of a bundle's tokenizer, replacing an older one; returns its bytes.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    path, key = bundle_table_file(bundle), _tokenizer_digest(bundle)
-    return write_table(path, sequences, vocab_size=vocab_size, key=key, max_bytes=_MAX_BUNDLE_BYTES)
-
-
-def _tokenizer_digest(bundle: Bundle) -> str:
+def tokenizer_digest(bundle: Bundle) -> str:
+    """SHA-256 of the tokenizer of a bundle, which a table belongs to."""
     known = bundle.manifest.files.get(_TOKENIZER) if bundle.manifest is not None and bundle.tokenizer is None else None
     return (known or digest_file(bundle.file(_TOKENIZER) or bundle.folder / _TOKENIZER)).sha256
-
-
-def write_table(
-    path: Path,
-    sequences: Iterable[npt.ArrayLike],
-    *,
-    vocab_size: int,
-    key: str,
-    max_bytes: int = 16 << 20,
-) -> int:
-    """Count token sequences and write a table of at most `max_bytes`; returns the bytes written.
-
-    Args:
-        path: file to write; replaced whole or not at all.
-        sequences: one-dimensional sequences of token ids.
-        vocab_size: vocabulary size of the model; ids are below it.
-        key: identifies the tokenizer; the table can only be opened with the same key.
-        max_bytes: maximum size of the file, at least `SMALLEST`; the least valuable entries are left out.
-
-    Raises:
-        ValueError: see `count_entries`; or `max_bytes` is below `SMALLEST`.
-        OSError: the file cannot be written.
-    """
-    if max_bytes < SMALLEST:
-        raise ValueError(f"max_bytes is {max_bytes}, but a table takes at least {SMALLEST}")
-    # Of n entries the buckets take 4 * (n // 6 + 2) bytes, the entries 8 * n.
-    max_entries = (max_bytes - SMALLEST) * _BUCKET // (8 * _BUCKET + 4)
-    data = _packed(count_entries(sequences, vocab_size, max_entries), vocab_size, key)
-    write_atomically(path, data)
-    return len(data)
-
-
-def _packed(entries: Entries, vocab_size: int, key: str) -> bytes:
-    """The contents of the file."""
-    buckets = len(entries.hashes) // _BUCKET + 1
-    bucket = (entries.hashes >> np.uint64(32)) * np.uint64(buckets) >> np.uint64(32)
-    fingerprint = (entries.hashes & np.uint64(_LOW)).astype("<u4")
-    order = np.lexsort((fingerprint, bucket))  # stable: the entries of a context keep their order
-    starts = np.searchsorted(bucket[order], np.arange(buckets + 1, dtype=np.uint64)).astype("<u4")
-    body: bytes = starts.tobytes() + fingerprint[order].tobytes() + entries.values[order].astype("<u4").tobytes()
-    digest = hashlib.sha256(key.encode()).digest()
-    header = bytearray(_HEADER.pack(_MAGIC, _FORMAT, vocab_size, digest, buckets, len(order), zlib.crc32(body), 0))
-    struct.pack_into("<I", header, _HEADER.size - 4, zlib.crc32(header[:-4]))
-    return bytes(header) + body
 
 
 class NgramTable:
@@ -151,8 +104,8 @@ class NgramTable:
 
     def __init__(self, data: bytes) -> None:
         """Wrap the contents of a file that was checked; see `open`."""
-        self._buckets, entries = _HEADER.unpack_from(data)[4:6]
-        body = memoryview(data)[_HEADER.size :].cast("I")
+        self._buckets, entries = HEADER.unpack_from(data)[4:6]
+        body = memoryview(data)[HEADER.size :].cast("I")
         self._starts = body[: self._buckets + 1]
         self._fingerprints = body[self._buckets + 1 : self._buckets + 1 + entries]
         self._values = body[self._buckets + 1 + entries :]
@@ -171,7 +124,7 @@ class NgramTable:
             warn: called with a message of one line.
         """
         try:
-            data = read_regular(path, _MAX_BUNDLE_BYTES)
+            data = read_regular(path, MAX_BUNDLE_BYTES)
         except FileNotFoundError:
             return None
         except OSError as error:  # a problem of the disk or of permissions; the file itself may be valid
@@ -184,8 +137,8 @@ class NgramTable:
                 moved = f"; it was renamed to {path.name}.damaged"
             warn(f"the n-gram table {path} cannot be read ({damage}){moved}")
             return None
-        version, vocabulary, digest = _HEADER.unpack_from(data)[1:4]
-        if (version, vocabulary, digest) != (_FORMAT, vocab_size, hashlib.sha256(key.encode()).digest()):
+        version, vocabulary, digest = HEADER.unpack_from(data)[1:4]
+        if (version, vocabulary, digest) != (FORMAT, vocab_size, hashlib.sha256(key.encode()).digest()):
             warn(f"the n-gram table {path} belongs to another model or version and is not used")
             return None
         return cls(data)
@@ -210,7 +163,7 @@ class NgramTable:
             bucket = upper * buckets >> 32
             start = starts[bucket]
             here = fingerprints[start : starts[bucket + 1]].tolist()
-            fingerprint = hashed & _LOW
+            fingerprint = hashed & LOW
             if fingerprint in here:
                 start += here.index(fingerprint)
                 found.append(self._values[start : start + here.count(fingerprint)].tolist())
@@ -223,14 +176,14 @@ def _damage(data: bytes) -> str:
     """What is wrong with the file; empty if nothing. Lookups in a file that passes never leave it."""
     if len(data) < SMALLEST:
         return "it is too short"
-    magic, version, vocabulary, _, buckets, entries, body_sum, header_sum = _HEADER.unpack_from(data)
-    if magic != _MAGIC or zlib.crc32(data[: _HEADER.size - 4]) != header_sum:
+    magic, version, vocabulary, _, buckets, entries, body_sum, header_sum = HEADER.unpack_from(data)
+    if magic != MAGIC or zlib.crc32(data[: HEADER.size - 4]) != header_sum:
         return "its header is damaged"
-    if version != _FORMAT:
+    if version != FORMAT:
         return ""  # the caller refuses other versions
-    if len(data) != _HEADER.size + 4 * (buckets + 1 + 2 * entries) or not 0 < vocabulary <= MAX_VOCAB:
+    if len(data) != HEADER.size + 4 * (buckets + 1 + 2 * entries) or not 0 < vocabulary <= MAX_VOCAB:
         return "its length is not what its header says"
-    body = memoryview(data)[_HEADER.size :]
+    body = memoryview(data)[HEADER.size :]
     if zlib.crc32(body) != body_sum:
         return "its contents are damaged"
     numbers = np.frombuffer(body, "<u4")

@@ -1,4 +1,4 @@
-"""Counts n-grams: what follows one to four tokens, with which probability.
+"""Counts n-grams into a table: what follows one to four tokens, with which probability.
 
 Every context of one to four tokens keeps its most probable continuations, each with a probability that mixes its own
 counts with those of the shorter contexts (interpolated absolute discounting: Ney, Essen and Kneser, "On structuring
@@ -12,25 +12,37 @@ them, end with that token, so no count spans two parts, and memory use is bounde
 
 from __future__ import annotations
 
+import hashlib
+import struct
+import zlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-MAX_ORDER: Final = 4
-"""Number of tokens of the longest context."""
-MAX_VOCAB: Final = 1 << 24
-"""Size of the largest vocabulary: an entry stores a token in 24 bits."""
+from ....models.atomic import write_atomically
+from ....models.bundle import Bundle
+from .ngram import (
+    BUCKET,
+    FORMAT,
+    HASH_FACTOR,
+    HASH_START,
+    HEADER,
+    LOW,
+    MAGIC,
+    MAX_BUNDLE_BYTES,
+    MAX_ORDER,
+    MAX_VOCAB,
+    PROBABILITY_STEPS,
+    SMALLEST,
+    bundle_table_file,
+    tokenizer_digest,
+)
+
 CONTINUATIONS: Final = 3
 """Maximum number of continuations kept for a context."""
-PROBABILITY_STEPS: Final = 64
-
-HASH_START: Final = 0x9E3779B97F4A7C15
-HASH_FACTOR: Final = 0xD6E8FEB86659FD93
-"""Factor of the context hash. It takes the tokens from the last to the first, so the hash of a longer context continues
-the hash of the shorter one."""
-
 _DISCOUNT: Final = 0.75
 """Absolute discount: taken from every count and given to the shorter context's probability."""
 _SHORTER_WEIGHT: Final = 3.0
@@ -58,6 +70,60 @@ class Entries(NamedTuple):
     def kept(self, which: Ids) -> Entries:
         """The entries with these indices."""
         return Entries(self.hashes[which], self.values[which], self.value[which])
+
+
+def write_bundle_table(bundle: Bundle, sequences: Iterable[npt.ArrayLike], vocab_size: int) -> int:
+    """Count token sequences into the table of a bundle's tokenizer, replacing an older one; returns its bytes.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path, key = bundle_table_file(bundle), tokenizer_digest(bundle)
+    return write_table(path, sequences, vocab_size=vocab_size, key=key, max_bytes=MAX_BUNDLE_BYTES)
+
+
+def write_table(
+    path: Path,
+    sequences: Iterable[npt.ArrayLike],
+    *,
+    vocab_size: int,
+    key: str,
+    max_bytes: int = 16 << 20,
+) -> int:
+    """Count token sequences and write a table of at most `max_bytes`; returns the bytes written.
+
+    Args:
+        path: file to write; replaced whole or not at all.
+        sequences: one-dimensional sequences of token ids.
+        vocab_size: vocabulary size of the model; ids are below it.
+        key: identifies the tokenizer; the table can only be opened with the same key.
+        max_bytes: maximum size of the file, at least `SMALLEST`; the least valuable entries are left out.
+
+    Raises:
+        ValueError: see `count_entries`; or `max_bytes` is below `SMALLEST`.
+        OSError: the file cannot be written.
+    """
+    if max_bytes < SMALLEST:
+        raise ValueError(f"max_bytes is {max_bytes}, but a table takes at least {SMALLEST}")
+    # Of n entries the buckets take 4 * (n // 6 + 2) bytes, the entries 8 * n.
+    max_entries = (max_bytes - SMALLEST) * BUCKET // (8 * BUCKET + 4)
+    data = _packed(count_entries(sequences, vocab_size, max_entries), vocab_size, key)
+    write_atomically(path, data)
+    return len(data)
+
+
+def _packed(entries: Entries, vocab_size: int, key: str) -> bytes:
+    """The contents of the file."""
+    buckets = len(entries.hashes) // BUCKET + 1
+    bucket = (entries.hashes >> np.uint64(32)) * np.uint64(buckets) >> np.uint64(32)
+    fingerprint = (entries.hashes & np.uint64(LOW)).astype("<u4")
+    order = np.lexsort((fingerprint, bucket))  # stable: the entries of a context keep their order
+    starts = np.searchsorted(bucket[order], np.arange(buckets + 1, dtype=np.uint64)).astype("<u4")
+    body: bytes = starts.tobytes() + fingerprint[order].tobytes() + entries.values[order].astype("<u4").tobytes()
+    digest = hashlib.sha256(key.encode()).digest()
+    header = bytearray(HEADER.pack(MAGIC, FORMAT, vocab_size, digest, buckets, len(order), zlib.crc32(body), 0))
+    struct.pack_into("<I", header, HEADER.size - 4, zlib.crc32(header[:-4]))
+    return bytes(header) + body
 
 
 def count_entries(sequences: Iterable[npt.ArrayLike], vocab_size: int, max_entries: int) -> Entries:

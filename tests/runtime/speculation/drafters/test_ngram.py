@@ -22,8 +22,8 @@ from edgerun.runtime.speculation.drafters.ngram import (
     SMALLEST,
     NgramDrafter,
     NgramTable,
-    write_table,
 )
+from edgerun.runtime.speculation.drafters.ngram_counts import write_table
 from edgerun.runtime.speculation.tree import Source
 
 VOCABULARY = 12
