@@ -55,9 +55,12 @@ def local_search(
         The start, and every better selection that was found; the best one is the last.
     """
     began, found = time.monotonic(), [start]
-    for done in range(_ROUNDS):
-        progress(_STAGE, done / _ROUNDS)
-        changes = list(_single_changes(problem.choices, found[-1], divergence, began + _SINGLE_SHARE * seconds))
+    progress(_STAGE, 0.0)
+    for _ in range(_ROUNDS):
+        changes = []
+        for change in _single_changes(problem.choices, found[-1], divergence, began + _SINGLE_SHARE * seconds):
+            changes.append(change)
+            progress(_STAGE, min(1.0, (time.monotonic() - began) / max(seconds, 1e-9)))
         better = _better(problem, found[-1], divergence, changes, began + seconds)
         if better is None:
             break

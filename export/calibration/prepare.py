@@ -1,6 +1,6 @@
 """Calibrates a model and chooses its formats before its export.
 
-All intermediate results lie in a work folder, so that an interrupted export is resumed.
+All intermediate results but those of the search lie in a work folder, so that an interrupted export is resumed.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ _LINEARS: Final = "linears"
 """Folders of the inputs' statistics and of quantized linears in the work folder."""
 AWQ_FORMAT: Final = WeightFormat(4, 64)
 """Format by which AWQ scales are chosen where linears have different formats: one in the middle."""
+_FORMAT: Final = 2
+"""Raised when what a work folder holds changes, so that results of another version are not mixed with new ones."""
 
 
 @dataclass(frozen=True)
@@ -145,4 +147,4 @@ def settings_of(recipe: ExportRecipe, context: int) -> str:
         file = (text.name, about.st_size, about.st_mtime_ns)
     tokens = recipe.calibration_tokens
     formats = (recipe.zero_points, recipe.half_scales, recipe.low_rank) if recipe.mixed else None
-    return repr((file, tokens, recipe.seed, recipe.rounding, recipe.awq, recipe.calibrated, formats, context))
+    return repr((_FORMAT, file, tokens, recipe.seed, recipe.rounding, recipe.awq, recipe.calibrated, formats, context))

@@ -44,8 +44,9 @@ def variant_for(bundle: Bundle, config: SessionConfig, *, cache: bool, plain: bo
     if cache and bundle.graph.stat().st_size <= _MAX_CACHED_BYTES:
         digest = hashlib.sha256(read_regular(bundle.graph, _MAX_CACHED_BYTES)).hexdigest()
         folder = packed_folder("gpu-graphs", digest, REWRITING, form, plain)
-        if is_intact(folder):
-            return (folder / GRAPH_NAME).read_bytes()
+        with suppress(OSError):  # another process may remove it meanwhile
+            if is_intact(folder):
+                return read_regular(folder / GRAPH_NAME, 2 * _MAX_CACHED_BYTES)
     # Both import protobuf, which takes a while, and which programs on a CPU do not need.
     from ...models.onnx_file.graph_editor import CannotRewriteError  # noqa: PLC0415
     from .rewriting import gpu_graph  # noqa: PLC0415

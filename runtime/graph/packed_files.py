@@ -63,7 +63,8 @@ def is_intact(folder: Path) -> bool:
     try:
         if folder.is_dir():
             check_folder(folder)
-            os.utime(folder)
+            with suppress(OSError):  # a cache that may only be read
+                os.utime(folder)
             return True
     except (OSError, BundleError):
         discard_folder(folder)

@@ -314,7 +314,8 @@ class HistoryStore:
     def _remove_index(self) -> bool:
         """Remove the index file, and those of earlier versions of edge-run; returns whether they are gone."""
         try:
-            for path in [self._index_path, *self._folder.glob(f"*{_INDEX}-*")]:
+            unfinished = self._index_path.with_name(f".{_INDEX}")
+            for path in [self._index_path, unfinished, *self._folder.glob(f"*{_INDEX}-*")]:
                 path.unlink(missing_ok=True)
         except PermissionError:  # Windows refuses while another process reads the file
             return False
