@@ -205,7 +205,8 @@ class Generation:
         return text
 
     def close(self) -> None:
-        """Give back what the answer's grammar uses."""
+        """Give back what the answer's grammar uses, and let go of the cache."""
+        self._sequence.bound.release_shared()
         if self._constraint is not None:
             self._constraint.end()
 
@@ -277,7 +278,8 @@ class Generation:
 
     def _sampler(self, sampling: SamplingParams, vocab_size: int, answer_length: int) -> Sampler:
         """The sampler of an answer whose last `answer_length` tokens it is given to observe."""
-        self.close()
+        if self._constraint is not None:
+            self._constraint.end()
         request = self._request
         if request.grammar is None:
             return Sampler(sampling, vocab_size)

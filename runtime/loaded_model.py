@@ -131,6 +131,8 @@ class LoadedModel:
         """End the answers being generated and free the memory; calling it again does nothing."""
         self.queue.close()
         self.prefill_choice.close()
+        if not isinstance(self.shared_passes, str):
+            self.shared_passes.close()
         self.drafters.close()
         self._formats.close()
         self._graph = None

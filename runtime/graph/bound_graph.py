@@ -58,6 +58,10 @@ class BoundGraph(Protocol):
         """Run over another arena of the same tensor types from now on."""
         self.arena = arena
 
+    def release_shared(self) -> None:
+        """Let go of what shared passes hold of the caches of their texts, because the answer has ended."""
+        self.others = ALONE
+
     def prefill_width(self, preferred: int, remaining: int) -> int:
         """Number of prompt tokens to run in the next pass, given the `preferred` number and those that are left."""
         del remaining

@@ -93,6 +93,11 @@ class BoundSession(BoundGraph):
         self._in_place = arena if isinstance(arena, _IN_PLACE) else None
         self._bound_generation: object = -1
 
+    def release_shared(self) -> None:
+        """Let go of what shared passes hold of the caches of their texts."""
+        if self._shared is not None:
+            self._shared.release()
+
     def observe(self, name: str, array: npt.NDArray[Any]) -> None:
         """Let every pass also write an output of the graph, whose shape does not change, to `array`."""
         self._io.bind_ortvalue_output(name, wrapped(array))
@@ -134,6 +139,7 @@ class BoundSession(BoundGraph):
             wanted = np.asarray(logits_for, np.int64)
         else:
             wanted = self._indices[:width] if width <= _FIRST_INDICES else np.arange(width)
+        self.others = ALONE
         self.arena.reserve(width)
         new = NewTokens(ids, wanted, positions, tree_mask)
         if width > 1 and (part := self._part_width(width, wanted)) < width:
@@ -214,9 +220,10 @@ class BoundSession(BoundGraph):
     def _run_session(self) -> None:
         if self.shares_passes and self._shared is not None:
             self._shared.run(self._session, self._io, self._run_options)
-            self.others = self._io.others
+            # A pass in several parts has waited in each.
+            waited_s = self.others.waited_s + self._io.others.waited_s
+            self.others = self._io.others._replace(waited_s=waited_s)
         else:
-            self.others = ALONE
             self._session.run_with_iobinding(self._io, self._run_options)
 
     def _run_first_session(self, session: ort.InferenceSession, width: int) -> None:

@@ -92,8 +92,9 @@ class CacheShift:
         gives that value. So after slots in the middle were dropped, the keys must be those that were there before.
         """
         if self._checked is None:
-            arena, sequence_arena = self.new_arena(), bound.arena
+            arena, sequence_arena, shares_passes = self.new_arena(), bound.arena, bound.shares_passes
             bound.use(arena)
+            bound.shares_passes = False
             try:
                 bound.forward([self.graph_io.input_vocab // 2] * _CHECK_TOKENS, logits_for=(_CHECK_TOKENS - 1,))
                 arena.commit(_CHECK_TOKENS)
@@ -108,6 +109,7 @@ class CacheShift:
                 self._checked = False
             finally:
                 bound.use(sequence_arena)
+                bound.shares_passes = shares_passes
         return self._checked
 
     @cached_property

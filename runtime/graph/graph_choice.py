@@ -223,6 +223,10 @@ class ChosenSession(BoundGraph):
         for bound in (self._base, *self._bound.values()):
             bound.use(arena)
 
+    def release_shared(self) -> None:
+        """Let go of what shared passes hold of the caches of their texts."""
+        self._base.release_shared()
+
     def prefill_width(self, preferred: int, remaining: int) -> int:
         """Number of prompt tokens to run in the next pass, as the graphs want that may run it."""
         for graph in self._asked[self.base_only]:

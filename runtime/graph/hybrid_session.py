@@ -8,7 +8,6 @@ from typing import Any, Final
 import numpy as np
 import onnxruntime as ort
 
-from ...errors import EdgeError
 from ..kv.arena import KVArena
 from ..kv.state_buffers import StateCheckpoint, States, StateView
 from .bound_session import BoundSession, NewTokens
@@ -63,7 +62,7 @@ class HybridSession(BoundSession):
             else:
                 # A graph with states takes consecutive tokens alone.
                 logits = self._run_from(start, NewTokens([*replayed, *new.ids], new.wanted + len(replayed)))
-        except EdgeError:
+        except BaseException:  # also an interrupt, while the pass waits for others
             states.forget_states()
             raise
         states.end_pass(new.ids, outputs)
@@ -80,7 +79,7 @@ class HybridSession(BoundSession):
         arena.length = start
         try:
             logits = super()._run_pass(new)
-        except EdgeError:
+        except BaseException:
             arena.length = length
             if self._growing is not None:
                 # The slots to be written again were dropped from the tensors that grow.

@@ -12,7 +12,7 @@ import numpy as np
 import onnxruntime as ort
 import psutil
 
-from ...errors import BundleError
+from ...errors import BundleError, EdgeError
 from ...models.onnx_file.wire import external_files
 from ...models.user_folders import cache_folder
 from ..devices.device_lock import device_lock
@@ -223,10 +223,11 @@ class GraphSession(DecoderGraph):
             model, config = with_int8_cache(self._graph, config.kv_scales, model), replace(config, kv_scales=None)
         try:
             packed = packed_graph(self._graph, self.graph_io, texts, model)
-        except CannotRewriteError as error:
+            session = _load(self._graph, config, packed)[0]
+        except (CannotRewriteError, EdgeError, MemoryError) as error:
             _log.warning("the passes of several texts run one by one: %s", error)
             return None
-        return PackedPasses(_load(self._graph, config, packed)[0], self.graph_io, texts)
+        return PackedPasses(session, self.graph_io, texts)
 
     def end_profile(self) -> Path:
         """Write the node times since the graph was loaded (see `SessionConfig.profile`) and return the file."""

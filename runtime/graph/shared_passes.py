@@ -64,7 +64,7 @@ class TextBinding(ort.IOBinding):  # type: ignore[misc]  # onnxruntime has no ty
         """What else ran in the last pass."""
         self.pass_s = 0.0
         """Seconds of the last pass."""
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         """Why the last pass failed, which the thread of another text ran."""
 
     def bind_ortvalue_input(self, name: str, ortvalue: ort.OrtValue) -> None:
@@ -205,10 +205,12 @@ class SharedPasses:
         self.totals = NO_PASSES
         self._tokens: Final = tokens
         self._texts: Final = texts
-        self._load: Final = load
+        self._load: Callable[[], PackedPasses | None] | None = load
+        """Loads the packed graph; None once it has."""
         self._gather: Final = gather
         self._packed: PackedPasses | None = None
-        self._is_loaded = False
+        self._cannot_share = False
+        """Whether the graph turned out not to have a packed form."""
         self._handed_in: Final[list[TextBinding]] = []
 
     def run(self, session: ort.InferenceSession, text: TextBinding, options: ort.RunOptions) -> None:
@@ -217,12 +219,12 @@ class SharedPasses:
         Raises:
             Exception: ONNX Runtime failed; all texts of the pass get the same error.
         """
-        text.error, handed_in = None, self._handed_in
+        error, text.error, handed_in = None, None, self._handed_in
         handed_in.append(text)
         handed_in_at = time.perf_counter()
         try:
-            if len(handed_in) < self._texts:
-                self._gather(lambda: text not in handed_in)
+            if not self._cannot_share:
+                self._gather(lambda: text not in handed_in or len(handed_in) == self._texts)
         except BaseException:
             if text in handed_in:
                 handed_in.remove(text)
@@ -230,31 +232,44 @@ class SharedPasses:
         if text in handed_in:
             texts = sorted(handed_in, key=lambda each: each.number)
             handed_in.clear()
-            started = time.perf_counter()
             try:
                 self._run(session, texts, options)
-            except Exception as error:  # noqa: BLE001  raised below, in the thread of each text
+            except BaseException as caught:
+                interrupted = None if isinstance(caught, Exception) else RuntimeError("the pass was interrupted")
                 for each in texts:
-                    each.error = error
-            seconds = time.perf_counter() - started
-            for each in texts:
-                each.pass_s = seconds
+                    each.error = interrupted or caught
+                if interrupted is not None:
+                    raise
         text.others = text.others._replace(waited_s=time.perf_counter() - handed_in_at - text.pass_s)
-        if text.error is not None:
-            raise text.error
+        error, text.error = text.error, None
+        if error is not None:
+            raise error
+
+    def release(self) -> None:
+        """Let go of the caches of the last pass; called by a thread that has the turn."""
+        if self._packed is not None:
+            self._packed.release()
+
+    def close(self) -> None:
+        """Free the packed graph."""
+        self._packed, self._load, self._cannot_share = None, None, True
 
     def _run(self, session: ort.InferenceSession, texts: Sequence[TextBinding], options: ort.RunOptions) -> None:
         """Run the passes of some texts, together if they are several."""
-        passes, all_texts, all_tokens = self.totals
-        tokens = sum(each.inputs[self._tokens].shape()[1] for each in texts)
-        self.totals = PassTotals(passes + 1, all_texts + len(texts), all_tokens + tokens)
-        if len(texts) > 1 and not self._is_loaded:
-            self._packed, self._is_loaded = self._load(), True
-        if len(texts) > 1 and self._packed is not None:
-            self._packed.run(texts, options)
-            return
-        if self._packed is not None:
-            self._packed.release()
-        for each in texts:
-            each.others = ALONE
-            session.run_with_iobinding(each, options)
+        if len(texts) > 1 and self._load is not None:
+            self._packed, self._load = self._load(), None
+            self._cannot_share = self._packed is None
+        together = [texts] if self._packed is not None else [[each] for each in texts]
+        for part in together:
+            started = time.perf_counter()
+            if len(part) > 1 and self._packed is not None:
+                self._packed.run(part, options)
+            else:
+                self.release()
+                part[0].others = ALONE
+                session.run_with_iobinding(part[0], options)
+            passes, all_texts, all_tokens = self.totals
+            tokens = sum(each.inputs[self._tokens].shape()[1] for each in part)
+            self.totals = PassTotals(passes + 1, all_texts + len(part), all_tokens + tokens)
+            for each in part:
+                each.pass_s = time.perf_counter() - started

@@ -98,6 +98,8 @@ class LayerStates:
         """Whether the next pass can bring states from the beginning of the last pass to any of its tokens."""
         self.cuts_anywhere: Final = all(each.of_every_token or each.part is StatePart.UPDATED for each in types)
         self.buffers: Final = tuple(StateBuffers(each) for each in types)
+        self._runs = False
+        """Whether a pass has begun and not ended."""
         self.token_ids: list[int] = []
         self._position = 0
         """Number of tokens before the states."""
@@ -235,13 +237,13 @@ class LayerStates:
                 self._position = length
             else:
                 self._move_to_checkpoint()
-        self._outputs = None
+        self._outputs, self._runs = None, True
         self._pass_ids, self._pass_base = [], length
         return self.token_ids[self._position : length]
 
     def end_pass(self, ids: list[int], outputs: StateCheckpoint) -> None:
         """Take over the result of a pass over `ids`, before which `move_to` was called."""
-        self._outputs, self._pass_ids = outputs, ids
+        self._outputs, self._pass_ids, self._runs = outputs, ids, False
         self._end = self.end
         for buffers in self.buffers:
             buffers.end_pass()
@@ -265,6 +267,7 @@ class LayerStates:
 
     def forget_states(self) -> None:
         """Start from a checkpoint, because a pass that failed may have written to the states it started from."""
+        self._runs = False
         if self._has_updates:
             self._drop_held(self._position)
             self._position = len(self.token_ids) + 1
@@ -288,8 +291,8 @@ class LayerStates:
 
     def _copy_at(self, position: int) -> StateCheckpoint | None:
         """A copy of the states at a position; None if they are not known."""
-        if self._has_updates and self._position < position < self._end:
-            return None  # the matrices there are made by the next pass
+        if self._has_updates and (self._position < position < self._end or (self._runs and position == self._position)):
+            return None  # the matrices there are made by the next pass, or changed by the one that runs
         views = self._views_at(position)
         return None if views is None else tuple(view.states.copy() for view in views)
 

@@ -172,6 +172,7 @@ class RequestQueue:
         """`turn`, for who runs passes."""
         with self.turn():
             taker.used_turn = False
+            self._current = taker
             yield
 
     @contextmanager
@@ -184,7 +185,7 @@ class RequestQueue:
             yield
         finally:
             if had_turn:
-                self._turns.acquire()
+                self._turns.acquire_again()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -219,28 +220,34 @@ class RequestQueue:
     def gather(self, is_done: Callable[[], bool]) -> None:
         """Let the others hand in their passes, in the thread that has the turn and has handed in its own.
 
-        Those that wait for the turn get it once. Those that shared the last pass and are between two chunks of text are
-        waited for, a little: otherwise two answers would take turns, each always too late for the other's pass.
+        Those that wait for the turn get it once. Those that have handed in passes before and are between two chunks of
+        text are waited for, a little: otherwise two answers would take turns, each always too late for the other's
+        pass.
 
         Args:
-            is_done: whether another thread has run the pass.
+            is_done: whether another thread has run the pass, or nobody else can join it.
         """
         taker = self._current
         if taker is None:
             return
-        self._turns.pass_on()
+        self._due.discard(taker)
+        if not is_done():
+            self._turns.pass_on()
         deadline = time.perf_counter() + _GRACE_S
-        while not is_done() and self._due:
+        while not is_done() and self._due and not taker.cancelled:
             steady = any(each.steady and not each.cancelled for each in tuple(self._due))
             if not steady and time.perf_counter() >= deadline:
+                self._due.clear()  # they are waited for again once they have handed in another pass
                 break
             if self._turns.has_waiting:
+                missing = len(self._due)
                 self._turns.pass_on()
-                deadline = time.perf_counter() + _GRACE_S
+                if len(self._due) < missing:
+                    deadline = time.perf_counter() + _GRACE_S
             else:
-                self._turns.release()
-                time.sleep(_GRACE_S / 40)
-                self._turns.acquire()
+                with self.without_turn():
+                    time.sleep(_GRACE_S / 40)
+        self._current = taker  # others had the turn meanwhile
         self._due.add(taker)
 
     def drop(self, ticket: Ticket, chunks: Chunks | None) -> None:
@@ -283,6 +290,8 @@ class RequestQueue:
             return
         try:
             for _ in range(len(self._dropped)):
+                if not self._dropped:
+                    break  # closing several answers lets others have the turn, and they end some too
                 ticket, chunks = self._dropped.popleft()
                 try:
                     if chunks is not None:

@@ -7,7 +7,7 @@ so each answer begins with the very logits that a single request with its seed h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -40,7 +40,7 @@ def run_together(
     takers: Sequence[TurnTaker],
     at_once: int,
     ready: Event | None = None,
-) -> Iterator[tuple[int, Item]]:
+) -> Generator[tuple[int, Item], None, None]:
     """Run generators that take turns in a thread each, so that they share passes; yield indices and items as they come.
 
     Args:
@@ -53,11 +53,13 @@ def run_together(
     if ready is None:
         queue.expect(takers[:at_once])
     running = _Together(queue, starts, takers, ready)
-    runs = [Run(running.work, "edge-run answer") for _ in range(min(at_once, len(starts)))]
-    for run in runs:
-        run.start()
-    unfinished = len(runs)
+    runs: list[Run[None]] = []
     try:
+        for _ in starts[:at_once]:
+            run: Run[None] = Run(running.work, "edge-run answer")
+            run.start()
+            runs.append(run)
+        unfinished = len(runs)
         while unfinished:
             with queue.without_turn():
                 result = running.next_result()
@@ -202,10 +204,11 @@ class PromptAnswers:
                     most_tokens = room if most_tokens is None else min(room, most_tokens)
                 yield from best_of(self, options.n, EarlyStop(options.n, options.early_stop, most_tokens))
             else:
-                for index, chunk in self.together(self.start):
-                    yield replace(chunk, index=index)
+                with closing(self.together(self.start)) as found:
+                    for index, chunk in found:
+                        yield replace(chunk, index=index)
 
-    def together(self, start: Start) -> Iterator[tuple[int, Chunk]]:
+    def together(self, start: Start) -> Generator[tuple[int, Chunk], None, None]:
         """Generate all answers, each begun by `start`; yields chunks and the indices of their answers as they come."""
         starts = [partial(start, index) for index in range(len(self.seeds))]
         return run_together(self._model.queue, starts, self._takers, self._at_once, self._is_read)
@@ -326,8 +329,9 @@ def best_of(answers: PromptAnswers, wanted: int, early_stop: EarlyStop) -> Chunk
                 if chunk.finish_reason not in (None, FinishReason.CANCELLED):
                     early_stop.add_finished(chunk.logprob_totals)
 
-    for index, chunk in answers.together(unless_stopped):
-        found.setdefault(index, []).append(chunk)
+    with closing(answers.together(unless_stopped)) as generated:
+        for index, chunk in generated:
+            found.setdefault(index, []).append(chunk)
     # A cancelled request may not have begun them all.
     ends = {index: chunks[-1] for index, chunks in sorted(found.items()) if chunks[-1].completion_tokens}
     candidates = {

@@ -67,15 +67,18 @@ class TurnLock:
 
     def pass_on(self) -> None:
         """Let every thread that waits now have the lock once before this one, which holds it, has it again."""
-        if not self._waiting:
-            return
-        self.release()
+        if self._waiting:
+            self.release()
+            self.acquire_again()
+
+    def acquire_again(self) -> None:
+        """Wait for the lock; an interrupt is raised once the caller holds it."""
         interrupt: BaseException | None = None
         while True:
             try:
                 self.acquire()
                 break
-            except BaseException as error:  # noqa: BLE001  raised below, once the caller holds the lock again
+            except BaseException as error:  # noqa: BLE001  raised below
                 interrupt = error
         if interrupt is not None:
             raise interrupt

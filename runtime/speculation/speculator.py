@@ -145,6 +145,7 @@ class Speculator:
         if self._ahead is not None:
             self._ahead.end()
         self._settled = NOTHING_AHEAD
+        self.others = ALONE
         self._token_ids = list(token_ids)
         self._synced = 0
         self._rounds = 0
