@@ -25,6 +25,7 @@ _WORDS: Mapping[Any, str] = {
     float: "a number",
     str: "text",
     types.NoneType: "None",
+    Callable: "a function",
 }
 _OPTION: Final = "option"
 _Record = TypeVar("_Record")
@@ -123,8 +124,6 @@ def _as_type(value: Any, kind: Any) -> Any:
         return {_as_type(each, key): _as_type(item, element) for each, item in value.items()}
     if kind is Any:
         fits = True
-    elif _is_callback(origin):
-        fits = callable(value)
     else:
         fits = isinstance(value, origin) and (origin is not os.PathLike or isinstance(os.fspath(value), str))
     if not fits:
@@ -144,11 +143,6 @@ def _as_number(value: Any, kind: type[int] | type[float]) -> int | float:
         raise TypeError from error
 
 
-def _is_callback(kind: Any) -> bool:
-    """Whether a type is a protocol of functions, against which `isinstance` cannot check."""
-    return getattr(kind, "_is_protocol", False) and "__call__" in vars(kind)
-
-
 def _described(kind: Any) -> str:
     origin = get_origin(kind) or kind
     if origin is Sequence:
@@ -161,8 +155,6 @@ def _described(kind: Any) -> str:
         )
     if origin is os.PathLike:
         return "a path"
-    if _is_callback(origin):
-        return "a function"
     if isinstance(origin, type) and issubclass(origin, Enum):
         return f"a {origin.__name__}, such as {origin.__name__}.{next(iter(origin)).name}"
     return _WORDS.get(origin) or f"a {origin.__name__}"
