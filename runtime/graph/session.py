@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -207,7 +208,14 @@ class GraphSession(DecoderGraph):
         if weights > room and not self._graph.is_relative_to(cache_folder()):
             return "the weights are not packed for this machine, and there is no memory to hold them twice"
         tokens = self.graph_io.inputs[InputRole.TOKENS].name
-        self._shared = SharedPasses(lambda: self._packed_passes(texts), tokens, texts, gather)
+        # A cycle of references would keep the files of the weights mapped until it is collected.
+        owner = weakref.ref(self)
+
+        def load() -> PackedPasses | None:
+            graph = owner()
+            return None if graph is None else graph._packed_passes(texts)
+
+        self._shared = SharedPasses(load, tokens, texts, gather)
         return self._shared
 
     def _packed_passes(self, texts: int) -> PackedPasses | None:

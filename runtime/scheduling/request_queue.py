@@ -161,6 +161,8 @@ class RequestQueue:
     def leave(self, ticket: TurnTaker) -> None:
         """Give up a place, or waiting for one, or taking turns without one."""
         self._due.discard(ticket)
+        if self._current is ticket:
+            self._current = None  # a ticket refers to its owner's cache
         with self._changed:
             for tickets in (self._running, self._waiting):
                 if isinstance(ticket, Ticket) and ticket in tickets:
