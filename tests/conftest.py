@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -35,13 +34,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 os.environ["TERM"] = "dumb"
 os.environ["COLUMNS"] = "110"
 share_machine()
-gc.disable()  # until all tests are collected
-
-
-def pytest_collection_finish() -> None:
-    """Search for garbage from now on, but never among the tests and modules, which stay until the end."""
-    gc.freeze()
-    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
