@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ import edgerun
 from edgerun.edge.bench.bench_result import BenchConditions, BenchResult
 from edgerun.edge.bench.prompt_sets import limit_per_category, read_recording
 from edgerun.edge.bench.ratios import PLAIN, ModeResult
-from edgerun.edge.bench.runner import BenchSettings, ConversationRunner, DecodingMode, Measurements, parse_turns
+from edgerun.edge.bench.runner import BenchSettings, ConversationRunner, DecodingMode, parse_turns
 from edgerun.runtime.measure.system_load import LoadMeter
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.replay import OracleMode
@@ -119,12 +120,11 @@ class RecordingReplay:
         """Measure what is missing until the deadline; returns the results of all measured conversations."""
         results = self._file.read()
         done = {(result.variant, result.conversation) for result in results}
-        runners = {
-            variant.name: ConversationRunner(
-                self._engines[variant.name], self._modes, replace(self._plan, exact=variant.base_graph)
-            )
+        exact = {
+            variant.name: replace(self._plan, options=replace(self._plan.options, exact=variant.base_graph))
             for variant in variants
         }
+        runners = {name: ConversationRunner(self._engines[name], self._modes, plan) for name, plan in exact.items()}
         with console.status(self._recording.name) as status:
             for place, number in enumerate(self._order):
                 order = variants if place % 2 == 0 else variants[::-1]
@@ -133,11 +133,9 @@ class RecordingReplay:
                     break
                 status.update(f"{self._recording.name}: {place} of {len(self._order)} conversations")
                 for variant in missing:
-                    measured = Measurements()
                     charged = self._charged.get(variant.name)
                     with nullcontext() if charged is None else charged.charging():
-                        for turn in runners[variant.name].measure(number, self._conversations[number]):
-                            measured.add(turn)
+                        measured = list(runners[variant.name].measure(number, self._conversations[number]))
                     result = ConversationResult(variant.name, number, measured)
                     self._file.append(result)
                     results.append(result)
@@ -146,12 +144,7 @@ class RecordingReplay:
     def summarized(self, results: Sequence[ConversationResult], variant: str, meter: LoadMeter) -> BenchResult:
         """The figures of one variant."""
         engine, options, recording = self._engines[variant], self._options, self._recording
-        found = Measurements()
-        count = 0
-        for result in results:
-            if result.variant == variant:
-                found.add(result.measured)
-                count += 1
+        measured = [result.measured for result in results if result.variant == variant]
         conditions = BenchConditions(
             model=engine.bundle.folder.parent.name,
             draft=None,
@@ -163,9 +156,9 @@ class RecordingReplay:
             max_tokens=options.max_tokens,
             turns=recording.turns,
             temperature=0.0,
-            conversations=count,
+            conversations=len(measured),
         )
-        return BenchResult.of(found, conditions, engine, meter)
+        return BenchResult.of(list(chain.from_iterable(measured)), conditions, engine, meter)
 
     @property
     def conversations(self) -> int:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edgerun.edge.bench.ratios import PLAIN
-from edgerun.edge.bench.runner import Measurements
 from edgerun.runtime.result import Stats
 from replay_results import ConversationResult
 
@@ -27,19 +26,16 @@ class HostFactors:
         return [
             replace(
                 each,
-                measured=Measurements(
-                    [
-                        replace(
-                            turn,
-                            stats={
-                                mode: _scaled(stats, self.plain if mode == PLAIN else self.drafting)
-                                for mode, stats in turn.stats.items()
-                            },
-                        )
-                        for turn in each.measured.turns
-                    ],
-                    each.measured.shortened,
-                ),
+                measured=[
+                    replace(
+                        turn,
+                        stats={
+                            mode: _scaled(stats, self.plain if mode == PLAIN else self.drafting)
+                            for mode, stats in turn.stats.items()
+                        },
+                    )
+                    for turn in each.measured
+                ],
             )
             for each in results
         ]
@@ -66,7 +62,7 @@ class RealHost:
         self._rounds[recording] = {
             f"{result.conversation} {turn.turn} {mode}": [host_s(stats), stats.decode_passes]
             for result in results
-            for turn in result.measured.turns
+            for turn in result.measured
             for mode, stats in turn.stats.items()
             if stats.decode_passes
         }
@@ -79,7 +75,7 @@ class RealHost:
         kept = self._rounds.get(recording, {})
         sums = {True: [0.0, 0.0], False: [0.0, 0.0]}
         for result in results:
-            for turn in result.measured.turns:
+            for turn in result.measured:
                 for mode, stats in turn.stats.items():
                     found = kept.get(f"{result.conversation} {turn.turn} {mode}")
                     if found is not None and stats.decode_passes:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from edgerun.edge.bench.ratios import PLAIN, MeasuredTurn, ModeResult, compare_modes
-from edgerun.edge.bench.runner import Measurements
 from edgerun.runtime.result import DraftCounts, Stats
 from edgerun.runtime.sampling.logprobs import LogprobTotals
 
@@ -25,7 +24,7 @@ class ConversationResult:
     variant: str
     conversation: int
     """Index of the conversation."""
-    measured: Measurements
+    measured: Sequence[MeasuredTurn]
 
 
 class ResultFile:
@@ -54,8 +53,7 @@ class ResultFile:
         row = {
             "variant": result.variant,
             "conversation": result.conversation,
-            "shortened": result.measured.shortened,
-            "turns": [_turn_json(turn) for turn in result.measured.turns],
+            "turns": [_turn_json(turn) for turn in result.measured],
         }
         self._drop_unfinished_line()
         with self._path.open("a", encoding="utf-8") as file:
@@ -78,7 +76,7 @@ def gain(results: Sequence[ConversationResult], base: tuple[str, str], other: tu
             (turn.conversation, turn.turn): turn
             for result in results
             if result.variant == name
-            for turn in result.measured.turns
+            for turn in result.measured
         }
         for name in {base[0], other[0]}
     }
@@ -112,7 +110,7 @@ def _result_from(row: Mapping[str, Any]) -> ConversationResult:
         )
         for turn in row["turns"]
     ]
-    return ConversationResult(row["variant"], row["conversation"], Measurements(turns, row["shortened"]))
+    return ConversationResult(row["variant"], row["conversation"], turns)
 
 
 def _stats_from(row: Mapping[str, Any]) -> Stats:

@@ -15,16 +15,15 @@ from ...runtime.result import Stats
 from ...runtime.speculation.choice import SOURCE_NAMES
 from ...runtime.speculation.tree import Source
 from .ratios import (
+    MIN_CONVERSATIONS,
     PLAIN,
-    MachineLoad,
+    MeasuredTurn,
     ModeResult,
     RoundTimes,
     compare_modes,
-    headline,
-    reason_without_ratio,
+    rounded,
     spread_of_plain,
 )
-from .runner import Measurements
 
 REPLAY_NOTE: Final = (
     "Replay: the tokens are those of a recording. Every pass over the weights counts at its full cost, and draft "
@@ -35,6 +34,10 @@ SPEED_NOTE: Final = (
     "run; brackets are 95 % confidence intervals over conversations, given where every category has at least three."
 )
 BUSY_NOTE: Final = "Other programs used the processor during the measurement: all numbers may be off."
+_MIN_TOKENS: Final = 100
+"""Fewest tokens after the first one, of all answers of a mode, that give a ratio."""
+_MAX_SPREAD: Final = 1.5
+"""Ratio of the quartiles of plain decoding's rates above which the machine was not steady."""
 _LEARNING: Final = SOURCE_NAMES[Source.RECYCLED]
 _COST_WIDTH: Final = 16
 """Widest pass whose cost is reported, in tokens."""
@@ -80,17 +83,24 @@ class BenchResult:
     """Number of tokens in the cache during those passes."""
     shortened: int = 0
     """Number of prompts that were shortened to fit the context."""
-    load: MachineLoad = field(default_factory=MachineLoad)
+    others: float | None = None
+    """Mean number of processors that other programs used meanwhile; None where the system does not tell it."""
+    busy: bool = False
+    """Whether they took processors that the measurement needed."""
+    plain_spread: float = 1.0
+    """Upper quartile of the rates of plain decoding's answers over the lower one."""
     machine: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, measured: Measurements, conditions: BenchConditions, engine: Engine, meter: LoadMeter) -> BenchResult:
+    def of(
+        cls, measured: Sequence[MeasuredTurn], conditions: BenchConditions, engine: Engine, meter: LoadMeter
+    ) -> BenchResult:
         """Compare the modes, and take the pass cost from the engine; `meter` ran during the measurement.
 
         Raises:
             InputError: no answer is long enough to have a rate.
         """
-        comparable = [turn for turn in measured.turns if turn.comparable]
+        comparable = [turn for turn in measured if turn.comparable]
         if not comparable:
             raise InputError("no answer had a second token", "give other prompts, more --max-tokens, or --turns all")
         context = round(statistics.median(turn.context for turn in comparable))
@@ -101,8 +111,10 @@ class BenchResult:
             plain=Stats.total(turn.stats[PLAIN] for turn in comparable),
             pass_cost_ms=[1e3 * float(seconds) for seconds in cost],
             pass_cost_context=context,
-            shortened=measured.shortened,
-            load=MachineLoad(meter.others(), meter.is_busy, spread_of_plain(comparable)),
+            shortened=sum(turn.shortened for turn in measured),
+            others=meter.others(),
+            busy=meter.is_busy,
+            plain_spread=spread_of_plain(comparable),
             machine=describe_machine(),
         )
 
@@ -113,8 +125,46 @@ class BenchResult:
 
     @property
     def headlines(self) -> list[str]:
-        """A sentence for every mode: its ratio, or why there is none."""
-        return [headline(mode, self.load) for mode in self.modes]
+        """A sentence for every mode: its ratio with the interval, or why there is none and what to do."""
+        return [self._headline(mode) for mode in self.modes]
+
+    def _headline(self, mode: ModeResult) -> str:
+        if (reason := self.reason_without_ratio(mode)) is not None:
+            return f"{mode.name}: no ratio, because {reason}"
+        rate, plain = mode.stats.decode_tokens_per_second, mode.plain.decode_tokens_per_second
+        interval = " (95 % interval {:.2f} to {:.2f})".format(*mode.mean.interval) if mode.mean.interval else ""
+        return (
+            f"{mode.name}: {mode.mean.value:.2f} times as fast as plain decoding{interval}, "
+            f"{rate:.1f} and {plain:.1f} tokens a second"
+        )
+
+    def reason_without_ratio(self, mode: ModeResult) -> str | None:
+        """Why the ratio of a mode says nothing, and what to do; None if it does."""
+        tokens = min(mode.stats.decode_tokens, mode.plain.decode_tokens)
+        if not mode.stats.drafted:
+            return (
+                "no draft token was verified: both modes did the same. Give prompts like those you use (--prompts), "
+                "longer answers (--max-tokens) or a draft model (--draft)"
+            )
+        if tokens < _MIN_TOKENS:
+            return (
+                f"the answers had only {tokens} tokens after their first ones, and {_MIN_TOKENS} are needed. "
+                "Give more prompts, or more --max-tokens"
+            )
+        if mode.mean.interval is None:
+            return (
+                f"a category has fewer than {MIN_CONVERSATIONS} conversations with answers to compare. "
+                "Give more prompts, or a larger --limit"
+            )
+        if self.busy:
+            used = "" if self.others is None else f" (they used {self.others:.1f} processors on average)"
+            return f"other programs used the processor meanwhile{used}. Close them and measure again"
+        if self.plain_spread > _MAX_SPREAD:
+            return (
+                f"the machine was not steady: of the answers of plain decoding, the faster ones ran at "
+                f"{self.plain_spread:.1f} times the speed of the slower ones. Measure again when nothing else runs"
+            )
+        return None
 
     @property
     def notes(self) -> list[str]:
@@ -132,7 +182,7 @@ class BenchResult:
             )
         if self.shortened:
             notes.append(f"{self.shortened} prompts were shortened to fit the context.")
-        if self.load.busy:
+        if self.busy:
             notes.append(BUSY_NOTE)
         return notes
 
@@ -144,14 +194,16 @@ class BenchResult:
             **asdict(conditions),
             "max_tokens": min(conditions.max_tokens, conditions.context),
             "machine": dict(self.machine),
-            "processors_used_by_others": None if self.load.others is None else round(self.load.others, 2),
-            "busy": self.load.busy,
+            "processors_used_by_others": None if self.others is None else round(self.others, 2),
+            "busy": self.busy,
             "headlines": {mode.name: self._headline_json(mode) for mode in self.modes},
             "shortened_prompts": self.shortened,
-            "plain": {
-                "tokens_per_second": float(f"{self.plain.decode_tokens_per_second:.5g}"),
-                "pass_ms": float(f"{RoundTimes.of(self.plain).total:.5g}"),
-            },
+            "plain": rounded(
+                {
+                    "tokens_per_second": self.plain.decode_tokens_per_second,
+                    "pass_ms": RoundTimes.of(self.plain).total,
+                }
+            ),
             "modes": {mode.name: mode.to_json() for mode in self.modes},
             "pass_cost": {
                 "context": self.pass_cost_context,
@@ -161,7 +213,6 @@ class BenchResult:
 
     def _headline_json(self, mode: ModeResult) -> dict[str, Any]:
         """The ratio of a mode with its interval, or the reason why there is none, as plain values."""
-        reason, described = reason_without_ratio(mode, self.load), mode.to_json()
-        if reason is not None:
-            return {"ratio": None, "interval": None, "reason": reason}
-        return {"ratio": described["geometric_mean"], "interval": described["interval"], "reason": None}
+        reason, mean = self.reason_without_ratio(mode), mode.mean
+        ratio, interval = (None, None) if reason is not None else rounded((mean.value, mean.interval))
+        return {"ratio": ratio, "interval": interval, "reason": reason}

@@ -23,7 +23,6 @@ from ...runtime.result import Reply
 from ...runtime.scheduling.turn_lock import POLL_S
 from .bench_result import BenchConditions
 from .prompt_sets import bundled_prompts
-from .ratios import MachineLoad
 
 TURNS: Final = 3
 """How often each number of clients is measured."""
@@ -34,7 +33,6 @@ _WARM_UP_TOKENS: Final = 16
 _Run: TypeAlias = tuple[float, Sequence[float], Sequence[float]]
 """A turn with a number of clients: tokens per second of all together; and of each request the seconds to its first
 token, and the mean seconds of the further ones."""
-
 
 COLUMNS: Final = ("tokens_per_second", "ratio", "first_token_ms", "first_token_p95_ms", "token_ms", "token_p95_ms")
 """What is reported of a number of clients: medians over the turns (of the rate, and of its ratio to one client's in the
@@ -51,7 +49,9 @@ class ClientsResult:
     speculation: str
     rows: Sequence[Mapping[str, float]]
     """`clients` and `COLUMNS`, for each number of clients."""
-    load: MachineLoad
+    others: float | None
+    busy: bool
+    """As in `BenchResult`."""
 
     def to_json(self) -> dict[str, Any]:
         """This result as plain values."""
@@ -61,8 +61,8 @@ class ClientsResult:
             "prompt_tokens": self.prompt_tokens,
             "speculation": self.speculation,
             "machine": describe_machine(),
-            "processors_used_by_others": None if self.load.others is None else round(self.load.others, 2),
-            "busy": self.load.busy,
+            "processors_used_by_others": None if self.others is None else round(self.others, 2),
+            "busy": self.busy,
             "clients": list(self.rows),
         }
 

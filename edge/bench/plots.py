@@ -22,7 +22,7 @@ from matplotlib.ticker import MaxNLocator
 from ...models.atomic import write_atomically
 from .bench_result import BenchResult
 from .clients import COLUMNS, ClientsResult
-from .ratios import RoundTimes, reason_without_ratio
+from .ratios import RoundTimes
 from .table import acceptance_text, interval_text
 
 INK: Final = "#010101"
@@ -287,7 +287,7 @@ def page(result: BenchResult) -> str:
         dark={css_variable(name): colour for name, colour in DARK.items()},
         facts=_facts(result),
         notes=result.notes,
-        reasons={mode.name: reason_without_ratio(mode, result.load) for mode in result.modes},
+        reasons={mode.name: result.reason_without_ratio(mode) for mode in result.modes},
         acceptance_text=acceptance_text,
         interval_text=interval_text,
     )

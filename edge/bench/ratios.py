@@ -25,14 +25,10 @@ _RESAMPLES: Final = 2000
 MIN_CONVERSATIONS: Final = 3
 """Fewest conversations of a category for which an interval is given."""
 _PERCENTILES: Final = (2.5, 97.5)
-_MIN_TOKENS: Final = 100
-"""Fewest tokens after the first one, of all answers of a mode, that give a ratio."""
 _MIN_ANSWER_TOKENS: Final = 8
 """Fewest tokens of an answer whose rate is compared with other rates."""
 _MIN_ANSWERS: Final = 6
 """Fewest such answers."""
-_MAX_SPREAD: Final = 1.5
-"""Ratio of the quartiles of plain decoding's rates above which the machine was not steady."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +46,8 @@ class MeasuredTurn:
     """Modes whose text differs from the text of plain decoding."""
     context: int = 0
     """Number of prompt tokens."""
+    shortened: bool = False
+    """Whether the prompt was shortened to fit the context."""
 
     @property
     def comparable(self) -> bool:
@@ -76,6 +74,8 @@ class RoundTimes:
     """The pass of the target."""
     host: float
     """Everything else: looking up candidates, pruning, choosing tokens, learning, detokenizing."""
+    host_drafting: float
+    """The part of it that only drafting takes."""
     total: float
 
     @classmethod
@@ -83,7 +83,8 @@ class RoundTimes:
         """The mean over the rounds of some answers; all 0 if there were none."""
         host_s = max(stats.decode_s - stats.draft_s - stats.target_s, 0.0)
         scale = 1e3 / stats.decode_passes if stats.decode_passes else 0.0
-        return cls(stats.draft_s * scale, stats.target_s * scale, host_s * scale, stats.decode_s * scale)
+        seconds = (stats.draft_s, stats.target_s, host_s, stats.host_s, stats.decode_s)
+        return cls(*(scale * each for each in seconds))
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class CategoryResult:
     plain: Stats
     stats: Stats
     ratio: Estimate
-    quartiles: tuple[float, float, float]
+    quartiles: Sequence[float]
     """Quartiles of the ratios of single answers."""
 
 
@@ -115,28 +116,23 @@ class ModeResult:
 
     def to_json(self) -> dict[str, Any]:
         """This result as plain values; numbers have five significant digits."""
-        stats, times = self.stats, RoundTimes.of(self.stats)
-        return {
-            "geometric_mean": _rounded(self.mean.value),
-            "interval": _interval(self.mean),
-            "tokens_per_second": _rounded(stats.decode_tokens_per_second),
-            "tokens_per_pass": _rounded(stats.tokens_per_pass),
+        stats = self.stats
+        described = {
+            "geometric_mean": self.mean.value,
+            "interval": self.mean.interval,
+            "tokens_per_second": stats.decode_tokens_per_second,
+            "tokens_per_pass": stats.tokens_per_pass,
             "drafted": stats.drafted,
             "accepted": stats.accepted,
             "by_source": {name: asdict(counts) for name, counts in stats.by_source.items()},
-            "by_depth": [asdict(counts) for counts in stats.by_depth],
-            "round_ms": {
-                "draft": _rounded(times.draft),
-                "target": _rounded(times.target),
-                "host": _rounded(times.host),
-                "host_drafting": _rounded(1e3 * stats.host_s / stats.decode_passes if stats.decode_passes else 0.0),
-                "total": _rounded(times.total),
-            },
-            "by_turn": {str(turn): _rounded(value) for turn, value in self.by_turn.items()},
+            "by_depth": list(map(asdict, stats.by_depth)),
+            "round_ms": asdict(RoundTimes.of(stats)),
+            "by_turn": {str(turn): value for turn, value in self.by_turn.items()},
             "answers": stats.answers,
             "differing": self.differing,
             "categories": {each.name: _category_json(each) for each in self.categories},
         }
+        return {name: rounded(value) for name, value in described.items()}
 
 
 def compare_modes(turns: Sequence[MeasuredTurn]) -> list[ModeResult]:
@@ -152,11 +148,7 @@ def rate_ratio(stats: Stats, plain: Stats) -> float:
 
 
 def _compare(turns: Sequence[MeasuredTurn], mode: str) -> ModeResult:
-    by_category: dict[str, list[MeasuredTurn]] = {}
-    by_turn: dict[int, list[MeasuredTurn]] = {}
-    for turn in turns:
-        by_category.setdefault(turn.category, []).append(turn)
-        by_turn.setdefault(turn.turn, []).append(turn)
+    by_category = _grouped(turns, "category")
     random = np.random.default_rng(0)  # the same measurement always gives the same interval
     samples = [_bootstrap(group, mode, random) for group in by_category.values()]
     categories = tuple(
@@ -170,7 +162,10 @@ def _compare(turns: Sequence[MeasuredTurn], mode: str) -> ModeResult:
         mean=_estimate(geometric_mean([each.ratio.value for each in categories]), means, by_category.values()),
         plain=plain,
         stats=stats,
-        by_turn={number: rate_ratio(*reversed(_totals(group, mode))) for number, group in sorted(by_turn.items())},
+        by_turn={
+            number: rate_ratio(*reversed(_totals(group, mode)))
+            for number, group in sorted(_grouped(turns, "turn").items())
+        },
         differing=sum(mode in turn.differing for turn in turns),
     )
 
@@ -178,9 +173,15 @@ def _compare(turns: Sequence[MeasuredTurn], mode: str) -> ModeResult:
 def _category(name: str, turns: Sequence[MeasuredTurn], mode: str, sampled: Float64) -> CategoryResult:
     plain, stats = _totals(turns, mode)
     single = [rate_ratio(turn.stats[mode], turn.stats[PLAIN]) for turn in turns]
-    low, middle, high = map(float, np.percentile(single, (25, 50, 75)))
-    ratio = _estimate(rate_ratio(stats, plain), sampled, [turns])
-    return CategoryResult(name, plain, stats, ratio, (low, middle, high))
+    quartiles = np.percentile(single, (25, 50, 75)).tolist()
+    return CategoryResult(name, plain, stats, _estimate(rate_ratio(stats, plain), sampled, [turns]), quartiles)
+
+
+def _grouped(turns: Sequence[MeasuredTurn], field: str) -> dict[Any, list[MeasuredTurn]]:
+    groups: dict[Any, list[MeasuredTurn]] = {}
+    for turn in turns:
+        groups.setdefault(getattr(turn, field), []).append(turn)
+    return groups
 
 
 def _totals(turns: Sequence[MeasuredTurn], mode: str) -> tuple[Stats, Stats]:
@@ -193,10 +194,7 @@ def _bootstrap(turns: Sequence[MeasuredTurn], mode: str, random: np.random.Gener
 
     The turns of a conversation are drawn together, because they depend on each other.
     """
-    conversations: dict[int, list[MeasuredTurn]] = {}
-    for turn in turns:
-        conversations.setdefault(turn.conversation, []).append(turn)
-    totals = [_totals(group, mode) for group in conversations.values()]
+    totals = [_totals(group, mode) for group in _grouped(turns, "conversation").values()]
     # float64 [conversations, 4]: tokens and seconds of plain decoding, then of the mode
     parts = np.array([(each.decode_tokens, each.decode_s) for both in totals for each in both], np.float64).reshape(
         -1, 4
@@ -218,76 +216,23 @@ def _category_json(category: CategoryResult) -> dict[str, Any]:
     return {
         "answers": stats.answers,
         "tokens": stats.decode_tokens,
-        "plain_tokens_per_second": _rounded(category.plain.decode_tokens_per_second),
-        "tokens_per_second": _rounded(stats.decode_tokens_per_second),
-        "ratio": _rounded(category.ratio.value),
-        "interval": _interval(category.ratio),
-        "quartiles": [_rounded(value) for value in category.quartiles],
-        "tokens_per_pass": _rounded(stats.tokens_per_pass),
-        "acceptance_rate": _rounded(stats.draft_counts.acceptance_rate),
+        "plain_tokens_per_second": category.plain.decode_tokens_per_second,
+        "tokens_per_second": stats.decode_tokens_per_second,
+        "ratio": category.ratio.value,
+        "interval": category.ratio.interval,
+        "quartiles": category.quartiles,
+        "tokens_per_pass": stats.tokens_per_pass,
+        "acceptance_rate": stats.draft_counts.acceptance_rate,
     }
 
 
-def _interval(estimate: Estimate) -> list[float] | None:
-    return None if estimate.interval is None else [_rounded(edge) for edge in estimate.interval]
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.5g}")
-
-
-@dataclass(frozen=True)
-class MachineLoad:
-    """What the machine did besides the measurement."""
-
-    others: float | None = None
-    """Mean number of processors that other programs used meanwhile; None where the system does not tell it."""
-    busy: bool = False
-    """Whether they took processors that the measurement needed."""
-    plain_spread: float = 1.0
-    """Upper quartile of the rates of plain decoding's answers over the lower one."""
-
-
-def headline(mode: ModeResult, load: MachineLoad) -> str:
-    """A sentence with the ratio of a mode and its interval; without a ratio, with the reason and what to do."""
-    reason = reason_without_ratio(mode, load)
-    if reason is not None:
-        return f"{mode.name}: no ratio, because {reason}"
-    rate, plain = mode.stats.decode_tokens_per_second, mode.plain.decode_tokens_per_second
-    interval = " (95 % interval {:.2f} to {:.2f})".format(*mode.mean.interval) if mode.mean.interval else ""
-    return (
-        f"{mode.name}: {mode.mean.value:.2f} times as fast as plain decoding{interval}, "
-        f"{rate:.1f} and {plain:.1f} tokens a second"
-    )
-
-
-def reason_without_ratio(mode: ModeResult, load: MachineLoad) -> str | None:
-    """Why the ratio of a mode says nothing, and what to do; None if it does."""
-    if not mode.stats.drafted:
-        return (
-            "no draft token was verified: both modes did the same. Give prompts like those you use (--prompts), "
-            "longer answers (--max-tokens) or a draft model (--draft)"
-        )
-    tokens = min(mode.stats.decode_tokens, mode.plain.decode_tokens)
-    if tokens < _MIN_TOKENS:
-        return (
-            f"the answers had only {tokens} tokens after their first ones, and {_MIN_TOKENS} are needed. "
-            "Give more prompts, or more --max-tokens"
-        )
-    if mode.mean.interval is None:
-        return (
-            f"a category has fewer than {MIN_CONVERSATIONS} conversations with answers to compare. "
-            "Give more prompts, or a larger --limit"
-        )
-    if load.busy:
-        used = "" if load.others is None else f" (they used {load.others:.1f} processors on average)"
-        return f"other programs used the processor meanwhile{used}. Close them and measure again"
-    if load.plain_spread > _MAX_SPREAD:
-        return (
-            f"the machine was not steady: of the answers of plain decoding, the faster ones ran at "
-            f"{load.plain_spread:.1f} times the speed of the slower ones. Measure again when nothing else runs"
-        )
-    return None
+def rounded(value: Any) -> Any:
+    """A JSON value whose floats have five significant digits."""
+    if isinstance(value, dict):
+        return {name: rounded(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(each) for each in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def spread_of_plain(turns: Sequence[MeasuredTurn]) -> float:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import cycle
-from typing import Final
+from typing import Final, NamedTuple
 
 from ...errors import ContextError, InputError
 from ...models.progress import Progress, silent
@@ -37,8 +37,6 @@ class DecodingMode:
 
 
 PLAIN_MODE: Final = DecodingMode(PLAIN, Speculation.OFF)
-
-
 ALL_TURNS: Final = range(1, 1_000_000)
 """The numbers of turns from the first one on."""
 
@@ -67,43 +65,15 @@ class BenchSettings:
     """The turns of a conversation that are measured; those before them are only part of the prompt."""
     replay: bool = False
     """Whether recorded answers are replayed."""
-    raw: bool = False
-    temperature: float = 0.0
-    seed: int = 0
-    exact: bool = False
-    """Whether answers are exact; in a replay, whether the model's own graph runs all passes."""
+    options: GenerateOptions = GenerateOptions(temperature=0.0, seed=0)  # noqa: RUF009  it cannot be changed
+    """Options of every answer; in a replay, `exact` says whether the model's own graph runs all passes."""
 
     def measured_turns(self, conversation: Conversation) -> int:
         """How many turns of a conversation are measured."""
         return sum(turn in self.turns for turn in range(1, len(conversation.exchanges) + 1))
 
-    def generate_options(self, mode: DecodingMode, max_tokens: int) -> GenerateOptions:
-        """The options of one answer."""
-        return GenerateOptions(
-            max_tokens=max_tokens,
-            temperature=self.temperature,
-            seed=self.seed,
-            speculation=mode.speculation,
-            exact=self.exact,
-        )
 
-
-@dataclass
-class Measurements:
-    """Everything that was measured."""
-
-    turns: list[MeasuredTurn] = field(default_factory=list)
-    shortened: int = 0
-    """Number of prompts that were shortened to fit the context."""
-
-    def add(self, other: Measurements) -> None:
-        """Add what was measured of other turns."""
-        self.turns += other.turns
-        self.shortened += other.shortened
-
-
-@dataclass(frozen=True)
-class TurnTokens:
+class TurnTokens(NamedTuple):
     """Token ids of a turn."""
 
     prompt: list[int]
@@ -112,46 +82,39 @@ class TurnTokens:
     shortened: bool
 
 
-class PromptEncoder:
-    """Encodes turns of conversations so that they fit the context."""
+def encode_turn(
+    engine: Engine, settings: BenchSettings, exchange: Exchange, history: Sequence[Exchange] = ()
+) -> TurnTokens:
+    """Encode an exchange that follows others so that it fits the context.
 
-    def __init__(self, engine: Engine, settings: BenchSettings) -> None:
-        self._engine = engine
-        self._settings = settings
-        self._raw = settings.raw or engine.template is None
+    A prompt that is too long loses its oldest exchanges first, then the end of its last question.
 
-    def encode(self, history: Sequence[Exchange], exchange: Exchange) -> TurnTokens:
-        """Encode the prompt of an exchange that follows others.
+    Raises:
+        ContextError: not even a question of one character fits.
+    """
+    context, answer, room = engine.context, None, settings.max_tokens
+    if settings.replay:
+        answer = engine.tokenizer.encode(exchange.answer or "", add_special_tokens=False)[:room]
+        room = len(answer)
+    room = max(context - room, context // 2)
 
-        A prompt that is too long loses its oldest exchanges first, then the end of its last question.
-
-        Raises:
-            ContextError: not even a question of one character fits.
-        """
-        context, max_tokens, answer = self._engine.context, self._settings.max_tokens, None
-        if self._settings.replay:
-            answer = self._engine.tokenizer.encode(exchange.answer or "", add_special_tokens=False)[:max_tokens]
-        room = max(context - (max_tokens if answer is None else len(answer)), context // 2)
-
-        start, kept = 0, len(exchange.prompt)
-        while len(prompt := self._prompt_ids(history[start:], exchange.prompt[:kept])) > room:
-            if start < len(history):
-                start += 1
-            elif kept > 1:
-                kept = min(kept - 1, max(1, kept * room // len(prompt)))
-            else:
-                raise ContextError(f"no prompt fits a context of {context} tokens", "give a longer --context")
-        shortened = start > 0 or kept < len(exchange.prompt)
-        return TurnTokens(prompt, None if answer is None else answer[: context - len(prompt)], shortened)
-
-    def _prompt_ids(self, history: Sequence[Exchange], question: str) -> list[int]:
+    def prompt_ids(history: Sequence[Exchange], question: str) -> list[int]:
         texts = [*(text for each in history for text in (each.prompt, each.answer or "")), question]
-        if self._raw:
-            return self._engine.tokenizer.encode("\n\n".join(texts), add_special_tokens=True)
+        if settings.options.raw or engine.template is None:
+            return engine.tokenizer.encode("\n\n".join(texts), add_special_tokens=True)
         roles = cycle(("user", "assistant"))
-        return self._engine.encode_chat(
-            [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
-        )
+        return engine.encode_chat([{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)])
+
+    start, kept = 0, len(exchange.prompt)
+    while len(prompt := prompt_ids(history[start:], exchange.prompt[:kept])) > room:
+        if start < len(history):
+            start += 1
+        elif kept > 1:
+            kept = min(kept - 1, max(1, kept * room // len(prompt)))
+        else:
+            raise ContextError(f"no prompt fits a context of {context} tokens", "give a longer --context")
+    shortened = start > 0 or kept < len(exchange.prompt)
+    return TurnTokens(prompt, None if answer is None else answer[: context - len(prompt)], shortened)
 
 
 def measure_modes(
@@ -160,7 +123,7 @@ def measure_modes(
     modes: Sequence[DecodingMode],
     settings: BenchSettings,
     progress: Progress = silent,
-) -> Measurements:
+) -> list[MeasuredTurn]:
     """Answer every measured turn with plain decoding and in every mode.
 
     Args:
@@ -174,13 +137,12 @@ def measure_modes(
         ContextError: a prompt cannot be shortened enough to fit the context.
     """
     runner = ConversationRunner(engine, modes, settings)
-    measured = Measurements()
     total = sum(map(settings.measured_turns, conversations))
     progress("measuring", 0.0)
-    parts = (part for number, each in enumerate(conversations) for part in runner.measure(number, each))
-    for done, part in enumerate(parts, 1):
-        measured.add(part)
-        progress("measuring", done / total)
+    measured = []
+    for turn in (turn for number, each in enumerate(conversations) for turn in runner.measure(number, each)):
+        measured.append(turn)
+        progress("measuring", len(measured) / total)
     return measured
 
 
@@ -197,63 +159,48 @@ class ConversationRunner:
         self._engine = engine
         self._modes = (PLAIN_MODE, *modes)
         self._settings = settings
-        self._encoder = PromptEncoder(engine, settings)
         self._caches = {mode.name: engine.new_sequence() for mode in self._modes}
         self._done = 0
         self._warm = False
 
-    def measure(self, number: int, conversation: Conversation) -> Iterator[Measurements]:
-        """Measure one conversation, whose index is `number`; yields what was measured of each of its measured turns.
+    def measure(self, number: int, conversation: Conversation) -> Iterator[MeasuredTurn]:
+        """Measure the turns of one conversation, whose index is `number`.
 
         Raises:
             ContextError: a prompt cannot be shortened enough to fit the context.
         """
-        if not self._warm:
-            self._warm_up(conversation)
+        settings = self._settings
+        if not self._warm:  # the first passes allocate memory, and may measure the pass cost
+            brief = replace(settings, max_tokens=min(_WARM_UP_TOKENS, settings.max_tokens))
+            tokens = encode_turn(self._engine, brief, conversation.exchanges[0])
+            for mode in self._modes if tokens.answer != [] else ():
+                self._answer(mode, tokens, brief.max_tokens)
             self._warm = True
         history: list[Exchange] = []
-        turns = range(1, len(conversation.exchanges) + 1)
-        last = max((turn for turn in turns if turn in self._settings.turns), default=0)
+        last = max((turn for turn in range(1, len(conversation.exchanges) + 1) if turn in settings.turns), default=0)
         for turn, exchange in enumerate(conversation.exchanges[:last], 1):
-            answer = ""
-            if turn in self._settings.turns:
-                tokens = self._encoder.encode(history, exchange)
-                measured = Measurements(shortened=int(tokens.shortened))
-                if tokens.answer is None or tokens.answer:
-                    replies = self._replies(tokens, self._done)
-                    measured.turns.append(self._turn(conversation.category, number, turn, replies))
-                    answer = replies[PLAIN].text
+            tokens, answer = encode_turn(self._engine, settings, exchange, history), ""
+            if turn in settings.turns and tokens.answer != []:
+                start = self._done % len(self._modes)  # the mode that starts changes from turn to turn
+                order = (*self._modes[start:], *self._modes[:start])
+                replies = {mode.name: self._answer(mode, tokens, settings.max_tokens) for mode in order}
+                yield self._turn(conversation.category, number, turn, tokens.shortened, replies)
+                answer = replies[PLAIN].text
                 self._done += 1
-                yield measured
-            elif not self._settings.replay:
-                tokens = self._encoder.encode(history, exchange)
-                answer = self._answer(PLAIN_MODE, tokens, self._settings).text
-            history.append(exchange if self._settings.replay else Exchange(exchange.prompt, answer))
+            elif not settings.replay:
+                answer = self._answer(PLAIN_MODE, tokens, settings.max_tokens).text
+            history.append(exchange if settings.replay else Exchange(exchange.prompt, answer))
 
-    def _warm_up(self, conversation: Conversation) -> None:
-        """Answer briefly in every mode: the first passes allocate memory, and may measure the pass cost."""
-        settings = BenchSettings(
-            min(_WARM_UP_TOKENS, self._settings.max_tokens), replay=self._settings.replay, raw=self._settings.raw
-        )
-        tokens = PromptEncoder(self._engine, settings).encode((), conversation.exchanges[0])
-        if tokens.answer is None or tokens.answer:
-            for mode in self._modes:
-                self._answer(mode, tokens, settings)
-
-    def _replies(self, tokens: TurnTokens, number: int) -> Mapping[str, Reply]:
-        """The answers of all modes; the mode that starts changes from turn to turn."""
-        start = number % len(self._modes)
-        order = (*self._modes[start:], *self._modes[:start])
-        return {mode.name: self._answer(mode, tokens, self._settings) for mode in order}
-
-    def _answer(self, mode: DecodingMode, tokens: TurnTokens, settings: BenchSettings) -> Reply:
-        cache, recorded = self._caches[mode.name], tokens.answer
-        options = settings.generate_options(mode, settings.max_tokens if recorded is None else len(recorded))
-        if recorded is None:
+    def _answer(self, mode: DecodingMode, tokens: TurnTokens, max_tokens: int) -> Reply:
+        cache = self._caches[mode.name]
+        options = replace(self._settings.options, speculation=mode.speculation, max_tokens=max_tokens)
+        if tokens.answer is None:
             return Reply.of(self._engine.answer(tokens.prompt, options, cache))
-        return Reply.of(self._engine.replay(cache, tokens.prompt, recorded, options, oracle_mode=mode.oracle_mode))
+        return Reply.of(self._engine.replay(cache, tokens.prompt, tokens.answer, options, oracle_mode=mode.oracle_mode))
 
-    def _turn(self, category: str, conversation: int, turn: int, replies: Mapping[str, Reply]) -> MeasuredTurn:
+    def _turn(
+        self, category: str, conversation: int, turn: int, shortened: bool, replies: Mapping[str, Reply]
+    ) -> MeasuredTurn:
         plain = replies[PLAIN]
         differing = [
             mode
@@ -267,4 +214,5 @@ class ConversationRunner:
             {mode: reply.stats for mode, reply in replies.items()},
             frozenset(() if self._settings.replay else differing),
             plain.stats.prompt_tokens,
+            shortened,
         )

@@ -47,7 +47,7 @@ def _show_clients(console: Console, result: ClientsResult) -> None:
     console.print(table)
     tokens = f"{result.prompt_tokens} tokens, answers of {result.conditions.max_tokens}"
     console.print(f"  Prompts of {tokens}; --spec {result.speculation}. Medians; ratios are to one client.")
-    if result.load.busy:
+    if result.busy:
         console.print(f"  {BUSY_NOTE}", soft_wrap=True)
 
 

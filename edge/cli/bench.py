@@ -113,9 +113,7 @@ def bench(
         options.max_tokens or (_MAX_TOKENS if options.replay is None else _WHOLE_ANSWER),
         parse_turns(options.turns),
         options.replay is not None,
-        answer.raw,
-        answer.temperature or 0.0,
-        answer.seed or 0,
+        answer,
     )
     if options.prompt_tokens is not None and not options.clients:
         raise InputError("--prompt-tokens is given without --clients", "add --clients 1 2 4 8")
@@ -153,7 +151,6 @@ def _measure_clients(
     """
     from ...runtime.measure.system_load import LoadMeter
     from ..bench.clients import REQUESTS, TURNS, ClientsResult, measure_clients, request_lengths
-    from ..bench.ratios import MachineLoad
 
     counts, modes = sorted({1, *(options.clients or ())}), _modes(options)
     for name in ("prompts", "replay", "limit", "turns"):
@@ -164,13 +161,13 @@ def _measure_clients(
     with open_model(model, replace(load, parallel=counts[-1], prefix_cache=0)) as engine:
         prompt_tokens, max_tokens = request_lengths(engine.context, options.prompt_tokens, options.max_tokens)
         settings = replace(settings, max_tokens=max_tokens)
-        request = replace(settings.generate_options(modes[0], max_tokens), ignore_eos=True)
+        request = replace(settings.options, max_tokens=max_tokens, speculation=modes[0].speculation, ignore_eos=True)
         meter = LoadMeter(engine.threads)
         with ProgressDisplay() as progress:
             rows = measure_clients(engine, counts, prompt_tokens, request, progress)
         requests = TURNS * REQUESTS * sum(counts)
         conditions = _conditions(engine, load, settings, options, "edge-run's own prompts", requests)
-        return ClientsResult(conditions, prompt_tokens, modes[0].name, rows, MachineLoad(meter.others(), meter.is_busy))
+        return ClientsResult(conditions, prompt_tokens, modes[0].name, rows, meter.others(), meter.is_busy)
 
 
 def _modes(options: BenchOptions) -> list[DecodingMode]:
@@ -196,7 +193,7 @@ def _conditions(
         replay=settings.replay,
         max_tokens=settings.max_tokens,
         turns=options.turns,
-        temperature=settings.temperature,
+        temperature=settings.options.temperature or 0.0,
         conversations=conversations,
         draft_head=None if pair is None or pair.target_ids is None else pair.target_ids.size,
     )

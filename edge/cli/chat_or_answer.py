@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
-from ...errors import BundleError
+from ...errors import BundleError, InputError
 from ...models.find import may_be_model
 from ...models.progress import Progress
+from ...models.user_text import read_text, unify_line_ends
+from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.engine import Engine
 from ...runtime.engine_loading import load as open_model
-from .run import ANSWER, LOAD, RUN, answer_prompt, read_options
-from .shared_options import AsJson, Debug, ModelArgument, Offline, takes_options
+from ...runtime.options import GenerateOptions
+from ...runtime.speculation.choice import Speculation
+from ...runtime.structure.response_format import ResponseFormat
+from .ctrl_c import INTERRUPTED
+from .run import RunOptions, answer_prompt
+from .shared_options import AsJson, Debug, ModelArgument, Offline, OptionsOf, takes_options
+
+_ANSWER: Final = OptionsOf(
+    GenerateOptions(),
+    without=(
+        *("answer_start", "tools", "tool_choice", "parallel_tool_calls", "parse_answer"),
+        *("template_variables", "overflow", "keep_prefix", "response_format"),
+    ),
+)
+_LOAD: Final = OptionsOf(LoadOptions(), without=("learned", "parallel", "max_waiting"))
+_RUN: Final = OptionsOf(RunOptions())
 
 
-@takes_options(RUN, ANSWER, LOAD)
+@takes_options(_RUN, _ANSWER, _LOAD)
 def chat_or_answer(
     model: ModelArgument = None,
     offline: Offline = False,  # noqa: ARG001  its callback acts
@@ -33,9 +50,10 @@ def chat_or_answer(
     """
     if model is not None and not may_be_model(model):  # before a prompt is read
         raise BundleError(f"{model} does not exist", "give an .onnx file or a model folder")
-    if given["prompt"] is not None or sys.stdin is None or not sys.stdin.isatty():
-        return answer_prompt(model, given, as_json=as_json)
-    chosen, options, load, _ = read_options(given, as_json=as_json, chatting=True)
+    chatting = given["prompt"] is None and sys.stdin is not None and sys.stdin.isatty()
+    chosen, options, load, raw_prefix = _read_options(given, as_json=as_json, chatting=chatting)
+    if not chatting:
+        return INTERRUPTED if answer_prompt(model, chosen, options, load, raw_prefix, as_json=as_json) else 0
     from ..terminal.chat.opening import ChatSettings, open_chat
 
     def open_named(name: str | None, progress: Progress) -> Engine:
@@ -54,3 +72,74 @@ def chat_or_answer(
         show_stats=chosen.stats,
     )
     return open_chat(open_named, model, settings)
+
+
+def _read_options(
+    given: Mapping[str, Any], *, as_json: bool, chatting: bool
+) -> tuple[RunOptions, GenerateOptions, LoadOptions, str]:
+    """Read the options of a command line, and the files that they name.
+
+    Returns:
+        The options of the command, of the answer and of the model, and the text that begins a raw prompt.
+
+    Raises:
+        InputError: options do not go together, or a file cannot be read.
+    """
+    chosen, load = _RUN.record(given), _LOAD.record(given)
+    options = _ANSWER.record(given, response_format=_response_format(chosen))
+    _check(chosen, options, chatting=chatting, as_json=as_json)
+    system = None if options.system is None else unify_line_ends(options.system)
+    document = "" if chosen.prefix is None else read_text(chosen.prefix, "give a file with text")
+    if document and chosen.resume is not None:
+        raise InputError("a resumed conversation has its beginning already", "leave out --prefix or --resume")
+    if document and not options.raw:
+        system = document if system is None else f"{system}\n\n{document}"
+    keep_prefix = (bool(document) and not options.raw) or (chatting and chosen.save)
+    # Without speculation a draft model would cost memory and processor time for nothing.
+    if options.speculation == Speculation.OFF:
+        load = replace(load, draft=None, draft_device="auto")
+    options = replace(options, system=system, keep_prefix=keep_prefix)
+    return chosen, options, load, document if options.raw else ""
+
+
+def _check(chosen: RunOptions, options: GenerateOptions, *, chatting: bool, as_json: bool) -> None:
+    """Check that options go together.
+
+    Raises:
+        InputError: they do not.
+    """
+    if as_json and chosen.json_stream:
+        raise InputError("--json and --json-stream are both given", "give one of them")
+    if options.logprobs is not None and not (as_json or chosen.json_stream):
+        raise InputError("--logprobs lists tokens in the JSON of an answer", "add --json, or leave --logprobs out")
+    if not chatting:
+        if chosen.continue_ or chosen.conversation is not None:
+            name = "--continue" if chosen.continue_ else "--conversation"
+            raise InputError(f"{name} goes on with a chat, but there is a prompt to answer", f"leave out {name}")
+        return
+    of_answers = {"--raw": options.raw, "--json": as_json, "--json-stream": chosen.json_stream}
+    for name, given in {**of_answers, "--n or --best-of": options.candidates > 1}.items():
+        if given:
+            raise InputError(f"{name} needs a prompt", "give -p TEXT, or text on standard input")
+    if not sys.stdout.isatty():
+        raise InputError("a chat needs a terminal on standard output", "give -p TEXT, or text on standard input")
+
+
+def _response_format(chosen: RunOptions) -> ResponseFormat | None:
+    """What the answer has to look like; None for free text.
+
+    Raises:
+        InputError: several formats are given, or a file cannot be read.
+    """
+    schema, regex, grammar, choices = chosen.json_schema, chosen.regex, chosen.grammar, chosen.choice or None
+    given = {"--json-schema": schema, "--regex": regex, "--grammar": grammar, "--choice": choices}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise InputError(f"{named[0]} and {named[1]} are both given", "an answer has one format: give one of them")
+    if schema is not None:
+        return ResponseFormat.json_schema(read_text(schema, "give a file with a JSON schema"))
+    if grammar is not None:
+        return ResponseFormat.grammar(read_text(grammar, "give a file with a Lark or GBNF grammar"))
+    if regex is not None:
+        return ResponseFormat.regex(regex)
+    return ResponseFormat.choice(choices) if choices else None

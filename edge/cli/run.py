@@ -4,39 +4,26 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from ...errors import InputError
 from ...models.progress import ProgressDisplay
-from ...models.user_text import decode_text, read_text, unify_line_ends
+from ...models.user_text import decode_text, unify_line_ends
 from ...runtime.arguments.argument_types import option
 from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.engine import Engine
 from ...runtime.engine_loading import load as open_model
 from ...runtime.options import GenerateOptions
 from ...runtime.result import Reply
-from ...runtime.speculation.choice import Speculation
-from ...runtime.structure.response_format import ResponseFormat
 from ..terminal.answer_report import AnswerPrinter, best_of_line, chunk_json, reply_json, show_rounds, stats_line
 from ..terminal.interrupt import cancelling_on_interrupt
 from ..terminal.output import write_error, write_json
-from .ctrl_c import INTERRUPTED
-from .shared_options import OptionsOf
 
 _MAX_PROMPT_BYTES: Final = 16 << 20
 """Largest prompt that is read from standard input, several times the text of the longest contexts."""
-ANSWER: Final = OptionsOf(
-    GenerateOptions(),
-    without=(
-        *("answer_start", "tools", "tool_choice", "parallel_tool_calls", "parse_answer"),
-        *("template_variables", "overflow", "keep_prefix", "response_format"),
-    ),
-)
-LOAD: Final = OptionsOf(LoadOptions(), without=("learned", "parallel", "max_waiting"))
 
 
 @dataclass(frozen=True)
@@ -74,95 +61,24 @@ class RunOptions:
     )
     stats: bool = option(False, "Print statistics of the answer on standard error.")
 
-    def response_format(self) -> ResponseFormat | None:
-        """What the answer has to look like; None for free text.
 
-        Raises:
-            InputError: several formats are given, or a file cannot be read.
-        """
-        schema, regex, grammar, choices = self.json_schema, self.regex, self.grammar, self.choice or None
-        given = {"--json-schema": schema, "--regex": regex, "--grammar": grammar, "--choice": choices}
-        named = [name for name, value in given.items() if value is not None]
-        if len(named) > 1:
-            raise InputError(f"{named[0]} and {named[1]} are both given", "an answer has one format: give one of them")
-        if schema is not None:
-            return ResponseFormat.json_schema(read_text(schema, "give a file with a JSON schema"))
-        if grammar is not None:
-            return ResponseFormat.grammar(read_text(grammar, "give a file with a Lark or GBNF grammar"))
-        if regex is not None:
-            return ResponseFormat.regex(regex)
-        return ResponseFormat.choice(choices) if choices else None
-
-
-RUN: Final = OptionsOf(RunOptions())
-
-
-def read_options(
-    given: Mapping[str, Any], *, as_json: bool, chatting: bool
-) -> tuple[RunOptions, GenerateOptions, LoadOptions, str]:
-    """Read the options of a command line, and the files that they name.
+def answer_prompt(
+    model: str | None,
+    chosen: RunOptions,
+    options: GenerateOptions,
+    load: LoadOptions,
+    raw_prefix: str,
+    *,
+    as_json: bool,
+) -> bool:
+    """Answer the prompt of a command line, which `raw_prefix` precedes; Ctrl-C keeps what was written.
 
     Returns:
-        The options of the command, of the answer and of the model, and the text that begins a raw prompt.
+        Whether Ctrl-C was pressed.
 
     Raises:
-        InputError: options do not go together, or a file cannot be read.
+        EdgeError: the model cannot be loaded, or the prompt cannot be answered.
     """
-    chosen, load = RUN.record(given), LOAD.record(given)
-    options = ANSWER.record(given, response_format=chosen.response_format())
-    _check(chosen, options, chatting=chatting, as_json=as_json)
-    system = None if options.system is None else unify_line_ends(options.system)
-    document = "" if chosen.prefix is None else read_text(chosen.prefix, "give a file with text")
-    if document and chosen.resume is not None:
-        raise InputError("a resumed conversation has its beginning already", "leave out --prefix or --resume")
-    if document and not options.raw:
-        system = document if system is None else f"{system}\n\n{document}"
-    keep_prefix = (bool(document) and not options.raw) or (chatting and chosen.save)
-    # Without speculation a draft model would cost memory and processor time for nothing.
-    if options.speculation == Speculation.OFF:
-        load = replace(load, draft=None, draft_device="auto")
-    options = replace(options, system=system, keep_prefix=keep_prefix)
-    return chosen, options, load, document if options.raw else ""
-
-
-def _check(chosen: RunOptions, options: GenerateOptions, *, chatting: bool, as_json: bool) -> None:
-    """Check that options go together.
-
-    Raises:
-        InputError: they do not.
-    """
-    if as_json and chosen.json_stream:
-        raise InputError("--json and --json-stream are both given", "give one of them")
-    if options.logprobs is not None and not (as_json or chosen.json_stream):
-        raise InputError("--logprobs lists tokens in the JSON of an answer", "add --json, or leave --logprobs out")
-    if not chatting:
-        if chosen.continue_ or chosen.conversation is not None:
-            name = "--continue" if chosen.continue_ else "--conversation"
-            raise InputError(f"{name} goes on with a chat, but there is a prompt to answer", f"leave out {name}")
-        return
-    of_answers = {
-        "--raw": options.raw,
-        "--json": as_json,
-        "--json-stream": chosen.json_stream,
-        "--n or --best-of": options.candidates > 1,
-    }
-    for name, given in of_answers.items():
-        if given:
-            raise InputError(f"{name} needs a prompt", "give -p TEXT, or text on standard input")
-    if not sys.stdout.isatty():
-        raise InputError("a chat needs a terminal on standard output", "give -p TEXT, or text on standard input")
-
-
-def answer_prompt(model: str | None, given: Mapping[str, Any], *, as_json: bool) -> int:
-    """Answer the prompt of a command line; Ctrl-C keeps what was written.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        EdgeError: the options cannot be used, the model cannot be loaded, or the prompt not be answered.
-    """
-    chosen, options, load, raw_prefix = read_options(given, as_json=as_json, chatting=False)
     text = unify_line_ends(_read_standard_input() if chosen.prompt is None else chosen.prompt)
     if not text:
         raise InputError("the prompt is empty", "give -p TEXT, or text on standard input")
@@ -170,9 +86,7 @@ def answer_prompt(model: str | None, given: Mapping[str, Any], *, as_json: bool)
     progress = ProgressDisplay(transient=True)
     engine = open_model(model, load, progress=progress)
     load_s = time.perf_counter() - started
-    pieces = []
-    wanted, several = options.logprobs is not None, options.n > 1
-    written = AnswerPrinter(options.n)
+    pieces, wanted, written = [], options.logprobs is not None, AnswerPrinter(options.n)
     with engine:
         if raw_prefix:
             with progress:
@@ -187,7 +101,7 @@ def answer_prompt(model: str | None, given: Mapping[str, Any], *, as_json: bool)
                 pieces.append(chunk)
                 if chosen.json_stream:
                     if chunk.text or chunk.logprobs or chunk.reasoning:
-                        write_json(chunk_json(chunk, with_logprobs=wanted, several=several))
+                        write_json(chunk_json(chunk, with_logprobs=wanted, several=options.n > 1))
                 elif not as_json:
                     written.write(chunk)
         reply = Reply.of(pieces)
@@ -196,7 +110,7 @@ def answer_prompt(model: str | None, given: Mapping[str, Any], *, as_json: bool)
         elif any(choice.text for choice in reply.choices) or not interrupted():
             written.end()
         _show_statistics(reply, engine, chosen, options, load_s)
-    return INTERRUPTED if interrupted() else 0
+    return interrupted()
 
 
 def _show_statistics(reply: Reply, engine: Engine, chosen: RunOptions, options: GenerateOptions, load_s: float) -> None:

@@ -60,7 +60,7 @@ def verify(
     from ...runtime.int8_prompts.int8_graph_files import verify_int8_graph
     from ...runtime.measure.comparison import Comparison
     from ..bench.prompt_sets import bundled_prompts, limit_per_category, read_prompts
-    from ..bench.runner import BenchSettings, PromptEncoder
+    from ..bench.runner import BenchSettings, encode_turn
 
     read = bundled_prompts(for_shell=model is None) if prompts is None else read_prompts(prompts)
     conversations = limit_per_category(read, limit)
@@ -68,8 +68,8 @@ def verify(
         pair = find_draft(engine.bundle, load.draft)
         bundles = [engine.bundle, *([] if pair is None or not pair.has_own_files else [pair.draft])]
         packed = sum(map(verify_prepacked, bundles)) + verify_int8_graph(engine.bundle) > 0
-        encoder = PromptEncoder(engine, BenchSettings(max_tokens))
-        prompt_ids = [encoder.encode((), each.exchanges[0]).prompt for each in conversations]
+        settings = BenchSettings(max_tokens)
+        prompt_ids = [encode_turn(engine, settings, each.exchanges[0]).prompt for each in conversations]
         quality = None
         with ProgressDisplay() as progress:
             comparison = Comparison(engine, max_tokens)

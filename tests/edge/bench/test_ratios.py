@@ -18,7 +18,6 @@ from edgerun.edge.bench.bench_result import BenchConditions, BenchResult
 from edgerun.edge.bench.ratios import (
     PLAIN,
     Estimate,
-    MachineLoad,
     MeasuredTurn,
     RoundTimes,
     compare_modes,
@@ -146,7 +145,7 @@ def test_the_terminal_shows_whether_texts_differ_or_are_recorded() -> None:
     assert "auto: 1 of 2 texts equal those of plain decoding." in text
     assert "Replay" not in text
     assert "Other programs" not in text
-    text = shown(result(turns, replay=True, load=MachineLoad(1.6, busy=True)))
+    text = shown(result(turns, replay=True, others=1.6, busy=True))
     assert "Replay: the tokens are those of a recording. Every pass over the weights counts at its full cost" in text
     assert "of 2 texts" not in text
     assert "Other programs used the processor" in text
@@ -162,18 +161,18 @@ def without_drafts(one: MeasuredTurn) -> MeasuredTurn:
 @pytest.mark.parametrize(
     ("turns", "load", "reason"),
     [
-        ([without_drafts(one) for one in ENOUGH], MachineLoad(), "no draft token was verified"),
-        ([turn("a", n, 1.0, 0.5) for n in range(6)], MachineLoad(), "the answers had only 60 tokens after their first"),
-        ([*ENOUGH, turn("b", 7, 1.0, 0.5)], MachineLoad(), "a category has fewer than 3 conversations"),
-        (ENOUGH, MachineLoad(1.62, busy=True), "meanwhile (they used 1.6 processors on average). Close them"),
-        (ENOUGH, MachineLoad(plain_spread=2.5), "the faster ones ran at 2.5 times the speed of the slower ones"),
+        ([without_drafts(one) for one in ENOUGH], {}, "no draft token was verified"),
+        ([turn("a", n, 1.0, 0.5) for n in range(6)], {}, "the answers had only 60 tokens after their first"),
+        ([*ENOUGH, turn("b", 7, 1.0, 0.5)], {}, "a category has fewer than 3 conversations"),
+        (ENOUGH, {"others": 1.62, "busy": True}, "meanwhile (they used 1.6 processors on average). Close them"),
+        (ENOUGH, {"plain_spread": 2.5}, "the faster ones ran at 2.5 times the speed of the slower ones"),
     ],
     ids=["drafted", "tokens", "conversations", "busy", "spread"],
 )
 def test_there_is_no_ratio_at_the_top_without_enough_data_or_on_a_busy_machine(
-    turns: list[MeasuredTurn], load: MachineLoad, reason: str
+    turns: list[MeasuredTurn], load: dict[str, object], reason: str
 ) -> None:
-    found = result(turns, load=load)
+    found = result(turns, **load)
     (line,) = found.headlines
     assert line.startswith("auto: no ratio, because ")
     assert reason in line
@@ -185,7 +184,7 @@ def test_there_is_no_ratio_at_the_top_without_enough_data_or_on_a_busy_machine(
 
 
 def test_with_enough_data_the_ratio_is_at_the_top_with_its_interval() -> None:
-    found = result(ENOUGH, load=MachineLoad(0.1))
+    found = result(ENOUGH, others=0.1)
     (mode,) = found.modes
     low, high = mode.mean.interval
     (line,) = found.headlines

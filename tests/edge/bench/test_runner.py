@@ -11,17 +11,17 @@ import pytest
 
 import edgerun
 from edgerun.edge.bench.prompt_sets import Conversation, Exchange
-from edgerun.edge.bench.ratios import PLAIN
+from edgerun.edge.bench.ratios import PLAIN, MeasuredTurn
 from edgerun.edge.bench.runner import (
     BenchSettings,
     DecodingMode,
-    Measurements,
-    PromptEncoder,
+    encode_turn,
     measure_modes,
     parse_turns,
 )
 from edgerun.edge.cli.main import main
 from edgerun.errors import ContextError, InputError
+from edgerun.runtime.options import GenerateOptions
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.replay import OracleMode
 from support.commands import Capture, Patch, fails
@@ -92,7 +92,7 @@ def test_a_replay_is_labelled_and_measures_the_recorded_tokens(
 
 def measured(
     bundle: Path, conversations: list[Conversation], settings: BenchSettings, *modes: DecodingMode
-) -> Measurements:
+) -> list[MeasuredTurn]:
     fractions: list[float] = []
     with edgerun.load(bundle) as engine:
         found = measure_modes(engine, conversations, modes, settings, lambda _, fraction: fractions.append(fraction))
@@ -103,28 +103,28 @@ def measured(
 def test_each_pass_emits_its_accepted_tokens_and_one_more(tiny_bundle: Path) -> None:
     conversations = [Conversation("repeating", (Exchange(REPEATING, REPEATING * 2),))]
     found = measured(tiny_bundle, conversations, BenchSettings(50, replay=True), AUTO, ORACLE)
-    (turn,) = found.turns
+    (turn,) = found
     assert set(turn.stats) == {PLAIN, "auto", "oracle"}
     for stats in turn.stats.values():
         assert stats.decode_tokens == 49 == stats.decode_passes + stats.accepted
     assert turn.stats[PLAIN].drafted == 0
     oracle = turn.stats["oracle"]
     assert oracle.accepted == oracle.drafted
-    assert found.shortened == 0
+    assert not turn.shortened
 
 
 def test_later_turns_contain_the_recorded_answers_or_those_of_plain_decoding(tiny_bundle: Path) -> None:
     conversations = [Conversation("a", (Exchange("say it", REPEATING), Exchange("again", REPEATING)))]
     found = measured(tiny_bundle, conversations, BenchSettings(16), AUTO)
-    assert [turn.turn for turn in found.turns] == [1, 2]
-    assert not any(turn.differing for turn in found.turns)
+    assert [turn.turn for turn in found] == [1, 2]
+    assert not any(turn.differing for turn in found)
     with edgerun.load(tiny_bundle) as engine:
         first = engine.generate("say it", max_tokens=16, temperature=0).text
         said = [("user", "say it"), ("assistant", first), ("user", "again")]
         expected = engine.encode_chat([{"role": role, "content": content} for role, content in said])
-        assert found.turns[1].context == len(expected)
-        encoder = PromptEncoder(engine, BenchSettings(16, replay=True))
-        tokens = encoder.encode(conversations[0].exchanges[:1], conversations[0].exchanges[1])
+        assert found[1].context == len(expected)
+        before, last = conversations[0].exchanges
+        tokens = encode_turn(engine, BenchSettings(16, replay=True), last, [before])
         said[1] = ("assistant", REPEATING)
         assert tokens.prompt == engine.encode_chat([{"role": role, "content": content} for role, content in said])
         assert tokens.answer == engine.tokenizer.encode(REPEATING, add_special_tokens=False)[:16]
@@ -132,23 +132,21 @@ def test_later_turns_contain_the_recorded_answers_or_those_of_plain_decoding(tin
 
 def test_long_prompts_lose_their_oldest_turns_first(tiny_bundle: Path) -> None:
     before = [Exchange("a" * 100, "b" * 100), Exchange("c", "d")]
+    settings = BenchSettings(64)
     with edgerun.load(tiny_bundle) as engine:
-        encoder = PromptEncoder(engine, BenchSettings(64))
-        whole = encoder.encode(before[1:], Exchange("e"))
+        whole = encode_turn(engine, settings, Exchange("e"), before[1:])
         assert not whole.shortened
-        shortened = encoder.encode(before, Exchange("e"))
-        assert shortened.shortened
-        assert shortened.prompt == whole.prompt
-        question = encoder.encode(before, Exchange("the other " * 200))
+        assert encode_turn(engine, settings, Exchange("e"), before) == whole._replace(shortened=True)
+        question = encode_turn(engine, settings, Exchange("the other " * 200), before)
         assert question.shortened
         assert engine.context // 2 < len(question.prompt) <= engine.context - 64
-        raw = PromptEncoder(engine, BenchSettings(64, raw=True)).encode(before[1:], Exchange("e"))
+        raw = encode_turn(engine, BenchSettings(64, options=GenerateOptions(raw=True)), Exchange("e"), before[1:])
         assert raw.prompt == engine.tokenizer.encode("c\n\nd\n\ne", add_special_tokens=True)
     with (
         edgerun.load(tiny_bundle, context=2) as engine,
         pytest.raises(ContextError, match="no prompt fits a context of 2 tokens"),
     ):
-        PromptEncoder(engine, BenchSettings(64)).encode((), Exchange("the other day"))
+        encode_turn(engine, settings, Exchange("the other day"))
 
 
 @pytest.mark.parametrize(
