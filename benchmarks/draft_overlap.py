@@ -36,7 +36,7 @@ from edgerun.models.pairing import find_draft
 from edgerun.runtime.arguments.load_options import MEASURING_OPTIONS
 from edgerun.runtime.decode import DecodeLimits, FinishReason, decode
 from edgerun.runtime.devices.providers import choose_device
-from edgerun.runtime.graph.bound_graph import BoundGraph
+from edgerun.runtime.graph.bound_graph import BoundGraph, NewTokens
 from edgerun.runtime.graph.graph_io import GraphIO
 from edgerun.runtime.graph.open_graph import open_graph
 from edgerun.runtime.graph.session import SessionConfig
@@ -85,22 +85,15 @@ class EmulatedTarget(BoundGraph):
         self._text = np.array(text)
         self._seconds = seconds
 
-    def forward(
-        self,
-        tokens: npt.ArrayLike,
-        *,
-        logits_for: npt.ArrayLike | None = None,
-        positions: npt.ArrayLike | None = None,
-        tree_mask: npt.NDArray[np.bool_] | None = None,
-    ) -> npt.NDArray[np.float32]:
+    def run(self, new: NewTokens) -> npt.NDArray[np.float32]:
         """Give the recorded next token after every path that is recorded, and token 0 after others."""
         started = time.perf_counter()
-        ids, base = np.asarray(tokens), self.arena.length
+        ids, wanted, positions, tree_mask = np.array(new.ids), *new[1:]
+        base = self.arena.length
         self.arena.reserve(ids.size)
         at = base + np.arange(ids.size) if positions is None else np.asarray(positions)
         mask = np.tri(ids.size, dtype=np.bool_) if tree_mask is None else tree_mask
         known = ids == self._text[np.minimum(at, len(self._text) - 1)]
-        wanted = np.arange(ids.size) if logits_for is None else np.asarray(logits_for)
         logits = np.zeros((wanted.size, self.graph_io.vocab_size), np.float32)
         for row, node in enumerate(wanted.tolist()):
             right = bool(known[mask[node]].all()) and at[node] + 1 < len(self._text)
@@ -128,10 +121,10 @@ class SlowedDraft(BoundGraph):
         super().use(arena)
         self._bound.use(arena)
 
-    def forward(self, tokens: npt.ArrayLike, **options: Any) -> npt.NDArray[np.float32]:
+    def run(self, new: NewTokens) -> npt.NDArray[np.float32]:
         """Run a pass, and wait until it has taken long enough."""
         started = time.perf_counter()
-        logits = self._bound.forward(tokens, **options)
+        logits = self._bound.run(new)
         time.sleep(max(self._seconds - (time.perf_counter() - started), 0.0))
         return logits
 

@@ -30,9 +30,9 @@ import numpy as np
 from rich.table import Table
 
 import edgerun
-from edgerun.runtime.graph.bound_graph import BoundGraph
+from edgerun.runtime.graph.bound_graph import BoundGraph, NewTokens
 from edgerun.runtime.graph.bound_session import BoundSession
-from edgerun.runtime.graph.graph_choice import ChosenGraphs, ChosenSession, PassRequest
+from edgerun.runtime.graph.graph_choice import ChosenGraphs, ChosenSession
 from edgerun.runtime.graph.graph_io import BASE_GRAPH
 from edgerun.runtime.long_context.long_graph import LEAST_CONTEXT, LongContextGraph, _place
 from edgerun.runtime.measure.pass_timing import pad_cache
@@ -290,10 +290,10 @@ class ChargedPasses:
             else:
                 run(bound)
 
-        def choose(graph: LongContextGraph, request: PassRequest, own: BoundSession, long: BoundSession) -> None:
+        def choose(graph: LongContextGraph, new: NewTokens, own: BoundSession, long: BoundSession) -> None:
             """Decide by the durations at once: a machine measures each range only once."""
-            del own, long
-            at = request.width, request.base
+            del long
+            at = len(new.ids), own.arena.length
             both = (self._curves[name].seconds(*at, again=False) for name in (BASE_GRAPH, LongContextGraph.name))
             graph.times.seconds[_place(*at)] = next(both), next(both)
 

@@ -14,7 +14,7 @@ from .graph.bound_graph import BoundGraph
 from .graph.cache_shift import CacheShift
 from .graph.graph_io import GraphIO
 from .kv.arena import KVArena
-from .kv.prefix_cache import PrefixCache
+from .kv.prefix_cache import PrefixCache, shared_tokens
 from .measure.exactness import SAMPLE_TEXT
 from .options import Request
 from .overflow import Overflow, kept_first, trimmed, window
@@ -71,13 +71,8 @@ class CachedSequence:
 
     def continue_with(self, prompt_ids: Sequence[int]) -> int:
         """Replace the sequence by `prompt_ids`; keep and count the cached slots of their common prefix."""
-        arena = self.arena
-        kept = 0
-        for old, new in zip(self.token_ids[: arena.length], prompt_ids, strict=False):
-            if old != new:
-                break
-            kept += 1
-        arena.rewind_to(kept)
+        kept = shared_tokens(self.token_ids[: self.arena.length], prompt_ids)
+        self.arena.rewind_to(kept)
         self.token_ids = list(prompt_ids)
         return kept
 

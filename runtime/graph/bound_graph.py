@@ -6,6 +6,7 @@ several graphs of one model. Everything outside this package is written against 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
 
@@ -14,6 +15,26 @@ import numpy.typing as npt
 
 from ..kv.arena import KVArena
 from .graph_io import BASE_GRAPH, Floats, GraphIO
+
+_SEQUENCES: Final = (tuple, list)
+_FIRST_INDICES: Final = np.arange(32)
+"""Indices of the tokens of passes up to that width."""
+_FIRST_INDICES.flags.writeable = False
+
+
+class NewTokens(NamedTuple):
+    """The tokens of a pass; see `BoundGraph.forward`."""
+
+    ids: list[int]
+    wanted: npt.NDArray[np.int64]
+    """Indices of the tokens whose logits to return."""
+    positions: npt.ArrayLike | None = None
+    tree_mask: npt.NDArray[np.bool_] | None = None
+
+    @property
+    def wants_last_only(self) -> bool:
+        """Whether the last token's logits are wanted, and no others."""
+        return self.wanted.size == 1 and self.wanted.item() == len(self.ids) - 1
 
 
 class OtherTexts(NamedTuple):
@@ -93,7 +114,23 @@ class BoundGraph(Protocol):
             ContextError: the tokens do not fit the context.
             EdgeError: ONNX Runtime failed; the arena has no more slots than before, and with states perhaps fewer.
         """
-        raise NotImplementedError
+        # Between two passes, the first call of each NumPy function takes many times as long as in a loop.
+        ids: list[int] = list(tokens) if isinstance(tokens, _SEQUENCES) else np.asarray(tokens, np.int64).tolist()
+        # For an id outside the vocabulary the operator would return zeros instead of an error.
+        lowest, highest, most = min(ids), max(ids), self.graph_io.input_vocab
+        if lowest < 0 or highest >= most:
+            raise ValueError(f"token ids must lie between 0 and {most - 1}, found {lowest} to {highest}")
+        if tree_mask is not None and not self.graph_io.supports_trees:
+            raise ValueError("this graph cannot verify trees")
+        if logits_for is not None:
+            wanted = np.asarray(logits_for, np.int64)
+        else:
+            wanted = _FIRST_INDICES[: len(ids)] if len(ids) <= len(_FIRST_INDICES) else np.arange(len(ids))
+        return self.run(NewTokens(ids, wanted, positions, tree_mask))
+
+    @abstractmethod
+    def run(self, new: NewTokens) -> Floats:
+        """Run a pass over tokens that `forward` has checked."""
 
     def hidden_states(self, tokens: npt.ArrayLike, wanted: Sequence[int]) -> Floats:
         """Run a pass like `forward`, and return the hidden states of the tokens with the indices `wanted`.

@@ -8,40 +8,26 @@ logits, some let new tokens after a cache attend to each other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from ...errors import EdgeError
 from ..kv.arena import InPlaceArena, KVArena
 from ..kv.borrowed import BorrowedArena
 from ..kv.buffers import CacheBuffers, NumpyBuffers
 from ..kv.growing import GrowingArena
-from .bound_graph import ALONE, BoundGraph
+from .bound_graph import ALONE, BoundGraph, NewTokens
 from .graph_io import Floats, GraphIO, LogitsMode
-from .ort import ORT_ERRORS, error_reason, run_options
+from .ort import ORT_ERRORS, run_failure, run_options
 from .pass_inputs import PassInputs, wrapped
 from .pass_outputs import FeaturesOutput, HiddenStatesOutput, LogitsOutput
 from .shared_passes import SharedPasses, TextBinding
 
-_SEQUENCES: Final = (tuple, list)
 _IN_PLACE: Final = (InPlaceArena, BorrowedArena)
-_FIRST_INDICES: Final = 32
-"""Width of passes for which the indices of all tokens are kept."""
 _FIRST_PASS_WIDTH: Final = 512
 """Width of the first prefill pass if later tokens run one by one; it may return as many rows of logits."""
-
-
-class NewTokens(NamedTuple):
-    """The tokens of a pass; see `BoundGraph.forward`."""
-
-    ids: list[int]
-    wanted: npt.NDArray[np.int64]
-    """Indices of the tokens whose logits to return."""
-    positions: npt.ArrayLike | None = None
-    tree_mask: npt.NDArray[np.bool_] | None = None
 
 
 class BoundSession(BoundGraph):
@@ -74,9 +60,6 @@ class BoundSession(BoundGraph):
         # No graph capture. Without this entry, every pass throws and catches an exception looking for it: 29 us.
         self._run_options.add_run_config_entry("gpu_graph_id", "-1")
         self.graph_io = graph_io
-        self._vocab: Final = graph_io.input_vocab
-        self._indices = np.arange(_FIRST_INDICES)
-        self._indices.flags.writeable = False
         self.use(arena)
         self._inputs: Final = PassInputs(self._io, graph_io)
         self._logits: LogitsOutput = self._logits_output()
@@ -114,35 +97,12 @@ class BoundSession(BoundGraph):
         is_limited = not self.graph_io.supports_wide_passes and not self.arena.length
         return max(preferred, _FIRST_PASS_WIDTH) if is_limited else preferred
 
-    def forward(
-        self,
-        tokens: npt.ArrayLike,
-        *,
-        logits_for: npt.ArrayLike | None = None,
-        positions: npt.ArrayLike | None = None,
-        tree_mask: npt.NDArray[np.bool_] | None = None,
-    ) -> Floats:
-        """Run a pass over new tokens after the committed slots; see `BoundGraph.forward`.
-
-        The operator takes a pass without committed slots for the beginning of a prompt, and ignores its positions.
-        """
-        # Between two passes, the first call of each NumPy function takes many times as long as in a loop.
-        ids: list[int] = list(tokens) if isinstance(tokens, _SEQUENCES) else np.asarray(tokens, np.int64).tolist()
-        # For an id outside the vocabulary the operator would return zeros instead of an error.
-        lowest, highest = min(ids), max(ids)
-        if lowest < 0 or highest >= self._vocab:
-            raise ValueError(f"token ids must lie between 0 and {self._vocab - 1}, found {lowest} to {highest}")
-        if tree_mask is not None and not self.graph_io.supports_trees:
-            raise ValueError("this graph cannot verify trees")
-        width = len(ids)
-        if logits_for is not None:
-            wanted = np.asarray(logits_for, np.int64)
-        else:
-            wanted = self._indices[:width] if width <= _FIRST_INDICES else np.arange(width)
+    def run(self, new: NewTokens) -> Floats:
+        """Run a pass, or several where the graph cannot run all its tokens at a time."""
+        width = len(new.ids)
         self.others = ALONE
         self.arena.reserve(width)
-        new = NewTokens(ids, wanted, positions, tree_mask)
-        if width > 1 and (part := self._part_width(width, wanted)) < width:
+        if width > 1 and (part := self._part_width(width, new.wanted)) < width:
             return self._run_in_parts(new, part)
         return self._run_pass(new)
 
@@ -205,9 +165,7 @@ class BoundSession(BoundGraph):
             else:
                 self._run_first_session(self._first_session, width)
         except ORT_ERRORS as error:
-            raise EdgeError(
-                f"the model failed to run: {error_reason(error)}", "run again with --debug and report it"
-            ) from error
+            raise run_failure("the model", error) from error
         if self._growing is not None:
             self._growing.finish_pass(width)
         if (slots := arena.features) is not None:

@@ -17,7 +17,8 @@ from ..devices.device_lock import DeviceLock
 from ..kv.arena import KVArena
 from ..kv.buffers import CacheBuffers
 from ..kv.device_buffers import DeviceBuffers
-from .bound_session import BoundSession, NewTokens
+from .bound_graph import NewTokens
+from .bound_session import BoundSession
 from .graph_io import Floats, GraphIO, InputRole, LogitsMode, TopOutputs
 from .pass_inputs import PassInputs, value_dtype, wrapped
 from .pass_outputs import KEPT_LOGIT_ROWS, LogitsOutput

@@ -13,53 +13,19 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from threading import Lock
-from typing import ClassVar, Final, NamedTuple
+from typing import ClassVar, Final
 
-import numpy as np
 import numpy.typing as npt
 
 from ...errors import EdgeError
 from ..kv.arena import KVArena
-from .bound_graph import BoundGraph
+from .bound_graph import BoundGraph, NewTokens
 from .bound_session import BoundSession
 from .graph_io import BASE_GRAPH, Floats, GraphIO
 from .session import DecoderGraph, GraphSession
 from .shared_passes import Gather, SharedPasses
 
-_SEQUENCES: Final = (tuple, list)
 _log: Final = logging.getLogger(__name__)
-
-
-class PassRequest(NamedTuple):
-    """What decides which graph runs a pass; see `BoundGraph.forward`."""
-
-    width: int
-    """Number of new tokens."""
-    base: int
-    """Number of cached tokens before them."""
-    logits_for: npt.ArrayLike | None
-    positions: npt.ArrayLike | None
-    tree_mask: npt.NDArray[np.bool_] | None
-
-    @property
-    def is_consecutive(self) -> bool:
-        """Whether positions are consecutive, and each token attends to all before it, given or not."""
-        width, base, _, positions, tree_mask = self
-        if positions is not None and not np.array_equal(
-            np.broadcast_to(np.asarray(positions, np.int64), width), np.arange(base, base + width)
-        ):
-            return False
-        return tree_mask is None or np.array_equal(
-            tree_mask, np.tri(width, tree_mask.shape[1], tree_mask.shape[1] - width, dtype=np.bool_)
-        )
-
-    @property
-    def wants_last_only(self) -> bool:
-        """Whether the last token's logits are wanted, and no others."""
-        wanted = self.logits_for
-        if wanted is None:
-            return self.width == 1
-        return np.size(wanted) == 1 and np.asarray(wanted).item() == self.width - 1
 
 
 class FurtherGraph(ABC):
@@ -74,8 +40,8 @@ class FurtherGraph(ABC):
     required: ClassVar[bool] = False
 
     @abstractmethod
-    def takes(self, request: PassRequest) -> bool | None:
-        """Whether this graph runs a pass; None if `measure` has to find out.
+    def takes(self, new: NewTokens, base: int) -> bool | None:
+        """Whether this graph runs a pass behind `base` cached tokens; None if `measure` has to find out.
 
         It is asked before every pass, so it must decide in a microsecond.
         """
@@ -99,11 +65,11 @@ class FurtherGraph(ABC):
             EdgeError: it cannot be loaded.
         """
 
-    def measure(self, request: PassRequest, own: BoundSession, further: BoundSession) -> None:
+    def measure(self, new: NewTokens, own: BoundSession, further: BoundSession) -> None:
         """Find out whether this graph runs a pass, where `takes` does not know.
 
         Args:
-            request: the pass; afterwards `takes` knows whether it takes it.
+            new: the tokens of the pass; afterwards `takes` knows whether it takes it.
             own: the base graph, bound to the arena of the pass, whose committed slots must stay as they are.
             further: this graph, bound to the same arena.
 
@@ -233,42 +199,29 @@ class ChosenSession(BoundGraph):
             preferred = graph.prefill_width(preferred, self.arena.length, remaining)
         return self._base.prefill_width(preferred, remaining)
 
-    def forward(
-        self,
-        tokens: npt.ArrayLike,
-        *,
-        logits_for: npt.ArrayLike | None = None,
-        positions: npt.ArrayLike | None = None,
-        tree_mask: npt.NDArray[np.bool_] | None = None,
-    ) -> Floats:
-        """Run a pass in the first graph that takes it; see `BoundGraph.forward`."""
-        if tree_mask is not None and not self.graph_io.supports_trees:
-            raise ValueError("this graph cannot verify trees")
-        bound = self._base
+    def run(self, new: NewTokens) -> Floats:
+        """Run a pass in the first graph that takes it."""
+        bound, base = self._base, self.arena.length
         self.last_graph = BASE_GRAPH
-        if asked := self._asked[self.base_only]:
-            # NumPy would make an array of the tokens to count them, which takes longer than all the rest.
-            width = len(tokens) if isinstance(tokens, _SEQUENCES) else np.size(tokens)
-            request = PassRequest(width, self.arena.length, logits_for, positions, tree_mask)
-            for graph in asked:
-                takes = graph.takes(request)
-                if takes is not False and (chosen := self._bound_to(graph)) is not None:
-                    if takes is None:
-                        self._base.shares_passes = False
-                        graph.measure(request, self._base, chosen)
-                        if not graph.takes(request):
-                            continue
-                    self.last_graph = graph.name
-                    bound = chosen
-                    break
+        for graph in self._asked[self.base_only]:
+            takes = graph.takes(new, base)
+            if takes is not False and (chosen := self._bound_to(graph)) is not None:
+                if takes is None:
+                    self._base.shares_passes = False
+                    graph.measure(new, self._base, chosen)
+                    if not graph.takes(new, base):
+                        continue
+                self.last_graph = graph.name
+                bound = chosen
+                break
         bound.whole_logits = self.whole_logits
         bound.shares_passes = self.shares_passes
         # What another graph computes differs in rounding, so exact answers compute these slots again.
         self.arena.is_plain = bound is self._base
         if not self._base_has_bias and bound is self._base:
             # What the base graph is asked for has no other positions and mask than consecutive tokens have.
-            positions = tree_mask = None
-        logits = bound.forward(tokens, logits_for=logits_for, positions=positions, tree_mask=tree_mask)
+            new = new._replace(positions=None, tree_mask=None)
+        logits = bound.run(new)
         self.others = bound.others
         return logits
 

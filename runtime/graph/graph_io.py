@@ -183,14 +183,12 @@ class GraphIO:
     @property
     def hidden_size(self) -> int | None:
         """Size of a hidden state; None if the graph does not give them."""
-        size = None if self.hidden_states is None else self.hidden_states.shape[-1]
-        return size if isinstance(size, int) else None
+        return _last_size(self.hidden_states)
 
     @property
     def feature_size(self) -> int | None:
         """Number of features of a token for a draft head; None if the graph does not give them."""
-        size = None if self.draft_features is None else self.draft_features.shape[-1]
-        return size if isinstance(size, int) else None
+        return _last_size(self.draft_features)
 
     @property
     def has_bias_input(self) -> bool:
@@ -220,21 +218,21 @@ class GraphIO:
         return sum(tensor_type.slot_bytes for tensor_type in self.tensor_types)
 
 
-_NUMPY_TYPES: Mapping[str, np.dtype[Any]] = {
-    "tensor(float)": np.dtype(np.float32),
-    "tensor(float16)": np.dtype(np.float16),
-    "tensor(double)": np.dtype(np.float64),
-    "tensor(int8)": np.dtype(np.int8),
-    "tensor(uint8)": np.dtype(np.uint8),
-    "tensor(int32)": np.dtype(np.int32),
-    "tensor(int64)": np.dtype(np.int64),
-    "tensor(bool)": np.dtype(np.bool_),
+def _last_size(value: GraphValue | None) -> int | None:
+    size = None if value is None else value.shape[-1]
+    return size if isinstance(size, int) else None
+
+
+NUMPY_TYPES: Final[Mapping[str, np.dtype[Any]]] = {
+    f"tensor({name})": np.dtype({"float": "float32"}.get(name, name))
+    for name in ("float", "float16", "double", "int8", "uint8", "int32", "int64", "bool")
 }
+"""NumPy dtypes by ONNX Runtime's names of tensor types."""
 
 
 def element_type(value: GraphValue) -> np.dtype[Any] | None:
     """NumPy dtype of a graph value's elements; None if NumPy has none for it."""
-    return _NUMPY_TYPES.get(value.type)
+    return NUMPY_TYPES.get(value.type)
 
 
 def element_kind(value: GraphValue) -> str:

@@ -14,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from ...errors import BundleError, EdgeError
+from ...errors import BundleError
 from ..kv.arena import KVArena
-from .bound_session import BoundSession, NewTokens
+from .bound_graph import NewTokens
+from .bound_session import BoundSession
 from .graph_io import Floats, GraphIO
 from .introspection import DRAFT_FEATURES
-from .ort import ORT_ERRORS, error_reason, load_session
+from .ort import ORT_ERRORS, error_reason, load_session, run_failure
 from .pass_inputs import wrapped
 
 _MEDUSA_OUTPUTS: Final = ("top_ids", "top_probabilities")
@@ -133,6 +134,5 @@ class MedusaSession:
         try:
             ids, probabilities = self._session.run(list(_MEDUSA_OUTPUTS), {DRAFT_FEATURES: features[None]})
         except ORT_ERRORS as error:
-            what = f"the Medusa heads failed to run: {error_reason(error)}"
-            raise EdgeError(what, "run again with --debug and report it") from error
+            raise run_failure("the Medusa heads", error) from error
         return ids, probabilities

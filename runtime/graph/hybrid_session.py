@@ -10,7 +10,8 @@ import onnxruntime as ort
 
 from ..kv.arena import KVArena
 from ..kv.state_buffers import StateCheckpoint, States, StateView
-from .bound_session import BoundSession, NewTokens
+from .bound_graph import NewTokens
+from .bound_session import BoundSession
 from .graph_io import Floats
 from .pass_inputs import wrapped
 

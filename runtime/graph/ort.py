@@ -9,6 +9,7 @@ from typing import Final
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
+from ...errors import EdgeError
 from ...telemetry import telemetry_is_disabled
 from ..devices.processor import default_threads, physical_cores
 
@@ -77,3 +78,8 @@ def error_reason(error: Exception) -> str:
     if not lines:
         return type(error).__name__
     return _SOURCE_POSITION.sub("", _NODE_FAILED.sub(r"\1: ", lines[0]))
+
+
+def run_failure(what: str, error: Exception) -> EdgeError:
+    """The error about a graph, named by `what`, in which ONNX Runtime failed."""
+    return EdgeError(f"{what} failed to run: {error_reason(error)}", "run again with --debug and report it")

@@ -138,7 +138,7 @@ class PassInputs:
         Args:
             base: number of cached tokens.
             capacity: number of slots of the cache, for which the buffers are sized.
-            tree_mask: as for `BoundSession.forward`.
+            tree_mask: as for `BoundGraph.forward`.
         """
         total = base + self.width
         if self._bias_input is not None:

@@ -11,18 +11,30 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from ...models.onnx_file.model_messages import ELEMENT_TYPES, Message, ModelProto, read_model, shape_of
-from .graph_choice import FurtherGraph, PassRequest
-from .graph_io import GraphIO, GraphValue, InputRole
+from .bound_graph import NewTokens
+from .graph_choice import FurtherGraph
+from .graph_io import NUMPY_TYPES, GraphIO, GraphValue, InputRole
 from .introspection import introspect
 from .model_metadata import ModelMetadata
 from .session import GraphSession
 
-_TYPE_NAMES: Final = {
-    number: f"tensor({({'float32': 'float', 'float64': 'double'}).get(dtype.name, dtype.name)})"
-    for dtype, number in ELEMENT_TYPES.items()
-}
+_TYPE_NAMES: Final = {ELEMENT_TYPES[dtype]: name for name, dtype in NUMPY_TYPES.items()}
 """ONNX Runtime's name of a tensor type, by ONNX's number of its element type."""
+
+
+def is_consecutive(new: NewTokens, base: int) -> bool:
+    """Whether positions behind `base` are consecutive, and each token attends to all before it, given or not."""
+    ids, _, positions, tree_mask = new
+    if positions is not None and not np.array_equal(
+        np.broadcast_to(np.asarray(positions, np.int64), len(ids)), np.arange(base, base + len(ids))
+    ):
+        return False
+    return tree_mask is None or np.array_equal(
+        tree_mask, np.tri(len(ids), tree_mask.shape[1], tree_mask.shape[1] - len(ids), dtype=np.bool_)
+    )
 
 
 class TreeGraph(FurtherGraph):
@@ -38,9 +50,9 @@ class TreeGraph(FurtherGraph):
     def __init__(self, load: Callable[[], GraphSession]) -> None:
         self._load: Final = load
 
-    def takes(self, request: PassRequest) -> bool:
+    def takes(self, new: NewTokens, base: int) -> bool:
         """Whether a pass is over a tree. Consecutive tokens need neither mask nor positions."""
-        return not request.is_consecutive
+        return not is_consecutive(new, base)
 
     def load(self) -> GraphSession:
         """Load the graph."""

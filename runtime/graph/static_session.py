@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from ...errors import EdgeError
 from ..kv.buffers import NumpyBuffers
 from .graph_io import GraphIO, InputRole, element_type
-from .ort import ORT_ERRORS, error_reason, run_options
+from .ort import ORT_ERRORS, run_failure, run_options
 from .pass_inputs import wrapped
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -117,9 +116,7 @@ class StaticSession:
         try:
             self._session.run_with_iobinding(io, self._run_options)
         except ORT_ERRORS as error:
-            raise EdgeError(
-                f"the model failed to run: {error_reason(error)}", "run again with --debug and report it"
-            ) from error
+            raise run_failure("the model", error) from error
         buffers.write_new(slot, self._new_slots, count)
         return self._logits[rows], self._next_ids[rows]
 

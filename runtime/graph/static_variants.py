@@ -22,7 +22,7 @@ from ...models.graph_variant import DeviceKind
 from ...models.onnx_file.model_messages import read_model
 from ..kv.arena import InPlaceArena, KVArena
 from ..kv.buffers import NumpyBuffers
-from .bound_graph import BoundGraph
+from .bound_graph import BoundGraph, NewTokens
 from .cache_io import cache_part, find_cache
 from .compiled import CompiledGraphs
 from .graph_io import CacheMode, Floats, GraphIO, InputRole, LogitsMode
@@ -124,25 +124,13 @@ class BoundStaticGraphs(BoundGraph):
         del preferred, remaining
         return self._graphs.widths[-1]
 
-    def forward(
-        self,
-        tokens: npt.ArrayLike,
-        *,
-        logits_for: npt.ArrayLike | None = None,
-        positions: npt.ArrayLike | None = None,
-        tree_mask: npt.NDArray[np.bool_] | None = None,
-    ) -> Floats:
-        """Run passes as `BoundGraph.forward`: more tokens than the largest width run in several, trees too."""
-        ids = np.asarray(tokens, np.int64)
-        if ids.min() < 0 or ids.max() >= self.graph_io.input_vocab:
-            raise ValueError(
-                f"token ids must lie between 0 and {self.graph_io.input_vocab - 1}, found {ids.min()} to {ids.max()}"
-            )
+    def run(self, new: NewTokens) -> Floats:
+        """Run a pass: more tokens than the largest width run in several, trees too."""
+        ids, wanted, positions, tree_mask = np.array(new.ids), *new[1:]
         arena, base = self.arena, self.arena.length
         arena.reserve(ids.size)
         buffers = arena.buffers
         assert isinstance(buffers, NumpyBuffers)  # noqa: S101  `StaticGraphs.arena`
-        wanted = np.arange(ids.size) if logits_for is None else np.asarray(logits_for, np.int64)
         at = base + np.arange(ids.size) if positions is None else np.asarray(positions, np.int64)
         visible = np.tri(ids.size, dtype=np.bool_) if tree_mask is None else tree_mask
         cached = visible.shape[1] - ids.size

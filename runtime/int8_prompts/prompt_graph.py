@@ -19,7 +19,8 @@ import psutil
 from ...models.bundle import Bundle
 from ...models.onnx_file.wire import external_files
 from ...models.user_text import format_bytes
-from ..graph.graph_choice import FurtherGraph, PassRequest
+from ..graph.bound_graph import NewTokens
+from ..graph.graph_choice import FurtherGraph
 from ..graph.memory import drop_file_pages
 from ..graph.model_metadata import ModelMetadata
 from ..graph.session import GraphSession, SessionConfig
@@ -102,9 +103,10 @@ class PromptGraph(FurtherGraph):
         """Read no prompts from now on."""
         self.refusal, self._least_width = reason, _NEVER
 
-    def takes(self, request: PassRequest) -> bool:
+    def takes(self, new: NewTokens, base: int) -> bool:
         """Whether it runs a pass: one that reads so much of a prompt that it is faster, and that wants its end only."""
-        width = request.width
+        del base
+        width = len(new.ids)
         if width < LEAST_WIDTH:
             if self._passes_to_rest:
                 self._passes_to_rest -= 1
@@ -112,7 +114,7 @@ class PromptGraph(FurtherGraph):
                     # In a thread: looking for the pages takes as long as a pass.
                     threading.Thread(target=self.give_back, name="edge-run memory", daemon=True).start()
             return False
-        if request.positions is not None or request.tree_mask is not None or not request.wants_last_only:
+        if new.positions is not None or new.tree_mask is not None or not new.wants_last_only:
             return False
         if width < self._least_width:
             self._missed_tokens += width

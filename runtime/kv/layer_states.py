@@ -26,7 +26,7 @@ _CACHE_SHARE: Final = 8
 """Checkpoints may take one in so many bytes of the KV cache. For LFM2-350M that is one every 32 tokens: a rewind to
 anywhere runs 16 tokens again on average, which takes as long as five tokens of decoding."""
 _OTHER_CHECKPOINTS: Final = 4
-"""Number of checkpoints that may lie elsewhere: see `StateCheckpoints`."""
+"""Number of checkpoints that may lie elsewhere: see `LayerStates`."""
 _HELD_BYTES: Final = 128 << 20
 """Bytes of states that are held at most: six positions of Qwen3.5-0.8B. Tokens behind the last one run once more."""
 _IN_SNAPSHOT: Final = 2
@@ -38,46 +38,12 @@ def largest_state_snapshot(types: Sequence[StateType], slots: int) -> int:
     return 8 * slots + (slots // _LEAST_SPACING + _OTHER_CHECKPOINTS) * (total_bytes(types) + 8)
 
 
-class StateCheckpoints:
-    """Copies of the states by position; they are never written, so that several sequences may share them.
-
-    Besides the first ones of every `spacing` tokens, these are the states at which sequences are rewound to compute the
-    same bits again: the beginning of the last prefill pass, the end of plain decoding's slots, and where they were last
-    rewound to. These are called anchors.
-
-    Args:
-        spacing: number of tokens between two checkpoints.
-    """
-
-    def __init__(self, spacing: int) -> None:
-        self.spacing: Final = spacing
-        self.by_position: dict[int, StateCheckpoint] = {}
-
-    def missing(self, first: int, last: int, anchors: Collection[int]) -> list[int]:
-        """Positions between `first` and `last` at which there should be a checkpoint, and none is."""
-        wanted = {*anchors, *range(-(-first // self.spacing) * self.spacing, last + 1, self.spacing)}
-        if first // self.spacing != last // self.spacing:
-            wanted.add(last)
-        return [each for each in sorted(wanted) if 0 < each <= last and each not in self.by_position]
-
-    def thin(self, kept: Collection[int]) -> None:
-        """Drop all but the first checkpoint of every `spacing` tokens, and those at the positions `kept`."""
-        before = -1
-        for position in sorted(self.by_position):
-            if position // self.spacing == before // self.spacing and position not in kept:
-                del self.by_position[position]
-            else:
-                before = position
-
-    def up_to(self, length: int) -> dict[int, StateCheckpoint]:
-        """The checkpoints up to a position."""
-        return {position: states for position, states in self.by_position.items() if position <= length}
-
-
 class LayerStates:
     """The states of a sequence's layers without attention, and the tokens from which they are computed again.
 
-    A pass runs between `move_to` and `end_pass`.
+    A pass runs between `move_to` and `end_pass`. Besides the first ones of every `spacing` tokens, checkpoints are the
+    states at which sequences are rewound to compute the same bits again: the beginning of the last prefill pass, the
+    end of plain decoding's slots, and where they were last rewound to. These are called anchors.
 
     Args:
         types: types of the states.
@@ -86,6 +52,8 @@ class LayerStates:
     Attributes:
         types: types of the states.
         buffers: by type, the states that the next pass starts from.
+        checkpoints: copies of the states by position; they are never written, so that several sequences may share them.
+        spacing: number of tokens between two checkpoints.
         token_ids: tokens of the committed slots.
         cuts_anywhere: whether the next pass can start after any token of the last one.
     """
@@ -93,7 +61,8 @@ class LayerStates:
     def __init__(self, types: Sequence[StateType], slot_bytes: int) -> None:
         self.types: Final = tuple(types)
         needed = max(_LEAST_SPACING, -(-_CACHE_SHARE * total_bytes(types) // slot_bytes))
-        self.checkpoints: Final = StateCheckpoints(1 << (needed - 1).bit_length())
+        self.spacing = 1 << (needed - 1).bit_length()
+        self.checkpoints: dict[int, StateCheckpoint] = {}
         self._has_updates: Final = any(each.part is StatePart.UPDATES for each in types)
         """Whether the next pass can bring states from the beginning of the last pass to any of its tokens."""
         self.cuts_anywhere: Final = all(each.of_every_token or each.part is StatePart.UPDATED for each in types)
@@ -120,7 +89,7 @@ class LayerStates:
     @property
     def nbytes(self) -> int:
         """Bytes of the states and of their checkpoints."""
-        checkpoints = total_bytes(self.types) * len(self.checkpoints.by_position)
+        checkpoints = total_bytes(self.types) * len(self.checkpoints)
         return sum(each.nbytes for each in self.buffers) + checkpoints
 
     @property
@@ -168,7 +137,7 @@ class LayerStates:
         self._restart([0] * length, {}, length)
 
     def snapshot(self, anchors: Collection[int]) -> CacheSnapshot:
-        """Copy the token ids, and the checkpoints of the states with their positions; see `StateCheckpoints`."""
+        """Copy the token ids, and the checkpoints of the states with their positions."""
         known = self._known_up_to(len(self.token_ids), anchors)
         positions = sorted(known)
         states = [
@@ -223,7 +192,7 @@ class LayerStates:
         Returns:
             Tokens between the states and `length`, which have to run once more.
         """
-        position, spacing = self._position, self.checkpoints.spacing
+        position, spacing = self._position, self.spacing
         self._forget_after(length)
         if position != length:
             crosses = position // spacing != length // spacing
@@ -297,17 +266,32 @@ class LayerStates:
         return None if views is None else tuple(view.states.copy() for view in views)
 
     def _keep_checkpoints(self, anchors: Collection[int]) -> None:
-        """Copy the states that lie in the last pass and will be needed, up to the committed length."""
-        length, wanted = len(self.token_ids), {*anchors, self._rewound_to}
-        for position in self.checkpoints.missing(self._position, min(length, self._end), wanted):
-            if (states := self._copy_at(position)) is not None:
-                self.checkpoints.by_position[position] = states
-        self.checkpoints.thin({*wanted, length})
+        """Copy the states that lie in the last pass and will be needed, up to the committed length.
+
+        Of the others, all but the first of every `spacing` tokens are dropped.
+        """
+        length, kept, spacing = len(self.token_ids), {*anchors, self._rewound_to}, self.spacing
+        first, last = self._position, min(length, self._end)
+        wanted = {*kept, *range(-(-first // spacing) * spacing, last + 1, spacing)}
+        if first // spacing != last // spacing:
+            wanted.add(last)
+        for position in sorted(wanted - self.checkpoints.keys()):
+            if 0 < position <= last and (states := self._copy_at(position)) is not None:
+                self.checkpoints[position] = states
+        before = -1
+        for position in sorted(self.checkpoints):
+            if position // spacing == before // spacing and position not in (*kept, length):
+                del self.checkpoints[position]
+            else:
+                before = position
+
+    def _checkpoints_up_to(self, length: int) -> dict[int, StateCheckpoint]:
+        return {position: states for position, states in self.checkpoints.items() if position <= length}
 
     def _known_up_to(self, length: int, anchors: Collection[int]) -> dict[int, StateCheckpoint]:
         """Copies of the states by position, up to a committed length and at it, or as near before it as is known."""
         self._keep_checkpoints(anchors)
-        known = self.checkpoints.up_to(length)
+        known = self._checkpoints_up_to(length)
         for position in (length, self._position):
             if length not in known and 0 < position <= length and (states := self._copy_at(position)) is not None:
                 known[position] = states
@@ -321,12 +305,12 @@ class LayerStates:
             if nearest in buffers.held:
                 buffers.start_from(buffers.held[nearest])
             else:
-                buffers.write(self.checkpoints.by_position[nearest][index] if nearest else 0.0)
+                buffers.write(self.checkpoints[nearest][index] if nearest else 0.0)
         self._position = nearest
 
     def _newest_known(self, length: int) -> int:
         """The last position up to a length at which the states are known before the last pass."""
-        known = (self._position, *self.checkpoints.by_position, *self._held)
+        known = (self._position, *self.checkpoints, *self._held)
         return max((each for each in known if each <= length), default=0)
 
     @property
@@ -345,14 +329,14 @@ class LayerStates:
 
     def _forget_after(self, length: int) -> None:
         """Drop copies and held states behind a length, whose tokens may be others from now on."""
-        self.checkpoints.by_position = self.checkpoints.up_to(length)
+        self.checkpoints = self._checkpoints_up_to(length)
         self._drop_held(*[each for each in self._held if each > length])
 
     def _restart(self, token_ids: list[int], known: dict[int, StateCheckpoint], position: int = 0) -> None:
         """Forget all passes; the states are zeros at `position`, and others are known at earlier ones."""
         for buffers in self.buffers:
             buffers.write(0.0)
-        self.token_ids, self.checkpoints.by_position, self._position = token_ids, known, position
+        self.token_ids, self.checkpoints, self._position = token_ids, known, position
         self._outputs, self._end = None, 0
         self._pass_ids, self._pass_base = [], len(token_ids)
         self.hold_from(None)

@@ -226,7 +226,5 @@ def common_prefix(first: TokenIds, second: TokenIds) -> int:
 
 def shared_tokens(first: Sequence[int], second: Sequence[int]) -> int:
     """Number of equal tokens at the beginning of both sequences."""
-    for index, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
-            return index
-    return min(len(first), len(second))
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))

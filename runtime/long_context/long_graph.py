@@ -15,12 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from ...models.bundle import Bundle
 from ...models.json_file import is_finite, is_whole
+from ..graph.bound_graph import NewTokens
 from ..graph.bound_session import BoundSession
-from ..graph.graph_choice import FurtherGraph, PassRequest
+from ..graph.graph_choice import FurtherGraph
 from ..graph.model_metadata import ModelMetadata
 from ..graph.session import GraphSession
 from ..measure.measurement_store import MeasurementStore, model_key
@@ -149,9 +148,9 @@ class LongContextGraph(FurtherGraph):
         self._again: Final = {place for place, number in self.times.disturbed.items() if number < _MAX_DISTURBED}
         """What is measured once more, although it was measured before."""
 
-    def takes(self, request: PassRequest) -> bool | None:
+    def takes(self, new: NewTokens, base: int) -> bool | None:
         """Whether it runs a pass; None where that is still to be measured."""
-        width, base = request.width, request.base
+        width = len(new.ids)
         if base < LEAST_CONTEXT or width > WIDTHS[-1] or self.obstacle is not None:
             return False
         if width > _NARROW and base * width > _LARGEST_BIAS:
@@ -176,14 +175,14 @@ class LongContextGraph(FurtherGraph):
             return None
         return GraphSession(self._graph, self._config, self._metadata, model=model)
 
-    def measure(self, request: PassRequest, own: BoundSession, long: BoundSession) -> None:
+    def measure(self, new: NewTokens, own: BoundSession, long: BoundSession) -> None:
         """Time a pass in both graphs, over the cache that it has to read; the faster one runs it from now on.
 
         What was measured while other programs used the processor is kept as doubtful: a few later processes measure it
         again.
 
         Args:
-            request: the pass.
+            new: the tokens of the pass.
             own: the model's own graph, bound to the arena.
             long: this graph, bound to the same arena.
 
@@ -196,11 +195,11 @@ class LongContextGraph(FurtherGraph):
 
         def long_pass() -> float:
             time.sleep(_PAUSE_S)
-            return _time_pass(long, request)
+            return _time_pass(long, new)
 
         # The first passes of a width bind its buffers, which is nothing beside a pass that takes so long.
         seconds, busy = take_turns(
-            [lambda: _time_pass(own, request), long_pass],
+            [lambda: _time_pass(own, new), long_pass],
             self._config.threads,
             least=_TURNS,
             most=_MAX_TURNS,
@@ -209,7 +208,7 @@ class LongContextGraph(FurtherGraph):
         )
         # Where states are recomputed, tokens ran once more in each of these passes, and will in the pass itself.
         arena.replayed = replayed
-        place = _place(request.width, request.base)
+        place = _place(len(new.ids), arena.length)
         self._again.discard(place)
         # Also while a machine is busy some turns run undisturbed.
         self.times.add(place, (min(seconds[0]), min(seconds[1])), busy=busy)
@@ -222,8 +221,7 @@ def _place(width: int, base: int) -> tuple[int, int]:
     return bisect_left(BUCKET_ENDS, base), WIDTHS[bisect_left(WIDTHS, width)]
 
 
-def _time_pass(bound: BoundSession, request: PassRequest) -> float:
-    tokens = np.zeros(request.width, np.int64)
+def _time_pass(bound: BoundSession, new: NewTokens) -> float:
     started = time.perf_counter()
-    bound.forward(tokens, logits_for=request.logits_for, positions=request.positions, tree_mask=request.tree_mask)
+    bound.run(new)
     return time.perf_counter() - started

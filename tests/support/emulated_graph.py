@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from edgerun.runtime.graph.bound_graph import BoundGraph
+from edgerun.runtime.graph.bound_graph import BoundGraph, NewTokens
 from edgerun.runtime.graph.graph_io import (
     CacheMode,
     CacheTensor,
@@ -69,21 +69,12 @@ class EmulatedGraph(BoundGraph):
         self._logits_after = logits_after
         self._seconds = seconds
 
-    def forward(
-        self,
-        tokens: npt.ArrayLike,
-        *,
-        logits_for: npt.ArrayLike | None = None,
-        positions: npt.ArrayLike | None = None,
-        tree_mask: npt.NDArray[np.bool_] | None = None,
-    ) -> Floats:
+    def run(self, new: NewTokens) -> Floats:
         """Check the text that each token attends to, and compute the wanted logits."""
         started = time.perf_counter()
         self.passes += 1
-        ids, arena = np.asarray(tokens, np.int64), self.arena
-        count, base = ids.size, arena.length
-        assert ids.min() >= 0
-        assert ids.max() < self.graph_io.vocab_size
+        ids, wanted, positions, tree_mask = new
+        arena, count, base = self.arena, len(ids), self.arena.length
         arena.reserve(count)
         buffers = arena.buffers
         assert isinstance(buffers, NumpyBuffers)
@@ -93,9 +84,8 @@ class EmulatedGraph(BoundGraph):
         mask = np.tri(count, dtype=np.bool_) if tree_mask is None else tree_mask
         visible = np.ones((count, base + count), np.bool_)
         visible[:, base + count - mask.shape[1] :] = mask
-        wanted = range(count) if logits_for is None else np.asarray(logits_for).tolist()
         rows = []
-        for row in wanted:
+        for row in wanted.tolist():
             seen = slots[: base + count][visible[row]]
             assert seen[:, 1].tolist() == list(range(len(seen))), f"a text with positions {seen[:, 1].tolist()}"
             assert seen[-1].tolist() == [ids[row], places[row]]

@@ -61,7 +61,7 @@ def stacks(tiny_app: Starlette) -> dict[str, list[str]]:
 def test_a_request_reaches_the_pass_by_the_documented_way(stacks: dict[str, list[str]]) -> None:
     (listed, encoding) = documented("## The path of a request over HTTP")
     *at_the_loop, started = stacks["RequestService.start"]
-    path = [*at_the_loop, *stacks["BoundSession.forward"]]
+    path = [*at_the_loop, *stacks["BoundGraph.forward"]]
     assert started == "edge.server.endpoint:RequestService.start"
     assert path == listed
     assert len(path) <= MOST_FRAMES

@@ -13,10 +13,11 @@ import pytest
 from edgerun.errors import BundleError
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.devices.providers import cpu_device
-from edgerun.runtime.graph.bound_graph import BoundGraph
-from edgerun.runtime.graph.graph_choice import ChosenGraphs, FurtherGraph, PassRequest
+from edgerun.runtime.graph.bound_graph import BoundGraph, NewTokens
+from edgerun.runtime.graph.graph_choice import ChosenGraphs, FurtherGraph
 from edgerun.runtime.graph.graph_io import BASE_GRAPH
 from edgerun.runtime.graph.model_metadata import metadata_of
+from edgerun.runtime.graph.plain_passes import is_consecutive
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.prefill import prefill
 
@@ -33,8 +34,8 @@ class WidePasses(FurtherGraph):
         self._load = load
         self.loaded = 0
 
-    def takes(self, request: PassRequest) -> bool:
-        return request.width >= 8 and request.wants_last_only and request.is_consecutive
+    def takes(self, new: NewTokens, base: int) -> bool:
+        return len(new.ids) >= 8 and new.wants_last_only and is_consecutive(new, base)
 
     def prefill_width(self, preferred: int, base: int, remaining: int) -> int:
         del base, remaining

@@ -11,8 +11,9 @@ import pytest
 
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.devices.providers import cpu_device
+from edgerun.runtime.graph.bound_graph import NewTokens
 from edgerun.runtime.graph.bound_session import BoundSession
-from edgerun.runtime.graph.graph_choice import ChosenGraphs, ChosenSession, FurtherGraph, PassRequest
+from edgerun.runtime.graph.graph_choice import ChosenGraphs, ChosenSession, FurtherGraph
 from edgerun.runtime.graph.graph_io import BASE_GRAPH
 from edgerun.runtime.graph.model_metadata import metadata_of
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
@@ -37,7 +38,7 @@ class RandomPasses(FurtherGraph):
         self._load = load
         self._random = np.random.default_rng(seed)
 
-    def takes(self, request: PassRequest) -> bool:
+    def takes(self, new: NewTokens, base: int) -> bool:
         return bool(self._random.random() < 0.5)
 
     def load(self) -> GraphSession:
@@ -47,7 +48,7 @@ class RandomPasses(FurtherGraph):
 class AllPasses(RandomPasses):
     """A further graph that takes every pass."""
 
-    def takes(self, request: PassRequest) -> bool:
+    def takes(self, new: NewTokens, base: int) -> bool:
         return True
 
 

@@ -79,7 +79,7 @@ def read(bound: Any, stop: int, width: int = 100) -> None:
 
 
 def spacing_of(arena: KVArena) -> int:
-    return arena.states.checkpoints.spacing
+    return arena.states.spacing
 
 
 def has_strips(arena: KVArena) -> bool:

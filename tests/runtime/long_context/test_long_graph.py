@@ -15,9 +15,8 @@ from edgerun.edge.cli.main import main
 from edgerun.models.bundle import open_bundle
 from edgerun.models.json_file import record_from_json, record_to_json
 from edgerun.runtime.devices.providers import cpu_device
-from edgerun.runtime.graph.bound_graph import BoundGraph
+from edgerun.runtime.graph.bound_graph import BoundGraph, NewTokens
 from edgerun.runtime.graph.bound_session import BoundSession
-from edgerun.runtime.graph.graph_choice import PassRequest
 from edgerun.runtime.graph.graph_io import BASE_GRAPH
 from edgerun.runtime.graph.open_graph import open_graph
 from edgerun.runtime.graph.session import SessionConfig
@@ -107,9 +106,9 @@ def test_200_tokens_are_those_of_the_own_graph(
     taken: list[int] = []
     takes = LongContextGraph.takes
 
-    def recorded(graph: LongContextGraph, request: PassRequest) -> bool | None:
-        found = takes(graph, request)
-        taken.extend([request.width] if found else [])
+    def recorded(graph: LongContextGraph, new: NewTokens, base: int) -> bool | None:
+        found = takes(graph, new, base)
+        taken.extend([len(new.ids)] if found else [])
         return found
 
     monkeypatch.setattr(LongContextGraph, "takes", recorded)
@@ -151,12 +150,12 @@ def test_what_other_programs_disturbed_is_measured_by_three_processes(
 ) -> None:
     busy = True
     monkeypatch.setattr(LoadMeter, "is_busy", property(lambda _: busy))
-    measured: list[PassRequest] = []
+    measured: list[NewTokens] = []
     measure = LongContextGraph.measure
 
-    def counted(graph: LongContextGraph, request: PassRequest, own: BoundSession, long: BoundSession) -> None:
-        measured.append(request)
-        measure(graph, request, own, long)
+    def counted(graph: LongContextGraph, new: NewTokens, own: BoundSession, long: BoundSession) -> None:
+        measured.append(new)
+        measure(graph, new, own, long)
 
     monkeypatch.setattr(LongContextGraph, "measure", counted)
     least = (float("inf"), float("inf"))
@@ -181,19 +180,19 @@ def test_what_other_programs_disturbed_is_measured_by_three_processes(
         bound.forward([7])
         bound.forward(prompt(2))
         assert graph.times.disturbed == {(1, 1): 3}
-        assert [request.width for request in measured] == [1, 1, 1, 2, 2]
+        assert [len(new.ids) for new in measured] == [1, 1, 1, 2, 2]
 
 
 def test_a_slow_pass_is_timed_once_in_each_graph(
     opened: Callable[[], tuple[BoundGraph, LongContextGraph]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a pass over a part of a prompt takes a second, eight of them would make somebody wait."""
-    passes: list[PassRequest] = []
+    passes: list[NewTokens] = []
     time_pass = long_graph._time_pass
 
-    def counted(bound: BoundSession, request: PassRequest) -> float:
-        passes.append(request)
-        return time_pass(bound, request)
+    def counted(bound: BoundSession, new: NewTokens) -> float:
+        passes.append(new)
+        return time_pass(bound, new)
 
     monkeypatch.setattr(long_graph, "_time_pass", counted)
     bound, graph = opened()

@@ -15,6 +15,7 @@ import edgerun
 from edgerun.models.bundle import open_bundle
 from edgerun.models.json_file import record_from_json
 from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph.bound_graph import NewTokens
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.measure import exactness
@@ -82,13 +83,13 @@ def test_noise_is_measured_in_any_context(tiny_bundle: Path) -> None:
 
 def test_a_graph_whose_positions_leak_is_not_sound(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the mask were ignored: every position of a pass depends on the others' tokens."""
-    forward = BoundSession.forward
+    run = BoundSession.run
 
-    def leaking(self: BoundSession, tokens: Any, **more: Any) -> Any:
-        logits = forward(self, tokens, **more)
-        return logits + np.float32(0.01) * np.float32(np.sum(tokens) % 97) if len(np.atleast_1d(tokens)) > 1 else logits
+    def leaking(self: BoundSession, new: NewTokens) -> Any:
+        logits = run(self, new)
+        return logits + np.float32(0.01) * np.float32(sum(new.ids) % 97) if len(new.ids) > 1 else logits
 
-    monkeypatch.setattr(BoundSession, "forward", leaking)
+    monkeypatch.setattr(BoundSession, "run", leaking)
     noise = measure_width_noise(bind(tiny_bundle), TEXTS)
     assert noise.leak > 0
     assert not noise.sound

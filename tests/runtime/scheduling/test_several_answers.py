@@ -152,11 +152,11 @@ def test_a_prompt_that_is_being_read_does_not_hold_up_another_answer(
 ) -> None:
     """Between the two passes over the prompt, the other answer runs one."""
     reading, done, passes = threading.Event(), threading.Event(), list[threading.Thread]()
-    forward = BoundSession.forward
+    run = BoundSession.run
 
-    def counted(*args: Any, **options: Any) -> Any:
+    def counted(*args: Any) -> Any:
         passes.append(threading.current_thread())
-        return forward(*args, **options)
+        return run(*args)
 
     def progress(stage: str, fraction: float) -> None:
         if stage == "reading the prompt" and threading.current_thread() is reader:
@@ -172,7 +172,7 @@ def test_a_prompt_that_is_being_read_does_not_hold_up_another_answer(
         reader = threading.Thread(target=lambda: list(engine.model.answer(None, prompt, GenerateOptions(max_tokens=1))))
         other = engine.stream("the", max_tokens=200, temperature=1.0, seed=1, ignore_eos=True, raw=True)
         next(other)
-        monkeypatch.setattr(BoundSession, "forward", counted)
+        monkeypatch.setattr(BoundSession, "run", counted)
         reader.start()
         reading.wait()
         while not done.is_set():

@@ -16,7 +16,7 @@ from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.model_metadata import ModelMetadata
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.kv import layer_states
-from edgerun.runtime.kv.layer_states import LayerStates, StateCheckpoints
+from edgerun.runtime.kv.layer_states import LayerStates
 from edgerun.runtime.kv.prefix_cache import PrefixCache
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel, TopTokens
 from edgerun.runtime.speculation.pass_cost import PassCost
@@ -209,7 +209,7 @@ def test_a_rejection_anywhere_in_a_chain_runs_nothing_again(
     model, text = draft(graph, 256), [20, 30, 40]
     copies: list[int] = []
     if (states := model._arena.states) is not None:
-        states.checkpoints = StateCheckpoints(1 << 12)  # of linear attention, which is that large
+        states.spacing = 1 << 12  # of linear attention, which is that large
         monkeypatch.setattr(states, "_copy_at", copies.append)
     model.reset(text)
     passes = 0
@@ -432,7 +432,7 @@ def test_buffers_are_reused_and_released(hybrid: GraphSession) -> None:
 
 def test_a_new_prompt_that_continues_the_last_one_begins_at_its_last_prefill(hybrid: GraphSession) -> None:
     model, prompt = draft(hybrid, 512), np.random.default_rng(2).integers(20, 290, 300).tolist()
-    states_of(model).checkpoints = StateCheckpoints(1 << 12)  # of linear attention, which is that large
+    states_of(model).spacing = 1 << 12  # of linear attention, which is that large
     model.reset(prompt)
     text = rejected_after(model, hybrid, prompt, 4, 2)
     model.reset([*text[:-2], 7, 8])
