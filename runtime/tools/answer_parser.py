@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ..text.detokenizer import beginning_at_end
 from .answer_parts import AnswerParser, ReasoningTags, in_reasoning
-from .call_regions import Region
-from .calls import OfferedTools
+from .calls import NotACallError, OfferedTools, ToolCall
 from .formats import ToolFormat
 from .harmony import HarmonyParser
 
@@ -44,61 +43,60 @@ class TaggedParser(AnswerParser):
         self._format = tool_format if tools else None
         self._tools = tools
         self._tags = tags
-        self._state = self._reason if tags is not None and in_reasoning else self._read_text
-        self._region: Region | None = None
-        self._sign = ""
-        """The sign with which the region begins."""
-        self._space = self._gap = ""
-        """White space before the region, and before the first of the calls that were read last."""
+        self._in_reasoning = in_reasoning
+        self._gap = ""
+        """White space before the first of the calls that were read last."""
         self._has_text = False
-        self._at_start = True
-        """Whether there was nothing but white space and reasoning so far."""
-        self._may_reason = tags is not None and not in_reasoning
-        self._after_sign = in_reasoning
-        """Whether white space that comes next belongs to no part."""
 
-    def _reason(self, *, ended: bool) -> None:
-        """Read reasoning up to its closing tag."""
-        assert self._tags is not None  # noqa: S101  nothing else leads here
-        self._skip_space()
-        before, tag, self._held = self._held.partition(self._tags.closing)
-        if tag:
-            self._reasoning += before.rstrip(_SPACE)
-            self._state, self._after_sign = self._read_text, True
-            return
-        shown = before.rstrip(_SPACE) if ended else _without_beginnings(before, (self._tags.closing,))
-        self._reasoning += shown
-        self._held = "" if ended else before[len(shown) :]
-
-    def _read_text(self, *, ended: bool) -> None:
-        """Read text up to the next sign."""
-        self._skip_space()
-        text = self._held
-        if self._at_start and (stripped := text.lstrip(_SPACE)):
-            tags = self._tags
-            if self._may_reason and tags is not None:
-                if stripped.startswith(tags.opening):
-                    self._held = stripped[len(tags.opening) :]
-                    self._state, self._after_sign, self._may_reason = self._reason, True, False
-                    return
-                if tags.opening.startswith(stripped) and not ended:
-                    return
-            if self._format is not None and self._format.is_bare and stripped[0] == "{":
-                self._begin_region("", text, len(text) - len(stripped))
-                return
+    def _read(self) -> Iterator[None]:
+        if self._tags is not None:
+            opening, closing = self._tags
+            while not self._in_reasoning and not self._ended and _is_beginning(self._held.lstrip(_SPACE), opening):
+                yield
+            if not self._in_reasoning and (begun := self._held.lstrip(_SPACE)).startswith(opening):
+                self._in_reasoning, self._held = True, begun.removeprefix(opening)
+            if self._in_reasoning:
+                yield from self._read_reasoning(closing)
         signs = () if self._format is None else self._format.openings
-        found = [(at, -len(sign), sign) for sign in signs if (at := text.find(sign)) >= 0]
-        if found:
-            at, _, sign = min(found)
-            self._begin_region(sign, text, at)
-            return
-        shown = text if ended else _without_beginnings(text, signs) if signs or self._at_start else text
-        if shown.strip(_SPACE):
-            self._at_start = False
-        elif not ended:
-            return
-        self._add_text(shown)
-        self._held = text[len(shown) :]
+        is_bare = self._format is not None and self._format.is_bare
+        at_start = True
+        while True:
+            text = self._held
+            found = [(at, -len(sign), sign) for sign in signs if (at := text.find(sign)) >= 0]
+            if is_bare and at_start and (stripped := text.lstrip(_SPACE)).startswith("{"):
+                found = [(len(text) - len(stripped), 0, "")]
+            if found:
+                at, _, sign = min(found)
+                shown, at_start = text[:at].rstrip(_SPACE), False
+                self._add_text(shown)
+                self._held = text[at + len(sign) :]
+                yield from self._read_calls(sign, text[len(shown) : at])
+                continue
+            shown = text
+            if not self._ended and (signs or at_start):
+                shown = _without_beginnings(text, signs)
+            if self._ended or shown.strip(_SPACE):
+                at_start = False
+                self._add_text(shown)
+                self._held = text[len(shown) :]
+            if self._ended:
+                return
+            yield
+
+    def _read_reasoning(self, closing: str) -> Iterator[None]:
+        """Read reasoning up to its closing tag."""
+        yield from self._skip_space()
+        while True:
+            before, tag, after = self._held.partition(closing)
+            if tag or self._ended:
+                self._reasoning += before.rstrip(_SPACE)
+                self._held = after
+                break
+            shown = _without_beginnings(before, (closing,))
+            self._reasoning += shown
+            self._held = before[len(shown) :]
+            yield
+        yield from self._skip_space()
 
     def _add_text(self, text: str) -> None:
         """Add text; the white space before calls is between the texts before and after them."""
@@ -108,60 +106,62 @@ class TaggedParser(AnswerParser):
         self._has_text |= bool(text)
         self._text += text
 
-    def _begin_region(self, sign: str, text: str, at: int) -> None:
-        """Begin to read what may be a call, at `text[at]`, where `sign` stands."""
+    def _read_calls(self, sign: str, space: str) -> Iterator[None]:
+        """Read what may be calls, behind the sign that they begin with and the white space before that."""
         assert self._format is not None  # noqa: S101  without a format there are no signs
-        before = text[:at]
-        shown = before.rstrip(_SPACE)
-        self._add_text(shown)
-        self._space = before[len(shown) :]
-        self._at_start = False
-        self._sign, self._held = sign, text[at + len(sign) :]
-        self._state = self._read_region
-
-    def _read_region(self, *, ended: bool) -> None:
-        """Read what may be a call."""
-        assert self._format is not None  # noqa: S101  nothing else leads here
-        text, region = self._held, self._region
-        if region is None:
-            if self._format.otherwise is not None and not ended and not text.strip():
-                return
-            region = self._region = self._format.region(self._sign, self._tools, text)
-            text = text[len(region.text) - len(self._sign) :]
-        self._held = ""
-        end = region.push(text)
-        if end is None and ended:
-            end = region.finish()
-        if end is None:
+        while self._format.otherwise is not None and not self._ended and not self._held.strip():
+            yield
+        region, reading = self._format.read(sign, self._tools, self._held)
+        calls, end, closed = list[ToolCall](), -1, False
+        while end < 0:
+            try:
+                next(reading)
+            except StopIteration as read:
+                (calls, end), closed = read.value, True
+            except NotACallError:
+                end = len(region.text) if region.ended else region.at
+            else:
+                if region.ended:
+                    end = len(region.text)
+                elif self._ended:
+                    region.ended = True
+                else:
+                    self._held = ""
+                    yield
+                    region.text += self._held
+        self._held = region.text[end:]
+        if calls:
+            self._add_calls(calls)
+            self._gap = self._gap or space
+            yield from self._skip_space()
             return
-        self._held = region.text[end.end :]
-        self._region = None
-        if end.calls:
-            self._add_calls(end.calls)
-            self._gap = self._gap or self._space
-            self._state, self._after_sign = self._read_text, True
-            return
-        self._add_text(self._space + region.text[: end.end])
-        if not end.is_plain:
-            self._unparsed = True
-        self._state = self._read_text if end.closed else self._read_unparsed
+        self._add_text(space + region.text[:end])
+        self._unparsed |= region.looks_like_call(end)
+        if not closed:
+            yield from self._read_unparsed(self._format.closing)
 
-    def _read_unparsed(self, *, ended: bool) -> None:
+    def _read_unparsed(self, closing: str) -> Iterator[None]:
         """Read what is not a call, up to its closing sign."""
-        closing = "" if self._format is None else self._format.closing
-        at = self._held.find(closing) if closing else -1
-        if at >= 0:
-            end = at + len(closing)
-            self._state = self._read_text
-        else:
-            end = len(self._held) - (0 if ended or not closing else beginning_at_end(self._held, closing))
-        self._text += self._held[:end]
-        self._held = self._held[end:]
+        while not closing or (at := self._held.find(closing)) < 0:
+            end = len(self._held) - (beginning_at_end(self._held, closing) if closing and not self._ended else 0)
+            self._text, self._held = self._text + self._held[:end], self._held[end:]
+            if self._ended:
+                return
+            yield
+        end = at + len(closing)
+        self._text, self._held = self._text + self._held[:end], self._held[end:]
 
-    def _skip_space(self) -> None:
-        if self._after_sign:
-            self._held = self._held.lstrip(_SPACE)
-            self._after_sign = not self._held
+    def _skip_space(self) -> Iterator[None]:
+        """Leave out the white space that comes next."""
+        while not (rest := self._held.lstrip(_SPACE)) and not self._ended:
+            self._held = ""
+            yield
+        self._held = rest
+
+
+def _is_beginning(text: str, sign: str) -> bool:
+    """Whether a text is the beginning of a sign, and not all of it."""
+    return sign.startswith(text) and text != sign
 
 
 def _without_beginnings(text: str, signs: Sequence[str]) -> str:

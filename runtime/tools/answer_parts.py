@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -26,19 +27,19 @@ class AnswerParts:
     """Whether some of the text began like a call and is not one."""
 
 
-class AnswerParser:
-    """Takes an answer apart while it is written: a machine whose states read the text that belongs to no part yet.
+class AnswerParser(ABC):
+    """Takes an answer apart while it is written.
 
     Args:
         max_calls: largest number of calls, after which others are left out; None for any number.
     """
 
-    _state: Callable[..., None]
-    """Reads what is held, as far as it can; with `ended=True`, nothing follows. It may choose the state after it."""
-
     def __init__(self, max_calls: int | None) -> None:
         self._held = ""
-        """Text that was read and belongs to no part yet."""
+        """Text that has arrived and belongs to no part yet."""
+        self._ended = False
+        """Whether no more text follows."""
+        self._reading = self._read()
         self._text = self._reasoning = ""
         """What the latest piece adds to the text that users see, and to the reasoning."""
         self._calls: list[ToolCallDelta] = []
@@ -51,22 +52,19 @@ class AnswerParser:
     def push(self, text: str) -> AnswerParts:
         """Read a piece of the answer."""
         self._held += text
-        return self._run(ended=False)
-
-    def finish(self) -> AnswerParts:
-        """Read its end: what was held back until now."""
-        return self._run(ended=True)
-
-    def _run(self, *, ended: bool) -> AnswerParts:
-        """Read what is held until nothing more can be said of it, and return the parts that this adds."""
-        while True:
-            state, before = self._state, self._held
-            state(ended=ended)
-            if state == self._state and before == self._held:
-                break
+        next(self._reading, None)
         parts = AnswerParts(self._text, self._reasoning, tuple(self._calls), self._unparsed)
         self._text, self._reasoning, self._calls, self._unparsed = "", "", [], False
         return parts
+
+    def finish(self) -> AnswerParts:
+        """Read its end: what was held back until now."""
+        self._ended = True
+        return self.push("")
+
+    @abstractmethod
+    def _read(self) -> Iterator[None]:
+        """Read what is held, and yield whenever more text is needed; end with the answer."""
 
     def _add_calls(self, calls: Sequence[ToolCall]) -> None:
         """Add whole calls, as many as there may be; those without an identifier get one."""

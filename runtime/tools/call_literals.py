@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
+from .call_regions import MAX_DEPTH
 from .calls import NotACallError
-from .json_scanner import MAX_DEPTH
 
 _SPACE: Final = re.compile(r"\s*")
 _NUMBER: Final = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?(?![\w.])")
@@ -61,6 +61,15 @@ class LiteralReader:
             NotACallError: it does not come next.
         """
         if not self.take(sign):
+            raise NotACallError
+
+    def expect_end(self) -> None:
+        """Check that nothing but white space follows.
+
+        Raises:
+            NotACallError: something does.
+        """
+        if self.text[self.at :].strip():
             raise NotACallError
 
     def word(self) -> str:

@@ -1,36 +1,41 @@
-"""Stretches of an answer that may be calls, read piece by piece; those with JSON in them."""
+"""Stretches of an answer that may be calls, read as their text arrives; those with JSON in them."""
 
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Final, TypeAlias, TypeVar
 
 from .calls import NotACallError, OfferedTools, ToolCall, calls_of_json, read_json, written_call
-from .json_scanner import JsonScanner
 
-_SPACE: Final = re.compile(r"\s*")
-_NAME: Final = re.compile(r"[\w.:/-]+")
+T = TypeVar("T")
+Reading: TypeAlias = Generator[None, None, T]
+"""Reads text as it arrives: yields while it needs more, and returns what it has read."""
+CallReading: TypeAlias = Reading[tuple[Sequence[ToolCall], int]]
+"""Reads the calls of a region, none where it is text; and the number of characters that belong to it."""
+
+MAX_DEPTH: Final = 128
+"""Deepest nesting that is read: far more than arguments have, and less than Python's JSON decoder can take."""
+_MAX_SCALAR: Final = 1000
+"""Longest number that is read, in characters."""
 _MAX_NAME: Final = 200
+_SPACE: Final = re.compile(r"\s*")
+_NAME: Final = re.compile(r"[\w.:/-]*")
 _BARE_CALL: Final = re.compile(r'\s*\{\s*"(?:name|type|function)"\s*:')
+_BETWEEN_CALLS: Final = re.compile(r"[\s;]*")
+_JSON_SPACE: Final = re.compile(r"[ \t\r\n]*")
+_STRING_REST: Final = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
+_SCALAR: Final = re.compile(r"[-+.0-9A-Za-z]*")
+_NUMBER_PART: Final = re.compile(r"[-+.0-9eE]+")
+_NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_LITERALS: Final = ("true", "false", "null")
+_KEY: Final = '"'
+_VALUE: Final = '{["-0123456789tfn'
+"""First characters of a key, and of a value."""
 
 
-class RegionEnd(NamedTuple):
-    """How a region ended."""
-
-    calls: Sequence[ToolCall]
-    """The calls in it; none where it is text."""
-    end: int
-    """Number of characters of the region's text that belong to it; the rest follows it."""
-    is_plain: bool = False
-    """Whether text that is not a call did not look like one either."""
-    closed: bool = False
-    """Whether text that is not a call ends here; otherwise it goes on up to the closing sign of the format."""
-
-
-class Region(ABC):
-    """A stretch of an answer that may be calls.
+class CallText:
+    """The text of a region that may be calls, as far as it has arrived, and how its parts are read.
 
     Args:
         opening: the sign that it begins with, maybe with white space; empty where it has none.
@@ -38,190 +43,190 @@ class Region(ABC):
         closing: the sign that it ends with; empty for none.
     """
 
-    def __init__(self, opening: str, tools: OfferedTools, *, closing: str = "") -> None:
-        self.closing: Final = closing
+    def __init__(self, opening: str, tools: OfferedTools, closing: str) -> None:
         self.text = opening
         """All of its text so far, and perhaps some that follows it."""
         self.at = len(opening)
         """Index of what is to be read next."""
+        self.ended = False
+        """Whether no more text follows."""
         self.tools: Final = tools
-        self._scanned = 0
-        """Index up to which JSON was read."""
+        self.closing: Final = closing
+        self._is_bare: Final = not opening.strip()
 
-    def push(self, text: str) -> RegionEnd | None:
-        """Add text; returns how the region ends, or None while that is open."""
-        self.text += text
-        try:
-            return self.read(ended=False)
-        except NotACallError:
-            return RegionEnd((), self.at, is_plain=not self.looks_like_call(self.at))
+    def looks_like_call(self, end: int) -> bool:
+        """Whether the first characters up to an index, which are not a call, were meant to be one.
 
-    def finish(self) -> RegionEnd:
-        """How the region ends, as no text follows."""
-        try:
-            end = self.read(ended=True)
-        except NotACallError:
-            end = None
-        if end is not None:
-            return end
-        return RegionEnd((), len(self.text), is_plain=not self.looks_like_call(len(self.text)))
-
-    def looks_like_call(self, _end: int) -> bool:
-        """Whether the first characters up to an index, which are not a call, were meant to be one."""
-        return True
-
-    @abstractmethod
-    def read(self, *, ended: bool) -> RegionEnd | None:
-        """Read on in `text` from `at`; `ended` says that no more follows. None while the end is open.
-
-        Raises:
-            NotACallError: what was read up to `at` is neither a call nor the beginning of one.
+        JSON without a sign before it is most often just JSON.
         """
+        return not self._is_bare or _BARE_CALL.match(self.text, 0, end) is not None
 
-    def scan(self, scanner: JsonScanner, begin: int) -> bool:
-        """Read on in the JSON value that begins at `begin`; returns whether it is complete.
-
-        Raises:
-            NotACallError: it is not JSON; `at` is where it goes wrong.
-        """
-        try:
-            return scanner.push(self.text, max(self._scanned, begin))
-        finally:
-            self.at = begin + scanner.count
-            self._scanned = self.at if scanner.ended else len(self.text)
-
-    def skip_space(self) -> bool:
-        """Skip white space; whether something follows."""
-        found = _SPACE.match(self.text, self.at)
+    def skip(self, pattern: re.Pattern[str] = _SPACE) -> str:
+        """Skip and return what a pattern matches here; the pattern may match an empty text."""
+        found = pattern.match(self.text, self.at)
         self.at = self.at if found is None else found.end()
-        return self.at < len(self.text)
+        return "" if found is None else found[0]
 
-    def comes_next(self, sign: str, *, ended: bool) -> bool | None:
-        """Whether `sign` comes next, which is then skipped; None while that is open."""
-        if self.text.startswith(sign, self.at):
-            self.at += len(sign)
-            return True
-        return None if not ended and sign.startswith(self.text[self.at :]) else False
+    def next_sign(self, *signs: str) -> str | None:
+        """The one of some signs that comes next; empty while that is open, None if it is none of them."""
+        if (sign := next((sign for sign in signs if self.text.startswith(sign, self.at)), None)) is not None:
+            return sign
+        rest = self.text[self.at : self.at + max(map(len, signs))]
+        return "" if any(sign.startswith(rest) for sign in signs) else None
 
-    def end_after(self, sign: str, end: int, *, optional: bool, ended: bool) -> int | None:
-        """Where the region ends: after a sign and white space behind `end`, or there; None while that is open.
-
-        Raises:
-            NotACallError: something else comes next, and the sign is not optional.
-        """
-        more = self.skip_space()
-        found = self.comes_next(sign, ended=ended) if more else (False if ended else None)
-        if found:
-            return self.at
-        if found is None:
-            self.at = end
-        elif more and not optional:
-            raise NotACallError
-        return None if found is None else end
-
-    def require(self, sign: str, *, ended: bool) -> bool:
-        """Skip a sign; False while it may still come.
+    def expect(self, *signs: str) -> Reading[str]:
+        """Skip white space and one of some signs, which is returned.
 
         Raises:
             NotACallError: something else comes next.
         """
-        found = self.comes_next(sign, ended=ended)
-        if found is False:
-            raise NotACallError
-        return bool(found)
+        self.skip()
+        while not (sign := self.next_sign(*signs)):
+            if sign is None:
+                raise NotACallError
+            yield
+            self.skip()
+        self.at += len(sign)
+        return sign
 
-    def name(self, *stops: str) -> str | None:
-        """Read a name up to one of several signs, which is skipped; None while it is incomplete.
+    def end(self, *, optional: bool = False) -> Reading[int]:
+        """Where the region ends: after white space and the closing sign, or here where that is left out.
+
+        Raises:
+            NotACallError: something else comes next, and the sign is not optional.
+        """
+        end = self.at
+        self.skip()
+        while not (sign := self.next_sign(self.closing)):
+            if sign is None or self.ended:
+                if self.at < len(self.text) and not optional:
+                    raise NotACallError
+                return end
+            yield
+            self.skip()
+        self.at += len(sign)
+        return self.at
+
+    def name(self, *stops: str) -> Reading[tuple[str, str]]:
+        """Read a name up to one of some signs; returns both.
 
         Raises:
             NotACallError: something else comes before the sign.
         """
-        found = _NAME.match(self.text, self.at)
-        end = self.at if found is None else found.end()
-        rest = self.text[end:]
-        if end - self.at > _MAX_NAME or not any(stop.startswith(rest[: len(stop)]) for stop in stops):
-            raise NotACallError
-        stop = next((stop for stop in stops if rest.startswith(stop)), None)
-        if stop is None:
-            return None
-        name = self.text[self.at : end]
-        self.at = end + len(stop)
-        return name
+        begin = self.at
+        while True:
+            name = self.skip(_NAME)
+            stop = self.next_sign(*stops) if len(name) <= _MAX_NAME else None
+            if stop:
+                self.at += len(stop)
+                return name, stop
+            self.at = begin
+            if stop is None:
+                raise NotACallError
+            yield
 
-    def function(self, *stops: str) -> str | None:
-        """Read the name of an offered function up to one of several signs; None while it is incomplete.
+    def function(self, *stops: str) -> Reading[tuple[str, str]]:
+        """Read the name of an offered function up to one of some signs; returns both.
 
         Raises:
             NotACallError: something else comes next, or the function was not offered.
         """
-        name = self.name(*stops)
-        if name is not None and name not in self.tools:
+        name, stop = yield from self.name(*stops)
+        if name not in self.tools:
             raise NotACallError
-        return name
+        return name, stop
+
+    def json(self) -> Reading[Any]:
+        """Read a JSON object or array, up to its end.
+
+        The grammar is that of RFC 8259, except that strings may have control characters in them, as models write line
+        ends there. Text that cannot become JSON is refused with its first wrong character.
+
+        Raises:
+            NotACallError: it is not JSON; `at` is where it goes wrong.
+        """
+        begin, stack, allowed = self.at, list[str](), "{["
+        while True:
+            self.skip(_JSON_SPACE)
+            while self.at == len(self.text):
+                yield
+                self.skip(_JSON_SPACE)
+            char = self.text[self.at]
+            if char not in allowed or (char in "{[" and len(stack) == MAX_DEPTH):
+                raise NotACallError
+            if char in _VALUE and char not in '{["':
+                yield from self._json_scalar()
+            else:
+                self.at += 1
+            is_key = char == '"' and allowed.startswith(_KEY)
+            match char:
+                case "{" | "[":
+                    stack.append("}" if char == "{" else "]")
+                    allowed = f"{_KEY}}}" if char == "{" else f"{_VALUE}]"
+                    continue
+                case "," | ":":
+                    allowed = _KEY if char == "," and stack[-1] == "}" else _VALUE
+                    continue
+                case "}" | "]":
+                    stack.pop()
+                case '"':
+                    yield from self._json_string()
+            if not stack:
+                return read_json(self.text[begin : self.at])
+            allowed = ":" if is_key else f",{stack[-1]}"
+
+    def _json_string(self) -> Reading[None]:
+        """Read the rest of a string."""
+        self.skip(_STRING_REST)
+        while not self.text.startswith('"', self.at):
+            yield
+            self.skip(_STRING_REST)
+        self.at += 1
+
+    def _json_scalar(self) -> Reading[None]:
+        """Read a number, true, false or null, which ends where something else follows."""
+        while True:
+            begin, scalar = self.at, self.skip(_SCALAR)
+            is_whole, literals = self.at < len(self.text), [each for each in _LITERALS if each.startswith(scalar)]
+            possible = scalar in literals if is_whole else literals
+            number = _NUMBER if is_whole else _NUMBER_PART
+            if len(scalar) > _MAX_SCALAR or not (possible or number.fullmatch(scalar)):
+                self.at = begin
+                raise NotACallError
+            if is_whole:
+                return
+            self.at = begin
+            yield
 
 
-RegionMaker: TypeAlias = Callable[..., Region]
-"""Makes a region from the arguments of `Region`."""
+RegionReader: TypeAlias = Callable[[CallText], CallReading]
 
 
-class JsonRegion(Region):
-    """A JSON object or array with calls, up to a closing sign, to its own end, or to the end of the answer.
+def json_calls(text: CallText, *, optional_closing: bool = False, alone: bool = False) -> CallReading:
+    """Read a JSON object or array with calls, up to a closing sign, to its own end, or to the end of the answer.
 
     Args:
-        opening: as for `Region`.
-        tools: functions that may be called.
-        closing: the sign after the JSON; empty for none.
+        text: the text of the region.
         optional_closing: whether the sign may be left out.
         alone: whether nothing may follow but further objects, which white space and semicolons separate. The calls are
             known at the end of the answer then.
     """
-
-    def __init__(
-        self,
-        opening: str,
-        tools: OfferedTools,
-        *,
-        closing: str = "",
-        optional_closing: bool = False,
-        alone: bool = False,
-    ) -> None:
-        super().__init__(opening, tools, closing=closing)
-        self._optional = optional_closing
-        self._alone = alone
-        self._scanner = JsonScanner()
-        self._first = self._begin = self.at
-        self._values: list[Any] = []
-
-    def read(self, *, ended: bool) -> RegionEnd | None:
-        """Read on in the calls of this form."""
+    values = [(yield from text.json())]
+    if alone:
         while True:
-            if not self._scanner.ended:
-                if not self.scan(self._scanner, self._begin):
-                    return None
-                self._values.append(read_json(self.text[self._begin : self.at]))
-            end = self.at
-            if not self._alone:
-                closing, optional = self.closing, self._optional
-                closed = self.end_after(closing, end, optional=optional, ended=ended) if closing else end
-                return None if closed is None else self._calls(closed)
-            while self.skip_space() and self.text[self.at] == ";":
-                self.at += 1
-            if self.at == len(self.text):
-                return self._calls(end) if ended else None
-            self._scanner, self._begin = JsonScanner(), self.at
-
-    def _calls(self, end: int) -> RegionEnd:
-        try:
-            calls = [call for value in self._values for call in calls_of_json(value, self.tools)]
-        except NotACallError:
-            calls = []
-        if self._alone and not all(map(_is_only_a_call, self._values)):
-            calls = []
-        return RegionEnd(calls, end, is_plain=not self.looks_like_call(end), closed=True)
-
-    def looks_like_call(self, end: int) -> bool:
-        """Whether it has a sign or begins like a call: JSON without a sign before it is most often just JSON."""
-        return bool(self.text[: self._first].strip()) or bool(_BARE_CALL.match(self.text, 0, end))
+            text.skip(_BETWEEN_CALLS)
+            if text.at < len(text.text):
+                values.append((yield from text.json()))
+            elif text.ended:
+                break
+            else:
+                yield
+    end = (yield from text.end(optional=optional_closing)) if text.closing else text.at
+    try:
+        calls = [call for value in values for call in calls_of_json(value, text.tools)]
+    except NotACallError:
+        calls = []
+    return calls if not alone or all(map(_is_only_a_call, values)) else [], end
 
 
 def _is_only_a_call(value: Any) -> bool:
@@ -232,29 +237,9 @@ def _is_only_a_call(value: Any) -> bool:
     )
 
 
-class NamedJsonRegion(Region):
-    """Mistral's newer calls: a name, perhaps `[CALL_ID]` and an identifier, `[ARGS]` and a JSON object."""
-
-    def __init__(self, opening: str, tools: OfferedTools, *, closing: str = "") -> None:
-        super().__init__(opening, tools, closing=closing)
-        self._name: str | None = None
-        self._id: str | None = None
-        self._scanner = JsonScanner()
-        self._begin = 0
-
-    def read(self, *, ended: bool) -> RegionEnd | None:  # noqa: ARG002  the arguments end by themselves
-        """Read on in the calls of this form."""
-        if self._name is None:
-            self._name = self.function("[ARGS]", "[CALL_ID]")
-            if self._name is None:
-                return None
-            self._id = "" if self.text.endswith("[ARGS]", 0, self.at) else None
-        if self._id is None:
-            self._id = self.name("[ARGS]")
-            if self._id is None:
-                return None
-        self._begin = self._begin or self.at
-        if not self.scan(self._scanner, self._begin):
-            return None
-        arguments = read_json(self.text[self._begin : self.at])
-        return RegionEnd([written_call(self._name, arguments, self.tools, self._id)], self.at)
+def named_json_call(text: CallText) -> CallReading:
+    """Read Mistral's newer call: a name, perhaps `[CALL_ID]` and an identifier, `[ARGS]` and a JSON object."""
+    name, stop = yield from text.function("[ARGS]", "[CALL_ID]")
+    call_id = (yield from text.name("[ARGS]"))[0] if stop == "[CALL_ID]" else ""
+    arguments = yield from text.json()
+    return [written_call(name, arguments, text.tools, call_id)], text.at

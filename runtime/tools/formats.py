@@ -8,9 +8,9 @@ from typing import Final
 
 from ...errors import InputError
 from .answer_parts import AUTO, NONE
-from .call_regions import JsonRegion, NamedJsonRegion, Region, RegionMaker
+from .call_regions import CallReading, CallText, RegionReader, json_calls, named_json_call
 from .calls import OfferedTools
-from .markup_regions import BracedRegion, PythonRegion, XmlRegion
+from .markup_regions import braced_call, python_calls, xml_call
 
 _HARMONY_MARKS: Final = (
     *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"),
@@ -23,8 +23,8 @@ class ToolFormat:
     """How a family of models writes calls; docs/tools.md shows what they look like."""
 
     name: str
-    open: RegionMaker
-    """Begins to read a region that may be calls."""
+    reader: RegionReader
+    """Reads a region that may be calls."""
     openings: tuple[str, ...] = ()
     """The signs that calls begin with."""
     closing: str = ""
@@ -37,8 +37,8 @@ class ToolFormat:
     """What such a template does not have; empty for nothing."""
     bracket: str = ""
     """The character that calls begin with where they may have another form; empty where they have one form."""
-    otherwise: RegionMaker | None = None
-    """Begins to read a region of that other form."""
+    otherwise: RegionReader | None = None
+    """Reads a region of that other form."""
     is_bare: bool = False
     """Whether an answer that begins with a brace may be a call."""
     is_harmony: bool = False
@@ -54,42 +54,45 @@ class ToolFormat:
         has_signs = any(all(sign in template for sign in each) for each in self.signs or (self.openings[:1],))
         return has_signs and not (self.lacks and self.lacks in template)
 
-    def region(self, opening: str, tools: OfferedTools, text: str) -> Region:
-        """Begin to read what may be a call: a sign, and a text that follows it, of which the first character counts."""
-        make, rest = self.open, text.lstrip()
+    def read(self, opening: str, tools: OfferedTools, text: str) -> tuple[CallText, CallReading]:
+        """Begin to read what may be calls: a sign, and a text that follows it, of which the first character counts."""
+        reader, rest = self.reader, text.lstrip()
+        space = ""
         if self.otherwise is not None:
-            make = make if rest[:1] == self.bracket else self.otherwise
-            opening += text[: len(text) - len(rest)]
-        return make(opening, tools, closing=self.closing)
+            reader = reader if rest[:1] == self.bracket else self.otherwise
+            space = text[: len(text) - len(rest)]
+        region = CallText(opening + space, tools, self.closing)
+        region.text = opening + text
+        return region, reader(region)
 
 
 FORMATS: Final = (
-    ToolFormat("harmony", JsonRegion, marks=_HARMONY_MARKS, signs=(("<|channel|>", "<|message|>"),), is_harmony=True),
+    ToolFormat("harmony", json_calls, marks=_HARMONY_MARKS, signs=(("<|channel|>", "<|message|>"),), is_harmony=True),
     *(
-        ToolFormat(name, partial(BracedRegion, quote=quote), (opening,), closing, (quote,))
+        ToolFormat(name, partial(braced_call, quote=quote), (opening,), closing, (quote,))
         for name, opening, closing, quote in (
             ("gemma", "<|tool_call>", "<tool_call|>", '<|"|>'),
             ("function-gemma", "<start_function_call>", "<end_function_call>", "<escape>"),
         )
     ),
-    ToolFormat("tool-code", PythonRegion, ("```tool_code\n",), "```", signs=(("```tool_code",),)),
+    ToolFormat("tool-code", python_calls, ("```tool_code\n",), "```", signs=(("```tool_code",),)),
     ToolFormat(
         "qwen3-coder",
-        XmlRegion,
+        xml_call,
         ("<tool_call>", "<function="),
         "</tool_call>",
         signs=(("<function=", "<parameter="),),
     ),
     ToolFormat(
         "phi4",
-        JsonRegion,
+        json_calls,
         ("<|tool_call|>",),
         "<|/tool_call|>",
         signs=(("<|/tool_call|>",), ("<|tool|>", "<|/tool|>")),
     ),
     ToolFormat(
         "granite",
-        partial(JsonRegion, optional_closing=True),
+        partial(json_calls, optional_closing=True),
         ("<|tool_call|>", "<tool_call>"),
         "</tool_call>",
         signs=(("<|tool_call|>",), ("<tool_call>", "<|start_of_role|>")),
@@ -97,20 +100,20 @@ FORMATS: Final = (
     ),
     ToolFormat(
         "mistral",
-        JsonRegion,
+        json_calls,
         ("[TOOL_CALLS]",),
         marks=("[ARGS]", "[CALL_ID]"),
         bracket="[",
-        otherwise=NamedJsonRegion,
+        otherwise=named_json_call,
     ),
-    ToolFormat("hermes", JsonRegion, ("<tool_call>",), "</tool_call>"),
+    ToolFormat("hermes", json_calls, ("<tool_call>",), "</tool_call>"),
     ToolFormat(
         "llama3",
-        partial(JsonRegion, alone=True),
+        partial(json_calls, alone=True),
         ("<|python_tag|>",),
         signs=(("<|python_tag|>",), ("<|start_header_id|>", '"parameters": ')),
         bracket="{",
-        otherwise=PythonRegion,
+        otherwise=python_calls,
         is_bare=True,
     ),
 )
