@@ -29,6 +29,7 @@ from edgerun.export.allocation.allocate import DEFAULT_SECONDS, SENSITIVITY_FILE
 from edgerun.export.allocation.choices import linear_choices, measure_sensitivities
 from edgerun.export.allocation.format_candidates import completed_plan, format_candidates, planned_linears
 from edgerun.export.allocation.plan_costs import BYTES_READ, Budget, Measure, plan_cost, weight_count
+from edgerun.export.allocation.quantized_weights import QuantizedLinearStore
 from edgerun.export.bundle_content import SourceModel
 from edgerun.export.calibration.divergence import PlanEvaluator
 from edgerun.export.calibration.prepare import calibrate
@@ -78,7 +79,7 @@ class Comparison:
         self.methods = {**CALIBRATED_METHODS, 2: options.method, 4: options.method}
         self.formats = format_candidates(self.methods, options.zero_points)
         self.text = text
-        self.correction_target = store.correction_target
+        self.statistics = store.statistics
         self.search_evaluator = PlanEvaluator(self.model, text.calibration, store.weights, work / "search")
         self.final_evaluator = PlanEvaluator(self.model, text.held_out, store.weights, work / "held-out")
         tokens = f"{sum(map(len, text.calibration))} tokens for the search, {sum(map(len, text.held_out))} held out"
@@ -174,7 +175,8 @@ class Comparison:
         whole = completed_plan(self.config, plan)
         key = hashlib.sha256(repr(sorted(whole.items())).encode()).hexdigest()[:16]
         folder = self.options.work / f"rounded-{key}"
-        store = quantize_sequentially(self.observed, self.text, whole, folder, silent, self.correction_target)
+        store = QuantizedLinearStore(self.observed.source, self.config, folder, self.statistics)
+        quantize_sequentially(self.observed, self.text, whole, store, silent)
         final_evaluator = PlanEvaluator(self.model, self.text.held_out, store.weights, folder / "held-out")
         return final_evaluator.divergence(whole, self.options.searched).mean_kl
 

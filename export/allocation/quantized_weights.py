@@ -7,11 +7,12 @@ all, so an interrupted run is resumed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,8 @@ from threadpoolctl import ThreadpoolController
 
 from ...models.array_file import map_array
 from ...models.atomic import folder_written_atomically
-from ...models.manifest import WeightFormat
+from ...models.manifest import Method, WeightFormat
+from ..calibration.layer_graphs import expert_of
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.layout import fused_linears
@@ -32,37 +34,46 @@ from ..checkpoint.source import (
     in_order,
     joined_rows,
 )
-from ..quantization.codes import CorrectionTarget, InputStatistics, correction_factors, dequantized
+from ..quantization.codes import InputStatistics, StatisticsOf, correction_factors, dequantized
+from ..quantization.methods import QUANTIZERS
 from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR
 
+_CACHED_LINEARS: Final = 2
+"""Number of linears whose statistics stay in memory, with what methods derive from them: the one that is written and
+the next one."""
+Target = tuple[Float32Array, InputStatistics]
+"""Weights [N, K] that a quantized linear approximates in place of its own, and the statistics of its inputs."""
 
-class QuantizedLinearStore:
-    """The linears of a model in every requested format, on disk."""
+
+class QuantizedLinearStore(ModelSource):
+    """A model source whose linears are quantized once in every requested format, and kept on disk."""
 
     def __init__(
-        self,
-        source: ModelSource,
-        config: DecoderConfig,
-        folder: Path,
-        correction_targets: Callable[[FusedLinear], CorrectionTarget] | None = None,
+        self, source: ModelSource, config: DecoderConfig, folder: Path, statistics: StatisticsOf | None = None
     ) -> None:
         """Open a store.
 
         Args:
-            source: Quantizes the linears; the same whenever the folder is used.
+            source: The model's tensors; the same whenever the folder is used.
             config: The model's numbers.
             folder: Folder of the store; created if necessary.
-            correction_targets: Returns the weights and input statistics that a low-rank correction approximates;
-                without it, the source's weights, with all inputs weighted alike.
+            statistics: Returns the statistics of a linear's inputs; None to quantize linears as the source does, and to
+                weight all inputs alike in a low-rank correction.
         """
-        self._source = source
-        self.correction_target = correction_targets or self._own_weights
-        """Returns the weights and input statistics that a low-rank correction of a linear approximates."""
+        super().__init__(source)
+        self.statistics = statistics
+        self._cached_statistics = lru_cache(_CACHED_LINEARS)(statistics or (lambda _: None))
+        self._lock = threading.Lock()
         self._folder = folder
-        self._linears = {linear.name: linear for linear in fused_linears(config)}
         self._tied = config.tied_head
+        self._places: dict[str, tuple[FusedLinear, int]] = {}
+        """The linear that a matrix belongs to and the matrix's first row in it, by the matrix's name."""
+        # A tied head comes after the embedding, and its statistics are the ones that matter.
+        for linear in fused_linears(config):
+            firsts = np.cumsum([0, *linear.rows]).tolist()
+            self._places.update((name, (linear, first)) for name, first in zip(linear.weights, firsts, strict=False))
 
-    def make(self, linear: FusedLinear, weight_format: WeightFormat) -> None:
+    def make(self, linear: FusedLinear, weight_format: WeightFormat, target: Target | None = None) -> None:
         """Quantize a linear unless the store has it.
 
         Raises:
@@ -73,25 +84,27 @@ class QuantizedLinearStore:
         if weight_format.bits == 32 or folder.is_dir():
             return
         if weight_format.rank:  # the codes are shared with the format without a rank
-            weights, inputs = self.correction_target(linear)
+            plain = replace(weight_format, rank=0)
+            self.make(linear, plain, target)
+            weights, inputs = target or (self._own_weights(linear), self._inputs(linear.name))
             if inputs is None:
                 ones = np.ones(linear.columns, np.float32)
                 inputs = InputStatistics(ones, ones)
-            error = weights - self.weights(linear, replace(weight_format, rank=0))
+            error = weights - self.weights(linear, plain)
             _save(folder, correction_factors(error, inputs, weight_format)._asdict())
             return
-        ranges = (rows for name in linear.weights for rows in self._source.row_ranges(name))
+        ranges = (rows for name in linear.weights for rows in self.row_ranges(name))
         with _blas().limit(limits=1, user_api="blas"):
-            pieces = list(in_order(lambda rows: self._source.quantized(rows, weight_format), ranges))
+            pieces = list(in_order(lambda rows: self._new_rows(rows, weight_format, target), ranges))
         _save(folder, joined_rows(pieces)._asdict())
 
-    def quantized(self, linear: FusedLinear, weight_format: WeightFormat) -> QuantizedRows:
+    def whole(self, linear: FusedLinear, weight_format: WeightFormat) -> QuantizedRows:
         """All rows of a quantized linear, memory-mapped; quantized first if necessary."""
         self.make(linear, weight_format)
         folder = self._folder_of(linear, weight_format)
         if weight_format.rank:
             mapped = (map_array(folder / f"{name}.npy") for name in LowRankFactors._fields)
-            return self.quantized(linear, replace(weight_format, rank=0))._replace(factors=LowRankFactors(*mapped))
+            return self.whole(linear, replace(weight_format, rank=0))._replace(factors=LowRankFactors(*mapped))
         files = (folder / f"{name}.npy" for name in QuantizedRows._fields)
         arrays: dict[str, Any] = {file.stem: map_array(file) for file in files if file.is_file()}
         return QuantizedRows(**arrays)
@@ -99,20 +112,65 @@ class QuantizedLinearStore:
     def weights(self, linear: FusedLinear, weight_format: WeightFormat) -> Float32Array:
         """A linear's matrix, float32 [N, K], quantized and dequantized."""
         if weight_format.bits == 32:
-            return self._own_weights(linear).weights
-        return dequantized(self.quantized(linear, weight_format), linear.columns, weight_format)
+            return self._own_weights(linear)
+        return dequantized(self.whole(linear, weight_format), linear.columns, weight_format)
 
-    def view(self, plan: Mapping[str, WeightFormat]) -> StoredSource:
-        """The source, with the codes of a plan's linears read from the store."""
-        return StoredSource(self._source, {name: self._linears[name] for name in plan}, self.quantized)
+    def quantized(self, rows: RowRange, weight_format: WeightFormat) -> QuantizedRows:
+        """Quantized rows of a matrix; those of a linear are read from the store."""
+        if rows.name not in self._places:
+            return self._source.quantized(rows, weight_format)
+        linear, first = self._places[rows.name]
+        part = slice(first + rows.start, first + rows.stop)
+        packed, scales, offsets, points, factors = self.whole(linear, weight_format)
+        if factors is not None:
+            factors = factors._replace(up_codes=factors.up_codes[part], up_scales=factors.up_scales[part])
+        return QuantizedRows(
+            packed[part],
+            scales[part],
+            None if offsets is None else offsets[part],
+            None if points is None else points[part],
+            factors,
+        )
 
-    def _own_weights(self, linear: FusedLinear) -> CorrectionTarget:
-        return CorrectionTarget(np.concatenate([self._source.read(name) for name in linear.weights]), None)
+    def _new_rows(self, rows: RowRange, weight_format: WeightFormat, target: Target | None) -> QuantizedRows:
+        """Quantize rows of a matrix by the method of the format, or as the source does without statistics."""
+        quantizer, (linear, first) = QUANTIZERS[weight_format.method or Method.RTN], self._places[rows.name]
+        if target is not None:
+            weights, inputs = target
+            return quantizer(weights[first + rows.start : first + rows.stop], weight_format, inputs)
+        if self.statistics is None:
+            return self._source.quantized(rows, weight_format)
+        weights = self.read_rows(rows)
+        parts = [
+            quantizer(weights[start - rows.start : stop - rows.start], weight_format, self._inputs(name))
+            for name, start, stop in _statistics_of(linear, rows)
+        ]
+        return parts[0] if len(parts) == 1 else joined_rows(parts)
+
+    def _inputs(self, linear: str) -> InputStatistics | None:
+        with self._lock:  # so that two threads do not load the same statistics twice
+            return self._cached_statistics(linear)
+
+    def _own_weights(self, linear: FusedLinear) -> Float32Array:
+        return np.concatenate([self.read(name) for name in linear.weights])
 
     def _folder_of(self, linear: FusedLinear, weight_format: WeightFormat) -> Path:
         name = HEAD_LINEAR if self._tied and linear.name == EMBEDDING_LINEAR else linear.name
         method = "" if weight_format.method is None else f"-{weight_format.method.value}"
         return self._folder / f"{name}-{str(weight_format).replace('/', '-')}{method}"
+
+
+def _statistics_of(linear: FusedLinear, rows: RowRange) -> Iterator[tuple[str, int, int]]:
+    """Names under which the statistics of rows of a matrix are known, with the rows that each is for."""
+    if not linear.experts:
+        yield linear.name, rows.start, rows.stop
+    elif not linear.stacked:
+        modules = len(linear.weights) // linear.experts
+        yield expert_of(linear.name, linear.weights.index(rows.name) // modules), rows.start, rows.stop
+    else:
+        size = linear.shape[0] // linear.experts
+        for expert in range(rows.start // size, -(-rows.stop // size)):
+            yield (expert_of(linear.name, expert), max(rows.start, expert * size), min(rows.stop, (expert + 1) * size))
 
 
 @lru_cache(1)
@@ -123,43 +181,6 @@ def _blas() -> ThreadpoolController:
     took twice as long on a busy machine.
     """
     return ThreadpoolController()
-
-
-class StoredSource(ModelSource):
-    """A model source whose linears are read from a store, already quantized."""
-
-    def __init__(
-        self,
-        source: ModelSource,
-        linears: Mapping[str, FusedLinear],
-        stored: Callable[[FusedLinear, WeightFormat], QuantizedRows],
-    ) -> None:
-        super().__init__(source)
-        self._stored = stored
-        self._offsets: dict[str, tuple[FusedLinear, int]] = {}
-        """The linear that a matrix belongs to and the matrix's first row in it, by the matrix's name."""
-        for linear in linears.values():
-            first = 0
-            for name, rows in zip(linear.weights, linear.rows, strict=True):
-                self._offsets[name] = linear, first
-                first += rows
-
-    def quantized(self, rows: RowRange, weight_format: WeightFormat) -> QuantizedRows:
-        """Quantized rows of a matrix, from the store."""
-        if rows.name not in self._offsets:
-            return self._source.quantized(rows, weight_format)
-        linear, first = self._offsets[rows.name]
-        part = slice(first + rows.start, first + rows.stop)
-        packed, scales, offsets, points, factors = self._stored(linear, weight_format)
-        return QuantizedRows(
-            packed[part],
-            scales[part],
-            None if offsets is None else offsets[part],
-            None if points is None else points[part],
-            None
-            if factors is None
-            else factors._replace(up_codes=factors.up_codes[part], up_scales=factors.up_scales[part]),
-        )
 
 
 def _save(folder: Path, arrays: Mapping[str, npt.NDArray[Any] | None]) -> None:

@@ -22,9 +22,8 @@ from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear, Layer, Norm
 from ..checkpoint.layout import final_norm, head_layout, layer_layout
 from ..checkpoint.source import Float32Array, ModelSource, QuantizedRows, RowRange, in_order
-from ..quantization.codes import InputStatistics, dequantized
+from ..quantization.codes import InputStatistics, StatisticsOf, dequantized
 from ..quantization.methods import QUANTIZERS
-from .collect_statistics import StatisticsOf
 from .layer_graphs import expert_of
 
 STAGE: Final = "AWQ scaling"

@@ -9,9 +9,6 @@ blocks of 128, the bundled model had 6 % more KL where it was counted once.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,22 +18,13 @@ import numpy.typing as npt
 from ...models.array_file import map_array, read_array
 from ...models.atomic import write_atomically
 from ...models.file_system import remove
-from ...models.manifest import Method, WeightFormat
 from ...models.progress import Progress
 from ..bundle_content import SourceModel
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear
-from ..checkpoint.layout import fused_linears, head_layout, layer_layout
-from ..checkpoint.source import (
-    Float32Array,
-    ModelSource,
-    QuantizedRows,
-    RowRange,
-    in_order,
-    joined_rows,
-)
-from ..quantization.codes import CorrectionTarget, InputStatistics
-from ..quantization.methods import QUANTIZERS
+from ..checkpoint.layout import head_layout, layer_layout
+from ..checkpoint.source import Float32Array, in_order
+from ..quantization.codes import InputStatistics
 from .calibration_text import CalibrationText
 from .layer_graphs import RoutedInputs, expert_of
 from .layer_runner import LayerRunner
@@ -51,11 +39,6 @@ MAX_MOMENT_BYTES: Final = 1 << 29
 first linears of Qwen3-30B-A3B would have 2.1 GB in each of 48 layers, its second ones have 0.3 GB."""
 PRIOR_TOKENS: Final = 64
 """Weight, in tokens, that the statistics of all experts of a layer have in the statistics of each one."""
-StatisticsOf = Callable[[str], InputStatistics | None]
-"""Returns the statistics of a linear's inputs; None where there are none."""
-_CACHED_LINEARS: Final = 2
-"""Number of linears whose statistics stay in memory, with what methods derive from them: the one that is written and
-the next one."""
 
 
 class StatisticsStore:
@@ -243,45 +226,3 @@ def _states_file(index: int) -> str:
 def _save(path: Path, values: npt.NDArray[Any]) -> None:
     """Write an array atomically, without a second copy in memory."""
     write_atomically(path, lambda file: np.save(file, values, allow_pickle=False))
-
-
-class CalibratedSource(ModelSource):
-    """Wraps a source, and quantizes with the statistics of its linears' inputs."""
-
-    def __init__(self, source: ModelSource, config: DecoderConfig, statistics: StatisticsOf) -> None:
-        super().__init__(source)
-        # A tied head comes after the embedding, and its statistics are the ones that matter.
-        self._linears = {name: linear for linear in fused_linears(config) for name in linear.weights}
-        self._statistics = lru_cache(_CACHED_LINEARS)(statistics)
-        self._lock = threading.Lock()
-
-    def quantized(self, rows: RowRange, weight_format: WeightFormat) -> QuantizedRows:
-        """Quantize rows of a matrix by the method of the format and the statistics of its inputs."""
-        quantizer, weights = QUANTIZERS[weight_format.method or Method.RTN], self._source.read_rows(rows)
-        parts = [
-            quantizer(weights[start - rows.start : stop - rows.start], weight_format, self._inputs(name))
-            for name, start, stop in _statistics_of(self._linears[rows.name], rows)
-        ]
-        return parts[0] if len(parts) == 1 else joined_rows(parts)
-
-    def correction_target(self, linear: FusedLinear) -> CorrectionTarget:
-        """A linear's weights and the statistics of its inputs."""
-        weights = np.concatenate([self._source.read(name) for name in linear.weights])
-        return CorrectionTarget(weights, self._inputs(linear.name))
-
-    def _inputs(self, linear: str) -> InputStatistics | None:
-        with self._lock:  # so that two threads do not load the same statistics twice
-            return self._statistics(linear)
-
-
-def _statistics_of(linear: FusedLinear, rows: RowRange) -> Iterator[tuple[str, int, int]]:
-    """Names under which the statistics of rows of a matrix are known, with the rows that each is for."""
-    if not linear.experts:
-        yield linear.name, rows.start, rows.stop
-    elif not linear.stacked:
-        modules = len(linear.weights) // linear.experts
-        yield expert_of(linear.name, linear.weights.index(rows.name) // modules), rows.start, rows.stop
-    else:
-        size = linear.shape[0] // linear.experts
-        for expert in range(rows.start // size, -(-rows.stop // size)):
-            yield (expert_of(linear.name, expert), max(rows.start, expert * size), min(rows.stop, (expert + 1) * size))

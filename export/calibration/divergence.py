@@ -236,9 +236,7 @@ class PlanEvaluator:
         if hidden is None or stage == 0:
             return self._runner.embed(batch, weights.get("embedding"))
         index, second_half = divmod(stage - 1, 2)
-        if second_half:
-            return self._runner.feed_forward(index, hidden, lambda linear: weights[linear.name])[0]
-        return self._runner.mixer(index, hidden, batch, lambda linear: weights[linear.name])[0]
+        return self._runner.half(index, not second_half, hidden, batch, lambda linear: weights[linear.name])[0]
 
     def _latest(self, number: int, keys: Sequence[int], exact_stages: int) -> tuple[int, Float32Array | None]:
         """The stage to begin with, and the states before it; None before the first."""

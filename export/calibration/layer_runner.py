@@ -6,7 +6,8 @@ quantized ones. Texts run in batches (`text_batches`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -15,7 +16,7 @@ from onnx import ModelProto
 
 from ..bundle_content import SourceModel
 from ..check.reference_operations import rms_norm
-from ..checkpoint.config import DecoderConfig, LayerAttention
+from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear, Layer
 from ..checkpoint.layout import embedding_layout, final_norm, head_layout, layer_layout
 from ..checkpoint.source import Float32Array, RowRange
@@ -40,6 +41,8 @@ from .text_batches import Batch
 
 WeightsOf = Callable[[FusedLinear], Float32Array]
 """Returns the matrix [N, K] of a linear."""
+Captured = tuple[Float32Array, dict[str, Float32Array], dict[str, RoutedInputs]]
+"""Hidden states after half a layer or a layer, and the inputs of linears and of single experts (`LayerRunner.half`)."""
 
 _MAX_LOGITS: Final = 1 << 24
 """Approximate number of logits in memory at a time."""
@@ -54,10 +57,8 @@ class LayerRunner:
         self.source = model.source
         self.config = config
         self._context = model.context
-        self._mixers: dict[LayerAttention | None, HalfLayer] = {}
-        """Attention halves by their kind; None stands for layers without attention, which are of one kind."""
-        self._feed_forwards: dict[bool, HalfLayer] = {}
-        """Dense feed-forwards, and routers where the key is true."""
+        self._halves: dict[Hashable, HalfLayer] = {}
+        """Graphs of half layers by their kind; attention has several."""
         self._norm = concurrent_session(_norm_model(config))
         self._head = concurrent_session(_head_model(config))
         self._vectors: dict[Vector, Float32Array] = {}
@@ -86,46 +87,46 @@ class LayerRunner:
             hidden = matrix[batch.tokens]
         return np.asarray(hidden * np.float32(self.config.embedding_scale), np.float32)
 
-    def mixer(
-        self, index: int, hidden: Float32Array, batch: Batch, weights_of: WeightsOf, *, capture: bool = False
-    ) -> tuple[Float32Array, dict[str, Float32Array]]:
-        """Hidden states after the attention, or the convolution, of layer `index`.
-
-        Returns:
-            The states; with `capture`, the inputs of its linears by their names, float32 [B, S, K].
-        """
-        attends = index not in {*self.config.convolution_layers, *self.config.recurrent_layers}
-        kind = self.config.attention[index] if attends else None
-        if kind not in self._mixers:
-            built = attention_half(self.config, index, self._context) if attends else state_half(self.config, index)
-            self._mixers[kind] = built
-        half = self._mixers[kind]
-        return self._run(half, index, hidden, weights_of, self._mixer_feeds(half, index, batch), capture)
-
-    def feed_forward(
-        self, index: int, hidden: Float32Array, weights_of: WeightsOf, *, capture: bool = False
-    ) -> tuple[Float32Array, dict[str, Float32Array], dict[str, RoutedInputs]]:
-        """Hidden states after the feed-forward of layer `index`.
+    def half(
+        self,
+        index: int,
+        mixes: bool,
+        hidden: Float32Array,
+        batch: Batch,
+        weights_of: WeightsOf,
+        *,
+        capture: bool = False,
+    ) -> Captured:
+        """Hidden states after the attention, or the convolution, of layer `index`; or after its feed-forward.
 
         Returns:
             The states; with `capture`, the inputs of its linears by their names, float32 [B, S, K]; the inputs of
             single experts by `expert_of`.
         """
-        routed = layer_layout(self.config, index).router is not None
-        if routed not in self._feed_forwards:
-            self._feed_forwards[routed] = (router_half if routed else feed_forward_half)(self.config, index)
-        half = self._feed_forwards[routed]
-        if routed:
-            return self._experts(half, index, hidden, weights_of)
-        return *self._run(half, index, hidden, weights_of, {}, capture), {}
+        attends = index not in {*self.config.convolution_layers, *self.config.recurrent_layers}
+        feeds: dict[str, npt.NDArray[Any]] = {}
+        if mixes:
+            attention = partial(attention_half, context=self._context)
+            kind, build = (self.config.attention[index], attention) if attends else ("states", state_half)
+            half = self._loaded(kind, build, index)
+            feeds = self._mixer_feeds(half, index, batch)
+        elif layer_layout(self.config, index).router is not None:
+            return self._experts(index, hidden, weights_of)
+        else:
+            half = self._loaded("dense", feed_forward_half, index)
+        return *self._run(half, index, hidden, weights_of, feeds, capture), {}
 
-    def captured(
-        self, index: int, hidden: Float32Array, batch: Batch, weights_of: WeightsOf
-    ) -> tuple[Float32Array, dict[str, Float32Array], dict[str, RoutedInputs]]:
-        """Hidden states after layer `index`, and the inputs of its linears; see `feed_forward`."""
-        middle, first = self.mixer(index, hidden, batch, weights_of, capture=True)
-        after, second, routed = self.feed_forward(index, middle, weights_of, capture=True)
+    def captured(self, index: int, hidden: Float32Array, batch: Batch, weights_of: WeightsOf) -> Captured:
+        """Hidden states after layer `index`, and the inputs of its linears; see `half`."""
+        middle, first, _ = self.half(index, True, hidden, batch, weights_of, capture=True)
+        after, second, routed = self.half(index, False, middle, batch, weights_of, capture=True)
         return after, {**first, **second}, routed
+
+    def _loaded(self, kind: Hashable, build: Callable[[DecoderConfig, int], HalfLayer], index: int) -> HalfLayer:
+        """The graph of a kind of half layers, built for the first of them."""
+        if kind not in self._halves:
+            self._halves[kind] = build(self.config, index)
+        return self._halves[kind]
 
     def head_inputs(self, states: Float32Array) -> Float32Array:
         """Inputs of the head, float32 [R, hidden], from hidden states [R, hidden] after the last layer."""
@@ -167,13 +168,12 @@ class LayerRunner:
         found = {HIDDEN: hidden, **dict(zip(outputs, values, strict=True))}
         return after, {linear: found[value] for linear, value in wanted.items()}
 
-    def _experts(
-        self, half: HalfLayer, index: int, hidden: Float32Array, weights_of: WeightsOf
-    ) -> tuple[Float32Array, dict[str, Float32Array], dict[str, RoutedInputs]]:
+    def _experts(self, index: int, hidden: Float32Array, weights_of: WeightsOf) -> Captured:
         """Hidden states after experts, and the inputs of router, shared expert and selected experts."""
         config, layer = self.config, layer_layout(self.config, index)
         if config.experts is None or layer.router is None:
             raise ValueError(f"layer {index} has no experts")
+        half = self._loaded("router", router_half, index)
         outputs, inputs = self._run(half, index, hidden, weights_of, {}, capture=True)
         scores, shared = np.split(outputs.reshape(-1, outputs.shape[-1]), [config.experts.count], axis=-1)
         gate_up, down = ((linear, weights_of(linear), self._biases(linear)) for linear in (layer.gate_up, layer.down))

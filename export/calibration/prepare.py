@@ -20,11 +20,12 @@ from ..allocation.quantized_weights import QuantizedLinearStore
 from ..bundle_content import SourceModel
 from ..checkpoint.layer_weights import QuantPlan
 from ..checkpoint.source import ModelSource
+from ..quantization.codes import StatisticsOf
 from ..quantization.methods import FP32, with_methods
 from ..recipe import ExportRecipe
 from .awq import apply_awq
 from .calibration_text import CalibrationText, calibration_text
-from .collect_statistics import CalibratedSource, StatisticsOf, StatisticsStore, collect_statistics, rare_experts
+from .collect_statistics import StatisticsStore, collect_statistics, rare_experts
 from .divergence import PlanEvaluator
 from .sequential import STAGE, quantize_sequentially
 
@@ -89,9 +90,8 @@ def prepare(checkpoint: SourceModel, recipe: ExportRecipe, folder: Path, progres
     independent = PlanEvaluator(model, text.held_out, store.weights, folder / "independent")
     if any(each.method is Method.GPTQ for each in plan.values()):
         key = hashlib.sha256(repr(sorted(plan.items())).encode()).hexdigest()[:16]
-        store = quantize_sequentially(
-            model, text, plan, folder / f"sequential-{key}", progress, store.correction_target
-        )
+        store = QuantizedLinearStore(model.source, config, folder / f"sequential-{key}", store.statistics)
+        quantize_sequentially(model, text, plan, store, progress)
     else:
         # One after the other, before the threads that write the bundle need them.
         linears = list(planned_linears(config))
@@ -103,7 +103,7 @@ def prepare(checkpoint: SourceModel, recipe: ExportRecipe, folder: Path, progres
     uncalibrated = QuantizedLinearStore(checkpoint.source, config, folder / "uncalibrated" / "linears")
     statistics = StatisticsStore(folder / _STATISTICS, config)
     return CalibratedModel(
-        source=store.view(plan),
+        source=store,
         plan=plan,
         text=text,
         evaluator=PlanEvaluator(model, text.held_out, store.weights, folder / "held-out"),
@@ -121,8 +121,8 @@ def calibrate(
     """Calibrate a model; arguments as for `prepare`.
 
     Returns:
-        The model, quantized with the statistics of its linears' inputs where the recipe is calibrated; the text; and
-        the store of quantized linears.
+        The model, AWQ scaling applied; the text; and the store of linears, quantized with the statistics of their
+        inputs where the recipe is calibrated.
     """
     text = calibration_text(checkpoint, recipe, folder, progress)
     if not recipe.calibrated:
@@ -134,9 +134,8 @@ def calibrate(
         weight_format = AWQ_FORMAT if recipe.mixed or recipe.body in (None, FP32) else recipe.body
         weight_format = replace(weight_format, method=recipe.methods.get(weight_format.bits))
         scaled, statistics = apply_awq(checkpoint.source, checkpoint.config, statistics, weight_format, progress)
-    source = CalibratedSource(scaled, checkpoint.config, statistics)
-    store = QuantizedLinearStore(source, checkpoint.config, folder / _LINEARS, source.correction_target)
-    return replace(checkpoint, source=source), text, store
+    store = QuantizedLinearStore(scaled, checkpoint.config, folder / _LINEARS, statistics)
+    return replace(checkpoint, source=scaled), text, store
 
 
 def settings_of(recipe: ExportRecipe, context: int) -> str:

@@ -30,8 +30,9 @@ Source: Zhang et al., 2024) uses the square root of R and a singular value decom
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -251,13 +252,8 @@ class InputStatistics:
     """E[x xT], float32 [K, K], symmetric; large, so None where no method needs it."""
 
 
-class CorrectionTarget(NamedTuple):
-    """What a quantized and corrected linear should approximate."""
-
-    weights: Float32Array
-    """Weights, float32 [N, K]."""
-    inputs: InputStatistics | None
-    """Statistics of the linear's inputs; None where unknown."""
+StatisticsOf = Callable[[str], InputStatistics | None]
+"""Returns the statistics of a linear's inputs; None where there are none."""
 
 
 def low_rank_correction(errors: Float32Array, inputs: InputStatistics, rank: int) -> tuple[Float32Array, Float32Array]:

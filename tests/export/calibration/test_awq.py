@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from edgerun.export import FP32, Method, WeightFormat
+from edgerun.export.allocation.quantized_weights import QuantizedLinearStore
 from edgerun.export.bundle_content import SourceModel
 from edgerun.export.calibration.awq import AwqSource, apply_awq, scaled_statistics
 from edgerun.export.calibration.calibration_text import CalibrationText
 from edgerun.export.calibration.collect_statistics import (
     PRIOR_TOKENS,
-    CalibratedSource,
-    StatisticsOf,
     StatisticsStore,
     collect_statistics,
     rare_experts,
@@ -29,7 +28,7 @@ from edgerun.export.checkpoint.layer_weights import FusedLinear
 from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.checkpoint.source import ModelSource, RowRange
-from edgerun.export.quantization.codes import InputStatistics, dequantized
+from edgerun.export.quantization.codes import InputStatistics, StatisticsOf, dequantized
 from edgerun.export.quantization.methods import QUANTIZERS
 from edgerun.models.progress import silent
 from support.correlated_inputs import UnevenInputs, output_error
@@ -112,8 +111,8 @@ def test_statistics_are_those_of_the_scaled_model(tmp_path, family: str) -> None
 def test_quantization_loses_less(tmp_path) -> None:
     source, config, model, statistics = scaled_model(tmp_path)
     name = "model.layers.0.mlp.down_proj.weight"
-    unscaled = CalibratedSource(source, config, UnevenInputs(config).of)
-    with_scales = CalibratedSource(model, config, statistics)
+    unscaled = QuantizedLinearStore(source, config, tmp_path / "unscaled", UnevenInputs(config).of)
+    with_scales = QuantizedLinearStore(model, config, tmp_path / "scaled", statistics)
     mean_square = UnevenInputs(config).of("layers.0.down").mean_square
     exact = source.read(name)
     rows = RowRange(name, 0, len(exact))
@@ -145,7 +144,7 @@ def test_methods_get_the_statistics_of_the_linear(tmp_path, tied: bool) -> None:
     source = Checkpoint(write_checkpoint(tmp_path / "model", tie_word_embeddings=tied))
     config = read_config(source.folder)
     statistics = UnevenInputs(config).of
-    calibrated = CalibratedSource(source, config, statistics)
+    calibrated = QuantizedLinearStore(source, config, tmp_path / "linears", statistics)
     for linear in fused_linears(config):
         for name in linear.weights:
             (rows,) = source.row_ranges(name)
@@ -223,7 +222,7 @@ def test_large_experts_share_the_second_moments_of_their_layer(tmp_path: Path, m
 @pytest.mark.parametrize("family", EXPERT_FAMILIES)
 def test_the_output_error_of_every_expert_is_less_than_that_of_rounding(tmp_path: Path, family: str) -> None:
     found = Collected(tmp_path, family)
-    source = CalibratedSource(found.checkpoint, found.config, found.store.of)
+    source = QuantizedLinearStore(found.checkpoint, found.config, tmp_path / "linears", found.store.of)
     for linear in found.experts:
         for expert in range(linear.experts):
             known, errors = found.store.of(expert_of(linear.name, expert)), []
@@ -239,7 +238,8 @@ def test_the_output_error_of_every_expert_is_less_than_that_of_rounding(tmp_path
 
 def test_rows_of_several_experts_are_quantized_by_the_statistics_of_each(tmp_path: Path) -> None:
     found = Collected(tmp_path, "gpt_oss")
-    source, linear = CalibratedSource(found.checkpoint, found.config, found.store.of), found.experts[1]
+    source = QuantizedLinearStore(found.checkpoint, found.config, tmp_path / "linears", found.store.of)
+    linear = found.experts[1]
     size = linear.shape[0] // linear.experts
     start, stop = size // 2, 3 * size - 8
     joined = source.quantized(RowRange(linear.weights[0], start, stop), GPTQ)

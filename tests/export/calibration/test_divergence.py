@@ -221,7 +221,9 @@ def runner_of(folder, family: str = "llama", **overrides) -> LayerRunner:
 
 def run_layer(runner: LayerRunner, index: int, hidden, batch: Batch, weights_of: WeightsOf):
     """Hidden states after a layer."""
-    return runner.feed_forward(index, runner.mixer(index, hidden, batch, weights_of)[0], weights_of)[0]
+    for mixes in (True, False):
+        hidden, *_ = runner.half(index, mixes, hidden, batch, weights_of)
+    return hidden
 
 
 def texts_of(*lengths: int):
@@ -287,7 +289,7 @@ def test_captured_inputs_give_the_outputs(tmp_path, family: str) -> None:
     }
     if family == "llama":
         linears = {linear.name: linear for linear in fused_linears(runner.config)}
-        middle, _ = runner.mixer(0, hidden, batch, runner.matrix)
+        middle, *_ = runner.half(0, True, hidden, batch, runner.matrix)
         for linear, before, later in (("o", hidden, middle), ("down", middle, after)):
             product = inputs[f"layers.0.{linear}"] @ runner.matrix(linears[f"layers.0.{linear}"]).T
             np.testing.assert_allclose(later - before, product, atol=1e-4)

@@ -27,7 +27,7 @@ from edgerun.export.allocation.quantized_weights import QuantizedLinearStore
 from edgerun.export.bundle_content import BundleContent, SourceModel
 from edgerun.export.bundle_writer import write_bundle
 from edgerun.export.calibration.calibration_text import CalibrationText
-from edgerun.export.calibration.collect_statistics import CalibratedSource, collect_statistics
+from edgerun.export.calibration.collect_statistics import collect_statistics
 from edgerun.export.calibration.divergence import PlanEvaluator
 from edgerun.export.calibration.sequential import quantize_sequentially
 from edgerun.export.checkpoint.config import read_config
@@ -38,7 +38,7 @@ from edgerun.export.checkpoint.source import RowRange
 from edgerun.export.graph import decoder as graph_module
 from edgerun.export.quantization.codes import (
     FACTOR_FORMAT,
-    CorrectionTarget,
+    StatisticsOf,
     correction_factors,
     dequantized,
     low_rank_correction,
@@ -60,10 +60,15 @@ def random_text(seed: int, texts: int = 60) -> CalibrationText:
     return CalibrationText(tuple(np.random.default_rng(seed).integers(0, 300, (texts, 40))), (), "random")
 
 
-def calibrated(folder, text: CalibrationText, family: str, **overrides) -> SourceModel:
+def calibrated(folder, text: CalibrationText, family: str, **overrides) -> tuple[SourceModel, StatisticsOf]:
     model = source_model(folder / "model", family, **overrides)
-    statistics = collect_statistics(model, text, folder / "statistics", True, silent)
-    return replace(model, source=CalibratedSource(model.source, model.config, statistics.of))
+    return model, collect_statistics(model, text, folder / "statistics", True, silent).of
+
+
+def sequential(folder, model: SourceModel, text: CalibrationText, plan, statistics, progress=silent):
+    store = QuantizedLinearStore(model.source, model.config, folder, statistics)
+    quantize_sequentially(model, text, plan, store, progress)
+    return store
 
 
 def divergence(folder, model: SourceModel, plan, weights_of) -> float:
@@ -76,72 +81,49 @@ def divergence(folder, model: SourceModel, plan, weights_of) -> float:
 )
 def test_divergence_is_less_than_with_independent_linears(tmp_path, family: str, tied: bool) -> None:
     text = random_text(0)
-    model = calibrated(tmp_path, text, family, tie_word_embeddings=tied, num_hidden_layers=3)
-    source, config = model.source, model.config
-    plan = {linear.name: GPTQ for linear in fused_linears(config)}
-    store = quantize_sequentially(model, text, plan, tmp_path / "store", silent)
-
-    def independent(linear, weight_format):
-        parts = (rows for name in linear.weights for rows in source.row_ranges(name))
-        return np.concatenate(
-            [dequantized(source.quantized(rows, weight_format), linear.columns, weight_format) for rows in parts]
-        )
-
-    plain = divergence(tmp_path / "independent", model, plan, independent)
+    model, statistics = calibrated(tmp_path, text, family, tie_word_embeddings=tied, num_hidden_layers=3)
+    plan = {linear.name: GPTQ for linear in fused_linears(model.config)}
+    store = sequential(tmp_path / "store", model, text, plan, statistics)
+    independent = QuantizedLinearStore(model.source, model.config, tmp_path / "apart", statistics)
+    plain = divergence(tmp_path / "independent", model, plan, independent.weights)
     assert divergence(tmp_path / "sequential", model, plan, store.weights) < 0.95 * plain
 
 
 def test_corrections_lower_the_divergence(tmp_path) -> None:
     text, plain, found = random_text(0, 30), WeightFormat(2, 64, method=Method.GPTQ), []
-    model = calibrated(tmp_path, text, "llama", num_hidden_layers=3)
+    model, statistics = calibrated(tmp_path, text, "llama", num_hidden_layers=3)
     for weight_format in (plain, replace(plain, rank=32)):
         plan = {
             linear.name: weight_format if is_allowed(linear, weight_format) else plain
             for linear in fused_linears(model.config)
         }
         folder = tmp_path / str(weight_format.rank)
-        store = quantize_sequentially(model, text, plan, folder, silent, model.source.correction_target)
+        store = sequential(folder, model, text, plan, statistics)
         found.append(divergence(folder / "states", model, plan, store.weights))
     assert found[1] < 0.9 * found[0]
 
 
-def test_only_linears_of_gptq_have_targets(tmp_path) -> None:
+def test_only_linears_of_gptq_have_targets_and_an_interrupted_run_is_resumed(tmp_path) -> None:
     text = random_text(0, 30)
-    model = calibrated(tmp_path, text, "llama")
-    source, config = model.source, model.config
-    plan = {linear.name: K_QUANT for linear in fused_linears(config)}
+    model, statistics = calibrated(tmp_path, text, "llama")
+    linears = list(fused_linears(model.config))
+    plan = {linear.name: K_QUANT for linear in linears}
     plan |= {"layers.0.o": GPTQ, "layers.1.down": GPTQ, "layers.1.qkv": FP32}
-    store = quantize_sequentially(model, text, plan, tmp_path / "store", silent)
-    for linear in fused_linears(config):
-        if plan[linear.name].bits == 32:
-            np.testing.assert_array_equal(
-                store.weights(linear, FP32), np.concatenate([source.read(n) for n in linear.weights])
-            )
-            continue
-        parts = [
-            source.quantized(rows, plan[linear.name]) for name in linear.weights for rows in source.row_ranges(name)
-        ]
-        same = np.array_equal(
-            np.concatenate([part.packed for part in parts]), store.quantized(linear, plan[linear.name]).packed
-        )
-        assert same == (plan[linear.name].method is not Method.GPTQ), linear.name
-
-
-def test_an_interrupted_run_is_resumed(tmp_path) -> None:
-    text = random_text(0, 30)
-    model = calibrated(tmp_path, text, "llama")
-    plan = {linear.name: GPTQ for linear in fused_linears(model.config)}
 
     def breaks(stage: str, fraction: float) -> None:
         if fraction > 0:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quantize_sequentially(model, text, plan, tmp_path / "broken", breaks)
+        sequential(tmp_path / "broken", model, text, plan, statistics, breaks)
     assert list((tmp_path / "broken").iterdir())
-    resumed, whole = (quantize_sequentially(model, text, plan, tmp_path / name, silent) for name in ("broken", "whole"))
-    for linear in fused_linears(model.config):
-        np.testing.assert_array_equal(resumed.quantized(linear, GPTQ).packed, whole.quantized(linear, GPTQ).packed)
+    resumed, whole = (sequential(tmp_path / name, model, text, plan, statistics) for name in ("broken", "whole"))
+    apart = QuantizedLinearStore(model.source, model.config, tmp_path / "apart", statistics)
+    for linear in linears:
+        weights, weight_format = whole.weights(linear, plan[linear.name]), plan[linear.name]
+        np.testing.assert_array_equal(weights, resumed.weights(linear, weight_format))
+        same = np.array_equal(weights, apart.weights(linear, weight_format))
+        assert same == (weight_format.method is not Method.GPTQ), linear.name
 
 
 TWO = WeightFormat(2, 64, method=Method.K_QUANT)
@@ -157,7 +139,7 @@ def content_of(folder: Path, family: str, corrected: dict[str, WeightFormat]) ->
     store = QuantizedLinearStore(source, config, folder / "linears")
     for linear in planned_linears(config):
         store.make(linear, plan[linear.name])
-    return BundleContent(source=store.view(plan), original=source, config=config, plan=plan, context=64)
+    return BundleContent(source=store, original=source, config=config, plan=plan, context=64)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
@@ -236,33 +218,31 @@ def test_a_store_keeps_corrections_beside_the_codes(tmp_path) -> None:
     config = read_config(source.folder)
     inputs = {linear.columns: correlated_inputs(0, linear.columns) for linear in fused_linears(config)}
 
-    def correction_target(linear: FusedLinear) -> CorrectionTarget:
-        return CorrectionTarget(np.concatenate([source.read(name) for name in linear.weights]), inputs[linear.columns])
-
+    columns = {linear.name: linear.columns for linear in fused_linears(config)}
     store, unweighted = (
-        QuantizedLinearStore(source, config, tmp_path / name, correction_targets)
-        for name, correction_targets in (("a", correction_target), ("b", None))
+        QuantizedLinearStore(source, config, tmp_path / name, statistics)
+        for name, statistics in (("a", lambda linear: inputs[columns[linear]]), ("b", None))
     )
-    for linear in (linear for linear in planned_linears(config) if is_allowed(linear, RANK)):
-        plain, corrected = store.quantized(linear, TWO), store.quantized(linear, RANK)
+    linears = [linear for linear in planned_linears(config) if is_allowed(linear, RANK)]
+    for linear in linears:
+        plain, corrected = store.whole(linear, TWO), store.whole(linear, RANK)
         np.testing.assert_array_equal(plain.packed, corrected.packed)
-        weights, known = correction_target(linear)
+        weights = np.concatenate([source.read(name) for name in linear.weights])
         errors = [
             weights - each.weights(linear, weight_format)
             for each, weight_format in ((store, TWO), (store, RANK), (unweighted, RANK))
         ]
-        without, by_inputs, alike = (output_error(each, known) for each in errors)
+        without, by_inputs, alike = (output_error(each, inputs[linear.columns]) for each in errors)
         assert by_inputs < alike < without
         assert (errors[2] ** 2).sum() < (errors[1] ** 2).sum()
-        view = store.view({linear.name: RANK})
-        parts = [view.quantized(rows, RANK) for name in linear.weights for rows in source.row_ranges(name)]
+        parts = [store.quantized(rows, RANK) for name in linear.weights for rows in source.row_ranges(name)]
         np.testing.assert_allclose(
             np.concatenate([dequantized(part, linear.columns, RANK) for part in parts]),
             store.weights(linear, RANK),
             atol=1e-6,
         )
-    again = QuantizedLinearStore(source, config, tmp_path / "a", lambda linear: pytest.fail(linear.name))
-    for linear in (linear for linear in planned_linears(config) if is_allowed(linear, RANK)):
+    again = QuantizedLinearStore(source, config, tmp_path / "a", pytest.fail)
+    for linear in linears:
         np.testing.assert_array_equal(again.weights(linear, RANK), store.weights(linear, RANK))
 
 

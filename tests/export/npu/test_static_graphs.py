@@ -164,7 +164,7 @@ def test_low_rank_corrections_are_kept(tmp_path: Path, monkeypatch: pytest.Monke
         store.make(linear, plan[linear.name])
     (tmp_path / "bundle").mkdir()
     content = BundleContent(
-        source=store.view(plan),
+        source=store,
         original=source,
         config=config,
         plan=plan,
