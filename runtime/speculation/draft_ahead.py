@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -61,21 +61,10 @@ class PassesAhead(NamedTuple):
 NOTHING_AHEAD: Final = PassesAhead()
 
 
-class Continuation(Protocol):
-    """What may come after a verification. A path has all tokens after the sequence that is known now."""
-
-    def outcomes(self) -> Iterable[tuple[float, Path]]:
-        """Likely outcomes of the verification and their probabilities.
-
-        A path that lacks the target's own token, which ends every outcome, stands for all outcomes that begin with it.
-        """
-
-    def next_tokens(self, path: Path) -> Sequence[tuple[int, float]]:
-        """Run the draft model after a path; returns likely next tokens and their probabilities."""
-
-
-class LikelyContinuation:
+class Continuation:
     """Continues every outcome of a verification with the draft model's most probable tokens.
+
+    A path has all tokens after the sequence that is known now.
 
     Args:
         tree: the draft that is verified.
@@ -90,7 +79,11 @@ class LikelyContinuation:
         self._drafted: set[Path] = set()
 
     def outcomes(self) -> Iterable[tuple[float, Path]]:
-        """After every node of the tree, a candidate that is not its child, or any other token, and its probability."""
+        """Likely outcomes of the verification and their probabilities.
+
+        After every node of the tree, these are the candidates that are not its children, and the path itself for any
+        other token.
+        """
         tree, growth = self._tree, self._growth
         tokens, parents, probabilities = tree.token_ids, tree.parent_nodes, tree.path_probs
         paths: list[Path] = [()]

@@ -174,7 +174,6 @@ class DrafterSet:
                 draft_sampling,
                 trees=self._shared.trees,
                 estimate=self._shared.estimate,
-                ahead=self.ahead,
             )
         speculator = self._sampled[draft_sampling]
         speculator.start_answer(sampling)

@@ -24,9 +24,8 @@ from ..sampling.distribution import Distribution
 from ..sampling.sampler import Logits, Purpose, Sampler, SamplingParams, uniform_at, uniforms_at
 from ..sampling.token_mask import TokenConstraint
 from .choice import DraftSampling
-from .draft_ahead import Continuation, DraftAhead
 from .drafters.draft_model import DraftModel
-from .drafters.sampled import AcceptanceEstimate, SampledContinuation, SampledDraft, SampledDrafter
+from .drafters.sampled import AcceptanceEstimate, SampledDraft, SampledDrafter
 from .growth import TokenPrices, expected_replay, replay_seconds
 from .pass_cost import PassCost
 from .rounds import Round
@@ -43,7 +42,6 @@ class SampledSpeculator(Speculator):
         draft_sampling: CHAIN or TREE.
         trees: whether the target can verify trees.
         estimate: what is known about the acceptance of such draft tokens; None for nothing yet.
-        ahead: as for `Speculator`.
     """
 
     def __init__(
@@ -54,16 +52,13 @@ class SampledSpeculator(Speculator):
         *,
         trees: bool,
         estimate: AcceptanceEstimate | None = None,
-        ahead: DraftAhead | None = None,
     ) -> None:
-        super().__init__((), cost, trees=trees, ahead=ahead)
+        super().__init__((), cost, trees=trees)
         self._draft_model: Final = model
         self._estimate: Final = AcceptanceEstimate() if estimate is None else estimate
         self._chain: Final = draft_sampling is DraftSampling.CHAIN or not trees
         self._drafter = SampledDrafter(model, SamplingParams(), self._estimate)
         self._sampled: SampledDraft | None = None
-        self._constrained = False
-        """Whether the draft follows the constraint of an answer."""
 
     def start_answer(self, params: SamplingParams) -> None:
         """Draft for a target that is sampled with `params`."""
@@ -91,7 +86,6 @@ class SampledSpeculator(Speculator):
         self, anchor: int, prices: TokenPrices, max_depth: int, constraint: TokenConstraint | None
     ) -> Round:
         before = self._draft_model.passes
-        self._constrained = constraint is not None
         # The draft is verified as it was sampled: pruning by the sampled tokens would change their distribution.
         self._sampled = sampled = self._drafter.sample(
             anchor, prices, max_depth, chain=self._chain, constraint=constraint
@@ -106,13 +100,6 @@ class SampledSpeculator(Speculator):
         passes = self._draft_model.passes - before
         seconds = self._draft_model.take_seconds_spent()
         return Round(sampled.tree, None, None, expected, expected - 1 - price, passes, seconds)
-
-    def _continuation(self, draft: Round) -> Continuation | None:
-        del draft
-        # A thread that runs ahead would ask about paths behind tokens that are being verified.
-        if self._sampled is None or self._constrained:
-            return None
-        return SampledContinuation(self._sampled, self._drafter)
 
     def _learn(self, draft: Round, result: VerifyResult, logits: Logits) -> None:
         del draft, logits

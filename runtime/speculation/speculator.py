@@ -13,7 +13,7 @@ from typing import Final
 from ..graph.bound_graph import ALONE
 from ..sampling.sampler import Logits
 from ..sampling.token_mask import TokenConstraint
-from .draft_ahead import NOTHING_AHEAD, Continuation, DraftAhead, LikelyContinuation
+from .draft_ahead import NOTHING_AHEAD, Continuation, DraftAhead
 from .drafters.interface import Drafter
 from .drafters.model import ModelDrafter
 from .growth import TokenPrices, TreeGrowth, prune
@@ -192,7 +192,9 @@ class Speculator:
         draft.ahead, self._settled = self._settled, NOTHING_AHEAD
         draft.draft_s += draft.ahead.waited_s
         draft.host_s = time.perf_counter() - started - draft.draft_s
-        if self._ahead is not None and (continuation := self._continuation(draft)) is not None:
+        growth, worthwhile = draft.growth, self.mixer.model_value.gain >= _LEAST_GAIN
+        if self._ahead is not None and self.model is not None and growth is not None and worthwhile:
+            continuation = Continuation(draft.tree, growth, self.model)
             target_s = self._curve[min((replay or 0) + len(draft.tree), len(self._curve)) - 1]
             # Behind a path that leaves room for one token only, nothing is drafted.
             self._ahead.start(continuation, len(self._token_ids), target_s, min(max_tokens, room) - 2)
@@ -265,12 +267,6 @@ class Speculator:
         """Wait until the draft model may be used."""
         if self._ahead is not None:
             self._settled |= self._ahead.settle(self._token_ids)
-
-    def _continuation(self, draft: Round) -> Continuation | None:
-        """What to run ahead while the target verifies `draft`; None for nothing."""
-        if draft.growth is None or self.model is None or self.mixer.model_value.gain < _LEAST_GAIN:
-            return None
-        return LikelyContinuation(draft.tree, draft.growth, self.model)
 
     def _sync_drafters(self) -> None:
         """Bring the drafters up to date with the sequence."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -259,4 +260,6 @@ def test_history_stores_the_new_tokens_of_every_answer(
             new.append(found[1][reply.stats.reused_tokens :].tolist())
         assert reply.stats.reused_tokens > 0
         # The last token of an answer has no slot of the cache.
-        assert [tokens.tolist()[:-1] for tokens in engine.model.drafters._store.sequences()] == new
+        with closing(sqlite3.connect(engine.model.drafters._store._path)) as database:
+            stored = database.execute("SELECT tokens FROM sequences").fetchall()
+        assert [np.frombuffer(tokens, "<u4").tolist()[:-1] for (tokens,) in stored] == new

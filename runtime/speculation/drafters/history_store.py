@@ -1,8 +1,8 @@
 """Earlier conversations of a model on disk: an SQLite database of token sequences, and the index made from it.
 
 Every operation holds a lock file and opens the database for itself; if the lock is taken, the operation is skipped. A
-damaged database is set aside (the latest one), and the sequences that can be read stay in use. When the size limit is
-reached, the oldest sequences are deleted. The index is a separate file, which says which part of which database it has,
+damaged database is set aside (the latest one), and a new one begins. When the size limit is reached, the oldest
+sequences are deleted. The index is a separate file, which says which part of which database it has,
 and it can be made again from the database (docs/decisions/0027-history-store.md).
 
 The size limit covers everything: a token takes four bytes in the database, eight in the index and four in a database
@@ -110,21 +110,13 @@ class HistoryStore:
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
-                self._append(tokens, check=False)
-            except _DATABASE_ERRORS:
-                self._append(tokens, check=True)
+                self._append(tokens)
+            except _DATABASE_ERRORS:  # a damaged database was set aside
+                self._append(tokens)
         except (OSError, *_DATABASE_ERRORS) as error:
             self._warn(f"this conversation is not stored: {error}")
             return False
         return True
-
-    def sequences(self) -> list[Tokens]:
-        """The stored sequences, oldest first; empty if the store is in use."""
-        try:
-            return self._read() if self._path.exists() else []
-        except (OSError, *_DATABASE_ERRORS) as error:
-            self._warn(f"earlier conversations cannot be read: {error}")
-            return []
 
     def unindexed_tokens(self) -> int:
         """Number of stored tokens that the index lacks; 0 if the store is in use."""
@@ -156,33 +148,26 @@ class HistoryStore:
             pause: called between short steps, without the lock; may wait, or raise an error to stop.
         """
         try:
-            if not self._path.exists():
-                self.index = None
-                return True
             try:
                 return self._reindex(pause)
             except _DATABASE_ERRORS:
-                with self._database(check=True):
-                    pass
                 return self._reindex(pause)
         except (OSError, ValueError, MemoryError, *_DATABASE_ERRORS) as error:
             self._warn(f"earlier conversations are not indexed: {error}")
             return False
 
-    def _append(self, tokens: bytes, *, check: bool) -> None:
-        with self._database(check=check) as database:
+    def _append(self, tokens: bytes) -> None:
+        with self._database() as database:
             _insert(database, tokens)
             if _pages(database) > self._max_pages:
                 database.rollback()
                 self._delete_oldest(database)
                 _insert(database, tokens)
 
-    def _read(self) -> list[Tokens]:
-        with self._database(check=True) as database:
-            rows = database.execute("SELECT tokens FROM sequences ORDER BY id").fetchall()
-            return [np.frombuffer(tokens, "<u4") for (tokens,) in rows]
-
     def _reindex(self, pause: Callable[[], None]) -> bool:
+        if not self._path.exists():
+            self.index = None
+            return True
         with self._database() as database:
             covered = _covered(database)
             self._open_index(covered)
@@ -197,11 +182,7 @@ class HistoryStore:
             return self._replace_index(encoded, covered)
 
     def _read_in_parts(self, covered: Covered, pause: Callable[[], None]) -> list[Tokens]:
-        """The sequences that an index of `covered` has; the lock is released between parts of them.
-
-        Raises:
-            sqlite3.DatabaseError: a sequence is damaged.
-        """
+        """The intact sequences that an index of `covered` has; the lock is released between parts of them."""
         sequences: list[Tokens] = []
         last = 0
         query = "SELECT id, tokens, crc FROM sequences WHERE id BETWEEN ? AND ? ORDER BY id LIMIT ?"
@@ -211,60 +192,46 @@ class HistoryStore:
                 rows = database.execute(query, (last + 1, covered.end, _PART)).fetchall()
             if not rows:
                 break  # another process has deleted them
-            if rows[-1][0] <= last or not all(_is_valid(*row) for _, *row in rows):
-                raise sqlite3.DatabaseError("a conversation is damaged")
-            sequences += [np.frombuffer(tokens, "<u4") for _, tokens, _ in rows]
+            if rows[-1][0] <= last:
+                raise sqlite3.DatabaseError("its order is damaged")
+            sequences += [np.frombuffer(tokens, "<u4") for _, tokens, crc in rows if _is_valid(tokens, crc)]
             last = rows[-1][0]
         return sequences
 
     @contextmanager
-    def _database(self, *, check: bool = False) -> Iterator[sqlite3.Connection]:
-        """Lock and open the database, created, repaired and shortened if necessary; commit at the end of the block."""
+    def _database(self) -> Iterator[sqlite3.Connection]:
+        """Lock and open the database, created or shortened if necessary; commit at the end of the block.
+
+        Raises:
+            sqlite3.Error: the database is damaged, and was set aside; or another of `_DATABASE_ERRORS`.
+        """
         with locked(self._folder / _LOCK, _WAIT_S):
             try:
-                database = self._open(check=check)
+                with closing(sqlite3.connect(self._path, timeout=_WAIT_S)) as database:
+                    database.text_factory = bytes  # damaged text is not decoded
+                    # Without waiting for the disk: a killed process damages nothing, and a power failure may cost the
+                    # history.
+                    database.execute("PRAGMA synchronous = OFF")
+                    if not _pages(database):
+                        database.executescript(_SCHEMA)
+                        database.execute("INSERT INTO store VALUES (?)", (secrets.token_bytes(16),))
+                    _covered(database)
+                    if _pages(database) > self._max_pages:
+                        self._delete_oldest(database)
+                    yield database
+                    database.commit()
             except _DATABASE_ERRORS as error:
-                if str(error) in _ENVIRONMENT_ERRORS:
-                    raise
-                database = self._replace(error)
-            with closing(database):
-                if _pages(database) > self._max_pages:
-                    self._delete_oldest(database)
-                yield database
-                database.commit()
+                if str(error) not in _ENVIRONMENT_ERRORS:
+                    self._set_aside(error)
+                raise
 
-    def _open(self, *, check: bool) -> sqlite3.Connection:
-        database = sqlite3.connect(self._path, timeout=_WAIT_S)
-        try:
-            database.text_factory = bytes  # damaged text is not decoded
-            # Without waiting for the disk: a killed process damages nothing, and a power failure may cost the history.
-            database.execute("PRAGMA synchronous = OFF")
-            if not _pages(database):
-                database.executescript(_SCHEMA)
-                database.execute("INSERT INTO store VALUES (?)", (secrets.token_bytes(16),))
-                database.commit()
-            if check:
-                _check(database)
-            _covered(database)
-        except _DATABASE_ERRORS:
-            database.close()
-            raise
-        return database
-
-    def _replace(self, damage: Exception) -> sqlite3.Connection:
-        """Set the database aside and make a new one of the sequences that can be read."""
-        sequences = _readable(self._path)
+    def _set_aside(self, damage: Exception) -> None:
         self._remove_index()
         if self._path.stat().st_size <= self._max_pages * _PAGE_BYTES:
             move(self._path, self._folder / _SET_ASIDE)
         self._folder.joinpath(f"{_DATABASE}-journal").unlink(missing_ok=True)
         self._path.unlink(missing_ok=True)
-        self._warn(f"{self._path} is damaged ({damage}); {len(sequences)} conversations could be read and stay in use")
-        database = self._open(check=False)
-        for tokens in sequences:
-            _insert(database, tokens)
-        database.commit()
-        return database
+        self._warn(f"{self._path} is damaged ({damage}), and a new one begins")
 
     def _delete_oldest(self, database: sqlite3.Connection) -> None:
         """Delete the oldest sequences until half of the pages are free, so that deletions are rare.
@@ -341,32 +308,5 @@ def _covered(database: sqlite3.Connection) -> Covered:
     return Covered(row[0], row[1] or 0)
 
 
-def _check(database: sqlite3.Connection) -> None:
-    """Check the structure of the database and the checksums of all sequences.
-
-    Raises:
-        sqlite3.DatabaseError: something is damaged.
-    """
-    if database.execute("PRAGMA quick_check(1)").fetchone() != (b"ok",):
-        raise sqlite3.DatabaseError("its structure is inconsistent")
-    if not all(_is_valid(*row) for row in database.execute("SELECT tokens, crc FROM sequences")):
-        raise sqlite3.DatabaseError("the checksum of a conversation is wrong")
-    # A damaged header can make the database read-only.
-    database.execute("UPDATE store SET identity = identity")
-
-
 def _is_valid(tokens: object, crc: object) -> bool:
     return isinstance(tokens, bytes) and len(tokens) % WORD == 0 and zlib.crc32(tokens) == crc
-
-
-def _readable(path: Path) -> list[bytes]:
-    """The intact sequences of a damaged database, up to the first page that cannot be read."""
-    sequences: list[bytes] = []
-    try:
-        with closing(sqlite3.connect(path)) as database:
-            for row in database.execute("SELECT tokens, crc FROM sequences ORDER BY id"):
-                if _is_valid(*row):
-                    sequences.append(row[0])  # noqa: PERF401  those before an error are kept
-    except _DATABASE_ERRORS:
-        pass
-    return sequences

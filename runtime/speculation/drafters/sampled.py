@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...sampling.distribution import Distribution
-from ...sampling.sampler import Purpose, Sampler, SamplingParams, uniform_at, uniforms_at
+from ...sampling.sampler import Purpose, Sampler, SamplingParams, uniforms_at
 from ...sampling.token_mask import TokenConstraint
 from ..growth import TokenPrices
 from ..learned_rates import Backoff
@@ -216,20 +216,6 @@ class SampledDrafter:
         sources = [Source.ANCHOR, *[self.model.source] * (len(tokens) - 1)]
         return SampledDraft(Tree.of(tokens, parents, path_probs, sources), distributions)
 
-    def next_token(self, distribution: Distribution, depth: int, drafted: int) -> int:
-        """The token after `depth` tokens if the next `drafted` ones are accepted, as far as the target agrees.
-
-        Args:
-            distribution: the draft model's, after those tokens.
-            depth: number of tokens behind the sequence, at least `drafted`.
-            drafted: number of draft tokens that the target verifies now; the one after them is its own.
-        """
-        seed, anchor = self._params.seed, self._length + drafted
-        if depth == drafted:
-            return distribution.draw(uniform_at(seed, anchor))
-        # The next round counts positions from the target's own token, and the nodes of a chain from 0.
-        return sample_children(distribution, 1, seed, anchor + 1, depth - drafted - 1)[0]
-
     def learn(self, draft: SampledDraft, result: VerifyResult) -> None:
         """Learn which draft tokens were accepted; children after the accepted one were not tried."""
         tree, path = draft.tree, result.accepted_path
@@ -265,39 +251,6 @@ class SampledDrafter:
         places: npt.NDArray[np.intp] = order[np.minimum(at, order.size - 1)]
         known: npt.NDArray[np.intp] = places[self.model.target_ids[places] == ids]
         return known
-
-
-class SampledContinuation:
-    """A `Continuation` of a sampled draft: the tokens that the next round would sample if the whole draft is accepted.
-
-    They are computed and not drawn: seed, position and node determine the random numbers, so that the next round
-    samples the same tokens, and another round others, whether or not this was run. Which paths were run before changes
-    what further passes cost, and by that whether a node gets children, which depends on nothing that is sampled after.
-
-    Args:
-        draft: the draft that is verified.
-        drafter: what sampled it.
-    """
-
-    def __init__(self, draft: SampledDraft, drafter: SampledDrafter) -> None:
-        node, tree = 0, draft.tree
-        while (children := np.flatnonzero(tree.parents == node)).size:
-            node = int(children[0])
-        self._path: Path = tuple(tree.tokens[list(tree.path_to(node)[1:])].tolist())
-        self._chance = float(tree.path_prob[node])
-        self._drafter = drafter
-
-    def outcomes(self) -> list[tuple[float, Path]]:
-        """The whole draft, or the first path of a tree, and its probability."""
-        return [(self._chance, self._path)]
-
-    def next_tokens(self, path: Path) -> list[tuple[int, float]]:
-        """The token that the next round would sample after a path, and its probability."""
-        distribution = self._drafter.distribution(path)
-        if distribution is None:
-            return []
-        token = self._drafter.next_token(distribution, len(path), len(self._path))
-        return [(token, self._drafter.estimate.mean)]
 
 
 def _bin(distribution: Distribution) -> int:

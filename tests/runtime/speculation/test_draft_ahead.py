@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -15,25 +13,21 @@ import pytest
 import edgerun
 from edgerun import EdgeError, Engine, GenerateOptions
 from edgerun.runtime.decode import DecodeLimits, Step, decode
-from edgerun.runtime.sampling.distribution import Distribution
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.scheduling.work_thread import WorkThread
 from edgerun.runtime.speculation import draft_ahead
-from edgerun.runtime.speculation.choice import DraftSampling, Speculation
+from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.draft_ahead import NOTHING_AHEAD, Continuation, DraftAhead
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
 from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
-from edgerun.runtime.speculation.sampled_speculator import SampledSpeculator
 from edgerun.runtime.speculation.speculator import Speculator
 from support.adversarial_drafters import FixedCost, check_rounds
-from support.chi_square import expect_distribution, sequences
 from support.emulated_graph import EmulatedGraph, Floats, LogitsAfter, Text
 from support.tiny_models import write_bundle
 
 V, EOS, CONTEXT = 20, 0, 256
 GREEDY = SamplingParams()
-SAMPLED = SamplingParams(0.9, top_k=12, repeat_penalty=1.2, seed=5)
 MODEL = Speculation.parse("model")
 TARGET_COST = {128: {1: 1.0, 2: 1.1, 16: 3.0}}
 DRAFT_COST = {128: {1: 0.01, 2: 0.012, 128: 0.1}}
@@ -103,14 +97,13 @@ class PacedAhead(DraftAhead):
 class Pair:
     """An emulated target and draft model, with the draft model run ahead while the target runs."""
 
-    def __init__(self, draft: LogitsAfter, budget: Callable[[], int] | None, target: LogitsAfter = toy_logits) -> None:
+    def __init__(self, draft: LogitsAfter, budget: Callable[[], int] | None) -> None:
         self.thread = WorkThread("edge-run draft")
         self.draft = EmulatedGraph(draft, V, CONTEXT)
         self.model = DraftModel(self.draft, FixedCost(DRAFT_COST), V)
         self.ahead = (
             DraftAhead(self.model, self.thread) if budget is None else PacedAhead(self.model, self.thread, budget)
         )
-        self.target_logits = target
         self.speculator = Speculator(
             [SuffixDrafter(), RecyclingDrafter(RecycledTable(V))],
             FixedCost(TARGET_COST),
@@ -118,13 +111,8 @@ class Pair:
             ahead=self.ahead,
         )
 
-    def sampled(self, sampling: DraftSampling, params: SamplingParams) -> SampledSpeculator:
-        speculator = SampledSpeculator(self.model, FixedCost(TARGET_COST), sampling, trees=True, ahead=self.ahead)
-        speculator.start_answer(params)
-        return speculator
-
     def target(self) -> EmulatedGraph:
-        graph = EmulatedGraph(self.target_logits, V, CONTEXT)
+        graph = EmulatedGraph(toy_logits, V, CONTEXT)
         forward = graph.forward
 
         def waiting(*args, **options) -> Floats:
@@ -136,9 +124,8 @@ class Pair:
         graph.forward = waiting  # type: ignore[method-assign]
         return graph
 
-    def steps(self, prompt: list[int], params: SamplingParams, limits: DecodeLimits, speculator=None) -> list[Step]:
-        speculator = self.speculator if speculator is None else speculator
-        steps = list(decode(self.target(), prompt, Sampler(params, V), limits, speculator))
+    def steps(self, prompt: list[int], params: SamplingParams, limits: DecodeLimits) -> list[Step]:
+        steps = list(decode(self.target(), prompt, Sampler(params, V), limits, self.speculator))
         self.ahead.end()
         check_rounds(steps)
         return steps
@@ -230,41 +217,6 @@ def test_what_was_run_ahead_is_not_run_again() -> None:
     assert sum(one.ahead.kept for one in rounds if one is not None) > 0.3 * ran > 20
     # The others are the passes that the answering thread waited for.
     assert pair.model.passes - pair.ahead.total.passes < 20
-
-
-@pytest.mark.parametrize("sampling", [DraftSampling.CHAIN, DraftSampling.TREE], ids=str)
-@pytest.mark.parametrize("seeds", [120, pytest.param(5000, marks=pytest.mark.nightly)])
-def test_sampled_drafts_have_the_targets_distribution(sampling: DraftSampling, seeds: int) -> None:
-    """The first tokens of longer answers; the pace depends on everything that was run before."""
-    prompt, length = [2, 1], 7
-    params = SamplingParams(0.8, top_k=2, repeat_penalty=1.3)
-
-    @cache
-    def target(text: Text) -> Floats:
-        return (np.random.default_rng([5, *text]).normal(0, 1, V) + 4 * (np.arange(V) < 4)).astype(np.float32)
-
-    @cache
-    def draft(text: Text) -> Floats:
-        return (0.9 * target(text) + np.random.default_rng([6, *text]).normal(0, 0.5, V)).astype(np.float32)
-
-    pair = Pair(draft, lambda: hash(tuple(pair.model._token_ids)) % 6, target)
-    found: Counter[Text] = Counter()
-    speculator = pair.sampled(sampling, params)
-    for seed in range(seeds):
-        params = SamplingParams(params.temperature, params.top_k, repeat_penalty=params.repeat_penalty, seed=seed)
-        speculator.start_answer(params)
-        steps = pair.steps(prompt, params, DecodeLimits(length + 4), speculator)
-        found[tuple(token for step in steps for token in step.tokens)[:length]] += 1
-    pair.thread.close()
-    assert pair.ahead.total.kept > seeds / 3
-
-    def after(new: Text) -> Distribution:
-        sampler = Sampler(params, V)
-        sampler.observe_prompt(prompt)
-        sampler.observe(new)
-        return sampler.distribution(target((*prompt, *new)))
-
-    expect_distribution(found, sequences(after, length), seeds)
 
 
 def test_a_long_prompt_is_read_ahead_in_parts() -> None:
@@ -374,14 +326,6 @@ def test_answers_of_an_engine_are_those_of_plain_decoding(engine: Engine, option
         assert sum(one.ahead.passes for one in stats.rounds if one is not None) == stats.passes_ahead
         assert (plain.stats.passes_ahead, plain.stats.hidden_s) == (0, 0)
         assert (plain.stats + stats).passes_kept == stats.passes_kept
-
-
-def test_sampled_drafts_may_run_ahead(engine: Engine) -> None:
-    for sampling in (DraftSampling.CHAIN, DraftSampling.TREE):
-        options = GenerateOptions(max_tokens=50, raw=True, ignore_eos=True, temperature=0.7, seed=2)
-        stats = engine.generate("the other", options, draft_sampling=sampling).stats
-        assert stats.completion_tokens == 1 + stats.accepted + stats.decode_passes == 50
-        assert stats.passes_ahead > 0
 
 
 def test_alternating_answers_have_a_draft_of_their_own_each(engine: Engine) -> None:

@@ -148,13 +148,6 @@ def test_passes_elsewhere_do_not_move_the_estimates(doubt: Doubt | None) -> None
         assert [cost.seconds(width, context) for width in TIMES] == pytest.approx(expected, rel=0.12)
 
 
-def test_a_width_that_was_not_measured_starts_at_its_interpolated_cost() -> None:
-    cost = PassCost({0: TIMES})
-    interpolated = cost.seconds(7, 0)
-    cost.observe(7, 0, interpolated)
-    assert cost.measured[BUCKET_ENDS[0]][7] == pytest.approx(interpolated)
-
-
 def test_a_longer_context_inherits_the_shape_and_learns_its_level() -> None:
     cost = PassCost({0: TIMES})
     assert cost.seconds(4, 5000) == pytest.approx(TIMES[4])

@@ -88,19 +88,6 @@ def test_tokens_that_run_again_are_charged(probabilities: list[float], pending: 
         assert advantage == pytest.approx(advantages[width - 1])
 
 
-def test_a_rejection_that_costs_something_shortens_drafts() -> None:
-    tree = chain_tree(1, [2, 3, 4, 5], [0.9, 0.6, 0.4, 0.3], Source.SUFFIX)
-    curve = [1 + width / 5 for width in range(24)]
-    widths = [len(prune(tree, curve, 1.0, 16, replay).tree) for replay in (None, 0, 2, 6)]
-    assert widths == [5, 5, 3, 2]
-
-
-@pytest.mark.parametrize("pending", [1, 2, 3, 50])
-def test_what_runs_again_leaves_less_room(pending: int) -> None:
-    tree = chain_tree(1, [2, 3, 4], [1.0, 1.0, 1.0], Source.SUFFIX)
-    assert len(prune(tree, [1.0, 1.0, 1.0, 1.0], 1.0, 16, pending).tree) == max(4 - pending, 1)
-
-
 def test_nothing_is_drafted_where_nothing_pays() -> None:
     tree = chain_tree(5, [6, 7], [0.9, 0.8], Source.SUFFIX)
     for curve, rate, max_width in (([1.0, 2.0, 3.0], 1.0, 3), ([1.0], 1.0, 16), ([1.0, 1.0, 1.0], 1.0, 1)):

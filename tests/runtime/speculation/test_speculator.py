@@ -12,13 +12,12 @@ from edgerun.runtime.speculation.drafters.interface import Candidate, Drafter
 from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.learned_rates import DraftingBalance
-from edgerun.runtime.speculation.pass_cost import PassCost
 from edgerun.runtime.speculation.replay import OracleDrafter
 from edgerun.runtime.speculation.rounds import Round
 from edgerun.runtime.speculation.speculator import Speculator
-from edgerun.runtime.speculation.tree import Source, Tree
+from edgerun.runtime.speculation.tree import Source
 from edgerun.runtime.speculation.verification import VerifyResult, verify_tree
-from support.adversarial_drafters import NEARLY_FREE, Adversary, FixedCost, eager, speculator_of
+from support.adversarial_drafters import NEARLY_FREE, FixedCost, eager
 
 VOCABULARY = 6
 NOBODY = frozenset[int]()
@@ -99,22 +98,6 @@ def test_statistics_add_up_and_the_output_is_the_targets(trees: bool, room: int)
         assert trees or all(one.tree.is_chain for one in rounds if one is not None)
         accepted += sum(one.emitted - 1 for one in rounds if one is not None)
     assert (accepted > 0) == (room > 1)
-
-
-def test_logits_are_recycled_along_the_accepted_path_only() -> None:
-    recycle = RecyclingDrafter(RecycledTable(VOCABULARY))
-    drafter = Adversary(lambda done, _: Tree.of([done[-1], 2, 3, 4], [-1, 0, 0, 1], [1.0, 0.9, 0.9, 0.8], [0, 6, 6, 6]))
-    speculator = eager(*speculator_of(drafter).drafters, recycle)
-    speculator.reset([5, 1])
-    draft = speculator.propose(1, 9, 9)
-    assert len(draft.tree) == 4
-    logits = np.random.default_rng(0).standard_normal((4, VOCABULARY)).astype(np.float32)
-    two = draft.tree.child(0, 2)
-    assert two is not None
-    speculator.observe(draft, VerifyResult((0, two), 5), logits, 1, 0.1)
-    for token, row in ((1, 0), (2, two)):
-        assert [candidate.token for candidate in recycle.candidates(token)] == np.argsort(-logits[row])[:3].tolist()
-    assert not any(recycle.candidates(token) for token in (0, 3, 4, 5))
 
 
 def test_one_token_left_or_one_free_slot_is_a_plain_step() -> None:
@@ -199,18 +182,6 @@ def test_a_round_notes_why_nothing_was_drafted(seconds: float, recompute_s: floa
     assert draft.target_s == 0.25 + recompute_s
     if seconds:
         assert "for the time of 9.0" in draft.note
-
-
-def test_passes_refine_the_pass_cost() -> None:
-    cost = PassCost(NEARLY_FREE)
-    speculator = Speculator([OracleDrafter([1] * 300, 2)], cost)
-    speculator.reset([0, 1])
-    for _ in range(40):
-        draft = speculator.propose(1, 9, 9)
-        speculator.observe(draft, VerifyResult((0,), 1), np.zeros((len(draft.tree), VOCABULARY), np.float32), 1, 2.0)
-        speculator.reset([0, 1])
-    assert cost.observed == 40
-    assert cost.seconds(1, 100) == pytest.approx(2.0, rel=0.01)
 
 
 def spells(drafting: DraftingBalance, balance: Callable[[], float], rounds: int) -> list[tuple[int, int]]:

@@ -269,13 +269,3 @@ def test_a_later_format_and_what_cannot_be_read_stay(tmp_path: Path) -> None:
         assert len(lines) == 1
         assert place.exists()
     assert NgramTable.open(tmp_path / "missing", vocab_size=VOCABULARY, key=KEY, warn=no_warning) is None
-
-
-def test_an_open_table_survives_its_replacement(tmp_path: Path) -> None:
-    path = tmp_path / "table"
-    write_table(path, [[1, 2, 1, 2, 1, 2]], vocab_size=VOCABULARY, key=KEY)
-    table = opened(path)
-    before = table.find([1])
-    write_table(path, [[1, 3, 1, 3, 1, 3]], vocab_size=VOCABULARY, key=KEY)
-    assert table.find([1]) == before
-    assert opened(path).find([1]) != before

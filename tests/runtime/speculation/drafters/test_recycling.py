@@ -117,18 +117,6 @@ def test_loading_adds_to_learned_candidates(tmp_path: Path) -> None:
     assert proposed(other, 3) == proposed(other, 4) == [39, 38, 37]
 
 
-def test_a_table_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    large = RecycledTable(60)
-    large.learn(59, np.arange(60, dtype=np.float32))
-    large.save(tmp_path / "large")
-    # Also one whose tokens would all fit: it is another model's.
-    filled().save(tmp_path / "small")
-    for size, name in ((40, "large"), (60, "small"), (20, "small")):
-        table = RecycledTable(size)
-        assert not table.load(tmp_path / name)
-        assert everything(table, size) == [[]] * size
-
-
 def test_missing_files_folders_and_other_files_are_refused(tmp_path: Path) -> None:
     table = RecycledTable(40)
     np.save(tmp_path / "array.npy", np.arange(4))
@@ -198,11 +186,3 @@ def test_damaged_files_do_no_harm(saved: bytes, tmp_path: Path, data: st.DataObj
     candidates = everything(table)
     assert all(0 <= token < 40 and 0 <= bucket < 10 for row in candidates for token, bucket in row)
     assert candidates == [[]] * 40 if not loaded else bytes(damaged) == saved
-
-
-def test_saving_to_a_missing_folder_raises(tmp_path: Path) -> None:
-    table = filled()
-    (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="file"):
-        table.save(tmp_path / "file" / "table")
-    assert table.changed
