@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Final
 
 _MADV_DONTNEED: Final = 4
+_SMALL_FILE: Final = 1 << 20
+"""Bytes; listing what a process maps, with the pages of each mapping, costs more time than so little is worth."""
 
 
 def trim_heap() -> None:
@@ -26,13 +28,15 @@ def trim_heap() -> None:
 def drop_file_pages(path: Path) -> int:
     """Drop this process's resident pages of a mapped file; reading them loads them from the file again.
 
-    Mappings that were written to (with anonymous pages) are left alone.
+    Mappings that were written to (with anonymous pages) are left alone, and so are files below a mebibyte.
 
     Returns:
         Number of bytes dropped.
     """
     file_name = str(path.resolve())
     try:
+        if path.stat().st_size < _SMALL_FILE:
+            return 0
         # Other systems have no such file.
         mappings = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace")
         madvise = ctypes.CDLL(None, use_errno=True).madvise
