@@ -8,6 +8,7 @@ import reprlib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from enum import Enum
+from functools import cache, partial
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Final, TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -100,9 +101,12 @@ def typed_record(record_type: type[RecordT], data: object, path: str = "") -> Re
     ]
     if missing := [f"{prefix}{each.name}" for each in required if each.name not in data]:
         raise ValueError(f"lacks {', '.join(missing)}")
-    hints = get_type_hints(record_type, include_extras=True)
-    given = {name: kind for name, kind in hints.items() if name in data}
+    given = {name: kind for name, kind in _hints(record_type).items() if name in data}
     return record_type(**{name: _converted(kind, data[name], f"{prefix}{name}") for name, kind in given.items()})
+
+
+_hints: Final = cache(partial(get_type_hints, include_extras=True))
+"""The types of a record's fields; to evaluate them takes longer than to read the record."""
 
 
 def record_to_json(record: Any) -> dict[str, Any]:

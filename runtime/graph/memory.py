@@ -17,12 +17,13 @@ _SMALL_FILE: Final = 1 << 20
 """Bytes; listing what a process maps, with the pages of each mapping, costs more time than so little is worth."""
 
 
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+
+
 def trim_heap() -> None:
     """Return the C library's free heap to the system (glibc)."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    if _malloc_trim is not None:
+        _malloc_trim(0)
 
 
 def drop_file_pages(path: Path) -> int:

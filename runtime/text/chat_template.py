@@ -9,6 +9,7 @@ and memory (`template_budget`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from io import StringIO
 from typing import Any, Final, TypeAlias
 
@@ -90,6 +91,7 @@ class ChatTemplate:
             raise TemplateError(f"the chat template failed: {_reason(error)}", _HINT) from error
 
 
+@lru_cache(maxsize=8)
 def _compiled(source: str) -> tuple[Template, Mapping[str, int]] | NotAllowedError:
     """Compile a template: it and the costs of its bodies, or why it is refused; the model still continues plain text.
 

@@ -6,6 +6,7 @@ Importing them takes a second of processor time, which is most of what a short c
 from __future__ import annotations
 
 import atexit
+import gc
 import io
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ from typing import IO, Any
 
 import edgerun  # noqa: F401  before ONNX Runtime is imported, so that it sends no telemetry
 from edgerun.runtime.devices import processor
+from edgerun.runtime.graph import memory
 from edgerun.runtime.measure import pass_timing, system_load
 
 _MODULES = (
@@ -64,9 +66,12 @@ def share_machine() -> None:
 
     They disturb every measurement, which would be repeated, and threads of one pass would wait for them: engines
     compute with one thread unless a test says otherwise. `-n 0` leaves the processor to one test. Nothing waits for the
-    disk either, which would be a third of the time of an export: no test cuts the power.
+    disk either, which would be a third of the time of an export: no test cuts the power. The heap of hundreds of tests
+    is not trimmed for each model that is loaded, and garbage is looked for less often.
     """
     os.fsync = lambda descriptor: None
+    memory._malloc_trim = None
+    gc.set_threshold(20_000, 20, 10)
     system_load.read_times = lambda: None
     pass_timing._MAX_TURNS = 10
     if "PYTEST_XDIST_WORKER" in os.environ:
