@@ -119,7 +119,7 @@ def _converted(kind: Any, value: Any, path: str) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         converted = None if value is None else _converted(arguments[0], value, path)
-    elif origin is Mapping:
+    elif origin in (Mapping, dict):
         if not isinstance(value, dict):
             raise _wrong(path, value, "an object")
         number = int in (arguments[0], *get_args(arguments[0]))

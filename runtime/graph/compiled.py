@@ -62,30 +62,26 @@ class CompiledGraphs:
             DeviceError: the device cannot run the graph.
         """
         graph = self._bundle.graph.with_name(name)
-        if not self._keeps:
-            session = self._open(graph)
-            self.loaded[name] = False
-            return session
-        key = self._key(graph)
+        key = self._key(graph) if self._keeps else ""
         folder = packed_folder("compiled", key)
-        session = self._open_context(folder, key)
-        if session is not None:
-            self.loaded[name] = True
-            return session
-        discard_folder(folder)
-        try:
-            size = sum(graph.with_name(each).stat().st_size for each in (graph.name, *external_files(graph)))
-            with written_folder(folder, int(size * _SIZE_RATIO)) as staging:
-                options = self._options()
-                add_device(options, self._config.device)
-                compiler = ort.ModelCompiler(options, str(graph), embed_compiled_data_into_model=False)
-                compiler.compile_to_file(str(staging / _CONTEXT_NAME))
-                (staging / _KEY_NAME).write_text(key, encoding="utf-8")
-        except _COMPILER_ERRORS:
-            # The device cannot make one, or the disk has no room. Loading the graph itself says what is wrong with it.
+        session = self._open_context(folder, key) if self._keeps else None
+        was_kept = session is not None
+        if self._keeps and session is None:
             discard_folder(folder)
-        session = self._open_context(folder, key) or self._open(graph)
-        self.loaded[name] = False
+            try:
+                size = sum(graph.with_name(each).stat().st_size for each in (graph.name, *external_files(graph)))
+                with written_folder(folder, int(size * _SIZE_RATIO)) as staging:
+                    options = self._options()
+                    add_device(options, self._config.device)
+                    compiler = ort.ModelCompiler(options, str(graph), embed_compiled_data_into_model=False)
+                    compiler.compile_to_file(str(staging / _CONTEXT_NAME))
+                    (staging / _KEY_NAME).write_text(key, encoding="utf-8")
+            except _COMPILER_ERRORS:
+                # The device cannot make one, or the disk has no room. Loading the graph itself says what is wrong.
+                discard_folder(folder)
+            session = self._open_context(folder, key)
+        session = session or self._open(graph)
+        self.loaded[name] = was_kept
         return session
 
     def _open_context(self, folder: Path, key: str) -> ort.InferenceSession | None:

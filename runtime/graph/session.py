@@ -187,11 +187,10 @@ class GraphSession(DecoderGraph):
         session, first, graph_io = self._session, self._first_session, self.graph_io
         if graph_io.head is not None:
             return HeadSession(session, graph_io, arena)
-        if graph_io.states:
-            return HybridSession(session, graph_io, arena, first, hidden_states=hidden_states, shared=self._shared)
-        if self.config.device.provider == CPU_PROVIDER:
-            return BoundSession(session, graph_io, arena, first, hidden_states=hidden_states, shared=self._shared)
-        return DeviceSession(session, graph_io, arena, first, self._lock, hidden_states=hidden_states)
+        if self.config.device.provider != CPU_PROVIDER:
+            return DeviceSession(session, graph_io, arena, first, self._lock, hidden_states=hidden_states)
+        kind = HybridSession if graph_io.states else BoundSession
+        return kind(session, graph_io, arena, first, hidden_states=hidden_states, shared=self._shared)
 
     def share_passes(self, texts: int, gather: Gather) -> SharedPasses | str:
         """Run the passes that several threads hand in as one; returns what runs them, or why nothing can.

@@ -121,7 +121,7 @@ class PrefillChoice:
                 f"{self._bundle.folder} cannot have an int8 prompt graph: {obstacle}", "leave --prefill out"
             )
         if self._prompt is not None and self._write(self._prompt, progress):
-            self._prompt.use()
+            self._prompt.refusal = None
             self._preloading.start()  # in the background; a prompt that comes before loads it itself
 
     def tune(self, progress: Progress = silent) -> PromptChoice | None:
@@ -160,7 +160,7 @@ class PrefillChoice:
 
         path = int8_graph_path(self._bundle, self._config, lambda _, fraction: progress(MAKING, fraction))
         if path is None:
-            prompt.refuse(_NO_ROOM)
+            prompt.refusal = _NO_ROOM
         return path is not None
 
     def _make(self, progress: Progress) -> None:

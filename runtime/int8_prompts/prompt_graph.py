@@ -7,7 +7,6 @@ back to the system.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,14 +24,13 @@ from ..graph.memory import drop_file_pages
 from ..graph.model_metadata import ModelMetadata
 from ..graph.session import GraphSession, SessionConfig
 from ..measure.measurement_store import model_key
-from ..measure.prompt_choice import LEAST_WIDTH, NOT_MADE, PROMPT_CHOICES, PromptChoice
+from ..measure.prompt_choice import LEAST_WIDTH, NOT_MADE, PROMPT_CHOICES, UNMEASURED_WIDTH, PromptChoice
 from ..prefill import INT8_GRAPH, PrefillMode
 
 _PASSES_TO_REST: Final = 8
 """Number of narrow passes in a row after which a prompt has been read: answers that alternate run one each."""
 _WORTH_MAKING: Final = 512
 """Prompt tokens that it would have read, from which on it is made in the background."""
-_NEVER: Final = sys.maxsize
 
 
 class PromptGraph(FurtherGraph):
@@ -60,7 +58,6 @@ class PromptGraph(FurtherGraph):
         self.choice: PromptChoice | None = None
         self.preload: Callable[[], None] = lambda: None
         self.make: Callable[[], None] = lambda: None
-        self._least_width = _NEVER
         self._missed_tokens = 0
         """Number of prompt tokens that it would have read if it had been made."""
         self._is_loaded = False
@@ -91,17 +88,8 @@ class PromptGraph(FurtherGraph):
         self.choice = choice if choice.obstacle is None else None
         by_name = self.mode is PrefillMode.INT8 and choice.obstacle is None
         self.refusal = None if by_name else choice.refusal
-        self._least_width = _NEVER if self.refusal is not None else LEAST_WIDTH if by_name else choice.least_width
         if store:
             PROMPT_CHOICES.save(self._key, choice)
-
-    def use(self) -> None:
-        """Read prompts from now on, because the graph was asked for by name."""
-        self.refusal, self._least_width = None, LEAST_WIDTH
-
-    def refuse(self, reason: str) -> None:
-        """Read no prompts from now on."""
-        self.refusal, self._least_width = reason, _NEVER
 
     def takes(self, new: NewTokens, base: int) -> bool:
         """Whether it runs a pass: one that reads so much of a prompt that it is faster, and that wants its end only."""
@@ -116,7 +104,8 @@ class PromptGraph(FurtherGraph):
             return False
         if new.positions is not None or new.tree_mask is not None or not new.wants_last_only:
             return False
-        if width < self._least_width:
+        choice = None if self.mode is PrefillMode.INT8 else self.choice
+        if self.refusal is not None or width < (LEAST_WIDTH if choice is None else choice.least_width):
             self._missed_tokens += width
             if self._missed_tokens >= _WORTH_MAKING and self.refusal == NOT_MADE:
                 self.make()
@@ -130,16 +119,15 @@ class PromptGraph(FurtherGraph):
 
     def prefill_width(self, preferred: int, base: int, remaining: int) -> int:
         """Number of prompt tokens to run in the next pass: as measured, so that no pass takes long."""
-        if self._least_width == _NEVER:
+        if self.refusal is not None:
             return preferred
-        choice = self.choice or PromptChoice()
         if not self._is_loaded:
             # Prompts that were read without it count too: at worst, twice the time of the better choice is lost.
-            needed = choice.tokens_to_load if self.mode is PrefillMode.AUTO else 0
+            needed = self.choice.tokens_to_load if self.choice is not None and self.mode is PrefillMode.AUTO else 0
             self._pays_to_load = self._unloaded_tokens + remaining >= needed
             if not self._pays_to_load:
                 return preferred
-        return choice.width(base)
+        return UNMEASURED_WIDTH if self.choice is None else self.choice.width(base)
 
     def load(self) -> GraphSession | None:
         """Load the graph from its files; None if they are missing, or damaged, or need more memory than is free."""
@@ -147,11 +135,11 @@ class PromptGraph(FurtherGraph):
 
         path = int8_graph_path(self._bundle, self._config, make=self.mode is PrefillMode.INT8)
         if path is None:
-            self.refuse(NOT_MADE)
+            self.refusal = NOT_MADE
             return None
         needed, free = int8_graph_bytes(path), psutil.virtual_memory().available
         if self.mode is PrefillMode.AUTO and free < needed:
-            self.refuse(f"too little memory: {format_bytes(free)} are free, and its file has {format_bytes(needed)}")
+            self.refusal = f"too little memory: {format_bytes(free)} are free, and its file has {format_bytes(needed)}"
             return None
         session = GraphSession(path, self._config, self._metadata)
         self._weights = tuple(path.parent / name for name in external_files(path))

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from ...models.bundle import Bundle
-from ...models.json_file import is_finite, is_whole
+from ...models.json_file import Count, Positive
 from ..graph.bound_graph import NewTokens
 from ..graph.bound_session import BoundSession
 from ..graph.graph_choice import FurtherGraph
@@ -51,18 +50,18 @@ takes up to 60 ms: after 30 ms a pass still took 48 ms in place of 27. Its own t
 
 @dataclass
 class MeasuredPasses:
-    """Seconds of passes of both graphs, by context range and width range.
+    """Seconds of passes of both graphs, by place: ranges of contexts and of widths; see `_place`."""
 
-    Attributes:
-        seconds: of the model's own graph, and of the graph for long contexts, by a number of the context range and the
-            upper end of the range of widths.
-        disturbed: how often a pass was measured, where other programs disturbed every measurement.
-    """
+    seconds: dict[str, tuple[Positive, ...]] = field(default_factory=dict)
+    """Seconds of the model's own graph, and of the graph for long contexts."""
+    disturbed: dict[str, Count] = field(default_factory=dict)
+    """How often a pass was measured, where other programs disturbed every measurement."""
 
-    seconds: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
-    disturbed: dict[tuple[int, int], int] = field(default_factory=dict)
+    def __post_init__(self) -> None:
+        if not self.disturbed.keys() <= self.seconds.keys() or any(len(each) != 2 for each in self.seconds.values()):
+            raise ValueError("the times of a pass are missing")
 
-    def add(self, place: tuple[int, int], seconds: tuple[float, float], *, busy: bool) -> None:
+    def add(self, place: str, seconds: tuple[float, float], *, busy: bool) -> None:
         """Add a measurement; `busy` where other programs used the processor meanwhile."""
         disturbed = self.disturbed.pop(place, 0)
         if busy:
@@ -72,48 +71,13 @@ class MeasuredPasses:
                 seconds = min(seconds[0], self.seconds[place][0]), min(seconds[1], self.seconds[place][1])
         self.seconds[place] = seconds
 
-    def is_faster(self, place: tuple[int, int]) -> bool | None:
+    def is_faster(self, place: str) -> bool | None:
         """Whether the graph for long contexts is the faster one; None where that was not measured."""
         found = self.seconds.get(place)
         return None if found is None else found[1] < _WORTH * found[0]
 
-    def to_json(self) -> dict[str, Any]:
-        """Convert to a plain JSON object."""
-        return {
-            "seconds": {f"{context}/{width}": list(pair) for (context, width), pair in self.seconds.items()},
-            "disturbed": {f"{context}/{width}": number for (context, width), number in self.disturbed.items()},
-        }
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> MeasuredPasses:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ValueError: the data is something else.
-        """
-        table, counts = data.get("seconds"), data.get("disturbed")
-        if not isinstance(table, dict) or not isinstance(counts, dict):
-            raise ValueError("the measured seconds are missing")
-        seconds, disturbed = {}, {}
-        for name, pair in table.items():
-            if not isinstance(pair, list) or len(pair) != 2 or not all(is_finite(each) and each > 0 for each in pair):
-                raise ValueError(f"the seconds of {name} are not two times")
-            seconds[_place_of(name)] = float(pair[0]), float(pair[1])
-        for name, number in counts.items():
-            if _place_of(name) not in seconds or not is_whole(number, 1):
-                raise ValueError(f"{number} is not a number of measurements of {name}, or its times are missing")
-            disturbed[_place_of(name)] = number
-        return cls(seconds, disturbed)
-
-
-def _place_of(name: str) -> tuple[int, int]:
-    context, width = (int(part) for part in name.split("/"))
-    if width not in WIDTHS or not 0 <= context <= len(BUCKET_ENDS):
-        raise ValueError(f"{name} is not a range of contexts and widths")
-    return context, width
-
-
-LONG_CONTEXT_TIMES: Final = MeasurementStore("long-context", 2, MeasuredPasses.from_json, MeasuredPasses.to_json)
+LONG_CONTEXT_TIMES: Final = MeasurementStore.of_records("long-context", 2, MeasuredPasses)
 """Which graph runs passes over long contexts, by model, machine and number of threads."""
 
 
@@ -216,9 +180,9 @@ class LongContextGraph(FurtherGraph):
             LONG_CONTEXT_TIMES.save(self._key, self.times)
 
 
-def _place(width: int, base: int) -> tuple[int, int]:
-    """The ranges of contexts and widths of a pass."""
-    return bisect_left(BUCKET_ENDS, base), WIDTHS[bisect_left(WIDTHS, width)]
+def _place(width: int, base: int) -> str:
+    """The number of the range of contexts of a pass, and the upper end of its range of widths."""
+    return f"{bisect_left(BUCKET_ENDS, base)}/{WIDTHS[bisect_left(WIDTHS, width)]}"
 
 
 def _time_pass(bound: BoundSession, new: NewTokens) -> float:

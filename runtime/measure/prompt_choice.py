@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from ...models.json_file import Count, Positive, record_from_json
+from ...models.json_file import Count, Positive
 from ..graph.bound_graph import BoundGraph
 from ..prefill import PREFILL_TOKENS
 from .measurement_store import MeasurementStore
@@ -61,6 +61,10 @@ class PromptChoice:
     load_s: float = 0.0
     """Seconds that loading the int8 prompt graph takes, with its files in the system's page cache."""
 
+    def __post_init__(self) -> None:
+        if self.obstacle is None and not self.int8_s:
+            raise ValueError("holds neither times nor a reason")
+
     @property
     def tokens_to_load(self) -> int:
         """Number of prompt tokens from which on the int8 prompt graph saves more time than loading it takes."""
@@ -101,26 +105,12 @@ class PromptChoice:
         Passes that would take longer than `LONGEST_PASS_S` are left out, unless all do.
         """
         times = {width: seconds + self.attention_s * width * base for width, seconds in self.int8_s.items()}
-        if not times:
-            return UNMEASURED_WIDTH
         short = {width: seconds for width, seconds in times.items() if seconds <= LONGEST_PASS_S}
         chosen = short or {min(times): 1.0}
         return max(chosen, key=lambda width: width / chosen[width])
 
 
-def choice_from_json(data: object) -> PromptChoice:
-    """Read a stored choice.
-
-    Raises:
-        ValueError: the data is something else.
-    """
-    choice = record_from_json(PromptChoice, data)
-    if choice.obstacle is None and not choice.int8_s:
-        raise ValueError("holds neither times nor a reason")
-    return choice
-
-
-PROMPT_CHOICES: Final = MeasurementStore("prompt-graph", 1, choice_from_json)
+PROMPT_CHOICES: Final = MeasurementStore.of_records("prompt-graph", 1, PromptChoice)
 """Which graph reads prompts, by model, machine and number of threads."""
 
 

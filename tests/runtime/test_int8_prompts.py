@@ -18,7 +18,7 @@ import pytest
 import edgerun
 from edgerun import BundleError, Engine, FinishReason, GenerateOptions, InputError, Reply, Speculation
 from edgerun.models.bundle import Bundle, open_bundle
-from edgerun.models.json_file import record_to_json
+from edgerun.models.json_file import record_from_json, record_to_json
 from edgerun.models.manifest import GraphLayout
 from edgerun.runtime.devices.providers import cpu_device
 from edgerun.runtime.graph import open_graph, session
@@ -118,7 +118,7 @@ def test_what_follows_its_prompts_does_not_depend_on_rejected_drafts(bundle: Pat
     opened, config = open_bundle(bundle), SessionConfig(cpu_device(), 1)
     graphs = open_graph.open_graph(opened, config, cache=True, prefill=PrefillMode.INT8)
     further = graphs.further[0]
-    further.use()
+    further.refusal = None
 
     def log_probs(random: np.random.Generator | None) -> npt.NDArray[np.float64]:
         """Log-probabilities after each token but those of prompts: one by one, or in chains with a wrong end."""
@@ -190,8 +190,7 @@ def test_the_best_short_enough_pass_is_chosen() -> None:
     assert (choice.least_width, choice.width(0)) == (64, 256)
     assert choice.width(2000) == 128  # 256 would take 1.07 s then
     assert choice.width(100_000) == 64
-    assert prompt_choice.choice_from_json(record_to_json(choice)) == choice
-    assert PromptChoice().width(0) == prompt_choice.UNMEASURED_WIDTH
+    assert record_from_json(PromptChoice, record_to_json(choice)) == choice
     for damaged in (
         {},
         {"obstacle": 3},
@@ -199,7 +198,7 @@ def test_the_best_short_enough_pass_is_chosen() -> None:
         record_to_json(choice) | {"int8_s": {"64": -1}},
     ):
         with pytest.raises(ValueError, match=r".+"):
-            prompt_choice.choice_from_json(damaged)
+            record_from_json(PromptChoice, damaged)
 
 
 def test_the_copy_of_a_foreign_graph_is_not_probed(
@@ -238,7 +237,7 @@ def test_it_is_loaded_for_prompts_that_it_saves_more_time_of(bundle: Path) -> No
         assert answer(engine).stats.prompt_readers == {"int8": 200}
         assert engine.model.prefill_choice.described({"base": 40}) is None
     older = {name: value for name, value in record_to_json(choice).items() if name != "load_s"}
-    assert prompt_choice.choice_from_json(older) == FASTER
+    assert record_from_json(PromptChoice, older) == FASTER
 
 
 def test_it_is_loaded_while_the_engine_is_idle_after_such_a_prompt(bundle: Path) -> None:
