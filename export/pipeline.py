@@ -18,6 +18,7 @@ from ..models.manifest import GraphLayout
 from ..models.progress import Progress, silent
 from ..runtime.embedding import is_mean_pooled
 from .architectures import supported_families
+from .architectures.state_layers import ConvolutionConfig
 from .bundle_content import BundleContent
 from .bundle_writer import write_bundle
 from .calibration.prepare import prepare, settings_of
@@ -243,8 +244,9 @@ def require_expressible(recipe: ExportRecipe, draft: DraftRequest | None, config
             "leave --device npu out",
         )
     of_own_layers = draft == DraftRequest()
-    if config.keeps_states:
-        has = "convolution layers" if config.convolution is not None else "linear attention layers"
+    if keeps_states := config.state_layers is not None:
+        has = "convolution" if isinstance(config.state_layers, ConvolutionConfig) else "linear attention"
+        has += " layers"
     elif not config.uniform:
         has = "layers that differ in their heads, caches or inputs"
     elif config.experts is not None and of_own_layers:
@@ -256,12 +258,12 @@ def require_expressible(recipe: ExportRecipe, draft: DraftRequest | None, config
         return
     asked = {
         "calibration (--calibration, --seed, --method gptq or awq, --weights mixed)": recipe.calibrated
-        and not config.keeps_states,
-        "--draft": draft is not None and draft.kind is None and (of_own_layers or not config.keeps_states),
-        "--report": recipe.report and not config.keeps_states,
+        and not keeps_states,
+        "--draft": draft is not None and draft.kind is None and (of_own_layers or not keeps_states),
+        "--report": recipe.report and not keeps_states,
         "--layout genai": recipe.layout is not GraphLayout.EDGE,
         "--device npu": recipe.device == DeviceChoice.NPU,
-        "--device gpu": recipe.device == DeviceChoice.GPU and config.keeps_states,
+        "--device gpu": recipe.device == DeviceChoice.GPU and keeps_states,
     }
     for choice in (name for name, is_asked in asked.items() if is_asked):
         raise InputError(f"{choice}: not supported for {config.family} models, which have {has}", "leave it out")

@@ -121,10 +121,10 @@ class HeadNorm(Enum):
 class Family:
     """How a family differs from the common architecture."""
 
-    qkv_bias: Choice = False
-    """Whether the query, key and value projections have a bias."""
-    output_bias: Choice = False
-    """Whether the output projection of attention has a bias."""
+    attention_bias: Choice = False
+    """Whether all projections of attention have a bias."""
+    qkv_bias: bool = False
+    """Whether the query, key and value projections have one in any case."""
     mlp_bias: Choice = False
     """Whether the gate, up and down projections have a bias."""
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")

@@ -8,9 +8,21 @@ from typing import Final
 from .family import NORMS_AROUND, Family, HeadNorm, Power
 from .layer_attention import windows_but_in_every_nth
 
+_DEFAULTS: Final = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "rope_local_base_freq": 10_000.0,
+    "sliding_window_pattern": 6,
+    "tie_word_embeddings": True,
+}
+"""All settings that are the same in Gemma 3 and 4, because multimodal checkpoints only state what differs."""
 _GEMMA: Final = Family(
-    qkv_bias="attention_bias",
-    output_bias="attention_bias",
+    attention_bias="attention_bias",
     norms=NORMS_AROUND,
     activation="hidden_activation",
     windows=windows_but_in_every_nth,
@@ -24,23 +36,13 @@ _GEMMA3_TEXT: Final = replace(
     head_norm=HeadNorm.EACH_HEAD,
     local_rope_base="rope_local_base_freq",
     attention_scale=Power("query_pre_attn_scalar", -0.5),
-    # All settings are listed because multimodal checkpoints only state what differs.
     defaults={
-        "vocab_size": 262208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
+        **_DEFAULTS,
+        "vocab_size": 262_208,
         "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "max_position_embeddings": 131072,
         "query_pre_attn_scalar": 256,
         "rope_theta": 1_000_000.0,
-        "rope_local_base_freq": 10_000.0,
         "sliding_window": 4096,
-        "sliding_window_pattern": 6,
-        "tie_word_embeddings": True,
     },
 )
 """Gemma 3 (text): head norms; five of six layers have a sliding window and their own theta."""
@@ -60,28 +62,18 @@ _GEMMA4_TEXT: Final = replace(
     refused={
         "enable_moe_block": "experts beside the dense feed-forward, whose gate is GELU: the CPU operator has SiLU alone"
     },
-    # All settings are listed because multimodal checkpoints only state what differs.
     defaults={
+        **_DEFAULTS,
         "vocab_size": 262_144,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
         "num_hidden_layers": 30,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
         "global_head_dim": 512,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "max_position_embeddings": 131_072,
         "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 262_144,
-        "rope_local_base_freq": 10_000.0,
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
         },
         "sliding_window": 512,
-        "sliding_window_pattern": 6,
-        "tie_word_embeddings": True,
     },
 )
 """Gemma 4 (text): larger heads in full attention, shared caches, per-layer inputs, scaled layers."""

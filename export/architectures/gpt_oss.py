@@ -8,8 +8,7 @@ from .layer_attention import windows_but_in_every_nth
 
 FAMILIES: Final[Mapping[str, Family]] = {
     "gpt_oss": Family(
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+        attention_bias="attention_bias",
         experts=Experts(
             count=("num_local_experts",),
             intermediate_size="intermediate_size",

@@ -8,8 +8,7 @@ from .family import Experts, Family, Power, SharedExpert
 from .state_layers import read_mamba2
 
 _GRANITE: Final = Family(
-    qkv_bias="attention_bias",
-    output_bias="attention_bias",
+    attention_bias="attention_bias",
     mlp_bias="mlp_bias",
     attention_scale=Power("attention_multiplier"),
     embedding_scale=Power("embedding_multiplier"),

@@ -17,8 +17,7 @@ _MINISTRAL3: Final = Family(
 FAMILIES: Final[Mapping[str, Family]] = {
     # Llama 1 to 3, and the many models published in its format (SmolLM, TinyLlama, stories).
     "llama": Family(
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+        attention_bias="attention_bias",
         mlp_bias="mlp_bias",
     ),
     # Mistral 7B, Nemo and Small (text); the first 7B uses a sliding window in every layer.
@@ -31,8 +30,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "mistral3": replace(_MINISTRAL3, nested="text_config", nested_type="ministral3"),
     # SmolLM3: every fourth layer has no rotary positions.
     "smollm3": Family(
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+        attention_bias="attention_bias",
         mlp_bias="mlp_bias",
         windows=windows_without_rotation,
         unrotated=True,
@@ -40,8 +38,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     ),
     # OLMo 2: norms after each part instead of before it, and across all heads.
     "olmo2": Family(
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+        attention_bias="attention_bias",
         norms=NORMS_AFTER,
         head_norm=HeadNorm.WHOLE,
         defaults={"rms_norm_eps": 1e-5},

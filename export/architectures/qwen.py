@@ -10,8 +10,7 @@ from .layer_attention import windows_in_last_layers
 from .state_layers import read_delta_nets
 
 _QWEN3: Final = Family(
-    qkv_bias="attention_bias",
-    output_bias="attention_bias",
+    attention_bias="attention_bias",
     head_norm=HeadNorm.EACH_HEAD,
     windows=windows_in_last_layers,
     defaults={"head_dim": 128},
@@ -19,8 +18,7 @@ _QWEN3: Final = Family(
 """Qwen3 (dense): RMS-normalized query and key heads of 128 channels by default."""
 
 _QWEN3_5_TEXT: Final = Family(
-    qkv_bias="attention_bias",
-    output_bias="attention_bias",
+    attention_bias="attention_bias",
     norms_add_one=True,
     head_norm=HeadNorm.EACH_HEAD,
     gated_attention=True,

@@ -85,7 +85,7 @@ def _listed(config: Mapping[str, Any], layers: int) -> list[bool]:
 
 
 @dataclass(frozen=True)
-class _RecurrentConfig:
+class RecurrentConfig:
     """The layers of a model with linear attention."""
 
     layers: tuple[bool, ...]
@@ -115,9 +115,14 @@ class _RecurrentConfig:
         """Channels of queries, keys and values together, which are convolved."""
         return 2 * self.key_width + self.value_width
 
+    @property
+    def update_width(self) -> int:
+        """Numbers by which a token updates the states: B of the groups, dt x and the decays of the heads of Mamba-2."""
+        return self.key_width + self.value_width + self.value_heads
+
 
 @dataclass(frozen=True)
-class DeltaNetConfig(_RecurrentConfig):
+class DeltaNetConfig(RecurrentConfig):
     """The layers of a model with a gated delta net."""
 
     by_key_head: bool
@@ -161,17 +166,12 @@ def read_delta_nets(config: Mapping[str, Any], layers: int, *, by_key_head: bool
 
 
 @dataclass(frozen=True)
-class Mamba2Config(_RecurrentConfig):
+class Mamba2Config(RecurrentConfig):
     """The layers of a model with a Mamba-2 state space."""
 
     convolution_biased: bool
     biased: bool
     """Whether both projections have biases."""
-
-    @property
-    def update_width(self) -> int:
-        """Numbers by which a token updates the states: B of the groups, dt x and the decays of the heads."""
-        return self.key_width + self.value_width + self.value_heads
 
 
 def read_mamba2(config: Mapping[str, Any], layers: int) -> Mamba2Config:
@@ -221,5 +221,5 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         )
 
 
-StateLayers = ConvolutionConfig | DeltaNetConfig | Mamba2Config
+StateLayers = ConvolutionConfig | RecurrentConfig
 """The layers of a model that keep a state; no model has several kinds."""

@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
+from ..architectures.state_layers import RecurrentConfig
 from ..check.contract_session import ModelSession
 from ..checkpoint.config import DecoderConfig, ExpertsConfig
-from ..checkpoint.layer_weights import ConvolutionWeights, FusedLinear, Norm
+from ..checkpoint.layer_weights import FusedLinear, Norm
 from ..checkpoint.layout import layer_layout
 from ..checkpoint.source import Float32Array
 from ..graph import inputs_outputs
@@ -163,7 +164,7 @@ def attention_half(config: DecoderConfig, index: int, context: int) -> HalfLayer
     attended = _FreeAttention(nodes, context).append(index, layer, _normed(nodes, layer.before_attention))
     nodes.add_residual(nodes.linear(layer.output, attended), layer.after_attention)
     used = {name for node in nodes.protos for name in node.input}
-    past = [_floats(name(index), 4) for name in (inputs_outputs.past_key, inputs_outputs.past_value)]
+    past = [_floats(name, 4) for name in inputs_outputs.past_cache(index)]
     declared = [
         helper.make_tensor_value_info("position_ids", TensorProto.INT64, [None, None]),
         _floats("attention_bias", 4),
@@ -193,12 +194,11 @@ def state_half(config: DecoderConfig, index: int) -> HalfLayer:
         raise ValueError(f"layer {index} has no states but a cache")
     states = [_floats(inputs_outputs.past_conv(index), 3)]
     mixed = append_states(nodes, index, layer, layer.states, normed)
-    kernel = layer.states.kernel if isinstance(layer.states, ConvolutionWeights) else layer.states.config.kernel
-    if layer.recurrent is not None:
+    if isinstance(layer.states.config, RecurrentConfig):
         states += [_floats(inputs_outputs.past_recurrent(index), 4), _floats(inputs_outputs.past_updates(index), 3)]
         states.append(_floats(TEXT_STARTS, 3))
     nodes.add_residual(nodes.linear(layer.output, mixed), layer.after_attention)
-    return nodes.finished([*states, *(_floats(within_text(back), 3) for back in range(1, kernel))])
+    return nodes.finished([*states, *(_floats(within_text(back), 3) for back in range(1, layer.states.config.kernel))])
 
 
 def router_half(config: DecoderConfig, index: int) -> HalfLayer:

@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto
 
+from ..architectures.state_layers import RecurrentConfig
 from ..bundle_content import SourceModel
 from ..check.reference_operations import rms_norm
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layer_weights import FusedLinear, Layer
+from ..checkpoint.layer_weights import FusedLinear, StateWeights
 from ..checkpoint.layout import embedding_layout, final_norm, head_layout, layer_layout
 from ..checkpoint.source import Float32Array, RowRange
 from ..graph import inputs_outputs
@@ -103,7 +104,7 @@ class LayerRunner:
             The states; with `capture`, the inputs of its linears by their names, float32 [B, S, K]; the inputs of
             single experts by `expert_of`.
         """
-        attends = index not in {*self.config.convolution_layers, *self.config.recurrent_layers}
+        attends = index not in self.config.layers_with_states
         feeds: dict[str, npt.NDArray[Any]] = {}
         if mixes:
             attention = partial(attention_half, context=self._context)
@@ -196,8 +197,8 @@ class LayerRunner:
     def _mixer_feeds(self, half: HalfLayer, index: int, batch: Batch) -> dict[str, npt.NDArray[Any]]:
         rows, slots = batch.tokens.shape
         layer = layer_layout(self.config, index)
-        if layer.convolution is not None or layer.recurrent is not None:
-            feeds = self._states(half, layer, batch)
+        if layer.states is not None:
+            feeds = self._states(half, layer.states, batch)
         else:
             empty = np.zeros((rows, self.config.kv_heads, 0, self.config.head_dim), np.float32)
             feeds = {
@@ -205,27 +206,22 @@ class LayerRunner:
                 "attention_bias": batch.bias(self.config.attention[index].window),
                 "seqlens_k": np.full(rows, slots - 1, np.int32),
                 "total_sequence_length": np.array(slots, np.int32),
-                inputs_outputs.past_key(half.layer): empty,
-                inputs_outputs.past_value(half.layer): empty,
+                **dict.fromkeys(inputs_outputs.past_cache(half.layer), empty),
             }
         return {name: value for name, value in feeds.items() if name in half.inputs}
 
-    def _states(self, half: HalfLayer, layer: Layer, batch: Batch) -> dict[str, npt.NDArray[Any]]:
+    def _states(self, half: HalfLayer, states: StateWeights, batch: Batch) -> dict[str, npt.NDArray[Any]]:
         """Empty states, and where texts begin."""
-        rows, feeds = len(batch.tokens), {}
-        convolution = layer.convolution
-        if layer.recurrent is not None:
-            config, convolution = layer.recurrent.config, layer.recurrent.convolution
+        rows, config, feeds = len(batch.tokens), states.config, {}
+        if isinstance(config, RecurrentConfig):
             matrix = (rows, config.value_heads, config.key_dim, config.value_dim)
             feeds = {
                 inputs_outputs.past_recurrent(half.layer): np.zeros(matrix, np.float32),
                 inputs_outputs.past_updates(half.layer): np.zeros((rows, 0, config.update_width), np.float32),
                 TEXT_STARTS: batch.text_starts(),
             }
-        if convolution is None:
-            raise ValueError("the layer has no states")
-        before = np.zeros((rows, convolution.kernel - 1, convolution.channels), np.float32)
-        masks = {within_text(back): batch.within_text(back) for back in range(1, convolution.kernel)}
+        before = np.zeros((rows, config.kernel - 1, states.channels), np.float32)
+        masks = {within_text(back): batch.within_text(back) for back in range(1, config.kernel)}
         return {inputs_outputs.past_conv(half.layer): before, **masks, **feeds}
 
     def _vector(self, vector: Vector) -> Float32Array:

@@ -21,7 +21,7 @@ from ..architectures.layer_attention import (
     full_attention_heads,
     rotated_layers,
 )
-from ..architectures.state_layers import ConvolutionConfig, DeltaNetConfig, Mamba2Config, StateLayers
+from ..architectures.state_layers import StateLayers
 from ..graph.rope import LongRope, QueryScaling, Rope
 from .json_fields import count, number, optional_number, read_json
 from .rope_settings import Rotations, max_positions, read_query_scaling, read_rotations
@@ -131,35 +131,15 @@ class DecoderConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Indices of the layers with key and value caches: those with attention over their own keys."""
-        others = {*self.convolution_layers, *self.recurrent_layers}
+        others = self.layers_with_states
         return tuple(
             index for index in range(self.layers) if self.attention[index].owner is None and index not in others
         )
 
     @property
-    def convolution(self) -> ConvolutionConfig | None:
-        """The layers with a convolution in place of attention; None for a model without them."""
-        return self.state_layers if isinstance(self.state_layers, ConvolutionConfig) else None
-
-    @property
-    def convolution_layers(self) -> tuple[int, ...]:
-        """Indices of the layers with a convolution in place of attention."""
-        return () if self.convolution is None else tuple(np.flatnonzero(self.convolution.layers).tolist())
-
-    @property
-    def recurrent(self) -> DeltaNetConfig | Mamba2Config | None:
-        """The layers with linear attention: gated delta nets or Mamba-2; None for a model without them."""
-        return None if isinstance(self.state_layers, ConvolutionConfig) else self.state_layers
-
-    @property
-    def recurrent_layers(self) -> tuple[int, ...]:
-        """Indices of the layers with linear attention in place of attention."""
-        return () if self.recurrent is None else tuple(np.flatnonzero(self.recurrent.layers).tolist())
-
-    @property
-    def keeps_states(self) -> bool:
-        """Whether some layers keep a state in place of keys and values."""
-        return self.state_layers is not None
+    def layers_with_states(self) -> tuple[int, ...]:
+        """Indices of the layers that keep a state in place of keys and values."""
+        return () if self.state_layers is None else tuple(np.flatnonzero(self.state_layers.layers).tolist())
 
     @property
     def uniform(self) -> bool:
@@ -252,8 +232,8 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         norm_epsilon=number(config, family.norm_epsilon, default=1e-6),
         activation=_activation(config, family, experts),
         tied_head=bool(config.get(first_present(config, family.tied_head), False)),
-        qkv_bias=chosen(config, family.qkv_bias),
-        output_bias=chosen(config, family.output_bias),
+        qkv_bias=family.qkv_bias or chosen(config, family.attention_bias),
+        output_bias=chosen(config, family.attention_bias),
         mlp_bias=chosen(config, family.mlp_bias),
         attention_scale=scale.read(config) if isinstance(scale, Power) else scale,
         query_scaling=read_query_scaling(config, family),

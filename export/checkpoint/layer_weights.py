@@ -6,12 +6,12 @@ more checkpoint tensors, one under the other. `layout` derives the weights of a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from ...models.manifest import WeightFormat
-from ..architectures.state_layers import DeltaNetConfig, Mamba2Config
+from ..architectures.state_layers import RecurrentConfig, StateLayers
 
 QuantPlan: TypeAlias = Mapping[str, WeightFormat]
 """A quantization plan: the weight format of each linear, by its name."""
@@ -72,20 +72,35 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class ConvolutionWeights:
-    """The weights of a short convolution, see `architectures.state_layers`."""
+class StateWeights:
+    """The weights of a layer that keeps a state, apart from its linears, by their names in the checkpoint."""
 
-    weight: str
-    """Checkpoint name of the kernels, `[channels, 1, kernel]`."""
-    bias: str | None
+    config: StateLayers
+    kernels: str
+    """The kernels of the convolution, `[channels, 1, kernel]`."""
     channels: int
-    kernel: int
+    bias: str | None = None
+    """The bias of the convolution."""
+    log_rates: str = ""
+    """Logarithms of the decay rates, one per value head."""
+    step_bias: str = ""
+    """What is added to the inputs of the decays, or to the steps, one per value head."""
+    norm: str = ""
+    """The norm of value heads, or of the gated output."""
+    norm_width: int = 0
+    skip: str = ""
+    """D, the factors of x in the output of a Mamba-2 state space, one per head."""
 
     @property
-    def tensors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes of the checkpoint's tensors."""
-        bias = () if self.bias is None else ((self.bias, (self.channels,)),)
-        return ((self.weight, (self.channels, 1, self.kernel)), *bias)
+        yield self.kernels, (self.channels, 1, self.config.kernel)
+        if self.bias is not None:
+            yield self.bias, (self.channels,)
+        if isinstance(self.config, RecurrentConfig):
+            names = filter(None, (self.log_rates, self.step_bias, self.skip))
+            yield from ((name, (self.config.value_heads,)) for name in names)
+            yield self.norm, (self.norm_width,)
 
 
 @dataclass(frozen=True)
@@ -119,52 +134,6 @@ class SharedExpertWeights:
     def linears(self) -> tuple[FusedLinear, ...]:
         """All linears, in the order of the graph."""
         return (self.gate_up, self.down) if self.gate is None else (self.gate_up, self.down, self.gate)
-
-
-@dataclass(frozen=True)
-class DeltaNetWeights:
-    """The weights of a gated delta net apart from its linears, see `architectures.state_layers`."""
-
-    config: DeltaNetConfig
-    convolution: ConvolutionWeights
-    log_rate: str
-    """Checkpoint name of the logarithms of the decay rates, one per value head."""
-    step_bias: str
-    """Checkpoint name of what is added to the decay's inputs, one per value head."""
-    norm: str
-    """Checkpoint name of the norm of value heads."""
-
-    @property
-    def tensors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Names and shapes of the checkpoint's tensors."""
-        heads = (self.config.value_heads,)
-        own = (self.log_rate, heads), (self.step_bias, heads), (self.norm, (self.config.value_dim,))
-        return (*self.convolution.tensors, *own)
-
-
-@dataclass(frozen=True)
-class Mamba2Weights:
-    """The weights of a Mamba-2 state space apart from its linears, see `architectures.state_layers`."""
-
-    config: Mamba2Config
-    convolution: ConvolutionWeights
-    log_rate: str
-    """Checkpoint name of the logarithms of the decay rates, one per head."""
-    step_bias: str
-    """Checkpoint name of what is added to the steps, one per head."""
-    skip: str
-    """Checkpoint name of D, the factors of x in the output, one per head."""
-    norm: str
-    """Checkpoint name of the norm of the gated output."""
-
-    @property
-    def tensors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Names and shapes of the checkpoint's tensors."""
-        own = ((name, (self.config.value_heads,)) for name in (self.log_rate, self.step_bias, self.skip))
-        return (*self.convolution.tensors, *own, (self.norm, (self.config.value_width,)))
-
-
-StateWeights: TypeAlias = ConvolutionWeights | DeltaNetWeights | Mamba2Weights
 
 
 @dataclass(frozen=True)
@@ -202,16 +171,6 @@ class Layer:
     after_attention: Norm | None
     before_mlp: Norm | None
     after_mlp: Norm | None
-
-    @property
-    def convolution(self) -> ConvolutionWeights | None:
-        """The short convolution of the layer; None for a layer without."""
-        return self.states if isinstance(self.states, ConvolutionWeights) else None
-
-    @property
-    def recurrent(self) -> DeltaNetWeights | Mamba2Weights | None:
-        """The linear attention of the layer; None for a layer without."""
-        return None if isinstance(self.states, ConvolutionWeights) else self.states
 
     @property
     def linears(self) -> tuple[FusedLinear, ...]:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ..architectures.family import HeadNorm
-from ..architectures.state_layers import ConvolutionConfig, DeltaNetConfig, Mamba2Config
+from ..architectures.state_layers import ConvolutionConfig, DeltaNetConfig, Mamba2Config, RecurrentConfig
 from .config import DecoderConfig
 from .layer_weights import (
-    ConvolutionWeights,
-    DeltaNetWeights,
     FusedLinear,
     Layer,
     LayerInput,
-    Mamba2Weights,
     Norm,
     PerLayerInputsLayout,
     Producer,
@@ -70,16 +67,15 @@ class _Mixer(NamedTuple):
 
 def _mixer(config: DecoderConfig, index: int) -> _Mixer:
     """The attention of a layer, or what it has in its place."""
-    states = config.state_layers
-    if states is None or not states.layers[index]:
-        return _attention(config, index)
-    match states:
-        case ConvolutionConfig():
-            return _convolution(states, index, config.hidden_size)
-        case DeltaNetConfig():
-            return _delta_net(states, index, config.hidden_size)
-        case Mamba2Config():
-            return _mamba(states, index, config.hidden_size)
+    states, hidden = config.state_layers, config.hidden_size
+    match states if states is not None and states.layers[index] else None:
+        case ConvolutionConfig() as convolution:
+            return _convolution(convolution, index, hidden)
+        case DeltaNetConfig() as delta_net:
+            return _delta_net(delta_net, index, hidden)
+        case Mamba2Config() as mamba:
+            return _mamba(mamba, index, hidden)
+    return _attention(config, index)
 
 
 def _attention(config: DecoderConfig, index: int) -> _Mixer:
@@ -107,8 +103,7 @@ def _convolution(convolution: ConvolutionConfig, index: int, hidden: int) -> _Mi
     biased = convolution.biased
     inputs = FusedLinear(f"{linear}.conv_in", (f"{module}.in_proj",), (3 * hidden,), hidden, biased)
     output = FusedLinear(f"{linear}.conv_out", (f"{module}.out_proj",), (hidden,), hidden, biased)
-    bias = f"{module}.conv.bias" if biased else None
-    weights = ConvolutionWeights(f"{module}.conv.weight", bias, hidden, convolution.kernel)
+    weights = StateWeights(convolution, f"{module}.conv.weight", hidden, bias=f"{module}.conv.bias" if biased else None)
     return _Mixer(inputs, output, Producer(hidden), weights)  # the gate behind the convolution, C
 
 
@@ -120,9 +115,7 @@ def _delta_net(settings: DeltaNetConfig, index: int, hidden: int) -> _Mixer:
     # They are a hundredth of the layer's weights, and small errors of a decay add up over the tokens.
     gate_inputs = _fused(f"{linear}.delta_gates", module, gates, (settings.value_heads,) * 2, hidden, exact=True)
     output = FusedLinear(f"{linear}.delta_out", (f"{module}.out_proj",), (hidden,), settings.value_width)
-    convolution = ConvolutionWeights(f"{module}.conv1d.weight", None, settings.convolved, settings.kernel)
-    names = (f"{module}.{name}" for name in ("A_log", "dt_bias", "norm.weight"))
-    return _Mixer(inputs, output, states=DeltaNetWeights(settings, convolution, *names), gates=gate_inputs)
+    return _Mixer(inputs, output, states=_recurrent(settings, module, settings.value_dim), gates=gate_inputs)
 
 
 def _mamba(settings: Mamba2Config, index: int, hidden: int) -> _Mixer:
@@ -133,9 +126,21 @@ def _mamba(settings: Mamba2Config, index: int, hidden: int) -> _Mixer:
         f"{linear}.mamba_out", (f"{module}.out_proj",), (hidden,), settings.value_width, settings.biased
     )
     bias = f"{module}.conv1d.bias" if settings.convolution_biased else None
-    convolution = ConvolutionWeights(f"{module}.conv1d.weight", bias, settings.convolved, settings.kernel)
-    names = (f"{module}.{name}" for name in ("A_log", "dt_bias", "D", "norm.weight"))
-    return _Mixer(inputs, output, states=Mamba2Weights(settings, convolution, *names))
+    states = _recurrent(settings, module, settings.value_width, bias=bias, skip=f"{module}.D")
+    return _Mixer(inputs, output, states=states)
+
+
+def _recurrent(settings: RecurrentConfig, module: str, norm_width: int, **others: Any) -> StateWeights:
+    return StateWeights(
+        settings,
+        f"{module}.conv1d.weight",
+        settings.convolved,
+        log_rates=f"{module}.A_log",
+        step_bias=f"{module}.dt_bias",
+        norm=f"{module}.norm.weight",
+        norm_width=norm_width,
+        **others,
+    )
 
 
 def _feed_forward(config: DecoderConfig, index: int) -> tuple[FusedLinear | None, FusedLinear, FusedLinear]:

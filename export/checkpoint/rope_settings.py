@@ -140,38 +140,30 @@ def _read_scaling(config: Mapping[str, Any], settings: Mapping[str, Any], channe
                 )
             return Llama3(number(settings, "factor"), low, high, count(settings, "original_max_position_embeddings"))
         case "yarn":
-            return _read_yarn(settings, longest)
+            original = count(settings, "original_max_position_embeddings", default=longest)
+            return Yarn(
+                factor=number(settings, "factor", default=longest / original),
+                original_positions=original,
+                beta_fast=number(settings, "beta_fast", default=32.0),
+                beta_slow=number(settings, "beta_slow", default=1.0),
+                truncate=bool(settings.get("truncate", True)),
+                attention_factor=optional_number(settings, "attention_factor"),
+                mscale=optional_number(settings, "mscale"),
+                mscale_all_dim=optional_number(settings, "mscale_all_dim"),
+            )
         case "longrope":
-            return _read_longrope(config, settings, channels, longest)
+            name = "original_max_position_embeddings"
+            original = count(config if config.get(name) is not None else settings, name, default=longest, minimum=2)
+            growth = longest / original
+            magnitude = 1.0 if growth <= 1 else math.sqrt(1 + math.log(growth) / math.log(original))
+            return LongRope(
+                short=_factors(settings, "short_factor", channels // 2),
+                long=_factors(settings, "long_factor", channels // 2),
+                original_positions=original,
+                attention_factor=number(settings, "attention_factor", default=magnitude),
+            )
     raise CheckpointError(
         f"rope scaling {shown(kind)} is not supported", f"supported are {', '.join(SUPPORTED_SCALINGS)}"
-    )
-
-
-def _read_yarn(settings: Mapping[str, Any], longest: int) -> Yarn:
-    original = count(settings, "original_max_position_embeddings", default=longest)
-    return Yarn(
-        factor=number(settings, "factor", default=longest / original),
-        original_positions=original,
-        beta_fast=number(settings, "beta_fast", default=32.0),
-        beta_slow=number(settings, "beta_slow", default=1.0),
-        truncate=bool(settings.get("truncate", True)),
-        attention_factor=optional_number(settings, "attention_factor"),
-        mscale=optional_number(settings, "mscale"),
-        mscale_all_dim=optional_number(settings, "mscale_all_dim"),
-    )
-
-
-def _read_longrope(config: Mapping[str, Any], settings: Mapping[str, Any], channels: int, longest: int) -> LongRope:
-    name = "original_max_position_embeddings"
-    original = count(config if config.get(name) is not None else settings, name, default=longest, minimum=2)
-    growth = longest / original
-    magnitude = 1.0 if growth <= 1 else math.sqrt(1 + math.log(growth) / math.log(original))
-    return LongRope(
-        short=_factors(settings, "short_factor", channels // 2),
-        long=_factors(settings, "long_factor", channels // 2),
-        original_positions=original,
-        attention_factor=number(settings, "attention_factor", default=magnitude),
     )
 
 

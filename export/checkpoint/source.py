@@ -67,20 +67,14 @@ class QuantizedRows(NamedTuple):
 
 def joined_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows:
     """Several parts of a matrix as one, from top to bottom."""
-    offsets = [part.offsets for part in parts if part.offsets is not None]
-    zero_points = [part.zero_points for part in parts if part.zero_points is not None]
-    factors = [part.factors for part in parts if part.factors is not None]
+    packed, scales, offsets, zero_points, factors = zip(*parts, strict=True)
+    up = () if factors[0] is None else map(np.concatenate, zip(*(each[2:] for each in factors), strict=True))
     return QuantizedRows(
-        np.concatenate([part.packed for part in parts]),
-        np.concatenate([part.scales for part in parts]),
-        np.concatenate(offsets) if offsets else None,
-        np.concatenate(zero_points) if zero_points else None,
-        factors[0]._replace(
-            up_codes=np.concatenate([part.up_codes for part in factors]),
-            up_scales=np.concatenate([part.up_scales for part in factors]),
-        )
-        if factors
-        else None,
+        np.concatenate(packed),
+        np.concatenate(scales),
+        None if offsets[0] is None else np.concatenate(offsets),
+        None if zero_points[0] is None else np.concatenate(zero_points),
+        None if factors[0] is None else LowRankFactors(*factors[0][:2], *up),
     )
 
 

@@ -266,6 +266,6 @@ def build_eagle_head(
     if weight_format.bits == 32:
         nodes.add("Gemm", [rows, weights.float32(head.lm_head)], inputs_outputs.LOGITS, transB=1)
     else:
-        stored = weights.quantized(head.lm_head, weight_format).inputs()
+        stored = weights.quantized(head.lm_head, weight_format)[0].inputs()
         nodes.matmul_nbits(head.lm_head.shape, weight_format, [rows, *stored], inputs_outputs.LOGITS)
     return head_model(nodes, head.projection.columns, head.lm_head.shape[0], shared)

@@ -136,12 +136,11 @@ def without(model: ModelProto, skipped: Collection[SubLayer]) -> ModelProto:
     if missing := joins - {join_of(node) for node in graph.node}:
         raise ValueError(f"the graph has no {', '.join(sorted(missing))}")
     caches = {
-        present(each.layer): past(each.layer)
+        present: past
         for each in skipped
         if each.kind is SubLayerKind.ATTENTION
-        for present, past in (
-            (inputs_outputs.present_key, inputs_outputs.past_key),
-            (inputs_outputs.present_value, inputs_outputs.past_value),
+        for present, past in zip(
+            inputs_outputs.present_cache(each.layer), inputs_outputs.past_cache(each.layer), strict=True
         )
     }
     dropped = {*caches, inputs_outputs.HIDDEN_STATES, inputs_outputs.DRAFT_FEATURES}

@@ -10,7 +10,7 @@ from onnx import TensorProto
 from ..architectures.family import HeadNorm
 from ..checkpoint.config import LayerAttention
 from ..checkpoint.layer_weights import Layer, Norm
-from . import inputs_outputs
+from .inputs_outputs import past_cache, present_cache
 from .nodes import MICROSOFT, Nodes
 from .rope import Rope
 
@@ -75,11 +75,10 @@ class Attention:
             query = nodes.add("Mul", [query, self._query_scales], f"{name}.query.scaled")
         rotary = ["", "", ""] if inside is None else [*inside, "position_ids"]
         bias = "attention_bias" if settings.window is None else self._window_bias(settings.window)
-        attended, present = f"{name}.attended", [inputs_outputs.present_key(index), inputs_outputs.present_value(index)]
-        cache = [inputs_outputs.past_key(index), inputs_outputs.past_value(index)]
+        attended, cache = f"{name}.attended", past_cache(index)
+        present: tuple[str, ...] = present_cache(index)
         if settings.owner is not None:
-            cache = [inputs_outputs.present_key(settings.owner), inputs_outputs.present_value(settings.owner)]
-            present = []  # an output would be a copy of the cache
+            cache, present = present_cache(settings.owner), ()  # an output would be a copy of the cache
         sinks = [] if layer.sinks is None else [nodes.weights.vector(f"{name}.sinks", [layer.sinks])]
         scores = {"scale": config.attention_scale, "softcap": config.attention_softcap}
         nodes.add_multi_output(

@@ -102,17 +102,15 @@ def _append_decoder(nodes: Nodes, context: int, features: DraftFeatures | None) 
             residual = nodes.add("Gather", [residual, "logit_rows"], "asked.residual", axis=1)
             own_inputs = [nodes.add("Gather", [each, "logit_rows"], "asked.input", axis=1) for each in own_inputs[-1:]]
         projected = nodes.linear(layer.output, attended)
-        normed, residual = _add_to_residual(
+        normed, residual = add_to_residual(
             nodes, projected, residual, layer.after_attention, layer.before_mlp, f"{name}.mlp_norm"
         )
         output = append_feed_forward(nodes, index, layer, normed)
         next_norm = final_norm(config) if last else layers[index + 1].before_attention
         if layer.own_input is None and layer.scale is None:
-            normed, residual = _add_to_residual(
-                nodes, output, residual, layer.after_mlp, next_norm, f"{name}.next_norm"
-            )
+            normed, residual = add_to_residual(nodes, output, residual, layer.after_mlp, next_norm, f"{name}.next_norm")
             continue
-        _, residual = _add_to_residual(nodes, output, residual, layer.after_mlp, None, f"{name}.mlp_sum")
+        _, residual = add_to_residual(nodes, output, residual, layer.after_mlp, None, f"{name}.mlp_sum")
         if layer.own_input is not None:
             residual = append_own_input(nodes, name, layer.own_input, residual, own_inputs[-1 if last else index])
         if layer.scale is not None:
@@ -133,7 +131,7 @@ def _append_features(nodes: Nodes, states: list[str]) -> None:
     nodes.add("Squeeze", [joined, nodes.integers("features.axes", 0)], inputs_outputs.DRAFT_FEATURES)
 
 
-def _add_to_residual(
+def add_to_residual(
     nodes: Nodes, value: str, residual: str, after: Norm | None, before: Norm | None, name: str
 ) -> tuple[str, str]:
     """Add the output of attention or feed-forward to the residual.

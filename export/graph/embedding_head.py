@@ -57,7 +57,7 @@ def append_head(nodes: Nodes, normed: str, embedding: StoredMatrix) -> str:
         weights = embedding.codes if config.tied_head else nodes.weights.float32(linear)
         nodes.add("Gemm", [hidden, weights], output, transB=1)
     else:
-        stored = embedding if config.tied_head else nodes.weights.quantized(linear, weight_format)
+        stored = embedding if config.tied_head else nodes.weights.quantized(linear, weight_format)[0]
         nodes.matmul_nbits(linear.shape, weight_format, [hidden, *stored.inputs()], output)
     if cap is not None:
         capped = nodes.add("Tanh", [output], "head.tanh")

@@ -18,7 +18,7 @@ def append_feed_forward(nodes: Nodes, index: int, layer: Layer, normed: str) -> 
     """Append the feed-forward of layer `index`, down(activation(gate) * up); returns the name of [1, M, hidden]."""
     name = f"layers.{index}"
     if layer.router is None or nodes.config.experts is None:
-        return _append_dense(nodes, name, layer.gate_up, layer.down, normed)
+        return append_dense(nodes, name, layer.gate_up, layer.down, normed)
     output = _append_experts(nodes, name, layer, layer.router, nodes.config.experts, normed)
     if layer.shared is None:
         return output
@@ -28,14 +28,15 @@ def append_feed_forward(nodes: Nodes, index: int, layer: Layer, normed: str) -> 
 def append_shared_expert(nodes: Nodes, index: int, shared: SharedExpertWeights, normed: str) -> str:
     """Append the feed-forward that all tokens of layer `index` run through; returns the name of [1, M, hidden]."""
     name = f"layers.{index}.shared_expert"
-    output = _append_dense(nodes, name, shared.gate_up, shared.down, normed)
+    output = append_dense(nodes, name, shared.gate_up, shared.down, normed)
     if shared.gate is None:
         return output
     share = nodes.add("Sigmoid", [nodes.linear(shared.gate, normed)], f"{name}.share")
     return nodes.add("Mul", [output, share], f"{name}.output")
 
 
-def _append_dense(nodes: Nodes, name: str, gate_up: FusedLinear, down: FusedLinear, normed: str) -> str:
+def append_dense(nodes: Nodes, name: str, gate_up: FusedLinear, down: FusedLinear, normed: str) -> str:
+    """Append a dense feed-forward; returns the name of [1, M, hidden]."""
     both, width = nodes.linear(gate_up, normed), down.columns
     widths = "mlp.widths" if width == nodes.config.intermediate_size else f"mlp.widths.{width}"
     gate, up = nodes.split(both, [f"{name}.gate", f"{name}.up"], nodes.integers(widths, width, width))

@@ -9,7 +9,7 @@ offers beyond that is lost: token trees, and logits of selected positions only.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -111,7 +111,7 @@ def to_genai(model: ModelProto, config: DecoderConfig) -> ModelProto:
     rewritten.CopyFrom(model)
     graph = rewritten.graph
     nodes = [*_length_nodes(graph), *_with_all_logits(graph, config)]
-    windows = {inputs_outputs.past_key(layer): each.window for layer, each in enumerate(config.attention)}
+    windows = {inputs_outputs.past_cache(layer)[0]: each.window for layer, each in enumerate(config.attention)}
     for node in nodes:
         if node.op_type == "GroupQueryAttention":
             _use_operator_defaults(node, windows[node.input[3]])
@@ -204,21 +204,19 @@ def _inputs(config: DecoderConfig, *, positions: bool) -> list[ValueInfoProto]:
     if positions:
         axes["position_ids"] = "sequence_length"
     declared = [helper.make_tensor_value_info(name, TensorProto.INT64, ["batch_size", axes[name]]) for name in axes]
-    names = (inputs_outputs.past_key, inputs_outputs.past_value)
-    return [*declared, *_caches(config, names, "past_sequence_length")]
+    return [
+        *declared,
+        *inputs_outputs.caches(config, inputs_outputs.past_cache, "past_sequence_length", batch="batch_size"),
+    ]
 
 
 def _outputs(config: DecoderConfig) -> list[ValueInfoProto]:
     shape: list[str | int] = ["batch_size", "sequence_length", config.vocab_size]
     logits = helper.make_tensor_value_info(inputs_outputs.LOGITS, TensorProto.FLOAT, shape)
-    names = (inputs_outputs.present_key, inputs_outputs.present_value)
-    return [logits, *_caches(config, names, "total_sequence_length")]
-
-
-def _caches(config: DecoderConfig, names: Sequence[Callable[[int], str]], length: str) -> list[ValueInfoProto]:
-    shape: list[str | int] = ["batch_size", config.kv_heads, length, config.head_dim]
-    layers = range(config.layers)
-    return [helper.make_tensor_value_info(name(layer), TensorProto.FLOAT, shape) for layer in layers for name in names]
+    return [
+        logits,
+        *inputs_outputs.caches(config, inputs_outputs.present_cache, "total_sequence_length", batch="batch_size"),
+    ]
 
 
 def genai_config(folder: Path, config: DecoderConfig, context: int, inputs: Sequence[str]) -> dict[str, Any]:

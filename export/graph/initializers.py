@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -101,38 +101,22 @@ class Initializers:
         self._report_weights(matrix.size)
         return name
 
-    def quantized(self, linear: FusedLinear, weight_format: WeightFormat) -> StoredMatrix:
+    def quantized(self, linear: FusedLinear, weight_format: WeightFormat) -> list[StoredMatrix]:
         """Add the quantized matrix of a linear in the layout of MatMulNBits (see `quantization.codes`).
 
         Returns:
             Names of codes, uint8 [N, blocks, block * bits / 8], scales, float32 [N, blocks], and zero points,
             uint8 [N, ceil(blocks * bits / 8)]. Scales may be stored in float16: then the name is that of the converted
-            ones.
+            ones. For a format with a low-rank correction, `down` [rank, K] and `up` [N, rank] follow the matrix.
         """
-        return self._quantized(linear, weight_format)[0]
-
-    def corrected(
-        self, linear: FusedLinear, weight_format: WeightFormat
-    ) -> tuple[StoredMatrix, StoredMatrix, StoredMatrix]:
-        """Add the quantized matrix of a linear and the factors of its low-rank correction.
-
-        Returns:
-            Names of the initializers of the matrix [N, K], of `down` [rank, K] and of `up` [N, rank].
-        """
-        matrix, quantized = self._quantized(linear, weight_format)
-        assert quantized.factors is not None  # noqa: S101 -- the format has a rank
-        down_codes, down_scales, up_codes, up_scales = quantized.factors
-        down = self._add_factor(linear, "down", down_codes, down_scales)
-        return matrix, down, self._add_factor(linear, "up", up_codes, up_scales)
-
-    def _quantized(self, linear: FusedLinear, weight_format: WeightFormat) -> tuple[StoredMatrix, QuantizedRows]:
-        codes, quantized = self._codes(linear, weight_format)
+        name, quantized = self._codes(linear, weight_format)
         points = "" if quantized.zero_points is None else self._add(linear, "zero_points", quantized.zero_points)
-        return StoredMatrix(codes, self._add_scales(linear, quantized.scales, weight_format), points), quantized
-
-    def _add_factor(self, linear: FusedLinear, name: str, codes: UInt8Array, scales: Float32Array) -> StoredMatrix:
-        stored = self._add(linear, f"{name}_codes", codes)
-        return StoredMatrix(stored, self._add(linear, f"{name}_scales", scales))
+        matrices = [StoredMatrix(name, self._add_scales(linear, quantized.scales, weight_format), points)]
+        if (factors := quantized.factors) is not None:
+            for part, codes, scales in (("down", *factors[:2]), ("up", *factors[2:])):
+                stored = self._add(linear, f"{part}_codes", codes)
+                matrices.append(StoredMatrix(stored, self._add(linear, f"{part}_scales", scales)))
+        return matrices
 
     def gathered(
         self, linear: FusedLinear, weight_format: WeightFormat, head: str = ""
@@ -283,7 +267,7 @@ def external_tensor(
     return proto
 
 
-class WeightFile:
+class WeightFile(AbstractContextManager["WeightFile"]):
     """Appends tensors to the file; a context manager. Methods raise OSError when the disk refuses a write."""
 
     def __init__(self, path: Path) -> None:
@@ -292,12 +276,7 @@ class WeightFile:
         self._sha = hashlib.sha256()
         self._size = 0
 
-    def __enter__(self) -> WeightFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def start(self, length: int) -> int:

@@ -14,6 +14,7 @@ from onnx import TensorProto, ValueInfoProto, helper
 
 from ...errors import InputError
 from ...models.draft_heads import feature_layers
+from ..architectures.state_layers import ConvolutionConfig, RecurrentConfig
 from ..checkpoint.config import DecoderConfig
 
 LOGITS: Final = "logits"
@@ -25,24 +26,14 @@ PAST_STATES: Final = ("past_conv.", "past_recurrent.", "past_recurrent_updates."
 """Beginnings of the names of inputs that are states of layers without attention."""
 
 
-def past_key(layer: int) -> str:
-    """Name of the input with the cached, rotated keys of a layer."""
-    return f"past_key_values.{layer}.key"
+def past_cache(layer: int) -> tuple[str, str]:
+    """Names of the inputs with the cached, rotated keys of a layer, and with its values."""
+    return f"past_key_values.{layer}.key", f"past_key_values.{layer}.value"
 
 
-def past_value(layer: int) -> str:
-    """Name of the input with the cached values of a layer."""
-    return f"past_key_values.{layer}.value"
-
-
-def present_key(layer: int) -> str:
-    """Name of the output with cached and new keys of a layer."""
-    return f"present.{layer}.key"
-
-
-def present_value(layer: int) -> str:
-    """Name of the output with cached and new values of a layer."""
-    return f"present.{layer}.value"
+def present_cache(layer: int) -> tuple[str, str]:
+    """Names of the outputs with cached and new keys of a layer, and with its values."""
+    return f"present.{layer}.key", f"present.{layer}.value"
 
 
 def past_conv(layer: int) -> str:
@@ -72,7 +63,7 @@ def present_of(past: str) -> str:
 
 def graph_inputs(config: DecoderConfig) -> list[ValueInfoProto]:
     """All inputs of the graph."""
-    return [*pass_inputs(), *_buffers(config, past_key, past_value), *_states(config)]
+    return [*pass_inputs(), *caches(config, past_cache), *_states(config)]
 
 
 def pass_inputs() -> list[ValueInfoProto]:
@@ -99,7 +90,7 @@ def graph_outputs(
         outputs.append(declare(HIDDEN_STATES, float32, ["R", config.hidden_size]))
     if features is not None:
         outputs.append(declare(DRAFT_FEATURES, float32, ["M" if features.all_tokens else "R", features.size(config)]))
-    return [*outputs, *_buffers(config, present_key, present_value), *_states(config, present=True)]
+    return [*outputs, *caches(config, present_cache), *_states(config, present=True)]
 
 
 def _states(config: DecoderConfig, *, present: bool = False) -> list[ValueInfoProto]:
@@ -110,29 +101,33 @@ def _states(config: DecoderConfig, *, present: bool = False) -> list[ValueInfoPr
     before.
     """
     shapes: dict[str, list[str | int]] = {}
-    if config.convolution is not None:
-        tokens = "kept + M" if present else config.convolution.kernel - 1
-        shapes |= {past_conv(layer): [1, tokens, config.hidden_size] for layer in config.convolution_layers}
-    if (recurrent := config.recurrent) is not None:
-        matrix: list[str | int] = [1, recurrent.value_heads, recurrent.key_dim, recurrent.value_dim]
-        kernel: str | int = "kept + kernel" if present else recurrent.kernel - 1
-        for layer in config.recurrent_layers:
-            shapes[past_conv(layer)] = [1, kernel, recurrent.convolved]
-            shapes[past_recurrent(layer)] = matrix
-            shapes[past_updates(layer)] = [1, "kept" if present else "updates", recurrent.update_width]
-    declared = {present_of(name) if present else name: shape for name, shape in shapes.items()}
-    if present and recurrent is not None:
-        declared |= {advanced_recurrent(layer): matrix for layer in config.recurrent_layers}
+    advanced: dict[str, list[str | int]] = {}
+    for layer in config.layers_with_states:
+        match config.state_layers:
+            case RecurrentConfig() as states:
+                shapes[past_conv(layer)] = [1, "kept + kernel" if present else states.kernel - 1, states.convolved]
+                shapes[past_recurrent(layer)] = [1, states.value_heads, states.key_dim, states.value_dim]
+                shapes[past_updates(layer)] = [1, "kept" if present else "updates", states.update_width]
+                advanced[advanced_recurrent(layer)] = shapes[past_recurrent(layer)]
+            case ConvolutionConfig() as states:
+                shapes[past_conv(layer)] = [1, "kept + M" if present else states.kernel - 1, config.hidden_size]
+    declared = {present_of(name): shape for name, shape in shapes.items()} | advanced if present else shapes
     return [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in declared.items()]
 
 
-def _buffers(config: DecoderConfig, *names: Callable[[int], str]) -> list[ValueInfoProto]:
-    """The caches of keys and values."""
+def caches(
+    config: DecoderConfig,
+    names: Callable[[int], tuple[str, str]],
+    slots: int | str = "capacity",
+    element_type: int = TensorProto.FLOAT,
+    batch: int | str = 1,
+) -> list[ValueInfoProto]:
+    """The caches of all layers with keys and values of their own, as inputs or outputs of these names."""
     shapes = {layer: config.attention[layer].shape for layer in config.attention_layers}
     return [
-        helper.make_tensor_value_info(name(layer), TensorProto.FLOAT, [1, shape.kv_heads, "capacity", shape.head_dim])
+        helper.make_tensor_value_info(name, element_type, [batch, shape.kv_heads, slots, shape.head_dim])
         for layer, shape in shapes.items()
-        for name in names
+        for name in names(layer)
     ]
 
 

@@ -20,8 +20,8 @@ from typing import Final
 import numpy as np
 
 from ...runtime.kv.state_buffers import UPDATED_WIDTH
-from ..architectures.state_layers import DeltaNetConfig
-from ..checkpoint.layer_weights import ConvolutionWeights, DeltaNetWeights, Layer, Mamba2Weights, StateWeights
+from ..architectures.state_layers import DeltaNetConfig, Mamba2Config
+from ..checkpoint.layer_weights import Layer, StateWeights
 from .inputs_outputs import (
     advanced_recurrent,
     past_conv,
@@ -49,23 +49,21 @@ class Recurrence:
     """Numbers of a token's key, value, decay and so on, by their names in the order of the operator's inputs."""
 
 
-def append_silu_convolution(nodes: Nodes, index: int, name: str, convolution: ConvolutionWeights, mixed: str) -> str:
-    """Append the convolution of `mixed`, [1, M, channels], and SiLU; the inputs at the last tokens are an output."""
-    inputs = nodes.add("Concat", [past_conv(index), mixed], f"{name}.inputs", axis=1)
-    nodes.add("Slice", [inputs, *_last(nodes, UPDATED_WIDTH + convolution.kernel - 1)], present_of(past_conv(index)))
-    total = append_taps(nodes, name, convolution, inputs, mixed)
-    return nodes.silu(total, f"{name}.convolved")
-
-
 def append_states(nodes: Nodes, index: int, layer: Layer, states: StateWeights, normed: str) -> str:
     """Append what layer `index` has in place of attention, without its output projection; returns the result's name."""
-    match states:
-        case ConvolutionWeights():
-            return append_convolution(nodes, index, layer, states, normed)
-        case DeltaNetWeights():
-            return append_delta_net(nodes, index, layer, states, normed)
-        case Mamba2Weights():
-            return append_mamba(nodes, index, layer, states, normed)
+    match states.config:
+        case DeltaNetConfig() as config:
+            return append_delta_net(nodes, index, layer, states, config, normed)
+        case Mamba2Config() as config:
+            return append_mamba(nodes, index, layer, states, config, normed)
+    return append_convolution(nodes, index, layer, states, normed)
+
+
+def append_silu_convolution(nodes: Nodes, index: int, name: str, states: StateWeights, mixed: str) -> str:
+    """Append the convolution of `mixed`, [1, M, channels], and SiLU; the inputs at the last tokens are an output."""
+    inputs = nodes.add("Concat", [past_conv(index), mixed], f"{name}.inputs", axis=1)
+    nodes.add("Slice", [inputs, *_last(nodes, UPDATED_WIDTH + states.config.kernel - 1)], present_of(past_conv(index)))
+    return nodes.silu(append_taps(nodes, name, states, inputs, mixed), f"{name}.convolved")
 
 
 def append_recurrence(
@@ -118,37 +116,38 @@ def _last(nodes: Nodes, tokens: int) -> list[str]:
     return [*bounds, nodes.integers("conv.axis", 1)]
 
 
-def append_convolution(nodes: Nodes, index: int, layer: Layer, convolution: ConvolutionWeights, normed: str) -> str:
+def append_convolution(nodes: Nodes, index: int, layer: Layer, states: StateWeights, normed: str) -> str:
     """Append C * convolution(B * x) of layer `index`; returns the name of [1, M, channels]."""
-    name, width = f"layers.{index}.conv", convolution.channels
+    name, width = f"layers.{index}.conv", states.channels
     parts = [f"{name}.{part}" for part in ("b", "c", "x")]
     widths = nodes.integers("conv.widths", width, width, width)
     gate_in, gate_out, value = nodes.split(nodes.linear(layer.qkv, normed), parts, widths)
     gated = nodes.add("Mul", [gate_in, value], f"{name}.gated")
     inputs = nodes.add("Concat", [past_conv(index), gated], present_of(past_conv(index)), axis=1)
-    return nodes.add("Mul", [gate_out, append_taps(nodes, name, convolution, inputs, gated)], f"{name}.mixed")
+    return nodes.add("Mul", [gate_out, append_taps(nodes, name, states, inputs, gated)], f"{name}.mixed")
 
 
-def append_taps(nodes: Nodes, name: str, convolution: ConvolutionWeights, inputs: str, new: str) -> str:
+def append_taps(nodes: Nodes, name: str, states: StateWeights, inputs: str, new: str) -> str:
     """Append the convolution of each channel, [1, M, channels].
 
     Args:
         nodes: the graph's nodes.
         name: prefix of the nodes.
-        convolution: the weights.
+        states: the weights.
         inputs: name of the inputs at the tokens before the new ones followed by these, [1, kernel - 1 + M, channels].
         new: name of those at the new tokens, [1, M, channels].
     """
-    taps = nodes.weights.taps(f"{name}.tap", convolution.weight, convolution.kernel)
+    kernel = states.config.kernel
+    taps = nodes.weights.taps(f"{name}.tap", states.kernels, kernel)
     terms = [
-        nodes.add("Mul", [_shifted(nodes, inputs, new, tap, convolution.kernel), weight], f"{name}.term.{tap}")
+        nodes.add("Mul", [_shifted(nodes, inputs, new, tap, kernel), weight], f"{name}.term.{tap}")
         for tap, weight in enumerate(taps)
     ]
     total = terms[0]
     for tap, term in enumerate(terms[1:], 1):
         total = nodes.add("Add", [total, term], f"{name}.sum.{tap}")
-    if convolution.bias is not None:
-        total = nodes.add("Add", [total, nodes.weights.vector(f"{name}.bias", [convolution.bias])], f"{name}.biased")
+    if states.bias is not None:
+        total = nodes.add("Add", [total, nodes.weights.vector(f"{name}.bias", [states.bias])], f"{name}.biased")
     return total
 
 
@@ -162,10 +161,11 @@ def _shifted(nodes: Nodes, inputs: str, gated: str, tap: int, kernel: int) -> st
     return nodes.within_text(shifted, back)
 
 
-def append_delta_net(nodes: Nodes, index: int, layer: Layer, delta_net: DeltaNetWeights, normed: str) -> str:
+def append_delta_net(
+    nodes: Nodes, index: int, layer: Layer, states: StateWeights, config: DeltaNetConfig, normed: str
+) -> str:
     """Append the delta net of layer `index` without its output projection; returns the name of [1, M, values]."""
-    config, name = delta_net.config, f"layers.{index}.delta"
-    projected = nodes.linear(layer.qkv, normed)
+    name, projected = f"layers.{index}.delta", nodes.linear(layer.qkv, normed)
     if config.by_key_head:
         served = config.value_width // config.key_heads
         widths = {"q": config.key_dim, "k": config.key_dim, "v": served, "z": served}
@@ -174,16 +174,16 @@ def append_delta_net(nodes: Nodes, index: int, layer: Layer, delta_net: DeltaNet
     else:
         both = nodes.integers("delta.widths", config.convolved, config.value_width)
         mixed, gate = nodes.split(projected, [f"{name}.qkv", f"{name}.z"], both)
-    convolved = append_silu_convolution(nodes, index, name, delta_net.convolution, mixed)
+    convolved = append_silu_convolution(nodes, index, name, states, mixed)
     heads = nodes.integers("delta.parts", 2 * config.key_width, config.value_width)
     query_key, value = nodes.split(convolved, [f"{name}.qk", f"{name}.value"], heads)
     query, key = _append_query_and_key(nodes, name, config, query_key)
-    decay, beta = _append_gates(nodes, name, layer, delta_net, normed)
+    decay, beta = _append_gates(nodes, name, layer, states, config, normed)
     count = config.value_heads
     update = {"key": count * config.key_dim, "value": config.value_width, "decay": count, "beta": count}
     recurrence = Recurrence("gated_delta", count, count, config.key_dim**-0.5, update)
     read = append_recurrence(nodes, index, name, recurrence, query, [key, value, decay, beta])
-    return _append_gated_norm(nodes, name, delta_net, read, gate)
+    return _append_gated_norm(nodes, name, states, config, read, gate)
 
 
 def _split_by_key_head(
@@ -215,44 +215,48 @@ def _append_query_and_key(nodes: Nodes, name: str, config: DeltaNetConfig, query
     return query, key
 
 
-def _append_gates(nodes: Nodes, name: str, layer: Layer, delta_net: DeltaNetWeights, normed: str) -> tuple[str, str]:
+def _append_gates(
+    nodes: Nodes, name: str, layer: Layer, states: StateWeights, config: DeltaNetConfig, normed: str
+) -> tuple[str, str]:
     """Append the decay's logarithm, -exp(A) softplus(a + bias), and beta = sigmoid(b), [1, M, value heads] each."""
     assert layer.gates is not None  # noqa: S101  every delta net has them
-    config, heads = delta_net.config, delta_net.config.value_heads
-    both = nodes.linear(layer.gates, normed)
+    heads, both = config.value_heads, nodes.linear(layer.gates, normed)
     if config.by_key_head:
         served = heads // config.key_heads
         beta, step = _split_by_key_head(nodes, name, config, both, {"b": served, "a": served})
     else:
         beta, step = nodes.split(both, [f"{name}.b", f"{name}.a"], nodes.integers("delta.gates", heads, heads))
-    shifted = nodes.add("Add", [step, nodes.weights.vector(f"{name}.dt_bias", [delta_net.step_bias])], f"{name}.step")
-    rates = nodes.add("Exp", [nodes.weights.vector(f"{name}.a_log", [delta_net.log_rate])], f"{name}.rates")
+    shifted = nodes.add("Add", [step, nodes.weights.vector(f"{name}.dt_bias", [states.step_bias])], f"{name}.step")
+    rates = nodes.add("Exp", [nodes.weights.vector(f"{name}.a_log", [states.log_rates])], f"{name}.rates")
     scaled = nodes.add("Mul", [nodes.add("Softplus", [shifted], f"{name}.softplus"), rates], f"{name}.rate")
     decay = nodes.forgetting_other_texts(nodes.add("Neg", [scaled], f"{name}.decay"))
     return decay, nodes.add("Sigmoid", [beta], f"{name}.beta")
 
 
-def _append_gated_norm(nodes: Nodes, name: str, delta_net: DeltaNetWeights, read: str, gate: str) -> str:
+def _append_gated_norm(
+    nodes: Nodes, name: str, states: StateWeights, config: DeltaNetConfig, read: str, gate: str
+) -> str:
     """Append the RMS norm of every head, times SiLU of the gate."""
-    config = delta_net.config
     apart = nodes.integers("delta.values", 0, 0, config.value_heads, config.value_dim)
     heads, factors = nodes.add("Reshape", [read, apart], f"{name}.heads"), f"{name}.norm"
-    normed = nodes.norm_by(heads, nodes.weights.vector(factors, [delta_net.norm]), f"{name}.normed")
+    normed = nodes.norm_by(heads, nodes.weights.vector(factors, [states.norm]), f"{name}.normed")
     together = nodes.together(normed, f"{name}.together")
     return nodes.add("Mul", [together, nodes.silu(gate, f"{name}.silu")], f"{name}.gated")
 
 
-def append_mamba(nodes: Nodes, index: int, layer: Layer, mamba: Mamba2Weights, normed: str) -> str:
+def append_mamba(
+    nodes: Nodes, index: int, layer: Layer, states: StateWeights, config: Mamba2Config, normed: str
+) -> str:
     """Append the state space of layer `index` without its output projection; returns the name of [1, M, channels]."""
-    config, name = mamba.config, f"layers.{index}.mamba"
+    name = f"layers.{index}.mamba"
     widths = nodes.integers("mamba.widths", config.value_width, config.convolved, config.value_heads)
     parts = [f"{name}.gate", f"{name}.xbc", f"{name}.dt"]
     gate, mixed, raw_step = nodes.split(nodes.linear(layer.qkv, normed), parts, widths)
-    convolved = append_silu_convolution(nodes, index, name, mamba.convolution, mixed)
+    convolved = append_silu_convolution(nodes, index, name, states, mixed)
     parts = [f"{name}.{part}" for part in ("x", "b", "c")]
     widths = nodes.integers("mamba.parts", config.value_width, config.key_width, config.key_width)
     channels, key, query = nodes.split(convolved, parts, widths)
-    step, decay = _append_step(nodes, name, mamba, raw_step)
+    step, decay = _append_step(nodes, name, states, raw_step)
     apart = nodes.integers("mamba.apart", 0, 0, config.value_heads, config.value_dim)
     heads = nodes.add("Reshape", [channels, apart], f"{name}.heads")
     steps = nodes.add("Unsqueeze", [step, nodes.integers("mamba.last", -1)], f"{name}.steps")
@@ -260,28 +264,30 @@ def append_mamba(nodes: Nodes, index: int, layer: Layer, mamba: Mamba2Weights, n
     update = {"key": config.key_width, "value": config.value_width, "decay": config.value_heads}
     recurrence = Recurrence("gated", config.key_heads, config.value_heads, 1.0, update)
     read = append_recurrence(nodes, index, name, recurrence, query, [key, value, decay])
-    skip = nodes.weights.vector(f"{name}.d", [mamba.skip])
+    skip = nodes.weights.vector(f"{name}.d", [states.skip])
     factors = nodes.add("Unsqueeze", [skip, nodes.integers("mamba.last", -1)], f"{name}.ds")
     skipped = nodes.together(nodes.add("Mul", [heads, factors], f"{name}.skips"), f"{name}.skip")
-    return _append_grouped_norm(nodes, name, mamba, nodes.add("Add", [read, skipped], f"{name}.y"), gate)
+    return _append_grouped_norm(nodes, name, states, config, nodes.add("Add", [read, skipped], f"{name}.y"), gate)
 
 
-def _append_step(nodes: Nodes, name: str, mamba: Mamba2Weights, raw: str) -> tuple[str, str]:
+def _append_step(nodes: Nodes, name: str, states: StateWeights, raw: str) -> tuple[str, str]:
     """Append dt = softplus(raw + bias) and the decay's logarithm, -exp(A) dt, [1, M, heads] each."""
-    shifted = nodes.add("Add", [raw, nodes.weights.vector(f"{name}.dt_bias", [mamba.step_bias])], f"{name}.shifted")
+    shifted = nodes.add("Add", [raw, nodes.weights.vector(f"{name}.dt_bias", [states.step_bias])], f"{name}.shifted")
     step = nodes.add("Softplus", [shifted], f"{name}.step")
-    rates = nodes.add("Exp", [nodes.weights.vector(f"{name}.a_log", [mamba.log_rate])], f"{name}.rates")
+    rates = nodes.add("Exp", [nodes.weights.vector(f"{name}.a_log", [states.log_rates])], f"{name}.rates")
     scaled = nodes.add("Mul", [step, rates], f"{name}.rate")
     return step, nodes.forgetting_other_texts(nodes.add("Neg", [scaled], f"{name}.decay"))
 
 
-def _append_grouped_norm(nodes: Nodes, name: str, mamba: Mamba2Weights, read: str, gate: str) -> str:
+def _append_grouped_norm(
+    nodes: Nodes, name: str, states: StateWeights, config: Mamba2Config, read: str, gate: str
+) -> str:
     """Append the RMS norm, of every group by itself, of the output times SiLU of the gate."""
     gated = nodes.add("Mul", [read, nodes.silu(gate, f"{name}.silu")], f"{name}.gated")
-    count, factors = mamba.config.key_heads, nodes.weights.vector(f"{name}.norm", [mamba.norm])
+    count, factors = config.key_heads, nodes.weights.vector(f"{name}.norm", [states.norm])
     if count == 1:
         return nodes.norm_by(gated, factors, f"{name}.normed")
-    width = mamba.config.value_width // count
+    width = config.value_width // count
     groups = nodes.add("Reshape", [gated, nodes.integers("mamba.groups", 0, 0, count, width)], f"{name}.groups")
     normed = nodes.together(nodes.unweighted_norm(groups, width, f"{name}.normed"), f"{name}.together")
     return nodes.add("Mul", [normed, factors], f"{name}.scaled")

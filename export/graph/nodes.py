@@ -129,11 +129,8 @@ class Nodes:
         bias = self.weights.vector(f"{linear.name}.bias", linear.biases) if linear.biased else ""
         if weight_format.offsets:
             return self._linear_with_offsets(linear, weight_format, value, bias)
-        if weight_format.rank:
-            return self._corrected_linear(linear, weight_format, value, bias)
         if weight_format.bits != 32:
-            stored = self.weights.quantized(linear, weight_format)
-            return self.matmul_nbits(linear.shape, weight_format, [value, *stored.inputs(bias)], linear.name)
+            return self._quantized_linear(linear, weight_format, value, bias)
         product = self.add("MatMul", [value, self.weights.float32_transposed(linear)], f"{linear.name}.product")
         return self.add("Add", [product, bias], linear.name) if bias else product
 
@@ -149,19 +146,17 @@ class Nodes:
         offsets = self.matmul_nbits(shape, OFFSETS, [sums, offset_codes, offset_scales], f"{linear.name}.offsets")
         return self.add("Add", [product, offsets], linear.name)
 
-    def _corrected_linear(self, linear: FusedLinear, weight_format: WeightFormat, value: str, bias: str) -> str:
-        """Append the product with the codes plus the low-rank correction."""
-        matrix, down, up = self.weights.corrected(linear, weight_format)
-        rows, columns = linear.shape
-        product = self.matmul_nbits(
-            linear.shape, weight_format, [value, *matrix.inputs(bias)], f"{linear.name}.product"
-        )
-        inner = self.matmul_nbits(
-            (weight_format.rank, columns), FACTOR_FORMAT, [value, *down.inputs()], f"{linear.name}.thin"
-        )
-        correction = self.matmul_nbits(
-            (rows, weight_format.rank), FACTOR_FORMAT, [inner, *up.inputs()], f"{linear.name}.repair"
-        )
+    def _quantized_linear(self, linear: FusedLinear, weight_format: WeightFormat, value: str, bias: str) -> str:
+        """Append the product with the codes, plus the low-rank correction if the format has one."""
+        matrix, *factors = self.weights.quantized(linear, weight_format)
+        output = f"{linear.name}.product" if factors else linear.name
+        product = self.matmul_nbits(linear.shape, weight_format, [value, *matrix.inputs(bias)], output)
+        if not factors:
+            return product
+        (rows, columns), rank, correction = linear.shape, weight_format.rank, value
+        for factor, shape, part in zip(factors, ((rank, columns), (rows, rank)), ("thin", "repair"), strict=True):
+            inputs = [correction, *factor.inputs()]
+            correction = self.matmul_nbits(shape, FACTOR_FORMAT, inputs, f"{linear.name}.{part}")
         return self.add("Add", [product, correction], linear.name)
 
     def matmul_nbits(self, shape: tuple[int, int], weight_format: WeightFormat, inputs: list[str], output: str) -> str:

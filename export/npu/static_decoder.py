@@ -7,7 +7,7 @@ and only the new keys and values come back, which the caller writes into its cac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -20,13 +20,13 @@ from ...models.progress import Progress
 from ..architectures.family import HeadNorm
 from ..bundle_content import BundleContent
 from ..check.static_parity import check_static_graphs
-from ..checkpoint.config import Activation, DecoderConfig
+from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import Layer, Norm, QuantPlan
 from ..checkpoint.layout import embedding_layout, final_norm, head_layout, layer_layout
 from ..graph import inputs_outputs
-from ..graph.decoder import IR_VERSION, OPSET
+from ..graph.decoder import add_to_residual, as_model
+from ..graph.feed_forward import append_dense
 from ..graph.initializers import WeightFile
-from ..graph.nodes import MICROSOFT
 from ..graph.rope import Rope
 from .npu_weights import NpuWeights
 from .static_nodes import StaticNodes
@@ -74,12 +74,7 @@ def build_static_graph(
         output=_outputs(config, shape),
         value_info=nodes.shapes,
     )
-    return helper.make_model(
-        graph,
-        opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)],
-        ir_version=IR_VERSION,
-        producer_name="edge-run",
-    )
+    return as_model(graph)
 
 
 def _inputs(config: DecoderConfig, shape: StaticShape) -> list[ValueInfoProto]:
@@ -91,7 +86,7 @@ def _inputs(config: DecoderConfig, shape: StaticShape) -> list[ValueInfoProto]:
         declare("position_ids", TensorProto.INT32, [1, width]),
         *(declare(mask, TensorProto.FLOAT16, [1, 1, width, capacity + width]) for mask in masks),
         *rows,
-        *_caches(config, (inputs_outputs.past_key, inputs_outputs.past_value), capacity),
+        *inputs_outputs.caches(config, inputs_outputs.past_cache, capacity, TensorProto.FLOAT16),
     ]
 
 
@@ -100,7 +95,7 @@ def _outputs(config: DecoderConfig, shape: StaticShape) -> list[ValueInfoProto]:
     return [
         declare(NEXT_IDS, TensorProto.INT32, [rows]),
         declare(inputs_outputs.LOGITS, TensorProto.FLOAT16, [rows, config.vocab_size]),
-        *_caches(config, (inputs_outputs.present_key, inputs_outputs.present_value), shape.width),
+        *inputs_outputs.caches(config, inputs_outputs.present_cache, shape.width, TensorProto.FLOAT16),
     ]
 
 
@@ -120,7 +115,7 @@ class _Decoder:
         weight_format = nodes.plan[embedding_layout(config).name]
         table = nodes.weights.embedding(weight_format, config.vocab_size, config.hidden_size)
         embedded = nodes.add("Gather", [table, "input_ids"], "embedded", axis=0)
-        residual = nodes.scaled(embedded, config.embedding_scale, "embedded.scaled")
+        residual = nodes.scaled(embedded, config.embedding_scale, "", "embedded.scaled")
         layers = [layer_layout(config, index) for index in range(config.layers)]
         first = layers[0].before_attention
         normed = residual if first is None else nodes.norm(residual, first, "layers.0.input_norm")
@@ -132,42 +127,34 @@ class _Decoder:
                 projected = nodes.add("Gather", [projected, LOGIT_ROWS], "asked.projected", axis=1)
                 residual = nodes.add("Gather", [residual, LOGIT_ROWS], "asked.residual", axis=1)
                 nodes.rows = self._shape.logit_rows
-            normed, residual = self._add_to_residual(
-                projected, residual, layer.after_attention, layer.before_mlp, f"{name}.mlp_norm"
+            normed, residual = add_to_residual(
+                nodes, projected, residual, layer.after_attention, layer.before_mlp, f"{name}.mlp_norm"
             )
-            output = self._feed_forward(name, layer, normed)
+            output = append_dense(nodes, name, layer.gate_up, layer.down, normed)
             next_norm = final_norm(config) if last else layers[index + 1].before_attention
-            normed, residual = self._add_to_residual(output, residual, layer.after_mlp, next_norm, f"{name}.next_norm")
+            normed, residual = add_to_residual(nodes, output, residual, layer.after_mlp, next_norm, f"{name}.next_norm")
         self._head(normed)
-
-    def _add_to_residual(
-        self, value: str, residual: str, after: Norm | None, before: Norm | None, name: str
-    ) -> tuple[str, str]:
-        """Add the output of attention or feed-forward; returns the input of the next part and the new residual."""
-        nodes = self._nodes
-        if after is not None:
-            value = nodes.norm(value, after, f"{name}.after")
-        value = nodes.scaled(value, nodes.config.residual_scale, f"{name}.scaled")
-        total = nodes.add("Add", [value, residual], f"{name}.residual")
-        return total if before is None else nodes.norm(total, before, name), total
 
     def _attention(self, index: int, layer: Layer, normed: str) -> str:
         """Append the attention of a layer without its output projection; returns [1, W, heads * head_dim]."""
         nodes, config, name = self._nodes, self._nodes.config, f"layers.{index}"
         settings = config.attention[index]
         parts = [f"{name}.query", f"{name}.key", f"{name}.value"]
-        widths = [config.query_width, config.kv_width, config.kv_width]
-        query, key, value = nodes.split(nodes.linear(layer.qkv, normed), parts, widths)
-        new_key, new_value = inputs_outputs.present_key(index), inputs_outputs.present_value(index)
+        fused = nodes.linear(layer.qkv, normed)
+        widths = nodes.integers("", config.query_width, config.kv_width, config.kv_width)
+        query, key, value = nodes.split(fused, parts, widths)
+        (past_key, past_value), (new_key, new_value) = (
+            names(index) for names in (inputs_outputs.past_cache, inputs_outputs.present_cache)
+        )
         query = self._heads(query, config.heads, layer.query_norm, settings.rope, f"{query}.heads")
         query = self._grown(query, f"{name}.grown")
         self._heads(key, config.kv_heads, layer.key_norm, settings.rope, new_key)
         self._heads(value, config.kv_heads, None, None, new_value)
-        keys = nodes.add("Concat", [inputs_outputs.past_key(index), new_key], f"{name}.keys", axis=2)
-        values = nodes.add("Concat", [inputs_outputs.past_value(index), new_value], f"{name}.values", axis=2)
+        keys = nodes.add("Concat", [past_key, new_key], f"{name}.keys", axis=2)
+        values = nodes.add("Concat", [past_value, new_value], f"{name}.values", axis=2)
         # The scores may overflow in float16 unless queries are scaled before.
         scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-        query = nodes.scaled(query, scale, f"{name}.scaled")
+        query = nodes.scaled(query, scale, "", f"{name}.scaled")
         group = config.heads // config.kv_heads
         grouped = nodes.reshape(query, [1, config.kv_heads, group * nodes.width, config.head_dim], f"{name}.grouped")
         transposed = nodes.transpose(keys, [0, 1, 3, 2], f"{name}.transposed")
@@ -221,7 +208,7 @@ class _Decoder:
         cosines, sines = self._rows(rope)
         half = rotated // 2
         parts = [f"{heads}.first", f"{heads}.second", *([f"{heads}.rest"] if rest else [])]
-        first, second, *others = nodes.split(heads, parts, [half, half, *([rest] if rest else [])])
+        first, second, *others = nodes.split(heads, parts, nodes.integers("", half, half, *([rest] if rest else [])))
         swapped = nodes.add("Concat", [second, first], f"{heads}.swapped", axis=-1)
         whole = nodes.add("Concat", [first, second], f"{heads}.whole", axis=-1) if rest else heads
         left = nodes.add("Mul", [whole, cosines], f"{heads}.cosines")
@@ -255,25 +242,14 @@ class _Decoder:
         if cap is None:
             return value
         nodes = self._nodes
-        tanh = nodes.add("Tanh", [nodes.scaled(value, 1 / cap, f"{output}.divided")], f"{output}.tanh")
-        return nodes.scaled(tanh, cap, output)
-
-    def _feed_forward(self, name: str, layer: Layer, normed: str) -> str:
-        nodes, wide = self._nodes, self._nodes.config.intermediate_size
-        gate, up = nodes.split(nodes.linear(layer.gate_up, normed), [f"{name}.gate", f"{name}.up"], [wide, wide])
-        match nodes.config.activation:
-            case Activation.SILU:
-                sigmoid = nodes.add("Sigmoid", [gate], f"{name}.sigmoid")
-                activated = nodes.add("Mul", [gate, sigmoid], f"{name}.silu")
-            case Activation.GELU_TANH:
-                activated = nodes.add("Gelu", [gate], f"{name}.gelu", approximate="tanh")
-        return nodes.linear(layer.down, nodes.add("Mul", [activated, up], f"{name}.gated"))
+        tanh = nodes.add("Tanh", [nodes.scaled(value, 1 / cap, "", f"{output}.divided")], f"{output}.tanh")
+        return nodes.scaled(tanh, cap, "", output)
 
     def _head(self, normed: str) -> None:
         """Append logits [R, vocabulary] and the id of the largest logit of each of the R tokens."""
         nodes, config = self._nodes, self._nodes.config
         linear, cap, rows = head_layout(config), config.logits_softcap, self._shape.logit_rows
-        hidden = nodes.scaled(normed, config.logits_scale, "head.scaled")
+        hidden = nodes.scaled(normed, config.logits_scale, "", "head.scaled")
         weight_format = nodes.plan[linear.name]
         output = inputs_outputs.LOGITS if cap is None else "head.uncapped"
         if weight_format.bits == 32:
@@ -288,15 +264,6 @@ class _Decoder:
             self._capped(output, cap, inputs_outputs.LOGITS)
         best = nodes.add("ArgMax", [inputs_outputs.LOGITS], f"{NEXT_IDS}.int64", axis=-1, keepdims=0)
         nodes.add("Cast", [best], NEXT_IDS, to=TensorProto.INT32)
-
-
-def _caches(config: DecoderConfig, names: Sequence[Callable[[int], str]], slots: int) -> list[ValueInfoProto]:
-    shape = [1, config.kv_heads, slots, config.head_dim]
-    return [
-        helper.make_tensor_value_info(name(layer), TensorProto.FLOAT16, shape)
-        for layer in range(config.layers)
-        for name in names
-    ]
 
 
 def write_static_graphs(

@@ -3,63 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from onnx import NodeProto, TensorProto, ValueInfoProto, helper
+from onnx import TensorProto, ValueInfoProto, helper
 
 from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear, Norm, QuantPlan
-from ..graph.nodes import MICROSOFT
+from ..graph.nodes import MICROSOFT, Nodes
 from ..quantization.codes import FACTOR_FORMAT, OFFSETS
 from .npu_weights import NpuWeights
 
 
-class StaticNodes:
+class StaticNodes(Nodes):
     """The nodes of one static graph. Methods append nodes and take and return names of values, [1, W, channels]."""
 
+    weights: NpuWeights  # type: ignore[assignment]
+
     def __init__(self, config: DecoderConfig, plan: QuantPlan, weights: NpuWeights, width: int) -> None:
-        self.config: Final = config
-        self.plan: Final = plan
-        self.weights: Final = weights
+        super().__init__(config, plan, weights)  # type: ignore[arg-type]  # the methods here need no others of theirs
         self.width: Final = width
         """Number of token positions of a pass, W."""
         self.rows = width
         """Number of token positions that products have: W until those without logits are dropped."""
-        self.protos: list[NodeProto] = []
         self.shapes: list[ValueInfoProto] = []
         """Shapes of the outputs of ONNX Runtime's own operators, which ONNX's shape inference does not know."""
 
-    def add(self, operator: str, inputs: Sequence[str], output: str, domain: str = "", **attributes: Any) -> str:
-        """Append a node with one output, which gives the node its name."""
-        self.protos.append(helper.make_node(operator, inputs, [output], name=output, domain=domain, **attributes))
-        return output
-
-    def split(self, value: str, outputs: list[str], widths: Sequence[int]) -> list[str]:
-        """Split the last axis into parts of these widths."""
-        sizes = self.integers(widths)
-        self.protos.append(helper.make_node("Split", [value, sizes], outputs, name=outputs[0], axis=-1))
-        return outputs
-
     def reshape(self, value: str, shape: Sequence[int], output: str) -> str:
         """Append a Reshape."""
-        return self.add("Reshape", [value, self.integers(shape)], output)
+        return self.add("Reshape", [value, self.integers("", *shape)], output)
 
     def transpose(self, value: str, order: Sequence[int], output: str) -> str:
         """Append a Transpose."""
         return self.add("Transpose", [value], output, perm=list(order))
 
-    def integers(self, values: Sequence[int]) -> str:
+    def integers(self, name: str, *values: int) -> str:  # noqa: ARG002 -- the values name it
         """A small int64 constant, created once."""
         return self.weights.constant(f"integers.{'x'.join(map(str, values))}", np.array(values, np.int64))
 
-    def scaled(self, value: str, factor: float, output: str) -> str:
-        """Append `value * factor`, unless the factor is 1."""
-        if factor == 1:
-            return value
-        constant = self.weights.constant(f"factor.{factor!r}", np.array([factor], np.float16))
-        return self.add("Mul", [value, constant], output)
+    def scalar(self, name: str, value: float) -> str:  # noqa: ARG002 -- the value names it
+        """A float16 constant of one element, created once."""
+        return self.weights.constant(f"factor.{value!r}", np.array([value], np.float16))
+
+    def silu(self, value: str, output: str) -> str:
+        """Append SiLU as two nodes."""
+        sigmoid = self.add("Sigmoid", [value], f"{output.removesuffix('silu')}sigmoid")
+        return self.add("Mul", [value, sigmoid], output)
+
+    def add_and_norm(self, value: str, residual: str, norm: Norm, output: str) -> tuple[str, str]:
+        """Append the RMS norm of `value + residual`; returns the names of the norm and of the sum."""
+        total = self.add("Add", [value, residual], f"{output}.residual")
+        return self.norm(total, norm, output), total
 
     def norm(self, value: str, norm: Norm, output: str, rows: int | None = None) -> str:
         """Append an RMS norm of `rows` vectors, None for one a token; squares are summed in more than float16."""
@@ -101,7 +96,7 @@ class StaticNodes:
         product = self.quantized(name, weight_format, value, linear.columns, f"{name}.codes_product")
         padded, columns = self._padded(value, linear.columns, block, f"{name}.summed")
         blocks = self.reshape(padded, [1, self.rows, columns // block, block], f"{name}.blocks")
-        sums = self.add("ReduceSum", [blocks, self.integers([-1])], f"{name}.sums", keepdims=0)
+        sums = self.add("ReduceSum", [blocks, self.integers("", -1)], f"{name}.sums", keepdims=0)
         offsets = self.quantized(name, OFFSETS, sums, columns // block, f"{name}.offsets", "offset_")
         self.add("Add", [product, offsets], output)
 

@@ -28,10 +28,6 @@ LAST_SLOT: Final = "seqlens_k"
 TOTAL: Final = "total_sequence_length"
 
 _MASKED: Final = np.array(-1e9, np.float32)
-_CACHE_NAMES: Final = (
-    (inputs_outputs.past_key, inputs_outputs.present_key),
-    (inputs_outputs.past_value, inputs_outputs.present_value),
-)
 _MASKED_BELOW: Final = -1e4
 """A bias below this hides a position."""
 
@@ -235,9 +231,9 @@ def _rename_caches(
     renamed: dict[str, str] = {}
     for index, cache in enumerate(caches):
         layer, half = divmod(index, 2)
-        past, present = _CACHE_NAMES[half]
+        past, present = (names(layer)[half] for names in (inputs_outputs.past_cache, inputs_outputs.present_cache))
         # The new names may be the old names of other caches, so all are first renamed to names that are free.
-        for old, new in ((cache.past, past(layer)), (cache.present, present(layer))):
+        for old, new in ((cache.past, past), (cache.present, present)):
             free = graph.fresh(f"{new}.cache")
             graph.rename(old, free)
             renamed[free] = new

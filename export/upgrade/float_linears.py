@@ -6,6 +6,7 @@ in each pass.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
@@ -17,7 +18,7 @@ from onnx import TensorProto, numpy_helper
 from ...errors import BundleError
 from ...models.manifest import WeightFormat
 from ..checkpoint.source import in_order
-from ..quantization.codes import UInt8Array, blocks_of, quantize_rows
+from ..quantization.codes import blocks_of, quantize_rows
 from .decoder_io import TOKENS, embedding_lookup, find_lm_head
 from .editable import MICROSOFT, EditableGraph, Node
 from .graph_parts import FLOATS, Array, Computed, Source, Tensor
@@ -94,38 +95,29 @@ def _read(graph: EditableGraph, name: str) -> Matrix | None:
     return Matrix(tensor, transposed=transpose is not None)
 
 
-class RoundedMatrix:
+def rounded(matrix: Matrix, weight_format: WeightFormat) -> tuple[Tensor, Tensor]:
     """A matrix rounded to nearest in blocks along K (see `quantization.codes`), which is computed when it is written.
 
-    It is rounded only once for both tensors if the codes are read first.
+    Returns:
+        Codes, uint8 [N, blocks, block * bits / 8], and scales, float32 [N, blocks]. The matrix is rounded only once for
+        both if the codes are read first.
     """
+    shape = matrix.shape[0], blocks_of(matrix.shape[1], weight_format)
+    found: list[Float32Array] = []
 
-    def __init__(self, matrix: Matrix, weight_format: WeightFormat) -> None:
-        rows, columns = matrix.shape
-        blocks = blocks_of(columns, weight_format)
-        self.format = weight_format
-        block_bytes = weight_format.block * weight_format.bits // 8
-        self.codes = Tensor.computed(np.uint8, (rows, blocks, block_bytes), self._rounded_codes)
-        """uint8 [N, blocks, block * bits / 8]"""
-        self.scales = Tensor.computed(np.float32, (rows, blocks), self._rounded_scales)
-        """float32 [N, blocks]"""
-        self._matrix = matrix
-        self._found_scales: list[Float32Array] = []
-
-    def _rounded_codes(self) -> Iterator[Array]:
-        self._found_scales = []
-        for packed, scales in in_order(self._round, self._matrix.ranges()):
-            self._found_scales.append(scales)
+    def codes() -> Iterator[Array]:
+        found.clear()
+        for packed, scales in in_order(lambda part: quantize_rows(matrix.rows(*part), weight_format), matrix.ranges()):
+            found.append(scales)
             yield packed
 
-    def _rounded_scales(self) -> Iterator[Array]:
-        if not self._found_scales:
-            for _ in self._rounded_codes():
-                pass
-        yield from self._found_scales
+    def scales() -> Iterator[Array]:
+        if not found:
+            deque(codes(), 0)
+        yield from found
 
-    def _round(self, part: tuple[int, int]) -> tuple[UInt8Array, Float32Array]:
-        return quantize_rows(self._matrix.rows(*part), self.format)
+    block_bytes = weight_format.block * weight_format.bits // 8
+    return Tensor.computed(np.uint8, (*shape, block_bytes), codes), Tensor.computed(np.float32, shape, scales)
 
 
 def quantize_linears(graph: EditableGraph, body: WeightFormat, head: WeightFormat) -> None:
@@ -141,7 +133,7 @@ def quantize_linears(graph: EditableGraph, body: WeightFormat, head: WeightForma
     """
     lm_head = find_lm_head(graph)
     tied = _quantize_embedding(graph, head, matrix_of(graph, lm_head)) if head.bits != 32 else None
-    shared: dict[tuple[Source, bool, WeightFormat], RoundedMatrix] = {}
+    shared: dict[tuple[Source, bool, WeightFormat], tuple[Tensor, Tensor]] = {}
     for node in graph.in_order():
         weight_format = head if node is lm_head else body
         matrix = matrix_of(graph, node)
@@ -152,8 +144,8 @@ def quantize_linears(graph: EditableGraph, body: WeightFormat, head: WeightForma
         key = (matrix.tensor.source, matrix.transposed, weight_format)  # layers may share their weights
         stored = tied if node is lm_head and tied is not None else shared.get(key)
         if stored is None:
-            stored = shared[key] = RoundedMatrix(matrix, weight_format)
-        inputs = [node.input(0), stored.codes, stored.scales, *(("", "", node.input(2)) if node.input(2) else ())]
+            stored = shared[key] = rounded(matrix, weight_format)
+        inputs = [node.input(0), *stored, *(("", "", node.input(2)) if node.input(2) else ())]
         name = node.name or node.output(0)
         linear = quantized_linear(graph, name, inputs, matrix.shape, weight_format.bits, weight_format.block)
         graph.replace_value(node.output(0), linear)
@@ -169,17 +161,19 @@ def _is_product(graph: EditableGraph, node: Node, matrix: Matrix) -> bool:
     return fits and node.attribute("alpha", 1.0) == 1 and node.attribute("beta", 1.0) == 1
 
 
-def _quantize_embedding(graph: EditableGraph, weight_format: WeightFormat, head: Matrix | None) -> RoundedMatrix | None:
-    """Quantize the embedding; returns its codes if the LM head is the same matrix."""
+def _quantize_embedding(
+    graph: EditableGraph, weight_format: WeightFormat, head: Matrix | None
+) -> tuple[Tensor, Tensor] | None:
+    """Quantize the embedding; returns its codes and scales if the LM head is the same matrix."""
     node = embedding_lookup(graph, TOKENS)
     table = None if node is None else table_of(graph, node)
     if node is None or table is None:
         return None
-    stored = RoundedMatrix(table, weight_format)
+    codes, scales = rounded(table, weight_format)
     columns = table.shape[1]
     gathered = graph.value(
         "GatherBlockQuantized",
-        [stored.codes, node.input(1), stored.scales.reshaped(*stored.scales.shape, 1)],
+        [codes, node.input(1), scales.reshaped(*scales.shape, 1)],
         name="embedding.blocks",
         domain=MICROSOFT,
         bits=weight_format.bits,
@@ -191,20 +185,20 @@ def _quantize_embedding(graph: EditableGraph, weight_format: WeightFormat, head:
     if columns % weight_format.block:
         value = graph.value("Slice", [value, [0], [columns], [2]], name="embedding.cut")
     graph.replace_value(node.output(0), value)
-    return stored if head is not None and table.equals(head) else None
+    return (codes, scales) if head is not None and table.equals(head) else None
 
 
-def is_half(graph: EditableGraph) -> bool:
-    """Whether the graph's caches or weights are in half precision."""
-    return any(graph.element_type(name) in _HALVES for name in (*graph.tensors, *graph.inputs))
-
-
-def widen(graph: EditableGraph) -> None:
+def widen(graph: EditableGraph) -> bool:
     """Convert every half-precision value of the graph to float32, inputs and outputs included.
+
+    Returns:
+        Whether the caches or weights were in half precision.
 
     Raises:
         BundleError: a branch of the graph may compute in half precision.
     """
+    if not any(graph.element_type(name) in _HALVES for name in (*graph.tensors, *graph.inputs)):
+        return False
     for node in graph.nodes:
         _retype(graph, node)
     converted: dict[Source, Source] = {}  # a tied matrix remains one matrix
@@ -219,6 +213,7 @@ def widen(graph: EditableGraph) -> None:
     for info in (*graph.inputs.values(), *graph.outputs.values()):
         if info.type.tensor_type.elem_type in _HALVES:
             info.type.tensor_type.elem_type = TensorProto.FLOAT
+    return True
 
 
 def _retype(graph: EditableGraph, node: Node) -> None:

@@ -11,7 +11,7 @@ There are two checks, as for an export from a checkpoint (`export.check.parity`)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -143,9 +143,8 @@ def require_same(folder: Path, model: ModelProto, reference: Reference) -> float
     """
     session = ContractSession(folder, len(reference.tokens) + 2, with_float_activations(model))
     differences = {
-        "in one pass": _in_one_pass(session, reference),
-        "step by step": _step_by_step(session, reference),
-        "over a token tree": _over_a_tree(session, reference),
+        where: float(np.abs(found.astype(np.float64) - expected).max())
+        for where, found, expected in _passes(session, reference)
     }
     for where, difference in differences.items():
         if not difference <= reference.tolerance:
@@ -177,33 +176,19 @@ def measure(folder: Path, reference: Reference, difference: float) -> Parity:
     return Parity(difference, mean_kl(original, shipped), agreement)
 
 
-def _in_one_pass(session: ContractSession, reference: Reference) -> float:
-    """Prefill all tokens and request logits of all positions in reverse order."""
-    session.length = 0
-    selected = np.arange(len(reference.tokens))[::-1].copy()
-    return _max_difference(session.forward(reference.tokens, selected)[::-1], reference.logits)
+def _passes(session: ContractSession, reference: Reference) -> Iterator[tuple[str, Float32Array, Float32Array]]:
+    """Yield in which way tokens were read, their logits, and those of the source.
 
-
-def _step_by_step(session: ContractSession, reference: Reference) -> float:
+    The tree has the next token of the longer sequence, its sibling, and the child of the former.
+    """
+    tokens, logits = reference.tokens, reference.logits
+    yield "in one pass", session.forward(tokens, np.arange(len(tokens))[::-1].copy())[::-1], logits
     session.length = _PROMPT
-    steps = [
-        session.forward(reference.tokens[position : position + 1], np.array([0]))[0]
-        for position in range(_PROMPT, len(reference.tokens))
-    ]
-    return _max_difference(np.stack(steps), reference.logits[_PROMPT:])
-
-
-def _over_a_tree(session: ContractSession, reference: Reference) -> float:
-    """Run a tree in one pass: the next token of the longer sequence, its sibling, and the former's child."""
+    steps = [session.forward(tokens[each : each + 1], np.array([0]))[0] for each in range(_PROMPT, len(tokens))]
+    yield "step by step", np.stack(steps), logits[_PROMPT:]
     session.length = _PROMPT
-    tokens = np.array([reference.tokens[_PROMPT], reference.sibling, reference.tokens[_PROMPT + 1]])
-    positions = np.array([_PROMPT, _PROMPT, _PROMPT + 1])
-    seen = np.array([[1, 0, 0], [0, 1, 0], [1, 0, 1]], np.bool_)
-    bias = np.where(np.hstack([np.ones((3, _PROMPT), np.bool_), seen]), np.float32(0), np.float32(-1e9))
-    logits = session.run(tokens, positions, bias, np.arange(3))
-    expected = np.stack([reference.logits[_PROMPT], reference.sibling_logits, reference.logits[_PROMPT + 1]])
-    return _max_difference(logits, expected)
-
-
-def _max_difference(found: Float32Array, expected: Float32Array) -> float:
-    return float(np.abs(found.astype(np.float64) - expected).max())
+    drafted = np.array([tokens[_PROMPT], reference.sibling, tokens[_PROMPT + 1]])
+    seen = np.hstack([np.ones((3, _PROMPT), np.bool_), np.array([[1, 0, 0], [0, 1, 0], [1, 0, 1]], np.bool_)])
+    bias = np.where(seen, np.float32(0), np.float32(-1e9))
+    found = session.run(drafted, np.array([_PROMPT, _PROMPT, _PROMPT + 1]), bias, np.arange(3))
+    yield "over a token tree", found, np.stack([logits[_PROMPT], reference.sibling_logits, logits[_PROMPT + 1]])

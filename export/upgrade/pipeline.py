@@ -40,7 +40,7 @@ from .describe import (
     weight_matrices,
 )
 from .editable import EditableGraph, Node
-from .float_linears import is_half, quantize_linears, widen
+from .float_linears import quantize_linears, widen
 from .graph_parts import in_place, read_model, to_file
 from .parity import POSITIONS_READ, Reference, measure, require_same, run_reference
 from .quantized_linears import (
@@ -194,16 +194,14 @@ def _normalized_source(source: Bundle, *, inline: bool = False) -> tuple[Editabl
         model = inline_selected_functions(model, [("", "Attention")], inline_schema_functions=True)
     take_cached_branch(model)
     graph = EditableGraph(model, source.graph.parent)
-    _require_foreign(graph)
-    _require_attention_alone(graph, source)
+    _require_upgradable(graph, source)
     split_caches(graph)
     convert_integer_linears(graph)
     return graph, identify_io(graph, decoder_inputs(source))
 
 
 def _widen_halves(graph: EditableGraph, notes: list[str]) -> None:
-    if is_half(graph):
-        widen(graph)
+    if widen(graph):
         notes.append("half precision became float32, in which a CPU computes")
 
 
@@ -261,12 +259,14 @@ def _table_length(graph: EditableGraph, node: Node) -> int | None:
     return tensor.shape[0] if tensor is not None and len(tensor.shape) == 2 else None
 
 
-def _require_attention_alone(graph: EditableGraph, source: Bundle) -> None:
-    """Check that no layer keeps a state in place of keys and values.
-
-    Raises:
-        BundleError: one does; names its input.
-    """
+def _require_upgradable(graph: EditableGraph, source: Bundle) -> None:
+    """Refuse a graph with operators too old to be combined, with the contract's inputs, or with states for keys."""
+    if graph.opsets.get("", _OLDEST_OPSET) < _OLDEST_OPSET:
+        raise BundleError(
+            f"the model has opset {graph.opsets['']}, older than {_OLDEST_OPSET}", "export it again with a later opset"
+        )
+    if all(info.name in graph.inputs for info in inputs_outputs.pass_inputs()):
+        raise BundleError("the model follows edge-run's graph contract already", "run it as it is")
     states = states_by_key([GraphValue(name, "", ()) for name in graph.inputs], decoder_inputs(source), "past")
     if states:
         name = next(iter(states.values())).name
@@ -274,16 +274,6 @@ def _require_attention_alone(graph: EditableGraph, source: Bundle) -> None:
             f"{source.graph} has layers that keep a state ({name}), which cannot be upgraded",
             "run it as it is, or export its checkpoint with edge-run export",
         )
-
-
-def _require_foreign(graph: EditableGraph) -> None:
-    """Refuse a graph that already follows the contract, or has operators too old to be combined with its own."""
-    if graph.opsets.get("", _OLDEST_OPSET) < _OLDEST_OPSET:
-        raise BundleError(
-            f"the model has opset {graph.opsets['']}, older than {_OLDEST_OPSET}", "export it again with a later opset"
-        )
-    if all(info.name in graph.inputs for info in inputs_outputs.pass_inputs()):
-        raise BundleError("the model follows edge-run's graph contract already", "run it as it is")
 
 
 def _remove_inputs(graph: EditableGraph) -> None:

@@ -17,7 +17,7 @@ from edgerun.export import FP32
 from edgerun.export.graph.initializers import WeightFile
 from edgerun.export.quantization.codes import dequantize_rows, quantize_rows
 from edgerun.export.upgrade.editable import EditableGraph
-from edgerun.export.upgrade.float_linears import Matrix, RoundedMatrix, quantize_linears, widen
+from edgerun.export.upgrade.float_linears import Matrix, quantize_linears, rounded, widen
 from edgerun.export.upgrade.graph_parts import Array, Computed, Tensor, in_place, to_file
 from edgerun.export.upgrade.quantized_linears import absorb_biases, join_linears
 from edgerun.models.manifest import WeightFormat
@@ -132,9 +132,9 @@ def test_matrix_is_rounded_by_row_in_both_layouts(
     rows: int, columns: int, weight_format: WeightFormat, transposed: bool, codes_first: bool, dtype: npt.DTypeLike
 ) -> None:
     matrix = weights("any", rows, columns).astype(dtype)
-    stored = RoundedMatrix(Matrix(Tensor.of(matrix.T if transposed else matrix), transposed), weight_format)
-    codes, scales = quantize_rows(matrix.astype(np.float32), weight_format)
-    for tensor, array in ((stored.codes, codes), (stored.scales, scales))[:: 1 if codes_first else -1]:
+    stored = rounded(Matrix(Tensor.of(matrix.T if transposed else matrix), transposed), weight_format)
+    expected = quantize_rows(matrix.astype(np.float32), weight_format)
+    for tensor, array in list(zip(stored, expected, strict=True))[:: 1 if codes_first else -1]:
         np.testing.assert_array_equal(tensor.array(), array)
 
 
@@ -151,7 +151,7 @@ def test_large_matrix_is_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Matrix, "rows", rows)
     size = 3000
     matrix = Matrix(Tensor.of(np.zeros((size, size), np.float32)), transposed=True)
-    parts: Iterator[Array] = RoundedMatrix(matrix, FORMATS[0]).codes.source.pieces()
+    parts: Iterator[Array] = rounded(matrix, FORMATS[0])[0].source.pieces()
     assert sum(part.nbytes for part in parts) == size * 94 * 16
     assert sum(sizes) == size * size
     assert max(sizes) <= 1 << 22
