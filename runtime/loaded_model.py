@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
+
+import psutil
 
 from ..errors import BundleError, EdgeError, InputError, TemplateError
 from ..models.bundle import TARGET_IDS_NAME, Bundle
@@ -32,7 +35,7 @@ from .kv.prefix_cache import PrefixCache
 from .kv.prefix_files import PrefixFiles
 from .measure.measurement_store import model_id
 from .options import GenerateOptions, Request, model_defaults
-from .overflow import fitted, overflow_of
+from .overflow import context_limit, expected_tokens, fitted, overflow_of
 from .prefill import PrefillMode
 from .scheduling.answer_stream import AnswerStream
 from .scheduling.request_queue import Chunks, RequestQueue, Ticket
@@ -47,6 +50,9 @@ from .text.messages import ChatPrompt
 from .text.tokenizer import TextTokenizer
 from .tools.answer_format import AnswerFormat
 from .tools.answer_parts import AnswerParts
+
+_CACHES_SHARE: Final = 0.5
+"""Share of the free memory, once a model is loaded, that the KV caches of simultaneous answers may take."""
 
 
 class LoadedModel:
@@ -83,7 +89,7 @@ class LoadedModel:
         self._graph: DecoderGraph | None = graph
         self._feature_size = graph.graph_io.feature_size if draft is not None and draft.pair.head is not None else None
         self.graph_io: Final = graph.graph_io
-        self.context: Final = _context_limit(bundle, graph.graph_io.capacity, options.context)
+        self.context: Final = context_limit(bundle, graph.graph_io.capacity, options.context)
         """Largest number of tokens of prompt and answer together."""
         self.device: Final = config.device
         self.assignments: Final = graph.assignments
@@ -101,7 +107,8 @@ class LoadedModel:
         self.answer_format: Final = AnswerFormat(written, options.tool_format, self.tokenizer)
         """How reasoning and calls are found in answers."""
         self.defaults: Final = model_defaults(bundle)
-        self.queue: Final = RequestQueue(options.parallel, options.max_waiting)
+        room = _CACHES_SHARE * psutil.virtual_memory().available if self.device.kind is DeviceKind.CPU else math.inf
+        self.queue: Final = RequestQueue(options.parallel, options.max_waiting, room)
         self.shared_passes: Final = graph.share_passes(options.parallel, self.queue.gather)
         """What runs the passes of simultaneous answers; if they take turns, why."""
         self.overflow: Final = options.overflow
@@ -176,6 +183,11 @@ class LoadedModel:
         arena = self.new_arena()
         arena.copy_from(sequence.arena, slots)
         return CachedSequence(self._open_graph().bind(arena), sequence.token_ids[:slots], self._progress)
+
+    def cache_bytes(self, prompt_tokens: int, options: GenerateOptions) -> int:
+        """Bytes of the KV caches that the answers to a prompt are expected to fill at a time."""
+        tokens = expected_tokens(self.context, prompt_tokens, options.max_tokens)
+        return min(options.candidates, self.queue.parallel) * tokens * self.graph_io.cache_bytes_per_token
 
     def with_float_cache(self) -> BoundGraph:
         """Load the graph once more, with a float cache, and bind it to one: what an int8 cache is compared with.
@@ -272,7 +284,13 @@ class LoadedModel:
             return self.generate(sequence, request, partial(self.queue.pass_turn, ticket))
 
         return AnswerStream(
-            self.queue, generate, sequence, choices=options.n, start_text=start_text, start_parts=start_parts
+            self.queue,
+            generate,
+            sequence,
+            cache_bytes=self.cache_bytes(len(request.prompt_ids), options),
+            choices=options.n,
+            start_text=start_text,
+            start_parts=start_parts,
         )
 
     def replay(
@@ -379,20 +397,3 @@ def _require_whole_head(bundle: Bundle, graph_io: GraphIO) -> None:
             f"{bundle.folder} is a draft whose head has {graph_io.vocab_size} of {graph_io.input_vocab} tokens",
             "run the model that it drafts for",
         )
-
-
-def _context_limit(bundle: Bundle, capacity: int | None, wanted: int | None) -> int:
-    """The context to use: `wanted`, at most what the model allows and a cache of fixed size holds.
-
-    Raises:
-        InputError: `wanted` is more than that, or nothing says what the model allows.
-    """
-    limits = [limit for limit in (bundle.context, capacity) if limit is not None]
-    allowed = min(limits, default=None)
-    if allowed is None:
-        if wanted is None:
-            raise InputError(f"nothing beside {bundle.graph} says how long the context is", "give it with --context")
-        return wanted
-    if wanted is not None and wanted > allowed:
-        raise InputError(f"context is {wanted}", f"this model allows at most {allowed}")
-    return allowed if wanted is None else wanted

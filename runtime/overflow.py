@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Final, TypeVar
 
 from ..errors import ContextError, InputError
+from ..models.bundle import Bundle
 from .kv.prefix_cache import shared_tokens
 from .text.chat_template import Message
 from .text.messages import ChatPrompt
@@ -66,6 +67,11 @@ def overflow_of(wanted: str | None, default: str | None, *, raw: bool, exact: bo
 def answer_reserve(context: int, max_tokens: int | None) -> int:
     """Number of tokens of the context to keep free for an answer."""
     return min(_RESERVE if max_tokens is None else max_tokens, context // _RESERVE_SHARE)
+
+
+def expected_tokens(context: int, prompt_tokens: int, max_tokens: int | None) -> int:
+    """Number of tokens that a prompt and its answer are expected to fill of the context."""
+    return min(context, prompt_tokens + (_RESERVE if max_tokens is None else max_tokens))
 
 
 def turns_of(messages: Sequence[_Item], role: Callable[[_Item], object]) -> list[list[_Item]]:
@@ -214,3 +220,20 @@ def fitted(
             )
         prompt_ids = [*prompt_ids[:first], *prompt_ids[newest:]]
     return chat, prompt_ids
+
+
+def context_limit(bundle: Bundle, capacity: int | None, wanted: int | None) -> int:
+    """The context to use: `wanted`, at most what the model allows and a cache of fixed size holds.
+
+    Raises:
+        InputError: `wanted` is more than that, or nothing says what the model allows.
+    """
+    limits = [limit for limit in (bundle.context, capacity) if limit is not None]
+    allowed = min(limits, default=None)
+    if allowed is None:
+        if wanted is None:
+            raise InputError(f"nothing beside {bundle.graph} says how long the context is", "give it with --context")
+        return wanted
+    if wanted is not None and wanted > allowed:
+        raise InputError(f"context is {wanted}", f"this model allows at most {allowed}")
+    return allowed if wanted is None else wanted

@@ -27,7 +27,12 @@ _LOAD: Final = OptionsOf(
     LoadOptions(power=Power.PERFORMANCE, prefill=PrefillMode.PLAIN),
     only=("device", "threads", "context", "kv", "tokenizer", "draft", "draft_device"),
 )
-_KINDS: Final = {"greedy": "greedy", "sampled": "sampled", "exact": "greedy with --exact"}
+_KINDS: Final = {
+    "greedy": "greedy",
+    "sampled": "sampled",
+    "exact": "greedy with --exact",
+    "together": "several at a time",
+}
 
 
 @takes_options(_LOAD)
@@ -46,7 +51,8 @@ def verify(
 
     Compares the logits of passes over several tokens with those of passes over one token, and speculative texts, with
     drafts of every kind, with texts of plain decoding. Texts may differ only from a near tie on: a position whose two
-    best logits are closer than the passes differ. With --exact they may not differ at all. The report is stored for
+    best logits are closer than the passes differ. With --exact they may not differ at all. Texts that share passes, as
+    those of several clients do, are compared too. The report is stored for
     --exact, and edge-run inspect shows it. The exit code is 1 if a text differs anywhere else. Of weights that are
     packed for this machine in the cache, and of the int8 prompt graph, all bytes are compared with their checksums.
     Prompts are read by the model itself (--prefill plain).
@@ -103,7 +109,7 @@ def _facts(engine: Engine, report: ExactnessReport, quality: LogitQuality | None
 
 def exactness_summary(report: ExactnessReport) -> str:
     """What an exactness report found, in a few words."""
-    counts = [count for count in (report.greedy, report.sampled, report.exact) if count is not None]
+    counts = [count for kind in _KINDS if (count := getattr(report, kind)) is not None]
     texts, tied = sum(count.texts for count in counts), sum(count.near_ties for count in counts)
     failed = sum(count.failed for count in counts)
     if not report.noise.sound:

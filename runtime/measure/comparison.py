@@ -2,7 +2,8 @@
 
 Drafts are not pruned to what pays here, so that there is something to compare: the speculators assume that wider passes
 cost nothing. Besides the drafters that the model has, two know the plain answer. One drafts it, which makes the longest
-drafts that can be accepted; one hides it among false branches, which makes trees whose accepted nodes lie apart.
+drafts that can be accepted; one hides it among false branches, which makes trees whose accepted nodes lie apart. With
+these two, greedy answers are also generated several at a time, in passes that they share.
 
 A difference is within tolerance if plain decoding's choice was a near tie. For greedy decoding that is a margin of less
 than epsilon between two logits. For sampling, the next token is the one whose share of the cumulative distribution
@@ -14,13 +15,14 @@ close to the boundary that was crossed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
 
-from ..decode import DecodeLimits, FinishReason, decode
+from ..decode import DecodeLimits, FinishReason, Step, decode
 from ..engine import Engine
 from ..graph.graph_choice import ChosenSession
 from ..kv.prefix_cache import shared_tokens
@@ -29,6 +31,8 @@ from ..options import GenerateOptions, Request
 from ..prefill import prefill
 from ..result import DraftCounts
 from ..sampling.sampler import Logits, Sampler, SamplingParams, uniform_at
+from ..scheduling.request_queue import TurnTaker
+from ..scheduling.several_answers import run_together
 from ..speculation.drafters.interface import Candidate, Drafter
 from ..speculation.drafters.model import ModelDrafter
 from ..speculation.pass_cost import PassCost
@@ -187,7 +191,7 @@ class Comparison:
         Raises:
             ContextError: a prompt does not fit the context.
         """
-        steps = 2 * len(prompts) + 1
+        steps = 2 * len(prompts) + 2
         plain = []
         for prompt in prompts:
             plain.append(self.plain(prompt, self._greedy))
@@ -201,6 +205,8 @@ class Comparison:
         for number, (prompt, answer) in enumerate(zip(prompts, plain, strict=True)):
             self._compare_prompt(number, prompt, answer, noise.epsilon)
             progress((len(plain) + 2 + number) / steps)
+        self._compare_together(prompts, plain, noise.epsilon)
+        progress(1.0)
         return ExactnessReport(noise, **self._counts, counterexample=self._counterexample)
 
     def plain(self, prompt: Sequence[int], sampling: SamplingParams) -> Answer:
@@ -215,9 +221,34 @@ class Comparison:
             for kind, recomputed, allowed in kinds or [("sampled", None, epsilon)]:
                 for drafter, speculator in self._speculators(prompt, plain, sampling):
                     found = self._decode(prompt, sampling, speculator, recomputed)
-                    difference = self._count(kind, prompt, sampling, plain, found, allowed)
-                    if difference is not None and self._counterexample is None:
-                        self._counterexample = Counterexample(kind, drafter, index, sampling.seed, *difference)
+                    self._count(kind, drafter, index, prompt, sampling, plain, found, allowed)
+
+    def _compare_together(self, prompts: Sequence[Sequence[int]], plain: Sequence[Answer], epsilon: float) -> None:
+        """Compare greedy answers that are generated several at a time, in passes that they share."""
+        model, queue = self._engine.model, self._engine.model.queue
+        if isinstance(model.shared_passes, str):
+            return
+
+        def steps(prompt: Sequence[int], speculator: Speculator, taker: TurnTaker) -> Generator[Step, None, None]:
+            bound = model.new_sequence().bound
+            bound.base_only = True
+            prefill(bound, prompt[:-1])
+            bound.shares_passes = True
+            limits = replace(self._limits, cancelled=partial(queue.pass_turn, taker))
+            yield from decode(bound, prompt, self._sampler(self._greedy), limits, speculator)
+
+        # Chains in every other answer, beside trees.
+        chosen = [
+            self._speculators(prompt, answer, self._greedy)[index % 2]
+            for index, (prompt, answer) in enumerate(zip(prompts, plain, strict=True))
+        ]
+        starts = [partial(steps, prompt, speculator) for prompt, (_, speculator) in zip(prompts, chosen, strict=True)]
+        found: list[list[Step]] = [[] for _ in prompts]
+        for index, step in run_together(queue, starts, [TurnTaker(steady=True) for _ in starts], queue.parallel):
+            found[index].append(step)
+        for index, (prompt, (drafter, _)) in enumerate(zip(prompts, chosen, strict=True)):
+            answer = _answer(found[index])
+            self._count("together", drafter, index, prompt, self._greedy, plain[index], answer, epsilon)
 
     def _speculators(
         self, prompt: Sequence[int], plain: Answer, sampling: SamplingParams
@@ -242,16 +273,13 @@ class Comparison:
     ) -> Answer:
         """Answer a prompt; all answers to a prompt share the slots of one prefill."""
         self._rewind(prompt)
-        sampler = Sampler(sampling, self._engine.graph_io.vocab_size)
+        sampler = self._sampler(sampling)
         near_ties = None if epsilon is None else NearTies(self._bound, sampler, epsilon, lambda: False)
         steps = list(decode(self._bound, prompt, sampler, self._limits, speculator, near_ties))
-        rounds = [step.round for step in steps if step.round is not None]
-        return Answer(
-            tuple(token for step in steps for token in step.tokens),
-            steps[-1].finish is FinishReason.STOP,
-            DraftCounts(sum(sum(each.drafted) for each in rounds), sum(sum(each.accepted) for each in rounds)),
-            0 if near_ties is None else near_ties.passes,
-        )
+        return _answer(steps, 0 if near_ties is None else near_ties.passes)
+
+    def _sampler(self, sampling: SamplingParams) -> Sampler:
+        return Sampler(sampling, self._engine.graph_io.vocab_size)
 
     def _rewind(self, prompt: Sequence[int]) -> None:
         """Leave the slots of `prompt` in the arena, except for the last token's, with which decoding starts."""
@@ -265,25 +293,27 @@ class Comparison:
     def _count(
         self,
         kind: str,
+        drafter: str,
+        number: int,
         prompt: Sequence[int],
         sampling: SamplingParams,
         plain: Answer,
         found: Answer,
         epsilon: float,
-    ) -> tuple[int, int, int, float] | None:
-        """Count an answer; returns where and how it differs if it does so where it must not."""
+    ) -> None:
+        """Count an answer to the prompt of an index; the first that differs where it must not is kept."""
         identical = (plain.token_ids, plain.ended) == (found.token_ids, found.ended)
-        near_tie, gap, difference = False, 0.0, None
+        near_tie, gap = False, 0.0
         if not identical:
             index = shared_tokens(plain.token_ids, found.token_ids)
             expected, other, gap = self._gap(prompt, sampling, plain, found, index)
             near_tie = gap < epsilon
-            difference = None if near_tie else (index, expected, other, gap)
+            if not near_tie and self._counterexample is None:
+                self._counterexample = Counterexample(kind, drafter, number, sampling.seed, index, expected, other, gap)
         counts = ComparisonCounts(
             1, int(identical), int(near_tie), gap if near_tie else 0.0, found.drafts, found.recomputed
         )
         self._counts[kind] = self._counts.get(kind, ComparisonCounts()) + counts
-        return difference
 
     def _gap(
         self, prompt: Sequence[int], sampling: SamplingParams, plain: Answer, found: Answer, index: int
@@ -307,6 +337,17 @@ class Comparison:
             logits: Logits = self._bound.forward((token,))[0]
             self._bound.arena.commit(1)
         return logits.copy()
+
+
+def _answer(steps: Sequence[Step], recomputed: int = 0) -> Answer:
+    """The answer of a decode loop's steps."""
+    rounds = [step.round for step in steps if step.round is not None]
+    return Answer(
+        tuple(token for step in steps for token in step.tokens),
+        steps[-1].finish is FinishReason.STOP,
+        DraftCounts(sum(sum(each.drafted) for each in rounds), sum(sum(each.accepted) for each in rounds)),
+        recomputed,
+    )
 
 
 def _distance(logits: Logits, sampling: SamplingParams, position: int, expected: int, other: int) -> float:

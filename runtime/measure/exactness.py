@@ -89,7 +89,7 @@ class Counterexample:
     """A speculative text that differs from plain decoding where it must not."""
 
     kind: str
-    """What was compared: `greedy`, `sampled` or `exact`."""
+    """What was compared: `greedy`, `sampled`, `exact` or `together`."""
     drafter: str
     """Name of the drafter: `oracle`, `oracle tree` or `auto`."""
     prompt: int
@@ -115,6 +115,8 @@ class ExactnessReport:
     sampled: ComparisonCounts | None = None
     exact: ComparisonCounts | None = None
     """Greedy decoding that recomputes near ties."""
+    together: ComparisonCounts | None = None
+    """Greedy answers that were generated several at a time; None also where answers cannot share passes."""
     counterexample: Counterexample | None = None
     """The first text that differs where it must not."""
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ...errors import EdgeError
 from ..arguments.argument_types import check_ranges, option
-from .distribution import Distribution
+from .distribution import Distribution, drawn_index
 from .logit_adjustments import LogitAdjustments, check_biases
 from .token_mask import TokenConstraint, TokenMask
 
@@ -181,7 +181,6 @@ class Sampler:
         self._masked = np.empty(0 if constraint is None else vocab_size, np.float32)
         self._ids = np.arange(vocab_size) if not params.greedy else np.empty(0, np.intp)
         self._weights = np.empty(vocab_size if not params.greedy else 0, np.float64)
-        self._cumulative = np.empty(vocab_size if not params.greedy else 0, np.float64)
         self._mask = np.empty(vocab_size, np.bool_)
         penalties = (params.repeat_penalty, params.presence_penalty, params.frequency_penalty)
         self._adjustments = LogitAdjustments(penalties, params.logit_bias, vocab_size) if params.adjusts else None
@@ -226,12 +225,8 @@ class Sampler:
             token = int(scores.argmax()) if mask is None else mask.largest(scores, self._masked)
             _require_finite(scores.item(token))
             return token
-        ids, probabilities = self.probabilities(logits)
-        cumulative = np.cumsum(probabilities, out=self._cumulative[: probabilities.size])
-        drawn = uniform_at(self.params.seed, self.params.first_position + position) * cumulative[-1]
-        # A product rounded up to the total would lie beyond the last token of positive probability.
-        last = np.searchsorted(cumulative, cumulative[-1])
-        return int(ids[min(np.searchsorted(cumulative, drawn, side="right"), last)])
+        ids, weights = self._possible(logits)
+        return int(ids[drawn_index(weights, uniform_at(self.params.seed, self.params.first_position + position))])
 
     def top_two_margin(self, logits: Logits) -> float:
         """Difference of the two largest of `logits` `[V]`, after penalties and biases and of tokens that may come."""
@@ -264,6 +259,12 @@ class Sampler:
         Raises:
             EdgeError: some logits are NaN, or the largest is infinite.
         """
+        ids, weights = self._possible(logits)
+        weights /= weights.sum()
+        return ids, weights
+
+    def _possible(self, logits: Logits) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
+        """As `probabilities`, with weights that do not sum to 1."""
         params = self.params
         ids, scores, mask = self._ids, self._adjusted(logits), self._mask_here()
         if mask is not None and mask.ids is not None:
@@ -278,14 +279,14 @@ class Sampler:
             ids, scores = ids[kept], scores[kept]
         weights = self._weights[: ids.size]
         np.subtract(scores, largest, out=weights)
-        weights /= params.temperature
+        if params.temperature != 1:
+            weights /= params.temperature
         np.exp(weights, out=weights)
         if params.top_p < 1:
             ids, weights = self._nucleus(ids, weights, params.top_p)
         if params.min_p > 0:
             kept = self._where(np.greater_equal, weights, params.min_p * weights.max())
             ids, weights = ids[kept], weights[kept]
-        weights /= weights.sum()
         return ids, weights
 
     def distribution(self, logits: Logits) -> Distribution:

@@ -31,6 +31,7 @@ class AnswerStream(Iterator[Chunk]):
         queue: queue of the engine.
         generate: begins to generate the answer.
         owner: what only one answer may use at a time; see `Ticket`.
+        cache_bytes: expected size of the KV caches.
         choices: number of answers to the prompt, each of which has a last chunk.
         start_text: see the attribute.
         start_parts: see the attribute; None for text alone.
@@ -42,6 +43,7 @@ class AnswerStream(Iterator[Chunk]):
         generate: Generate,
         owner: object | None = None,
         *,
+        cache_bytes: int = 0,
         choices: int = 1,
         start_text: str = "",
         start_parts: AnswerParts | None = None,
@@ -53,7 +55,7 @@ class AnswerStream(Iterator[Chunk]):
         """The parts of that text, as the chunks have those of what follows."""
         self._queue = queue
         self._generate = generate
-        self._ticket = Ticket(self, owner)
+        self._ticket = Ticket(self, owner, cache_bytes)
         self._choices: Final = choices
         self._unfinished = choices
         self._chunks: Chunks | None = None

@@ -2,11 +2,13 @@
 
 A few answers have a place, and the turn goes around among them: each prepares one forward pass in its turn, and the
 last one runs those that were handed in, together. A pass that cannot be shared runs in its turn. Other requests wait
-for a place, in order. Waiting can be cancelled; waiting that would deadlock raises an error instead.
+for a place, in order, and so do those whose KV caches do not fit in memory beside those of the others. Waiting can be
+cancelled; waiting that would deadlock raises an error instead.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
@@ -59,11 +61,13 @@ class Ticket(TurnTaker):
     Args:
         stream: reads the answer. It may be dropped, and then gives up the place.
         owner: what only one answer may use at a time, such as a conversation, or a KV cache; None for nothing.
+        cache_bytes: expected size of its KV caches.
     """
 
-    def __init__(self, stream: QueuedStream, owner: object | None = None) -> None:
+    def __init__(self, stream: QueuedStream, owner: object | None = None, cache_bytes: int = 0) -> None:
         super().__init__()
         self.owner: Final = owner
+        self.cache_bytes: Final = cache_bytes
         self._stream = weakref.ref(stream)
         self.ended: Final[set[int]] = set()
         """The answers that are to end, of several to the prompt."""
@@ -88,11 +92,18 @@ class RequestQueue:
     Args:
         parallel: number of answers that are generated at a time.
         max_waiting: number of further requests that may wait.
+        cache_bytes: bytes that the KV caches of the answers may take together; a single one may take more.
     """
 
-    def __init__(self, parallel: int = DEFAULT_PARALLEL, max_waiting: int = DEFAULT_MAX_WAITING) -> None:
+    def __init__(
+        self,
+        parallel: int = DEFAULT_PARALLEL,
+        max_waiting: int = DEFAULT_MAX_WAITING,
+        cache_bytes: float = math.inf,
+    ) -> None:
         self.parallel: Final = parallel
         self.max_waiting: Final = max_waiting
+        self.cache_bytes: Final = cache_bytes
         self._turns = TurnLock()
         """Held by the thread that runs a pass of the engine or changes what its answers share."""
         self._changed = threading.Condition()
@@ -312,6 +323,9 @@ class RequestQueue:
             if len(self._running) == self.parallel:
                 break
             if ticket.owner is None or not self._in_use(ticket.owner):
+                taken = sum(each.cache_bytes for each in self._running)
+                if self._running and taken + ticket.cache_bytes > self.cache_bytes:
+                    break  # those behind it would keep it waiting for ever
                 self._waiting.remove(ticket)
                 self._running.append(ticket)
         self._changed.notify_all()
@@ -326,7 +340,7 @@ class RequestQueue:
         ):
             raise _deadlock()
         readers = [each.waiting_reader for each in self._waiting if each.waiting_reader is not None]
-        if len(self._running) == self.parallel and all(each.reader in readers for each in self._running):
+        if self._running and all(each.reader in readers for each in self._running):
             raise _deadlock()
 
     def _require_open(self) -> None:

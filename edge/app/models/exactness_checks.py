@@ -23,6 +23,7 @@ _KINDS: Final = {
     "greedy": "the likeliest token each time",
     "sampled": "tokens drawn at random, with a seed",
     "exact": "the likeliest token, near ties recomputed",
+    "together": "the likeliest token, several answers at a time",
 }
 
 

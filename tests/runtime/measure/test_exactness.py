@@ -41,7 +41,7 @@ COUNTS = ComparisonCounts(
     texts=9, identical=7, near_ties=2, widest_near_tie=0.125, drafts=DraftCounts(300, 120), recomputed=40
 )
 FOUND = Counterexample("greedy", "oracle tree", 3, 0, 17, 5, 9, 1.5)
-FULL = ExactnessReport(NOISE, COUNTS, COUNTS, COUNTS, FOUND)
+FULL = ExactnessReport(NOISE, COUNTS, COUNTS, COUNTS, COUNTS, FOUND)
 
 
 @pytest.fixture(autouse=True)
@@ -114,14 +114,39 @@ def test_every_text_equals_the_plain_one_or_differs_from_a_near_tie_on(
             exactness_report = Comparison(engine, 24).report(prompts, fractions.append)
         assert exactness_report.passed
         assert exactness_report.counterexample is None
-        for count, texts in ((exactness_report.greedy, 9), (exactness_report.sampled, 18), (exactness_report.exact, 9)):
+        for kind, texts in {"greedy": 9, "sampled": 18, "exact": 9, "together": 3}.items():
+            count = getattr(exactness_report, kind)
             assert (count.texts, count.failed) == (texts, 0)
             assert count.drafts.drafted > count.drafts.accepted > 0
         assert exactness_report.exact.identical == exactness_report.exact.texts
         if model[1] == "fp32":
             assert exactness_report.greedy.identical == 9
             assert exactness_report.sampled.identical == 18
-    assert fractions == [step / 7 for step in range(1, 8)] * 2
+            assert exactness_report.together.identical == 3
+    assert fractions == [step / 8 for step in range(1, 9)] * 2
+
+
+def test_answers_that_share_a_pass_and_mix_up_their_rows_fail(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from edgerun.runtime.graph.shared_passes import PackedPasses
+
+    run, widths = PackedPasses.run, []
+
+    def mixed_up(packed: PackedPasses, texts: Any, options: Any) -> None:
+        run(packed, texts, options)
+        widths.append(len(texts))
+        logits = [each.outputs[packed._outputs[0]].numpy() for each in texts]
+        rows = min(map(len, logits))
+        logits[0][:rows] = logits[-1][:rows]
+
+    monkeypatch.setattr(PackedPasses, "run", mixed_up)
+    with edgerun.load(tiny_bundle) as engine:
+        exactness_report = Comparison(engine, 24).report([text[:9] for text in TEXTS], lambda _: None)
+    assert max(widths) > 1
+    assert not exactness_report.passed
+    assert (exactness_report.greedy.failed, exactness_report.exact.failed) == (0, 0)
+    assert exactness_report.counterexample.kind == "together"
 
 
 def test_a_text_that_differs_where_the_choice_was_clear_fails(

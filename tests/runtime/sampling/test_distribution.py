@@ -7,7 +7,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgerun.runtime.sampling.distribution import Distribution
+from edgerun.runtime.sampling.distribution import Distribution, drawn_index
 
 V = 12
 
@@ -54,6 +54,19 @@ def test_a_draw_is_the_inverse_of_the_cumulative_distribution(distribution: Dist
     assert values[token] > 0
     assert values[:token].sum() <= uniform + 1e-12
     assert uniform <= values[: token + 1].sum() + 1e-12
+
+
+def test_a_draw_of_many_tokens_is_that_of_their_whole_cumulative_sum() -> None:
+    random = np.random.default_rng(5)
+    weights = np.where(random.random(5000) < 0.5, 0.0, random.exponential(size=5000))
+    weights[1024:2048] = 0
+    weights[-1] = 0
+    cumulative = np.cumsum(weights)
+    for uniform in (0.0, *random.random(2000).tolist(), float(np.nextafter(1, 0))):
+        index = drawn_index(weights, uniform)
+        assert weights[index] > 0
+        at = uniform * cumulative[-1]
+        assert cumulative[index] - weights[index] - 1e-9 <= at <= cumulative[index] + 1e-9
 
 
 def test_the_largest_uniform_number_draws_a_token_of_positive_probability() -> None:

@@ -53,6 +53,28 @@ def test_an_answer_inside_an_unfinished_one_raises_instead_of_deadlocking(single
     assert single.generate("the", max_tokens=5).text
 
 
+def test_an_answer_whose_cache_does_not_fit_beside_the_others_waits(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with edgerun.load(tiny_bundle, threads=1) as engine:
+        token_bytes = engine.graph_io.cache_bytes_per_token
+    memory = type("Memory", (), {"available": 2 * 100 * token_bytes})
+    monkeypatch.setattr("edgerun.runtime.loaded_model.psutil.virtual_memory", lambda: memory)
+    with edgerun.load(tiny_bundle, threads=1, prefix_cache=0) as engine:
+        first, second, third = (
+            engine.stream("the", raw=True, max_tokens=count, ignore_eos=True) for count in (80, 30, 10)
+        )
+        next(first)
+        for stream in (second, third):
+            stream.start()
+        assert (engine.activity().active, engine.activity().waiting) == (1, 2)
+        with pytest.raises(EdgeError, match="the reader is in the middle of another answer"):
+            next(second)
+        first.close()
+        assert engine.activity().waiting == 0
+        assert list(third)[-1].completion_tokens == 10
+
+
 def test_a_waiting_answer_continues_from_the_cache_of_the_one_that_it_waited_for(engine: Engine) -> None:
     """Only from its finished cache, although its prompt begins with the text of the running answer."""
     ids = list(range(30, 40))

@@ -166,7 +166,7 @@ def test_an_exactness_check_is_explained_and_kept_or_cancelled(client: httpx.Cli
     report = got["reports"]["bundle"]["report"]
     assert report["passed"]
     assert report["result"].startswith(("Bit-identical for every pass width", "Identical up to near ties"))
-    assert {row["kind"] for row in report["rows"]} == {"greedy", "sampled", "exact"}
+    assert {row["kind"] for row in report["rows"]} == {"greedy", "sampled", "exact", "together"}
     for row in report["rows"]:
         assert row["texts"] == row["identical"] + row["near_ties"] + row["failed"]
     assert report["texts"] == sum(row["texts"] for row in report["rows"]) > 0
