@@ -275,7 +275,7 @@ class Sampler:
         largest = scores.max()
         _require_finite(float(largest))
         if 0 < params.top_k < scores.size:
-            kept = self._largest(scores, params.top_k)
+            kept = largest_indices(scores, params.top_k, self._mask)
             ids, scores = ids[kept], scores[kept]
         weights = self._weights[: ids.size]
         np.subtract(scores, largest, out=weights)
@@ -309,7 +309,7 @@ class Sampler:
     ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
         """The smallest set of tokens of probability `top_p` (Holtzman et al. 2020), ties at the edge kept."""
         needed = top_p * weights.sum()
-        candidates = self._largest(weights, _USUAL_NUCLEUS)
+        candidates = largest_indices(weights, _USUAL_NUCLEUS, self._mask)
         if weights[candidates].sum() < needed:
             # Tokens below this weight have less than 1 - top_p together, so the nucleus is among the others.
             candidates = self._where(np.greater, weights, (1 - top_p) * weights.sum() / weights.size)
@@ -318,10 +318,6 @@ class Sampler:
         edge = heavy[min(reached, heavy.size - 1)]
         kept = candidates[weights[candidates] >= edge]
         return ids[kept], weights[kept]
-
-    def _largest(self, values: npt.NDArray[np.floating], k: int) -> npt.NDArray[np.intp]:
-        """Ascending indices of the `k` largest values; see `largest_indices`."""
-        return largest_indices(values, k, self._mask)
 
     def _where(self, compare: np.ufunc, values: npt.NDArray[np.floating], bound: float) -> npt.NDArray[np.intp]:
         """Indices where `compare(values, bound)` is true."""

@@ -53,10 +53,6 @@ class TokenPrices:
     second: float
     """Price of a second: the decoding rate, in tokens per second."""
 
-    def limited_to(self, max_width: int) -> TokenPrices:
-        """The prices of a pass of at most `max_width` token positions."""
-        return self if max_width >= len(self.positions) else TokenPrices(self.positions[:max_width], self.second)
-
 
 class TreeGrowth:
     """One draft tree while it grows; kept until the outcome of its verification is known.

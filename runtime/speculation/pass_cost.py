@@ -204,9 +204,7 @@ class PassCost:
         """Seconds of passes over 1 to `max_width` tokens, float64 `[max_width]`, read-only."""
         index = _bucket_of(context)
         speed, curve = self._curves.get(index, _NO_CURVE)
-        if curve.size < max(max_width, 1):
-            if max_width < 1:
-                raise ValueError(f"a pass has at least one token, not {max_width}")
+        if curve.size < max_width:
             curve = self._make_curve(index, max(max_width, 32))
         elif speed != self._speed:
             curve = curve * math.exp(self._speed - speed)

@@ -57,17 +57,9 @@ class ReplaySampler:
         self._sampler = sampler
 
     def choose(self, logits: Logits, position: int) -> int:
-        """The recorded token at `position`.
-
-        Raises:
-            IndexError: the answer has no such position.
-        """
+        """The recorded token at `position`."""
         self._sampler.choose(logits, position)
-        index = position - self._start
-        if not 0 <= index < len(self._answer):
-            last = self._start + len(self._answer) - 1
-            raise IndexError(f"position {position} is outside the recorded answer ({self._start} to {last})")
-        return self._answer[index]
+        return self._answer[position - self._start]
 
     def observe_prompt(self, tokens: Sequence[int]) -> None:
         """Add tokens of the prompt to the other sampler's sequence."""

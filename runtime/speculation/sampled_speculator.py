@@ -122,8 +122,6 @@ def verify_block(
         max_tokens: number of tokens that may be emitted in this round, at least 1.
     """
     tree = draft.tree
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens is {max_tokens}, but a round emits at least one token")
     # Draft tokens beyond the limit, or beyond an end of the sequence, count as never sampled.
     tokens: list[int] = list(tree.token_ids[1:max_tokens])
     tokens = tokens[: next((count for count, token in enumerate(tokens, 1) if token in ends), None)]

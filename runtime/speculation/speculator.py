@@ -180,7 +180,7 @@ class Speculator:
         self._rounds += 1
         if min(max_tokens, room) < 2:
             return Round(Tree.anchor_only(anchor), host_s=time.perf_counter() - started)
-        prices = self._prices.limited_to(room)
+        prices = TokenPrices(self._prices.positions[:room], self._prices.second)
         if self.disabled:
             draft = self._grow((), None, anchor, prices, max_tokens - 1, constraint, chain=True)
             draft.host_s = time.perf_counter() - started

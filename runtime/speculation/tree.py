@@ -148,16 +148,10 @@ class Tree:
         return None
 
     def kept(self, nodes: Iterable[int]) -> Tree:
-        """The tree of some of the nodes, in the same order.
-
-        Raises:
-            ValueError: the anchor or a kept node's parent is not among them.
-        """
+        """The tree of some of the nodes, in the same order; the anchor and their parents must be among them."""
         order = sorted(set(nodes))
         new_index = {old: new for new, old in enumerate(order)}
         parents = self.parent_nodes
-        if order[:1] != [0] or any(parents[node] not in new_index for node in order[1:]):
-            raise ValueError(f"nodes {order} lack the anchor or the parent of a node")
         return Tree(
             [self.token_ids[node] for node in order],
             [-1, *(new_index[parents[node]] for node in order[1:])],

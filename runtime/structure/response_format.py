@@ -84,12 +84,7 @@ class ResponseFormat:
     @property
     def described(self) -> str:
         """What it is, in a sentence."""
-        return {
-            FormatKind.JSON_SCHEMA: "JSON schema",
-            FormatKind.REGEX: "regex",
-            FormatKind.GRAMMAR: "grammar",
-            FormatKind.CHOICE: "list of choices",
-        }[self.kind]
+        return {FormatKind.JSON_SCHEMA: "JSON schema", FormatKind.CHOICE: "list of choices"}.get(self.kind, self.kind)
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str, after: str = "") -> ResponseFormat:

@@ -215,6 +215,8 @@ def run_tools(
         EdgeError: an answer cannot be generated.
         InputError: a function cannot be a tool, two have one name, or `max_rounds` is less than 1.
     """
+    from ..result import Reply  # noqa: PLC0415 -- result imports this package
+
     offered = [each if isinstance(each, FunctionTool) else FunctionTool.of(each) for each in tools]
     by_name = {tool.name: tool for tool in offered}
     if len(by_name) < len(offered):
@@ -225,9 +227,15 @@ def run_tools(
     messages: list[Mapping[str, Any]] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
     rounds = 0
     while True:
-        reply = _answer(
-            engine, messages, options, {**changes, "tools": [t.definition for t in offered]}, stopped, on_chunk
-        )
+        chunks = []
+        stream = engine.stream(messages, options, **changes, tools=[tool.definition for tool in offered])
+        for chunk in stream:
+            chunks.append(chunk)
+            if on_chunk is not None:
+                on_chunk(chunk)
+            if chunk.finish_reason is None and stopped():
+                stream.cancel()
+        reply = Reply.of(chunks)
         messages.append(reply.message)
         if not reply.tool_calls or rounds == max_rounds or stopped():
             return ToolRun(reply, tuple(messages), rounds)
@@ -238,25 +246,3 @@ def run_tools(
             content = by_name[call.name].result(call.values) if allowed else DECLINED
             messages.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content})
         rounds += 1
-
-
-def _answer(
-    engine: Engine,
-    messages: Sequence[Mapping[str, Any]],
-    options: GenerateOptions | None,
-    changes: Mapping[str, Any],
-    stopped: Callable[[], bool],
-    on_chunk: Callable[[Chunk], None] | None,
-) -> Reply:
-    """One answer of the loop."""
-    from ..result import Reply  # noqa: PLC0415 -- result imports this package
-
-    chunks = []
-    stream = engine.stream(messages, options, **changes)
-    for chunk in stream:
-        chunks.append(chunk)
-        if on_chunk is not None:
-            on_chunk(chunk)
-        if chunk.finish_reason is None and stopped():
-            stream.cancel()
-    return Reply.of(chunks)

@@ -187,8 +187,6 @@ class DraftModel(ModelDrafter):
     def logits(self, path: Path) -> Floats | None:
         """Logits float32 `[head]` after the sequence and `path`; None if they cannot be computed."""
         started = time.perf_counter()
-        if not self._token_ids:
-            raise ValueError("an empty sequence has no next token")
         self._commit_accepted()
         if path not in self._logits:
             self._run_path(path)

@@ -26,7 +26,7 @@ import numpy as np
 
 from ....models.file_system import locked, move
 from ....models.regular_file import read_regular
-from .history_index import HEADER_BYTES, TOKEN_LIMIT, WORD, Covered, HistoryIndex, Tokens, encode
+from .history_index import HEADER_BYTES, WORD, Covered, HistoryIndex, Tokens, encode
 
 _DATABASE: Final = "history.db"
 _SET_ASIDE: Final = "history.db.damaged"
@@ -35,7 +35,6 @@ _INDEX: Final = "index"
 _PART: Final = 128
 """Number of sequences read at a time while indexing: other operations wait 0.25 s for the lock, or are skipped."""
 _WAIT_S: Final = 0.25
-_MIN_BYTES: Final = 64 << 10
 _PAGE_BYTES: Final = 1024
 """Size of a database page; the smallest databases have a few pages."""
 _FEW_TOKENS: Final = 200_000
@@ -70,14 +69,9 @@ class HistoryStore:
         folder: folder for this model alone; created with the first sequence, private to the user.
         max_bytes: maximum size of all files in the folder, at least 64 KiB.
         warn: called with a message of one line when something is wrong with the files.
-
-    Raises:
-        ValueError: `max_bytes` is too small.
     """
 
     def __init__(self, folder: Path, max_bytes: int, warn: Callable[[str], None]) -> None:
-        if max_bytes < _MIN_BYTES:
-            raise ValueError(f"a history of {max_bytes} bytes is too small; the minimum is {_MIN_BYTES}")
         self._folder = folder
         self._path = folder / _DATABASE
         self._index_path = folder / _INDEX
@@ -97,14 +91,9 @@ class HistoryStore:
         """Store a finished sequence, or the end of a very long one; returns whether it was stored.
 
         To store a growing conversation, append its new tokens: a sequence need not start where a conversation starts.
-
-        Raises:
-            ValueError: a token is negative or 2**31 - 2 or more.
         """
         if not len(token_ids):
             return True
-        if min(token_ids) < 0 or max(token_ids) >= TOKEN_LIMIT:
-            raise ValueError(f"token ids must be 0 to {TOKEN_LIMIT - 1}")
         max_tokens = self._max_pages // 2 * (_PAGE_BYTES - 64) // WORD
         tokens = np.asarray(token_ids[-max_tokens:], "<u4").tobytes()
         try:

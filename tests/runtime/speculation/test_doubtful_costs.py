@@ -37,7 +37,6 @@ def store(bundle: Path, cost: PassCost) -> Callable[[], PassCost]:
 
     def load() -> PassCost:
         stored = PASS_COSTS.load(key)
-        assert stored is not None
         return stored
 
     return load

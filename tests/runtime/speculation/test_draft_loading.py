@@ -132,16 +132,6 @@ def test_a_small_draft_does_not_change_the_targets_configuration(tiny_bundle: Pa
     assert share_cores(config, large) == (shared, shared)
 
 
-def test_sessions_that_share_cores_have_the_same_logits(tiny_bundle: Path) -> None:
-    device = choose_device("cpu")
-
-    def logits(config: SessionConfig) -> np.ndarray:
-        session = GraphSession(Bundle(tiny_bundle, tiny_bundle / "model.onnx", None).graph, config)
-        return session.bind(session.arena(50)).forward(range(20, 60))
-
-    np.testing.assert_array_equal(logits(SessionConfig(device, 2, shares_cores=True)), logits(SessionConfig(device, 2)))
-
-
 def test_a_draft_takes_turns_on_the_targets_device_and_overlaps_elsewhere(tiny_bundle: Path) -> None:
     target = open_bundle(tiny_bundle)
     found, cpu = pair(target, target), SessionConfig(choose_device("cpu"), 2)

@@ -171,18 +171,6 @@ def test_alternating_conversations_use_their_own_caches(drafted: Drafted, tmp_pa
     assert talk(Speculation.parse(drafted.drafter), put_aside=put_aside) == talk(OFF, put_aside=False)
 
 
-def test_a_cancelled_answer_leaves_a_valid_cache(drafted: Drafted) -> None:
-    answers = []
-    for choice in (OFF, Speculation.parse(drafted.drafter)):
-        session = drafted.engine.session()
-        stream = session.stream("the other", GREEDY, speculation=choice)
-        next(iter(stream))
-        stream.close()
-        session.messages.clear()
-        answers.append(session.send("and", GREEDY, speculation=choice).text)
-    assert answers[0] == answers[1]
-
-
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_wrong_draft_changes_nothing(bundle: tuple[Path, str], options: GenerateOptions) -> None:
     """The draft model is sure of the least likely tokens."""
@@ -226,8 +214,6 @@ def test_export_with_a_draft_that_keeps_states(
     choices = ["--draft", str(draft), "--draft-vocab", "60", "--calibration", str(text), "--calibration-tokens", "1100"]
     assert main(["export", str(checkpoint), str(out), *choices]) == 0
     found = find_draft(open_bundle(out))
-    assert found is not None
-    assert found.target_ids is not None
     assert found.target_ids.size == 60
     texts = []
     for spec in ("off", "model"):

@@ -79,7 +79,6 @@ def test_a_conversation_continues_after_closing_or_cancelling_at_any_chunk(engin
 def cached(engine: Engine, session: Session) -> tuple[int, int]:
     """Number of slots that the prefix cache has of a conversation: those of plain decoding, and all."""
     found = engine.model.prefixes.longest(session._token_ids())
-    assert found is not None
     return found[0].plain_length, found[0].length
 
 
@@ -93,12 +92,10 @@ def test_slots_written_by_wide_passes_are_marked_when_saved(engine: Engine, tmp_
     with engine.session(resume=tmp_path / "chat") as session:
         assert cached(engine, session) == (plain, slots)
         found = engine.model.prefixes.longest(session._token_ids())
-        assert found is not None
         further = [*found[1].tolist(), 7, 8]
         reply = Reply.of(engine.answer(further, GenerateOptions(max_tokens=3, speculation=OFF)))
         assert reply.stats.reused_tokens == slots
         found = engine.model.prefixes.longest(further)
-        assert found is not None
         assert found[0].plain_length == plain
 
 

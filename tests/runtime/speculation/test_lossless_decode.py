@@ -194,17 +194,6 @@ def test_an_oracle_fills_every_pass(graph: GraphSession, params: SamplingParams)
     assert [step.produced for step in steps] == [1, *[6] * 6, 3]
 
 
-def test_drafts_that_are_never_accepted_become_smaller(graph: GraphSession) -> None:
-    prompt, limits = prompt_of(4), DecodeLimits(200)
-    text = [*prompt, *plain(graph, prompt, GREEDY, limits)]
-    steps = steps_of(
-        bind(graph), prompt, GREEDY, limits, speculator_of(adversaries(text, VOCABULARY, EOS)["always wrong"])
-    )
-    assert tokens_of(steps) == text[len(prompt) :]
-    early, late = (sum(step.round.width for step in part if step.round) for part in (steps[1:41], steps[-40:]))
-    assert late < early
-
-
 @pytest.mark.parametrize("name", ["all", "nearly right", "wide", "scattered", "right, then wrong"])
 @pytest.mark.parametrize("model", [("llama", "fp32"), ("qwen3", "fp32")], ids="-".join)
 def test_after_every_round_the_cache_is_that_of_the_sequence(model, graph_of, name: str) -> None:

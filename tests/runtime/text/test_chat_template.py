@@ -276,7 +276,6 @@ def test_random_templates_end_in_time_within_memory_and_in_one_line(batch: int) 
     real = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.jinja"))]
     cases = CASES if batch else 5
     with started([sys.executable, str(CHILD)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
         lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         stdout = child.stdout
         threading.Thread(target=lambda: [lines.put(line) for line in stdout], daemon=True).start()

@@ -23,7 +23,6 @@ def matcher(family: str, tools: list[dict[str, Any]], *, several: bool = True) -
     """A matcher of bytes for the calls of a family."""
     template = FAMILIES[family].template().written
     tool_format = choose_format("auto", template)
-    assert tool_format is not None
     grammar = CallGrammar(OfferedTools.of(tools), tool_format, reasoning_tags(template), lambda _text: None)
     made = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar.lark(template, several=several))
     assert not made.is_error(), made.get_error()

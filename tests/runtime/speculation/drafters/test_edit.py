@@ -173,7 +173,6 @@ def test_a_path_of_candidates_is_what_appending_them_gives(prompt: list[int], an
         ahead = made.after(ahead, token)
         made.append(token)
         state = made.state()
-        assert state is not None
         if ahead is not None:
             assert state[:2] == ahead[:2]
             assert made.candidates(state) == made.candidates(ahead)

@@ -55,7 +55,6 @@ def test_the_target_gives_the_features_of_every_token(headed: TargetWithHead, ta
     for start, stop in ((0, 17), (17, 18), (18, 30), (30, 40)):
         bound.forward(tokens[start:stop], logits_for=(stop - start - 1,))
         bound.arena.commit(stop - start)
-    assert bound.arena.features is not None
     np.testing.assert_allclose(bound.arena.features.read(0, 40), headed.reference.features(tokens), atol=2e-4)
 
 
@@ -96,7 +95,6 @@ def test_wherever_the_sequence_goes_the_logits_are_those_of_the_reference(
         if len(tokens) < 2:
             assert logits is None
             continue
-        assert logits is not None
         np.testing.assert_allclose(logits, headed.reference.run(tokens, path).logits[-1], atol=1e-3)
 
 
@@ -113,7 +111,6 @@ def test_where_features_are_unknown_the_head_begins_later(headed: TargetWithHead
         head.append(token)
     run_missing(restored, tokens)
     logits = head.logits((21, 22))
-    assert logits is not None
     np.testing.assert_allclose(logits, headed.reference.run(tokens, (21, 22), first=19).logits[-1], atol=1e-3)
 
 
@@ -140,7 +137,6 @@ def test_trees_leave_the_features_of_the_accepted_path(eagle: TargetWithHead) ->
     mask = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], np.bool_)
     bound.forward([23, 30, 31, 32], positions=[3, 4, 4, 5], tree_mask=mask)
     bound.arena.compact(3, [0, 2, 3])
-    assert bound.arena.features is not None
     expected = eagle.reference.features([20, 21, 22, 23, 31, 32])
     np.testing.assert_allclose(bound.arena.features.read(0, 6), expected, atol=2e-4)
 
@@ -175,7 +171,6 @@ def test_the_int8_prompt_graph_gives_features_too(tmp_path: Path, monkeypatch: p
         )
         arena = engine.model.prefixes._kept[-1].arena
     assert reply.stats.prompt_readers["int8"] > 100
-    assert arena.features is not None
     assert (arena.features.start, arena.features.end >= arena.length) == (0, True)
 
 
@@ -195,8 +190,6 @@ def test_a_trimmed_module_has_the_rows_of_the_reference(tmp_path: Path, tied: bo
     for path in ((), (22,), (22, 40), (22, 40, 5)):  # tokens that it lacks are read all the same
         expected = whole.reference.run(tokens, path).logits[-1][KEPT]
         all_logits, found = (head.logits(path) for head in heads)
-        assert all_logits is not None
-        assert found is not None
         assert found.shape == KEPT.shape
         np.testing.assert_allclose(found, expected, atol=1e-3)
         np.testing.assert_allclose(found, all_logits[KEPT], atol=1e-4)
@@ -209,7 +202,6 @@ def test_features_survive_tokens_that_run_once_more(tmp_path: Path) -> None:
     tokens = np.random.default_rng(3).integers(5, 300, 50).tolist()
     bound = bind_with_features(headed.open_target(), CONTEXT)
     arena = bound.arena
-    assert arena.states is not None
     for start in range(0, 40, 4):  # of every chain of four draft tokens, two are accepted
         bound.forward([*tokens[arena.length : arena.length + 2], 7, 8])
         arena.compact(arena.length, [0, 1])
@@ -218,7 +210,6 @@ def test_features_survive_tokens_that_run_once_more(tmp_path: Path) -> None:
     bound.forward(tokens[13:20])
     arena.commit(7)
     assert arena.replayed > 0
-    assert arena.features is not None
     np.testing.assert_allclose(arena.features.read(0, 20), headed.reference.features(tokens[:20]), atol=2e-4)
 
 

@@ -95,14 +95,6 @@ def test_sequences_are_kept_in_order(tmp_path: Path) -> None:
     assert kept(tmp_path / "model") == [[1, 2, 3], [0, 1, 2, 3, 4]]
 
 
-@pytest.mark.parametrize("token", [-1, 2**31 - 2, 2**40])
-def test_invalid_tokens_are_refused(tmp_path: Path, token: int) -> None:
-    with pytest.raises(ValueError, match="token ids must be 0"):
-        HistoryStore(tmp_path, MIN_BYTES, unexpected).append([1, token])
-    with pytest.raises(ValueError, match="too small"):
-        HistoryStore(tmp_path, MIN_BYTES - 1, unexpected)
-
-
 def test_an_index_is_up_to_date_until_a_sequence_is_added(tmp_path: Path) -> None:
     store = stored(tmp_path, [1, 2, 3])
     assert store.unindexed_tokens()
@@ -112,7 +104,6 @@ def test_an_index_is_up_to_date_until_a_sequence_is_added(tmp_path: Path) -> Non
     assert again.unindexed_tokens() == 0
     again.append([4])
     assert store.unindexed_tokens()
-    assert store.index is not None
     assert len(store.index) == 2
 
 
@@ -182,7 +173,6 @@ def test_a_process_killed_at_any_moment_leaves_a_readable_store(tmp_path: Path, 
     numbers: list[int] = []
     for process in range(processes):
         with appending(tmp_path, process, 10_000) as running:
-            assert running.stdout is not None
             try:
                 assert running.stdout.readline().strip() == b"ready"
                 time.sleep(draw.uniform(0, 0.08))
@@ -294,8 +284,7 @@ def test_no_file_stays_open_or_mapped(tmp_path: Path) -> None:
     store = stored(tmp_path, [1, 2, 3])
     store.reindex()
     again = HistoryStore(tmp_path, MIN_BYTES, unexpected)
-    assert store.index is not None
-    assert again.index is not None
+    assert None not in (store.index, again.index)
     assert held_by_this_process(tmp_path) == []
 
 
@@ -394,7 +383,6 @@ def test_the_store_can_be_used_between_the_steps_of_indexing(tmp_path: Path) -> 
     assert len(steps) > 6
     assert all(steps)
     assert store.unindexed_tokens() == 3 * len(steps)
-    assert store.index is not None
     assert len(store.index) == 300
 
 

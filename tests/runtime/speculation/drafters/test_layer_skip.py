@@ -54,7 +54,6 @@ def target(bundle: Path) -> GraphSession:
 def own_draft(bundle: Path, target: GraphSession) -> LayerSkipDraft:
     opened = open_bundle(bundle)
     pair = find_draft(opened)
-    assert pair is not None
     assert pair.layer_skip
     return load_layer_skip_draft(pair, CONFIG, DraftTarget(opened, target.graph_io, 600, cache=False))()
 
