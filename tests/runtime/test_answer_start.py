@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 import edgerun
 from edgerun import ContextError, Engine, FinishReason, GenerateOptions, InputError, Reply, Speculation
-from edgerun.models.bundle import Bundle, open_bundle
+from edgerun.models.bundle import open_bundle
 from edgerun.runtime.speculation.replay import OracleMode
 from edgerun.runtime.text.detokenizer import AnswerStart
 from edgerun.runtime.text.tokenizer import TextTokenizer
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.nightly import some_nightly
-from support.shared_data import data_path
+from support.shared_data import real_tokenizer
 from support.tiny_models import SPECIAL_TOKENS
 
 LENGTH = 40
@@ -132,8 +132,7 @@ def test_special_tokens_in_a_text_stay_text(engine: Engine) -> None:
 @pytest.mark.parametrize("name", ["phi-3-mini", "qwen2.5", "smollm"])
 def test_what_follows_a_start_has_the_text_that_it_has_behind_it(name: str) -> None:
     """Phi-3's tokenizer drops the space before the first word of a text, which is not the first word of an answer."""
-    folder = data_path(f"tokenizers/{name}")
-    tokenizer = TextTokenizer(Bundle(folder, folder / "model.onnx", None), 200_000)
+    tokenizer = real_tokenizer(name)
     whole = "Hello world,  the naïve 日本語 🎉 cafés"
     ids = tokenizer.encode(whole, add_special_tokens=False)
     for count in range(1, len(ids)):

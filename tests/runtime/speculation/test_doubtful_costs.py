@@ -36,8 +36,7 @@ def store(bundle: Path, cost: PassCost) -> Callable[[], PassCost]:
     PASS_COSTS.save(key, cost)
 
     def load() -> PassCost:
-        stored = PASS_COSTS.load(key)
-        return stored
+        return PASS_COSTS.load(key)
 
     return load
 

@@ -9,12 +9,11 @@ import pytest
 
 pytest.importorskip("llguidance", reason="needs the extra structured")
 
-from edgerun.models.bundle import Bundle
 from edgerun.runtime.sampling.token_mask import DeadEndError
 from edgerun.runtime.structure.grammar import Grammars
 from edgerun.runtime.structure.response_format import ResponseFormat
 from edgerun.runtime.text.tokenizer import TextTokenizer
-from support.shared_data import data_path
+from support.shared_data import real_tokenizer
 
 VOCABULARY = {"qwen2.5": 151_936, "phi-3-mini": 32_064, "smollm": 49_152}
 """Number of logits of the models, which may be more than there are tokens."""
@@ -30,8 +29,7 @@ VALUE = {"größe": 12, "name": 'Zoë "Q" 漢字 🙂\n', "tags": ["a b", None, 
 
 @pytest.fixture(scope="module", params=VOCABULARY)
 def model(request: pytest.FixtureRequest) -> Iterator[tuple[TextTokenizer, Grammars, int]]:
-    folder, count = data_path(f"tokenizers/{request.param}"), VOCABULARY[request.param]
-    tokenizer = TextTokenizer(Bundle(folder, folder / "model.onnx", None), count)
+    tokenizer, count = real_tokenizer(request.param), VOCABULARY[request.param]
     grammars = Grammars(tokenizer, count)
     yield tokenizer, grammars, count
     grammars.close()

@@ -1,22 +1,15 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from edgerun.models.bundle import Bundle
 from edgerun.runtime.text.detokenizer import StopMatcher, StreamDecoder
 from edgerun.runtime.text.tokenizer import TextTokenizer
+from support.shared_data import saved_tokenizer
 
 TEXTS = ["Grüße, Welt!", "naïve café", "日本語のテキスト", "👩‍👩‍👧‍👦 family 🎉", "tabs\tand\nlines", " leading"]
-
-
-def saved(folder: Path, tokenizer: Tokenizer) -> TextTokenizer:
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return TextTokenizer(Bundle(folder, folder / "model.onnx", None), tokenizer.get_vocab_size())
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +21,7 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
         vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
-    return saved(tmp_path_factory.mktemp("byte"), tokenizer)
+    return saved_tokenizer(tmp_path_factory.mktemp("byte"), tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +35,7 @@ def metaspace(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    return saved(tmp_path_factory.mktemp("meta"), tokenizer)
+    return saved_tokenizer(tmp_path_factory.mktemp("meta"), tokenizer)
 
 
 @given(groups=st.lists(st.lists(st.integers(0, 260), max_size=5), max_size=12))

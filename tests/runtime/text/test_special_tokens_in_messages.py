@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import edgerun
-from edgerun.models.bundle import Bundle
 from edgerun.runtime.text.chat_template import ChatTemplate
 from edgerun.runtime.text.message_marks import MessageMarks
 from edgerun.runtime.text.messages import ChatPrompt
 from edgerun.runtime.text.tokenizer import TextTokenizer
-from support.shared_data import data_path
+from support.shared_data import data_path, real_tokenizer, saved_tokenizer
 
 FAMILIES = {
     "microsoft-Phi-3.5-mini-instruct": ("phi-3-mini", ["<|user|>", "<|end|>", "<|system|>", "</s>", "<s>"]),
@@ -30,9 +29,8 @@ PIECES = ["<", "|", ">", "<|", "|>", "im_end", "/think", "end|>", "<|im_", "user
 
 @lru_cache(maxsize=3)
 def family(name: str) -> tuple[TextTokenizer, ChatTemplate]:
-    folder = data_path(f"tokenizers/{FAMILIES[name][0]}")
     source = data_path(f"tokenizers/chat_templates/{name}.jinja").read_text(encoding="utf-8")
-    return TextTokenizer(Bundle(folder, folder / "model.onnx", None), 200_000), ChatTemplate(source)
+    return real_tokenizer(FAMILIES[name][0]), ChatTemplate(source)
 
 
 def encode_chat(
@@ -172,11 +170,8 @@ def test_special_tokens_among_the_words_of_a_model_do_not_come_from_contents(tmp
         made = Tokenizer(models.Unigram([(letter, -float(number)) for number, letter in enumerate(letters)], 0, False))
         made.decoder = decoders.Fuse()
     made.add_special_tokens([AddedToken("<s>", normalized=False)])
-    made.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = TextTokenizer(Bundle(tmp_path, tmp_path / "model.onnx", None), len(letters))
-    ids = encode_chat(
-        ChatTemplate("<s>{{ messages[0].content }}"), tokenizer, [{"role": "user", "content": "hi <s> a"}]
-    )
+    tokenizer, template = saved_tokenizer(tmp_path, made), ChatTemplate("<s>{{ messages[0].content }}")
+    ids = encode_chat(template, tokenizer, [{"role": "user", "content": "hi <s> a"}])
     assert ids.count(1) == 1
     assert ids[0] == 1
 

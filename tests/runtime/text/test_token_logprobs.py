@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,22 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from edgerun.models.bundle import Bundle
 from edgerun.runtime.sampling.logprobs import PositionLogprobs
 from edgerun.runtime.text.detokenizer import StopMatcher, StreamDecoder
 from edgerun.runtime.text.token_logprobs import AnswerTokens, TokenLogprob
 from edgerun.runtime.text.tokenizer import TextTokenizer
-from support.shared_data import data_path
+from support.shared_data import data_path, real_tokenizer, saved_tokenizer
 
 REAL = ("qwen2.5", "phi-3-mini", "smollm")
 SEPARATOR = "\n__ggml_vocab_test__\n"
 TEXTS = ["naïve café, 日本語のテキスト", "👩‍👩‍👧‍👦 family 🎉", "def f(x):\n\treturn x ** 2\n", " Grüße", "\u200b x"]
-
-
-@cache
-def real(name: str) -> TextTokenizer:
-    folder = data_path(f"tokenizers/{name}")
-    return TextTokenizer(Bundle(folder, folder / "model.onnx", None), 200_000)
 
 
 def golden_texts() -> list[str]:
@@ -56,7 +48,7 @@ def listed(
 
 @pytest.mark.parametrize("name", REAL)
 def test_the_bytes_of_an_answers_tokens_are_its_text(name: str) -> None:
-    tokenizer = real(name)
+    tokenizer = real_tokenizer(name)
     for whole in [*golden_texts(), *TEXTS]:
         token_ids = tokenizer.encode(whole, add_special_tokens=False)
         text, tokens = listed(tokenizer, token_ids)
@@ -70,7 +62,7 @@ def test_the_bytes_of_an_answers_tokens_are_its_text(name: str) -> None:
 @settings(max_examples=200)
 def test_the_bytes_of_any_text_are_those_of_its_tokens(name: str, data: st.DataObject) -> None:
     """Where bytes are invalid, the text of byte-level tokenizers has U+FFFD, and the tokens have the bytes."""
-    tokenizer = real(name)
+    tokenizer = real_tokenizer(name)
     if name != "phi-3-mini" and data.draw(st.booleans()):
         token_ids = data.draw(st.lists(st.integers(0, 400), max_size=20))
     else:
@@ -85,7 +77,7 @@ def test_the_bytes_of_any_text_are_those_of_its_tokens(name: str, data: st.DataO
 @given(data=st.data())
 @settings(max_examples=100)
 def test_the_tokens_reach_up_to_the_stop_sequence(name: str, data: st.DataObject) -> None:
-    tokenizer = real(name)
+    tokenizer = real_tokenizer(name)
     whole = data.draw(st.sampled_from(TEXTS))
     begin = data.draw(st.integers(0, len(whole) - 1))
     stop = whole[begin : begin + data.draw(st.integers(1, 6))]
@@ -100,7 +92,7 @@ def test_the_tokens_reach_up_to_the_stop_sequence(name: str, data: st.DataObject
 
 
 def test_special_tokens_are_listed_and_add_no_bytes() -> None:
-    tokenizer = real("qwen2.5")
+    tokenizer = real_tokenizer("qwen2.5")
     end = tokenizer.encode("<|im_end|>", add_special_tokens=False)
     token_ids = [*end, *tokenizer.encode("Hi é", add_special_tokens=False), *end]
     text, tokens = listed(tokenizer, token_ids)
@@ -116,7 +108,7 @@ def test_special_tokens_are_listed_and_add_no_bytes() -> None:
 
 def test_parts_of_characters_have_their_bytes_and_alternatives_too() -> None:
     for name in ("qwen2.5", "phi-3-mini"):
-        tokenizer = real(name)
+        tokenizer = real_tokenizer(name)
         token_ids = tokenizer.encode("x𒀀", add_special_tokens=False)
         _, tokens = listed(tokenizer, token_ids)
         parts = [token for token in tokens if "\ufffd" in token.text]
@@ -126,7 +118,7 @@ def test_parts_of_characters_have_their_bytes_and_alternatives_too() -> None:
 
 
 def test_an_id_without_a_token_is_listed_without_text() -> None:
-    tokenizer = real("qwen2.5")
+    tokenizer = real_tokenizer("qwen2.5")
     word = tokenizer.encode("word", add_special_tokens=False)
     text, tokens = listed(tokenizer, [*word, 151_900, *word])
     assert text == "wordword"
@@ -139,8 +131,7 @@ def test_words_whose_text_depends_on_their_neighbours_keep_the_bytes_of_the_text
     library = Tokenizer(models.WordPiece(words, unk_token="[UNK]"))
     library.decoder = decoders.WordPiece(cleanup=False)
     library.add_special_tokens([AddedToken("[SEP]", special=True)])
-    library.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = TextTokenizer(Bundle(tmp_path, tmp_path / "model.onnx", None), len(words))
+    tokenizer = saved_tokenizer(tmp_path, library)
     text, tokens = listed(tokenizer, [words[word] for word in ("run", "##ning", "[SEP]", "is", "good")])
     assert text == "running is good"
     assert b"".join(token.bytes for token in tokens).decode() == text

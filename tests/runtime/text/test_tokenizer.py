@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgerun.models.bundle import Bundle
 from edgerun.runtime.text.detokenizer import StreamDecoder
 from edgerun.runtime.text.tokenizer import TextTokenizer
-from support.shared_data import data_path
+from support.shared_data import data_path, real_tokenizer
 
 GOLDEN = {"qwen2": "qwen2.5", "phi-3": "phi-3-mini"}
 SEPARATOR = "\n__ggml_vocab_test__\n"
-
-
-def tokenizer_in(folder: Path) -> TextTokenizer:
-    return TextTokenizer(Bundle(folder, folder / "model.onnx", None), 200_000)
 
 
 @pytest.fixture(scope="module", params=GOLDEN)
@@ -30,7 +22,7 @@ def golden(request: pytest.FixtureRequest) -> tuple[TextTokenizer, list[str], li
     texts = inputs.read_bytes().decode("utf-8").split(SEPARATOR)
     ids = [[int(token) for token in line.split()] for line in outputs.read_text(encoding="utf-8").split("\n")]
     assert len(texts) == len(ids) >= 46
-    return tokenizer_in(data_path(f"tokenizers/{GOLDEN[request.param]}")), texts, ids
+    return real_tokenizer(GOLDEN[request.param]), texts, ids
 
 
 def test_encodings_equal_the_recorded_ones(golden: tuple[TextTokenizer, list[str], list[list[int]]]) -> None:
@@ -52,19 +44,14 @@ def test_streamed_tokens_give_the_text_back(golden: tuple[TextTokenizer, list[st
 @settings(max_examples=60)
 @given(text=st.text(max_size=40))
 def test_a_byte_level_tokenizer_gives_any_text_back(text: str) -> None:
-    tokenizer = _qwen()
+    tokenizer = real_tokenizer("qwen2.5")
     normal = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
     # The tokenizer normalizes to NFC, which does not change normalized text.
     assert tokenizer.decode(tokenizer.encode(normal, add_special_tokens=False)) == normal
 
 
 def test_special_tokens_in_a_text_are_one_token_each() -> None:
-    ids = _qwen().encode("<|im_start|>user\nhi<|im_end|>", add_special_tokens=False)
+    ids = real_tokenizer("qwen2.5").encode("<|im_start|>user\nhi<|im_end|>", add_special_tokens=False)
     assert ids[0] == 151644
     assert ids[-1] == 151645
     assert len(ids) == 5
-
-
-@cache
-def _qwen() -> TextTokenizer:
-    return tokenizer_in(data_path("tokenizers/qwen2.5"))

@@ -114,8 +114,7 @@ def draft(graph: GraphSession, limit: int = LIMIT, target_vocab: int = VOCABULAR
 
 
 def states_of(model: DraftModel) -> LayerStates:
-    states = model._arena.states
-    return states
+    return model._arena.states
 
 
 def assert_as_fresh(graph: GraphSession, tokens: list[int], likely: TopTokens, model: DraftModel | None = None) -> None:

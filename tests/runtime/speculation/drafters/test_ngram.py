@@ -37,8 +37,7 @@ def no_warning(line: str) -> None:
 
 
 def opened(path: Path, key: str = KEY, vocab_size: int = VOCABULARY) -> NgramTable:
-    table = NgramTable.open(path, vocab_size=vocab_size, key=key, warn=no_warning)
-    return table
+    return NgramTable.open(path, vocab_size=vocab_size, key=key, warn=no_warning)
 
 
 def table_of(sequences: list[list[int]], max_bytes: int = 1 << 20) -> NgramTable:
