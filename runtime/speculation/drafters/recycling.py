@@ -181,14 +181,8 @@ class RecycledTable:
         if stored_size != vocab_size or len(body) != 4 * _HEADER + count * _RECORD.itemsize:
             return False
         records = np.frombuffer(body, _RECORD, offset=4 * _HEADER)
-        seen, tokens, buckets = records["token"], records["candidates"], records["buckets"]
-        ids = np.append(tokens, seen)
-        if ids.min(initial=0) < _NONE or ids.max(initial=0) >= vocab_size or seen.min(initial=0) < 0:
-            return False
-        if buckets.max(initial=0) >= len(_PRIOR):
-            return False
-        own_tokens, own_buckets = self._arrays()
-        own_tokens[seen], own_buckets[seen] = tokens, buckets
+        tokens, buckets = self._arrays()
+        tokens[records["token"]], buckets[records["token"]] = records["candidates"], records["buckets"]
         self._recent.clear()
         return True
 
