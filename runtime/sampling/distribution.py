@@ -63,7 +63,7 @@ class Distribution:
         if np.array_equal(self.ids, other.ids):
             difference -= other.probs
         else:
-            at, other_at = _shared(self.ids, other.ids)
+            _, at, other_at = np.intersect1d(self.ids, other.ids, assume_unique=True, return_indices=True)
             difference[at] -= other.probs[other_at]
         return np.maximum(difference, 0, out=difference)
 
@@ -81,22 +81,3 @@ class Distribution:
         kept = (self.ids != token) & (self.probs > 0)
         probs = self.probs[kept]
         return Distribution(self.ids[kept], probs / probs.sum())
-
-    def among(self, kept: npt.NDArray[np.bool_]) -> Distribution | None:
-        """The distribution conditional on being one of the tokens of the mask `[k]`; None if that is impossible."""
-        total = self.probs[kept].sum()
-        return Distribution(self.ids[kept], self.probs[kept] / total) if total > 0 else None
-
-
-def _shared(
-    ids: npt.NDArray[np.intp], others: npt.NDArray[np.intp]
-) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """Indices of the ids that both arrays contain, in each of them; the shorter is looked up in the longer."""
-    if others.size > ids.size:
-        other_at, at = _shared(others, ids)
-        return at, other_at
-    if not others.size:
-        return np.empty(0, np.intp), np.empty(0, np.intp)
-    at = np.minimum(np.searchsorted(ids, others), ids.size - 1)
-    found = np.flatnonzero(ids[at] == others)
-    return at[found], found

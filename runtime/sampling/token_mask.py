@@ -48,10 +48,6 @@ class TokenMask:
         """Whether a token may come."""
         return bool(self._allowed[token])
 
-    def allowed(self, tokens: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
-        """Whether each of some tokens may come, bool `[n]`."""
-        return self._allowed[tokens]
-
     def apply(self, logits: _Floats, out: _Floats) -> _Floats:
         """Write the logits float32 `[V]` to `out`, -infinity for the tokens that may not come; returns `out`."""
         np.copyto(out, logits)

@@ -26,7 +26,7 @@ from ..sampling.token_mask import TokenConstraint
 from .choice import DraftSampling
 from .drafters.draft_model import DraftModel
 from .drafters.sampled import AcceptanceEstimate, SampledDraft, SampledDrafter
-from .growth import TokenPrices, expected_replay, replay_seconds
+from .growth import TokenPrices
 from .pass_cost import PassCost
 from .rounds import Round
 from .speculator import Speculator
@@ -85,18 +85,14 @@ class SampledSpeculator(Speculator):
     def _grow_draft(
         self, anchor: int, prices: TokenPrices, max_depth: int, constraint: TokenConstraint | None
     ) -> Round:
+        if constraint is not None:  # only the tokens that it forces are drafted
+            self._sampled = None
+            return super()._grow_draft(anchor, prices, max_depth, constraint)
         before = self._draft_model.passes
         # The draft is verified as it was sampled: pruning by the sampled tokens would change their distribution.
-        self._sampled = sampled = self._drafter.sample(
-            anchor, prices, max_depth, chain=self._chain, constraint=constraint
-        )
+        self._sampled = sampled = self._drafter.sample(anchor, prices, max_depth, chain=self._chain)
         expected = float(sampled.tree.path_prob.sum())
-        drafted = len(sampled.tree) - 1
-        price = sum(prices.positions[:drafted])
-        if self._replay is not None and drafted:
-            last = sampled.tree.path_probs[-1]
-            again = expected_replay(drafted, last, expected - last, self._replay)
-            price += self.rate * again * replay_seconds(self._curve, self._replay + drafted)
+        price = sum(prices.positions[: len(sampled.tree) - 1])
         passes = self._draft_model.passes - before
         seconds = self._draft_model.take_seconds_spent()
         return Round(sampled.tree, None, None, expected, expected - 1 - price, passes, seconds)

@@ -168,13 +168,8 @@ def _joined(sequences: Iterable[npt.ArrayLike]) -> npt.NDArray[np.int32]:
 
 def _grouped(keys: Ids) -> tuple[Ids, Ids, Ids]:
     """The group of each key, the number of keys of each group, and the index of one key of each group."""
-    order = np.argsort(keys)
-    ordered = keys[order]
-    starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
-    size = np.diff(starts, append=len(keys))
-    of = np.empty(len(keys), np.int64)
-    of[order] = np.repeat(np.arange(len(starts)), size)
-    return of, size, order[starts]
+    _, index, of, size = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
+    return of, size, index
 
 
 def _count_part(token_ids: npt.NDArray[np.int32], positions: Ids, unigrams: Floats) -> list[Entries]:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from ....models.atomic import write_atomically
 from ....models.regular_file import read_regular
 from ..tree import Source
-from .interface import Candidate, Drafter
+from .interface import Candidate, TailDrafter
 
 CANDIDATES: Final = 3
 """Number of best logits of a position that are kept."""
@@ -43,8 +43,8 @@ _PRIOR: Final[Sequence[float]] = (
 )
 
 
-class RecyclingDrafter(Drafter):
-    """A `Drafter` over the target's own logits. Its state is the last token.
+class RecyclingDrafter(TailDrafter):
+    """A `Drafter` over the target's own logits.
 
     Args:
         table: the candidates, which drafters of other sequences may share.
@@ -53,31 +53,14 @@ class RecyclingDrafter(Drafter):
     source = Source.RECYCLED
     prior = _PRIOR
     logits_needed = CANDIDATES
+    reach = 1
 
     def __init__(self, table: RecycledTable) -> None:
         self.table: Final = table
-        self._last = _NONE
 
-    def reset(self, token_ids: Sequence[int]) -> None:
-        """Replace the sequence, of which only the last token matters."""
-        self._last = token_ids[-1] if token_ids else _NONE
-
-    def append(self, token: int) -> None:
-        """Append a token to the sequence."""
-        self._last = token
-
-    def state(self) -> int:
-        """The last token."""
-        return self._last
-
-    def after(self, state: int, token: int) -> int:
-        """The token."""
-        del state
-        return token
-
-    def candidates(self, state: int) -> Sequence[Candidate]:
-        """The tokens that the target ranked highest after this token."""
-        return self.table.candidates(state) if state >= 0 else ()
+    def candidates(self, state: tuple[int, ...]) -> Sequence[Candidate]:
+        """The tokens that the target ranked highest after the last token."""
+        return self.table.candidates(state[0]) if state else ()
 
     def learn(self, token: int, logits: npt.NDArray[np.float32]) -> None:
         """Store the highest logits float32 `[V]` after a token as its candidates."""

@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from ...sampling.distribution import Distribution
 from ...sampling.sampler import Purpose, Sampler, SamplingParams, uniforms_at
-from ...sampling.token_mask import TokenConstraint
 from ..growth import TokenPrices
 from ..learned_rates import Backoff
 from ..tree import Source, Tree
@@ -135,13 +134,8 @@ class SampledDrafter:
         self._sampler.observe(self._head_places(token_ids))
         self._length += len(token_ids)
 
-    def distribution(self, path: Path, constraint: TokenConstraint | None = None) -> Distribution | None:
-        """The draft model's distribution after the sequence and `path`, in target ids.
-
-        Returns:
-            The distribution over the tokens that the constraint allows; None if there are none, or the model cannot be
-            run.
-        """
+    def distribution(self, path: Path) -> Distribution | None:
+        """The draft model's distribution after the sequence and `path`, in target ids; None if it cannot be run."""
         logits = self.model.logits(path)
         if logits is None:
             return None
@@ -152,18 +146,9 @@ class SampledDrafter:
             ids = self.model.target_ids[distribution.ids].astype(np.intp)
             order = np.argsort(ids)
             distribution = Distribution(ids[order], distribution.probs[order])
-        mask = None if constraint is None else constraint.mask(path)
-        return distribution if mask is None else distribution.among(mask.allowed(distribution.ids))
+        return distribution
 
-    def sample(
-        self,
-        anchor: int,
-        prices: TokenPrices,
-        max_depth: int,
-        *,
-        chain: bool,
-        constraint: TokenConstraint | None = None,
-    ) -> SampledDraft:
+    def sample(self, anchor: int, prices: TokenPrices, max_depth: int, *, chain: bool) -> SampledDraft:
         """Sample a draft behind the sequence; the anchor alone if nothing pays.
 
         Args:
@@ -171,7 +156,6 @@ class SampledDrafter:
             prices: price of token positions and of time.
             max_depth: maximum number of tokens of a path.
             chain: whether to sample one child per node, for `verify_block`; otherwise a tree, for `verify_recursive`.
-            constraint: what the answer has to follow; None if any token may come.
         """
         tokens, parents, path_probs = [anchor], [-1], [1.0]
         paths: list[Path] = [()]
@@ -192,7 +176,7 @@ class SampledDrafter:
             pays = path_probs[node] * self.estimate.mean > cost
             if not pays and not (trying and node == 0):
                 continue
-            distribution = self.distribution(paths[node], constraint)
+            distribution = self.distribution(paths[node])
             if distribution is None:
                 continue
             max_children = 1 if chain else _MAX_CHILDREN
@@ -203,8 +187,7 @@ class SampledDrafter:
             if sampled:
                 distributions[node] = distribution
             for token, chance in zip(sampled, chances, strict=False):
-                goes_on = constraint is None or constraint.allows(paths[node], (token,))[0]
-                if goes_on and len(paths[node]) + 1 < max_depth:
+                if len(paths[node]) + 1 < max_depth:
                     heappush(heap, (-chance, len(tokens)))
                 tokens.append(token)
                 parents.append(node)

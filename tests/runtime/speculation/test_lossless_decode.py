@@ -164,7 +164,7 @@ def test_the_targets_choices_are_recycled(graph: GraphSession, epsilon: float | 
             if step.round is not None and any(step.round.candidates):
                 chosen[done[-1]] = token
             done.append(token)
-        assert {token: recycle.candidates(token)[0].token for token in chosen} == chosen
+        assert {token: recycle.table.candidates(token)[0].token for token in chosen} == chosen
     assert done == text
     assert chosen
 
