@@ -186,11 +186,3 @@ def test_inspect_and_bench_report_the_size_of_the_head(trimmed_pair: Path, capsy
     assert "draft model draft (head of 100 tokens)" in capsys.readouterr().out
     assert main(["bench", str(trimmed_pair), "--limit", "1", "-n", "8", "--no-cache", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["draft_head"] == KEPT.size
-
-
-def test_a_draft_with_a_whole_head_reports_no_head_size(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(tiny_bundle), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["draft"] is None
-    measured = ["bench", str(tiny_bundle), "--draft", str(tiny_bundle), "--limit", "1", "-n", "8", "--no-cache"]
-    assert main([*measured, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["draft_head"] is None

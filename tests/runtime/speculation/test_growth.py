@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from edgerun.runtime.speculation.drafters.interface import Candidate, Drafter
 from edgerun.runtime.speculation.growth import TokenPrices, TreeGrowth
 from edgerun.runtime.speculation.learned_rates import Mixer
-from edgerun.runtime.speculation.speculator import Speculator
 from edgerun.runtime.speculation.tree import Source
 from edgerun.runtime.speculation.verification import VerifyResult
 from support.adversarial_drafters import eager
@@ -178,17 +177,6 @@ def test_outcomes_are_learned_along_the_accepted_path_only() -> None:
     assert rates[1] < 0.3  # its sibling was not
     assert rates[2] < 0.6  # nor was its child
     assert (rates[0], rates[4]) == pytest.approx((0.05, 0.99))  # not on the path
-
-
-def test_every_drafter_gets_the_sequence() -> None:
-    tables = [Table(Source.SUFFIX, {}), Table(Source.NGRAM, {}), Costly({}, 0.0)]
-    speculator: Speculator = eager(*tables[:2], model=tables[2])
-    speculator.reset([1, 2])
-    for tokens in ([3], [4]):
-        draft = speculator.propose(1, 9, 9)
-        speculator.observe(draft, VerifyResult((0,), *tokens), np.zeros((1, 9), np.float32), 1, 0.1)
-    speculator.propose(1, 9, 9)
-    assert [table.token_ids for table in tables] == [[1, 2, 3, 4]] * 3
 
 
 @pytest.mark.parametrize("chain", [True, False])

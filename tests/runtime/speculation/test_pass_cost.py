@@ -251,16 +251,6 @@ def test_passes_contradict_a_cost_that_was_measured_wrongly() -> None:
     assert PassCost.from_json(cost.to_json()).doubt is Doubt.OUTDATED
 
 
-@pytest.mark.parametrize("factor", [0.5, 2.0])
-def test_passes_contradict_a_speed_that_was_measured_wrongly(factor: float) -> None:
-    cost = PassCost({0: TIMES})
-    run(cost, [1, 2, 4] * 40, {width: factor * took for width, took in TIMES.items()})
-    assert cost.is_contradicted
-    cost.forget_strays()
-    assert not cost.is_contradicted
-    assert cost.doubt is None
-
-
 def test_a_noisy_machine_does_not_contradict_the_costs() -> None:
     cost = PassCost({0: TIMES})
     random = np.random.default_rng(2)

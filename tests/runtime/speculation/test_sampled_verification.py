@@ -201,26 +201,13 @@ def test_children_are_sampled_without_replacement(count: int) -> None:
     assert len({sample_children(dist_of(*[1] * 99), 3, 1, at, node) for at in range(9) for node in range(9)}) == 81
 
 
-# Whole sequences, sampled round by round with many seeds.
-
-Target = Callable[[Text, Tree], Logits]
-"""float32 logits `[n, V]` of a tree after the sequence before its anchor."""
-
-
-def grown(q: Model, widths: Sequence[int], seed: int, text: Text) -> SampledDraft:
-    """A tree with that many sampled children of every node at each depth; `text` ends with the anchor."""
-    tokens, parents, distributions, level = [text[-1]], [-1], dict[int, Distribution](), [(0, text)]
-    for width in widths:
-        below: list[tuple[int, Text]] = []
-        for node, path in level:
-            distributions[node] = q(path)
-            for token in sample_children(distributions[node], width, seed, len(text), node):
-                below.append((len(tokens), (*path, token)))
-                tokens.append(token)
-                parents.append(node)
-        level = below
-    count = len(tokens)
-    return SampledDraft(Tree.of(tokens, parents, [1.0] * count, [Source.MODEL] * count), distributions)
+def sampled_chain(q: Model, seed: int, text: Text) -> SampledDraft:
+    """A chain of `GAMMA` sampled tokens; `text` ends with the anchor."""
+    tokens, distributions = list[int](), dict[int, Distribution]()
+    for node in range(GAMMA):
+        distributions[node] = q((*text, *tokens))
+        tokens += sample_children(distributions[node], 1, seed, len(text), node)
+    return SampledDraft(chain_tree(text[-1], tokens, [1.0] * GAMMA, Source.MODEL), distributions)
 
 
 def processed(logits_after: Callable[[Text], Logits], params: SamplingParams) -> Model:
@@ -236,62 +223,6 @@ def processed(logits_after: Callable[[Text], Logits], params: SamplingParams) ->
     return after
 
 
-def texts(
-    verify: Verifier,
-    target: Target,
-    vocab: int,
-    params: SamplingParams,
-    q: Model,
-    widths: Sequence[int],
-    prompt: Text,
-    length: int,
-    seeds: int,
-    ends: frozenset[int],
-) -> tuple[Counter[Text], float]:
-    """Counts of the sequences after `prompt` for that many seeds, and accepted draft tokens per round."""
-    found: Counter[Text] = Counter()
-    rounds = emitted = 0
-    for seed in range(seeds):
-        sampler = Sampler(replace(params, seed=seed), vocab)
-        sampler.observe(prompt[:-1])
-        text = prompt
-        while len(text) - len(prompt) < length and not (len(text) > len(prompt) and text[-1] in ends):
-            sampler.observe(text[-1:])
-            draft = grown(q, widths, seed, text)
-            logits = target(text[:-1], draft.tree)
-            max_tokens = length - (len(text) - len(prompt))
-            result = verify(draft, logits, sampler, len(text), ends, max_tokens)
-            new = result.emitted(draft.tree)
-            assert 1 <= len(new) <= max_tokens
-            assert not ends & set(new[:-1])
-            text += new
-            rounds += 1
-            emitted += len(new)
-        found[text[len(prompt) :]] += 1
-    return found, emitted / rounds - 1
-
-
-def ended(p: Model, prompt: Text, length: int, ends: frozenset[int]) -> dict[Text, float]:
-    """The exact distribution of up to `length` tokens after `prompt`, cut after an end token."""
-    distribution: Counter[Text] = Counter()
-    for whole, weight in continued(p, prompt, length):
-        new = whole[len(prompt) :]
-        cut = next((count for count, token in enumerate(new, 1) if token in ends), length)
-        distribution[new[:cut]] += weight
-    return distribution
-
-
-def path_logits(logits_after: Callable[[Text], Logits]) -> Target:
-    """Each node's logits after its own path."""
-
-    def target(before: Text, tree: Tree) -> Logits:
-        return np.stack(
-            [logits_after((*before, *tree.tokens[list(tree.path_to(node))].tolist())) for node in range(len(tree))]
-        )
-
-    return target
-
-
 @cache
 def toy_logits(text: Text) -> Logits:
     return np.random.default_rng([5, *text]).normal(0, 1, V).astype(np.float32)
@@ -301,31 +232,12 @@ def toy_logits(text: Text) -> Logits:
 PENALIZED = SamplingParams(temperature=0.7, top_p=0.95, repeat_penalty=3.0)
 
 
-@pytest.mark.parametrize(
-    ("verify", "widths", "ends"),
-    [
-        (verify_block, (1, 1, 1), NOBODY),
-        pytest.param(verify_block, (1, 1, 1), frozenset({1}), marks=pytest.mark.nightly),
-        pytest.param(verify_recursive, (2, 2), NOBODY, marks=pytest.mark.nightly),
-        (verify_recursive, (1, 3), frozenset({1})),
-    ],
-)
-def test_sequences_of_several_rounds_have_the_targets_distribution(
-    verify: Verifier, widths: tuple[int, ...], ends: frozenset[int]
-) -> None:
-    prompt, seeds = (0, 2), 1500
-    q = toy(11, holes=0.1)
-    found, taken = texts(verify, path_logits(toy_logits), V, PENALIZED, q, widths, prompt, 4, seeds, ends)
-    expect_distribution(found, ended(processed(toy_logits, PENALIZED), prompt, 4, ends), seeds)
-    assert 0.2 < taken < len(widths) - 0.2
-
-
 def test_a_block_is_decided_by_its_probabilities_and_weights() -> None:
     """Every result, from the same random numbers and the acceptance probabilities that were checked above."""
     prompt, p, q = (0, 2), processed(toy_logits, PENALIZED), toy(11, holes=0.1)
     seen: Counter[int] = Counter()
     for seed in range(300):
-        draft = grown(q, (1, 1, 1), seed, prompt)
+        draft = sampled_chain(q, seed, prompt)
         drawn = tuple(draft.tree.tokens[1:].tolist())
         paths = [(*prompt, *drawn[:i]) for i in range(GAMMA + 1)]
         targets, drafts = [p(path) for path in paths], [q(path) for path in paths[:GAMMA]]
@@ -338,7 +250,7 @@ def test_a_block_is_decided_by_its_probabilities_and_weights() -> None:
 
         sampler = Sampler(replace(PENALIZED, seed=seed, first_position=left_out), V)
         sampler.observe(prompt)
-        logits = path_logits(toy_logits)(prompt[:-1], draft.tree)
+        logits = np.stack([toy_logits(path) for path in paths])
         assert verify_block(draft, logits, sampler, len(prompt), NOBODY, 9) == expected
         # The sampler has observed the prompt and the accepted tokens, and nothing else.
         np.testing.assert_array_equal(sampler.distribution(logits[taken]).probs, targets[taken].probs)

@@ -174,6 +174,7 @@ def test_only_draft_tokens_that_were_tried_are_learned_from(model: DraftModel) -
     ("verify", "chain", "seeds"),
     [
         (verify_block, True, 200),
+        (verify_recursive, False, 200),
         pytest.param(verify_block, True, 1200, marks=pytest.mark.nightly),
         pytest.param(verify_recursive, False, 1200, marks=pytest.mark.nightly),
     ],
