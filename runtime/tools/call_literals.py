@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, TypeAlias
 
 from .call_regions import MAX_DEPTH
@@ -25,9 +25,15 @@ _ESCAPED: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "
 _MAX_DIGITS: Final = 400
 
 
-Quotes: TypeAlias = Mapping[str, bool]
-"""What strings are written between, longer ones before their beginnings; whether a backslash has a meaning in them."""
-PYTHON_QUOTES: Final[Quotes] = dict.fromkeys(('"""', "'''", '"', "'"), True)
+def string_pattern(quote: str, *, escapes: bool) -> re.Pattern[str]:
+    """What a string between quotes looks like; `escapes` says whether a backslash has a meaning in it."""
+    character = r"(?:[^\\]|\\.)" if escapes else "."
+    return re.compile(f"{re.escape(quote)}({character}*?){re.escape(quote)}", re.DOTALL)
+
+
+Strings: TypeAlias = Mapping[re.Pattern[str], bool]
+"""What strings look like, those between longer quotes first; and whether a backslash has a meaning in them."""
+PYTHON_STRINGS: Final[Strings] = {string_pattern(quote, escapes=True): True for quote in ('"""', "'''", '"', "'")}
 
 
 class LiteralReader:
@@ -35,15 +41,14 @@ class LiteralReader:
 
     Args:
         text: the text.
-        quotes: what strings are written between.
+        strings: what strings look like.
     """
 
-    def __init__(self, text: str, quotes: Quotes) -> None:
+    def __init__(self, text: str, strings: Strings) -> None:
         self.text: Final = text
         self.at = 0
         """Index of the next character."""
-        self._quotes = quotes
-        self._depth = 0
+        self._strings = strings
 
     def take(self, sign: str) -> bool:
         """Skip white space, and `sign` where it comes next; whether it did."""
@@ -85,46 +90,21 @@ class LiteralReader:
         self.at = found.end()
         return found[0]
 
-    def value(self) -> Any:
+    def value(self, depth: int = 0) -> Any:
         """Read a value: a string, a number, a list, a mapping, or true, false and null in either spelling.
 
         Raises:
-            NotACallError: none comes next.
+            NotACallError: none comes next, or it is nested too deep.
         """
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
+        if depth == MAX_DEPTH:
             raise NotACallError
-        try:
-            return self._value()
-        finally:
-            self._depth -= 1
-
-    def mapping(self) -> dict[str, Any]:
-        """Read what follows the opening brace of a mapping, with the closing one.
-
-        Raises:
-            NotACallError: it is not the rest of a mapping.
-        """
-        values: dict[str, Any] = {}
-        while not self.take("}"):
-            if values:
-                self.expect(",")
-                if self.take("}"):
-                    break
-            quote = self._quote()
-            key = self.word() if quote is None else self._string(quote)
-            self.expect(":")
-            values[key] = self.value()
-        return values
-
-    def _value(self) -> Any:
-        if (quote := self._quote()) is not None:
-            return self._string(quote)
+        if (text := self._string()) is not None:
+            return text
         if self.take("{"):
-            return self.mapping()
+            return self.mapping(depth + 1)
         for opening, closing in ("[]", "()"):
             if self.take(opening):
-                return self._list(closing)
+                return [self.value(depth + 1) for _ in self._items(closing)]
         if found := _NUMBER.match(self.text, self.at):
             if len(found[0]) > _MAX_DIGITS:
                 raise NotACallError
@@ -136,33 +116,39 @@ class LiteralReader:
             raise NotACallError
         return _WORDS[word]
 
-    def _list(self, closing: str) -> list[Any]:
-        values: list[Any] = []
-        while not self.take(closing):
-            if values:
-                self.expect(",")
-                if self.take(closing):
-                    break
-            values.append(self.value())
+    def mapping(self, depth: int = 0) -> dict[str, Any]:
+        """Read what follows the opening brace of a mapping, with the closing one.
+
+        Raises:
+            NotACallError: it is not the rest of a mapping.
+        """
+        values: dict[str, Any] = {}
+        for _ in self._items("}"):
+            text = self._string()
+            key = self.word() if text is None else text
+            self.expect(":")
+            values[key] = self.value(depth)
         return values
 
-    def _quote(self) -> str | None:
-        self.take("")
-        return next((quote for quote in self._quotes if self.text.startswith(quote, self.at)), None)
+    def _items(self, closing: str) -> Iterator[None]:
+        """Read the commas between items, each of which the caller reads, up to the closing sign."""
+        first = True
+        while not self.take(closing):
+            if not first:
+                self.expect(",")
+                if self.take(closing):
+                    return
+            first = False
+            yield
 
-    def _string(self, quote: str) -> str:
-        escapes = self._quotes[quote]
-        begin = end = self.at + len(quote)
-        while True:
-            end = self.text.find(quote, end)
-            if end < 0:
-                raise NotACallError
-            written = self.text[begin:end]
-            if not escapes or (len(written) - len(written.rstrip("\\"))) % 2 == 0:
-                break
-            end += 1  # the mark is escaped
-        self.at = end + len(quote)
-        return _ESCAPE.sub(_unescaped, written) if escapes else written
+    def _string(self) -> str | None:
+        """Read a string; None if none comes next."""
+        self.take("")
+        for pattern, escapes in self._strings.items():
+            if found := pattern.match(self.text, self.at):
+                self.at = found.end()
+                return _ESCAPE.sub(_unescaped, found[1]) if escapes else found[1]
+        return None
 
 
 def _unescaped(found: re.Match[str]) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from .call_literals import PYTHON_QUOTES, LiteralReader
+from .call_literals import PYTHON_STRINGS, LiteralReader, string_pattern
 from .call_regions import CallReading, CallText, Reading
 from .calls import NotACallError, OfferedTools, ToolCall, read_json, written_call
 
@@ -84,7 +84,8 @@ def braced_call(text: CallText, *, quote: str) -> CallReading:
             in_string = not in_string
         elif not in_string:
             break
-    reader = LiteralReader(text.text[text.at : sign.start()], {quote: False, '"': True})
+    strings = {string_pattern(quote, escapes=False): False, string_pattern('"', escapes=True): True}
+    reader = LiteralReader(text.text[text.at : sign.start()], strings)
     values = reader.mapping()
     reader.expect_end()
     return [written_call(name, values, text.tools)], search
@@ -101,7 +102,7 @@ def python_calls(text: CallText) -> CallReading:
             end = len(text.text)
             break
         yield
-    reader = LiteralReader(text.text[text.at : end], PYTHON_QUOTES)
+    reader = LiteralReader(text.text[text.at : end], PYTHON_STRINGS)
     in_list = reader.take("[")
     calls = [_python_call(reader, text.tools)]
     while reader.take(",") if in_list else reader.take(";") or reader.at < len(reader.text.rstrip()):
