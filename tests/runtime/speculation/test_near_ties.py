@@ -151,28 +151,6 @@ def test_plain_rounds_have_no_near_ties(twins: Callable[[WeightFormat], BoundSes
         assert {step.target_passes for step in steps} == {1}
 
 
-def test_slots_of_an_earlier_answer_are_recomputed_first(tiny_bundle_of: Callable[[str, str], Path]) -> None:
-    """A conversation: the second answer reads the first one's cache slots, which wide passes have written."""
-    bound = bind(tiny_bundle_of("llama", "int8"))
-    prompt, question, short = prompts(1)[0], [33, 44, 55], DecodeLimits(12)
-    plain, _, _ = run(bound, prompt, limits=short)
-
-    def rows_after(near_ties: NearTies | None) -> np.ndarray:
-        sampler = Sampler(GREEDY, VOCABULARY)
-        steps = list(decode(bound, [*prompt, *plain, *question], sampler, LIMITS, None, near_ties))
-        assert steps[0].target_passes == 1 + (0 if near_ties is None else near_ties.passes)
-        return bound.arena.snapshot()[0]
-
-    expected = rows_after(None)
-    assert run(bound, prompt, speculator=oracle([*prompt, *plain]), limits=short)[0] == plain
-    noisy = bound.arena.length - bound.arena.plain_length
-    assert (rows_after(None) != expected).any()
-    assert run(bound, prompt, speculator=oracle([*prompt, *plain]), limits=short)[0] == plain
-    near_ties = NearTies(bound, Sampler(GREEDY, VOCABULARY), 0.0, lambda: False)
-    np.testing.assert_array_equal(rows_after(near_ties), expected)
-    assert near_ties.passes == noisy > 0
-
-
 def test_a_full_context(twins: Callable[[WeightFormat], BoundSession]) -> None:
     bound = twins(INT8)
     epsilon = epsilon_of(bound)

@@ -100,17 +100,15 @@ def test_sampled_answers_have_the_renormalized_distribution(name: str, way: str)
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("name", "draws"), [("words", 10_000), ("letters", 2_000), ("forced", 2_000)])
-def test_many_draws_have_the_renormalized_distribution(name: str, draws: int, way: str) -> None:
-    """100,000 draws pass as well, and take minutes for each way (docs/log.md)."""
-    check_draws(name, way, draws, None)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("way", WAYS)
-def test_masks_of_a_thread_give_the_same_distribution(way: str, thread: WorkThread) -> None:
-    """Passes of this model do not release the interpreter, so a draw waits for the thread, and there are few."""
-    check_draws("words", way, 300, thread)
+@pytest.mark.parametrize(
+    ("name", "draws", "threaded"),
+    [("words", 10_000, False), ("letters", 2_000, False), ("forced", 2_000, False), ("words", 300, True)],
+)
+def test_many_draws_have_the_renormalized_distribution(
+    name: str, draws: int, way: str, threaded: bool, thread: WorkThread
+) -> None:
+    """100,000 draws pass as well, and take minutes for each way (docs/log.md); a draw waits for a thread's masks."""
+    check_draws(name, way, draws, thread if threaded else None)
 
 
 def check_draws(name: str, way: str, draws: int, thread: WorkThread | None) -> None:

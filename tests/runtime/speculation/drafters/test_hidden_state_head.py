@@ -49,15 +49,6 @@ def target(headed: TargetWithHead) -> GraphSession:
     return headed.open_target()
 
 
-def test_the_target_gives_the_features_of_every_token(headed: TargetWithHead, target: GraphSession) -> None:
-    tokens = np.random.default_rng(1).integers(5, 300, 40).tolist()
-    bound = bind_with_features(target, CONTEXT)
-    for start, stop in ((0, 17), (17, 18), (18, 30), (30, 40)):
-        bound.forward(tokens[start:stop], logits_for=(stop - start - 1,))
-        bound.arena.commit(stop - start)
-    np.testing.assert_allclose(bound.arena.features.read(0, 40), headed.reference.features(tokens), atol=2e-4)
-
-
 @settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_wherever_the_sequence_goes_the_logits_are_those_of_the_reference(
@@ -139,19 +130,6 @@ def test_trees_leave_the_features_of_the_accepted_path(eagle: TargetWithHead) ->
     bound.arena.compact(3, [0, 2, 3])
     expected = eagle.reference.features([20, 21, 22, 23, 31, 32])
     np.testing.assert_allclose(bound.arena.features.read(0, 6), expected, atol=2e-4)
-
-
-def test_drafts_have_the_ids_of_the_target(eagle: TargetWithHead) -> None:
-    target = eagle.open_target()
-    bound, head = bind_with_features(target, CONTEXT), eagle.open_head(target)
-    tokens = [20, 21, 22, 30, 40]
-    run_missing(bound, tokens)
-    head.attach(bound.arena)
-    head.reset(tokens)
-    ids = np.load(eagle.bundle / "d2t.npy")
-    expected = eagle.reference.run(tokens, ()).logits[-1].argsort()[::-1][:3]
-    assert ids.size == 200
-    assert head.top_tokens((), 3).tokens == tuple(ids[expected].tolist())
 
 
 @pytest.mark.parametrize("kind", ["llama, chains", "lfm2", "qwen3_5_text"])

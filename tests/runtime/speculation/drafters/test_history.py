@@ -139,15 +139,6 @@ def test_a_lower_limit_is_applied(tmp_path: Path) -> None:
     assert len(numbers) > 3
 
 
-def test_of_a_sequence_longer_than_the_store_the_end_is_kept(tmp_path: Path) -> None:
-    store = HistoryStore(tmp_path, MIN_BYTES, unexpected)
-    store.append([7])
-    store.append(range(100_000))
-    (last,) = kept(tmp_path)[-1:]
-    assert last == list(range(100_000 - len(last), 100_000))
-    assert len(last) * 4 > MIN_BYTES // 10
-
-
 def test_operations_without_the_lock_are_skipped(tmp_path: Path) -> None:
     warnings: list[str] = []
     store = HistoryStore(tmp_path, MIN_BYTES, warnings.append)

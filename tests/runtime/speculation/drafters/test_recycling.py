@@ -102,19 +102,6 @@ def test_saved_tables_can_be_loaded(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["recycled"]
 
 
-def test_loading_adds_to_learned_candidates(tmp_path: Path) -> None:
-    table = RecycledTable(40)
-    table.learn(3, np.arange(40, dtype=np.float32))
-    table.save(tmp_path / "a")
-    other = RecycledTable(40)
-    other.learn(4, np.arange(40, dtype=np.float32))
-    assert other.load(tmp_path / "a")
-    assert proposed(other, 3) == proposed(other, 4) == [39, 38, 37]
-    RecycledTable(40).save(tmp_path / "empty")
-    assert other.load(tmp_path / "empty")
-    assert proposed(other, 3) == proposed(other, 4) == [39, 38, 37]
-
-
 def test_missing_files_folders_and_other_files_are_refused(tmp_path: Path) -> None:
     table = RecycledTable(40)
     np.save(tmp_path / "array.npy", np.arange(4))
