@@ -276,28 +276,3 @@ def test_an_answer_closed_before_any_pass_can_be_continued(graph: GraphSession, 
         assert tokens_of(steps_of(bound, prompt, GREEDY, limits, speculator)) == expected
         other = [*text[: len(prompt) + 5], 77]
         assert tokens_of(steps_of(bound, other, GREEDY, limits, speculator)) == plain(graph, other, GREEDY, limits)
-
-
-def test_a_graph_without_a_mask_gets_chains_only(
-    tiny_bundle_of: Callable[[str, str], Path], graph: GraphSession, tmp_path: Path
-) -> None:
-    onnx = pytest.importorskip("onnx")
-    model = onnx.load(tiny_bundle_of("llama", "fp32") / "model.onnx")
-    for node in model.graph.node:
-        if node.op_type == "GroupQueryAttention":
-            node.input[10] = ""
-    ports = [port for port in model.graph.input if port.name != "attention_bias"]
-    del model.graph.input[:]
-    model.graph.input.extend(ports)
-    onnx.save(model, tmp_path / "model.onnx")
-    chains = GraphSession(tmp_path / "model.onnx", SessionConfig(choose_device("cpu"), 1))
-    assert not chains.graph_io.has_bias_input
-    for seed, params in enumerate((GREEDY, *SAMPLED)):
-        prompt, limits = prompt_of(400 + seed), DecodeLimits(30)
-        expected = plain(graph, prompt, params, limits)
-        for name in ("nearly right", "wide", "huge"):
-            speculator = speculator_of(adversaries([*prompt, *expected], VOCABULARY, EOS)[name], trees=False)
-            steps = steps_of(bind(chains), prompt, params, limits, speculator)
-            assert tokens_of(steps) == expected
-            assert max(step.round.width for step in steps if step.round) > 1
-            assert all(set(step.round.drafted_by_depth) <= {1} for step in steps if step.round)

@@ -85,13 +85,9 @@ def test_measured_widths_are_kept_and_those_between_are_interpolated() -> None:
         cost.curve(0, 3)[0] = 1
 
 
-def test_with_one_width_a_pass_of_m_tokens_costs_m_passes() -> None:
+def test_one_width_costs_as_many_passes_and_falling_measurements_are_levelled() -> None:
     np.testing.assert_allclose(PassCost({0: {1: 0.5}}).curve(0, 4), [0.5, 1, 1.5, 2])
-
-
-def test_falling_measurements_are_levelled() -> None:
-    curve = PassCost({0: {1: 1.0, 2: 3.0, 3: 2.0, 4: 4.0}}).curve(0, 4)
-    np.testing.assert_allclose(curve, [1, 2.5, 2.5, 4])
+    np.testing.assert_allclose(PassCost({0: {1: 1.0, 2: 3.0, 3: 2.0, 4: 4.0}}).curve(0, 4), [1, 2.5, 2.5, 4])
 
 
 @given(st.integers(1, 8), st.floats(1e-4, 1e4), st.integers(0, 40))

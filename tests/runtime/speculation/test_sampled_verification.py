@@ -22,7 +22,7 @@ from edgerun.runtime.speculation.sampled_speculator import (
     verify_recursive,
 )
 from edgerun.runtime.speculation.tree import Source, Tree
-from edgerun.runtime.speculation.verification import VerifyResult, verify_tree
+from edgerun.runtime.speculation.verification import VerifyResult
 from support.adversarial_drafters import chain_tree
 from support.chi_square import expect_distribution, items
 
@@ -136,36 +136,6 @@ def test_recursive_rejection_gives_the_targets_distribution(seed: int, widths: t
     for emitted, weight in recursive_outcomes(p, q, widths):
         add(found, p, emitted, GAMMA + 1, weight)
     assert difference(found, p, GAMMA + 1) < 1e-12
-
-
-def test_sample_then_match_gives_the_targets_distribution() -> None:
-    """Every outcome of four samples, over trees with chains, forks and a token that the target never emits."""
-    p = toy(1)
-    for edges in ([], [(0, 0), (1, 0), (2, 0)], [(0, 0), (0, 1), (0, 2), (1, 1), (2, 2), (4, 1), (5, 0)]):
-        tree = Tree.of(
-            [0, *(token for _, token in edges)],
-            [-1, *(parent for parent, _ in edges)],
-            [1.0] * (len(edges) + 1),
-            [Source.OTHER] * (len(edges) + 1),
-        )
-        found: Counter[Text] = Counter()
-        for script, weight in continued(p, (), GAMMA + 1):
-
-            class Scripted:
-                def choose(self, logits: Logits, position: int, script: Text = script) -> int:
-                    return script[position]
-
-                def observe_prompt(self, tokens: Sequence[int]) -> None:
-                    pass
-
-                def observe(self, tokens: Sequence[int]) -> None:
-                    pass
-
-            emitted = verify_tree(tree, np.zeros((len(tree), V), np.float32), Scripted(), 0, NOBODY, GAMMA + 1).emitted(
-                tree
-            )
-            add(found, p, emitted, GAMMA + 1, weight)
-        assert difference(found, p, GAMMA + 1) < 1e-12
 
 
 def test_block_verification_accepts_more_than_token_by_token() -> None:

@@ -100,14 +100,6 @@ def test_any_tree_gives_the_tokens_of_plain_decoding(tree, params, ends, max_tok
     assert result.accepted_path == tree.path_to(last)
 
 
-def test_a_tie_goes_to_the_lowest_id() -> None:
-    logits = np.array([[0, 2, 2, 1], [3, 0, 3, 3], [0, 0, 0, 1]], np.float32)
-    assert verify_tree(chain(0, [1, 0]), logits, Sampler(SamplingParams(), 4), 1, NOBODY, 9) == VerifyResult(
-        (0, 1, 2), 3
-    )
-    assert verify_tree(chain(0, [2, 0]), logits, Sampler(SamplingParams(), 4), 1, NOBODY, 9) == VerifyResult((0,), 1)
-
-
 def test_only_logits_on_the_accepted_path_are_read() -> None:
     class Watching:
         def __init__(self) -> None:
